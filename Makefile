@@ -1,0 +1,36 @@
+# Everything runs from .venv with the exact versions of constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: install demo test lint protos bench clean
+install: $(STAMP)
+
+# torch goes first and by exact version: the plain PyPI build would bring gigabytes of CUDA.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt pip setuptools torch==2.13.0
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	touch $@
+
+demo: install  ## start a cluster with the demo pair, stream a completion, print the speedup over plain decoding
+	$(BIN)/python -m benchmarks.demo
+
+test: install  ## unit, integration, statistical and end-to-end tests
+	$(BIN)/pytest
+
+lint: install  ## ruff, mypy strict, buf lint, generated code is fresh
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	cd protos && ../$(BIN)/buf lint
+	$(BIN)/python protos/generate.py --check
+
+protos: install  ## regenerate gammaray/v1 from protos/
+	$(BIN)/python protos/generate.py
+
+bench: install  ## plain decoding, gammaray, transformers generate, assisted and prompt lookup in one run
+	$(BIN)/python -m benchmarks.run
+
+clean:
+	rm -rf .venv build dist *.egg-info

@@ -1,0 +1,125 @@
+"""Settings, one frozen class per process.
+
+Each field is read from its constructor argument, else from the environment variable `GAMMARAY_<FIELD>`
+(upper case), else it takes the default written here. A bad value stops the start.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+__all__ = ["ClusterSettings", "DraftSettings", "OrchestratorSettings", "TargetSettings", "WorkerSettings"]
+
+DEMO_PAIR = "demo"
+"""Model name that stands for the pair that ships with gammaray (its target or its draft, by role)."""
+
+
+class _Settings(BaseSettings):
+    model_config = SettingsConfigDict(
+        env_prefix="GAMMARAY_", frozen=True, extra="forbid", protected_namespaces=()
+    )
+
+
+class WorkerSettings(_Settings):
+    """What draft and target workers have in common."""
+
+    model: str = Field(
+        DEMO_PAIR, min_length=1, description="Directory or hub name of a causal LM; 'demo' is the demo pair."
+    )
+    listen: str = Field("127.0.0.1:0", description="host:port of the gRPC server; port 0 takes a free one.")
+    advertise: str = Field("", description="host:port that orchestrators dial; empty is the bound address.")
+    redis_url: str = Field("", description="Registry to announce this worker in; empty: do not announce.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where the model runs; auto prefers CUDA."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Arithmetic; auto is float32 on CPU and bfloat16 on CUDA."
+    )
+    threads: int = Field(1, ge=1, le=256, description="CPU threads of the model's arithmetic.")
+    cpu_affinity: str = Field("", description="Comma-separated cores to stay on; empty: no binding.")
+    cache_budget_mb: int = Field(
+        1024,
+        ge=1,
+        description="Upper bound of KV cache memory, in MiB; least recently used sessions are evicted.",
+    )
+    max_batch_tokens: int = Field(
+        1024, ge=16, description="Upper bound of tokens fed in one forward, over all sessions."
+    )
+    prefill_chunk: int = Field(
+        256,
+        ge=16,
+        description="Upper bound of prompt tokens of one session fed in one forward, so that long ones do not stall others.",
+    )
+    deterministic: bool = Field(
+        False, description="Bit-identical logits whatever the batch and gamma (CPU float32 only; slower)."
+    )
+    lean: bool = Field(True, description="Use the lean forward where the architecture allows.")
+    drain_timeout_s: float = Field(
+        10.0, ge=0, description="How long running blocks may finish after SIGTERM, in seconds."
+    )
+
+
+class TargetSettings(WorkerSettings):
+    """A target worker."""
+
+
+class DraftSettings(WorkerSettings):
+    """A draft worker."""
+
+    draft_top_k: int = Field(
+        64, ge=1, le=4096, description="Support of the sparse draft distribution (rejection verification)."
+    )
+    weight_bits: int = Field(12, ge=1, le=24, description="Bits of its quantised weights' sum.")
+
+
+class OrchestratorSettings(_Settings):
+    """An orchestrator replica."""
+
+    model: str = Field(
+        DEMO_PAIR,
+        min_length=1,
+        description="The target model: its tokenizer and configuration are read here.",
+    )
+    served_model_name: str = Field("", description="Name that clients use; empty: derived from `model`.")
+    redis_url: str = Field("redis://127.0.0.1:6379/0", description="Session store and worker registry.")
+    target_addresses: str = Field(
+        "", description="Comma-separated host:port of target workers, beside those of the registry."
+    )
+    draft_addresses: str = Field(
+        "", description="Comma-separated host:port of draft workers, beside those of the registry."
+    )
+    max_gamma: int = Field(8, ge=0, le=64, description="Upper bound of an adaptive gamma.")
+    propose_timeout_s: float = Field(
+        2.0, gt=0, description="Deadline of one proposal; past it the cycle goes on with gamma 0."
+    )
+    verify_timeout_s: float = Field(60.0, gt=0, description="Deadline of one verification, prefill included.")
+    worker_wait_s: float = Field(
+        10.0, ge=0, description="How long a request waits for a target worker to be there."
+    )
+    session_ttl_s: int = Field(
+        3600, ge=1, description="How long a finished or abandoned session stays in the store."
+    )
+    max_prompt_bytes: int = Field(2**20, ge=1, description="Largest prompt, in bytes of UTF-8.")
+    max_concurrent_requests: int = Field(
+        256, ge=1, description="Requests in flight per replica; more are refused."
+    )
+
+
+class ClusterSettings(_Settings):
+    """A whole cluster on one machine: what `gammaray up` starts."""
+
+    target: str = Field(DEMO_PAIR, min_length=1, description="Target model.")
+    draft: str = Field(DEMO_PAIR, min_length=1, description="Draft model.")
+    target_workers: int = Field(1, ge=1, le=64, description="Number of target workers.")
+    draft_workers: int = Field(1, ge=0, le=64, description="Number of draft workers.")
+    orchestrators: int = Field(1, ge=1, le=64, description="Number of orchestrator replicas.")
+    http_port: int = Field(8000, ge=1, le=65535, description="Port of the OpenAI-compatible HTTP API.")
+    grpc_port: int = Field(9000, ge=1, le=65535, description="Port of the gRPC API.")
+    redis_url: str = Field("", description="Redis to use; empty starts a private redis-server.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the models run.")
+    deterministic: bool = Field(
+        False, description="Bit-identical logits whatever the batch and gamma (CPU float32 only; slower)."
+    )

@@ -1,0 +1,290 @@
+"""Between wire messages and types: the only place that knows both."""
+
+from __future__ import annotations
+
+from gammaray import types as t
+from gammaray.errors import InvalidArgumentError
+from gammaray.v1 import generation_service_pb2 as gen
+from gammaray.v1 import types_pb2 as pb
+
+_METHODS = {
+    t.VerificationMethod.COUPLED: pb.VERIFICATION_METHOD_COUPLED,
+    t.VerificationMethod.REJECTION: pb.VERIFICATION_METHOD_REJECTION,
+    t.VerificationMethod.NAIVE: pb.VERIFICATION_METHOD_NAIVE,
+}
+_ORIGINS = {
+    t.TokenOrigin.ACCEPTED: pb.TOKEN_ORIGIN_ACCEPTED,
+    t.TokenOrigin.CORRECTION: pb.TOKEN_ORIGIN_CORRECTION,
+    t.TokenOrigin.BONUS: pb.TOKEN_ORIGIN_BONUS,
+}
+_FINISH = {
+    t.FinishReason.STOP: pb.FINISH_REASON_STOP,
+    t.FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    t.FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+}
+_DRAFTERS = {t.DrafterKind.MODEL: pb.DRAFTER_KIND_MODEL, t.DrafterKind.NONE: pb.DRAFTER_KIND_NONE}
+_METHODS_BACK = {v: k for k, v in _METHODS.items()}
+_ORIGINS_BACK = {v: k for k, v in _ORIGINS.items()}
+_FINISH_BACK = {v: k for k, v in _FINISH.items()}
+_DRAFTERS_BACK = {v: k for k, v in _DRAFTERS.items()}
+
+
+def method_to_proto(method: t.VerificationMethod) -> pb.VerificationMethod.ValueType:
+    """Return the wire value of a verification method."""
+    return _METHODS[method]
+
+
+def method_from_proto(value: int) -> t.VerificationMethod:
+    """Return the verification method of a wire value; UNSPECIFIED is the default.
+
+    Raises:
+        InvalidArgumentError: A value this version does not know.
+    """
+    if value == pb.VERIFICATION_METHOD_UNSPECIFIED:
+        return t.VerificationMethod.COUPLED
+    if value not in _METHODS_BACK:
+        raise InvalidArgumentError("verification", value, f"one of {sorted(_METHODS_BACK)}")
+    return _METHODS_BACK[pb.VerificationMethod.ValueType(value)]
+
+
+def origin_to_proto(origin: t.TokenOrigin) -> pb.TokenOrigin.ValueType:
+    """Return the wire value of a token origin."""
+    return _ORIGINS[origin]
+
+
+def origin_from_proto(value: pb.TokenOrigin.ValueType) -> t.TokenOrigin:
+    """Return the token origin of a wire value."""
+    return _ORIGINS_BACK[value]
+
+
+def sampling_to_proto(params: t.SamplingParams) -> pb.SamplingParams:
+    """Return the wire form of sampling parameters."""
+    message = pb.SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
+        allowed_token_ids=params.allowed_token_ids,
+        banned_token_ids=params.banned_token_ids,
+        min_tokens=params.min_tokens,
+        sample_index=params.sample_index,
+    )
+    if params.seed is not None:
+        message.seed = params.seed
+    return message
+
+
+def sampling_from_proto(message: pb.SamplingParams) -> t.SamplingParams:
+    """Return the sampling parameters of a wire message; absent fields take their defaults."""
+    return t.SamplingParams(
+        temperature=message.temperature if message.HasField("temperature") else 1.0,
+        top_p=message.top_p if message.HasField("top_p") else 1.0,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=dict(message.logit_bias),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        banned_token_ids=tuple(message.banned_token_ids),
+        min_tokens=message.min_tokens,
+        seed=message.seed if message.HasField("seed") else None,
+        sample_index=message.sample_index,
+    )
+
+
+def proposal_to_proto(proposal: t.Proposal) -> pb.Proposal:
+    """Return the wire form of a proposal."""
+    return pb.Proposal(
+        token_ids=proposal.token_ids,
+        parents=proposal.parents or (),
+        draft_distributions=[
+            pb.SparseDistribution(token_ids=d.token_ids, weights=d.weights, weight_bits=d.weight_bits)
+            for d in proposal.draft_distributions or ()
+        ],
+    )
+
+
+def proposal_from_proto(message: pb.Proposal, vocab_size: int) -> t.Proposal:
+    """Return the proposal of a wire message after checking it as data from a stranger.
+
+    Raises:
+        InvalidArgumentError: Token ids outside the vocabulary, parents that do not precede their node, or
+            distributions that do not fit their tokens.
+    """
+    token_ids = tuple(message.token_ids)
+    if any(token_id >= vocab_size for token_id in token_ids):
+        raise InvalidArgumentError("proposal.token_ids", max(token_ids), f"below {vocab_size}")
+    parents = tuple(message.parents) or None
+    if parents is not None:
+        if len(parents) != len(token_ids):
+            raise InvalidArgumentError("proposal.parents", f"{len(parents)} entries", f"{len(token_ids)}")
+        for node, parent in enumerate(parents):
+            if not -1 <= parent < node:
+                raise InvalidArgumentError(f"proposal.parents[{node}]", parent, f"-1 to {node - 1}")
+    distributions = tuple(_distribution(d, vocab_size) for d in message.draft_distributions) or None
+    if distributions is not None and len(distributions) != len(token_ids):
+        raise InvalidArgumentError("proposal.draft_distributions", len(distributions), f"{len(token_ids)}")
+    return t.Proposal(token_ids, parents, distributions)
+
+
+def _distribution(message: pb.SparseDistribution, vocab_size: int) -> t.SparseDistribution:
+    name = "proposal.draft_distributions"
+    ids, weights, bits = tuple(message.token_ids), tuple(message.weights), message.weight_bits
+    if not 1 <= bits <= 24:
+        raise InvalidArgumentError(f"{name}.weight_bits", bits, "1 to 24")
+    if len(ids) != len(weights) or len(set(ids)) != len(ids) or any(i >= vocab_size for i in ids):
+        raise InvalidArgumentError(
+            f"{name}.token_ids", f"{len(ids)} ids", f"distinct ids below {vocab_size}, one per weight"
+        )
+    if min(weights, default=0) < 1 or sum(weights) != 1 << bits:
+        raise InvalidArgumentError(
+            f"{name}.weights", f"a sum of {sum(weights)}", f"positive weights with sum {1 << bits}"
+        )
+    return t.SparseDistribution(ids, weights, bits)
+
+
+def request_to_proto(request: t.GenerationRequest) -> gen.GenerateRequest:
+    """Return the wire form of a generation request."""
+    message = gen.GenerateRequest(
+        model=request.model,
+        sampling=sampling_to_proto(request.sampling),
+        max_tokens=request.max_tokens,
+        stop=request.stop,
+        stop_token_ids=request.stop_token_ids,
+        ignore_eos=request.ignore_eos,
+        num_top_logprobs=request.num_top_logprobs,
+        verification=_METHODS[request.verification],
+        gamma=gen.GammaPolicy(max_gamma=request.gamma.max_gamma),
+        drafter=_DRAFTERS[request.drafter],
+        session_id=request.session_id,
+    )
+    if request.gamma.fixed is None:
+        message.gamma.adaptive = True
+    else:
+        message.gamma.fixed = request.gamma.fixed
+    if isinstance(request.prompt, str):
+        message.text = request.prompt
+    else:
+        message.token_ids.ids.extend(request.prompt)
+    return message
+
+
+def request_from_proto(message: gen.GenerateRequest) -> t.GenerationRequest:
+    """Return the generation request of a wire message, validated as far as possible without the model.
+
+    Raises:
+        InvalidArgumentError: Names the first wrong field.
+    """
+    prompt: str | tuple[int, ...]
+    prompt = tuple(message.token_ids.ids) if message.WhichOneof("prompt") == "token_ids" else message.text
+    if message.drafter not in (pb.DRAFTER_KIND_UNSPECIFIED, *_DRAFTERS_BACK):
+        raise InvalidArgumentError("drafter", message.drafter, f"one of {sorted(_DRAFTERS_BACK)}")
+    fixed = message.gamma.fixed if message.gamma.WhichOneof("policy") == "fixed" else None
+    request = t.GenerationRequest(
+        prompt=prompt,
+        model=message.model,
+        sampling=sampling_from_proto(message.sampling),
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else 128,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        num_top_logprobs=message.num_top_logprobs if message.HasField("num_top_logprobs") else None,
+        verification=method_from_proto(message.verification),
+        gamma=t.GammaPolicy(fixed, message.gamma.max_gamma),
+        drafter=_DRAFTERS_BACK.get(message.drafter, t.DrafterKind.MODEL),
+        session_id=message.session_id,
+    )
+    request.validate()
+    return request
+
+
+def chunk_to_proto(chunk: t.Chunk) -> gen.GenerateResponse:
+    """Return the wire form of a piece of a completion."""
+    message = gen.GenerateResponse(
+        session_id=chunk.session_id,
+        text=chunk.text,
+        seed=chunk.seed,
+        tokens=[_token_to_proto(token) for token in chunk.tokens],
+    )
+    if chunk.finish_reason is not None:
+        message.finish_reason = _FINISH[chunk.finish_reason]
+    if chunk.usage is not None:
+        message.usage.CopyFrom(gen.Usage(**vars(chunk.usage)))
+    if chunk.summary is not None:
+        message.summary.CopyFrom(gen.SpeculationSummary(**vars(chunk.summary)))
+    return message
+
+
+def chunk_from_proto(message: gen.GenerateResponse) -> t.Chunk:
+    """Return the piece of a completion of a wire message."""
+    return t.Chunk(
+        session_id=message.session_id,
+        text=message.text,
+        tokens=tuple(_token_from_proto(token) for token in message.tokens),
+        seed=message.seed,
+        finish_reason=_FINISH_BACK.get(message.finish_reason),
+        usage=_usage_from_proto(message.usage) if message.HasField("usage") else None,
+        summary=_summary_from_proto(message.summary) if message.HasField("summary") else None,
+    )
+
+
+def process_to_proto(process: t.ProcessStatus) -> gen.ProcessStatus:
+    """Return the wire form of a process's status."""
+    return gen.ProcessStatus(**vars(process))
+
+
+def process_from_proto(message: gen.ProcessStatus) -> t.ProcessStatus:
+    """Return the process status of a wire message."""
+    return t.ProcessStatus(
+        message.role, message.pid, message.address, message.model, message.healthy, message.sessions
+    )
+
+
+def _token_to_proto(token: t.EmittedToken) -> gen.EmittedToken:
+    return gen.EmittedToken(
+        token_id=token.token_id,
+        origin=_ORIGINS[token.origin],
+        logprob=token.logprob,
+        top_logprobs=[gen.TopLogprob(**vars(top)) for top in token.top_logprobs],
+        token_bytes=token.token_bytes,
+    )
+
+
+def _token_from_proto(message: gen.EmittedToken) -> t.EmittedToken:
+    return t.EmittedToken(
+        token_id=message.token_id,
+        origin=_ORIGINS_BACK[message.origin],
+        token_bytes=message.token_bytes,
+        logprob=message.logprob if message.HasField("logprob") else None,
+        top_logprobs=tuple(t.TopLogprob(p.token_id, p.logprob, p.token_bytes) for p in message.top_logprobs),
+    )
+
+
+def _usage_from_proto(message: gen.Usage) -> t.Usage:
+    return t.Usage(
+        message.prompt_tokens,
+        message.completion_tokens,
+        message.accepted_prediction_tokens,
+        message.rejected_prediction_tokens,
+    )
+
+
+def _summary_from_proto(message: gen.SpeculationSummary) -> t.SpeculationSummary:
+    return t.SpeculationSummary(
+        cycles=message.cycles,
+        tokens_per_cycle=message.tokens_per_cycle,
+        alpha=message.alpha if message.HasField("alpha") else None,
+        acceptance_rate=message.acceptance_rate if message.HasField("acceptance_rate") else None,
+        accepted_lengths=tuple(message.accepted_lengths),
+        gamma_mean=message.gamma_mean,
+        draft_ms=message.draft_ms,
+        verify_ms=message.verify_ms,
+        other_ms=message.other_ms,
+        total_ms=message.total_ms,
+        speedup_estimate=message.speedup_estimate if message.HasField("speedup_estimate") else None,
+    )

@@ -1,0 +1,147 @@
+"""Errors of gammaray, one class per cause.
+
+    GammarayError
+    ├── InvalidArgumentError      a field is wrong; names it, what was got and what is allowed
+    ├── NotFoundError             no such model or session
+    ├── UnauthenticatedError      no valid API key
+    ├── ResourceExhaustedError    over a limit; `retry_after_s` says when to come back
+    ├── FailedPreconditionError   a stale epoch, or a request that the session's state forbids
+    ├── DeadlineExceededError     it took longer than the caller allowed
+    ├── UnavailableError          a worker or the cluster cannot be reached; retrying may help
+    ├── CancelledError            the caller cancelled
+    └── InternalError             a bug or a broken peer
+
+Each class carries its gRPC status code and HTTP status; servers and clients map through these alone.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import grpc
+
+__all__ = [
+    "CancelledError",
+    "DeadlineExceededError",
+    "FailedPreconditionError",
+    "GammarayError",
+    "InternalError",
+    "InvalidArgumentError",
+    "NotFoundError",
+    "ResourceExhaustedError",
+    "UnauthenticatedError",
+    "UnavailableError",
+    "error_class",
+]
+
+
+class GammarayError(Exception):
+    """Base of all errors raised by gammaray."""
+
+    status: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
+    http_status: ClassVar[int] = 500
+
+
+class InvalidArgumentError(GammarayError):
+    """A field of a request or a setting is wrong.
+
+    Attributes:
+        field: Name of the field, dotted for nested ones.
+        got: Short rendering of the value.
+        allowed: What would be accepted.
+    """
+
+    status = grpc.StatusCode.INVALID_ARGUMENT
+    http_status = 400
+
+    def __init__(self, field: str, got: object, allowed: str) -> None:
+        rendered = got if isinstance(got, str) else repr(got)
+        self.field, self.got, self.allowed = field, _shorten(rendered), allowed
+        super().__init__(f"{field}: got {self.got}, allowed: {allowed}")
+
+
+class NotFoundError(GammarayError):
+    """No such model or session."""
+
+    status = grpc.StatusCode.NOT_FOUND
+    http_status = 404
+
+
+class UnauthenticatedError(GammarayError):
+    """No valid API key was given."""
+
+    status = grpc.StatusCode.UNAUTHENTICATED
+    http_status = 401
+
+
+class ResourceExhaustedError(GammarayError):
+    """A limit is reached; come back after `retry_after_s` seconds."""
+
+    status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    http_status = 429
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
+class FailedPreconditionError(GammarayError):
+    """The state of a session forbids the call, for example a stale epoch."""
+
+    status = grpc.StatusCode.FAILED_PRECONDITION
+    http_status = 409
+
+
+class DeadlineExceededError(GammarayError):
+    """The call took longer than the caller allowed."""
+
+    status = grpc.StatusCode.DEADLINE_EXCEEDED
+    http_status = 504
+
+
+class UnavailableError(GammarayError):
+    """A worker or the cluster cannot be reached; retrying may help."""
+
+    status = grpc.StatusCode.UNAVAILABLE
+    http_status = 503
+
+
+class CancelledError(GammarayError):
+    """The caller cancelled."""
+
+    status = grpc.StatusCode.CANCELLED
+    http_status = 499
+
+
+class InternalError(GammarayError):
+    """A bug, or a peer that breaks the protocol."""
+
+    status = grpc.StatusCode.INTERNAL
+    http_status = 500
+
+
+_BY_STATUS: dict[grpc.StatusCode, type[GammarayError]] = {
+    cls.status: cls
+    for cls in (
+        NotFoundError,
+        UnauthenticatedError,
+        ResourceExhaustedError,
+        FailedPreconditionError,
+        DeadlineExceededError,
+        UnavailableError,
+        CancelledError,
+        InternalError,
+    )
+}
+
+
+def error_class(status: grpc.StatusCode) -> type[GammarayError]:
+    """Return the class for a gRPC status; GammarayError when there is none of its own.
+
+    InvalidArgumentError is not among them: it is rebuilt from the status details.
+    """
+    return _BY_STATUS.get(status, GammarayError)
+
+
+def _shorten(text: str, limit: int = 80) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"

@@ -1,0 +1,344 @@
+"""The values that travel between client, orchestrator and workers.
+
+Vocabulary: one *cycle* is one propose, one verify and one commit. *gamma* is the number of tokens a
+proposal is deep. *Accepted* tokens are the part of a proposal the target agrees with; the *correction*
+is the target's own token at the first disagreement, the *bonus* its token after a wholly accepted
+proposal; *emitted* = accepted + one of the two. *alpha* is accepted / tested tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from gammaray.errors import InvalidArgumentError
+
+__all__ = [
+    "ADAPTIVE",
+    "MAX_GAMMA",
+    "Chunk",
+    "DrafterKind",
+    "EmittedToken",
+    "FinishReason",
+    "GammaPolicy",
+    "GenerationRequest",
+    "ProcessStatus",
+    "Proposal",
+    "SamplingParams",
+    "SparseDistribution",
+    "SpeculationSummary",
+    "TokenOrigin",
+    "TopLogprob",
+    "Usage",
+    "VerificationMethod",
+]
+
+MAX_GAMMA = 64
+MAX_TOP_LOGPROBS = 20
+
+
+class VerificationMethod(str, Enum):
+    """How the target decides which proposed tokens stand; all are lossless."""
+
+    COUPLED = "coupled"
+    REJECTION = "rejection"
+    NAIVE = "naive"
+
+
+class TokenOrigin(str, Enum):
+    """Where an emitted token came from."""
+
+    ACCEPTED = "accepted"
+    CORRECTION = "correction"
+    BONUS = "bonus"
+
+
+class FinishReason(str, Enum):
+    """Why a generation ended; the values are OpenAI's where it has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+class DrafterKind(str, Enum):
+    """Which drafter may propose."""
+
+    MODEL = "model"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What turns logits into the distribution that is sampled from.
+
+    Applied in this order: allow and ban masks, `min_tokens`, logit bias, repetition, frequency and presence
+    penalties, temperature, min-p, top-k, top-p.
+
+    Args:
+        temperature: Divides the logits; 0 is greedy. In [0, 100].
+        top_p: Keep the smallest set of most likely tokens with this mass. In (0, 1]; 1 is off.
+        top_k: Keep this many most likely tokens; 0 is off.
+        min_p: Drop tokens less likely than this share of the most likely one. In [0, 1]; 0 is off.
+        repetition_penalty: Over prompt and output. In (0, 100]; 1 is off.
+        presence_penalty: Over the output. In [-2, 2]; 0 is off.
+        frequency_penalty: Over the output. In [-2, 2]; 0 is off.
+        logit_bias: Added to logits by token id. Each in [-100, 100].
+        allowed_token_ids: When not empty, only these tokens are produced.
+        banned_token_ids: These tokens are never produced.
+        min_tokens: End-of-sequence tokens are masked until this many tokens were produced.
+        seed: Key of the counter-based generator, in [0, 2^64); None lets the server draw one.
+        sample_index: Which of several samples for one prompt and seed this is.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    banned_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    seed: int | None = None
+    sample_index: int = 0
+
+    def validate(self, vocab_size: int | None = None) -> None:
+        """Check every field, and token ids against `vocab_size` when it is given.
+
+        Raises:
+            InvalidArgumentError: Names the first wrong field, what was got and what is allowed.
+        """
+        _check_number("temperature", self.temperature, 0, 100)
+        _check_number("top_p", self.top_p, 0, 1, open_low=True)
+        _check_int("top_k", self.top_k, 0, 2**31)
+        _check_number("min_p", self.min_p, 0, 1)
+        _check_number("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
+        _check_number("presence_penalty", self.presence_penalty, -2, 2)
+        _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        _check_int("min_tokens", self.min_tokens, 0, 2**31)
+        _check_int("sample_index", self.sample_index, 0, 2**24 - 1)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, 2**64 - 1)
+        for token_id, bias in self.logit_bias.items():
+            _check_number(f"logit_bias[{token_id}]", bias, -100, 100)
+        if vocab_size is not None:
+            _check_token_ids("logit_bias", tuple(self.logit_bias), vocab_size)
+            _check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
+            _check_token_ids("banned_token_ids", self.banned_token_ids, vocab_size)
+
+
+@dataclass(frozen=True)
+class SparseDistribution:
+    """A truncated, quantised distribution: probability of `token_ids[i]` is `weights[i] / 2**weight_bits`."""
+
+    token_ids: tuple[int, ...]
+    weights: tuple[int, ...]
+    weight_bits: int
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The draft's tokens for one cycle.
+
+    Args:
+        token_ids: Tokens of the nodes, each after its parent.
+        parents: Index of each node's parent, -1 for children of the committed prefix; None for a chain.
+        draft_distributions: The law each token was drawn from; only for rejection verification above
+            temperature 0.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] | None = None
+    draft_distributions: tuple[SparseDistribution, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def depth(self) -> int:
+        """Length of the longest path, in tokens."""
+        if self.parents is None:
+            return len(self.token_ids)
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return max(depths, default=0)
+
+
+@dataclass(frozen=True)
+class GammaPolicy:
+    """How gamma is chosen: always `fixed`, or per cycle up to `max_gamma` when `fixed` is None."""
+
+    fixed: int | None = None
+    max_gamma: int = 0
+
+    def validate(self) -> None:
+        """Check the bounds.
+
+        Raises:
+            InvalidArgumentError: A gamma outside [0, 64].
+        """
+        if self.fixed is not None:
+            _check_int("gamma", self.fixed, 0, MAX_GAMMA)
+        _check_int("max_gamma", self.max_gamma, 0, MAX_GAMMA)
+
+
+ADAPTIVE = GammaPolicy()
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One completion asked for.
+
+    Args:
+        prompt: Text, or token ids of the target's vocabulary. Not empty.
+        model: Name of the model; empty means the one served.
+        sampling: Logits processing and seed.
+        max_tokens: Upper bound of emitted tokens, at least 1.
+        stop: The completion ends before the first of these strings.
+        stop_token_ids: The completion ends after the first of these, beside the model's own.
+        ignore_eos: Go on past end-of-sequence tokens.
+        num_top_logprobs: None for no log-probabilities, else how many alternatives, in [0, 20].
+        verification: Verification method.
+        gamma: How gamma is chosen.
+        drafter: Which drafter may propose.
+        session_id: Name of the session; empty lets the server draw one.
+    """
+
+    prompt: str | tuple[int, ...]
+    model: str = ""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    num_top_logprobs: int | None = None
+    verification: VerificationMethod = VerificationMethod.COUPLED
+    gamma: GammaPolicy = ADAPTIVE
+    drafter: DrafterKind = DrafterKind.MODEL
+    session_id: str = ""
+
+    def validate(self) -> None:
+        """Check what can be checked without the model.
+
+        Raises:
+            InvalidArgumentError: Names the first wrong field.
+        """
+        if not self.prompt:
+            raise InvalidArgumentError("prompt", "an empty prompt", "at least one token")
+        if isinstance(self.prompt, str) and len(self.prompt) > 2**20:
+            raise InvalidArgumentError("prompt", f"{len(self.prompt)} characters", f"at most {2**20}")
+        self.sampling.validate()
+        self.gamma.validate()
+        _check_int("max_tokens", self.max_tokens, 1, 2**31)
+        if self.num_top_logprobs is not None:
+            _check_int("num_top_logprobs", self.num_top_logprobs, 0, MAX_TOP_LOGPROBS)
+        if len(self.stop) > 16:
+            raise InvalidArgumentError("stop", f"{len(self.stop)} strings", "at most 16")
+        for text in self.stop:
+            if not 1 <= len(text) <= 256:
+                raise InvalidArgumentError(
+                    "stop", f"a string of {len(text)} characters", "1 to 256 characters"
+                )
+        _check_session_id(self.session_id)
+
+
+@dataclass(frozen=True)
+class TopLogprob:
+    """One of the most likely tokens at a position."""
+
+    token_id: int
+    logprob: float
+    token_bytes: bytes = b""
+
+
+@dataclass(frozen=True)
+class EmittedToken:
+    """One emitted token, where it came from and, when asked for, how likely it was."""
+
+    token_id: int
+    origin: TokenOrigin
+    token_bytes: bytes = b""
+    logprob: float | None = None
+    top_logprobs: tuple[TopLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of a completion."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+@dataclass(frozen=True)
+class SpeculationSummary:
+    """How speculation went for one completion; see the proto of the same name for each field."""
+
+    cycles: int
+    tokens_per_cycle: float
+    alpha: float | None
+    acceptance_rate: float | None
+    accepted_lengths: tuple[int, ...]
+    gamma_mean: float
+    draft_ms: float
+    verify_ms: float
+    other_ms: float
+    total_ms: float
+    speedup_estimate: float | None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a completion; the last one carries `finish_reason`, `usage` and `summary`."""
+
+    session_id: str
+    text: str
+    tokens: tuple[EmittedToken, ...] = ()
+    seed: int = 0
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    summary: SpeculationSummary | None = None
+
+
+@dataclass(frozen=True)
+class ProcessStatus:
+    """One process of the cluster; `role` is orchestrator, draft, target, redis or proxy."""
+
+    role: str
+    pid: int
+    address: str
+    model: str
+    healthy: bool
+    sessions: int
+
+
+def _check_number(name: str, got: float, low: float, high: float, *, open_low: bool = False) -> None:
+    allowed = f"a number in {'(' if open_low else '['}{low}, {high}]"
+    if isinstance(got, bool) or not isinstance(got, (int, float)) or not math.isfinite(got):
+        raise InvalidArgumentError(name, got, allowed)
+    if got < low or got > high or (open_low and got == low):
+        raise InvalidArgumentError(name, got, allowed)
+
+
+def _check_int(name: str, got: int, low: int, high: int) -> None:
+    if isinstance(got, bool) or not isinstance(got, int) or not low <= got <= high:
+        raise InvalidArgumentError(name, got, f"an integer in [{low}, {high}]")
+
+
+def _check_token_ids(name: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
+    for token_id in token_ids:
+        _check_int(name, token_id, 0, vocab_size - 1)
+
+
+def _check_session_id(session_id: str) -> None:
+    legal = all(c.isascii() and (c.isalnum() or c in "_.-") for c in session_id)
+    if not legal or len(session_id) > 128:
+        raise InvalidArgumentError("session_id", session_id, "at most 128 of A-Z a-z 0-9 _ . -")
