@@ -1,0 +1,126 @@
+"""Corpus and tokenizer of the demo pair: the running Python's own standard library and its pydoc topics.
+
+    python -m benchmarks.demo_pair.corpus --out build/demo_pair
+
+writes `tokenizer.json` (byte-level BPE), `train.npy` and `held.npy` (uint16 token ids). A document is held
+out when a hash of its name says so: the split is the same on every machine and in every Python that has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+__all__ = ["END_ID", "END_TOKEN", "Document", "documents", "encode", "read_split", "train_tokenizer"]
+
+END_TOKEN = "<|end|>"
+"""Stands before every document; begin, end and padding token at once."""
+END_ID = 0
+
+_SKIPPED = {
+    "site-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", "encodings", "pydoc_data",
+}  # fmt: skip
+_MIN_CHARACTERS = 200
+
+
+@dataclass(frozen=True)
+class Document:
+    """One source file or help topic; `is_held_out` ones are never trained on."""
+
+    name: str
+    text: str
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether the hash of the name falls in the held-out twentieth."""
+        digest = hashlib.md5(self.name.encode(), usedforsecurity=False).hexdigest()
+        return int(digest, 16) % 20 == 0
+
+
+def documents(limit: int | None = None) -> list[Document]:
+    """Return the documents: files in order of their path, then topics; at most `limit` when given."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found: list[Document] = []
+    for path in sorted(root.rglob("*.py"), key=str):
+        inner = path.relative_to(root)
+        if not _SKIPPED.intersection(inner.parts[:-1]):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            if len(text) >= _MIN_CHARACTERS:
+                found.append(Document(f"/{inner.as_posix()}", text))
+    found += [Document(f"topics/{name}", text) for name, text in topics.items()]
+    return found[:limit]
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int = 2048) -> Tokenizer:
+    """Return a byte-level BPE of `vocab_size` tokens whose id 0 is `END_TOKEN`; it prepends nothing."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_TOKEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> NDArray[np.uint16]:
+    """Return the texts one after the other as token ids `[num_tokens]`, `END_ID` before each."""
+    ids = [i for encoding in tokenizer.encode_batch(list(texts)) for i in (END_ID, *encoding.ids)]
+    return np.array(ids, dtype=np.uint16)
+
+
+def read_split(directory: Path, split: str) -> NDArray[np.int64]:
+    """Return the token ids of `train` or `held`, as written by this script.
+
+    Raises:
+        FileNotFoundError: The corpus was not written there.
+    """
+    path = directory / f"{split}.npy"
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path}: run `python -m benchmarks.demo_pair.corpus --out {directory}` first"
+        )
+    return np.load(path).astype(np.int64)
+
+
+def write(directory: Path, vocab_size: int = 2048, limit: int | None = None) -> dict[str, tuple[int, int]]:
+    """Write tokenizer and token ids into `directory`; return documents and tokens per split."""
+    directory.mkdir(parents=True, exist_ok=True)
+    texts: dict[str, list[str]] = {"train": [], "held": []}
+    for document in documents(limit):
+        texts["held" if document.is_held_out else "train"].append(document.text)
+    tokenizer = train_tokenizer(texts["train"], vocab_size)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    sizes = {}
+    for split, members in texts.items():
+        ids = encode(tokenizer, members)
+        np.save(directory / f"{split}.npy", ids)
+        sizes[split] = (len(members), len(ids))
+    return sizes
+
+
+def main() -> None:
+    """Command line of this module."""
+    parser = argparse.ArgumentParser(description="Corpus and tokenizer of the demo pair.")
+    parser.add_argument("--out", type=Path, default=Path("build/demo_pair"), help="where to write")
+    parser.add_argument("--vocab-size", type=int, default=2048, help="tokens of the tokenizer")
+    parser.add_argument("--limit", type=int, help="take only this many documents (for a quick try)")
+    options = parser.parse_args()
+    for split, (files, tokens) in write(options.out, options.vocab_size, options.limit).items():
+        print(f"{split}: {files} documents, {tokens} tokens")
+
+
+if __name__ == "__main__":
+    main()
