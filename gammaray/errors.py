@@ -144,4 +144,5 @@ def error_class(status: grpc.StatusCode) -> type[GammarayError]:
 
 
 def _shorten(text: str, limit: int = 80) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+    # The margin lets a shortened text pass unchanged: errors are rebuilt on the other side of the wire.
+    return text if len(text) <= limit + 40 else f"{text[:limit]}... ({len(text)} characters)"

@@ -1,0 +1,108 @@
+"""Between gammaray's errors and gRPC statuses with google.rpc details: both directions, the only place.
+
+A status carries at most one detail: BadRequest for InvalidArgumentError (the field, what was got, what is
+allowed) and RetryInfo for ResourceExhaustedError (when to come back).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TypeVar, cast
+
+import grpc
+from google.protobuf.any_pb2 import Any
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2
+
+from gammaray.errors import GammarayError, InvalidArgumentError, ResourceExhaustedError, error_class
+
+__all__ = ["DETAILS_KEY", "error_from_rpc", "error_from_status", "error_to_status"]
+
+DETAILS_KEY = "grpc-status-details-bin"
+"""Trailing metadata that holds the serialised google.rpc.Status."""
+
+_Detail = TypeVar("_Detail", bound=Message)
+
+
+def error_to_status(error: GammarayError) -> status_pb2.Status:
+    """Return the status of an error; servers send it serialised as trailing metadata `DETAILS_KEY`.
+
+    The call itself must end with `error.status` and `str(error)`, which the status repeats.
+    """
+    status = status_pb2.Status(code=error.status.value[0], message=str(error))
+    if isinstance(error, InvalidArgumentError):
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=f"got {error.got}, allowed: {error.allowed}"
+        )
+        _attach(status, error_details_pb2.BadRequest(field_violations=[violation]))
+    elif isinstance(error, ResourceExhaustedError):
+        delay = Duration()
+        delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        _attach(status, error_details_pb2.RetryInfo(retry_delay=delay))
+    return status
+
+
+def error_from_status(status: status_pb2.Status) -> GammarayError:
+    """Rebuild the error that a status describes; details that are missing or malformed are done without."""
+    code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+    message = status.message or f"the server ended the call with {code.name} and no message"
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return _invalid_argument(status, message)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        info = _detail(status, error_details_pb2.RetryInfo)
+        if info is not None and info.HasField("retry_delay"):
+            return ResourceExhaustedError(message, info.retry_delay.ToNanoseconds() / 1e9)
+    cls = error_class(code)
+    # The base class stands for several codes, so it names the one it got.
+    return cls(message) if cls is not GammarayError else cls(f"{code.name}: {message}")
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError) -> GammarayError:
+    """Return the error of a failed call: from its rich status where there is one, else from its code."""
+    code = error.code()
+    plain = status_pb2.Status(code=code.value[0], message=error.details() or "")
+    # The type stubs disagree with the library, which yields pairs.
+    trailers = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
+    for key, value in trailers:
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            try:
+                rich = status_pb2.Status.FromString(value)
+            except DecodeError:
+                break
+            # A rich status that contradicts the call's own code came from somewhere else.
+            if rich.code == plain.code:
+                return error_from_status(rich)
+    return error_from_status(plain)
+
+
+_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+_VIOLATION = re.compile(r"got (?P<got>.*), allowed: (?P<allowed>.*)", re.DOTALL)
+
+
+def _invalid_argument(status: status_pb2.Status, message: str) -> InvalidArgumentError:
+    request = _detail(status, error_details_pb2.BadRequest)
+    if request is None or not request.field_violations:
+        return InvalidArgumentError("request", message, "see the message")
+    violation = request.field_violations[0]
+    if match := _VIOLATION.search(violation.description):
+        return InvalidArgumentError(violation.field, match["got"], match["allowed"])
+    return InvalidArgumentError(violation.field, violation.description or message, "see the message")
+
+
+def _attach(status: status_pb2.Status, detail: Message) -> None:
+    packed = Any()
+    packed.Pack(detail)
+    status.details.append(packed)
+
+
+def _detail(status: status_pb2.Status, cls: type[_Detail]) -> _Detail | None:
+    for packed in status.details:
+        found = cls()
+        try:
+            if packed.Unpack(found):
+                return found
+        except DecodeError:
+            continue
+    return None
