@@ -4,7 +4,7 @@ The recipe of the shipped weights, 1.5 hours on two cores (on a GPU: `--device c
 
     python -m benchmarks.demo_pair.corpus
     python -m benchmarks.demo_pair.train --stage base      # 4 layers, 36 minutes, 11.2 M tokens
-    python -m benchmarks.demo_pair.train --stage target    # 16 layers grown from base, 22 minutes, 1.9 M tokens
+    python -m benchmarks.demo_pair.train --stage target    # 16 layers grown from it, 22 minutes, 1.9 M tokens
     python -m benchmarks.demo_pair.train --stage predraft  # 2 of base's layers, distilled from it, 14 minutes
     python -m benchmarks.demo_pair.train --stage draft     # distilled further, from the target, 16 minutes
     python -m benchmarks.demo_pair.train --stage export    # bf16 safetensors and tokenizer
