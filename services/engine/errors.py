@@ -1,0 +1,41 @@
+"""Errors of the engine, on top of gammaray's."""
+
+from __future__ import annotations
+
+from gammaray.errors import FailedPreconditionError, ResourceExhaustedError
+
+__all__ = ["CacheFullError", "CacheGapError", "UnsupportedModelError"]
+
+
+class UnsupportedModelError(FailedPreconditionError):
+    """The model cannot be served exactly; `reason` says why.
+
+    Attributes:
+        model: Directory or hub name.
+        reason: One sentence for whoever started the worker.
+    """
+
+    def __init__(self, model: str, reason: str) -> None:
+        self.model, self.reason = model, reason
+        super().__init__(f"{model} cannot be served: {reason}")
+
+
+class CacheGapError(FailedPreconditionError):
+    """A feed starts past what is cached: the tokens from `length` on are needed first.
+
+    Attributes:
+        session_id: The session of the feed.
+        length: How many of its tokens are cached; 0 when it is unknown or was evicted.
+    """
+
+    def __init__(self, session_id: str, length: int) -> None:
+        self.session_id, self.length = session_id, length
+        super().__init__(f"session {session_id!r} has {length} cached tokens, the feed starts past them")
+
+
+class CacheFullError(ResourceExhaustedError):
+    """One step alone needs more cache than the whole budget."""
+
+    def __init__(self, needed_bytes: int, budget_bytes: int) -> None:
+        self.needed_bytes, self.budget_bytes = needed_bytes, budget_bytes
+        super().__init__(f"the step needs {needed_bytes} bytes of cache, the budget is {budget_bytes}")

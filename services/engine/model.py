@@ -1,0 +1,152 @@
+"""Loading a causal language model by directory or hub name, and refusing what cannot be served exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from gammaray.errors import InvalidArgumentError, NotFoundError
+from services.demo_pair import DRAFT_DIR, TARGET_DIR
+from services.engine.errors import UnsupportedModelError
+
+__all__ = ["DEMO", "LoadedModel", "load_model", "resolve_model"]
+
+DEMO = "demo"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in evaluation mode, with its own eager attention still in place.
+
+    Attributes:
+        name: Directory or hub name it came from.
+        module: The transformers model.
+        config: Settings of its text part.
+        max_context: Largest number of tokens a sequence may have.
+    """
+
+    name: str
+    module: PreTrainedModel
+    config: PretrainedConfig
+    max_context: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.module.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return self.module.dtype
+
+
+def resolve_model(name: str, role: str) -> str:
+    """Return the directory or hub name for `name`; "demo" is the pair that ships with gammaray.
+
+    Args:
+        name: Directory, hub name or "demo".
+        role: "target" or "draft".
+
+    Raises:
+        InvalidArgumentError: Another role.
+    """
+    directories = {"target": TARGET_DIR, "draft": DRAFT_DIR}
+    if role not in directories:
+        raise InvalidArgumentError("role", role, "target or draft")
+    return str(directories[role]) if name == DEMO else name
+
+
+def load_model(name: str, *, device: str = "auto", dtype: str = "auto") -> LoadedModel:
+    """Load a model as transformers does, with eager attention.
+
+    Args:
+        name: Directory or hub name.
+        device: "auto" (cuda when there is one), "cpu", "cuda" or "cuda:N".
+        dtype: "auto" (float32 on CPU, bfloat16 elsewhere), "float32", "bfloat16" or "float16".
+
+    Raises:
+        NotFoundError: There is no such model.
+        UnsupportedModelError: Its configuration rules it out.
+        InvalidArgumentError: Unknown device or dtype.
+    """
+    where = _device(device)
+    kind = _dtype(dtype, where)
+    config = _load_config(name)
+    _check_config(name, config)
+    max_context = _max_context(name, config.get_text_config())
+    try:
+        module = AutoModelForCausalLM.from_pretrained(name, dtype=kind, attn_implementation="eager")
+    except ValueError as error:
+        raise UnsupportedModelError(
+            name, f"transformers cannot load it as a causal model: {error}"
+        ) from error
+    except OSError as error:
+        raise NotFoundError(f"model {name!r}: {error}") from error
+    module = module.to(where).eval().requires_grad_(False)
+    return LoadedModel(name, module, config.get_text_config(), max_context)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidArgumentError("device", name, "auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidArgumentError("device", name, "cpu: this torch has no CUDA device")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in _DTYPES:
+        raise InvalidArgumentError("dtype", name, f"auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _load_config(name: str) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(name)
+    except ValueError as error:
+        raise UnsupportedModelError(name, f"transformers does not know it: {error}") from error
+    except OSError as error:
+        raise NotFoundError(f"model {name!r}: {error}") from error
+
+
+def _check_config(name: str, config: PretrainedConfig) -> None:
+    """Refuse what the probe forward of a few tokens could not show."""
+    text = config.get_text_config()
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(name, "it is an encoder-decoder model, not a causal one")
+    odd = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    if odd:
+        raise UnsupportedModelError(
+            name, f"its layers are of types {sorted(odd)}; served are {sorted(_LAYER_TYPES)}"
+        )
+
+
+def _max_context(name: str, config: PretrainedConfig) -> int:
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1:
+        raise UnsupportedModelError(name, "its configuration has no max_position_embeddings")
+    for rope in _rope_settings(config):
+        # Past this length longrope rotates all positions anew, so cached keys would be those of another
+        # model; it is exact up to there.
+        if rope.get("rope_type") == "longrope":
+            limit = min(limit, rope.get("original_max_position_embeddings") or limit)
+    return limit
+
+
+def _rope_settings(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """The rotary settings: one dictionary, or one per layer type."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    return nested or [rope]

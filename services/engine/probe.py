@@ -1,0 +1,120 @@
+"""What a model's layers do with our attention function, found by one small forward at load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from services.engine.attention import ATTENTION_NAME, LayerCall, active, unknown_arguments
+from services.engine.errors import UnsupportedModelError
+from services.engine.model import LoadedModel
+
+__all__ = ["ModelLayout", "handling", "probe_model"]
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """Shapes found by the probe.
+
+    Attributes:
+        num_layers: Number of layers, all with attention.
+        vocab_size: Size of the logits; token ids lie below it.
+        kv_width: Numbers that one token leaves behind in the widest layer.
+        windows: Sliding window of each layer, None for full attention.
+        layer_of: Index of each attention module's layer, by id of the module.
+    """
+
+    num_layers: int
+    vocab_size: int
+    kv_width: int
+    windows: tuple[int | None, ...]
+    layer_of: dict[int, int]
+
+
+@contextmanager
+def handling(handler: LayerCall) -> Iterator[None]:
+    """Let `handler` compute the attention of forwards in this thread."""
+    active.handler = handler
+    try:
+        yield
+    finally:
+        active.handler = None
+
+
+@torch.no_grad()
+def probe_model(loaded: LoadedModel) -> ModelLayout:
+    """Switch the model to our attention and check that every layer goes through it as expected.
+
+    Raises:
+        UnsupportedModelError: A layer does not, or asks for something we do not follow.
+    """
+    calls: list[tuple[nn.Module, int, int | None, list[str]]] = []
+
+    def record(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        arguments: dict[str, Any],
+    ) -> Tensor:
+        width = key.shape[1] * (key.shape[3] + value.shape[3])
+        calls.append((module, width, window, unknown_arguments(arguments)))
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+    loaded.module.set_attn_implementation(ATTENTION_NAME)
+    with handling(record):
+        token_ids = torch.zeros(1, 2, dtype=torch.long, device=loaded.device)
+        positions = torch.arange(2, device=loaded.device)[None]
+        logits = loaded.module(token_ids, position_ids=positions, use_cache=False).logits
+    _check_calls(loaded, calls)
+    rows = loaded.module.get_input_embeddings().weight.shape[0]
+    return ModelLayout(
+        num_layers=len(calls),
+        vocab_size=min(logits.shape[-1], rows),
+        kv_width=max(width for _, width, _, _ in calls),
+        windows=tuple(window for _, _, window, _ in calls),
+        layer_of={id(module): index for index, (module, _, _, _) in enumerate(calls)},
+    )
+
+
+def _check_calls(loaded: LoadedModel, calls: list[tuple[nn.Module, int, int | None, list[str]]]) -> None:
+    config = loaded.config
+    num_layers = config.num_hidden_layers
+    reached = len({id(module) for module, _, _, _ in calls})
+    if reached != num_layers or len(calls) != num_layers:
+        raise UnsupportedModelError(
+            loaded.name,
+            f"{config.model_type}: {reached} of {num_layers} layers attend through transformers' "
+            "AttentionInterface; state that other layers keep could not be rolled back",
+        )
+    for layer, (module, _, window, unknown) in enumerate(calls):
+        if unknown:
+            raise UnsupportedModelError(
+                loaded.name, f"layer {layer} passes {unknown} to its attention, which would be ignored"
+            )
+        if getattr(module, "is_causal", True) is False:
+            raise UnsupportedModelError(loaded.name, f"layer {layer} attends in both directions")
+        expected = _has_window(loaded, layer)
+        if expected != (window is not None):
+            raise UnsupportedModelError(
+                loaded.name,
+                f"layer {layer} {'slides' if expected else 'does not slide'} by its configuration, "
+                f"but its attention is called with window {window}",
+            )
+
+
+def _has_window(loaded: LoadedModel, layer: int) -> bool:
+    config = loaded.config
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types:
+        return layer_types[layer] == "sliding_attention"
+    return bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)

@@ -1,0 +1,200 @@
+"""Tiny random models of many architectures, saved as Hugging Face directories."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB_SIZE = 97
+MAX_CONTEXT = 128
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": MAX_CONTEXT,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_MLA: dict[str, Any] = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+
+# Architecture -> (model type, settings beside the common ones). A name with a dash is a variant.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-bias": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama-yarn": ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}),
+    "mistral": ("mistral", {"sliding_window": 8}),
+    "mistral-full": ("mistral", {"sliding_window": None}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-sliding": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {}),
+    "gemma2": (
+        "gemma2",
+        {
+            "sliding_window": 8,
+            "layer_types": _LAYER_TYPES,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 5.0,
+            "query_pre_attn_scalar": 8,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {"sliding_window": 8, "layer_types": _LAYER_TYPES, "query_pre_attn_scalar": 8},
+    ),
+    "phi3": ("phi3", {"sliding_window": 8}),
+    "gpt2": ("gpt2", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "deepseek_v3": ("deepseek_v3", _MLA),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "sliding_window": 8,
+            "layer_types": _LAYER_TYPES,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "gptj": ("gptj", {"rotary_dim": 4}),
+    "falcon": ("falcon", {"alibi": False, "head_dim": None}),
+    "falcon-alibi": ("falcon", {"alibi": True, "head_dim": None}),
+    "bloom": ("bloom", {}),
+    "mpt": ("mpt", {"max_seq_len": MAX_CONTEXT}),
+    "mamba": ("mamba", {"state_size": 8}),
+    "recurrent_gemma": ("recurrent_gemma", {"lru_width": 32, "attention_window_size": 16}),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+    ),
+    "llama4": (
+        "llama4_text",
+        {
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 2,
+            "attention_chunk_size": 16,
+            "layer_types": ["chunked_attention", "chunked_attention", "full_attention"],
+        },
+    ),
+}
+
+SUPPORTED = (
+    "llama",
+    "llama-bias",
+    "llama-yarn",
+    "mistral",
+    "mistral-full",
+    "mixtral",
+    "qwen2",
+    "qwen2-sliding",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "gpt2",
+    "gpt_neox",
+    "opt",
+    "deepseek_v3",
+    "gpt_oss",
+)
+
+
+def tiny_model(arch: str, path: Path, *, seed: int = 0, gain: float = 1.0, **overrides: Any) -> Path:
+    """Save a random model of an architecture of CONFIGS and return its directory.
+
+    Args:
+        arch: Key of CONFIGS.
+        path: Directory to make a subdirectory in, such as pytest's tmp_path.
+        seed: Of the weights.
+        gain: Scales all matrices; above 1 makes attention and logits more extreme.
+        overrides: Settings of the configuration, such as `vocab_size` or `num_hidden_layers`.
+    """
+    directory = path / f"{arch}-{seed}"
+    model_type, settings = CONFIGS[arch]
+    config = AutoConfig.for_model(model_type, **_merged(settings, overrides))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        _randomise(model, gain)
+    model.save_pretrained(directory)
+    return directory
+
+
+def plain_model(directory: Path) -> PreTrainedModel:
+    """Load the directory as transformers does it, float32 with eager attention: the reference."""
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+@torch.no_grad()
+def plain_logits(model: PreTrainedModel, token_ids: Sequence[int]) -> torch.Tensor:
+    """Return the model's own logits [len(token_ids), vocab_size] of one plain forward."""
+    return model(torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
+
+
+def random_tokens(count: int, seed: int, vocab_size: int = VOCAB_SIZE) -> list[int]:
+    """Return token ids that do not depend on torch's global generator."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab_size, (count,), generator=generator).tolist()
+
+
+def _merged(*settings: dict[str, Any]) -> dict[str, Any]:
+    """The common settings with others on top; None for head_dim leaves it out."""
+    merged = dict(_COMMON)
+    for some in settings:
+        merged.update(some)
+    if merged["head_dim"] is None:
+        del merged["head_dim"]
+    return merged
+
+
+def _randomise(model: PreTrainedModel, gain: float) -> None:
+    """Weights so large that attention is far from uniform and every path matters."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape)
+            if "embed" in name or "wte" in name or "wpe" in name:
+                parameter.copy_(noise * 0.5)
+            elif parameter.ndim >= 2:
+                parameter.copy_(noise * gain * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(noise * 0.1)
