@@ -1,0 +1,186 @@
+"""Verification: which proposed tokens stand, and what the target says next.
+
+Vocabulary. A *proposal* is a tree of tokens (a chain is the special case) that continues the committed tokens. A node
+is *tested* when every node before it on its path was accepted; it is *accepted* when its test passes. The first failed
+test ends the walk, and the target's own token there is the *correction*; when nothing is left to test, the target's
+token is the *bonus*. Emitted = accepted path + correction or bonus: always at least one token.
+
+Row 0 of the log-probabilities follows the committed tokens and row i + 1 follows node i. The token that row r
+decides stands at absolute position base_position + depth of the row (0 for row 0), and is drawn with the noise of
+that position.
+
+Methods, all exact for the processed distribution p whatever the draft does:
+
+* coupled (arXiv 2408.07978): the target draws its own token, argmax(log p + gumbel), with noise that the draft knows
+  as well; a node is accepted when it is that token. Trees are a walk.
+* naive: the same walk with noise the draft does not know.
+* rejection (arXiv 2211.17192, 2302.01318): a token y drawn from the shipped law q is accepted with probability
+  min(1, p(y) / q(y)); else the correction is drawn from (p - q)+ with the full p. Chains only.
+* greedy: at temperature 0 all methods accept y while y = argmax p.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gammaray.errors import InternalError, InvalidArgumentError
+from gammaray.types import Proposal, SamplingParams, SparseDistribution, TokenOrigin, VerificationMethod
+from services.engine.noise import Noise
+
+__all__ = ["Verdict", "verify"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What stands of a proposal, and the target's next token.
+
+    Attributes:
+        accepted_path: Indexes of the accepted nodes from the root down.
+        next_token_id: Correction or bonus.
+        next_origin: Which of the two.
+        num_tested: Accepted tokens, plus one when a test failed.
+    """
+
+    accepted_path: tuple[int, ...]
+    next_token_id: int
+    next_origin: TokenOrigin
+    num_tested: int
+
+
+def verify(
+    method: VerificationMethod,
+    log_probs: Tensor,
+    proposal: Proposal,
+    params: SamplingParams,
+    noise: Noise | None,
+    base_position: int,
+) -> Verdict:
+    """Decide a proposal.
+
+    Args:
+        method: Verification method of the session.
+        log_probs: [len(proposal) + 1, vocab_size] of `processed_log_probs`.
+        proposal: Checked by `gammaray.convert.proposal_from_proto`, but otherwise not trusted.
+        params: Sampling parameters.
+        noise: The session's noise; may be None at temperature 0.
+        base_position: Number of committed tokens.
+
+    Raises:
+        InvalidArgumentError: A tree with a method that takes chains only.
+        InternalError: The target's log-probabilities are not numbers.
+    """
+    if method is not VerificationMethod.COUPLED and not _is_chain(proposal):
+        raise InvalidArgumentError("proposal.parents", "a tree", f"a chain with {method.value} verification")
+    if params.temperature == 0:
+        return _walk(_best_tokens(log_probs), proposal)
+    assert noise is not None, "sampling needs noise"
+    if method is VerificationMethod.REJECTION:
+        return _verify_rejection(log_probs, proposal, noise, base_position)
+    draw = noise.gumbel if method is VerificationMethod.COUPLED else noise.independent_gumbel
+    depths = _row_depths(proposal)
+    rows = draw(base_position, max(depths) + 1)
+    if proposal.parents is not None:
+        rows = rows[torch.tensor(depths, device=rows.device)]
+    return _walk(_best_tokens(log_probs + rows), proposal)
+
+
+def _walk(target_token_ids: Sequence[int], proposal: Proposal) -> Verdict:
+    """Follow the target's own token of each row, [len(proposal) + 1], as far as the proposal has it."""
+    row, path = 0, list[int]()
+    while True:
+        children = _children(proposal, row)
+        matches = (node for node in children if proposal.token_ids[node] == target_token_ids[row])
+        node = next(matches, None)
+        if node is None:
+            return _verdict(path, target_token_ids[row], failed=bool(children))
+        path.append(node)
+        row = node + 1
+
+
+def _verify_rejection(log_probs: Tensor, proposal: Proposal, noise: Noise, base_position: int) -> Verdict:
+    num_rows = len(proposal) + 1
+    tokens = torch.tensor(proposal.token_ids, dtype=torch.int64, device=log_probs.device)
+    token_log_probs = log_probs[: num_rows - 1].gather(1, tokens[:, None]).flatten().tolist()
+    for node, log_prob in enumerate(token_log_probs):
+        position = base_position + node
+        draft = _draft_law(proposal, node)
+        weight = _weight(draft, proposal.token_ids[node])
+        if not _is_accepted(noise.accept_uniform(position), math.exp(log_prob), weight, draft.weight_bits):
+            # A token outside its own law was not drawn from it: the law says nothing, and p alone is exact.
+            law = _residual(log_probs[node], draft) if weight else log_probs[node].double().exp()
+            token_id = _draw(law, noise, position)
+            return _verdict(list(range(node)), token_id, failed=True)
+    bonus = _draw(log_probs[-1].double().exp(), noise, base_position + num_rows - 1)
+    return _verdict(list(range(num_rows - 1)), bonus, failed=False)
+
+
+def _draft_law(proposal: Proposal, node: int) -> SparseDistribution:
+    """Return the law node's token was drawn from; without one the token is a guess, a law with a single token."""
+    if proposal.draft_distributions is None:
+        return SparseDistribution((proposal.token_ids[node],), (1,), 0)
+    return proposal.draft_distributions[node]
+
+
+def _weight(draft: SparseDistribution, token_id: int) -> int:
+    return draft.weights[draft.token_ids.index(token_id)] if token_id in draft.token_ids else 0
+
+
+def _is_accepted(uniform: float, target_prob: float, weight: int, weight_bits: int) -> bool:
+    """Return u < p / q with q = weight / 2^bits, exactly: u is a multiple of 2^-33, and scaling p by 2^n is exact."""
+    return weight > 0 and int(uniform * 2**33) * weight < math.ldexp(target_prob, 33 + weight_bits)
+
+
+def _residual(log_probs_row: Tensor, draft: SparseDistribution) -> Tensor:
+    """Return the unnormalised (p - q)+ over the whole vocabulary, [vocab_size] float64."""
+    probs = log_probs_row.double().exp()
+    support = torch.tensor(draft.token_ids, dtype=torch.int64, device=probs.device)
+    weights = torch.tensor(draft.weights, dtype=torch.float64, device=probs.device)
+    residual = probs.clone()
+    residual[support] = (probs[support] - weights * 2.0**-draft.weight_bits).clamp(min=0)
+    # p = q up to rounding: the test fails with probability 0, so any law will do, and p is one.
+    return residual if bool(residual.any()) else probs
+
+
+def _draw(weights: Tensor, noise: Noise, position: int) -> int:
+    """Draw from unnormalised probabilities, [vocab_size], with the noise of corrections and bonus tokens."""
+    return _best_tokens(weights.log() + noise.residual_gumbel(position))[0]
+
+
+def _best_tokens(scores: Tensor) -> list[int]:
+    """Return the argmax of each row, lowest id on ties."""
+    best, token_ids = scores.reshape(-1, scores.shape[-1]).max(dim=-1)
+    if not all(map(math.isfinite, best.tolist())):
+        raise InternalError("the target model's logits are not finite numbers")
+    found: list[int] = token_ids.tolist()
+    return found
+
+
+def _verdict(path: Sequence[int], token_id: int, *, failed: bool) -> Verdict:
+    origin = TokenOrigin.CORRECTION if failed else TokenOrigin.BONUS
+    return Verdict(tuple(path), token_id, origin, len(path) + failed)
+
+
+def _is_chain(proposal: Proposal) -> bool:
+    return proposal.parents is None or proposal.parents == tuple(range(-1, len(proposal) - 1))
+
+
+def _children(proposal: Proposal, row: int) -> list[int]:
+    """Return the nodes that follow a row."""
+    if proposal.parents is None:
+        return [row] if row < len(proposal) else []
+    return [node for node, parent in enumerate(proposal.parents) if parent == row - 1]
+
+
+def _row_depths(proposal: Proposal) -> list[int]:
+    """Return how many proposed tokens stand before each row's own token, [len(proposal) + 1]."""
+    if proposal.parents is None:
+        return list(range(len(proposal) + 1))
+    depths = [0]
+    for parent in proposal.parents:
+        depths.append(depths[parent + 1] + 1)
+    return depths
