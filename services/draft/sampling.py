@@ -3,16 +3,18 @@
 Each method needs its own way of drawing:
 
 * coupled: the race that the target will run, argmax(log q + gumbel), with the same noise.
-* rejection: the draft's distribution is truncated to its most likely tokens and quantised to integer weights with a
-  power of two as their sum; the token is drawn from exactly that law, in integers, and the law is shipped.
+* rejection: the draft's distribution is truncated to its most likely tokens and quantised to integer
+  weights with a power of two as their sum; the token is drawn from exactly that law, in integers, and the
+  law is shipped.
 * naive: a plain draw with noise the target does not use.
 * greedy (no noise, temperature 0): the argmax.
 
-Confidence and early stopping. With coupled, naive and greedy verification the target draws its token without looking at
-the draft's, so every stopping rule is lossless: a token may be dropped after it was drawn. With rejection, whether a token is
-part of the proposal must be decided before it is drawn; hence the confidence given for rejection is a function of q
-alone, never of the token. A scheduler may therefore use the confidence of every method in the same way: end the chain
-before or after the token once the product of confidences, this one's included, is below a threshold.
+Confidence and early stopping. With coupled, naive and greedy verification the target draws its token
+without looking at the draft's, so every stopping rule is lossless: a token may be dropped after it was
+drawn. With rejection, whether a token is part of the proposal must be decided before it is drawn; hence the
+confidence given for rejection is a function of q alone, never of the token. A scheduler may therefore use
+the confidence of every method in the same way: end the chain before or after the token once the product of
+confidences, this one's included, is below a threshold.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ __all__ = ["propose_token", "quantise", "sample_sparse"]
 RACE_TEMPERATURE = 0.5
 """Turns the lead of a race's winner into the probability that the target's race has the same winner.
 
-Fitted on simulated pairs; 0.9, 0.5 and 0.3 fit total variations of 0.4, 0.2 and 0.1 between draft and target."""
+Fitted on simulated pairs: 0.9, 0.5 and 0.3 fit total variations of 0.4, 0.2 and 0.1 between the two."""
 
 ENTROPY_FACTOR = 0.2
 """Factor of the entropy in the bound of AdaEDL (arXiv 2410.18351)."""
@@ -55,8 +57,8 @@ def propose_token(
 
     Args:
         method: Verification method of the session.
-        log_probs_row: [vocab_size] processed log-probabilities of the draft. Without noise raw logits do as well,
-            when no mask, bias or penalty is switched on.
+        log_probs_row: [vocab_size] processed log-probabilities of the draft. Without noise raw logits do as
+            well, when no mask, bias or penalty is switched on.
         noise: The session's noise; None at temperature 0.
         base: Number of committed tokens at the start of the cycle.
         position: Absolute position of the token.
@@ -65,8 +67,8 @@ def propose_token(
         want_confidence: False saves the work, and 1.0 is returned.
 
     Returns:
-        The token, the law it was drawn from (rejection above temperature 0 only), and the confidence that it will
-        be accepted, in [0, 1].
+        The token, the law it was drawn from (rejection above temperature 0 only), and the confidence that
+        it will be accepted, in [0, 1].
     """
     if noise is None:
         return _propose_greedy(log_probs_row, want_confidence)
@@ -104,7 +106,7 @@ def quantise(probs: Tensor, top_k: int, bits: int) -> SparseDistribution:
 
 
 def sample_sparse(distribution: SparseDistribution, draft_bits: int) -> int:
-    """Return the first token whose cumulative weight exceeds `draft_bits`, an integer in [0, 2^weight_bits)."""
+    """Return the first token whose cumulative weight exceeds `draft_bits`, which is below 2^weight_bits."""
     return distribution.token_ids[bisect_right(list(accumulate(distribution.weights)), draft_bits)]
 
 

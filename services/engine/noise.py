@@ -1,8 +1,8 @@
 """Counter-based noise: every random number of a session is a pure function of its seed and its place.
 
-The generator is Philox4x32-10 (Salmon et al., SC 2011). With key = the 64-bit seed and
-counter = [index, position, c2, c3], the four output words serve indexes 4 * index ... 4 * index + 3; a word w
-becomes the uniform u = (w + 0.5) / 2^32, which is never 0 nor 1. Position is absolute: 0 is the first prompt token.
+The generator is Philox4x32-10 (Salmon et al., SC 2011). With key = the 64-bit seed and counter = [index,
+position, c2, c3], the four output words serve indexes 4 * index ... 4 * index + 3; a word w becomes the
+uniform u = (w + 0.5) / 2^32, which is never 0 nor 1. Position is absolute: 0 is the first prompt token.
 
 Streams, disjoint because the low byte of c3 differs:
 
@@ -13,12 +13,12 @@ Streams, disjoint because the low byte of c3 differs:
 | 2 | 0 | sample index * 256 + 2 | acceptance tests (rejection) |
 | 3 | sample index | 3 | corrections and bonus tokens (rejection), the target's own draws (naive) |
 
-The draft's draws carry the base position because the same position is drafted again after a rejection, and must
-then be drawn afresh.
+The draft's draws carry the base position because the same position is drafted again after a rejection, and
+must then be drawn afresh.
 
-Cost: one row takes about 20 ns per token id of the vocabulary on one CPU core (40 us for 2,048 ids, 3 ms for
-152,000), plus some 300 us per block of rows. Rows are computed in blocks of positions ahead and kept, so that a
-cycle pays only for the positions it moves on; what is kept is bounded in bytes.
+Cost: one row takes about 20 ns per token id of the vocabulary on one CPU core (40 us for 2,048 ids, 3 ms
+for 152,000), plus some 300 us per block of rows. Rows are computed in blocks of positions ahead and kept,
+so that a cycle pays only for the positions it moves on; what is kept is bounded in bytes.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Noise:
         return self._residual.rows(start, count)
 
     def residual_gumbel(self, position: int) -> Tensor:
-        """Return the [vocab_size] float64 noise of the correction or bonus at a position (stream 3); read only."""
+        """Return [vocab_size] float64 noise for the correction or bonus at a position (stream 3); read only."""
         return self._residual.rows(position, 1)[0]
 
     def accept_uniform(self, position: int) -> float:
@@ -162,7 +162,7 @@ class Noise:
         return (word + 0.5) * 2.0**-32
 
     def draft_bits(self, base: int, position: int, bits: int) -> int:
-        """Return a uniform integer in [0, 2^bits) for the draft's draw at `position` in the cycle at `base`."""
+        """Return a uniform integer in [0, 2^bits): the draft's draw at `position`, in the cycle at `base`."""
         word = philox_word((0, position, base, self.sample_index << 8 | _DRAFT), self.seed)
         return word >> (32 - bits)
 

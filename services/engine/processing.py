@@ -1,18 +1,20 @@
 """The processed distribution: what the target samples from, and so what speculation must not change.
 
-Draft and target, plain and speculative decoding all go through `processed_log_probs`. The order is pinned, since
-changing it changes the law: allow and ban masks and `min_tokens`, logit bias, repetition penalty (prompt and
-output), frequency and presence penalties (output only), temperature, min-p, top-k, top-p, softmax. Tokens on a
-node's own path count as output, so that row r is right for exactly the continuations in which it is consulted.
+Draft and target, plain and speculative decoding all go through `processed_log_probs`. The order is pinned,
+since changing it changes the law: allow and ban masks and `min_tokens`, logit bias, repetition penalty
+(prompt and output), frequency and presence penalties (output only), temperature, min-p, top-k, top-p,
+softmax. Tokens on a node's own path count as output, so that row r is right for exactly the continuations
+in which it is consulted.
 
-Each row is a function of its own logits and path alone: no reduction crosses rows, and the order in which a row is
-summed does not depend on how many there are. Hence the tokens do not depend on gamma.
+Each row is a function of its own logits and path alone: no reduction crosses rows, and the order in which a
+row is summed does not depend on how many there are. Hence the tokens do not depend on gamma.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,12 +52,12 @@ def processed_log_probs(
         eos_token_ids: Tokens masked until `params.min_tokens` tokens were produced.
 
     Returns:
-        [len(proposal) + 1, vocab_size] float32, -inf for tokens that cannot be drawn. At temperature 0: 0 at the
-        argmax (lowest id on ties), -inf elsewhere.
+        [len(proposal) + 1, vocab_size] float32, -inf for tokens that cannot be drawn. At temperature 0: 0
+        at the argmax (lowest id on ties), -inf elsewhere.
 
     Raises:
-        InvalidArgumentError: The masks leave no token. It does not depend on the position: masks that would leave
-            none while `min_tokens` holds are refused from the start.
+        InvalidArgumentError: The masks leave no token. It does not depend on the position: masks that would
+            leave none while `min_tokens` holds are refused from the start.
     """
     logits = logits.float()
     if _has_edits(params):
@@ -151,7 +153,7 @@ def _apply_penalties(
 
 
 def _output_counts(logits: Tensor, output: Sequence[int], proposal: Proposal) -> Tensor:
-    """Return [rows, vocab_size] float32: how often each token stands in the output and on the row's own path."""
+    """Return [rows, vocab_size] float32: occurrences in the output and on the row's own path."""
     num_rows, vocab_size = logits.shape
     committed = torch.bincount(torch.tensor(tuple(output), dtype=torch.int64), minlength=vocab_size)
     counts = committed.to(logits).repeat(num_rows, 1)
@@ -189,12 +191,18 @@ def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
     ordered = logits.topk(size, dim=-1).values
     num_kept = _num_within(ordered, most, needed)
     if size < logits.shape[-1] and int(num_kept.max()) == size:
-        # Row by row: sorting several rows at once is three times slower per row on CPU.
-        ordered = torch.stack([row.sort(descending=True).values for row in logits])
+        ordered = _descending(logits)
         num_kept = _num_within(ordered, most, needed)
     last = ordered.gather(-1, num_kept - 1)
     num_ties = num_kept - (logits > last).sum(dim=-1, keepdim=True)
     return _keep_down_to(logits, last, num_ties)
+
+
+def _descending(logits: Tensor) -> Tensor:
+    if logits.device.type != "cpu":
+        return logits.sort(dim=-1, descending=True).values
+    # NOTE: numpy's vectorised sort takes a sixth of torch's time, which also orders the ids.
+    return torch.from_numpy(np.sort(logits.numpy(), axis=-1)).flip(-1)
 
 
 def _num_within(ordered: Tensor, most: Tensor, needed: Tensor) -> Tensor:

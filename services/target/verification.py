@@ -1,21 +1,22 @@
 """Verification: which proposed tokens stand, and what the target says next.
 
-Vocabulary. A *proposal* is a tree of tokens (a chain is the special case) that continues the committed tokens. A node
-is *tested* when every node before it on its path was accepted; it is *accepted* when its test passes. The first failed
-test ends the walk, and the target's own token there is the *correction*; when nothing is left to test, the target's
-token is the *bonus*. Emitted = accepted path + correction or bonus: always at least one token.
+Vocabulary. A *proposal* is a tree of tokens (a chain is the special case) that continues the committed
+tokens. A node is *tested* when every node before it on its path was accepted; it is *accepted* when its
+test passes. The first failed test ends the walk, and the target's own token there is the *correction*; when
+nothing is left to test, the target's token is the *bonus*. Emitted = accepted path + correction or bonus:
+always at least one token.
 
-Row 0 of the log-probabilities follows the committed tokens and row i + 1 follows node i. The token that row r
-decides stands at absolute position base_position + depth of the row (0 for row 0), and is drawn with the noise of
-that position.
+Row 0 of the log-probabilities follows the committed tokens and row i + 1 follows node i. The token that row
+r decides stands at absolute position base_position + depth of the row (0 for row 0), and is drawn with the
+noise of that position.
 
 Methods, all exact for the processed distribution p whatever the draft does:
 
-* coupled (arXiv 2408.07978): the target draws its own token, argmax(log p + gumbel), with noise that the draft knows
-  as well; a node is accepted when it is that token. Trees are a walk.
+* coupled (arXiv 2408.07978): the target draws its own token, argmax(log p + gumbel), with noise that the
+  draft knows as well; a node is accepted when it is that token. Trees are a walk.
 * naive: the same walk with noise the draft does not know.
-* rejection (arXiv 2211.17192, 2302.01318): a token y drawn from the shipped law q is accepted with probability
-  min(1, p(y) / q(y)); else the correction is drawn from (p - q)+ with the full p. Chains only.
+* rejection (arXiv 2211.17192, 2302.01318): a token y drawn from the shipped law q is accepted with
+  probability min(1, p(y) / q(y)); else the correction is drawn from (p - q)+ with the full p. Chains only.
 * greedy: at temperature 0 all methods accept y while y = argmax p.
 """
 
@@ -120,7 +121,7 @@ def _verify_rejection(log_probs: Tensor, proposal: Proposal, noise: Noise, base_
 
 
 def _draft_law(proposal: Proposal, node: int) -> SparseDistribution:
-    """Return the law node's token was drawn from; without one the token is a guess, a law with a single token."""
+    """Return the law that a node's token was drawn from; a token without one is its own, single-token law."""
     if proposal.draft_distributions is None:
         return SparseDistribution((proposal.token_ids[node],), (1,), 0)
     return proposal.draft_distributions[node]
@@ -131,7 +132,7 @@ def _weight(draft: SparseDistribution, token_id: int) -> int:
 
 
 def _is_accepted(uniform: float, target_prob: float, weight: int, weight_bits: int) -> bool:
-    """Return u < p / q with q = weight / 2^bits, exactly: u is a multiple of 2^-33, and scaling p by 2^n is exact."""
+    """Return u < p / q, q = weight / 2^bits, exactly: u is a multiple of 2^-33, scaling p by 2^n is exact."""
     return weight > 0 and int(uniform * 2**33) * weight < math.ldexp(target_prob, 33 + weight_bits)
 
 
