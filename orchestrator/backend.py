@@ -1,0 +1,46 @@
+"""What the public APIs need of an orchestrator: the one thing that HTTP and gRPC both stand on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from gammaray.types import Chunk, GenerationRequest, ProcessStatus
+
+__all__ = ["Backend"]
+
+
+class Backend(Protocol):
+    """Generates text and tells the cluster's state; `orchestrator.service.Orchestrator` is the real one."""
+
+    model_name: str
+    max_context: int
+    vocab_size: int
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        """Yield the completion piece by piece; closing the iterator cancels it.
+
+        Raises:
+            GammarayError: At the first step when the request is refused, later when the generation fails.
+        """
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids."""
+        ...
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the prompt that the model's chat template makes of messages.
+
+        Raises:
+            InvalidArgumentError: The model has no chat template, or it refuses the messages.
+        """
+        ...
+
+    async def status(self) -> list[ProcessStatus]:
+        """Return the processes that this orchestrator works with, itself included."""
+        ...

@@ -1,0 +1,156 @@
+"""The OpenAI-compatible HTTP API over any `Backend`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import fastapi
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
+
+from gammaray.errors import CancelledError, NotFoundError, UnavailableError
+from orchestrator.backend import Backend
+from orchestrator.http_errors import (
+    BodyTooLargeError,
+    as_gammaray_error,
+    error_response,
+    install_handlers,
+)
+from orchestrator.http_models import ChatRequest, CompletionRequest, parse_body
+from orchestrator.http_requests import ChoicePlan, chat_choices, completion_choices
+from orchestrator.http_responses import ChatResponse, CompletionResponse, Response
+from orchestrator.http_stream import EventStream, generate_all
+
+__all__ = ["MAX_BODY_BYTES", "create_app"]
+
+MAX_BODY_BYTES = 8 * 2**20
+"""Largest request body: room for the largest prompt (1 MiB) with every character escaped."""
+
+_MAX_DRAINED_BYTES = 8 * MAX_BODY_BYTES
+"""How much of a body that is too large is read, so that its sender gets to see the answer."""
+
+
+def create_app(backend: Backend, close: Callable[[], Awaitable[None]] | None = None) -> FastAPI:
+    """Return the ASGI application.
+
+    Args:
+        backend: What generates.
+        close: Awaited when the application shuts down.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        if close is not None:
+            await close()
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    install_handlers(app)
+    _add_generation(app, backend)
+    _add_information(app, backend)
+    return app
+
+
+def _add_generation(app: FastAPI, backend: Backend) -> None:
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> fastapi.Response:
+        async def answer() -> fastapi.Response:
+            body = parse_body(CompletionRequest, await _read_body(request))
+            plans = completion_choices(body, backend.max_context, backend.decode)
+            response = CompletionResponse(backend.model_name, plans)
+            return await _generate(backend, plans, response, body)
+
+        return await _guarded(answer)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> fastapi.Response:
+        async def answer() -> fastapi.Response:
+            body = parse_body(ChatRequest, await _read_body(request))
+            prompt = backend.render_chat([message.model_dump() for message in body.messages])
+            plans = chat_choices(body, prompt, backend.max_context)
+            return await _generate(backend, plans, ChatResponse(backend.model_name, plans), body)
+
+        return await _guarded(answer)
+
+
+def _add_information(app: FastAPI, backend: Backend) -> None:
+    started_at = int(time.time())
+
+    def model() -> dict[str, Any]:
+        return {
+            "id": backend.model_name,
+            "object": "model",
+            "created": started_at,
+            "owned_by": "gammaray",
+            "max_model_len": backend.max_context,
+        }
+
+    @app.get("/")
+    async def root() -> dict[str, Any]:
+        return {"name": "gammaray", "model": backend.model_name, "endpoints": ["/v1", "/health"]}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        if name != backend.model_name:
+            raise NotFoundError(f"no model {name!r}; this server has {backend.model_name!r}")
+        return model()
+
+    @app.get("/health")
+    async def health() -> fastapi.Response:
+        async def answer() -> fastapi.Response:
+            processes = await backend.status()
+            if not any(process.role == "target" and process.healthy for process in processes):
+                raise UnavailableError("no target worker is there")
+            return JSONResponse({"status": "ok"})
+
+        return await _guarded(answer)
+
+
+async def _generate(
+    backend: Backend, plans: list[ChoicePlan], response: Response, body: CompletionRequest | ChatRequest
+) -> fastapi.Response:
+    requests = [plan.request for plan in plans]
+    if body.stream:
+        with_usage = body.stream_options.include_usage
+        return await EventStream.open(backend, requests, response, with_usage=with_usage)
+    async with generate_all(backend, requests) as pieces:
+        async for index, chunk in pieces:
+            response.states[index].add(chunk)
+    return JSONResponse(response.whole())
+
+
+async def _guarded(answer: Callable[[], Awaitable[fastapi.Response]]) -> fastapi.Response:
+    """Turn what `answer` raises into an OpenAI error object, a bug of ours included."""
+    try:
+        return await answer()
+    except ClientDisconnect:
+        return fastapi.Response(status_code=CancelledError.http_status)  # nobody reads it
+    except Exception as error:
+        return error_response(as_gammaray_error(error))
+
+
+async def _read_body(request: Request) -> bytes:
+    """Return the body.
+
+    Raises:
+        BodyTooLargeError: It is above `MAX_BODY_BYTES`.
+    """
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= MAX_BODY_BYTES:
+            parts.append(part)
+        elif size > _MAX_DRAINED_BYTES:
+            break
+    if size > MAX_BODY_BYTES:
+        raise BodyTooLargeError(f"the body is over {MAX_BODY_BYTES} bytes, the most this server reads")
+    return b"".join(parts)

@@ -1,0 +1,120 @@
+"""Errors as OpenAI's error object; the only place that knows HTTP statuses.
+
+400  a field is wrong (`param` names it), malformed JSON, invalid UTF-8, a prompt that is too long
+404  unknown model or path
+413  a body above `MAX_BODY_BYTES`
+429  too many requests in flight; `Retry-After` says when to come back
+503  no target worker; `Retry-After` as above
+504  it took too long
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import grpc
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from gammaray.errors import (
+    GammarayError,
+    InternalError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+
+__all__ = ["BodyTooLargeError", "as_gammaray_error", "error_body", "install_handlers", "invalid_argument"]
+
+_logger = logging.getLogger(__name__)
+
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_CODES = {404: "model_not_found", 413: "request_too_large", 429: "rate_limit_exceeded"}
+# Fields whose HTTP name is not that of the request type.
+_HTTP_NAMES = {
+    "gamma": "gammaray.gamma",
+    "max_gamma": "gammaray.max_gamma",
+    "session_id": "gammaray.session_id",
+    "num_top_logprobs": "top_logprobs",
+}
+
+
+class BodyTooLargeError(GammarayError):
+    """A request body is above the limit."""
+
+    status: ClassVar[grpc.StatusCode] = grpc.StatusCode.RESOURCE_EXHAUSTED
+    http_status: ClassVar[int] = 413
+
+
+def invalid_argument(error: ValidationError) -> InvalidArgumentError:
+    """Return the first failure of a validation as an error that names the field."""
+    first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"]) or "body"
+    got = "nothing" if first["type"] == "missing" else repr(first["input"])
+    if first["type"] == "extra_forbidden":
+        return InvalidArgumentError(field, got, "no such field; it is unknown or not supported")
+    return InvalidArgumentError(field, got, _allowed(first["msg"]))
+
+
+def _allowed(message: str) -> str:
+    return message.removeprefix("Value error, ").removeprefix("Input should be ")
+
+
+def as_gammaray_error(error: BaseException) -> GammarayError:
+    """Return `error` itself when it is one of ours, else an InternalError after logging it."""
+    if isinstance(error, GammarayError):
+        return error
+    _logger.error("unexpected error in a request", exc_info=error)
+    return InternalError(f"internal error ({type(error).__name__})")
+
+
+def error_body(error: GammarayError) -> dict[str, Any]:
+    """Return OpenAI's error object for an error."""
+    message, param = str(error), None
+    if isinstance(error, InvalidArgumentError):
+        param = _HTTP_NAMES.get(error.field, error.field)
+        message = f"{param}: got {error.got}, allowed: {error.allowed}"
+    return _object(message, error.http_status, param, _CODES.get(error.http_status))
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Answer every error of `app` with an OpenAI error object."""
+
+    async def gammaray_error(_: Request, error: Exception) -> JSONResponse:
+        return error_response(as_gammaray_error(error))
+
+    async def http_error(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        message = f"{error.detail}: {request.method} {request.url.path}"
+        code = "unknown_url" if error.status_code == 404 else None
+        return JSONResponse(
+            _object(message, error.status_code, None, code), error.status_code, headers=error.headers
+        )
+
+    app.add_exception_handler(GammarayError, gammaray_error)
+    app.add_exception_handler(HTTPException, http_error)
+
+
+def error_response(error: GammarayError) -> JSONResponse:
+    """Return the HTTP response for an error."""
+    return JSONResponse(error_body(error), error.http_status, headers=_headers(error))
+
+
+def _headers(error: GammarayError) -> Mapping[str, str] | None:
+    if isinstance(error, ResourceExhaustedError):
+        return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+    if isinstance(error, UnavailableError):
+        return {"Retry-After": "1"}
+    return None
+
+
+def _object(message: str, status: int, param: str | None, code: str | None) -> dict[str, Any]:
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    # What was got may hold lone surrogates, which have no UTF-8.
+    message = message.encode("utf-8", "backslashreplace").decode("utf-8")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,249 @@
+"""OpenAI's request bodies, checked as data from a stranger.
+
+Field names are OpenAI's, extensions have vLLM's names (`top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
+`ignore_eos`, `stop_token_ids`, `allowed_token_ids`) and the object `gammaray` steers speculation. A field
+whose value could not change the completion (`user`, `store`, ...) is ignored; every other unknown field is
+refused, as dropping it silently would answer another question than the one asked. null means absent.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+
+from gammaray.errors import InvalidArgumentError
+from orchestrator.http_errors import invalid_argument
+
+__all__ = ["ChatRequest", "CompletionRequest", "GammarayOptions", "OpenAIRequest", "parse_body"]
+
+MAX_CHOICES = 128
+
+_IGNORED = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",  # means nothing without tools
+        "prediction",  # a hint for speed
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+# Unsupported fields, with the values that ask for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class GammarayOptions(_Strict):
+    """The request object `gammaray`.
+
+    Args:
+        verification: Verification method.
+        gamma: Draft length, 0 to 64, or "adaptive".
+        max_gamma: Upper bound of an adaptive gamma; 0 is the server's.
+        drafter: Which drafter may propose.
+        session_id: Name of the session; empty lets the server draw one. Only with one choice.
+    """
+
+    verification: Literal["coupled", "rejection", "naive"] = "coupled"
+    gamma: int | Literal["adaptive"] = "adaptive"
+    max_gamma: int = 0
+    drafter: Literal["model", "none"] = "model"
+    session_id: str = ""
+
+    @field_validator("gamma", mode="plain")
+    @classmethod
+    def _check_gamma(cls, value: Any) -> Any:
+        if value == "adaptive" or (isinstance(value, int) and not isinstance(value, bool)):
+            return value
+        raise ValueError('an integer in [0, 64] or "adaptive"')
+
+
+class StreamOptions(_Strict):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool = False
+
+
+class OpenAIRequest(_Strict):
+    """What completions and chat completions have in common; see `SamplingParams` for the ranges."""
+
+    default_max_tokens: ClassVar[int | None] = None
+
+    model: str = ""
+    n: int = 1
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = []
+    allowed_token_ids: list[int] = []
+    gammaray: GammarayOptions = GammarayOptions()
+
+    @field_validator("n", mode="after")
+    @classmethod
+    def _check_n(cls, value: int) -> int:
+        if not 1 <= value <= MAX_CHOICES:
+            raise ValueError(f"an integer in [1, {MAX_CHOICES}]")
+        return value
+
+    @field_validator("stop", mode="plain")
+    @classmethod
+    def _check_stop(cls, value: Any) -> tuple[str, ...]:
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(_is_text(text) for text in texts):
+            raise ValueError("a string or a list of strings")
+        return tuple(texts)
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _check_logit_bias(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise ValueError("an object of token id to bias")
+        if not all(key.isascii() and key.isdigit() and len(key) <= 10 for key in value):
+            raise ValueError("an object whose keys are token ids")
+        return {int(key): bias for key, bias in value.items()}
+
+    @field_validator("top_k", mode="after")
+    @classmethod
+    def _check_top_k(cls, value: int) -> int:
+        return 0 if value == -1 else value  # vLLM's way to say off
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        """The upper bound of emitted tokens under either of its names, None for the context's end.
+
+        Raises:
+            InvalidArgumentError: Both names are given and they differ.
+        """
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            raise InvalidArgumentError(
+                "max_tokens", f"{old} beside max_completion_tokens {new}", "one of them"
+            )
+        return next((bound for bound in (new, old, self.default_max_tokens) if bound is not None), None)
+
+
+class CompletionRequest(OpenAIRequest):
+    """Body of POST /v1/completions."""
+
+    default_max_tokens: ClassVar[int | None] = 16  # OpenAI's
+
+    prompt: tuple[str | tuple[int, ...], ...]
+    logprobs: int | None = None
+    echo: bool = False
+
+    @field_validator("prompt", mode="plain")
+    @classmethod
+    def _check_prompt(cls, value: Any) -> tuple[str | tuple[int, ...], ...]:
+        if isinstance(value, str) or _is_token_ids(value):
+            value = [value]
+        if not isinstance(value, list) or not 1 <= len(value) <= MAX_CHOICES:
+            raise ValueError(f"a string, a list of token ids, or a list of 1 to {MAX_CHOICES} of these")
+        if not all(_is_text(prompt) or _is_token_ids(prompt) for prompt in value):
+            raise ValueError("strings (without lone surrogates) or lists of token ids, none empty")
+        return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in value)
+
+
+class ChatMessage(BaseModel):
+    """One message of a chat; further fields (`name`, ...) do not reach the model and are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+
+    @field_validator("content", mode="plain")
+    @classmethod
+    def _join_parts(cls, value: Any) -> str:
+        parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
+        if not isinstance(parts, list) or not all(
+            isinstance(part, dict) and part.get("type") == "text" and _is_text(part.get("text"))
+            for part in parts
+        ):
+            raise ValueError("a string or a list of text parts (no other kind is supported)")
+        return "".join(part["text"] for part in parts)
+
+
+class ChatRequest(OpenAIRequest):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    logprobs: bool = False
+    top_logprobs: int | None = None
+
+    @field_validator("messages", mode="after")
+    @classmethod
+    def _check_messages(cls, value: list[ChatMessage]) -> list[ChatMessage]:
+        if not value:
+            raise ValueError("at least one message")
+        return value
+
+
+_Request = TypeVar("_Request", bound=OpenAIRequest)
+
+
+def parse_body(model: type[_Request], body: bytes) -> _Request:
+    """Return the request in a body.
+
+    Raises:
+        InvalidArgumentError: Names the first wrong field, or `body` when it is not a JSON object in UTF-8.
+    """
+    try:
+        payload = json.loads(body.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError("body", f"invalid UTF-8 at byte {error.start}", "JSON in UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError("body", f"malformed JSON ({error})", "a JSON object") from None
+    if not isinstance(payload, dict):
+        raise InvalidArgumentError("body", f"a JSON {type(payload).__name__}", "a JSON object")
+    fields = {name: value for name, value in payload.items() if value is not None and name not in _IGNORED}
+    for name, neutral in _NEUTRAL.items():
+        if name in fields and fields.pop(name) not in neutral:
+            raise InvalidArgumentError(name, payload[name], "nothing; this server does not support it")
+    if isinstance(nested := fields.get("gammaray"), dict):
+        fields["gammaray"] = {name: value for name, value in nested.items() if value is not None}
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise invalid_argument(error) from None
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token_id) is int for token_id in value)

@@ -1,0 +1,122 @@
+"""From OpenAI's request bodies to generation requests, one per choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gammaray.errors import InvalidArgumentError
+from gammaray.types import (
+    DrafterKind,
+    GammaPolicy,
+    GenerationRequest,
+    SamplingParams,
+    VerificationMethod,
+)
+from orchestrator.http_models import MAX_CHOICES, ChatRequest, CompletionRequest, OpenAIRequest
+
+__all__ = ["ChoicePlan", "chat_choices", "completion_choices"]
+
+
+@dataclass(frozen=True)
+class ChoicePlan:
+    """One choice to generate.
+
+    Args:
+        index: Position among the choices of the response.
+        prompt_index: Which of the prompts it continues.
+        request: What to generate.
+        echo: Text to put before the completion.
+    """
+
+    index: int
+    prompt_index: int
+    request: GenerationRequest
+    echo: str = ""
+
+
+def completion_choices(
+    body: CompletionRequest, max_context: int, decode: Callable[[Sequence[int]], str]
+) -> list[ChoicePlan]:
+    """Return the choices of a completions request: `n` samples for each prompt.
+
+    Raises:
+        InvalidArgumentError: Names the first wrong field.
+    """
+    if body.echo and body.logprobs is not None:
+        raise InvalidArgumentError("echo", "true with logprobs", "one of them; prompts have no logprobs here")
+    num_choices = body.n * len(body.prompt)
+    if num_choices > MAX_CHOICES:
+        raise InvalidArgumentError("n", f"{body.n} for {len(body.prompt)} prompts", f"{MAX_CHOICES} in all")
+    plans: list[ChoicePlan] = []
+    for prompt_index, prompt in enumerate(body.prompt):
+        requests = _requests(body, prompt, num_choices, body.logprobs, max_context)
+        echo = ""
+        if body.echo:
+            echo = prompt if isinstance(prompt, str) else decode(prompt)
+        for request in requests:
+            plans.append(ChoicePlan(len(plans), prompt_index, request, echo))
+    return plans
+
+
+def chat_choices(body: ChatRequest, prompt: str, max_context: int) -> list[ChoicePlan]:
+    """Return the choices of a chat request: `n` samples for the rendered `prompt`.
+
+    Raises:
+        InvalidArgumentError: Names the first wrong field.
+    """
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidArgumentError("top_logprobs", f"{body.top_logprobs} without logprobs", "logprobs true")
+    num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    requests = _requests(body, prompt, body.n, num_top_logprobs, max_context)
+    return [ChoicePlan(index, 0, request) for index, request in enumerate(requests)]
+
+
+def _requests(
+    body: OpenAIRequest,
+    prompt: str | tuple[int, ...],
+    num_choices: int,
+    num_top_logprobs: int | None,
+    max_context: int,
+) -> list[GenerationRequest]:
+    options, max_tokens = body.gammaray, body.asked_max_tokens
+    if options.session_id and num_choices > 1:
+        raise InvalidArgumentError("session_id", f"one name for {num_choices} choices", "a single choice")
+    if any(token_id < 0 for token_id in body.stop_token_ids):
+        raise InvalidArgumentError("stop_token_ids", min(body.stop_token_ids), "token ids")
+    requests = [
+        GenerationRequest(
+            prompt=prompt,
+            model=body.model,
+            sampling=_sampling(body, sample_index),
+            max_tokens=max_context if max_tokens is None else max_tokens,
+            stop=body.stop,
+            stop_token_ids=tuple(body.stop_token_ids),
+            ignore_eos=body.ignore_eos,
+            num_top_logprobs=num_top_logprobs,
+            verification=VerificationMethod(options.verification),
+            gamma=GammaPolicy(None if options.gamma == "adaptive" else options.gamma, options.max_gamma),
+            drafter=DrafterKind(options.drafter),
+            session_id=options.session_id,
+        )
+        for sample_index in range(body.n)
+    ]
+    requests[0].validate()
+    return requests
+
+
+def _sampling(body: OpenAIRequest, sample_index: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=body.logit_bias,
+        allowed_token_ids=tuple(body.allowed_token_ids),
+        min_tokens=body.min_tokens,
+        seed=body.seed,
+        sample_index=sample_index,
+    )

@@ -1,0 +1,197 @@
+"""OpenAI's response objects, whole and in pieces, with the extra object `gammaray`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from gammaray.types import Chunk, EmittedToken, FinishReason, SpeculationSummary, Usage
+from orchestrator.http_logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormat
+from orchestrator.http_requests import ChoicePlan
+
+__all__ = ["ChatResponse", "ChoiceState", "CompletionResponse", "Response"]
+
+
+@dataclass
+class ChoiceState:
+    """What one choice has produced so far."""
+
+    plan: ChoicePlan
+    logprobs: LogprobFormat | None
+    text: list[str] = field(default_factory=list)
+    tokens: list[EmittedToken] = field(default_factory=list)
+    session_id: str = ""
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    summary: SpeculationSummary | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        """Take in the next piece."""
+        self.text.append(chunk.text)
+        self.tokens.extend(chunk.tokens)
+        self.session_id = chunk.session_id
+        self.finish_reason = chunk.finish_reason
+        self.usage = chunk.usage
+        self.summary = chunk.summary
+
+    def gammaray(self) -> dict[str, Any]:
+        """Return the response object `gammaray`; the choice must be finished."""
+        summary = self.summary
+        assert summary is not None, "the last chunk carries the summary"
+        return {
+            "session_id": self.session_id,
+            "cycles": summary.cycles,
+            "tokens_per_cycle": summary.tokens_per_cycle,
+            "alpha": summary.alpha,
+            "acceptance_rate": summary.acceptance_rate,
+            "accepted_lengths": list(summary.accepted_lengths),
+            "gamma_mean": summary.gamma_mean,
+            "origins": [token.origin.value for token in self.tokens],
+            "token_ids": [token.token_id for token in self.tokens],
+            "time_ms": {
+                "draft": summary.draft_ms,
+                "verify": summary.verify_ms,
+                "other": summary.other_ms,
+                "total": summary.total_ms,
+            },
+            "speedup_estimate": summary.speedup_estimate,
+        }
+
+
+class Response(ABC):
+    """The response to one request: its choices, and their form in JSON."""
+
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    id_prefix: ClassVar[str]
+
+    def __init__(self, model: str, plans: Sequence[ChoicePlan]) -> None:
+        self.states = [ChoiceState(plan, self.new_logprobs(plan)) for plan in plans]
+        self._head = {"created": int(time.time()), "model": model}
+        self._id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+
+    @abstractmethod
+    def new_logprobs(self, plan: ChoicePlan) -> LogprobFormat | None:
+        """Return the form of a choice's log-probabilities, None when they were not asked for."""
+
+    @abstractmethod
+    def opening(self, state: ChoiceState) -> dict[str, Any] | None:
+        """Return what a streamed choice begins with, before its first token."""
+
+    @abstractmethod
+    def delta(self, text: str) -> dict[str, Any]:
+        """Return a streamed choice's share of text."""
+
+    @abstractmethod
+    def content(self, state: ChoiceState) -> dict[str, Any]:
+        """Return a whole choice's text."""
+
+    def openings(self) -> list[dict[str, Any]]:
+        """Return the events that a stream begins with."""
+        bodies = ((state, self.opening(state)) for state in self.states)
+        return [self._event(state, body, None, None) for state, body in bodies if body is not None]
+
+    def piece(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
+        """Take in a piece of choice `index`; return its event, None when there is nothing to tell yet."""
+        state = self.states[index]
+        state.add(chunk)
+        logprobs = state.logprobs.render(chunk.tokens) if state.logprobs and chunk.tokens else None
+        if not chunk.text and logprobs is None and chunk.finish_reason is None:
+            return None
+        event = self._event(state, self.delta(chunk.text), logprobs, chunk.finish_reason)
+        if chunk.finish_reason is not None:
+            event["gammaray"] = state.gammaray()
+        return event
+
+    def usage_event(self) -> dict[str, Any]:
+        """Return the last event of a stream whose client asked for usage."""
+        event = {"id": self._id, "object": self.chunk_object, **self._head, "choices": []}
+        return {**event, "usage": self._usage(), "gammaray": self.states[0].gammaray()}
+
+    def whole(self) -> dict[str, Any]:
+        """Return the response in one piece; with several choices each has its own `gammaray` too."""
+        choices = []
+        for state in self.states:
+            assert state.finish_reason is not None, "whole() comes after the last chunk of every choice"
+            logprobs = state.logprobs.render(state.tokens) if state.logprobs else None
+            choice = {"index": state.plan.index, **self.content(state), "logprobs": logprobs}
+            choice["finish_reason"] = state.finish_reason.value
+            if len(self.states) > 1:
+                choice["gammaray"] = state.gammaray()
+            choices.append(choice)
+        body = {"id": self._id, "object": self.whole_object, **self._head, "choices": choices}
+        return {**body, "usage": self._usage(), "gammaray": self.states[0].gammaray()}
+
+    def _event(
+        self, state: ChoiceState, body: dict[str, Any], logprobs: Any, finish: FinishReason | None
+    ) -> dict[str, Any]:
+        reason = None if finish is None else finish.value
+        choice = {"index": state.plan.index, **body, "logprobs": logprobs, "finish_reason": reason}
+        return {"id": self._id, "object": self.chunk_object, **self._head, "choices": [choice]}
+
+    def _usage(self) -> dict[str, Any]:
+        usages = [(state.plan.prompt_index, state.usage) for state in self.states if state.usage is not None]
+        # The samples of one prompt share it, so it counts once.
+        prompt_tokens = sum({index: usage.prompt_tokens for index, usage in usages}.values())
+        completion_tokens = sum(usage.completion_tokens for _, usage in usages)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": sum(usage.accepted_prediction_tokens for _, usage in usages),
+                "rejected_prediction_tokens": sum(usage.rejected_prediction_tokens for _, usage in usages),
+            },
+        }
+
+
+class CompletionResponse(Response):
+    """The response of /v1/completions."""
+
+    whole_object = chunk_object = "text_completion"
+    id_prefix = "cmpl"
+
+    def new_logprobs(self, plan: ChoicePlan) -> LogprobFormat | None:
+        """Return the completions form of log-probabilities."""
+        return CompletionLogprobs() if plan.request.num_top_logprobs is not None else None
+
+    def opening(self, state: ChoiceState) -> dict[str, Any] | None:
+        """Return the echoed prompt, if that was asked for."""
+        return {"text": state.plan.echo} if state.plan.echo else None
+
+    def delta(self, text: str) -> dict[str, Any]:
+        """Return a share of text."""
+        return {"text": text}
+
+    def content(self, state: ChoiceState) -> dict[str, Any]:
+        """Return the whole text."""
+        return {"text": state.plan.echo + "".join(state.text)}
+
+
+class ChatResponse(Response):
+    """The response of /v1/chat/completions."""
+
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+
+    def new_logprobs(self, plan: ChoicePlan) -> LogprobFormat | None:
+        """Return the chat form of log-probabilities."""
+        return ChatLogprobs() if plan.request.num_top_logprobs is not None else None
+
+    def opening(self, state: ChoiceState) -> dict[str, Any] | None:
+        """Return the role, which comes first."""
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def delta(self, text: str) -> dict[str, Any]:
+        """Return a share of text."""
+        return {"delta": {"content": text} if text else {}}
+
+    def content(self, state: ChoiceState) -> dict[str, Any]:
+        """Return the whole message."""
+        message = {"role": "assistant", "content": "".join(state.text), "refusal": None}
+        return {"message": message}

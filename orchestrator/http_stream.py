@@ -1,0 +1,149 @@
+"""Several generations at once, and server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeAlias
+
+import anyio
+from fastapi.responses import StreamingResponse
+from starlette.types import Send
+
+from gammaray.errors import InternalError
+from gammaray.types import Chunk, GenerationRequest
+from orchestrator.backend import Backend
+from orchestrator.http_errors import as_gammaray_error, error_body
+from orchestrator.http_responses import Response
+
+__all__ = ["EventStream", "Pieces", "generate_all"]
+
+Pieces = AsyncIterator[tuple[int, Chunk]]
+"""Pieces of several choices as they come, each with the index of its choice."""
+
+_Queue: TypeAlias = "asyncio.Queue[tuple[int, Chunk | Exception | None]]"
+"""Pieces; at its end a generation puts its error or None."""
+
+_MAX_HELD = 32
+"""Pieces held for a slow client before its generations wait for it."""
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+@asynccontextmanager
+async def generate_all(backend: Backend, requests: Sequence[GenerationRequest]) -> AsyncIterator[Pieces]:
+    """Run the generations at once; leaving the context cancels those that still run.
+
+    Each runs in a task of its own, so that cancelling the caller leaves it free to tidy up. The first failure
+    of any is raised by the iterator.
+    """
+    queue: _Queue = asyncio.Queue()
+    slots = asyncio.Semaphore(_MAX_HELD)
+    tasks = [
+        asyncio.create_task(_pump(backend, request, index, queue, slots))
+        for index, request in enumerate(requests)
+    ]
+    try:
+        yield _drain(queue, slots, len(tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait(tasks, timeout=_CLOSE_TIMEOUT_S)
+
+
+async def _pump(
+    backend: Backend, request: GenerationRequest, index: int, queue: _Queue, slots: asyncio.Semaphore
+) -> None:
+    end: Exception | None = InternalError("the generation was cut off")
+    try:
+        chunks = backend.generate(request)
+        assert isinstance(chunks, AsyncGenerator), "closing needs a generator"
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                await slots.acquire()
+                queue.put_nowait((index, chunk))
+        end = None
+    except Exception as error:
+        end = error
+    finally:  # also when cancelled, so that the reader never waits in vain
+        queue.put_nowait((index, end))
+
+
+async def _drain(queue: _Queue, slots: asyncio.Semaphore, num_open: int) -> Pieces:
+    while num_open:
+        index, item = await queue.get()
+        if isinstance(item, Exception):
+            raise item
+        if item is None:
+            num_open -= 1
+        else:
+            slots.release()
+            yield index, item
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of one response; an error after the first event is an event too, and the last one.
+
+    Make it with `open`, which waits for the first piece: what fails before it is an ordinary error response.
+    """
+
+    media_type = "text/event-stream"
+
+    @classmethod
+    async def open(
+        cls, backend: Backend, requests: Sequence[GenerationRequest], response: Response, *, with_usage: bool
+    ) -> EventStream:
+        """Start the generations and wait for the first piece.
+
+        Raises:
+            GammarayError: The first failure, if it comes before the first piece.
+        """
+        events = _events(backend, requests, response, with_usage)
+        first = await anext(events)
+        return cls(_chain(first, events), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+    async def stream_response(self, send: Send) -> None:
+        """Send the events, and end the generations however it ends."""
+        try:
+            await super().stream_response(send)
+        finally:
+            assert isinstance(self.body_iterator, AsyncGenerator)
+            with anyio.CancelScope(shield=True):
+                await self.body_iterator.aclose()
+
+
+async def _chain(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(rest):
+        yield first
+        async for event in rest:
+            yield event
+
+
+async def _events(
+    backend: Backend, requests: Sequence[GenerationRequest], response: Response, with_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    async with generate_all(backend, requests) as pieces:
+        openings: Sequence[bytes] | None = [_event(event) for event in response.openings()]
+        try:
+            async for index, chunk in pieces:
+                event = response.piece(index, chunk)
+                data = b"" if event is None else _event(event)
+                if openings is not None:
+                    data, openings = b"".join((*openings, data)), None
+                if data:
+                    yield data
+        except Exception as error:
+            if openings is not None:
+                raise
+            yield _event(error_body(as_gammaray_error(error)))
+            return
+        if with_usage:
+            yield _event(response.usage_event())
+        yield b"data: [DONE]\n\n"
+
+
+def _event(body: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
