@@ -153,7 +153,7 @@ class Noise:
         return self._residual.rows(start, count)
 
     def residual_gumbel(self, position: int) -> Tensor:
-        """Return [vocab_size] float64 noise for the correction or bonus at a position (stream 3); read only."""
+        """Return the noise of the correction or bonus at a position (stream 3); [vocab_size], read only."""
         return self._residual.rows(position, 1)[0]
 
     def accept_uniform(self, position: int) -> float:
