@@ -1,0 +1,67 @@
+"""gammaray.v1.DraftService: converts, calls the engine's thread, converts back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from gammaray import convert
+from gammaray.errors import InvalidArgumentError
+from gammaray.types import Proposal
+from gammaray.v1 import draft_service_pb2 as pb
+from gammaray.v1 import draft_service_pb2_grpc
+from services.messages import Model, describe, fill_result, task_fields
+from services.streams import Deliver, Streams
+from services.tasks import ProposeTask, Reply
+
+__all__ = ["DraftServicer"]
+
+DEFAULT_TIMEOUT_MS = 10_000
+MAX_NODES = 256
+
+
+class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
+    """Serves proposals.
+
+    Args:
+        streams: The worker's open streams.
+        model: What the worker serves.
+    """
+
+    def __init__(self, streams: Streams, model: Model) -> None:
+        self._streams, self._model = streams, model
+
+    async def Propose(
+        self, request_iterator: AsyncIterator[pb.ProposeRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.ProposeResponse]:
+        """Serve proposals for many sessions over one stream."""
+        async for replies in self._streams.serve(request_iterator, self._parse):
+            yield pb.ProposeResponse(results=map(_result, replies))
+
+    async def GetDraftInfo(
+        self, request: pb.GetDraftInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetDraftInfoResponse:
+        """Tell what the worker serves and how loaded it is."""
+        return pb.GetDraftInfoResponse(**await describe(self._model, self._streams.engine))
+
+    def _parse(self, block: pb.ProposeBlock, deliver: Deliver) -> ProposeTask:
+        if block.max_nodes > MAX_NODES:
+            raise InvalidArgumentError("max_nodes", block.max_nodes, f"0 to {MAX_NODES}")
+        task = ProposeTask(
+            **task_fields(block, DEFAULT_TIMEOUT_MS, deliver),
+            gamma=block.gamma,
+            stop_threshold=block.stop_threshold,
+        )
+        task.validate(self._model.vocab_size, self._model.max_context)
+        return task
+
+
+def _result(reply: Reply) -> pb.ProposeResult:
+    result = pb.ProposeResult(num_forwards=reply.timing.num_forwards)
+    fill_result(result, reply)
+    outcome: Any = reply.outcome
+    if isinstance(outcome, Proposal):
+        result.proposal.CopyFrom(convert.proposal_to_proto(outcome))
+    return result

@@ -1,0 +1,132 @@
+"""The one thread that owns an engine: it drains a queue, steps, and hands replies to the event loop.
+
+The queue is a blocking one, so an idle worker costs nothing and a busy one takes everything that is there
+when a step starts. Replies cross in one call per step; a step never waits for a client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from gammaray.errors import InternalError, UnavailableError
+from services.batching import Scheduler
+from services.tasks import Reply, Task
+
+__all__ = ["EngineThread"]
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+Command = Callable[[Scheduler[Any]], None]
+
+
+class EngineThread:
+    """Runs a scheduler in a thread of its own; every method is called from the event loop.
+
+    Args:
+        load: Builds the scheduler, and loads its model, in the thread.
+        name: Name of the thread.
+    """
+
+    def __init__(self, load: Callable[[], Scheduler[Any]], name: str) -> None:
+        self._load = load
+        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._loaded: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def start(self) -> None:
+        """Start the thread and wait until the model is loaded.
+
+        Raises:
+            Exception: Whatever loading raised.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+        await asyncio.wrap_future(self._loaded)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def submit(self, tasks: Sequence[Task]) -> None:
+        """Queue blocks; each is answered through its `deliver`."""
+        self._inbox.put(lambda scheduler: scheduler.submit(tasks))
+
+    def release(self, session_ids: Sequence[str]) -> None:
+        """Free the caches of sessions."""
+        self._inbox.put(lambda scheduler: scheduler.release(session_ids))
+
+    async def call(self, function: Callable[[Scheduler[Any]], T]) -> T:
+        """Run `function` between two steps and return its result.
+
+        Raises:
+            UnavailableError: The thread has ended.
+        """
+        if not self.is_alive:
+            raise UnavailableError("the engine has stopped")
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def command(scheduler: Scheduler[Any]) -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(scheduler))
+                except Exception as error:
+                    future.set_exception(error)
+
+        self._inbox.put(command)
+        return await asyncio.wrap_future(future)
+
+    async def stop(self, timeout_s: float) -> bool:
+        """End the thread after its current step; return whether it ended in time."""
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join, timeout_s)
+        return not self.is_alive
+
+    def _run(self) -> None:
+        try:
+            scheduler = self._load()
+        except BaseException as error:
+            self._loaded.set_exception(error)
+            return
+        self._loaded.set_result(None)
+        while self._drain(scheduler):
+            try:
+                replies = scheduler.step()
+            except Exception as error:
+                _log.exception("a step failed; every session starts anew")
+                scheduler.fail_all(InternalError(f"a step failed: {type(error).__name__}: {error}"))
+                continue
+            if replies and not self._hand_over(replies):
+                return
+
+    def _drain(self, scheduler: Scheduler[Any]) -> bool:
+        """Run all queued commands, waiting for one when there is no work; return False at the end."""
+        try:
+            command = self._inbox.get(block=not scheduler.has_work)
+            while command is not None:
+                command(scheduler)
+                command = self._inbox.get_nowait()
+            return False
+        except queue.Empty:
+            return True
+
+    def _hand_over(self, replies: list[tuple[Task, Reply]]) -> bool:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(_deliver, replies)
+        except RuntimeError:
+            # The loop is closed: nobody is left to answer.
+            return False
+        return True
+
+
+def _deliver(replies: list[tuple[Task, Reply]]) -> None:
+    for task, reply in replies:
+        task.deliver(task, reply)

@@ -1,0 +1,106 @@
+"""What the messages of both worker protocols have in common, to and from tasks and replies."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from gammaray import convert
+from gammaray.errors import GammarayError
+from gammaray.v1 import types_pb2
+from services.batching import Scheduler
+from services.engine_thread import EngineThread
+from services.streams import Deliver
+from services.tasks import NeedTokens, Reply, SessionSpec
+
+__all__ = ["Model", "describe", "fill_result", "task_fields"]
+
+_MAX_UINT32 = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a worker serves.
+
+    Args:
+        name: As it was named at start.
+        vocab_sha256: Fingerprint of the tokenizer's vocabulary; empty without a tokenizer.
+    """
+
+    name: str
+    vocab_size: int
+    max_context: int
+    vocab_sha256: str
+
+
+def task_fields(block: Any, default_timeout_ms: int, deliver: Deliver) -> dict[str, Any]:
+    """Return the fields that a VerifyBlock or ProposeBlock shares with any task.
+
+    Raises:
+        InvalidArgumentError: The spec names an unknown verification method.
+    """
+    now = time.monotonic()
+    return {
+        "request_id": block.request_id,
+        "session_id": block.session_id,
+        "epoch": block.epoch,
+        "base_position": block.base_position,
+        "context_start": block.context.start,
+        "context": list(block.context.token_ids),
+        "spec": _spec(block.spec) if block.HasField("spec") else None,
+        "deadline": now + (block.timeout_ms or default_timeout_ms) / 1000,
+        "deliver": deliver,
+        "arrived": now,
+    }
+
+
+def _spec(message: types_pb2.SessionSpec) -> SessionSpec:
+    return SessionSpec(
+        params=convert.sampling_from_proto(message.sampling),
+        method=convert.method_from_proto(message.verification),
+        prompt_length=message.prompt_length,
+        eos_token_ids=tuple(message.eos_token_ids),
+    )
+
+
+def fill_result(result: Any, reply: Reply) -> None:
+    """Write what a VerifyResult and a ProposeResult share: ids, need, error and timing."""
+    result.request_id = reply.request_id
+    result.session_id = reply.session_id
+    outcome, timing = reply.outcome, reply.timing
+    if isinstance(outcome, NeedTokens):
+        # A position of 0 is a default on the wire: mark the message as present.
+        result.need.SetInParent()
+        result.need.position = outcome.position
+    elif isinstance(outcome, GammarayError):
+        result.error.code = outcome.status.value[0]
+        result.error.message = str(outcome)
+    result.timing.queue_us = min(timing.queue_us, _MAX_UINT32)
+    result.timing.compute_us = min(timing.compute_us, _MAX_UINT32)
+    result.timing.forward_us = min(timing.forward_us, _MAX_UINT32)
+    result.timing.batch_size = timing.batch_size
+    result.timing.batch_tokens = timing.batch_tokens
+
+
+async def describe(model: Model, engine: EngineThread) -> dict[str, Any]:
+    """Return the fields that GetDraftInfoResponse and GetTargetInfoResponse share."""
+
+    def measure(scheduler: Scheduler[Any]) -> dict[str, int]:
+        stats = scheduler.engine.stats()
+        return {
+            "num_sessions": stats.num_sessions,
+            "num_queued": scheduler.num_queued,
+            "cache_bytes": stats.cache_bytes,
+            "cache_budget_bytes": stats.cache_budget_bytes,
+        }
+
+    return {
+        "model": model.name,
+        "vocab_size": model.vocab_size,
+        "max_context": model.max_context,
+        "pid": os.getpid(),
+        "vocab_sha256": model.vocab_sha256,
+        **await engine.call(measure),
+    }

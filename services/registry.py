@@ -1,0 +1,101 @@
+"""Announces a worker in Redis, where orchestrators look for workers.
+
+An entry lives five seconds and is renewed every second: a worker that dies without a word is gone soon after. A
+dead Redis never stops a worker; orchestrators that know its address go on using it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from dataclasses import asdict, dataclass, field
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from gammaray.errors import InvalidArgumentError
+
+__all__ = ["Announcer", "WorkerEntry"]
+
+ENTRY_MS = 5000
+REFRESH_S = 1.0
+CALL_TIMEOUT_S = 0.5
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WorkerEntry:
+    """What orchestrators learn about a worker; `started_at` is in seconds since the epoch."""
+
+    role: str
+    address: str
+    model: str
+    pid: int
+    vocab_size: int
+    max_context: int
+    started_at: float = field(default_factory=time.time)
+
+
+class Announcer:
+    """Keeps one worker's registry entry alive.
+
+    Args:
+        redis_url: Where the registry is.
+        entry: What to announce.
+
+    Raises:
+        InvalidArgumentError: The URL is not one of Redis.
+    """
+
+    def __init__(self, redis_url: str, entry: WorkerEntry) -> None:
+        self.key = f"gammaray:worker:{entry.role}:{uuid.uuid4().hex[:12]}"
+        self._value = json.dumps(asdict(entry))
+        try:
+            # The next refresh is the retry: a call that waits longer than that would only delay it.
+            self._redis = Redis.from_url(
+                redis_url,
+                socket_timeout=CALL_TIMEOUT_S,
+                socket_connect_timeout=CALL_TIMEOUT_S,
+                retry=Retry(NoBackoff(), 1),
+            )
+        except ValueError as error:
+            raise InvalidArgumentError("redis_url", redis_url, "redis://host:port/db") from error
+        self._task: asyncio.Task[None] | None = None
+        self._is_reachable = True
+
+    async def start(self) -> None:
+        """Announce the worker now and from now on."""
+        await self._refresh()
+        self._task = asyncio.create_task(self._keep_alive())
+
+    async def withdraw(self) -> None:
+        """Delete the entry and stop announcing."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._call(self._redis.delete(self.key))
+        await self._redis.aclose()
+
+    async def _keep_alive(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            await self._refresh()
+
+    async def _refresh(self) -> None:
+        await self._call(self._redis.set(self.key, self._value, px=ENTRY_MS))
+
+    async def _call(self, command: object) -> None:
+        try:
+            await asyncio.wait_for(command, 2 * CALL_TIMEOUT_S)  # type: ignore[call-overload]
+        except (RedisError, OSError, asyncio.TimeoutError) as error:
+            if self._is_reachable:
+                _log.warning("the registry does not answer; serving goes on: %r", error)
+            self._is_reachable = False
+        else:
+            self._is_reachable = True

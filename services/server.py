@@ -1,0 +1,86 @@
+"""The gRPC server of a worker: health, reflection, limits, and an end that loses no running block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+from gammaray.errors import InvalidArgumentError
+
+__all__ = ["MAX_MESSAGE_BYTES", "GrpcServer", "split_address"]
+
+MAX_MESSAGE_BYTES = 16 << 20
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Streams live for hours and an orchestrator's machine may vanish without a word: ask after 20 s of silence
+    # and drop the connection after 5 s without an answer, so that its blocks do not stay pending for ever.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Orchestrators ping too, to notice a dead worker between cycles; the default would answer with GOAWAY.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    # Without this two workers could share one port and each would get half of the connections.
+    ("grpc.so_reuseport", 0),
+]
+
+
+class GrpcServer:
+    """A grpc.aio server with health and reflection.
+
+    Args:
+        service_names: Full names of the services it will serve.
+    """
+
+    def __init__(self, service_names: Sequence[str]) -> None:
+        self._names = ("", *service_names)
+        self._health = health_aio.HealthServicer()
+        self.server = grpc.aio.server(options=_OPTIONS)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        reflected = (*service_names, HEALTH_SERVICE, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(reflected, self.server)
+
+    async def start(self, listen: str) -> str:
+        """Bind `listen` (host:port, port 0 takes a free one), serve, and return the bound host:port.
+
+        Raises:
+            InvalidArgumentError: The address cannot be bound.
+        """
+        host, _ = split_address("listen", listen)
+        try:
+            port = self.server.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise InvalidArgumentError("listen", listen, "an address that can be bound") from error
+        await self.server.start()
+        await self.set_serving(True)
+        return f"{host}:{port}"
+
+    async def set_serving(self, is_serving: bool) -> None:
+        """Say through the health service whether requests are welcome."""
+        serving = health_pb2.HealthCheckResponse.ServingStatus
+        status = serving.SERVING if is_serving else serving.NOT_SERVING
+        for name in self._names:
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Close the port; calls that are still open after `grace_s` seconds are cancelled."""
+        await self.server.stop(grace_s)
+
+
+def split_address(field: str, address: str) -> tuple[str, int]:
+    """Split `host:port`; an IPv6 host stands in brackets.
+
+    Raises:
+        InvalidArgumentError: It is not of that form.
+    """
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not port.isdecimal() or int(port) > 65535:
+        raise InvalidArgumentError(field, address, "host:port")
+    return host, int(port)

@@ -1,0 +1,134 @@
+"""The sessions a worker knows: their committed tokens, spec, epoch and noise, but not their KV cache."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+from gammaray.errors import FailedPreconditionError, InvalidArgumentError
+from services.engine.noise import Noise
+from services.tasks import NeedTokens, SessionSpec, Task
+
+__all__ = ["Session", "SessionTable"]
+
+
+class Session:
+    """One session on one worker.
+
+    Attributes:
+        tokens: Committed tokens, then those the worker itself foresees to be committed next.
+        num_told: How many of `tokens` the orchestrator named as committed. Those beyond were this worker's
+            own verdict; they are void for a new owner, who may have got another.
+        changed_from: First position at which the last block changed or extended `tokens`.
+    """
+
+    __slots__ = ("changed_from", "epoch", "noise", "num_told", "session_id", "spec", "tokens")
+
+    def __init__(self, session_id: str, epoch: int, spec: SessionSpec, noise: Noise | None) -> None:
+        self.session_id, self.epoch, self.spec, self.noise = session_id, epoch, spec, noise
+        self.tokens: list[int] = []
+        self.num_told = 0
+        self.changed_from = 0
+
+    @property
+    def prompt(self) -> list[int]:
+        """The prompt tokens."""
+        return self.tokens[: self.spec.prompt_length]
+
+    @property
+    def output(self) -> list[int]:
+        """The committed tokens after the prompt."""
+        return self.tokens[self.spec.prompt_length :]
+
+    def merge(self, start: int, context: list[int]) -> None:
+        """Make `tokens` end with `context` at `start`, keeping what agrees and dropping the rest."""
+        held = self.tokens
+        same = 0
+        for ours, theirs in zip(held[start : start + len(context)], context, strict=False):
+            if ours != theirs:
+                break
+            same += 1
+        self.changed_from = start + same
+        held[start + same :] = context[same:]
+        self.num_told = len(held)
+
+
+class SessionTable:
+    """The sessions of a worker, bounded; the least recently used idle one makes room.
+
+    Args:
+        capacity: Upper bound of sessions.
+        vocab_size: Size of the vocabulary that noise is drawn for.
+        device: Where noise is made.
+        is_busy: Whether a session has a block running and must stay.
+        on_drop: Told the id of each session that is dropped.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        vocab_size: int,
+        device: str,
+        is_busy: Callable[[str], bool],
+        on_drop: Callable[[str], None],
+    ) -> None:
+        self._capacity, self._vocab_size, self._device = capacity, vocab_size, device
+        self._is_busy, self._on_drop = is_busy, on_drop
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sessions)
+
+    def admit(self, task: Task) -> Session | NeedTokens:
+        """Bring the session of `task` to its base position, or say which tokens lack.
+
+        Raises:
+            FailedPreconditionError: The epoch is older than the newest seen for the session.
+            InvalidArgumentError: The base position lies inside the session's prompt.
+        """
+        session = self._sessions.get(task.session_id)
+        if session is not None and task.epoch < session.epoch:
+            raise FailedPreconditionError(
+                f"epoch of session {task.session_id}: got {task.epoch}, allowed: {session.epoch} or newer"
+            )
+        if session is None:
+            if task.spec is None or task.context_start > 0:
+                return NeedTokens(0)
+            session = self._add(task, task.spec)
+        self._sessions.move_to_end(task.session_id)
+        if task.epoch > session.epoch:
+            session.epoch = task.epoch
+            del session.tokens[session.num_told :]
+        if task.spec is not None and task.spec != session.spec:
+            session.spec, session.noise = task.spec, self._noise(task.spec)
+        if task.context_start > len(session.tokens):
+            return NeedTokens(len(session.tokens))
+        if task.base_position < session.spec.prompt_length:
+            prompt_length = session.spec.prompt_length
+            raise InvalidArgumentError(
+                "base_position", task.base_position, f"{prompt_length} or more (the prompt)"
+            )
+        session.merge(task.context_start, list(task.context))
+        return session
+
+    def drop(self, session_id: str) -> None:
+        """Forget a session; an unknown one is ignored."""
+        if self._sessions.pop(session_id, None) is not None:
+            self._on_drop(session_id)
+
+    def _add(self, task: Task, spec: SessionSpec) -> Session:
+        if len(self._sessions) >= self._capacity:
+            oldest = next((s for s in self._sessions if not self._is_busy(s)), None)
+            if oldest is not None:
+                self.drop(oldest)
+        session = Session(task.session_id, task.epoch, spec, self._noise(spec))
+        self._sessions[task.session_id] = session
+        return session
+
+    def _noise(self, spec: SessionSpec) -> Noise | None:
+        if spec.params.temperature == 0 or spec.params.seed is None:
+            return None
+        return Noise(spec.params.seed, spec.params.sample_index, self._vocab_size, device=self._device)

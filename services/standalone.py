@@ -1,0 +1,63 @@
+"""Runs a worker as a process of its own: settings, signals, exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import signal
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+from gammaray.config import WorkerSettings
+from gammaray.errors import GammarayError
+from services.options import EXIT_BAD_SETTINGS, EXIT_UNSUPPORTED_MODEL, parse_settings
+
+__all__ = ["run"]
+
+
+def run(prog: str, settings_class: type[WorkerSettings], worker: str) -> int:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        prog: Module name, for messages.
+        settings_class: Where the options come from.
+        worker: `module:class`, imported once the options are known to be right, since it loads torch.
+
+    Returns:
+        0 after a drain, 1 when blocks were lost in it, 2 for bad settings, 3 for a model that cannot be served.
+    """
+    settings = parse_settings(settings_class, prog)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    module, _, name = worker.partition(":")
+    worker_class = getattr(importlib.import_module(module), name)
+    return _run_loop(_serve(prog, worker_class(settings)))
+
+
+async def _serve(prog: str, worker: Any) -> int:
+    from services.engine.errors import UnsupportedModelError
+
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    try:
+        address = await worker.start()
+    except UnsupportedModelError as error:
+        print(f"python -m {prog}: {error}", file=sys.stderr)
+        return EXIT_UNSUPPORTED_MODEL
+    except GammarayError as error:
+        await worker.stop()
+        print(f"python -m {prog}: {error}", file=sys.stderr)
+        return EXIT_BAD_SETTINGS
+    print(f"listening {address}", flush=True)
+    await stop.wait()
+    return 0 if await worker.stop() else 1
+
+
+def _run_loop(main: Coroutine[Any, Any, int]) -> int:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    return int(uvloop.run(main))

@@ -1,0 +1,153 @@
+"""One bidirectional stream of blocks: reads frames, bounds what is in flight, gathers replies into frames.
+
+A stream that goes away drops its own pending blocks. Its sessions stay: they end by ReleaseSession or by being
+the least recently used, so that an orchestrator that reconnects finds its caches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, Protocol
+
+from gammaray.errors import GammarayError, ResourceExhaustedError, UnavailableError
+from services.engine_thread import EngineThread
+from services.tasks import Reply, Task
+
+__all__ = ["MAX_IN_FLIGHT", "BlockStream", "Streams"]
+
+MAX_IN_FLIGHT = 4096
+"""Blocks of one stream that wait or run; more are refused, so that a flood cannot fill the memory."""
+
+_log = logging.getLogger(__name__)
+Deliver = Callable[[Task, Reply], None]
+
+
+class Frame(Protocol):
+    """What VerifyRequest and ProposeRequest have in common."""
+
+    @property
+    def blocks(self) -> Any: ...
+    @property
+    def releases(self) -> Any: ...
+
+
+class Streams:
+    """The open streams of a worker."""
+
+    def __init__(self, engine: EngineThread) -> None:
+        self.engine = engine
+        self.is_draining = False
+        self._open: set[BlockStream] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    async def serve(
+        self, requests: AsyncIterator[Frame], parse: Callable[[Any, Deliver], Task]
+    ) -> AsyncIterator[list[Reply]]:
+        """Serve one stream; yields the replies that are ready, as many as there are.
+
+        Args:
+            requests: Frames of the client.
+            parse: Turns a block into a checked task; raises a GammarayError for a bad one.
+        """
+        stream = BlockStream(self, parse)
+        self._open.add(stream)
+        self._empty.clear()
+        try:
+            async for replies in stream.run(requests):
+                yield replies
+        finally:
+            stream.close()
+            self._open.discard(stream)
+            if not self._open:
+                self._empty.set()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new blocks, wait for the running ones; return whether all streams ended in time."""
+        self.is_draining = True
+        for stream in self._open:
+            stream.wake()
+        try:
+            await asyncio.wait_for(self._empty.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+
+class BlockStream:
+    """One stream; all methods run in the event loop."""
+
+    def __init__(self, streams: Streams, parse: Callable[[Any, Deliver], Task]) -> None:
+        self._streams, self._parse = streams, parse
+        self._pending: set[Task] = set()
+        self._outbox: list[Reply] = []
+        self._ready, self._written = asyncio.Event(), asyncio.Event()
+        self._is_read = False
+
+    def wake(self) -> None:
+        """Look again whether there is something to write or the end is reached."""
+        self._ready.set()
+
+    def close(self) -> None:
+        """Drop the pending blocks: nobody reads their replies."""
+        for task in self._pending:
+            task.cancelled = True
+
+    async def run(self, requests: AsyncIterator[Frame]) -> AsyncIterator[list[Reply]]:
+        """Yield replies until the client has ended the stream, or the worker drains, and all is answered."""
+        reader = asyncio.create_task(self._read(requests))
+        try:
+            while True:
+                await self._ready.wait()
+                self._ready.clear()
+                replies, self._outbox = self._outbox, []
+                if replies:
+                    yield replies
+                    self._written.set()
+                elif not self._pending and (self._is_read or self._streams.is_draining):
+                    return
+        finally:
+            reader.cancel()
+
+    async def _read(self, requests: AsyncIterator[Frame]) -> None:
+        try:
+            async for frame in requests:
+                # A client that writes without reading is not read from any more.
+                while len(self._outbox) > MAX_IN_FLIGHT:
+                    self._written.clear()
+                    await self._written.wait()
+                self._take(frame)
+        finally:
+            self._is_read = True
+            self._ready.set()
+
+    def _take(self, frame: Frame) -> None:
+        if frame.releases:
+            self._streams.engine.release([release.session_id for release in frame.releases])
+        tasks = list(self._parse_all(frame.blocks))
+        if tasks:
+            self._streams.engine.submit(tasks)
+
+    def _parse_all(self, blocks: Iterable[Any]) -> Iterable[Task]:
+        for block in blocks:
+            try:
+                if self._streams.is_draining:
+                    raise UnavailableError("the worker is shutting down")
+                if len(self._pending) >= MAX_IN_FLIGHT:
+                    raise ResourceExhaustedError(
+                        f"blocks in flight: got more than {MAX_IN_FLIGHT} on one stream"
+                    )
+                task = self._parse(block, self._deliver)
+            except GammarayError as error:
+                self._outbox.append(Reply(block.request_id, block.session_id, error))
+                self._ready.set()
+            else:
+                self._pending.add(task)
+                yield task
+
+    def _deliver(self, task: Task, reply: Reply) -> None:
+        self._pending.discard(task)
+        self._outbox.append(reply)
+        self._ready.set()

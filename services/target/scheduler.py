@@ -1,0 +1,80 @@
+"""Verifies proposals of many sessions with one forward per batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from services.batching import Running, Scheduler, check_width
+from services.engine.processing import processed_log_probs
+from services.sessions import Session
+from services.target.verification import Verdict, verify
+from services.tasks import VerifyTask
+
+__all__ = ["TargetScheduler", "TokenLogprobs", "VerifyOutcome"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position under the model's own distribution (no processing)."""
+
+    logprob: float
+    top_token_ids: Sequence[int]
+    top_logprobs: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOutcome:
+    """The verdict on one proposal, with log-probabilities of the emitted tokens when asked for."""
+
+    verdict: Verdict
+    logprobs: Sequence[TokenLogprobs] = ()
+
+
+class TargetScheduler(Scheduler[VerifyTask]):
+    """Feeds the committed tokens that are not cached and then a whole proposal, and judges it."""
+
+    def _start(self, task: VerifyTask, session: Session) -> Running[VerifyTask]:
+        proposal = task.proposal
+        check_width(len(proposal), self.max_batch_tokens)
+        nodes = list(proposal.token_ids)
+        return Running(task, session, nodes, num_logits=len(nodes) + 1, parents=proposal.parents)
+
+    def _advance(self, running: Running[VerifyTask], logits: Tensor) -> VerifyOutcome:
+        task, session = running.task, running.session
+        spec, proposal, base = session.spec, task.proposal, task.base_position
+        log_probs = processed_log_probs(
+            logits,
+            spec.params,
+            prompt=session.prompt,
+            output=session.output,
+            proposal=proposal,
+            eos_token_ids=spec.eos_token_ids,
+        )
+        verdict = verify(spec.method, log_probs, proposal, spec.params, session.noise, base)
+        path = verdict.accepted_path
+        # Rejected tokens leave no trace: the cache ends with the accepted path.
+        if proposal.parents is None:
+            self.engine.truncate(session.session_id, base + len(path))
+        else:
+            self.engine.keep_path(session.session_id, base, path)
+        emitted = [*(proposal.token_ids[node] for node in path), verdict.next_token_id]
+        session.tokens += emitted
+        if task.num_top_logprobs is None:
+            return VerifyOutcome(verdict)
+        rows = [0, *(node + 1 for node in path)]
+        return VerifyOutcome(verdict, _logprobs(logits[rows], emitted, task.num_top_logprobs))
+
+
+def _logprobs(logits: Tensor, emitted: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    """Log-probabilities of `emitted[i]` under `logits[i]`; logits are [len(emitted), vocab_size]."""
+    log_probs = logits.double().log_softmax(-1)
+    top = log_probs.topk(min(num_top, log_probs.shape[-1]))
+    return [
+        TokenLogprobs(row[token_id].item(), token_ids, values)
+        for row, token_id, token_ids, values in zip(
+            log_probs, emitted, top.indices.tolist(), top.values.tolist(), strict=True
+        )
+    ]

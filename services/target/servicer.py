@@ -1,0 +1,88 @@
+"""gammaray.v1.TargetService: converts, calls the engine's thread, converts back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from gammaray import convert
+from gammaray.errors import InvalidArgumentError
+from gammaray.types import MAX_TOP_LOGPROBS
+from gammaray.v1 import target_service_pb2 as pb
+from gammaray.v1 import target_service_pb2_grpc
+from services.messages import Model, describe, fill_result, task_fields
+from services.streams import Deliver, Streams
+from services.target.scheduler import VerifyOutcome
+from services.tasks import Reply, VerifyTask
+
+__all__ = ["TargetServicer"]
+
+DEFAULT_TIMEOUT_MS = 60_000
+MAX_NODES = 256
+
+
+class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
+    """Serves verifications.
+
+    Args:
+        streams: The worker's open streams.
+        model: What the worker serves.
+    """
+
+    def __init__(self, streams: Streams, model: Model) -> None:
+        self._streams, self._model = streams, model
+
+    async def Verify(
+        self, request_iterator: AsyncIterator[pb.VerifyRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.VerifyResponse]:
+        """Serve verifications for many sessions over one stream."""
+        async for replies in self._streams.serve(request_iterator, self._parse):
+            yield pb.VerifyResponse(results=map(_result, replies))
+
+    async def GetTargetInfo(
+        self, request: pb.GetTargetInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetTargetInfoResponse:
+        """Tell what the worker serves and how loaded it is."""
+        return pb.GetTargetInfoResponse(**await describe(self._model, self._streams.engine))
+
+    def _parse(self, block: pb.VerifyBlock, deliver: Deliver) -> VerifyTask:
+        model = self._model
+        num_top = block.num_top_logprobs if block.HasField("num_top_logprobs") else None
+        if num_top is not None and num_top > MAX_TOP_LOGPROBS:
+            raise InvalidArgumentError("num_top_logprobs", num_top, f"0 to {MAX_TOP_LOGPROBS}")
+        if len(block.proposal.token_ids) > MAX_NODES:
+            raise InvalidArgumentError(
+                "proposal", f"{len(block.proposal.token_ids)} nodes", f"at most {MAX_NODES}"
+            )
+        proposal = convert.proposal_from_proto(block.proposal, model.vocab_size)
+        task = VerifyTask(
+            **task_fields(block, DEFAULT_TIMEOUT_MS, deliver), proposal=proposal, num_top_logprobs=num_top
+        )
+        task.validate(model.vocab_size, model.max_context)
+        end = task.base_position + proposal.depth
+        if end > model.max_context:
+            raise InvalidArgumentError(
+                "proposal", f"an end at {end}", f"at most {model.max_context} (context)"
+            )
+        return task
+
+
+def _result(reply: Reply) -> pb.VerifyResult:
+    result = pb.VerifyResult()
+    fill_result(result, reply)
+    outcome: Any = reply.outcome
+    if isinstance(outcome, VerifyOutcome):
+        verdict = outcome.verdict
+        result.verdict.accepted_path.extend(verdict.accepted_path)
+        result.verdict.next_token_id = verdict.next_token_id
+        result.verdict.next_origin = convert.origin_to_proto(verdict.next_origin)
+        result.verdict.num_tested = verdict.num_tested
+        for logprobs in outcome.logprobs:
+            result.verdict.logprobs.add(
+                logprob=logprobs.logprob,
+                top_token_ids=logprobs.top_token_ids,
+                top_logprobs=logprobs.top_logprobs,
+            )
+    return result

@@ -1,0 +1,144 @@
+"""What passes between a worker's streams and the thread that owns its engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gammaray.errors import GammarayError, InvalidArgumentError
+from gammaray.types import MAX_GAMMA, Proposal, SamplingParams, VerificationMethod
+
+__all__ = ["NeedTokens", "ProposeTask", "Reply", "SessionSpec", "Task", "Timing", "VerifyTask"]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSpec:
+    """What a worker must know about a session beside its tokens.
+
+    Args:
+        params: Logits processing; the seed is set.
+        method: Verification method of the whole session.
+        prompt_length: Number of leading tokens that are the prompt.
+        eos_token_ids: Tokens masked until `params.min_tokens` were produced; they end a proposal.
+    """
+
+    params: SamplingParams
+    method: VerificationMethod
+    prompt_length: int
+    eos_token_ids: tuple[int, ...]
+
+    def validate(self, base_position: int, vocab_size: int) -> None:
+        """Check the spec as data from a stranger.
+
+        Raises:
+            InvalidArgumentError: Names the first wrong field.
+        """
+        self.params.validate(vocab_size)
+        if self.params.seed is None:
+            raise InvalidArgumentError("spec.sampling.seed", None, "an integer: the server draws it")
+        if not 1 <= self.prompt_length <= base_position:
+            raise InvalidArgumentError("spec.prompt_length", self.prompt_length, f"1 to {base_position}")
+        if any(not 0 <= token_id < vocab_size for token_id in self.eos_token_ids):
+            raise InvalidArgumentError("spec.eos_token_ids", self.eos_token_ids, f"below {vocab_size}")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Task:
+    """One block of a stream, waiting for or in the engine.
+
+    Args:
+        deadline: `time.monotonic()` past which nobody waits for the answer.
+        deliver: Takes the reply; called in the event loop.
+        cancelled: Set by the event loop when the stream is gone; the work is dropped at the next step.
+    """
+
+    request_id: int
+    session_id: str
+    epoch: int
+    base_position: int
+    context_start: int
+    context: Sequence[int]
+    spec: SessionSpec | None
+    deadline: float
+    deliver: Callable[[Any, Reply], None]
+    arrived: float = field(default_factory=time.monotonic)
+    cancelled: bool = False
+
+    def validate(self, vocab_size: int, max_context: int) -> None:
+        """Check what needs no knowledge of the session.
+
+        Raises:
+            InvalidArgumentError: Names the first wrong field.
+        """
+        if not 1 <= len(self.session_id) <= 128:
+            raise InvalidArgumentError("session_id", self.session_id, "1 to 128 characters")
+        if not 1 <= self.base_position <= max_context:
+            raise InvalidArgumentError("base_position", self.base_position, f"1 to {max_context}")
+        end = self.context_start + len(self.context)
+        if end != self.base_position:
+            raise InvalidArgumentError("context", f"an end at {end}", f"base_position {self.base_position}")
+        if self.context and max(self.context) >= vocab_size:
+            raise InvalidArgumentError("context.token_ids", max(self.context), f"below {vocab_size}")
+        if self.spec is not None:
+            self.spec.validate(self.base_position, vocab_size)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class VerifyTask(Task):
+    """A proposal to verify; `num_top_logprobs` None asks for no log-probabilities."""
+
+    proposal: Proposal
+    num_top_logprobs: int | None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ProposeTask(Task):
+    """A proposal to draft: at most `gamma` tokens, ended early below `stop_threshold`."""
+
+    gamma: int
+    stop_threshold: float
+
+    def validate(self, vocab_size: int, max_context: int) -> None:
+        """Check what needs no knowledge of the session.
+
+        A base position beyond the draft's context is no error: such a proposal is empty.
+
+        Raises:
+            InvalidArgumentError: Names the first wrong field.
+        """
+        Task.validate(self, vocab_size, max(max_context, self.base_position))
+        if not 1 <= self.gamma <= MAX_GAMMA:
+            raise InvalidArgumentError("gamma", self.gamma, f"1 to {MAX_GAMMA}")
+        if not 0 <= self.stop_threshold < 1:
+            raise InvalidArgumentError("stop_threshold", self.stop_threshold, "a number in [0, 1)")
+
+
+@dataclass(frozen=True, slots=True)
+class NeedTokens:
+    """The worker lacks the committed tokens from `position` on; at 0 also the spec."""
+
+    position: int
+
+
+@dataclass(slots=True)
+class Timing:
+    """Where the time of one block went; see the proto WorkerTiming for each field."""
+
+    queue_us: int = 0
+    compute_us: int = 0
+    forward_us: int = 0
+    batch_size: int = 0
+    batch_tokens: int = 0
+    num_forwards: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The answer to one block; the type of `outcome` beside the two named here is the worker's own."""
+
+    request_id: int
+    session_id: str
+    outcome: NeedTokens | GammarayError | Any
+    timing: Timing = field(default_factory=Timing)

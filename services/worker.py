@@ -1,0 +1,162 @@
+"""A worker: an engine in its thread, a gRPC server in the event loop, and an entry in the registry."""
+
+from __future__ import annotations
+
+import gc
+import os
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+
+from gammaray.config import WorkerSettings
+from gammaray.errors import InvalidArgumentError, UnavailableError
+from services.batching import Scheduler
+from services.engine.engine import Engine
+from services.engine.model import resolve_model
+from services.engine_thread import EngineThread
+from services.messages import Model
+from services.registry import Announcer, WorkerEntry
+from services.server import GrpcServer, split_address
+from services.streams import Streams
+from services.vocabulary import vocab_sha256
+
+__all__ = ["Worker"]
+
+# What a stream that has nothing left to answer may still take to end after the drain.
+_CLOSE_GRACE_S = 0.5
+_STEP_TIMEOUT_S = 30.0
+
+SettingsT = TypeVar("SettingsT", bound=WorkerSettings)
+
+
+class Worker(ABC, Generic[SettingsT]):
+    """Base of draft and target workers; `start` and `stop` are called from one event loop.
+
+    Args:
+        settings: What to serve and where.
+    """
+
+    role: ClassVar[str]
+    service_name: ClassVar[str]
+
+    def __init__(self, settings: SettingsT) -> None:
+        self.settings = settings
+        self.address = ""
+        self._engine = EngineThread(self._load, name=f"{self.role}-engine")
+        self._streams: Streams | None = None
+        self._server: GrpcServer | None = None
+        self._announcer: Announcer | None = None
+        self._model: Model | None = None
+
+    @abstractmethod
+    def _scheduler(self, engine: Engine) -> Scheduler[Any]:
+        """Return the scheduler of this kind of worker."""
+
+    @abstractmethod
+    def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:
+        """Register the service of this kind of worker."""
+
+    async def start(self) -> str:
+        """Load the model, serve, announce; returns the address that is served.
+
+        Raises:
+            InvalidArgumentError: A setting turned out to be unusable.
+            UnsupportedModelError: The model cannot be served exactly.
+        """
+        settings = self.settings
+        split_address("listen", settings.listen)
+        bind_cores(settings.cpu_affinity)
+        await self._engine.start()
+        assert self._model is not None
+        # What was loaded stays: keep the collector from walking through it in the middle of a cycle.
+        gc.collect()
+        gc.freeze()
+        self._streams = Streams(self._engine)
+        self._server = GrpcServer([self.service_name])
+        self._add_servicer(self._server.server, self._streams, self._model)
+        self.address = await self._server.start(settings.listen)
+        if settings.redis_url:
+            self._announcer = Announcer(settings.redis_url, self._entry(self._model))
+            await self._announcer.start()
+        return self.address
+
+    def check(self) -> None:
+        """Raise when the worker can no longer serve.
+
+        Raises:
+            UnavailableError: The engine's thread has ended.
+        """
+        if not self._engine.is_alive:
+            raise UnavailableError(f"the {self.role} worker's engine has stopped")
+
+    async def stop(self) -> bool:
+        """Leave the registry, refuse new blocks, finish the running ones; returns whether all did in time."""
+        is_clean = True
+        if self._server is not None:
+            await self._server.set_serving(False)
+        if self._announcer is not None:
+            await self._announcer.withdraw()
+        if self._streams is not None:
+            is_clean = await self._streams.drain(self.settings.drain_timeout_s)
+        if self._server is not None:
+            await self._server.stop(_CLOSE_GRACE_S)
+        if self._engine.is_alive:
+            is_clean = await self._engine.stop(_STEP_TIMEOUT_S) and is_clean
+        return is_clean
+
+    def _load(self) -> Scheduler[Any]:
+        settings = self.settings
+        path = resolve_model(settings.model, self.role)
+        engine = Engine.load(
+            path,
+            device=settings.device,
+            dtype=settings.dtype,
+            threads=settings.threads,
+            cache_budget_bytes=settings.cache_budget_mb << 20,
+            deterministic=settings.deterministic,
+            lean=settings.lean,
+        )
+        # Ray sets OMP_NUM_THREADS for its actors; the setting wins.
+        torch.set_num_threads(settings.threads)
+        self._model = Model(settings.model, engine.vocab_size, engine.max_context, vocab_sha256(path))
+        return self._scheduler(engine)
+
+    def _entry(self, model: Model) -> WorkerEntry:
+        return WorkerEntry(
+            role=self.role,
+            address=self._advertised(),
+            model=model.name,
+            pid=os.getpid(),
+            vocab_size=model.vocab_size,
+            max_context=model.max_context,
+        )
+
+    def _advertised(self) -> str:
+        host, port = split_address("listen", self.address)
+        if self.settings.advertise:
+            advertised_host, advertised_port = split_address("advertise", self.settings.advertise)
+            return f"{advertised_host}:{advertised_port or port}"
+        if host in ("0.0.0.0", "[::]"):
+            raise InvalidArgumentError(
+                "advertise", "", f"host:port that orchestrators can dial ({host} is none)"
+            )
+        return self.address
+
+
+def bind_cores(cores: str) -> None:
+    """Keep all threads of this process on `cores`, a comma-separated list; empty leaves them alone.
+
+    Raises:
+        InvalidArgumentError: Not a list of cores of this machine.
+    """
+    if not cores:
+        return
+    try:
+        wanted = {int(core) for core in cores.split(",")}
+        # Affinity belongs to threads: those of Ray or gRPC may already run.
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), wanted)
+    except (ValueError, OSError) as error:
+        allowed = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        raise InvalidArgumentError("cpu_affinity", cores, f"some of {allowed}") from error
