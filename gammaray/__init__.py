@@ -1,0 +1,100 @@
+"""Lossless speculative decoding as a cluster: the client, its types and its errors.
+
+Names are imported when they are first used, so that `import gammaray` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gammaray.client import AsyncClient
+    from gammaray.completion import Completion
+    from gammaray.errors import (
+        CancelledError,
+        DeadlineExceededError,
+        FailedPreconditionError,
+        GammarayError,
+        InternalError,
+        InvalidArgumentError,
+        NotFoundError,
+        ResourceExhaustedError,
+        UnauthenticatedError,
+        UnavailableError,
+    )
+    from gammaray.request import GenerateOptions
+    from gammaray.sync import Client
+    from gammaray.transport import RetryPolicy
+    from gammaray.types import (
+        ADAPTIVE,
+        Chunk,
+        DrafterKind,
+        EmittedToken,
+        FinishReason,
+        GammaPolicy,
+        GenerationRequest,
+        ProcessStatus,
+        SamplingParams,
+        SpeculationSummary,
+        TokenOrigin,
+        TopLogprob,
+        Usage,
+        VerificationMethod,
+    )
+
+__all__ = [
+    "ADAPTIVE",
+    "AsyncClient",
+    "CancelledError",
+    "Chunk",
+    "Client",
+    "Completion",
+    "DeadlineExceededError",
+    "DrafterKind",
+    "EmittedToken",
+    "FailedPreconditionError",
+    "FinishReason",
+    "GammaPolicy",
+    "GammarayError",
+    "GenerateOptions",
+    "GenerationRequest",
+    "InternalError",
+    "InvalidArgumentError",
+    "NotFoundError",
+    "ProcessStatus",
+    "ResourceExhaustedError",
+    "RetryPolicy",
+    "SamplingParams",
+    "SpeculationSummary",
+    "TokenOrigin",
+    "TopLogprob",
+    "UnauthenticatedError",
+    "UnavailableError",
+    "Usage",
+    "VerificationMethod",
+    "__version__",
+]
+
+# Searched in this order; each name is in the `__all__` of exactly one of them.
+_HOMES = ("errors", "types", "completion", "request", "transport", "client", "sync")
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("gammaray")
+    for home in _HOMES:
+        module = import_module(f"{__name__}.{home}")
+        if name in module.__all__:
+            value: object = getattr(module, name)
+            globals()[name] = value
+            return value
+    raise AssertionError(f"{name} is public and has no home")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

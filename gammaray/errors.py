@@ -144,5 +144,7 @@ def error_class(status: grpc.StatusCode) -> type[GammarayError]:
 
 
 def _shorten(text: str, limit: int = 80) -> str:
+    # Unpaired surrogates would make the message impossible to send or print.
+    text = text.encode(errors="backslashreplace").decode()
     # The margin lets a shortened text pass unchanged: errors are rebuilt on the other side of the wire.
     return text if len(text) <= limit + 40 else f"{text[:limit]}... ({len(text)} characters)"

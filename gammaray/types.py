@@ -126,10 +126,9 @@ class SamplingParams:
             _check_int("seed", self.seed, 0, 2**64 - 1)
         for token_id, bias in self.logit_bias.items():
             _check_number(f"logit_bias[{token_id}]", bias, -100, 100)
-        if vocab_size is not None:
-            _check_token_ids("logit_bias", tuple(self.logit_bias), vocab_size)
-            _check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
-            _check_token_ids("banned_token_ids", self.banned_token_ids, vocab_size)
+        _check_token_ids("logit_bias", tuple(self.logit_bias), vocab_size)
+        _check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        _check_token_ids("banned_token_ids", self.banned_token_ids, vocab_size)
 
 
 @dataclass(frozen=True)
@@ -233,6 +232,8 @@ class GenerationRequest:
             raise InvalidArgumentError("prompt", "an empty prompt", "at least one token")
         if isinstance(self.prompt, str) and len(self.prompt) > 2**20:
             raise InvalidArgumentError("prompt", f"{len(self.prompt)} characters", f"at most {2**20}")
+        _check_encodable("prompt", self.prompt)
+        _check_token_ids("stop_token_ids", self.stop_token_ids)
         self.sampling.validate()
         self.gamma.validate()
         _check_int("max_tokens", self.max_tokens, 1, 2**31)
@@ -245,6 +246,7 @@ class GenerationRequest:
                 raise InvalidArgumentError(
                     "stop", f"a string of {len(text)} characters", "1 to 256 characters"
                 )
+            _check_encodable("stop", text)
         _check_session_id(self.session_id)
 
 
@@ -333,9 +335,20 @@ def _check_int(name: str, got: int, low: int, high: int) -> None:
         raise InvalidArgumentError(name, got, f"an integer in [{low}, {high}]")
 
 
-def _check_token_ids(name: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
+def _check_token_ids(name: str, token_ids: tuple[int, ...], vocab_size: int | None = None) -> None:
+    # Without a vocabulary the wire format (uint32) is the bound.
     for token_id in token_ids:
-        _check_int(name, token_id, 0, vocab_size - 1)
+        _check_int(name, token_id, 0, (vocab_size or 2**32) - 1)
+
+
+def _check_encodable(name: str, value: str | tuple[int, ...]) -> None:
+    if not isinstance(value, str):
+        return _check_token_ids(name, value)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        problem = f"an unpaired surrogate at character {error.start}"
+        raise InvalidArgumentError(name, problem, "text that UTF-8 can encode") from None
 
 
 def _check_session_id(session_id: str) -> None:

@@ -1,0 +1,168 @@
+"""The client: streams completions and tells the state of a cluster, over gRPC.
+
+    async with gammaray.AsyncClient("127.0.0.1:9000") as client:
+        async for chunk in client.generate("def main():", max_tokens=64, seed=1):
+            print(chunk.text, end="")
+        completion = await client.complete("def main():", temperature=0)
+        print(completion.text, completion.summary.alpha)
+
+gammaray.Client is the same without `async` and `await`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Collection
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import grpc
+
+from gammaray import convert
+from gammaray.completion import Completion
+from gammaray.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    InternalError,
+    NotFoundError,
+    UnavailableError,
+)
+from gammaray.request import Prompt, build_request
+from gammaray.transport import RetryPolicy, Transport
+from gammaray.types import Chunk, GenerationRequest, ProcessStatus
+from gammaray.v1 import generation_service_pb2 as pb
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+    from gammaray.request import GenerateOptions
+
+__all__ = ["AsyncClient"]
+
+STATUS_TIMEOUT_S = 10.0
+"""Deadline of status calls, in seconds."""
+
+# What a cluster that is still starting answers: nobody listens, the proxy knows no application yet, or the
+# first calls hang until they are cut.
+_STARTING = (UnavailableError, NotFoundError, DeadlineExceededError, CancelledError)
+
+
+class AsyncClient:
+    """A connection to a cluster. Not thread-safe; belongs to the event loop of its first call.
+
+    Args:
+        address: host:port of the gRPC API.
+        api_key: Key of a cluster that asks for one.
+        timeout_s: Deadline of a generation, in seconds, unless the call says otherwise.
+        retry: How often a call is tried again while nothing of it has arrived.
+        credentials: TLS credentials, `grpc.ssl_channel_credentials()` for instance; None is plain text.
+
+    Raises:
+        InvalidArgumentError: A malformed address, key or timeout.
+    """
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1:9000",
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        retry: RetryPolicy | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self._transport = Transport(
+            address,
+            api_key=api_key,
+            timeout_s=timeout_s,
+            retry=retry or RetryPolicy(),
+            credentials=credentials,
+        )
+
+    def generate(
+        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerator[Chunk, None]:
+        """Stream one completion; leaving the loop or closing the iterator cancels it on the server.
+
+        Args:
+            prompt: Text, token ids, or a GenerationRequest.
+            timeout_s: Deadline of the whole completion, in seconds; None is the client's.
+            options: See `gammaray.request.GenerateOptions`.
+
+        Returns:
+            An iterator of chunks; the last one carries `finish_reason`, `usage` and `summary`.
+
+        Raises:
+            InvalidArgumentError: At once for what can be seen here, else from the iterator.
+            GammarayError: From the iterator, the subclass that fits.
+        """
+        return self._chunks(build_request(prompt, **options), timeout_s)
+
+    async def complete(
+        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Completion:
+        """Return one whole completion; arguments and errors are those of `generate`."""
+        return Completion.from_chunks(
+            [chunk async for chunk in self.generate(prompt, timeout_s=timeout_s, **options)]
+        )
+
+    async def status(self, *, timeout_s: float = STATUS_TIMEOUT_S) -> list[ProcessStatus]:
+        """Return the processes of the cluster.
+
+        Raises:
+            GammarayError: The subclass that fits.
+        """
+        answer = await self._transport.unary("GetStatus", pb.GetStatusRequest(), timeout_s)
+        return [convert.process_from_proto(process) for process in answer.processes]
+
+    async def wait_ready(
+        self, timeout_s: float = 60.0, *, roles: Collection[str] = ("target",)
+    ) -> list[ProcessStatus]:
+        """Wait until each of `roles` has a healthy process, and return the cluster's status then.
+
+        A target is all that lossless text takes; name "draft" too to wait for its speed.
+
+        Raises:
+            DeadlineExceededError: It took longer than `timeout_s`; tells what was missing.
+            GammarayError: A failure that waiting does not cure, for example UnauthenticatedError.
+        """
+        deadline = time.monotonic() + timeout_s
+        missing = "no answer yet"
+        while (left_s := deadline - time.monotonic()) > 0:
+            try:
+                processes = await self.status(timeout_s=min(left_s, STATUS_TIMEOUT_S))
+            except _STARTING as error:
+                missing = str(error)
+            else:
+                healthy = {process.role for process in processes if process.healthy}
+                if healthy.issuperset(roles):
+                    return processes
+                missing = f"no healthy {', '.join(sorted(set(roles) - healthy))}"
+            await asyncio.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
+        raise DeadlineExceededError(f"not ready after {timeout_s:g} s: {missing}")
+
+    async def close(self) -> None:
+        """Close the connection; completions in flight are cancelled."""
+        await self._transport.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _chunks(
+        self, request: GenerationRequest, timeout_s: float | None
+    ) -> AsyncGenerator[Chunk, None]:
+        finished = False
+        async for message in self._transport.stream("Generate", convert.request_to_proto(request), timeout_s):
+            chunk = convert.chunk_from_proto(message)
+            finished = chunk.finish_reason is not None
+            yield chunk
+        if not finished:
+            raise InternalError("the server ended the stream without a finish reason")

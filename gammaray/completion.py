@@ -1,0 +1,53 @@
+"""A whole completion: what its chunks add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gammaray.errors import InternalError
+from gammaray.types import Chunk, EmittedToken, FinishReason, SpeculationSummary, Usage
+
+__all__ = ["Completion"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished completion.
+
+    Args:
+        text: The text, cut before a stop string.
+        tokens: The emitted tokens, with where each came from.
+        finish_reason: Why it ended.
+        usage: Token counts.
+        summary: How speculation went.
+        seed: The seed in use: the same request with it gives the same tokens.
+        session_id: The session.
+    """
+
+    text: str
+    tokens: tuple[EmittedToken, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    summary: SpeculationSummary
+    seed: int
+    session_id: str
+
+    @classmethod
+    def from_chunks(cls, chunks: Iterable[Chunk]) -> Completion:
+        """Join the chunks of one completion.
+
+        Raises:
+            InternalError: The stream ended without its last chunk.
+        """
+        text = ""
+        tokens: list[EmittedToken] = []
+        last: Chunk | None = None
+        for last in chunks:
+            text += last.text
+            tokens.extend(last.tokens)
+        if last is None or last.finish_reason is None or last.usage is None or last.summary is None:
+            raise InternalError("the server ended the stream without a finish reason, usage and summary")
+        return cls(
+            text, tuple(tokens), last.finish_reason, last.usage, last.summary, last.seed, last.session_id
+        )

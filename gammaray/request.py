@@ -1,0 +1,169 @@
+"""Generation requests from plain Python arguments: one list of options for every client and the CLI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+
+from gammaray.errors import InvalidArgumentError
+from gammaray.types import (
+    ADAPTIVE,
+    MAX_GAMMA,
+    DrafterKind,
+    GammaPolicy,
+    GenerationRequest,
+    SamplingParams,
+    VerificationMethod,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["GenerateOptions", "Prompt", "build_request"]
+
+Prompt = str | Sequence[int] | GenerationRequest
+"""Text, token ids of the target's vocabulary, or a whole request."""
+
+_Choice = TypeVar("_Choice", bound=Enum)
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword arguments of `generate` and `complete`; what is absent takes the default of the type it fills.
+
+    The sampling options are the fields of `SamplingParams`, the others those of `GenerationRequest`, with
+    these liberties:
+
+        gamma: "adaptive" (default), a fixed draft length in [0, 64] (0 is plain decoding), or a GammaPolicy.
+        stop: One string or several.
+        logprobs: How many alternatives to return log-probabilities of, in [0, 20]; None for none at all.
+        verification, drafter: The enum's member or its value.
+    """
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    banned_token_ids: Sequence[int]
+    min_tokens: int
+    seed: int | None
+    sample_index: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int | None
+    verification: VerificationMethod | Literal["coupled", "rejection", "naive"]
+    gamma: GammaPolicy | Literal["adaptive"] | int
+    drafter: DrafterKind | Literal["model", "none"]
+    session_id: str
+    model: str
+
+
+def build_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerationRequest:
+    """Return the validated request for a prompt and options.
+
+    Raises:
+        InvalidArgumentError: Names the first wrong field, what was got and what is allowed.
+        TypeError: An option that does not exist, or options beside a whole request.
+    """
+    if isinstance(prompt, GenerationRequest):
+        if options:
+            raise TypeError(f"{', '.join(options)}: set these in the GenerationRequest itself")
+        prompt.validate()
+        return prompt
+    if unknown := options.keys() - GenerateOptions.__annotations__.keys():
+        known = ", ".join(sorted(GenerateOptions.__annotations__))
+        raise TypeError(f"no option named {', '.join(sorted(unknown))}; there are: {known}")
+    given: dict[str, Any] = dict(options)
+    if "logprobs" in given:
+        given["num_top_logprobs"] = given.pop("logprobs")
+    for name, convert in _CONVERTERS.items():
+        if name in given:
+            given[name] = convert(name, given[name])
+    sampling = SamplingParams(**{name: given.pop(name) for name in _SAMPLING_FIELDS & given.keys()})
+    request = GenerationRequest(prompt=_prompt(prompt), sampling=sampling, **given)
+    request.validate()
+    return request
+
+
+_SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
+
+
+def _prompt(prompt: object) -> str | tuple[int, ...]:
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray, memoryview)):
+        return tuple(prompt)
+    raise InvalidArgumentError("prompt", f"a {type(prompt).__name__}", "text or a sequence of token ids")
+
+
+def _strings(name: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, Sequence) and all(isinstance(text, str) for text in value):
+        return tuple(value)
+    raise InvalidArgumentError(name, value, "a string or a sequence of strings")
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return tuple(value)
+    raise InvalidArgumentError(name, value, "a sequence of token ids")
+
+
+def _biases(name: str, value: object) -> Mapping[int, float]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise InvalidArgumentError(name, value, "a mapping of token ids to numbers")
+
+
+def _gamma(name: str, value: object) -> GammaPolicy:
+    if isinstance(value, GammaPolicy):
+        return value
+    if value == "adaptive":
+        return ADAPTIVE
+    if isinstance(value, int) and not isinstance(value, bool):
+        return GammaPolicy(fixed=value)
+    raise InvalidArgumentError(name, value, f'"adaptive" or an integer in [0, {MAX_GAMMA}]')
+
+
+def _text(name: str, value: object) -> str:
+    if isinstance(value, str):
+        return value
+    raise InvalidArgumentError(name, value, "a string")
+
+
+def _flag(name: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise InvalidArgumentError(name, value, "True or False")
+
+
+def _choice(cls: type[_Choice], name: str, value: object) -> _Choice:
+    try:
+        return cls(value)
+    except ValueError:
+        allowed = ", ".join(member.value for member in cls)
+        raise InvalidArgumentError(name, value, f"one of {allowed}") from None
+
+
+_CONVERTERS: dict[str, Any] = {
+    "stop": _strings,
+    "stop_token_ids": _token_ids,
+    "allowed_token_ids": _token_ids,
+    "banned_token_ids": _token_ids,
+    "logit_bias": _biases,
+    "gamma": _gamma,
+    "ignore_eos": _flag,
+    "session_id": _text,
+    "model": _text,
+    "verification": lambda name, value: _choice(VerificationMethod, name, value),
+    "drafter": lambda name, value: _choice(DrafterKind, name, value),
+}

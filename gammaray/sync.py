@@ -1,0 +1,112 @@
+"""The blocking client: AsyncClient on an event loop of its own, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+
+from gammaray.client import STATUS_TIMEOUT_S, AsyncClient
+from gammaray.completion import Completion
+from gammaray.request import Prompt
+from gammaray.transport import RetryPolicy
+from gammaray.types import Chunk, ProcessStatus
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+    from gammaray.request import GenerateOptions
+
+__all__ = ["Client"]
+
+_Result = TypeVar("_Result")
+
+
+class Client:
+    """AsyncClient without `async` and `await`; same arguments, same errors. Thread-safe.
+
+    Works inside a running event loop too, which it blocks while it waits.
+    """
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1:9000",
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        retry: RetryPolicy | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self._client = AsyncClient(
+            address, api_key=api_key, timeout_s=timeout_s, retry=retry, credentials=credentials
+        )
+        self._loop = asyncio.new_event_loop()
+        # A daemon, so that a client nobody closed does not keep the process alive.
+        self._thread = threading.Thread(target=self._loop.run_forever, name="gammaray-client", daemon=True)
+        self._thread.start()
+
+    def generate(
+        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Iterator[Chunk]:
+        """Stream one completion, see `AsyncClient.generate`; leaving the loop cancels it on the server."""
+        return self._iterate(self._client.generate(prompt, timeout_s=timeout_s, **options))
+
+    def complete(
+        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Completion:
+        """Return one whole completion, see `AsyncClient.complete`."""
+        return self._run(self._client.complete(prompt, timeout_s=timeout_s, **options))
+
+    def status(self, *, timeout_s: float = STATUS_TIMEOUT_S) -> list[ProcessStatus]:
+        """Return the processes of the cluster, see `AsyncClient.status`."""
+        return self._run(self._client.status(timeout_s=timeout_s))
+
+    def wait_ready(
+        self, timeout_s: float = 60.0, *, roles: Collection[str] = ("target",)
+    ) -> list[ProcessStatus]:
+        """Wait until each of `roles` has a healthy process, see `AsyncClient.wait_ready`."""
+        return self._run(self._client.wait_ready(timeout_s, roles=roles))
+
+    def close(self) -> None:
+        """Close the connection and end the thread; completions in flight are cancelled."""
+        if self._loop.is_closed():
+            return
+        self._run(self._client.close())
+        self._run(self._loop.shutdown_asyncgens())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _iterate(self, chunks: AsyncGenerator[Chunk, None]) -> Iterator[Chunk]:
+        try:
+            while (chunk := self._run(anext(chunks, None))) is not None:
+                yield chunk
+        finally:
+            if not self._loop.is_closed():
+                self._run(chunks.aclose())
+
+    def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        if self._loop.is_closed():
+            work.close()
+            raise RuntimeError("the client is closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # Ctrl-C while waiting; without effect when the work itself failed
+            raise

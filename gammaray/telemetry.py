@@ -1,0 +1,182 @@
+"""Every span, attribute and metric name of gammaray, with its meaning. Names only: nothing is measured here.
+
+Where OpenTelemetry's semantic conventions for generative AI have a name, that name is used; all others start
+with `gammaray.`. Durations are in seconds unless the name says otherwise, as the conventions want it.
+
+Ratios are made by the reader, from counters. In PromQL dots become underscores, counters end in `_total` and
+each stands in `rate(...[5m])`:
+
+    alpha                   gammaray_accepted_tokens / gammaray_tested_tokens
+    acceptance rate         gammaray_accepted_tokens / gammaray_draft_tokens
+    tokens per cycle        gammaray_emitted_tokens / gammaray_cycles
+    acceptance at index j   gammaray_accepted_per_position{gammaray_position="j"} / gammaray_drafts
+    draft-ahead hit rate    gammaray_draft_ahead_hits / gammaray_draft_ahead_lookups
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Spans. A generate holds cycles, a cycle one propose and one verify, each with a client and a server side.
+
+SPAN_GENERATE: Final = "gammaray.generate"
+"""One completion, from the request's arrival to the last chunk."""
+SPAN_CYCLE: Final = "gammaray.cycle"
+"""One propose, one verify, one commit."""
+SPAN_PROPOSE: Final = "gammaray.draft.propose"
+"""One proposal: the client side waits for it, the server side makes it."""
+SPAN_VERIFY: Final = "gammaray.target.verify"
+"""One verification: the client side waits for it, the server side makes it."""
+SPAN_COMMIT: Final = "gammaray.session.commit"
+"""Writing the emitted tokens of a cycle to the session store."""
+
+# Attributes of the semantic conventions, on SPAN_GENERATE.
+
+OPERATION_NAME: Final = "gen_ai.operation.name"
+"""What was asked for: chat or text_completion."""
+PROVIDER_NAME: Final = "gen_ai.provider.name"
+"""Always gammaray."""
+REQUEST_MODEL: Final = "gen_ai.request.model"
+"""Name of the model as the client gave it."""
+RESPONSE_MODEL: Final = "gen_ai.response.model"
+"""Name of the target model that served."""
+RESPONSE_ID: Final = "gen_ai.response.id"
+"""Id of the response: the session's."""
+CONVERSATION_ID: Final = "gen_ai.conversation.id"
+"""The session, which later turns may continue."""
+REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
+"""Upper bound of emitted tokens."""
+REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
+"""Sampling temperature."""
+REQUEST_TOP_P: Final = "gen_ai.request.top_p"
+"""Nucleus mass."""
+REQUEST_TOP_K: Final = "gen_ai.request.top_k"
+"""Number of most likely tokens kept."""
+REQUEST_FREQUENCY_PENALTY: Final = "gen_ai.request.frequency_penalty"
+"""Frequency penalty."""
+REQUEST_PRESENCE_PENALTY: Final = "gen_ai.request.presence_penalty"
+"""Presence penalty."""
+REQUEST_SEED: Final = "gen_ai.request.seed"
+"""Seed as the client gave it; absent when the server drew one."""
+REQUEST_STOP_SEQUENCES: Final = "gen_ai.request.stop_sequences"
+"""Stop strings."""
+REQUEST_CHOICE_COUNT: Final = "gen_ai.request.choice.count"
+"""Number of samples asked for, when not 1."""
+RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+"""Why each sample ended: stop, length or cancelled."""
+USAGE_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+"""Tokens of the prompt."""
+USAGE_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+"""Tokens emitted."""
+TOKEN_TYPE: Final = "gen_ai.token.type"
+"""On METRIC_TOKEN_USAGE: input or output."""
+ERROR_TYPE: Final = "error.type"
+"""Name of the error class, on spans and durations of what failed."""
+
+# Attributes of gammaray's own.
+
+SESSION_ID: Final = "gammaray.session.id"
+"""The session, on every span below SPAN_GENERATE."""
+EPOCH: Final = "gammaray.session.epoch"
+"""Fencing epoch of the session's owner."""
+BASE_POSITION: Final = "gammaray.base_position"
+"""Number of committed tokens that a cycle builds on."""
+VERIFICATION: Final = "gammaray.verification"
+"""Verification method: coupled, rejection or naive."""
+DRAFTER: Final = "gammaray.drafter"
+"""Who proposed: model or none."""
+GAMMA: Final = "gammaray.gamma"
+"""Draft tokens asked for in a cycle."""
+GAMMA_REASON: Final = "gammaray.gamma.reason"
+"""Why the controller chose this gamma, in a few words."""
+NUM_DRAFTED: Final = "gammaray.drafted_tokens"
+"""Tokens of the proposal, at most gamma."""
+NUM_TESTED: Final = "gammaray.tested_tokens"
+"""Proposed tokens put to the test: the accepted ones, plus one when a test failed."""
+NUM_ACCEPTED: Final = "gammaray.accepted_tokens"
+"""Proposed tokens that stood."""
+NUM_EMITTED: Final = "gammaray.emitted_tokens"
+"""Tokens that a cycle added to the output."""
+TOKEN_ORIGIN: Final = "gammaray.token.origin"
+"""On METRIC_EMITTED_TOKENS: accepted, correction or bonus."""
+POSITION: Final = "gammaray.position"
+"""On METRIC_ACCEPTED_PER_POSITION: index in the proposal, from 0."""
+WORKER_ADDRESS: Final = "gammaray.worker.address"
+"""host:port of the worker that a span or sample is about."""
+WORKER_ROLE: Final = "gammaray.worker.role"
+"""draft or target."""
+QUEUE_MS: Final = "gammaray.worker.queue_ms"
+"""Milliseconds a block waited before its first forward."""
+FORWARD_MS: Final = "gammaray.worker.forward_ms"
+"""Milliseconds of model forwards that served a block."""
+BATCH_SIZE: Final = "gammaray.worker.batch_size"
+"""Sessions in the batch that served a block."""
+REFED_TOKENS: Final = "gammaray.refed_tokens"
+"""Committed tokens sent again because a worker had lost or evicted them."""
+
+# Metrics of the semantic conventions. Buckets of the per-token ones are fine below 10 ms.
+
+METRIC_REQUEST_DURATION: Final = "gen_ai.server.request.duration"
+"""Histogram, s: a completion from arrival to last chunk."""
+METRIC_TIME_TO_FIRST_TOKEN: Final = "gen_ai.server.time_to_first_token"
+"""Histogram, s: from arrival to the first emitted token."""
+METRIC_TIME_PER_OUTPUT_TOKEN: Final = "gen_ai.server.time_per_output_token"
+"""Histogram, s: time after the first token over the number of further tokens, one sample per completion."""
+METRIC_TOKEN_USAGE: Final = "gen_ai.client.token.usage"
+"""Histogram, {token}: tokens per completion by TOKEN_TYPE."""
+
+# Counters of speculation; the ratios they feed stand in the module's docstring.
+
+METRIC_CYCLES: Final = "gammaray.cycles"
+"""Counter: cycles run, those of gamma 0 included."""
+METRIC_DRAFTS: Final = "gammaray.drafts"
+"""Counter: proposals with at least one token."""
+METRIC_DRAFT_TOKENS: Final = "gammaray.draft_tokens"
+"""Counter: tokens proposed."""
+METRIC_TESTED_TOKENS: Final = "gammaray.tested_tokens"
+"""Counter: proposed tokens put to the test."""
+METRIC_ACCEPTED_TOKENS: Final = "gammaray.accepted_tokens"
+"""Counter: proposed tokens accepted."""
+METRIC_ACCEPTED_PER_POSITION: Final = "gammaray.accepted_per_position"
+"""Counter by POSITION: proposals whose token at this index was accepted."""
+METRIC_EMITTED_TOKENS: Final = "gammaray.emitted_tokens"
+"""Counter by TOKEN_ORIGIN: tokens emitted."""
+METRIC_DRAFTER_FALLBACKS: Final = "gammaray.drafter.fallbacks"
+"""Counter by DRAFTER: cycles that went on without the drafter the request allows."""
+METRIC_REFED_TOKENS: Final = "gammaray.refed_tokens"
+"""Counter by WORKER_ROLE: committed tokens sent again because a worker lacked them."""
+METRIC_DRAFT_AHEAD_LOOKUPS: Final = "gammaray.draft_ahead.lookups"
+"""Counter: proposals asked of a draft worker that drafts ahead."""
+METRIC_DRAFT_AHEAD_HITS: Final = "gammaray.draft_ahead.hits"
+"""Counter: those of them that had been prepared."""
+
+# Distributions and states.
+
+METRIC_GAMMA: Final = "gammaray.gamma"
+"""Histogram: gamma per cycle."""
+METRIC_TOKENS_PER_CYCLE: Final = "gammaray.tokens_per_cycle"
+"""Histogram: emitted tokens per cycle."""
+METRIC_CYCLE_DURATION: Final = "gammaray.cycle.duration"
+"""Histogram, s: one cycle."""
+METRIC_PROPOSE_DURATION: Final = "gammaray.draft.propose.duration"
+"""Histogram, s: waiting for one proposal."""
+METRIC_VERIFY_DURATION: Final = "gammaray.target.verify.duration"
+"""Histogram, s: waiting for one verification."""
+METRIC_COMMIT_DURATION: Final = "gammaray.session.commit.duration"
+"""Histogram, s: writing one cycle's tokens to the session store."""
+METRIC_ACTIVE_SESSIONS: Final = "gammaray.sessions.active"
+"""Up-down counter: sessions being generated for (orchestrator) or cached (worker)."""
+METRIC_QUEUE_DEPTH: Final = "gammaray.worker.queue_depth"
+"""Gauge: blocks waiting in a worker."""
+METRIC_BATCH_SIZE: Final = "gammaray.worker.batch_size"
+"""Histogram: sessions per step."""
+METRIC_BATCH_TOKENS: Final = "gammaray.worker.batch_tokens"
+"""Histogram: tokens fed per step."""
+METRIC_STEP_DURATION: Final = "gammaray.worker.step.duration"
+"""Histogram, s: one step of an engine."""
+METRIC_CACHE_BYTES: Final = "gammaray.worker.cache.bytes"
+"""Gauge, By: KV cache in use."""
+METRIC_CACHE_EVICTIONS: Final = "gammaray.worker.cache.evictions"
+"""Counter: sessions whose cache was evicted."""
+METRIC_WIRE_BYTES: Final = "gammaray.worker.wire.bytes"
+"""Counter by WORKER_ROLE: bytes of worker frames, both ways."""

@@ -1,0 +1,175 @@
+"""The one way out: metadata, deadline, retries and error mapping of every call that a client makes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import re
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from gammaray.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    UnavailableError,
+)
+from gammaray.rpc_errors import error_from_rpc
+from gammaray.v1.generation_service_pb2_grpc import GenerationServiceStub
+
+__all__ = ["APPLICATION", "RetryPolicy", "Transport"]
+
+APPLICATION = "gammaray"
+"""Name of the Ray Serve application that answers; its proxies route by the `application` metadata."""
+
+CHANNEL_OPTIONS = (
+    # A peer that vanishes without closing (a cut cable, a killed machine) is noticed within 40 seconds, where
+    # TCP alone takes many minutes. Servers forbid more frequent pings on quiet connections.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # gRPC backs off up to two minutes, far longer than a proxy or replica takes to come back.
+    ("grpc.max_reconnect_backoff_ms", 500),
+    # The default of 4 MiB is less than a long completion with twenty log-probabilities a token.
+    ("grpc.max_receive_message_length", 64 * 2**20),
+)
+
+_PASSING = (UnavailableError, CancelledError)
+_ADDRESS = re.compile(r"(?!https?:)\S+:[0-9]{1,5}|unix:\S+")
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How often and how fast a call that found nobody is tried again.
+
+    Args:
+        max_attempts: Attempts in all, the first included; 1 is no retry.
+        initial_delay_s: Upper bound of the first delay, in seconds; each further one doubles.
+        max_delay_s: Upper bound of every delay, in seconds.
+    """
+
+    max_attempts: int = 5
+    initial_delay_s: float = 0.2
+    max_delay_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.max_attempts < 1:
+            raise InvalidArgumentError("max_attempts", self.max_attempts, "at least 1")
+
+    def delay_s(self, attempt: int) -> float:
+        """Return the delay after attempt number `attempt` (from 0); jittered, so that clients spread out."""
+        return min(self.max_delay_s, self.initial_delay_s * 2.0**attempt) * random.uniform(0.5, 1.0)
+
+
+class Transport:
+    """A channel to one endpoint, dialled at the first call, in the event loop of that call.
+
+    Args:
+        address: host:port of the gRPC API.
+        api_key: Sent as bearer token; None sends none.
+        timeout_s: Deadline of calls that name none, in seconds.
+        retry: How often a call is tried again while nothing of it has arrived.
+        credentials: TLS credentials; None is plain text.
+
+    Raises:
+        InvalidArgumentError: A malformed address, key or timeout.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str | None,
+        timeout_s: float,
+        retry: RetryPolicy,
+        credentials: grpc.ChannelCredentials | None,
+    ) -> None:
+        if not _ADDRESS.fullmatch(address):
+            raise InvalidArgumentError("address", address, "host:port")
+        self.address = address
+        self._metadata = [("application", APPLICATION)]
+        if api_key is not None:
+            if not api_key.isascii() or not api_key.isprintable() or not api_key:
+                raise InvalidArgumentError("api_key", "a key that is not shown", "printable ASCII characters")
+            self._metadata.append(("authorization", f"Bearer {api_key}"))
+        self._timeout_s = _check_timeout(timeout_s)
+        self._retry = retry
+        self._credentials = credentials
+        self._channel: grpc.aio.Channel | None = None
+        self._stub: GenerationServiceStub | None = None
+        self._closed = False
+
+    async def stream(
+        self, method: str, request: object, timeout_s: float | None = None
+    ) -> AsyncGenerator[Any, None]:
+        """Call `method` of the service and yield its messages; closing the generator cancels the call.
+
+        A call that fails with UNAVAILABLE before its first message is tried again within its deadline. So is
+        one that somebody else than the caller cancelled: that is how a proxy reports a replica that died.
+
+        Raises:
+            GammarayError: The subclass that fits the status.
+        """
+        deadline = time.monotonic() + _check_timeout(self._timeout_s if timeout_s is None else timeout_s)
+        attempt, started = 0, False
+        while True:
+            call = self._rpc(method)(request, timeout=deadline - time.monotonic(), metadata=self._metadata)
+            try:
+                async for message in _only(call) if isinstance(call, grpc.aio.UnaryUnaryCall) else call:
+                    started = True
+                    yield message
+                return
+            except grpc.aio.AioRpcError as failure:
+                error = error_from_rpc(failure)
+                delay_s = self._retry.delay_s(attempt)
+                attempt += 1
+                if started or self._closed or not isinstance(error, _PASSING):
+                    raise error from failure
+                if attempt >= self._retry.max_attempts:
+                    raise error from failure
+                if time.monotonic() + delay_s >= deadline:
+                    raise DeadlineExceededError(f"gave up after {attempt} attempts: {error}") from failure
+            finally:
+                call.cancel()
+            await asyncio.sleep(delay_s)
+
+    async def unary(self, method: str, request: object, timeout_s: float | None = None) -> Any:
+        """Call `method` of the service and return its only message; otherwise as `stream`."""
+        async with aclosing(self.stream(method, request, timeout_s)) as messages:
+            return await anext(messages)
+
+    async def close(self) -> None:
+        """Close the channel; calls in flight are cancelled."""
+        self._closed = True
+        if self._channel is not None:
+            await self._channel.close(None)
+
+    def _rpc(self, method: str) -> Any:
+        if self._closed:
+            raise RuntimeError("the client is closed")
+        if self._stub is None:
+            self._channel = self._dial()
+            self._stub = GenerationServiceStub(self._channel)
+        return getattr(self._stub, method)
+
+    def _dial(self) -> grpc.aio.Channel:
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(self.address, self._credentials, CHANNEL_OPTIONS)
+
+
+async def _only(call: Any) -> AsyncIterator[Any]:
+    yield await call
+
+
+def _check_timeout(timeout_s: float) -> float:
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
+        raise InvalidArgumentError("timeout_s", timeout_s, "a number of seconds above 0")
+    if not math.isfinite(timeout_s) or timeout_s <= 0:
+        raise InvalidArgumentError("timeout_s", timeout_s, "a number of seconds above 0")
+    return timeout_s
