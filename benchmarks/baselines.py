@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.engine.model import resolve_model
+
 __all__ = ["Baselines", "Generated", "running_baselines"]
 
 _START_TIMEOUT_S = 120.0
@@ -82,8 +84,11 @@ class Baselines:
 
 
 @asynccontextmanager
-async def running_baselines(target: Path, draft: Path, threads: int = 1) -> AsyncIterator[Baselines]:
-    """Start the process with `threads` arithmetic threads; it ends with the block."""
+async def running_baselines(target: str, draft: str, threads: int = 1) -> AsyncIterator[Baselines]:
+    """Start the process with `threads` arithmetic threads; it ends with the block.
+
+    `target` and `draft` are directories or hub names, or "demo" for the demo pair.
+    """
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
@@ -91,7 +96,8 @@ async def running_baselines(target: Path, draft: Path, threads: int = 1) -> Asyn
         "TOKENIZERS_PARALLELISM": "false",
     }
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.transformers_worker", str(target), str(draft), str(threads)),
+        *(sys.executable, "-m", "benchmarks.transformers_worker"),
+        *(resolve_model(target, "target"), resolve_model(draft, "draft"), str(threads)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=_LINE_LIMIT,

@@ -1,0 +1,166 @@
+"""A cluster on loopback for the length of a block: `gammaray up` as a user would start it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from gammaray import AsyncClient
+
+__all__ = ["Cluster", "ClusterError", "connected", "running_cluster"]
+
+_START_TIMEOUT_S = 180.0
+_WORKERS_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 45.0
+_GONE_TIMEOUT_S = 10.0
+_READY = re.compile(r"ready http=(\S+) grpc=(\S+)")
+
+
+class ClusterError(RuntimeError):
+    """The cluster did not start, or left processes behind."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where a running cluster is reached."""
+
+    http_address: str
+    grpc_address: str
+    pid: int
+
+
+@asynccontextmanager
+async def connected(*options: str) -> AsyncIterator[AsyncClient]:
+    """Run a cluster as `running_cluster` does, and yield a client once draft and target workers are there.
+
+    Raises:
+        ClusterError: As `running_cluster`.
+        DeadlineExceededError: A worker did not come up within a minute.
+    """
+    async with running_cluster(*options) as cluster, AsyncClient(cluster.grpc_address) as client:
+        await client.wait_ready(_WORKERS_TIMEOUT_S, roles=("target", "draft"))
+        yield client
+
+
+@asynccontextmanager
+async def running_cluster(*options: str) -> AsyncIterator[Cluster]:
+    """Run `gammaray up` on free loopback ports with further `options` until the block ends.
+
+    Raises:
+        ClusterError: It did not become ready within three minutes, or processes outlived it (they are
+            killed then).
+    """
+    http_port, grpc_port = _free_ports(2)
+    ports = ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
+    gammaray = Path(sys.executable).with_name("gammaray")
+    with tempfile.TemporaryFile("w+") as errors:
+        process = await asyncio.create_subprocess_exec(
+            *(str(gammaray), "up", "--wait-ready", *ports, *options),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            # Ctrl-C of a terminal reaches this process alone, which then stops the cluster in order.
+            start_new_session=True,
+        )
+        try:
+            cluster = await _wait_ready(process, errors)
+            drain = asyncio.create_task(_drain(process))
+            yield cluster
+            drain.cancel()
+        finally:
+            await _stop(process)
+
+
+async def _wait_ready(process: asyncio.subprocess.Process, errors: IO[str]) -> Cluster:
+    try:
+        found = await asyncio.wait_for(_ready_line(process), _START_TIMEOUT_S)
+    except asyncio.TimeoutError:
+        raise ClusterError(f"not ready within {_START_TIMEOUT_S:.0f} s\n{_tail(errors)}") from None
+    if found is None:
+        await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
+        raise ClusterError(f"`gammaray up` ended with code {process.returncode}\n{_tail(errors)}")
+    http, grpc = (address.removeprefix("http://").rstrip("/") for address in found.groups())
+    return Cluster(http, grpc, process.pid)
+
+
+async def _ready_line(process: asyncio.subprocess.Process) -> re.Match[str] | None:
+    assert process.stdout is not None
+    while line := await process.stdout.readline():
+        if found := _READY.search(line.decode()):
+            return found
+    return None
+
+
+async def _drain(process: asyncio.subprocess.Process) -> None:
+    """Read on, lest the cluster stand still at a full pipe."""
+    assert process.stdout is not None
+    while await process.stdout.read(2**16):
+        pass
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    try:
+        family = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        family = []
+    if process.returncode is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            process.kill()
+            await process.wait()
+    left = await _outliving(family)
+    if left:
+        names = [f"{p.pid} {p.name()}" for p in left if p.is_running()]
+        for p in left:
+            _kill(p)
+        raise ClusterError(f"left behind by `gammaray up`, now killed: {', '.join(names)}")
+
+
+async def _outliving(family: Sequence[psutil.Process]) -> list[psutil.Process]:
+    def wait() -> list[psutil.Process]:
+        return [p for p in psutil.wait_procs(family, timeout=_GONE_TIMEOUT_S)[1] if _is_alive(p)]
+
+    return await asyncio.to_thread(wait)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _kill(process: psutil.Process) -> None:
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        pass
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
+    finally:
+        for s in sockets:
+            s.close()
+
+
+def _tail(errors: IO[str], num_lines: int = 30) -> str:
+    errors.seek(0)
+    return "".join(errors.readlines()[-num_lines:])

@@ -1,0 +1,167 @@
+"""Where the time of a cycle goes: the workers asked directly, over streams of their own.
+
+The workers tell with each answer how long its model forwards took. The probe runs cycles against the workers
+of a running cluster and notes those times and its own waits; set against the cycles of the whole stack they
+leave what gRPC, orchestrator and Redis cost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from gammaray import AsyncClient
+from gammaray.errors import InternalError, UnavailableError
+from gammaray.v1 import draft_service_pb2 as draft
+from gammaray.v1 import draft_service_pb2_grpc as draft_grpc
+from gammaray.v1 import target_service_pb2 as target
+from gammaray.v1 import target_service_pb2_grpc as target_grpc
+from gammaray.v1 import types_pb2 as types
+
+__all__ = ["ProbedCycle", "WorkerProbe", "cycle_cost", "running_probe"]
+
+_ANSWER_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class ProbedCycle:
+    """Milliseconds of one cycle: the caller's waits, and the workers' own times within them."""
+
+    gamma: int
+    wait_ms: float
+    compute_ms: float
+    forward_ms: float
+
+
+class WorkerProbe:
+    """Greedy cycles against one draft and one target worker; make one with `running_probe`."""
+
+    def __init__(self, propose: grpc.aio.StreamStreamCall, verify: grpc.aio.StreamStreamCall) -> None:
+        self._propose, self._verify = propose, verify
+        self._request_id = 0
+
+    async def run(self, prompt: Sequence[int], gamma: int, num_cycles: int) -> list[ProbedCycle]:
+        """Return the cycles behind the first one, whose times contain the prefill.
+
+        Raises:
+            InternalError: A worker refused a block.
+        """
+        session_id, committed = f"probe-{uuid.uuid4().hex}", list(prompt)
+        spec = types.SessionSpec(
+            sampling=types.SamplingParams(temperature=0.0, seed=0),
+            verification=types.VERIFICATION_METHOD_COUPLED,
+            prompt_length=len(prompt),
+        )
+        cycles: list[ProbedCycle] = []
+        start = 0
+        for i in range(num_cycles + 1):
+            first = {"spec": spec} if i == 0 else {}
+            block = {
+                "session_id": session_id,
+                "epoch": 1,
+                "base_position": len(committed),
+                "context": types.TokenSpan(start=start, token_ids=committed[start:]),
+                **first,
+            }
+            proposal, drafted = await self._ask_draft(block, gamma)
+            verdict, verified = await self._ask_target(block, proposal)
+            start = len(committed)
+            committed += [proposal.token_ids[node] for node in verdict.accepted_path]
+            committed.append(verdict.next_token_id)
+            waits = [cost for cost in (drafted, verified) if cost is not None]
+            if i > 0:
+                cycles.append(ProbedCycle(gamma, *(sum(part) for part in zip(*waits, strict=True))))
+        release = [types.ReleaseSession(session_id=session_id)]
+        await self._propose.write(draft.ProposeRequest(releases=release))
+        await self._verify.write(target.VerifyRequest(releases=release))
+        return cycles
+
+    async def _ask_draft(
+        self, block: dict[str, Any], gamma: int
+    ) -> tuple[types.Proposal, tuple[float, float, float] | None]:
+        if gamma == 0:
+            return types.Proposal(), None
+        request = draft.ProposeBlock(request_id=self._next_id(), gamma=gamma, **block)
+        frame = draft.ProposeRequest(blocks=[request])
+        result, cost = await _exchange(self._propose, frame, "proposal")
+        return result.proposal, cost
+
+    async def _ask_target(
+        self, block: dict[str, Any], proposal: types.Proposal
+    ) -> tuple[target.Verdict, tuple[float, float, float]]:
+        request = target.VerifyBlock(request_id=self._next_id(), proposal=proposal, **block)
+        result, cost = await _exchange(self._verify, target.VerifyRequest(blocks=[request]), "verdict")
+        return result.verdict, cost
+
+    def _next_id(self) -> int:
+        self._request_id += 1
+        return self._request_id
+
+
+async def _exchange(
+    stream: grpc.aio.StreamStreamCall, frame: Any, wanted: str
+) -> tuple[Any, tuple[float, float, float]]:
+    """Send one frame and return its one result with wait, compute and forward milliseconds."""
+    started = time.perf_counter()
+    await stream.write(frame)
+    answer = await asyncio.wait_for(stream.read(), _ANSWER_TIMEOUT_S)
+    wait_ms = (time.perf_counter() - started) * 1e3
+    if answer is grpc.aio.EOF or len(answer.results) != 1:
+        raise InternalError("a worker answered one block with another number of results")
+    result = answer.results[0]
+    if result.WhichOneof("outcome") != wanted:
+        raise InternalError(f"a worker answered with no {wanted}: {result}")
+    return result, (wait_ms, result.timing.compute_us / 1e3, result.timing.forward_us / 1e3)
+
+
+@asynccontextmanager
+async def running_probe(client: AsyncClient) -> AsyncIterator[WorkerProbe]:
+    """Open streams to the first draft and the first target worker of the client's cluster.
+
+    Raises:
+        UnavailableError: The cluster names no such worker.
+    """
+    addresses = {status.role: status.address for status in await client.status() if status.healthy}
+    if missing := {"draft", "target"} - addresses.keys():
+        raise UnavailableError(f"no healthy {' and no '.join(sorted(missing))} worker")
+    async with (
+        grpc.aio.insecure_channel(addresses["draft"]) as draft_channel,
+        grpc.aio.insecure_channel(addresses["target"]) as target_channel,
+    ):
+        propose = draft_grpc.DraftServiceStub(draft_channel).Propose()
+        verify = target_grpc.TargetServiceStub(target_channel).Verify()
+        yield WorkerProbe(propose, verify)
+        propose.cancel()
+        verify.cancel()
+
+
+def cycle_cost(gamma: int, stack_cycle_ms: Sequence[float], probed: Sequence[ProbedCycle]) -> dict[str, Any]:
+    """Return medians that tell a cycle's time apart, in milliseconds, and the share beside the forwards.
+
+    Args:
+        gamma: The fixed gamma of all cycles.
+        stack_cycle_ms: Times of a cycle through the whole stack, prefill left out, one per completion.
+        probed: Cycles of the probe, run in between.
+    """
+    cycle = statistics.median(stack_cycle_ms)
+    wait = statistics.median(one.wait_ms for one in probed)
+    compute = statistics.median(one.compute_ms for one in probed)
+    forward = statistics.median(one.forward_ms for one in probed)
+    return {
+        "gamma": gamma,
+        "cycle_ms": cycle,
+        "forward_ms": forward,
+        "worker_ms": compute - forward,
+        "wire_ms": wait - compute,
+        "orchestrator_ms": cycle - wait,
+        "beside_ms": cycle - forward,
+        "beside_percent": 100 * (cycle - forward) / cycle,
+    }
