@@ -90,24 +90,33 @@ def quantise(probs: Tensor, top_k: int, bits: int) -> SparseDistribution:
         top_k: Largest support, at least 1.
         bits: The weights' sum is 2^bits, in [1, 24].
     """
-    size = min(top_k, probs.shape[-1])
-    last = probs.topk(size).values[-1]
-    token_ids = (probs > last).nonzero().flatten()
-    ties = (probs == last).nonzero().flatten()[: size - len(token_ids)]
-    token_ids = torch.cat((token_ids, ties)).sort().values
-    shares = probs[token_ids].double()
-    shares = shares * (2.0**bits / shares.sum())
-    weights = shares.floor()
-    left_over = (1 << bits) - int(weights.sum())
-    largest = torch.sort(shares - weights, descending=True, stable=True).indices[:left_over]
-    weights[largest] += 1
-    kept = [(i, int(w)) for i, w in zip(token_ids.tolist(), weights.tolist(), strict=True) if w > 0]
-    return SparseDistribution(tuple(i for i, _ in kept), tuple(w for _, w in kept), bits)
+    token_ids, probs_kept = _most_likely(probs, min(top_k, probs.shape[-1]))
+    scale = (1 << bits) / math.fsum(probs_kept)
+    shares = [prob * scale for prob in probs_kept]
+    weights = [int(share) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda i: weights[i] - shares[i])
+    for index in by_remainder[: (1 << bits) - sum(weights)]:
+        weights[index] += 1
+    kept = [index for index, weight in enumerate(weights) if weight > 0]
+    return SparseDistribution(
+        tuple(token_ids[index] for index in kept), tuple(weights[index] for index in kept), bits
+    )
 
 
 def sample_sparse(distribution: SparseDistribution, draft_bits: int) -> int:
     """Return the first token whose cumulative weight exceeds `draft_bits`, which is below 2^weight_bits."""
     return distribution.token_ids[bisect_right(list(accumulate(distribution.weights)), draft_bits)]
+
+
+def _most_likely(probs: Tensor, size: int) -> tuple[list[int], list[float]]:
+    """Return the ids, ascending, and probabilities of the `size` most likely tokens, ties to the lower id."""
+    last = probs.topk(size).values[-1]
+    token_ids = (probs >= last).nonzero().flatten()
+    if len(token_ids) > size:
+        tied = (probs[token_ids] == last).nonzero().flatten()
+        dropped = tied[size - len(token_ids) :]
+        token_ids = token_ids[~torch.isin(torch.arange(len(token_ids), device=probs.device), dropped)]
+    return token_ids.tolist(), probs[token_ids].tolist()
 
 
 def _propose_greedy(scores: Tensor, want_confidence: bool) -> tuple[int, None, float]:

@@ -42,6 +42,8 @@ def processed_log_probs(
 ) -> Tensor:
     """Return the log-probabilities that tokens are drawn from.
 
+    A draft has one row at a time: it counts what it drafted as output, beside an empty proposal.
+
     Args:
         logits: [len(proposal) + 1, vocab_size]; row 0 follows the committed tokens, row i + 1 follows node i.
             Not changed.

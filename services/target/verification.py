@@ -90,15 +90,14 @@ def verify(
     return _walk(_best_tokens(log_probs + rows), proposal)
 
 
-def _walk(target_token_ids: Sequence[int], proposal: Proposal) -> Verdict:
+def _walk(target_token_ids: Sequence[int | None], proposal: Proposal) -> Verdict:
     """Follow the target's own token of each row, [len(proposal) + 1], as far as the proposal has it."""
     row, path = 0, list[int]()
     while True:
-        children = _children(proposal, row)
-        matches = (node for node in children if proposal.token_ids[node] == target_token_ids[row])
-        node = next(matches, None)
+        token_id, children = _checked(target_token_ids[row]), _children(proposal, row)
+        node = next((node for node in children if proposal.token_ids[node] == token_id), None)
         if node is None:
-            return _verdict(path, target_token_ids[row], failed=bool(children))
+            return _verdict(path, token_id, failed=bool(children))
         path.append(node)
         row = node + 1
 
@@ -149,16 +148,22 @@ def _residual(log_probs_row: Tensor, draft: SparseDistribution) -> Tensor:
 
 def _draw(weights: Tensor, noise: Noise, position: int) -> int:
     """Draw from unnormalised probabilities, [vocab_size], with the noise of corrections and bonus tokens."""
-    return _best_tokens(weights.log() + noise.residual_gumbel(position))[0]
+    scores = weights.log() + noise.residual_gumbel(position)
+    return _checked(_best_tokens(scores[None])[0])
 
 
-def _best_tokens(scores: Tensor) -> list[int]:
-    """Return the argmax of each row, lowest id on ties."""
-    best, token_ids = scores.reshape(-1, scores.shape[-1]).max(dim=-1)
-    if not all(map(math.isfinite, best.tolist())):
+def _best_tokens(scores: Tensor) -> list[int | None]:
+    """Return the argmax of each row, lowest id on ties, and None for rows that hold no finite number."""
+    best, token_ids = scores.max(dim=-1)
+    pairs = zip(best.tolist(), token_ids.tolist(), strict=True)
+    return [token_id if math.isfinite(score) else None for score, token_id in pairs]
+
+
+def _checked(token_id: int | None) -> int:
+    # Only rows that are consulted are checked: what a bad draft does to the others must not matter.
+    if token_id is None:
         raise InternalError("the target model's logits are not finite numbers")
-    found: list[int] = token_ids.tolist()
-    return found
+    return token_id
 
 
 def _verdict(path: Sequence[int], token_id: int, *, failed: bool) -> Verdict:
