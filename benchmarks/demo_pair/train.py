@@ -1,6 +1,6 @@
 """Train the demo pair: a shallow base, grown in depth into the target; a draft distilled from it.
 
-The recipe of the shipped weights, 1.5 hours on two cores (on a GPU: `--device cuda`, minutes):
+The recipe of the shipped weights, 1.5 hours on two CPU cores (`--device cuda` trains on a GPU):
 
     python -m benchmarks.demo_pair.corpus
     python -m benchmarks.demo_pair.train --stage base      # 4 layers, 36 minutes, 11.2 M tokens

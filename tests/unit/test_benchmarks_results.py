@@ -1,0 +1,97 @@
+"""Result files: where they come from, and how two of them compare."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.compare import compare, warnings
+from benchmarks.provenance import provenance, write_result
+from benchmarks.report import markdown
+
+
+def _row(system: str, speed: float, over_plain: float | None) -> dict[str, Any]:
+    ratio = None if over_plain is None else {"median": over_plain, "values": [over_plain]}
+    speeds = {"median": speed, "values": [speed]}
+    return {
+        "system": system,
+        "tokens_per_s": speeds,
+        "over_generate": None,
+        "over_plain": ratio,
+        "speculation": None,
+    }
+
+
+def _result(speed: float) -> dict[str, Any]:
+    rows = [_row("generate", 100.0, None), _row("gammaray-4", speed, speed / 90)]
+    return {
+        "provenance": {"hardware": {"cpu": "c", "load_average": speed}, "git": {"sha": "s", "dirty": False}},
+        "settings": {"max_tokens": 128},
+        "workload_fingerprint": "f",
+        "temperatures": [{"temperature": 0.0, "rows": rows}],
+    }
+
+
+def test_provenance_names_commit_command_hardware_versions_and_utc_date() -> None:
+    found = provenance()
+    assert found.keys() == {"date_utc", "command", "git", "hardware", "versions"}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", found["date_utc"])
+    assert found["command"]
+    assert found["hardware"].keys() == {"cpu", "cores", "memory_gib", "gpu", "load_average"}
+    assert found["hardware"]["cores"] >= 1
+    assert found["versions"].keys() >= {"python", "torch", "transformers"}
+    if found["git"] is not None:
+        assert re.fullmatch(r"[0-9a-f]{40}", found["git"]["sha"])
+        assert isinstance(found["git"]["dirty"], bool)
+
+
+def test_write_result_puts_the_header_before_the_figures(tmp_path: Path) -> None:
+    path = write_result("x", {"figure": 1}, tmp_path / "deep" / "x.json")
+    assert list(json.loads(path.read_text())) == ["name", "provenance", "figure"]
+    assert [p.name for p in path.parent.iterdir()] == ["x.json"]
+
+
+def test_compare_gives_new_over_old_per_system() -> None:
+    pairs = {pair.system: pair for pair in compare(_result(150.0), _result(180.0))}
+    assert pairs["gammaray-4"].ratio == pytest.approx(1.2)
+    assert pairs["gammaray-4"].new_over_plain == pytest.approx(2.0)
+    assert pairs["generate"].ratio == 1.0
+    assert pairs["generate"].old_over_plain is None
+
+
+def test_compare_skips_what_only_one_result_has() -> None:
+    old, new = _result(150.0), _result(150.0)
+    del new["temperatures"][0]["rows"][0]
+    assert [pair.system for pair in compare(old, new)] == ["gammaray-4"]
+
+
+def test_compare_nothing_in_common_raises() -> None:
+    old, new = _result(150.0), _result(150.0)
+    new["temperatures"][0]["temperature"] = 1.0
+    with pytest.raises(ValueError, match="in common"):
+        compare(old, new)
+
+
+def test_warnings_are_silent_for_like_runs_and_name_each_difference() -> None:
+    old = _result(150.0)
+    assert warnings(old, _result(180.0)) == []
+    new = copy.deepcopy(old)
+    new["provenance"]["hardware"]["cpu"] = "other"
+    new["provenance"]["git"]["dirty"] = True
+    new["settings"]["max_tokens"] = 32
+    new["workload_fingerprint"] = "g"
+    text = "\n".join(warnings(old, new))
+    for word in ("hardware", "prompts", "max_tokens", "uncommitted"):
+        assert word in text
+
+
+def test_markdown_has_one_line_per_row_and_empty_cells_for_missing_figures() -> None:
+    lines = markdown(_result(150.0)["temperatures"][0]["rows"]).splitlines()
+    assert len(lines) == 4
+    assert lines[2] == "| generate | 100.0 |  |  |  |  |  |"
+    assert lines[3] == "| gammaray-4 | 150.0 |  | 1.67 |  |  |  |"

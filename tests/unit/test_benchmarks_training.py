@@ -1,0 +1,138 @@
+"""The demo pair's training: how models start from one another, the optimiser, and a run of a few steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from benchmarks.demo_pair import corpus, models, train
+from benchmarks.demo_pair.evaluate import agreement
+from benchmarks.demo_pair.muon import orthogonalise
+
+VOCAB_SIZE = 320
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("pair")
+    corpus.write(directory, vocab_size=VOCAB_SIZE, limit=30)
+    return directory
+
+
+def _model(num_layers: int, seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return models.build(num_layers, hidden_size=64, vocab_size=VOCAB_SIZE).eval()
+
+
+def _trained(num_layers: int) -> LlamaForCausalLM:
+    """A model none of whose matrices is zero."""
+    model = _model(num_layers)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+@torch.no_grad()
+def _logits(model: LlamaForCausalLM) -> torch.Tensor:
+    return model(torch.arange(1, 20)[None]).logits
+
+
+def test_grow_starts_as_the_same_function() -> None:
+    source, model = _trained(2), _model(6, seed=1)
+    assert not torch.allclose(_logits(model), _logits(source))
+    models.grow(model, source)
+    torch.testing.assert_close(_logits(model), _logits(source))
+
+
+def test_truncate_keeps_first_blocks_and_the_last() -> None:
+    source, model = _trained(4), _model(2, seed=1)
+    models.truncate(model, source)
+    for layer, block in zip(
+        model.model.layers, (source.model.layers[0], source.model.layers[3]), strict=True
+    ):
+        torch.testing.assert_close(dict(layer.state_dict()), dict(block.state_dict()))
+
+
+@pytest.mark.parametrize(("start", "num_layers"), [(models.grow, 3), (models.grow, 1), (models.truncate, 3)])
+def test_start_from_another_depth_that_does_not_fit_raises(start: object, num_layers: int) -> None:
+    assert callable(start)
+    with pytest.raises(ValueError, match=f"layers: got {num_layers}, allowed"):
+        start(_model(num_layers), _model(2))
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (48, 16), (16, 48)])
+def test_orthogonalise_brings_singular_values_near_one(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(orthogonalise(torch.randn(shape)))
+    assert values.shape == (min(shape),)
+    assert values.min() > 0.3
+    assert values.max() < 1.5
+
+
+@pytest.mark.parametrize(
+    ("progress", "step", "wanted"), [(0.2, 0, 1 / 40), (0.2, 500, 1.0), (0.75, 500, 0.5), (1.0, 500, 0.02)]
+)
+def test_rate_warms_up_stays_and_decays(progress: float, step: int, wanted: float) -> None:
+    assert train.rate(progress, step) == pytest.approx(wanted)
+
+
+def test_corpus_split_is_encoded_without_loss(work: Path) -> None:
+    tokenizer = corpus.Tokenizer.from_file(str(work / "tokenizer.json"))
+    held = corpus.read_split(work, "held")
+    documents = [d.text for d in corpus.documents(30) if d.is_held_out]
+    assert np.count_nonzero(held == corpus.END_ID) == len(documents)
+    assert tokenizer.decode(held[1:].tolist()) == "".join(documents)
+    assert corpus.read_split(work, "train").max() < VOCAB_SIZE
+
+
+def test_read_split_missing_says_what_to_run(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"benchmarks\.demo_pair\.corpus"):
+        corpus.read_split(tmp_path, "train")
+
+
+def test_train_all_stages_learns_and_exports_a_pair_that_loads(work: Path) -> None:
+    reports: list[str] = []
+    options = train.TrainingOptions(work, "cpu", batch=4, length=64, hidden_size=64, report=reports.append)
+    windows = train.held_out_windows(corpus.read_split(work, "held"), length=64, stride=65)
+    untrained = train.held_out_loss(_model(4), windows)
+    tokens = {"base": 60 * 256, "target": 5 * 256, "predraft": 20 * 256, "draft": 20 * 256}
+    losses = {
+        name: train.train_stage(name, train.Budget(None, tokens[name]), options) for name in train.STAGES
+    }
+    assert losses["base"] < untrained - 0.5
+    assert losses["target"] < untrained - 0.5
+    assert losses["draft"] < untrained - 0.5
+    assert len(reports) == len(train.STAGES)
+    for role, depth in (("target", 16), ("draft", 2)):
+        size = models.export(work / role, work / "tokenizer.json", work / "pair" / role)
+        assert size > 50_000
+        model = AutoModelForCausalLM.from_pretrained(work / "pair" / role)
+        assert model.config.num_hidden_layers == depth
+        assert model.dtype == torch.bfloat16
+    tokenizer = AutoTokenizer.from_pretrained(work / "pair" / "target")
+    ids = tokenizer("def read_lines(path):").input_ids
+    assert tokenizer.decode(ids) == "def read_lines(path):"
+    assert 0 not in ids
+
+    found = agreement(work / "pair" / "target", work / "pair" / "draft", windows[:8])
+    strangers = agreement(work / "pair" / "target", _saved_stranger(work), windows[:8])
+    assert found.alpha > strangers.alpha
+    assert found.coupled_alpha[1] <= found.coupled_alpha[2] <= found.coupled_alpha[8]
+    itself = agreement(work / "pair" / "draft", work / "pair" / "draft", windows[:2])
+    assert itself.alpha == pytest.approx(1.0, abs=1e-4)
+    assert itself.argmax_match == itself.coupled_alpha[1] == 1.0
+
+
+def _saved_stranger(work: Path) -> Path:
+    _trained(2).save_pretrained(work / "stranger")
+    return work / "stranger"
