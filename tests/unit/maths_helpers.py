@@ -1,0 +1,245 @@
+"""Small language models with exact laws, and exact integration of draft and verify over their noise.
+
+`cycle_law` turns one cycle into its exact law by probing the real functions as black boxes: acceptance
+thresholds are checked on both sides of the claimed value, draws are checked by the noise at which the
+winner changes. So a law with a total variation of 1e-12 is a statement about the code, not about the
+formulas of the test.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gammaray.types import Proposal, SamplingParams, SparseDistribution, TokenOrigin, VerificationMethod
+from services.draft.sampling import quantise, sample_sparse
+from services.target.verification import Verdict, verify
+
+SAMPLED = SamplingParams()
+GREEDY = SamplingParams(temperature=0.0)
+Law = Mapping[tuple[int, ...], float]
+Verify = Callable[[VerificationMethod, Tensor, Proposal, SamplingParams, object, int], Verdict]
+Context = tuple[int, ...]
+
+
+class TinyModel:
+    """A language model with its own random law for every context; `zeros` is the chance of a zero probability."""
+
+    def __init__(self, vocab_size: int, seed: int, zeros: float = 0.0, spread: float = 1.0) -> None:
+        self.vocab_size, self._seed, self._zeros, self._spread = vocab_size, seed, zeros, spread
+        self._laws: dict[Context, list[float]] = {}
+
+    def law(self, context: Sequence[int]) -> list[float]:
+        context = tuple(context)
+        if context not in self._laws:
+            rng = random.Random(f"{self._seed} {context}")
+            weights = [math.exp(self._spread * rng.gauss(0, 1)) for _ in range(self.vocab_size)]
+            keep = rng.randrange(self.vocab_size)
+            weights = [0.0 if i != keep and rng.random() < self._zeros else w for i, w in enumerate(weights)]
+            self._laws[context] = [w / math.fsum(weights) for w in weights]
+        return self._laws[context]
+
+    def log_probs(self, contexts: Sequence[Context]) -> Tensor:
+        return torch.tensor([self.law(context) for context in contexts], dtype=torch.float64).log()
+
+
+class Blend(TinyModel):
+    """A draft: (1 - share) of the target's law and `share` of its own."""
+
+    def __init__(self, target: TinyModel, seed: int, share: float) -> None:
+        super().__init__(target.vocab_size, seed)
+        self._target, self._share = target, share
+
+    def law(self, context: Sequence[int]) -> list[float]:
+        own = super().law(context)
+        return [
+            (1 - self._share) * p + self._share * q
+            for p, q in zip(self._target.law(context), own, strict=True)
+        ]
+
+
+@dataclass
+class ScriptedNoise:
+    """Noise whose every number is written down."""
+
+    accept: Mapping[int, float]
+    residual: Tensor | None = None
+    shared: Tensor | None = None
+
+    def accept_uniform(self, position: int) -> float:
+        return self.accept[position]
+
+    def residual_gumbel(self, position: int) -> Tensor:
+        assert self.residual is not None
+        return self.residual
+
+    def gumbel(self, start: int, count: int) -> Tensor:
+        assert self.shared is not None
+        return self.shared[start : start + count]
+
+    independent_gumbel = gumbel
+
+
+def rows_of(model: TinyModel, context: Context, proposal: Proposal) -> Tensor:
+    """Return the model's log-probabilities for verify, [len(proposal) + 1, vocab_size] float64."""
+    paths = [context]
+    for node, token_id in enumerate(proposal.token_ids):
+        parent = node - 1 if proposal.parents is None else proposal.parents[node]
+        paths.append((*paths[parent + 1], token_id))
+    return model.log_probs(paths)
+
+
+def assert_draws_from(draw: Callable[[Tensor], int], weights: Sequence[float]) -> None:
+    """Assert that argmax(log weights + noise) is what `draw` computes, to a relative 1e-12 of each weight."""
+    vocab_size = len(weights)
+    support = [v for v, weight in enumerate(weights) if weight > 0]
+    for v in range(vocab_size):
+        if v not in support:
+            noise = torch.zeros(vocab_size, dtype=torch.float64)
+            noise[v] = 1e6
+            assert draw(noise) != v, f"token {v} must not be drawn"
+    for v, other in itertools.pairwise(support):
+        even = math.log(weights[other]) - math.log(weights[v])
+        for winner, nudge in ((v, 1e-12), (other, -1e-12)):
+            noise = torch.full((vocab_size,), -1e6, dtype=torch.float64)
+            noise[other] = 0.0
+            noise[v] = even + nudge
+            assert draw(noise) == winner, f"weights of {v} and {other} are not as {weights}"
+
+
+def quantised_drafter(model: TinyModel, top_k: int, bits: int) -> Callable[[Context], SparseDistribution]:
+    """Return the shipped law per context, by the real quantisation."""
+
+    def law(context: Context) -> SparseDistribution:
+        return quantise(torch.tensor(model.law(context), dtype=torch.float64), top_k, bits)
+
+    return law
+
+
+def drawn_tokens(distribution: SparseDistribution) -> dict[int, float]:
+    """Return the exact law of `sample_sparse`, over all its integers."""
+    total = 1 << distribution.weight_bits
+    law: dict[int, float] = defaultdict(float)
+    for bits in range(total):
+        law[sample_sparse(distribution, bits)] += 1 / total
+    return dict(law)
+
+
+def chain_proposals(
+    shipped: Callable[[Context], SparseDistribution], context: Context, gamma: int
+) -> Iterator[tuple[float, Proposal]]:
+    """Yield every chain a faithful sampling drafter can propose, with its probability."""
+    if gamma == 0:
+        yield 1.0, Proposal()
+        return
+    distribution = shipped(context)
+    for token_id, prob in drawn_tokens(distribution).items():
+        for rest_prob, rest in chain_proposals(shipped, (*context, token_id), gamma - 1):
+            yield (
+                prob * rest_prob,
+                Proposal(
+                    (token_id, *rest.token_ids), None, (distribution, *(rest.draft_distributions or ()))
+                ),
+            )
+
+
+def rejection_law(target: TinyModel, context: Context, proposal: Proposal, verify_it: Verify = verify) -> Law:
+    """Return the exact law of the tokens that rejection verification emits for a proposal, probing `verify_it`."""
+    rows = rows_of(target, context, proposal)
+    law: dict[tuple[int, ...], float] = defaultdict(float)
+    alive, uniforms = 1.0, dict[int, float]()
+    for node in range(len(proposal) + 1):
+        target_law = target.law(context + proposal.token_ids[:node])
+        is_bonus = node == len(proposal)
+        accept, after = (0.0, target_law) if is_bonus else _test(target_law, proposal, node)
+        if accept < 1:
+            uniforms[node] = _grid(accept, above=True)
+            _assert_stops_at(node, after, rows, proposal, uniforms, verify_it)
+            total = math.fsum(after)
+            for token_id, weight in enumerate(after):
+                law[(*proposal.token_ids[:node], token_id)] += alive * (1 - accept) * weight / total
+        if accept == 0:
+            break
+        uniforms[node] = _grid(accept, above=False)
+        alive *= accept
+    return law
+
+
+def _test(target_law: Sequence[float], proposal: Proposal, node: int) -> tuple[float, list[float]]:
+    """Return the textbook acceptance probability of a node and the law of the correction."""
+    draft = [0.0] * len(target_law)
+    if proposal.draft_distributions is None:
+        draft[proposal.token_ids[node]] = 1.0
+    else:
+        shipped = proposal.draft_distributions[node]
+        for token_id, weight in zip(shipped.token_ids, shipped.weights, strict=True):
+            draft[token_id] = weight / 2**shipped.weight_bits
+    token_id = proposal.token_ids[node]
+    accept = min(1.0, target_law[token_id] / draft[token_id])
+    return accept, [max(0.0, p - q) for p, q in zip(target_law, draft, strict=True)]
+
+
+def _grid(accept: float, *, above: bool) -> float:
+    """Return the uniform next to a threshold: the smallest that fails the test or the largest that passes."""
+    word = math.ceil(accept * 2**32 - 0.5)
+    return (word + (0.5 if above else -0.5)) / 2**32
+
+
+def _assert_stops_at(
+    node: int,
+    after: Sequence[float],
+    rows: Tensor,
+    proposal: Proposal,
+    uniforms: Mapping[int, float],
+    verify_it: Verify,
+) -> None:
+    def draw(noise: Tensor) -> int:
+        verdict = verify_it(
+            VerificationMethod.REJECTION, rows, proposal, SAMPLED, ScriptedNoise(uniforms, noise), 0
+        )
+        is_bonus = node == len(proposal)
+        assert verdict.accepted_path == tuple(range(node))
+        assert verdict.next_origin is (TokenOrigin.BONUS if is_bonus else TokenOrigin.CORRECTION)
+        assert verdict.num_tested == node + (not is_bonus)
+        return verdict.next_token_id
+
+    assert_draws_from(draw, after)
+
+
+def completed(law: Law, target: TinyModel, context: Context, length: int) -> Law:
+    """Return the law of the first `length` tokens when the target goes on alone."""
+    done: dict[tuple[int, ...], float] = defaultdict(float)
+    todo = list(law.items())
+    while todo:
+        tokens, prob = todo.pop()
+        if len(tokens) >= length:
+            done[tokens[:length]] += prob
+            continue
+        todo += [((*tokens, v), prob * p) for v, p in enumerate(target.law(context + tokens)) if p > 0]
+    return done
+
+
+def plain_law(target: TinyModel, context: Context, length: int) -> Law:
+    """Return the law of `length` tokens of plain decoding."""
+    return completed({(): 1.0}, target, context, length)
+
+
+def mixed(parts: Iterator[tuple[float, Law]]) -> Law:
+    """Return the mixture of laws."""
+    law: dict[tuple[int, ...], float] = defaultdict(float)
+    for weight, part in parts:
+        for tokens, prob in part.items():
+            law[tokens] += weight * prob
+    return law
+
+
+def distance(left: Law, right: Law) -> float:
+    """Return the total variation between two laws."""
+    return 0.5 * math.fsum(abs(left.get(k, 0.0) - right.get(k, 0.0)) for k in {*left, *right})
