@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO
 
 import psutil
@@ -24,6 +23,7 @@ _START_TIMEOUT_S = 180.0
 _WORKERS_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 45.0
 _GONE_TIMEOUT_S = 10.0
+_GAMMARAY = "from gammaray.cli import main; main()"  # the console script, wherever it is installed
 _READY = re.compile(r"ready http=(\S+) grpc=(\S+)")
 
 
@@ -63,10 +63,9 @@ async def running_cluster(*options: str) -> AsyncIterator[Cluster]:
     """
     http_port, grpc_port = _free_ports(2)
     ports = ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
-    gammaray = Path(sys.executable).with_name("gammaray")
     with tempfile.TemporaryFile("w+") as errors:
         process = await asyncio.create_subprocess_exec(
-            *(str(gammaray), "up", "--wait-ready", *ports, *options),
+            *(sys.executable, "-c", _GAMMARAY, "up", "--wait-ready", *ports, *options),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
