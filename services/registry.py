@@ -1,7 +1,7 @@
 """Announces a worker in Redis, where orchestrators look for workers.
 
-An entry lives five seconds and is renewed every second: a worker that dies without a word is gone soon after. A
-dead Redis never stops a worker; orchestrators that know its address go on using it.
+An entry lives five seconds and is renewed every second: a worker that dies without a word is gone soon after.
+A dead Redis never stops a worker; orchestrators that know its address go on using it.
 """
 
 from __future__ import annotations

@@ -12,15 +12,15 @@ from grpc_reflection.v1alpha import reflection
 
 from gammaray.errors import InvalidArgumentError
 
-__all__ = ["MAX_MESSAGE_BYTES", "GrpcServer", "split_address"]
+__all__ = ["MAX_MESSAGE_BYTES", "GrpcServer", "is_wildcard", "split_address"]
 
 MAX_MESSAGE_BYTES = 16 << 20
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Streams live for hours and an orchestrator's machine may vanish without a word: ask after 20 s of silence
-    # and drop the connection after 5 s without an answer, so that its blocks do not stay pending for ever.
+    # Streams live for hours and an orchestrator's machine may vanish without a word: ask after 20 s of
+    # silence and drop the connection after 5 s without an answer, so that its stream does not stay for ever.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -84,3 +84,8 @@ def split_address(field: str, address: str) -> tuple[str, int]:
     if not separator or not host or not port.isdecimal() or int(port) > 65535:
         raise InvalidArgumentError(field, address, "host:port")
     return host, int(port)
+
+
+def is_wildcard(host: str) -> bool:
+    """Return whether a server bound to `host` listens on every interface, so that nobody can dial it."""
+    return host in ("0.0.0.0", "[::]")

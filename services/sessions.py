@@ -11,6 +11,14 @@ from services.tasks import NeedTokens, SessionSpec, Task
 
 __all__ = ["Session", "SessionTable"]
 
+NOISE_BYTES = 512 << 20
+"""Memory for rows of noise, over all sessions; rows that are gone are computed again."""
+
+MIN_WITH_NOISE = 16
+
+# Two streams of at most 64 float64 rows each, see services/engine/noise.py.
+_NOISE_BYTES_PER_ID = 2 * 64 * 8
+
 
 class Session:
     """One session on one worker.
@@ -19,13 +27,15 @@ class Session:
         tokens: Committed tokens, then those the worker itself foresees to be committed next.
         num_told: How many of `tokens` the orchestrator named as committed. Those beyond were this worker's
             own verdict; they are void for a new owner, who may have got another.
+        noise: None at temperature 0, and while the session is not among the recent ones.
         changed_from: First position at which the last block changed or extended `tokens`.
     """
 
     __slots__ = ("changed_from", "epoch", "noise", "num_told", "session_id", "spec", "tokens")
 
-    def __init__(self, session_id: str, epoch: int, spec: SessionSpec, noise: Noise | None) -> None:
-        self.session_id, self.epoch, self.spec, self.noise = session_id, epoch, spec, noise
+    def __init__(self, session_id: str, epoch: int, spec: SessionSpec) -> None:
+        self.session_id, self.epoch, self.spec = session_id, epoch, spec
+        self.noise: Noise | None = None
         self.tokens: list[int] = []
         self.num_told = 0
         self.changed_from = 0
@@ -75,6 +85,8 @@ class SessionTable:
         self._capacity, self._vocab_size, self._device = capacity, vocab_size, device
         self._is_busy, self._on_drop = is_busy, on_drop
         self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._with_noise: OrderedDict[str, Session] = OrderedDict()
+        self._max_with_noise = max(MIN_WITH_NOISE, NOISE_BYTES // (_NOISE_BYTES_PER_ID * vocab_size))
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -103,7 +115,7 @@ class SessionTable:
             session.epoch = task.epoch
             del session.tokens[session.num_told :]
         if task.spec is not None and task.spec != session.spec:
-            session.spec, session.noise = task.spec, self._noise(task.spec)
+            session.spec, session.noise = task.spec, None
         if task.context_start > len(session.tokens):
             return NeedTokens(len(session.tokens))
         if task.base_position < session.spec.prompt_length:
@@ -112,10 +124,12 @@ class SessionTable:
                 "base_position", task.base_position, f"{prompt_length} or more (the prompt)"
             )
         session.merge(task.context_start, list(task.context))
+        self._give_noise(session)
         return session
 
     def drop(self, session_id: str) -> None:
         """Forget a session; an unknown one is ignored."""
+        self._with_noise.pop(session_id, None)
         if self._sessions.pop(session_id, None) is not None:
             self._on_drop(session_id)
 
@@ -124,11 +138,21 @@ class SessionTable:
             oldest = next((s for s in self._sessions if not self._is_busy(s)), None)
             if oldest is not None:
                 self.drop(oldest)
-        session = Session(task.session_id, task.epoch, spec, self._noise(spec))
+        session = Session(task.session_id, task.epoch, spec)
         self._sessions[task.session_id] = session
         return session
 
-    def _noise(self, spec: SessionSpec) -> Noise | None:
-        if spec.params.temperature == 0 or spec.params.seed is None:
-            return None
-        return Noise(spec.params.seed, spec.params.sample_index, self._vocab_size, device=self._device)
+    def _give_noise(self, session: Session) -> None:
+        """Let the session have its noise; the least recently used idle one gives its rows up for it."""
+        params = session.spec.params
+        if params.temperature == 0 or params.seed is None:
+            return
+        if session.noise is None:
+            session.noise = Noise(params.seed, params.sample_index, self._vocab_size, device=self._device)
+        self._with_noise[session.session_id] = session
+        self._with_noise.move_to_end(session.session_id)
+        if len(self._with_noise) > self._max_with_noise:
+            oldest = next((s for s in self._with_noise.values() if not self._is_busy(s.session_id)), session)
+            if oldest is not session:
+                oldest.noise = None
+                del self._with_noise[oldest.session_id]

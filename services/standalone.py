@@ -26,7 +26,8 @@ def run(prog: str, settings_class: type[WorkerSettings], worker: str) -> int:
         worker: `module:class`, imported once the options are known to be right, since it loads torch.
 
     Returns:
-        0 after a drain, 1 when blocks were lost in it, 2 for bad settings, 3 for a model that cannot be served.
+        0 after a drain, 1 when blocks were lost in it, 2 for bad settings, 3 for a model that cannot be
+        served.
     """
     settings = parse_settings(settings_class, prog)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

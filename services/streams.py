@@ -1,7 +1,7 @@
 """One bidirectional stream of blocks: reads frames, bounds what is in flight, gathers replies into frames.
 
-A stream that goes away drops its own pending blocks. Its sessions stay: they end by ReleaseSession or by being
-the least recently used, so that an orchestrator that reconnects finds its caches.
+A stream that goes away drops its own pending blocks. Its sessions stay: they end by ReleaseSession or by
+being the least recently used, so that an orchestrator that reconnects finds its caches.
 """
 
 from __future__ import annotations

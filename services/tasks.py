@@ -133,6 +133,14 @@ class Timing:
     batch_tokens: int = 0
     num_forwards: int = 0
 
+    def add(self, step: Timing) -> None:
+        """Count one more step that served the block."""
+        self.compute_us += step.compute_us
+        self.forward_us += step.forward_us
+        self.batch_size = max(self.batch_size, step.batch_size)
+        self.batch_tokens += step.batch_tokens
+        self.num_forwards += step.num_forwards
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:

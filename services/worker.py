@@ -16,8 +16,9 @@ from services.engine.engine import Engine
 from services.engine.model import resolve_model
 from services.engine_thread import EngineThread
 from services.messages import Model
+from services.planning import Limits
 from services.registry import Announcer, WorkerEntry
-from services.server import GrpcServer, split_address
+from services.server import GrpcServer, is_wildcard, split_address
 from services.streams import Streams
 from services.vocabulary import vocab_sha256
 
@@ -48,6 +49,10 @@ class Worker(ABC, Generic[SettingsT]):
         self._server: GrpcServer | None = None
         self._announcer: Announcer | None = None
         self._model: Model | None = None
+
+    @property
+    def _limits(self) -> Limits:
+        return Limits(self.settings.max_batch_tokens, self.settings.prefill_chunk)
 
     @abstractmethod
     def _scheduler(self, engine: Engine) -> Scheduler[Any]:
@@ -137,7 +142,7 @@ class Worker(ABC, Generic[SettingsT]):
         if self.settings.advertise:
             advertised_host, advertised_port = split_address("advertise", self.settings.advertise)
             return f"{advertised_host}:{advertised_port or port}"
-        if host in ("0.0.0.0", "[::]"):
+        if is_wildcard(host):
             raise InvalidArgumentError(
                 "advertise", "", f"host:port that orchestrators can dial ({host} is none)"
             )

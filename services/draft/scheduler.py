@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from gammaray.types import Proposal, SamplingParams, SparseDistribution
-from services.batching import Running, Scheduler
+from services.batching import Scheduler
 from services.draft.sampling import propose_token
 from services.engine.engine import Engine
 from services.engine.processing import processed_log_probs
+from services.planning import Limits, Running
 from services.sessions import Session
 from services.tasks import ProposeTask
 
@@ -47,13 +48,13 @@ class DraftScheduler(Scheduler[ProposeTask]):
 
     Args:
         engine: The draft model and its cache.
+        limits: Bounds of one forward.
         draft_top_k: Largest support of a shipped distribution.
         weight_bits: Its weights' sum is 2^weight_bits.
-        limits: `max_batch_tokens` and `prefill_chunk`.
     """
 
-    def __init__(self, engine: Engine, *, draft_top_k: int, weight_bits: int, **limits: int) -> None:
-        super().__init__(engine, **limits)
+    def __init__(self, engine: Engine, limits: Limits, *, draft_top_k: int, weight_bits: int) -> None:
+        super().__init__(engine, limits)
         self._draft_top_k, self._weight_bits = draft_top_k, weight_bits
 
     def _start(self, task: ProposeTask, session: Session) -> Running[ProposeTask] | Proposal:

@@ -25,10 +25,9 @@ class DraftWorker(Worker[DraftSettings]):
     def _scheduler(self, engine: Engine) -> DraftScheduler:
         return DraftScheduler(
             engine,
+            self._limits,
             draft_top_k=self.settings.draft_top_k,
             weight_bits=self.settings.weight_bits,
-            max_batch_tokens=self.settings.max_batch_tokens,
-            prefill_chunk=self.settings.prefill_chunk,
         )
 
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:

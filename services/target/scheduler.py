@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.batching import Running, Scheduler, check_width
+from services.batching import Scheduler
 from services.engine.processing import processed_log_probs
+from services.planning import Running
 from services.sessions import Session
 from services.target.verification import Verdict, verify
 from services.tasks import VerifyTask
@@ -38,7 +39,7 @@ class TargetScheduler(Scheduler[VerifyTask]):
 
     def _start(self, task: VerifyTask, session: Session) -> Running[VerifyTask]:
         proposal = task.proposal
-        check_width(len(proposal), self.max_batch_tokens)
+        self.limits.check_proposal(len(proposal))
         nodes = list(proposal.token_ids)
         return Running(task, session, nodes, num_logits=len(nodes) + 1, parents=proposal.parents)
 

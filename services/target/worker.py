@@ -23,11 +23,7 @@ class TargetWorker(Worker[TargetSettings]):
     service_name: ClassVar[str] = target_service_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 
     def _scheduler(self, engine: Engine) -> TargetScheduler:
-        return TargetScheduler(
-            engine,
-            max_batch_tokens=self.settings.max_batch_tokens,
-            prefill_chunk=self.settings.prefill_chunk,
-        )
+        return TargetScheduler(engine, self._limits)
 
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:
         target_service_pb2_grpc.add_TargetServiceServicer_to_server(TargetServicer(streams, model), server)

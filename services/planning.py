@@ -1,0 +1,108 @@
+"""Which tokens of which blocks go into the next forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from gammaray.errors import InvalidArgumentError
+from services.engine.engine import Feed
+from services.sessions import Session
+from services.tasks import Task, Timing
+
+__all__ = ["Limits", "Running", "plan"]
+
+TaskT = TypeVar("TaskT", bound=Task)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one forward.
+
+    Args:
+        max_batch_tokens: Of all sessions together.
+        prefill_chunk: Committed tokens of one session.
+    """
+
+    max_batch_tokens: int
+    prefill_chunk: int
+
+    def check_proposal(self, num_nodes: int) -> None:
+        """Check that a proposal and the token before it fit into one forward.
+
+        Raises:
+            InvalidArgumentError: They do not.
+        """
+        if num_nodes >= self.max_batch_tokens:
+            allowed = f"fewer than max_batch_tokens ({self.max_batch_tokens})"
+            raise InvalidArgumentError("proposal", f"{num_nodes} nodes", allowed)
+
+
+@dataclass(slots=True, eq=False)
+class Running(Generic[TaskT]):
+    """A block being worked on.
+
+    Args:
+        tail: Tokens behind the committed ones: the proposal's nodes, or the tokens drafted so far.
+        num_logits: How many of the last tokens need logits, all in one forward.
+        parents: Parents of the tail's nodes; None for a chain.
+        is_started: Whether a forward has taken it in.
+    """
+
+    task: TaskT
+    session: Session
+    tail: list[int]
+    num_logits: int
+    parents: Sequence[int] | None = None
+    timing: Timing = field(default_factory=Timing)
+    is_started: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the committed tokens and the tail."""
+        return self.task.base_position + len(self.tail)
+
+    def feed(self, start: int, size: int, *, is_last: bool) -> Feed:
+        """Return the feed of `size` tokens from position `start`; the last one asks for the logits."""
+        base = self.task.base_position
+        if start >= base:
+            token_ids = self.tail[start - base : start - base + size]
+        else:
+            token_ids = self.session.tokens[start : start + size]
+            token_ids += self.tail[: size - len(token_ids)]
+        if is_last:
+            return Feed(self.task.session_id, start, token_ids, self.num_logits, self.parents)
+        return Feed(self.task.session_id, start, token_ids, 0)
+
+
+def plan(
+    blocks: Iterable[Running[TaskT]], num_cached: Callable[[str], int], limits: Limits
+) -> list[tuple[Running[TaskT], Feed]]:
+    """Choose the feeds of the next forward.
+
+    The oldest block always takes part, so none starves; then those that one forward completes, so that long
+    prompts do not stall them; what is left goes to long prompts, a chunk each.
+
+    Args:
+        blocks: Oldest first.
+        num_cached: How many tokens of a session need no feed.
+        limits: Bounds of the forward.
+    """
+    first: list[tuple[Running[TaskT], int, int]] = []
+    long: list[tuple[Running[TaskT], int, int]] = []
+    for running in blocks:
+        # The logits' own tokens are fed anew even when they are cached.
+        start = min(num_cached(running.task.session_id), running.num_tokens - running.num_logits)
+        todo = running.num_tokens - start
+        is_short = todo <= max(limits.prefill_chunk, running.num_logits)
+        (first if is_short or not first else long).append((running, start, todo))
+    budget = limits.max_batch_tokens
+    batch = []
+    for running, start, todo in first + long:
+        is_last = todo <= min(budget, max(limits.prefill_chunk, running.num_logits))
+        size = todo if is_last else min(limits.prefill_chunk, budget, todo - running.num_logits)
+        if size > 0:
+            batch.append((running, running.feed(start, size, is_last=is_last)))
+            budget -= size
+    return batch

@@ -1,0 +1,233 @@
+"""Workers in this process on free loopback ports, and a driver that speaks their wire protocol."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from gammaray import convert
+from gammaray.config import DraftSettings, TargetSettings
+from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from gammaray.v1 import draft_service_pb2 as draft_pb
+from gammaray.v1 import draft_service_pb2_grpc, target_service_pb2_grpc
+from gammaray.v1 import target_service_pb2 as target_pb
+from gammaray.v1 import types_pb2 as types
+from services.draft.worker import DraftWorker
+from services.target.worker import TargetWorker
+
+ANSWER_TIMEOUT_S = 60.0
+GREEDY = SamplingParams(temperature=0.0, seed=1)
+
+
+class Link:
+    """One stream to a worker; answers are matched by request id.
+
+    Args:
+        address: host:port of the worker.
+        role: "target" or "draft".
+    """
+
+    def __init__(self, address: str, role: str) -> None:
+        self.is_target = role == "target"
+        self.channel = grpc.aio.insecure_channel(address)
+        if self.is_target:
+            self.stub: Any = target_service_pb2_grpc.TargetServiceStub(self.channel)
+            self.call = self.stub.Verify()
+        else:
+            self.stub = draft_service_pb2_grpc.DraftServiceStub(self.channel)
+            self.call = self.stub.Propose()
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._next_id = 0
+        self._reader = asyncio.create_task(self._read())
+        self.frame_sizes: list[int] = []
+
+    async def send(
+        self, blocks: Iterable[Any] = (), releases: Iterable[str] = ()
+    ) -> list[asyncio.Future[Any]]:
+        """Send one frame and return the futures of its answers."""
+        request = target_pb.VerifyRequest if self.is_target else draft_pb.ProposeRequest
+        blocks, futures = list(blocks), []
+        for block in blocks:
+            self._next_id += 1
+            block.request_id = self._next_id
+            futures.append(asyncio.get_running_loop().create_future())
+            self._answers[self._next_id] = futures[-1]
+        ended = [types.ReleaseSession(session_id=session_id) for session_id in releases]
+        await self.call.write(request(blocks=blocks, releases=ended))
+        return futures
+
+    async def ask(self, *blocks: Any) -> Any:
+        """Send blocks in one frame; return the answer, or the answers when there are several."""
+        futures = await self.send(blocks)
+        answers = await asyncio.wait_for(asyncio.gather(*futures), ANSWER_TIMEOUT_S)
+        return answers[0] if len(answers) == 1 else answers
+
+    async def release(self, *session_ids: str) -> None:
+        """End sessions."""
+        await self.send(releases=session_ids)
+
+    async def info(self) -> Any:
+        """Ask the worker about itself."""
+        if self.is_target:
+            return await self.stub.GetTargetInfo(target_pb.GetTargetInfoRequest(), timeout=10)
+        return await self.stub.GetDraftInfo(draft_pb.GetDraftInfoRequest(), timeout=10)
+
+    async def close(self) -> None:
+        """Cancel the stream and close the channel."""
+        self._reader.cancel()
+        self.call.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        await self.channel.close()
+
+    async def _read(self) -> None:
+        async for frame in self.call:
+            self.frame_sizes.append(len(frame.results))
+            for result in frame.results:
+                self._answers.pop(result.request_id).set_result(result)
+
+
+@dataclass
+class Driver:
+    """Decodes one session the way an orchestrator does: propose, verify, commit.
+
+    Args:
+        target: Link to a target worker.
+        draft: Link to a draft worker; None decodes with gamma 0.
+        params: Sampling parameters, with a seed.
+        accepted: Accepted tokens so far.
+    """
+
+    target: Link
+    draft: Link | None
+    prompt: Sequence[int]
+    params: SamplingParams = GREEDY
+    method: VerificationMethod = VerificationMethod.COUPLED
+    gamma: int = 0
+    session_id: str = "s"
+    eos_token_ids: tuple[int, ...] = ()
+    stop_threshold: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    held: dict[bool, int] = field(default_factory=dict)
+    accepted: int = 0
+    num_needs: int = 0
+
+    async def generate(self, count: int) -> list[int]:
+        """Return `count` emitted tokens, or fewer when one of `eos_token_ids` was emitted."""
+        self.tokens = list(self.prompt)
+        end = len(self.prompt) + count
+        while len(self.tokens) < end and self.tokens[-1] not in self.eos_token_ids:
+            proposal = await self.propose() if self.draft is not None and self.gamma else Proposal()
+            await self.verify(proposal)
+        emitted = self.tokens[len(self.prompt) : end]
+        stops = [index for index, token in enumerate(emitted) if token in self.eos_token_ids]
+        return emitted[: stops[0] + 1] if stops else emitted
+
+    async def propose(self) -> Proposal:
+        """Run the first half of a cycle."""
+        assert self.draft is not None
+        result = await self._feed(
+            self.draft,
+            draft_pb.ProposeBlock,
+            gamma=self.gamma,
+            stop_threshold=self.stop_threshold,
+        )
+        assert result.WhichOneof("outcome") == "proposal", result
+        return convert.proposal_from_proto(result.proposal, 2**31)
+
+    async def verify(self, proposal: Proposal) -> Any:
+        """Run the second half of a cycle, commit, and return the verdict."""
+        message = convert.proposal_to_proto(proposal)
+        result = await self._feed(self.target, target_pb.VerifyBlock, proposal=message)
+        assert result.WhichOneof("outcome") == "verdict", result
+        verdict = result.verdict
+        self.accepted += len(verdict.accepted_path)
+        self.tokens += [proposal.token_ids[node] for node in verdict.accepted_path]
+        self.tokens.append(verdict.next_token_id)
+        return verdict
+
+    async def _feed(self, link: Link, kind: Any, **fields: Any) -> Any:
+        """Send a block with the tokens the worker lacks, again from where it says if it lacks more."""
+        start = self.held.get(link.is_target, 0)
+        result = await link.ask(self.block(kind, start, with_spec=start == 0, **fields))
+        if result.WhichOneof("outcome") == "need":
+            self.num_needs += 1
+            start = result.need.position
+            result = await link.ask(self.block(kind, start, with_spec=start == 0, **fields))
+        self.held[link.is_target] = len(self.tokens)
+        return result
+
+    def block(self, kind: Any, start: int, *, with_spec: bool, **fields: Any) -> Any:
+        """Return a block that continues the session's tokens, with those from `start` on as context."""
+        spec = spec_message(self.params, self.method, len(self.prompt), self.eos_token_ids)
+        return kind(
+            session_id=self.session_id,
+            epoch=fields.pop("epoch", 1),
+            base_position=len(self.tokens),
+            context=types.TokenSpan(start=start, token_ids=self.tokens[start:]),
+            spec=spec if with_spec else None,
+            **fields,
+        )
+
+
+def spec_message(
+    params: SamplingParams = GREEDY,
+    method: VerificationMethod = VerificationMethod.COUPLED,
+    prompt_length: int = 1,
+    eos_token_ids: Sequence[int] = (),
+) -> types.SessionSpec:
+    """Return a session spec."""
+    return types.SessionSpec(
+        sampling=convert.sampling_to_proto(params),
+        verification=convert.method_to_proto(method),
+        prompt_length=prompt_length,
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def verify_block(tokens: Sequence[int], proposal: Sequence[int] = (), **fields: Any) -> target_pb.VerifyBlock:
+    """Return a block that sends all tokens and a greedy spec, unless `fields` say otherwise."""
+    values = {
+        "session_id": "s",
+        "epoch": 1,
+        "base_position": len(tokens),
+        "context": types.TokenSpan(start=0, token_ids=tokens),
+        "spec": spec_message(prompt_length=1),
+        "proposal": types.Proposal(token_ids=proposal),
+    }
+    return target_pb.VerifyBlock(**{**values, **fields})
+
+
+def propose_block(tokens: Sequence[int], gamma: int, **fields: Any) -> draft_pb.ProposeBlock:
+    """Return a block that sends all tokens and a greedy spec, unless `fields` say otherwise."""
+    values = {
+        "session_id": "s",
+        "epoch": 1,
+        "base_position": len(tokens),
+        "context": types.TokenSpan(start=0, token_ids=tokens),
+        "spec": spec_message(prompt_length=1),
+        "gamma": gamma,
+    }
+    return draft_pb.ProposeBlock(**{**values, **fields})
+
+
+@asynccontextmanager
+async def running(role: str, model: str | Path, **settings: Any) -> AsyncIterator[tuple[Link, Any]]:
+    """A worker in this process and a link to it."""
+    if role == "target":
+        worker: Any = TargetWorker(TargetSettings(model=str(model), device="cpu", **settings))
+    else:
+        worker = DraftWorker(DraftSettings(model=str(model), device="cpu", **settings))
+    link = None
+    try:
+        link = Link(await worker.start(), role)
+        yield link, worker
+    finally:
+        if link is not None:
+            await link.close()
+        await worker.stop()
