@@ -76,6 +76,8 @@ __all__ = [
     "__version__",
 ]
 
+__version__ = "0.1.0"
+
 # Searched in this order; each name is in the `__all__` of exactly one of them.
 _HOMES = ("errors", "types", "completion", "request", "transport", "client", "sync")
 
@@ -83,10 +85,6 @@ _HOMES = ("errors", "types", "completion", "request", "transport", "client", "sy
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("gammaray")
     for home in _HOMES:
         module = import_module(f"{__name__}.{home}")
         if name in module.__all__:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gammaray.errors import InternalError
 from gammaray.types import Chunk, EmittedToken, FinishReason, SpeculationSummary, Usage
 
-__all__ = ["Completion"]
+__all__ = ["Completion", "speculation_object"]
 
 
 @dataclass(frozen=True)
@@ -51,3 +52,27 @@ class Completion:
         return cls(
             text, tuple(tokens), last.finish_reason, last.usage, last.summary, last.seed, last.session_id
         )
+
+
+def speculation_object(
+    session_id: str, tokens: Sequence[EmittedToken], summary: SpeculationSummary
+) -> dict[str, Any]:
+    """Return the JSON object `gammaray` of responses: how speculation went, and each token's origin."""
+    return {
+        "session_id": session_id,
+        "cycles": summary.cycles,
+        "tokens_per_cycle": summary.tokens_per_cycle,
+        "alpha": summary.alpha,
+        "acceptance_rate": summary.acceptance_rate,
+        "accepted_lengths": list(summary.accepted_lengths),
+        "gamma_mean": summary.gamma_mean,
+        "origins": [token.origin.value for token in tokens],
+        "token_ids": [token.token_id for token in tokens],
+        "time_ms": {
+            "draft": summary.draft_ms,
+            "verify": summary.verify_ms,
+            "other": summary.other_ms,
+            "total": summary.total_ms,
+        },
+        "speedup_estimate": summary.speedup_estimate,
+    }

@@ -1,0 +1,171 @@
+"""`gammaray generate`: stream one completion, coloured by where each token came from."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import click
+from rich.console import Console
+
+from gammaray.cli.connection import connection_options
+from gammaray.cli.painter import OriginPainter
+from gammaray.cli.report import paint, print_legend, print_summary
+from gammaray.client import AsyncClient
+from gammaray.completion import Completion, speculation_object
+from gammaray.errors import InvalidArgumentError
+from gammaray.types import (
+    MAX_GAMMA,
+    Chunk,
+    DrafterKind,
+    GenerationRequest,
+    SamplingParams,
+    VerificationMethod,
+)
+
+__all__ = ["generate"]
+
+
+def _gamma(value: str) -> str | int:
+    try:
+        return value if value == "adaptive" else int(value)
+    except ValueError:
+        message = f'{value!r} is neither "adaptive" nor an integer in [0, {MAX_GAMMA}]'
+        raise click.BadParameter(message) from None
+
+
+# name of the option of `AsyncClient.generate`, its type, what it means
+_OPTIONS: tuple[tuple[str, Any, str], ...] = (
+    ("max_tokens", int, "Upper bound of emitted tokens."),
+    ("temperature", float, "Divides the logits; 0 is greedy."),
+    ("top_p", float, "Keep the most likely tokens up to this mass."),
+    ("top_k", int, "Keep this many most likely tokens; 0 is off."),
+    ("min_p", float, "Drop tokens less likely than this share of the likeliest one."),
+    ("repetition_penalty", float, "Over prompt and output; 1 is off."),
+    ("presence_penalty", float, "Over the output; 0 is off."),
+    ("frequency_penalty", float, "Over the output; 0 is off."),
+    ("seed", int, "The same seed gives the same tokens; left out, the server draws one."),
+    ("gamma", _gamma, "Draft tokens per cycle: a number (0 is plain decoding), or adaptive."),
+    ("verification", click.Choice([m.value for m in VerificationMethod]), "How proposed tokens are tested."),
+    ("drafter", click.Choice([d.value for d in DrafterKind]), "Who proposes."),
+    ("logprobs", int, "With --json: log-probabilities, and of this many alternatives."),
+    ("session_id", str, "Name of the session; left out, the server draws one."),
+    ("model", str, "Name of the model; left out, the one served."),
+)
+
+
+@click.command()
+@click.argument("prompt")
+@connection_options(timeout_s=600.0)
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given again.")
+@click.option("--ignore-eos", is_flag=True, help="Go on past end-of-sequence tokens.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object when it is finished.")
+@click.option("--color/--no-color", default=None, help="Colour tokens by origin.  [default: on a terminal]")
+def generate(
+    prompt: str,
+    address: str,
+    api_key: str | None,
+    timeout_s: float,
+    as_json: bool,
+    color: bool | None,
+    **options: Any,
+) -> None:
+    """Stream a completion of PROMPT; - reads it from standard input.
+
+    The text goes to standard output, legend and summary to standard error.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    text = _read_stdin() if prompt == "-" else prompt
+    notes = Console(stderr=True, no_color=color is False, force_terminal=color, highlight=False)
+    client = AsyncClient(address, api_key=api_key)
+    if as_json:
+        completion = asyncio.run(_run(client, text, timeout_s, given))
+        click.echo(json.dumps(_json(completion, "logprobs" in given), ensure_ascii=False))
+        return
+    colored = Console(force_terminal=color).color_system is not None and color is not False
+    if colored:
+        print_legend(notes)
+    completion = asyncio.run(_run(client, text, timeout_s, given, _Stream(colored).show))
+    print_summary(notes, completion)
+
+
+class _Stream:
+    """Writes text as it comes: as it is, or coloured by origin."""
+
+    def __init__(self, colored: bool) -> None:
+        self._painter = OriginPainter() if colored else None
+
+    def show(self, chunk: Chunk) -> None:
+        """Write the chunk's text at once, and a line's end after the last."""
+        text = chunk.text
+        if self._painter is not None:
+            text = "".join(paint(run, origin) for run, origin in self._painter.runs(chunk))
+        # Without `color` echo would strip the escape sequences when the output is no terminal.
+        click.echo(text, nl=chunk.finish_reason is not None, color=True)
+
+
+async def _run(
+    client: AsyncClient,
+    prompt: str,
+    timeout_s: float,
+    options: dict[str, Any],
+    show: Callable[[Chunk], None] | None = None,
+) -> Completion:
+    chunks = []
+    async with client:
+        async for chunk in client.generate(prompt, timeout_s=timeout_s, **options):
+            chunks.append(chunk)
+            if show:
+                show(chunk)
+    return Completion.from_chunks(chunks)
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError("prompt", f"an invalid byte at offset {error.start}", "UTF-8") from None
+
+
+def _json(completion: Completion, with_logprobs: bool) -> dict[str, Any]:
+    tokens = completion.tokens
+    answer: dict[str, Any] = {
+        "text": completion.text,
+        "finish_reason": completion.finish_reason.value,
+        "seed": completion.seed,
+        "usage": asdict(completion.usage),
+        "gammaray": speculation_object(completion.session_id, tokens, completion.summary),
+    }
+    if with_logprobs:
+        answer["logprobs"] = [
+            {
+                "token_id": token.token_id,
+                "logprob": token.logprob,
+                "top": [{"token_id": top.token_id, "logprob": top.logprob} for top in token.top_logprobs],
+            }
+            for token in tokens
+        ]
+    return answer
+
+
+def _option(name: str, kind: Any, meaning: str) -> click.Option:
+    default = "adaptive" if name == "gamma" else _default(name)
+    shown = f"  [default: {default}]" if default else ""
+    metavar = "N|adaptive" if name == "gamma" else None
+    option = f"--{name.replace('_', '-')}"
+    return click.Option([option, name], type=kind, default=None, metavar=metavar, help=meaning + shown)
+
+
+def _default(name: str) -> str:
+    for owner in (GenerationRequest, SamplingParams):
+        value = getattr(owner, name, None)  # dataclasses keep simple defaults as class attributes
+        if value is not None:
+            return str(getattr(value, "value", value))
+    return ""
+
+
+generate.params.extend(_option(*option) for option in _OPTIONS)

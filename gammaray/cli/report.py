@@ -1,0 +1,77 @@
+"""How a completion is shown to people: colours by origin, and the summary of its speculation."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+from gammaray.completion import Completion
+from gammaray.types import SpeculationSummary, TokenOrigin
+
+__all__ = ["paint", "print_legend", "print_summary"]
+
+STYLES = {
+    TokenOrigin.ACCEPTED: Style(color="green"),
+    TokenOrigin.CORRECTION: Style(color="red"),
+    TokenOrigin.BONUS: Style(color="cyan"),
+}
+_MEANINGS = {
+    TokenOrigin.ACCEPTED: "drafted, the target agrees",
+    TokenOrigin.CORRECTION: "the target's own, where the draft was wrong",
+    TokenOrigin.BONUS: "the target's own, after a whole draft",
+}
+_BAR_WIDTH = 30
+# A model's text may hold anything; on a terminal, control characters become their visible pictures.
+_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+
+
+def paint(text: str, origin: TokenOrigin) -> str:
+    """Return `text` for a terminal, in the colour of its origin."""
+    return STYLES[origin].render(text.translate(_VISIBLE))
+
+
+def print_legend(console: Console) -> None:
+    """Print which colour means what."""
+    for origin, style in STYLES.items():
+        console.print(Text.assemble((f"{origin.value:<10}", style), f"  {_MEANINGS[origin]}"))
+    console.print()
+
+
+def print_summary(console: Console, completion: Completion) -> None:
+    """Print speed, acceptance, where the time went and the histogram of accepted lengths."""
+    summary, usage = completion.summary, completion.usage
+    seconds = summary.total_ms / 1000
+    rate = f"{usage.completion_tokens / seconds:.1f} tokens/s" if seconds > 0 else "no time measured"
+    console.print(
+        f"{usage.completion_tokens} tokens in {seconds:.2f} s: {rate} (prompt: {usage.prompt_tokens} tokens, "
+        f"finished by {completion.finish_reason.value}, seed {completion.seed})"
+    )
+    console.print(
+        f"alpha {_number(summary.alpha)}, {summary.tokens_per_cycle:.2f} tokens per cycle over "
+        f"{summary.cycles} cycles, gamma {summary.gamma_mean:.2f} on average, "
+        f"speedup over plain decoding {_number(summary.speedup_estimate, 'x')} (estimated)"
+    )
+    console.print(f"time: {_time_split(summary)}")
+    _print_histogram(console, summary.accepted_lengths)
+
+
+def _time_split(summary: SpeculationSummary) -> str:
+    parts = {"draft": summary.draft_ms, "verify": summary.verify_ms, "other": summary.other_ms}
+    total = max(summary.total_ms, 1e-9)
+    return ", ".join(f"{name} {ms:.0f} ms ({ms / total:.0%})" for name, ms in parts.items())
+
+
+def _print_histogram(console: Console, accepted_lengths: tuple[int, ...]) -> None:
+    most = max(accepted_lengths, default=0)
+    if most == 0:
+        return
+    console.print("accepted tokens per cycle:")
+    width = len(str(most))
+    for length, cycles in enumerate(accepted_lengths):
+        bar = "█" * round(_BAR_WIDTH * cycles / most)
+        console.print(f"  {length:>2}  {cycles:>{width}}  [green]{bar}[/]")
+
+
+def _number(value: float | None, unit: str = "") -> str:
+    return "unknown" if value is None else f"{value:.2f}{unit}"

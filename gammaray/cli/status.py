@@ -1,0 +1,51 @@
+"""`gammaray status`: the processes of a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from gammaray.cli.connection import connection_options
+from gammaray.client import AsyncClient
+from gammaray.types import ProcessStatus
+
+__all__ = ["status"]
+
+
+@click.command()
+@connection_options(timeout_s=10.0)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+def status(address: str, api_key: str | None, timeout_s: float, as_json: bool) -> None:
+    """List the processes of a cluster."""
+    processes = asyncio.run(_fetch(address, api_key, timeout_s))
+    if as_json:
+        click.echo(json.dumps({"processes": [asdict(process) for process in processes]}, indent=2))
+    else:
+        Console(highlight=False).print(_table(processes))
+
+
+async def _fetch(address: str, api_key: str | None, timeout_s: float) -> list[ProcessStatus]:
+    async with AsyncClient(address, api_key=api_key) as client:
+        return await client.status(timeout_s=timeout_s)
+
+
+def _table(processes: Sequence[ProcessStatus]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("ROLE", "PID", "ADDRESS", "MODEL", "HEALTHY", "SESSIONS"):
+        table.add_column(name, overflow="fold", justify="right" if name in ("PID", "SESSIONS") else "left")
+    for process in processes:
+        table.add_row(
+            process.role,
+            str(process.pid or "-"),
+            process.address or "-",
+            process.model or "-",
+            "[green]yes[/]" if process.healthy else "[red]no[/]",
+            str(process.sessions),
+        )
+    return table

@@ -1,0 +1,81 @@
+"""`gammaray up`: start a whole cluster on this machine.
+
+The options are those of `ClusterSettings`; the work is done by `python -m orchestrator.cluster`, which takes
+this process's place, so that signals, output and exit code are its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from typing import Any, Literal, get_args, get_origin
+
+import click
+from pydantic.fields import FieldInfo
+
+from gammaray.config import ClusterSettings
+
+__all__ = ["up"]
+
+_NEEDED = ("fastapi", "grpc_health", "ray", "redis", "torch", "transformers")
+"""One import of each dependency group that a cluster on one machine stands on."""
+
+
+@click.command()
+@click.option("--wait-ready", is_flag=True, help="Print `ready http=... grpc=...` once it serves.")
+@click.option("--die-with-parent", is_flag=True, help="Stop when the process that started this one ends.")
+@click.option("--start-timeout-s", type=float, help="Give up when it does not serve after this long.")
+def up(**options: Any) -> None:
+    """Start Redis, workers, orchestrator and proxies on this machine; Ctrl-C stops them all.
+
+    What is not given comes from the environment variable GAMMARAY_<OPTION>, else from the default.
+    """
+    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+        click.echo(
+            f"gammaray: a cluster needs packages that are not installed ({', '.join(missing)}): "
+            "pip install 'gammaray[all]'",
+            err=True,
+        )
+        click.get_current_context().exit(1)
+    command = [sys.executable, "-m", "orchestrator.cluster", *_arguments(options)]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, command)
+
+
+def _arguments(options: dict[str, Any]) -> list[str]:
+    """Return the command line of the options that were given."""
+    arguments = []
+    for name, value in options.items():
+        option = name.replace("_", "-")
+        if value is True:
+            arguments.append(f"--{option}")
+        elif value is False and name in ClusterSettings.model_fields:
+            arguments.append(f"--no-{option}")
+        elif value is not None and value is not False:
+            arguments.append(f"--{option}={value}")
+    return arguments
+
+
+def _option(name: str, info: FieldInfo) -> click.Option:
+    option = f"--{name.replace('_', '-')}"
+    flag = info.annotation is bool
+    return click.Option(
+        [f"{option}/--no-{option[2:]}" if flag else option, name],
+        type=None if flag else _type(info),
+        default=None,
+        help=f"{info.description}  [default: {info.default if info.default != '' else 'empty'}]",
+    )
+
+
+def _type(info: FieldInfo) -> Any:
+    if get_origin(info.annotation) is Literal:
+        return click.Choice(get_args(info.annotation))
+    if info.annotation is int:
+        bounds = {name: getattr(m, name) for m in info.metadata for name in ("ge", "le") if hasattr(m, name)}
+        return click.IntRange(bounds.get("ge"), bounds.get("le"))
+    return click.STRING
+
+
+up.params.extend(_option(name, info) for name, info in ClusterSettings.model_fields.items())
