@@ -1,0 +1,248 @@
+"""One cycle: propose, verify, commit, adapt.
+
+This module knows neither gRPC nor Ray nor Redis: drafter, verifier, store and controller are Protocols.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from gammaray.errors import GammarayError, InternalError, InvalidArgumentError
+from gammaray.types import FinishReason, Proposal, TokenOrigin
+from orchestrator.session import Session
+
+__all__ = [
+    "Cycle",
+    "Drafter",
+    "GammaController",
+    "SessionStore",
+    "TokenLogprobs",
+    "Verdict",
+    "Verifier",
+    "run_cycle",
+]
+
+_log = logging.getLogger(__name__)
+
+EMPTY = Proposal()
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities (natural log) at one position.
+
+    Args:
+        logprob: Of the emitted token.
+        top: The most likely tokens and their log-probabilities, most likely first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which proposed tokens stand, and what the target says next.
+
+    Args:
+        accepted_path: Indexes of the accepted nodes, from the root down; for a chain 0, 1, ... .
+        next_token_id: The target's token after them: correction or bonus.
+        next_origin: Which of the two.
+        num_tested: Proposed tokens put to the test.
+        logprobs: One per emitted token when asked for, else empty.
+    """
+
+    accepted_path: tuple[int, ...]
+    next_token_id: int
+    next_origin: TokenOrigin
+    num_tested: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """What one cycle did.
+
+    Args:
+        gamma: Depth of the proposal that was asked for.
+        num_drafted: Nodes of the proposal that was verified; 0 after a failed propose.
+        num_tested: Proposed tokens put to the test.
+        num_accepted: Proposed tokens that the target agreed with, those behind the cut included.
+        token_ids: The emitted tokens, at least one.
+        origins: Where each came from.
+        logprobs: One per emitted token when asked for, else empty.
+        text: Text that became complete.
+        finish_reason: Set when this cycle ended the completion.
+        draft_s: Seconds waited for the proposal.
+        verify_s: Seconds waited for the verdict.
+        total_s: Seconds of the whole cycle.
+        is_first: Whether it was the session's first cycle, whose waits contain the prefill.
+        draft_failed: Whether the drafter failed or was late.
+    """
+
+    gamma: int
+    num_drafted: int
+    num_tested: int
+    num_accepted: int
+    token_ids: tuple[int, ...]
+    origins: tuple[TokenOrigin, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    text: str
+    finish_reason: FinishReason | None
+    draft_s: float
+    verify_s: float
+    total_s: float
+    is_first: bool
+    draft_failed: bool
+
+
+class Drafter(Protocol):
+    """Proposes tokens for one session; whatever it does can only cost speed."""
+
+    async def propose(self, session: Session, gamma: int) -> Proposal:
+        """Return up to `gamma` levels of tokens that may follow the committed ones.
+
+        Raises:
+            GammarayError: There is no proposal this time; the cycle goes on without one.
+        """
+
+
+class Verifier(Protocol):
+    """Verifies proposals for one session."""
+
+    async def verify(self, session: Session, proposal: Proposal) -> Verdict:
+        """Return the target's verdict on a proposal, which may be empty.
+
+        Raises:
+            InvalidArgumentError: The target refuses the proposal.
+            GammarayError: No verdict; the request fails.
+        """
+
+
+class SessionStore(Protocol):
+    """Holds what must outlive this process."""
+
+    async def append(
+        self, session: Session, token_ids: Sequence[int], origins: Sequence[TokenOrigin]
+    ) -> None:
+        """Store the tokens that end the session's committed ones, and its `finish_reason`.
+
+        Raises:
+            FailedPreconditionError: The session has another owner by now.
+            UnavailableError: The store cannot be reached.
+        """
+
+
+class GammaController(Protocol):
+    """Chooses gamma."""
+
+    def next_gamma(self) -> int:
+        """Return the gamma of the next cycle."""
+
+    def observe(self, cycle: Cycle) -> None:
+        """Learn from a finished cycle."""
+
+
+async def run_cycle(
+    session: Session, drafter: Drafter, verifier: Verifier, store: SessionStore, controller: GammaController
+) -> Cycle:
+    """Run one cycle and return what it did; at least one token is emitted.
+
+    The emitted tokens are stored when this returns. A failing drafter degrades the cycle to gamma 0, which
+    takes the same path. Cancelling leaves the session as it was or with whole tokens appended.
+
+    Raises:
+        GammarayError: The verifier or the store failed.
+    """
+    start, is_first = time.perf_counter(), session.num_emitted == 0
+    gamma = min(controller.next_gamma(), session.remaining - 1)  # the target's own token takes one place
+
+    proposal = await _propose(session, drafter, gamma) if gamma > 0 else EMPTY
+    draft_failed = proposal is None
+    proposed = time.perf_counter()
+
+    proposal, verdict = await _verify(session, verifier, EMPTY if proposal is None else proposal)
+    verified = time.perf_counter()
+
+    token_ids, origins = _emitted(session, proposal, verdict)
+    kept = session.commit(token_ids)
+    text = session.text.take(final=session.finish_reason is not None)
+    await store.append(session, token_ids[:kept], origins[:kept])
+
+    cycle = Cycle(
+        gamma=gamma,
+        num_drafted=len(proposal),
+        num_tested=verdict.num_tested,
+        num_accepted=len(verdict.accepted_path),
+        token_ids=token_ids[:kept],
+        origins=origins[:kept],
+        logprobs=verdict.logprobs[:kept],
+        text=text,
+        finish_reason=session.finish_reason,
+        draft_s=proposed - start,
+        verify_s=verified - proposed,
+        total_s=time.perf_counter() - start,
+        is_first=is_first,
+        draft_failed=draft_failed,
+    )
+    controller.observe(cycle)
+    return cycle
+
+
+async def _propose(session: Session, drafter: Drafter, gamma: int) -> Proposal | None:
+    """Return a proposal that may be verified, or None when the drafter failed."""
+    try:
+        proposal = await drafter.propose(session, gamma)
+        _check_proposal(session, proposal, gamma)
+    except GammarayError as error:
+        _log.debug("session %s goes on without a proposal: %s", session.session_id, error)
+        return None
+    if session.needs_draft_distributions or proposal.draft_distributions is None:
+        return proposal
+    return replace(proposal, draft_distributions=None)
+
+
+def _check_proposal(session: Session, proposal: Proposal, gamma: int) -> None:
+    if proposal.depth > gamma:
+        raise InternalError(f"the drafter proposed {proposal.depth} levels, {gamma} were asked for")
+    if session.needs_draft_distributions and len(proposal) > 0 and proposal.draft_distributions is None:
+        raise InternalError("the drafter sent no draft distributions, which rejection verification needs")
+
+
+async def _verify(session: Session, verifier: Verifier, proposal: Proposal) -> tuple[Proposal, Verdict]:
+    """Return the verdict and the proposal it is about: an empty one when the target refused the given one."""
+    try:
+        return proposal, await verifier.verify(session, proposal)
+    except InvalidArgumentError as error:
+        if not proposal:
+            raise
+        _log.warning("session %s: the target refused a proposal: %s", session.session_id, error)
+        return EMPTY, await verifier.verify(session, EMPTY)
+
+
+def _emitted(
+    session: Session, proposal: Proposal, verdict: Verdict
+) -> tuple[tuple[int, ...], tuple[TokenOrigin, ...]]:
+    """Return the tokens that a verdict emits and their origins, after checking that it fits the proposal."""
+    parent = -1
+    for node in verdict.accepted_path:
+        if not 0 <= node < len(proposal) or _parent(proposal, node) != parent:
+            raise InternalError(
+                f"session {session.session_id}: {verdict.accepted_path} is no path of the proposal"
+            )
+        parent = node
+    if session.num_top_logprobs is not None and len(verdict.logprobs) != len(verdict.accepted_path) + 1:
+        raise InternalError(
+            f"session {session.session_id}: {len(verdict.logprobs)} log-probabilities came back"
+        )
+    accepted = tuple(proposal.token_ids[node] for node in verdict.accepted_path)
+    origins = (*(TokenOrigin.ACCEPTED for _ in accepted), verdict.next_origin)
+    return (*accepted, verdict.next_token_id), origins
+
+
+def _parent(proposal: Proposal, node: int) -> int:
+    return node - 1 if proposal.parents is None else proposal.parents[node]

@@ -1,0 +1,130 @@
+"""Tokens to text while they stream in: complete characters only, cut before stop strings."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from orchestrator.tokenizer import Tokenizer
+
+__all__ = ["Detokenizer"]
+
+PROMPT_WINDOW = 8
+"""Tokens of the prompt that may decide how the first emitted token reads."""
+
+MAX_TOKENS_PER_CHARACTER = 4
+"""UTF-8 has at most four bytes per character; what is longer is no character in the making."""
+
+
+class _Decoder(Protocol):
+    def push(self, token_id: int) -> str:
+        """Take a token; return the characters that became complete."""
+
+    def finish(self) -> str:
+        """Return what is left, incomplete characters as U+FFFD."""
+
+
+class Detokenizer:
+    """The text of one completion.
+
+    Text that could still turn out to be the start of a stop string is held back; so are the bytes of an
+    incomplete character. Special tokens have no text.
+
+    Args:
+        tokenizer: The target's.
+        prompt: Token ids before the completion: the first token may read differently after them.
+        stop: Stop strings.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._decoder: _Decoder = (
+            _ByteDecoder(tokenizer) if tokenizer.has_exact_bytes else _WindowDecoder(tokenizer, prompt)
+        )
+        self._stop = tuple(stop)
+        self._held = ""
+        self._ready = ""
+        self._stopped = False
+
+    def push(self, token_id: int) -> bool:
+        """Take the next token; True when it completes a stop string, before which the text then ends."""
+        if self._tokenizer.is_special(token_id):
+            return False
+        self._held += self._decoder.push(token_id)
+        if not self._stop:
+            self._ready, self._held = self._ready + self._held, ""
+            return False
+        return self._release()
+
+    def take(self, *, final: bool) -> str:
+        """Return the text that is complete and not yet taken; all that is left when `final`."""
+        if final and not self._stopped:
+            self._held += self._decoder.finish()
+            if not self._release():
+                self._ready, self._held = self._ready + self._held, ""
+        text, self._ready = self._ready, ""
+        return text
+
+    def _release(self) -> bool:
+        """Move text from held to ready, up to a stop string or what may become one."""
+        starts = [start for start in (self._held.find(stop) for stop in self._stop) if start >= 0]
+        if starts:
+            self._stopped = True
+            self._ready, self._held = self._ready + self._held[: min(starts)], ""
+            return True
+        keep = self._possible_stop()
+        cut = len(self._held) - keep
+        self._ready, self._held = self._ready + self._held[:cut], self._held[cut:]
+        return False
+
+    def _possible_stop(self) -> int:
+        """Return the length of the longest end of the held text that a stop string may start with."""
+        longest = min(len(self._held), max(map(len, self._stop), default=1) - 1)
+        for length in range(longest, 0, -1):
+            end = self._held[-length:]
+            if any(stop.startswith(end) for stop in self._stop):
+                return length
+        return 0
+
+
+class _ByteDecoder:
+    """For tokenizers whose text is the concatenation of their tokens' bytes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowDecoder:
+    """For all other tokenizers: a new token's text is what it adds to the text of the tokens before it.
+
+    `tokenizers.decoders.DecodeStream` does the same, but for fast tokenizers only, and it raises on
+    sequences whose text changes in hindsight; here such a change is lost and the stream goes on.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._read = [t for t in prompt[-PROMPT_WINDOW:] if not tokenizer.is_special(t)]
+        self._unread: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        self._unread.append(token_id)
+        new = self._new_text()
+        if new.endswith("\ufffd") and len(self._unread) < MAX_TOKENS_PER_CHARACTER:
+            return ""  # an incomplete character: wait for the rest
+        self._read, self._unread = self._unread, []
+        return new
+
+    def finish(self) -> str:
+        return self._new_text() if self._unread else ""
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._read)
+        return self._tokenizer.decode(self._read + self._unread)[len(before) :]

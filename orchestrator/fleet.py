@@ -1,0 +1,133 @@
+"""All workers of an orchestrator: found in the registry, checked for one vocabulary."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+from gammaray.errors import InvalidArgumentError, UnavailableError
+from gammaray.types import ProcessStatus
+from gammaray.v1 import draft_service_pb2 as draft_pb
+from gammaray.v1 import target_service_pb2 as target_pb
+from orchestrator.wire import DRAFT, TARGET, WorkerInfo
+from orchestrator.workers import WorkerPool
+
+__all__ = ["Fleet", "Registry"]
+
+_log = logging.getLogger(__name__)
+
+WATCH_PERIOD_S = 1.0
+
+
+class Registry(Protocol):
+    """Where workers announce themselves."""
+
+    async def addresses(self, role: str) -> set[str]:
+        """Return the addresses of the announced workers of a role.
+
+        Raises:
+            UnavailableError: The registry cannot be reached.
+        """
+
+
+class Fleet:
+    """The draft and the target workers.
+
+    A worker whose vocabulary is not the target's is refused: its tokens would mean something else.
+
+    Args:
+        registry: Asked once a second for workers that came and went.
+        vocab_size: Number of token ids of the served model.
+        target_addresses: Comma-separated host:port of target workers, beside the registry's.
+        draft_addresses: The same for draft workers.
+    """
+
+    def __init__(
+        self, registry: Registry, vocab_size: int, *, target_addresses: str = "", draft_addresses: str = ""
+    ) -> None:
+        self._registry, self._vocab_size = registry, vocab_size
+        self.targets: WorkerPool[target_pb.VerifyBlock, target_pb.VerifyResult] = WorkerPool(
+            TARGET, _split(target_addresses), self._check_target
+        )
+        self.drafts: WorkerPool[draft_pb.ProposeBlock, draft_pb.ProposeResult] = WorkerPool(
+            DRAFT, _split(draft_addresses), self._check_draft
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, settle_s: float) -> None:
+        """Connect to the workers that are there, for at most `settle_s` seconds, and watch for others.
+
+        Raises:
+            InvalidArgumentError: A worker that is there has another vocabulary.
+        """
+        await self._look()
+        await self.targets.settle(settle_s)
+        await self.drafts.settle(settle_s)
+        for refusal in (*self.targets.refusals(), *self.drafts.refusals()):
+            await self.close()
+            raise refusal
+        self._task = asyncio.create_task(self._watch(), name="worker registry")
+
+    @property
+    def max_context(self) -> int | None:
+        """Longest sequence that every connected target takes, in tokens; None when none is connected."""
+        lengths = [
+            link.info.max_context
+            for link in self.targets.links.values()
+            if link.is_up and link.info is not None
+        ]
+        return min(lengths, default=None)
+
+    def status(self) -> list[ProcessStatus]:
+        """Return the state of each worker."""
+        return [*self.drafts.status(), *self.targets.status()]
+
+    async def close(self) -> None:
+        """Close every link."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.gather(self.targets.close(), self.drafts.close())
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_PERIOD_S)
+            try:
+                await self._look()
+            except UnavailableError as error:
+                _log.warning("the worker registry does not answer, known workers stay: %s", error)
+
+    async def _look(self) -> None:
+        self.targets.announce(await self._registry.addresses("target"))
+        self.drafts.announce(await self._registry.addresses("draft"))
+
+    def _check_target(self, info: WorkerInfo) -> None:
+        if info.vocab_size != self._vocab_size:
+            raise InvalidArgumentError(
+                "target",
+                f"{info.model} with {info.vocab_size} token ids",
+                f"a model with the {self._vocab_size} token ids of the one served",
+            )
+
+    def _check_draft(self, info: WorkerInfo) -> None:
+        if info.vocab_size != self._vocab_size:
+            raise InvalidArgumentError(
+                "draft",
+                f"{info.model} with {info.vocab_size} token ids",
+                f"a draft model with the target's {self._vocab_size} token ids",
+            )
+        for link in self.targets.links.values():
+            target = link.info
+            if target is None or not info.vocab_sha256 or not target.vocab_sha256:
+                continue
+            if info.vocab_sha256 != target.vocab_sha256:
+                raise InvalidArgumentError(
+                    "draft",
+                    f"{info.model}, whose {info.vocab_size} token ids mean other tokens",
+                    f"a draft model with the vocabulary of the target ({target.vocab_size} token ids)",
+                )
+
+
+def _split(addresses: str) -> list[str]:
+    return [address.strip() for address in addresses.split(",") if address.strip()]

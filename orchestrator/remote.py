@@ -1,0 +1,239 @@
+"""Drafter and verifier of one session, on worker links: feed what the worker lacks, re-feed, fail over."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from typing import Generic
+
+from google.rpc import status_pb2
+
+from gammaray.convert import (
+    method_to_proto,
+    origin_from_proto,
+    proposal_from_proto,
+    proposal_to_proto,
+    sampling_to_proto,
+)
+from gammaray.errors import DeadlineExceededError, GammarayError, InternalError, UnavailableError
+from gammaray.rpc_errors import error_from_status
+from gammaray.types import Proposal
+from gammaray.v1 import draft_service_pb2 as draft_pb
+from gammaray.v1 import target_service_pb2 as target_pb
+from gammaray.v1 import types_pb2 as pb
+from orchestrator.backoff import Backoff
+from orchestrator.cycle import TokenLogprobs, Verdict
+from orchestrator.links import WorkerLink
+from orchestrator.session import Session
+from orchestrator.wire import BlockT, ResultT
+from orchestrator.workers import WorkerPool
+
+__all__ = ["RemoteDrafter", "RemoteVerifier", "session_spec"]
+
+MAX_FEEDS = 4
+"""A worker that still lacks tokens after this many feeds in a row is broken (an eviction explains one)."""
+
+MAX_FAILOVERS = 3
+"""Target workers that may die under one cycle before the request fails."""
+
+
+class _Remote(ABC, Generic[BlockT, ResultT]):
+    """One session's place on the workers of one role.
+
+    Tracks how many committed tokens the attached worker holds, so that a block carries only the others.
+    """
+
+    def __init__(self, pool: WorkerPool[BlockT, ResultT], spec: pb.SessionSpec) -> None:
+        self._pool, self._spec = pool, spec
+        self._link: WorkerLink[BlockT, ResultT] | None = None
+        self._num_known = 0
+
+    def release(self, session: Session) -> None:
+        """Free what the worker holds of the session; returns at once."""
+        if self._link is not None:
+            self._link.release(session.session_id)
+            self._link = None
+
+    def _attach(self, session: Session, link: WorkerLink[BlockT, ResultT]) -> None:
+        if link is not self._link:
+            self.release(session)
+            self._link, self._num_known = link, 0
+            link.sessions.add(session.session_id)
+
+    def _detach(self, session: Session) -> None:
+        """Leave a worker whose link broke; it drops the session by itself, by eviction if it still lives."""
+        if self._link is not None:
+            self._link.sessions.discard(session.session_id)
+            self._link = None
+
+    async def _ask(self, session: Session, link: WorkerLink[BlockT, ResultT], timeout_s: float) -> ResultT:
+        """Send the cycle's block, with ever more context as long as the worker asks for it."""
+        deadline = time.monotonic() + timeout_s
+        for _ in range(MAX_FEEDS):
+            block = self._block(session)
+            left_s = max(deadline - time.monotonic(), 0.001)
+            block.timeout_ms = max(1, round(left_s * 1e3))
+            block.session_id, block.epoch = session.session_id, session.epoch
+            block.base_position = session.num_committed
+            block.context.start = self._num_known
+            block.context.token_ids.extend(session.token_ids[self._num_known :])
+            if self._num_known == 0:
+                block.spec.CopyFrom(self._spec)
+            result = await link.call(block, left_s)
+            outcome = result.WhichOneof("outcome")
+            if outcome == "error":
+                raise error_from_status(
+                    status_pb2.Status(code=result.error.code, message=result.error.message)
+                )
+            if outcome != "need":
+                return result
+            if result.need.position > session.num_committed:
+                raise InternalError(
+                    f"{link.role} worker asks for token {result.need.position}, ahead of the session"
+                )
+            self._num_known = result.need.position
+        raise InternalError(f"{link.role} worker at {link.address} lacks tokens after {MAX_FEEDS} feeds")
+
+    @abstractmethod
+    def _block(self, session: Session) -> BlockT:
+        """Return a block with the fields that only one of the two services has."""
+
+
+class RemoteDrafter(_Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
+    """Proposes through a draft worker; implements the cycle's Drafter.
+
+    After a failure the session pauses drafting for a multiple of the time it lost, so that a broken drafter
+    costs a bounded share of the speed.
+
+    Args:
+        pool: The draft workers.
+        spec: What they must know of the session.
+        timeout_s: Deadline of one proposal.
+        vocab_size: The target's; proposals with other tokens are refused.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool[draft_pb.ProposeBlock, draft_pb.ProposeResult],
+        spec: pb.SessionSpec,
+        *,
+        timeout_s: float,
+        vocab_size: int,
+    ) -> None:
+        super().__init__(pool, spec)
+        self._timeout_s, self._vocab_size = timeout_s, vocab_size
+        self._gamma = 0
+        self._backoff = Backoff()
+
+    async def propose(self, session: Session, gamma: int) -> Proposal:
+        """Return a proposal of up to `gamma` tokens, fewer near the end of the draft model's context.
+
+        Raises:
+            UnavailableError: No draft worker, or drafting pauses after failures.
+            GammarayError: The worker failed or was late.
+        """
+        if not self._backoff.ready:
+            raise UnavailableError("drafting pauses after a failure")
+        link = self._link if self._link is not None and self._link.is_usable else self._pool.pick()
+        if link is None:
+            raise UnavailableError("no draft worker is connected")
+        self._attach(session, link)
+        max_context = link.info.max_context if link.info is not None else 0
+        self._gamma = min(gamma, max_context - session.num_committed)
+        if self._gamma <= 0:
+            return Proposal()
+        start = time.monotonic()
+        try:
+            result = await self._ask(session, link, self._timeout_s)
+            proposal = proposal_from_proto(result.proposal, self._vocab_size)
+        except GammarayError as error:
+            self._backoff.failed(time.monotonic() - start)
+            if isinstance(error, DeadlineExceededError):
+                link.backoff.failed(time.monotonic() - start)  # spares the other sessions the same wait
+            if not link.is_up:
+                self._detach(session)
+            raise
+        self._backoff.succeeded()
+        link.backoff.succeeded()
+        self._num_known = session.num_committed
+        return proposal
+
+    def _block(self, session: Session) -> draft_pb.ProposeBlock:
+        return draft_pb.ProposeBlock(gamma=self._gamma)
+
+
+class RemoteVerifier(_Remote[target_pb.VerifyBlock, target_pb.VerifyResult]):
+    """Verifies through a target worker, another one when it dies; implements the cycle's Verifier.
+
+    Args:
+        pool: The target workers.
+        spec: What they must know of the session.
+        timeout_s: Deadline of one verification.
+        wait_s: How long to wait for a target worker to be there.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool[target_pb.VerifyBlock, target_pb.VerifyResult],
+        spec: pb.SessionSpec,
+        *,
+        timeout_s: float,
+        wait_s: float,
+    ) -> None:
+        super().__init__(pool, spec)
+        self._timeout_s, self._wait_s = timeout_s, wait_s
+        self._proposal = Proposal()
+
+    async def verify(self, session: Session, proposal: Proposal) -> Verdict:
+        """Return the target's verdict.
+
+        Raises:
+            UnavailableError: No target worker in time, or they keep dying.
+            GammarayError: What the worker answered.
+        """
+        self._proposal = proposal
+        for failover in range(MAX_FAILOVERS + 1):
+            link = self._link
+            if link is None or not link.is_up:
+                self._detach(session)
+                link = await self._pool.wait(self._wait_s)
+            self._attach(session, link)
+            try:
+                result = await self._ask(session, link, self._timeout_s)
+            except UnavailableError:
+                self._detach(session)
+                if failover == MAX_FAILOVERS:
+                    raise
+                continue
+            # The worker's cache holds the accepted tokens; its own last token was never fed.
+            self._num_known = session.num_committed + len(result.verdict.accepted_path)
+            return _verdict(result.verdict)
+        raise AssertionError("unreachable: the last failover raises")
+
+    def _block(self, session: Session) -> target_pb.VerifyBlock:
+        return target_pb.VerifyBlock(
+            proposal=proposal_to_proto(self._proposal), num_top_logprobs=session.num_top_logprobs
+        )
+
+
+def session_spec(session: Session, eos_token_ids: frozenset[int]) -> pb.SessionSpec:
+    """Return what workers must know of a session beside its tokens."""
+    return pb.SessionSpec(
+        sampling=sampling_to_proto(session.params),
+        verification=method_to_proto(session.method),
+        prompt_length=len(session.prompt),
+        eos_token_ids=sorted(eos_token_ids | session.stop_token_ids),
+    )
+
+
+def _verdict(message: target_pb.Verdict) -> Verdict:
+    return Verdict(
+        accepted_path=tuple(message.accepted_path),
+        next_token_id=message.next_token_id,
+        next_origin=origin_from_proto(message.next_origin),
+        num_tested=message.num_tested,
+        logprobs=tuple(
+            TokenLogprobs(entry.logprob, tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True)))
+            for entry in message.logprobs
+        ),
+    )

@@ -1,0 +1,86 @@
+"""From a request to a session: everything that is checked against the served model."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+from dataclasses import replace
+
+from gammaray.errors import InvalidArgumentError, NotFoundError
+from gammaray.types import GenerationRequest
+from orchestrator.detokenizer import Detokenizer
+from orchestrator.session import Session
+from orchestrator.tokenizer import Tokenizer
+
+__all__ = ["check_request", "open_session"]
+
+LONG_TEXT = 8192
+"""Characters from which on a prompt is tokenised in a thread, so that other sessions go on meanwhile."""
+
+
+def check_request(
+    request: GenerationRequest, *, model_name: str, vocab_size: int, max_prompt_bytes: int
+) -> None:
+    """Check a request against the served model, as far as this goes without tokenising.
+
+    Raises:
+        NotFoundError: Another model is asked for.
+        InvalidArgumentError: Names the first wrong field.
+    """
+    if request.model not in ("", model_name):
+        raise NotFoundError(f"no model {request.model!r}; served: {model_name!r}")
+    if isinstance(request.prompt, str):
+        size = len(request.prompt.encode(errors="surrogatepass"))
+        if size > max_prompt_bytes:
+            raise InvalidArgumentError("prompt", f"{size} bytes", f"at most {max_prompt_bytes} bytes")
+    else:
+        _check_ids("prompt", request.prompt, vocab_size)
+    request.validate()
+    request.sampling.validate(vocab_size)
+    _check_ids("stop_token_ids", request.stop_token_ids, vocab_size)
+
+
+async def open_session(request: GenerationRequest, tokenizer: Tokenizer, max_context: int) -> Session:
+    """Return the session of a checked request: prompt tokenised, seed drawn, length clipped to the context.
+
+    Raises:
+        InvalidArgumentError: The prompt has no token, or leaves no room in the context.
+    """
+    prompt = await _prompt_ids(request.prompt, tokenizer)
+    if not prompt:
+        raise InvalidArgumentError("prompt", "a text without tokens", "at least one token")
+    if len(prompt) >= max_context:
+        raise InvalidArgumentError(
+            "prompt",
+            f"{len(prompt)} tokens",
+            f"at most {max_context - 1} tokens, one less than the model's context of {max_context}",
+        )
+    params = request.sampling
+    if params.seed is None:
+        params = replace(params, seed=secrets.randbits(64))
+    return Session(
+        session_id=request.session_id or uuid.uuid4().hex,
+        prompt=prompt,
+        params=params,
+        method=request.verification,
+        max_tokens=min(request.max_tokens, max_context - len(prompt)),
+        text=Detokenizer(tokenizer, prompt, request.stop),
+        eos_token_ids=frozenset() if request.ignore_eos else tokenizer.eos_token_ids,
+        stop_token_ids=frozenset(request.stop_token_ids),
+        num_top_logprobs=request.num_top_logprobs,
+    )
+
+
+async def _prompt_ids(prompt: str | tuple[int, ...], tokenizer: Tokenizer) -> tuple[int, ...]:
+    if not isinstance(prompt, str):
+        return prompt
+    if len(prompt) < LONG_TEXT:
+        return tuple(tokenizer.encode(prompt))
+    return tuple(await asyncio.to_thread(tokenizer.encode, prompt))
+
+
+def _check_ids(name: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+            raise InvalidArgumentError(name, token_id, f"token ids in [0, {vocab_size - 1}]")

@@ -1,0 +1,100 @@
+"""The state of one session: its prompt, what it emitted so far, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gammaray.types import FinishReason, SamplingParams, VerificationMethod
+
+__all__ = ["Session", "TextStream"]
+
+
+class TextStream(Protocol):
+    """Turns emitted tokens into text and watches for stop strings."""
+
+    def push(self, token_id: int) -> bool:
+        """Take the next token; True when it completes a stop string, before which the text then ends."""
+
+    def take(self, *, final: bool) -> str:
+        """Return the text that is complete and not yet taken; all that is left when `final`."""
+
+
+@dataclass
+class Session:
+    """One completion in the making; owned by one coroutine.
+
+    Args:
+        session_id: Its name, everywhere.
+        prompt: Token ids of the prompt.
+        params: Logits processing; the seed is set.
+        method: Verification method, the same in every cycle.
+        max_tokens: Upper bound of emitted tokens; prompt and completion together fit into the context.
+        text: Detokeniser of the emitted tokens.
+        eos_token_ids: The model's end-of-sequence tokens; empty when they do not end the completion.
+        stop_token_ids: Further tokens that end it.
+        num_top_logprobs: None for no log-probabilities, else how many alternatives per token.
+        epoch: Fencing number of the owner: workers and store refuse older ones.
+
+    Attributes:
+        token_ids: The committed tokens: prompt, then emitted. Positions are absolute.
+        finish_reason: Set once the completion has ended.
+    """
+
+    session_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    method: VerificationMethod
+    max_tokens: int
+    text: TextStream
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+    num_top_logprobs: int | None = None
+    epoch: int = 1
+    token_ids: list[int] = field(init=False)
+    finish_reason: FinishReason | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt)
+
+    @property
+    def num_committed(self) -> int:
+        """Number of committed tokens: the absolute position of the next one."""
+        return len(self.token_ids)
+
+    @property
+    def num_emitted(self) -> int:
+        """Number of tokens emitted so far."""
+        return len(self.token_ids) - len(self.prompt)
+
+    @property
+    def remaining(self) -> int:
+        """How many more tokens may be emitted."""
+        return self.max_tokens - self.num_emitted
+
+    @property
+    def needs_draft_distributions(self) -> bool:
+        """Whether verification needs the law each proposed token was drawn from."""
+        return self.method is VerificationMethod.REJECTION and self.params.temperature > 0
+
+    def commit(self, token_ids: Sequence[int]) -> int:
+        """Append tokens up to the one that ends the completion, and set `finish_reason` there.
+
+        Returns:
+            How many of them were appended, at least 1.
+        """
+        for count, token_id in enumerate(token_ids, start=1):
+            self.token_ids.append(token_id)
+            if self._ends_with(token_id):
+                self.finish_reason = FinishReason.STOP
+                return count
+            if self.remaining == 0:
+                self.finish_reason = FinishReason.LENGTH
+                return count
+        return len(token_ids)
+
+    def _ends_with(self, token_id: int) -> bool:
+        if token_id in self.eos_token_ids:
+            return True  # end-of-sequence tokens have no text
+        return self.text.push(token_id) or token_id in self.stop_token_ids

@@ -1,0 +1,191 @@
+"""Text to tokens and back: a wrapper over the target model's own tokenizer and configuration."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from gammaray.config import DEMO_PAIR
+from gammaray.errors import InvalidArgumentError
+
+__all__ = ["Tokenizer", "resolve_model", "served_name"]
+
+
+def resolve_model(model: str) -> str:
+    """Return the directory or hub name of a target model; "demo" is the target of the pair that ships.
+
+    The pair lies in the `services.demo_pair` package, which the orchestrator must not import (the protos are
+    the only thing between the two); finding the package's path runs none of its code.
+
+    Raises:
+        InvalidArgumentError: The demo pair is asked for and not installed.
+    """
+    if model != DEMO_PAIR:
+        return model
+    services = importlib.util.find_spec("services")
+    for folder in (services.submodule_search_locations or ()) if services else ():
+        target = Path(folder) / "demo_pair" / "target"
+        if target.is_dir():
+            return str(target)
+    raise InvalidArgumentError("model", DEMO_PAIR, "a directory or hub name: the demo pair is not installed")
+
+
+def served_name(model: str) -> str:
+    """Return the name that clients use for a model: its hub name, or the last part of its directory."""
+    path = Path(model)
+    return path.resolve().name if model != DEMO_PAIR and path.is_dir() else model
+
+
+class Tokenizer:
+    """The tokenizer of a model, with what else of its files the orchestrator needs.
+
+    Attributes:
+        vocab_size: Number of token ids the model knows (its tokenizer may know fewer).
+        max_context: Longest sequence the model takes, in tokens.
+        eos_token_ids: Tokens that end a completion.
+    """
+
+    def __init__(self, model: str) -> None:
+        """Read tokenizer and configuration from a directory or, by name, from the hub's cache.
+
+        Raises:
+            InvalidArgumentError: There is no such model, or it has no tokenizer.
+        """
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+            config = AutoConfig.from_pretrained(model).get_text_config()
+        except (OSError, ValueError) as error:
+            raise InvalidArgumentError(
+                "model", f"{model} ({error})", "a directory or hub name of a causal LM with its tokenizer"
+            ) from error
+        self.vocab_size = int(config.vocab_size)
+        self.max_context = int(getattr(config, "max_position_embeddings", None) or 2**20)
+        self.eos_token_ids = _eos_token_ids(model, config, self._tokenizer)
+        self._added = dict(self._tokenizer.added_tokens_decoder)
+        special = (token_id for token_id, token in self._added.items() if token.special)
+        self._special_ids = frozenset(special) | frozenset(self._tokenizer.all_special_ids)
+        self._bytes: dict[int, bytes] = {}
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`, with the special tokens that belong in front of it.
+
+        Raises:
+            InvalidArgumentError: Lone surrogates, which are no Unicode text.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidArgumentError(
+                "prompt", f"invalid Unicode ({error.reason})", "valid Unicode"
+            ) from None
+        token_ids: list[int] = self._tokenizer(text, add_special_tokens=True)["input_ids"]
+        bos = self._tokenizer.bos_token_id
+        if bos is not None and token_ids[:2] == [bos, bos]:
+            return token_ids[1:]  # a chat template had written it already
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of `token_ids`, without special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the prompt that the model's chat template makes of `messages`.
+
+        Raises:
+            InvalidArgumentError: The model has no chat template, or the template refuses the messages.
+        """
+        if not self._tokenizer.chat_template:
+            raise InvalidArgumentError(
+                "messages", "chat messages", "a prompt: the model has no chat template"
+            )
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                )
+            )
+        except Exception as error:  # templates are programs of strangers: anything may come out of them
+            raise InvalidArgumentError(
+                "messages", str(error), "what the model's chat template takes"
+            ) from error
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is one that text never shows."""
+        return token_id in self._special_ids
+
+    @cached_property
+    def has_exact_bytes(self) -> bool:
+        """Whether the text of tokens is the concatenation of their bytes, independent of their neighbours."""
+        return self._decoder_kind != "other"
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the text of one token by itself, as bytes: it may be a part of a character."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._spell(token_id)
+        return known
+
+    def _spell(self, token_id: int) -> bytes:
+        added = self._added.get(token_id)
+        if added is not None:
+            return str(added.content).encode()
+        token: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
+        if token is None:  # the model's vocabulary is often padded beyond the tokenizer's
+            return b""
+        if self._decoder_kind == "byte_level" and all(c in _BYTE_OF for c in token):
+            return bytes(_BYTE_OF[c] for c in token)
+        if self._decoder_kind == "byte_fallback":
+            if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+                return bytes([int(token[3:5], 16)])
+            return token.replace("▁", " ").encode()
+        return self.decode([token_id]).encode()
+
+    @cached_property
+    def _decoder_kind(self) -> str:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        decoder = json.loads(backend.to_str())["decoder"] if backend is not None else None
+        kinds = {step["type"] for step in _steps(decoder)}
+        if kinds == {"ByteLevel"}:
+            return "byte_level"
+        # Llama 2, Gemma, Phi 3: "▁" is a space, <0x..> is a byte; Strip only drops a leading space of the
+        # whole text, which a completion of a prompt must keep.
+        if "ByteFallback" in kinds and kinds <= {"ByteFallback", "Replace", "Fuse", "Strip", "Metaspace"}:
+            return "byte_fallback"
+        return "other"
+
+
+def _eos_token_ids(model: str, config: Any, tokenizer: Any) -> frozenset[int]:
+    """Return the end-of-sequence tokens where `transformers` generate looks for them, in its order."""
+    try:
+        found = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # no such file: older models have none
+        found = None
+    for candidate in (found, getattr(config, "eos_token_id", None), tokenizer.eos_token_id):
+        if candidate is not None:
+            return frozenset(candidate if isinstance(candidate, (list, tuple)) else (candidate,))
+    return frozenset()
+
+
+def _steps(decoder: Mapping[str, Any] | None) -> Iterable[Mapping[str, Any]]:
+    if decoder is None:
+        return []
+    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Return the byte behind each character of GPT-2's byte-level alphabet.
+
+    Printable Latin-1 stands for itself; the other bytes, in order, are the characters from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_level_alphabet()

@@ -1,0 +1,60 @@
+"""The two worker protocols behind one shape, so that one link serves both."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+import grpc
+
+from gammaray.v1 import draft_service_pb2 as draft_pb
+from gammaray.v1 import target_service_pb2 as target_pb
+from gammaray.v1 import types_pb2 as pb
+from gammaray.v1.draft_service_pb2_grpc import DraftServiceStub
+from gammaray.v1.target_service_pb2_grpc import TargetServiceStub
+
+__all__ = ["DRAFT", "TARGET", "BlockT", "ResultT", "WorkerInfo", "WorkerProtocol"]
+
+# The stubs of grpc.aio streams lack the reading and writing calls, so streams are untyped here and in links.
+BlockT = TypeVar("BlockT", bound=draft_pb.ProposeBlock | target_pb.VerifyBlock)
+ResultT = TypeVar("ResultT", bound=draft_pb.ProposeResult | target_pb.VerifyResult)
+
+WorkerInfo = draft_pb.GetDraftInfoResponse | target_pb.GetTargetInfoResponse
+"""What a worker says about itself: two messages with the same fields."""
+
+
+@dataclass(frozen=True)
+class WorkerProtocol(Generic[BlockT, ResultT]):
+    """One worker service.
+
+    Args:
+        role: "draft" or "target".
+        open_stream: Opens the bidirectional stream that carries the frames.
+        get_info: Asks the worker what it serves; waits for the connection, at most the given seconds.
+        make_frame: Builds a request frame.
+    """
+
+    role: str
+    open_stream: Callable[[grpc.aio.Channel], Any]
+    get_info: Callable[[grpc.aio.Channel, float], Awaitable[WorkerInfo]]
+    make_frame: Callable[[list[BlockT], list[pb.ReleaseSession]], Any]
+
+
+DRAFT: WorkerProtocol[draft_pb.ProposeBlock, draft_pb.ProposeResult] = WorkerProtocol(
+    role="draft",
+    open_stream=lambda channel: cast(Any, DraftServiceStub(channel)).Propose(),
+    get_info=lambda channel, timeout_s: DraftServiceStub(channel).GetDraftInfo(
+        draft_pb.GetDraftInfoRequest(), timeout=timeout_s, wait_for_ready=True
+    ),
+    make_frame=lambda blocks, releases: draft_pb.ProposeRequest(blocks=blocks, releases=releases),
+)
+
+TARGET: WorkerProtocol[target_pb.VerifyBlock, target_pb.VerifyResult] = WorkerProtocol(
+    role="target",
+    open_stream=lambda channel: cast(Any, TargetServiceStub(channel)).Verify(),
+    get_info=lambda channel, timeout_s: TargetServiceStub(channel).GetTargetInfo(
+        target_pb.GetTargetInfoRequest(), timeout=timeout_s, wait_for_ready=True
+    ),
+    make_frame=lambda blocks, releases: target_pb.VerifyRequest(blocks=blocks, releases=releases),
+)

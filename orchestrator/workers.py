@@ -1,0 +1,121 @@
+"""The workers of one role: who is there, who is refused, who takes a new session."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Generic
+
+from gammaray.errors import GammarayError, UnavailableError
+from gammaray.types import ProcessStatus
+from orchestrator.links import WorkerLink
+from orchestrator.wire import BlockT, ResultT, WorkerInfo, WorkerProtocol
+
+__all__ = ["WorkerPool"]
+
+REGISTRY_MISSES = 3
+"""A worker is dropped after it was missing this many times in a row, if its link is down too."""
+
+
+class WorkerPool(Generic[BlockT, ResultT]):
+    """The workers of one role.
+
+    Args:
+        protocol: Their service.
+        static: Addresses that are always tried, beside those given to `announce`.
+        check: Raises GammarayError for a worker that must not be used.
+    """
+
+    def __init__(
+        self,
+        protocol: WorkerProtocol[BlockT, ResultT],
+        static: Iterable[str],
+        check: Callable[[WorkerInfo], None],
+    ) -> None:
+        self.role = protocol.role
+        self.links: dict[str, WorkerLink[BlockT, ResultT]] = {}
+        self._protocol, self._static = protocol, frozenset(static)
+        self._check = check
+        self._misses: dict[str, int] = {}
+        self._changed = asyncio.Event()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    def announce(self, addresses: set[str]) -> None:
+        """Connect to new workers; drop those that are gone, both from here and from their link."""
+        for address in addresses | self._static:
+            self._misses[address] = 0
+            if address not in self.links:
+                link = WorkerLink(self._protocol, address, check=self._check, on_change=self._changed.set)
+                self.links[address] = link
+                link.start()
+        for address in self.links.keys() - addresses - self._static:
+            self._misses[address] += 1
+            if self._misses[address] >= REGISTRY_MISSES and not self.links[address].is_up:
+                task = asyncio.create_task(self.links.pop(address).close())
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+
+    def pick(self) -> WorkerLink[BlockT, ResultT] | None:
+        """Return the usable worker with the fewest sessions, or None."""
+        links = [link for link in self.links.values() if link.is_usable]
+        return min(links, key=lambda link: len(link.sessions), default=None)
+
+    async def wait(self, timeout_s: float) -> WorkerLink[BlockT, ResultT]:
+        """Return the usable worker with the fewest sessions, as soon as there is one.
+
+        Raises:
+            UnavailableError: There was none within `timeout_s`, or the pool was closed.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while (link := self.pick()) is None:
+            if self._is_closed:
+                raise UnavailableError("the orchestrator is shutting down")
+            left_s = deadline - asyncio.get_running_loop().time()
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), left_s)
+            except asyncio.TimeoutError:
+                raise UnavailableError(self._why_none(timeout_s)) from None
+        return link
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait until every worker is connected or refused, or `timeout_s` is over."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while not all(link.is_up or link.refusal for link in self.links.values()):
+            left_s = deadline - asyncio.get_running_loop().time()
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), left_s)
+            except asyncio.TimeoutError:
+                return
+
+    def refusals(self) -> list[GammarayError]:
+        """Return why workers are refused."""
+        return [link.refusal for link in self.links.values() if link.refusal is not None]
+
+    def status(self) -> list[ProcessStatus]:
+        """Return the state of each worker."""
+        return [
+            ProcessStatus(
+                role=self.role,
+                pid=link.info.pid if link.info else 0,
+                address=link.address,
+                model=link.info.model if link.info else "",
+                healthy=link.is_up,
+                sessions=link.info.num_sessions if link.info else 0,
+            )
+            for link in self.links.values()
+        ]
+
+    async def close(self) -> None:
+        """Close all links; nobody waits for a worker any more."""
+        self._is_closed = True
+        await asyncio.gather(*(link.close() for link in self.links.values()), *self._closing)
+
+    def _why_none(self, timeout_s: float) -> str:
+        reasons = [
+            f"{link.address} is refused: {link.refusal}" for link in self.links.values() if link.refusal
+        ]
+        known = "; ".join(reasons) or f"{len(self.links)} known, none connected"
+        return f"no {self.role} worker within {timeout_s:g} s ({known})"
