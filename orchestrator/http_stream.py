@@ -59,9 +59,7 @@ async def _pump(
 ) -> None:
     end: Exception | None = InternalError("the generation was cut off")
     try:
-        chunks = backend.generate(request)
-        assert isinstance(chunks, AsyncGenerator), "closing needs a generator"
-        async with aclosing(chunks):
+        async with aclosing(backend.generate(request)) as chunks:
             async for chunk in chunks:
                 await slots.acquire()
                 queue.put_nowait((index, chunk))

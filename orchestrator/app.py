@@ -1,0 +1,77 @@
+"""The orchestrator as a Ray Serve application: HTTP and gRPC in one deployment.
+
+Serve routes requests to replicas and restarts them. It is on no cycle's path: replicas talk to the workers
+over their own gRPC streams, which they find in the registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve import Application
+
+from gammaray.config import OrchestratorSettings
+from gammaray.v1 import generation_service_pb2 as pb
+from orchestrator.grpc_api import GenerationServicer, RpcContext
+from orchestrator.http_api import create_app
+from orchestrator.proxies import find_proxies
+from orchestrator.service import Orchestrator
+
+__all__ = ["GRPC_SERVICERS", "OrchestratorDeployment", "build"]
+
+GRPC_SERVICERS = ["gammaray.v1.generation_service_pb2_grpc.add_GenerationServiceServicer_to_server"]
+"""What Serve's gRPC options must name for the gRPC methods below to be reachable."""
+
+# Above the orchestrator's own limit, which refuses with a delay to come back after, while Serve would let
+# requests wait without end.
+_MAX_ONGOING_REQUESTS = 10_000
+
+
+@serve.ingress()
+class OrchestratorDeployment:
+    """One replica. The gRPC methods have the names of GenerationService, which is how Serve finds them."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = OrchestratorSettings(**settings)
+
+    async def __serve_build_asgi_app__(self) -> FastAPI:
+        # Serve awaits this after the constructor and before any request, in the loop that serves them.
+        orchestrator = await Orchestrator.start(self._settings)
+        self._servicer = GenerationServicer(orchestrator, find_proxies)
+        return create_app(orchestrator, close=orchestrator.close)
+
+    async def Generate(
+        self, request: pb.GenerateRequest, grpc_context: RpcContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """Stream one completion."""
+        async with aclosing(self._servicer.generate(request, grpc_context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def GetStatus(self, request: pb.GetStatusRequest, grpc_context: RpcContext) -> pb.GetStatusResponse:
+        """List the processes of the cluster."""
+        return await self._servicer.get_status(request, grpc_context)
+
+
+def build(settings: Mapping[str, Any], num_replicas: int = 1) -> Application:
+    """Return the application.
+
+    Args:
+        settings: Fields of `OrchestratorSettings`.
+        num_replicas: Number of orchestrators, each with workers' streams of its own.
+    """
+    configure = serve.deployment(
+        name="Orchestrator",
+        num_replicas=num_replicas,
+        max_ongoing_requests=_MAX_ONGOING_REQUESTS,
+        ray_actor_options={"num_cpus": 0},  # it waits more than it computes
+        health_check_period_s=2,
+        health_check_timeout_s=10,
+        graceful_shutdown_timeout_s=5,
+        max_constructor_retry_count=3,
+    )
+    return configure(OrchestratorDeployment).bind(dict(settings))

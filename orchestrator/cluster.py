@@ -1,0 +1,219 @@
+"""The launcher: a whole cluster on this machine, and nothing left of it afterwards.
+
+`python -m orchestrator.cluster` is what `gammaray up` runs. Here alone orchestrator and workers meet: workers
+are deployed by the names of their build functions, so that neither side imports the other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import psutil
+
+from gammaray.config import ClusterSettings
+from gammaray.errors import DeadlineExceededError, GammarayError, InvalidArgumentError, UnavailableError
+from orchestrator.cluster_env import private_directory, serve_environment
+from orchestrator.cluster_options import LauncherOptions, announcer, parse_options
+from orchestrator.preflight import check_port, check_vocabularies
+from orchestrator.reaper import adopt_orphans, die_with_parent, end_descendants
+from orchestrator.redis_server import RedisServer
+
+__all__ = ["main"]
+
+HOST = "127.0.0.1"
+_WORKER_BUILDERS = {"target": "services.app:build_target", "draft": "services.app:build_draft"}
+_ORCHESTRATOR = "orchestrator"
+_POLL_S = 0.1
+_ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)\b")
+
+
+class _Stop(BaseException):
+    """SIGINT or SIGTERM came."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start a cluster, serve until a signal comes, stop everything; return the exit status."""
+    try:
+        options = parse_options(argv)
+        announce = announcer(options, HOST)
+        if options.die_with_parent:
+            die_with_parent()
+        adopt_orphans()
+        _on_signals(_stop)
+        with ExitStack() as started:
+            serve_cluster(options, started, announce)
+    except _Stop:
+        return 0
+    except GammarayError as error:
+        print(f"gammaray: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, InvalidArgumentError) else 1
+
+
+def serve_cluster(options: LauncherOptions, started: ExitStack, announce: Callable[[], None]) -> NoReturn:
+    """Start everything, announce it, and watch over it until a signal interrupts.
+
+    Args:
+        options: What to start.
+        started: Gets what stops each part that was started.
+        announce: Called once the cluster serves.
+
+    Raises:
+        GammarayError: What stood in the way, or broke later.
+    """
+    settings, deadline = options.cluster, time.monotonic() + options.start_timeout_s
+    check_port("http_port", HOST, settings.http_port)
+    check_port("grpc_port", HOST, settings.grpc_port)
+    check_vocabularies(settings.target, settings.draft if settings.draft_workers else settings.target)
+
+    directory = private_directory()
+    started.callback(shutil.rmtree, directory, ignore_errors=True)
+    started.callback(end_descendants)
+    redis_url = settings.redis_url or _start_redis(directory, started)
+    os.environ.update(serve_environment(directory, HOST))
+    os.environ.pop("RAY_ADDRESS", None)  # always a cluster of its own
+    started.enter_context(_ray(settings, directory))
+    _deploy(settings, redis_url)
+    _wait_until_healthy(settings.http_port, deadline)
+    announce()
+    _watch()
+
+
+def _start_redis(directory: Path, started: ExitStack) -> str:
+    server = RedisServer.start(directory / "redis")
+    started.callback(server.stop)
+    return server.url
+
+
+@contextmanager
+def _ray(settings: ClusterSettings, directory: Path) -> Iterator[None]:
+    """Run a local Ray cluster and Serve on it."""
+    import ray  # reads the environment, which must be complete
+    from ray import serve
+
+    from orchestrator.app import GRPC_SERVICERS
+
+    try:
+        ray.init(
+            address="local",
+            num_cpus=1,  # logical; nothing here asks for any, and Ray starts a spare worker for each
+            object_store_memory=80 * 2**20,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=str(directory / "ray"),
+            _node_ip_address=HOST,
+        )
+        _on_signals(_stop)  # ray.init has taken them
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": HOST, "port": settings.http_port},
+            grpc_options={"port": settings.grpc_port, "grpc_servicer_functions": GRPC_SERVICERS},
+            logging_config={"log_level": "WARNING", "enable_access_log": False},
+        )
+        yield
+    finally:
+        if ray.is_initialized():
+            serve.shutdown()  # type: ignore[no-untyped-call]
+            ray.shutdown()
+
+
+def _deploy(settings: ClusterSettings, redis_url: str) -> None:
+    """Deploy the applications; they start at the same time."""
+    from ray import serve
+
+    from orchestrator.app import build
+
+    shared = {"redis_url": redis_url, "device": settings.device}
+    target = {**shared, "model": settings.target, "deterministic": settings.deterministic}
+    draft = {**shared, "model": settings.draft}
+    targets = [serve.RunTarget(_build("target", target, settings.target_workers), "target", None)]
+    if settings.draft_workers:
+        targets.append(serve.RunTarget(_build("draft", draft, settings.draft_workers), "draft", None))
+    orchestrator = {"redis_url": redis_url, "model": settings.target}
+    targets.append(serve.RunTarget(build(orchestrator, settings.orchestrators), _ORCHESTRATOR, "/"))
+    serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+
+def _build(role: str, settings: dict[str, Any], num_replicas: int) -> Any:
+    module, _, function = _WORKER_BUILDERS[role].partition(":")
+    return getattr(importlib.import_module(module), function)(settings, num_replicas)
+
+
+def _wait_until_healthy(http_port: int, deadline: float) -> None:
+    """Wait until every application runs and /health says yes.
+
+    Raises:
+        UnavailableError: An application cannot start.
+        DeadlineExceededError: It took too long.
+    """
+    from ray import serve
+
+    while time.monotonic() < deadline:
+        applications = serve.status().applications
+        for name, application in applications.items():
+            if application.status == "DEPLOY_FAILED":
+                raise UnavailableError(f"the {name} cannot start: {_reason(application)}")
+        all_running = all(application.status == "RUNNING" for application in applications.values())
+        if all_running and _is_healthy(http_port):
+            return
+        time.sleep(_POLL_S)
+    waiting = {name: str(application.status) for name, application in serve.status().applications.items()}
+    raise DeadlineExceededError(f"the cluster did not become healthy in time: {waiting}")
+
+
+def _reason(application: Any) -> str:
+    """Return the line of a failed deployment's story that says why: the last one that names an error."""
+    stories = [application.message, *(deployment.message for deployment in application.deployments.values())]
+    lines = [line.strip() for story in stories for line in story.splitlines()]
+    errors = [line for line in lines if _ERROR_LINE.match(line)]
+    return str((errors or [line for line in lines if line] or ["no reason given"])[-1])
+
+
+def _is_healthy(http_port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{HOST}:{http_port}/health", timeout=2.0) as answer:
+            return bool(answer.status == 200)
+    except OSError:  # urllib's errors too
+        return False
+
+
+def _watch() -> NoReturn:
+    """Wait for a signal, or for one of the processes that nobody restarts to end.
+
+    Raises:
+        UnavailableError: One of them ended.
+    """
+    essential = psutil.Process().children()
+    while True:
+        for process in essential:
+            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                raise UnavailableError(f"process {process.pid} of the cluster ended")
+        time.sleep(1.0)
+
+
+def _stop(signum: int, _: FrameType | None) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # once is enough: stopping has deadlines of its own
+    raise _Stop
+
+
+def _on_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

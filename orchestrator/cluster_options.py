@@ -1,0 +1,84 @@
+"""The launcher's command line and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from gammaray.config import ClusterSettings
+from orchestrator.http_errors import invalid_argument
+
+__all__ = ["LauncherOptions", "announcer", "parse_options"]
+
+
+@dataclass(frozen=True)
+class LauncherOptions:
+    """What a command line asks for.
+
+    Args:
+        cluster: What to start.
+        wait_ready: Print one line for scripts, not the endpoints for people.
+        die_with_parent: Stop when the parent process ends.
+        start_timeout_s: Deadline of the start, in seconds.
+    """
+
+    cluster: ClusterSettings
+    wait_ready: bool
+    die_with_parent: bool
+    start_timeout_s: float
+
+
+def parse_options(argv: Sequence[str] | None = None) -> LauncherOptions:
+    """Return the options of a command line; the environment and the defaults say what it leaves out.
+
+    Raises:
+        InvalidArgumentError: A setting is out of bounds.
+    """
+    parser = argparse.ArgumentParser(prog="python -m orchestrator.cluster", description=__doc__)
+    for name, info in ClusterSettings.model_fields.items():
+        option, text = f"--{name.replace('_', '-')}", f"{info.description} Default: {info.default!r}."
+        if info.annotation is bool:
+            parser.add_argument(
+                option, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
+            )
+        else:
+            parser.add_argument(option, default=argparse.SUPPRESS, help=text)
+    parser.add_argument(
+        "--wait-ready", action="store_true", help="Print `ready http=... grpc=...` when it serves."
+    )
+    parser.add_argument("--die-with-parent", action="store_true", help="Stop when the parent process ends.")
+    parser.add_argument(
+        "--start-timeout-s", type=float, default=300.0, help="Deadline of the start, in seconds."
+    )
+    flags = vars(parser.parse_args(argv))
+    own = {name: flags.pop(name) for name in ("wait_ready", "die_with_parent", "start_timeout_s")}
+    try:
+        return LauncherOptions(ClusterSettings(**flags), **own)
+    except ValidationError as error:
+        raise invalid_argument(error) from None
+
+
+def announcer(options: LauncherOptions, host: str) -> Callable[[], None]:
+    """Return what tells, on standard output, that the cluster serves.
+
+    Standard output is taken away from everything else that runs in this process or is started by it, so that
+    scripts read nothing but the announcement.
+    """
+    output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    http = f"http://{host}:{options.cluster.http_port}"
+    grpc = f"{host}:{options.cluster.grpc_port}"
+    if options.wait_ready:
+        text = f"ready http={http} grpc={grpc}"
+    else:
+        text = f"OpenAI-compatible HTTP: {http}/v1\ngRPC: {grpc}\nCtrl-C stops everything."
+
+    def announce() -> None:
+        print(text, file=output, flush=True)
+
+    return announce

@@ -1,0 +1,85 @@
+"""gammaray.v1.GenerationService over any `Backend`: convert, call, convert back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Protocol
+
+import grpc
+
+from gammaray.convert import chunk_to_proto, process_to_proto, request_from_proto
+from gammaray.errors import GammarayError, InternalError
+from gammaray.rpc_errors import DETAILS_KEY, error_to_status
+from gammaray.types import ProcessStatus
+from gammaray.v1 import generation_service_pb2 as pb
+from orchestrator.backend import Backend
+
+__all__ = ["GenerationServicer", "RpcContext"]
+
+_logger = logging.getLogger(__name__)
+
+
+class RpcContext(Protocol):
+    """What is used of a call's context: both grpc.aio's and Ray Serve's have it."""
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        """Set the status that the call ends with."""
+        ...
+
+    def set_details(self, details: str) -> None:
+        """Set the message beside the status."""
+        ...
+
+    def set_trailing_metadata(self, trailing_metadata: list[tuple[str, str | bytes]]) -> None:
+        """Set the metadata that follows the last message."""
+        ...
+
+
+class GenerationServicer:
+    """Serves the public gRPC API.
+
+    A method that fails sets the status and returns: Ray Serve drops the trailing metadata, and with it the
+    error's details, of methods that raise.
+
+    Args:
+        backend: What generates.
+        find_proxies: Finds the processes in front of this one; it may take its time.
+    """
+
+    def __init__(self, backend: Backend, find_proxies: Callable[[], list[ProcessStatus]] = list) -> None:
+        self._backend, self._find_proxies = backend, find_proxies
+
+    async def generate(
+        self, request: pb.GenerateRequest, context: RpcContext
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Stream one completion; cancelling the call cancels it."""
+        try:
+            chunks = self._backend.generate(request_from_proto(request))
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield chunk_to_proto(chunk)
+        except Exception as error:
+            fail(context, error)
+
+    async def get_status(self, _: pb.GetStatusRequest, context: RpcContext) -> pb.GetStatusResponse:
+        """List the processes of the cluster."""
+        try:
+            processes = await self._backend.status()
+            processes.extend(await asyncio.to_thread(self._find_proxies))
+        except Exception as error:
+            fail(context, error)
+            return pb.GetStatusResponse()
+        return pb.GetStatusResponse(processes=[process_to_proto(process) for process in processes])
+
+
+def fail(context: RpcContext, error: Exception) -> None:
+    """End a call with an error, as rich as it is; what is not ours is logged and told as INTERNAL."""
+    if not isinstance(error, GammarayError):
+        _logger.error("unexpected error in a call", exc_info=error)
+        error = InternalError(f"internal error ({type(error).__name__})")
+    context.set_code(error.status)
+    context.set_details(str(error))
+    context.set_trailing_metadata([(DETAILS_KEY, error_to_status(error).SerializeToString())])

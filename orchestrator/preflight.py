@@ -1,0 +1,97 @@
+"""What is checked before anything expensive starts: ports, models, and that their vocabularies agree."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+from gammaray.config import DEMO_PAIR
+from gammaray.errors import InvalidArgumentError
+
+__all__ = ["check_port", "check_vocabularies", "free_ports", "vocab_size"]
+
+
+def check_port(field: str, host: str, port: int) -> None:
+    """Check that nobody listens on a port.
+
+    Raises:
+        InvalidArgumentError: The port is taken, or this user may not have it.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as servers do: closing connections linger
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            reason = f"{port}, which cannot be had ({error.strerror})"
+            raise InvalidArgumentError(field, reason, "a free port") from None
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """Return distinct ports that were free a moment ago."""
+    probes = [socket.create_server((host, 0)) for _ in range(count)]
+    ports: list[int] = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def check_vocabularies(target: str, draft: str) -> None:
+    """Check that the two models exist and share a vocabulary size; workers compare the tokenizers.
+
+    Raises:
+        InvalidArgumentError: A model cannot be found or read, or the sizes differ.
+    """
+    target_size, draft_size = vocab_size("target", target), vocab_size("draft", draft)
+    if target_size != draft_size:
+        raise InvalidArgumentError(
+            "draft",
+            f"{draft!r} with a vocabulary of {draft_size} tokens",
+            f"one with the vocabulary of the target {target!r}, {target_size} tokens",
+        )
+
+
+def vocab_size(role: str, model: str) -> int:
+    """Return the number of token ids of a model, by its configuration.
+
+    Raises:
+        InvalidArgumentError: There is no such model, or its configuration does not tell.
+    """
+    config = _config(role, _demo_directory(role) if model == DEMO_PAIR else model)
+    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    if not isinstance(size, int):
+        raise InvalidArgumentError(role, f"{model!r}, whose configuration has no vocab_size", "a causal LM")
+    return size
+
+
+def _demo_directory(role: str) -> str:
+    # By name and late: the launcher is the one place that knows both sides, and no library code imports it.
+    try:
+        pair = importlib.import_module("services.demo_pair")
+    except ModuleNotFoundError:
+        raise InvalidArgumentError(role, DEMO_PAIR, "another model: the demo pair is not installed") from None
+    return str(getattr(pair, f"{role.upper()}_DIR"))
+
+
+def _config(role: str, model: str) -> dict[str, Any]:
+    folder = Path(model)
+    allowed = "a directory with a config.json, or the name of a model on the hub or in its cache"
+    if folder.is_dir():
+        try:
+            config = json.loads((folder / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            raise InvalidArgumentError(role, f"{model!r} ({error})", allowed) from None
+        return config if isinstance(config, dict) else {}
+    if model.startswith((".", "/", "~")):
+        raise InvalidArgumentError(role, f"{model!r}, which is not there", allowed)
+    from transformers import AutoConfig  # slow to import, and most often not needed
+
+    try:
+        return dict(AutoConfig.from_pretrained(model).to_dict())
+    except Exception as error:  # whatever the hub's client comes up with
+        reason = str(error).strip().splitlines()[0]
+        raise InvalidArgumentError(role, f"{model!r} ({reason})", allowed) from None
