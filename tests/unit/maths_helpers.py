@@ -13,24 +13,24 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, TokenOrigin, VerificationMethod
 from services.draft.sampling import quantise, sample_sparse
-from services.target.verification import Verdict, verify
+from services.target.verification import verify
 
 SAMPLED = SamplingParams()
 GREEDY = SamplingParams(temperature=0.0)
 Law = Mapping[tuple[int, ...], float]
-Verify = Callable[[VerificationMethod, Tensor, Proposal, SamplingParams, object, int], Verdict]
 Context = tuple[int, ...]
+DrafterLaw = Callable[[Context], SparseDistribution]
 
 
 class TinyModel:
-    """A language model with its own random law for every context; `zeros` is the chance of a zero probability."""
+    """A language model with a random law per context; `zeros` is the chance of a zero probability."""
 
     def __init__(self, vocab_size: int, seed: int, zeros: float = 0.0, spread: float = 1.0) -> None:
         self.vocab_size, self._seed, self._zeros, self._spread = vocab_size, seed, zeros, spread
@@ -69,9 +69,10 @@ class Blend(TinyModel):
 class ScriptedNoise:
     """Noise whose every number is written down."""
 
-    accept: Mapping[int, float]
+    accept: Mapping[int, float] = field(default_factory=dict)
     residual: Tensor | None = None
     shared: Tensor | None = None
+    independent: Tensor | None = None
 
     def accept_uniform(self, position: int) -> float:
         return self.accept[position]
@@ -84,7 +85,9 @@ class ScriptedNoise:
         assert self.shared is not None
         return self.shared[start : start + count]
 
-    independent_gumbel = gumbel
+    def independent_gumbel(self, start: int, count: int) -> Tensor:
+        assert self.independent is not None
+        return self.independent[start : start + count]
 
 
 def rows_of(model: TinyModel, context: Context, proposal: Proposal) -> Tensor:
@@ -114,7 +117,7 @@ def assert_draws_from(draw: Callable[[Tensor], int], weights: Sequence[float]) -
             assert draw(noise) == winner, f"weights of {v} and {other} are not as {weights}"
 
 
-def quantised_drafter(model: TinyModel, top_k: int, bits: int) -> Callable[[Context], SparseDistribution]:
+def quantised_drafter(model: TinyModel, top_k: int, bits: int) -> DrafterLaw:
     """Return the shipped law per context, by the real quantisation."""
 
     def law(context: Context) -> SparseDistribution:
@@ -132,9 +135,7 @@ def drawn_tokens(distribution: SparseDistribution) -> dict[int, float]:
     return dict(law)
 
 
-def chain_proposals(
-    shipped: Callable[[Context], SparseDistribution], context: Context, gamma: int
-) -> Iterator[tuple[float, Proposal]]:
+def chain_proposals(shipped: DrafterLaw, context: Context, gamma: int) -> Iterator[tuple[float, Proposal]]:
     """Yield every chain a faithful sampling drafter can propose, with its probability."""
     if gamma == 0:
         yield 1.0, Proposal()
@@ -150,8 +151,8 @@ def chain_proposals(
             )
 
 
-def rejection_law(target: TinyModel, context: Context, proposal: Proposal, verify_it: Verify = verify) -> Law:
-    """Return the exact law of the tokens that rejection verification emits for a proposal, probing `verify_it`."""
+def rejection_law(target: TinyModel, context: Context, proposal: Proposal) -> Law:
+    """Return the exact law of the tokens that rejection verification emits for a proposal."""
     rows = rows_of(target, context, proposal)
     law: dict[tuple[int, ...], float] = defaultdict(float)
     alive, uniforms = 1.0, dict[int, float]()
@@ -161,7 +162,7 @@ def rejection_law(target: TinyModel, context: Context, proposal: Proposal, verif
         accept, after = (0.0, target_law) if is_bonus else _test(target_law, proposal, node)
         if accept < 1:
             uniforms[node] = _grid(accept, above=True)
-            _assert_stops_at(node, after, rows, proposal, uniforms, verify_it)
+            _assert_stops_at(node, after, rows, proposal, uniforms)
             total = math.fsum(after)
             for token_id, weight in enumerate(after):
                 law[(*proposal.token_ids[:node], token_id)] += alive * (1 - accept) * weight / total
@@ -169,6 +170,42 @@ def rejection_law(target: TinyModel, context: Context, proposal: Proposal, verif
             break
         uniforms[node] = _grid(accept, above=False)
         alive *= accept
+    return law
+
+
+def matched_law(method: VerificationMethod, target: TinyModel, context: Context, proposal: Proposal) -> Law:
+    """Return the exact law of the tokens that coupled or naive verification emits for a proposal."""
+    rows = rows_of(target, context, proposal)
+    vocab_size = target.vocab_size
+    law: dict[tuple[int, ...], float] = defaultdict(float)
+
+    def explore(tokens: Context, alive: float) -> None:
+        forced = torch.zeros(proposal.depth + 1, vocab_size, dtype=torch.float64)
+        for depth, token_id in enumerate(tokens):
+            forced[depth, token_id] = 1e9
+        entered = set[int]()
+
+        def draw(noise: Tensor) -> int:
+            forced[len(tokens)] = noise
+            is_coupled = method is VerificationMethod.COUPLED
+            scripted = ScriptedNoise(shared=forced) if is_coupled else ScriptedNoise(independent=forced)
+            verdict = verify(method, rows, proposal, SAMPLED, scripted, 0)
+            path = [proposal.token_ids[node] for node in verdict.accepted_path]
+            assert tuple(path[: len(tokens)]) == tokens
+            if len(path) > len(tokens):
+                entered.add(path[len(tokens)])
+                return path[len(tokens)]
+            return verdict.next_token_id
+
+        target_law = target.law(context + tokens)
+        assert_draws_from(draw, target_law)
+        for token_id, prob in enumerate(target_law):
+            if token_id in entered:
+                explore((*tokens, token_id), alive * prob)
+            else:
+                law[(*tokens, token_id)] += alive * prob
+
+    explore((), 1.0)
     return law
 
 
@@ -182,12 +219,16 @@ def _test(target_law: Sequence[float], proposal: Proposal, node: int) -> tuple[f
         for token_id, weight in zip(shipped.token_ids, shipped.weights, strict=True):
             draft[token_id] = weight / 2**shipped.weight_bits
     token_id = proposal.token_ids[node]
+    if draft[token_id] == 0:
+        return 0.0, list(target_law)
     accept = min(1.0, target_law[token_id] / draft[token_id])
     return accept, [max(0.0, p - q) for p, q in zip(target_law, draft, strict=True)]
 
 
 def _grid(accept: float, *, above: bool) -> float:
-    """Return the uniform next to a threshold: the smallest that fails the test or the largest that passes."""
+    """Return the uniform next to a threshold: the smallest that fails or the largest that passes."""
+    if accept == 0:
+        return 0.0  # Not drawn by our generator, but a strict test must fail it.
     word = math.ceil(accept * 2**32 - 0.5)
     return (word + (0.5 if above else -0.5)) / 2**32
 
@@ -198,12 +239,10 @@ def _assert_stops_at(
     rows: Tensor,
     proposal: Proposal,
     uniforms: Mapping[int, float],
-    verify_it: Verify,
 ) -> None:
     def draw(noise: Tensor) -> int:
-        verdict = verify_it(
-            VerificationMethod.REJECTION, rows, proposal, SAMPLED, ScriptedNoise(uniforms, noise), 0
-        )
+        scripted = ScriptedNoise(uniforms, noise)
+        verdict = verify(VerificationMethod.REJECTION, rows, proposal, SAMPLED, scripted, 0)
         is_bonus = node == len(proposal)
         assert verdict.accepted_path == tuple(range(node))
         assert verdict.next_origin is (TokenOrigin.BONUS if is_bonus else TokenOrigin.CORRECTION)

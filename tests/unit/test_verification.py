@@ -1,0 +1,213 @@
+"""Verdicts case by case: all, none and some accepted, trees, temperature 0, and broken drafts."""
+
+import math
+import random
+from fractions import Fraction
+
+import pytest
+import torch
+from maths_helpers import GREEDY, SAMPLED, ScriptedNoise, TinyModel, rows_of
+
+from gammaray.errors import InternalError, InvalidArgumentError
+from gammaray.types import Proposal, SparseDistribution, TokenOrigin, VerificationMethod
+from services.engine.noise import Noise
+from services.target.verification import Verdict, _is_accepted, verify
+
+COUPLED, REJECTION, NAIVE = VerificationMethod
+METHODS = list(VerificationMethod)
+CORRECTION, BONUS = TokenOrigin.CORRECTION, TokenOrigin.BONUS
+VOCAB = 7
+TREE_PARENTS = (-1, -1, 0, 0, 2, 1)
+
+
+def greedy_rows(*token_ids):
+    """Return the rows of a target at temperature 0 whose tokens are these."""
+    rows = torch.full((len(token_ids), VOCAB), -math.inf)
+    for row, token_id in enumerate(token_ids):
+        rows[row, token_id] = 0.0
+    return rows
+
+
+CHAIN_CASES = {
+    "empty": ((3,), (), Verdict((), 3, BONUS, 0)),
+    "gamma_1_accepted": ((3, 5), (3,), Verdict((0,), 5, BONUS, 1)),
+    "gamma_1_rejected": ((3, 5), (4,), Verdict((), 3, CORRECTION, 1)),
+    "all_accepted": ((3, 5, 1), (3, 5), Verdict((0, 1), 1, BONUS, 2)),
+    "first_wrong": ((3, 5, 1), (4, 5), Verdict((), 3, CORRECTION, 1)),
+    "last_wrong": ((3, 5, 1), (3, 6), Verdict((0,), 5, CORRECTION, 2)),
+    "match_after_rejection_does_not_count": ((3, 5, 1, 2), (3, 6, 1), Verdict((0,), 5, CORRECTION, 2)),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("target", "proposed", "verdict"), CHAIN_CASES.values(), ids=CHAIN_CASES)
+def test_verify_greedy_chain_gives_verdict(method, target, proposed, verdict):
+    assert verify(method, greedy_rows(*target), Proposal(proposed), GREEDY, None, 17) == verdict
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("target", "proposed", "verdict"), CHAIN_CASES.values(), ids=CHAIN_CASES)
+def test_verify_point_mass_sampled_gives_greedy_verdict(method, target, proposed, verdict):
+    noise = Noise(3, 0, VOCAB)
+    assert verify(method, greedy_rows(*target), Proposal(proposed), SAMPLED, noise, 17) == verdict
+
+
+# Nodes:            0   1  2  3  4  5       0 and 1 follow the prefix, 2 and 3 node 0, 4 node 2, 5 node 1.
+TREE_TOKENS = (2, 5, 1, 3, 6, 4)
+TREE_CASES = {
+    "no_child": ((4, 0, 0, 0, 0, 0, 0), Verdict((), 4, CORRECTION, 1)),
+    "second_child_then_its_child": ((5, 0, 4, 0, 0, 0, 1), Verdict((1, 5), 1, BONUS, 2)),
+    "first_child_then_correction": ((2, 0, 9, 9, 9, 9, 9), Verdict((0,), 0, CORRECTION, 2)),
+    "leaf_before_deepest": ((2, 3, 9, 9, 6, 9, 9), Verdict((0, 3), 6, BONUS, 2)),
+    "deepest_path": ((2, 1, 9, 6, 9, 5, 9), Verdict((0, 2, 4), 5, BONUS, 3)),
+}
+
+
+@pytest.mark.parametrize(("target", "verdict"), TREE_CASES.values(), ids=TREE_CASES)
+def test_verify_greedy_tree_walks(target, verdict):
+    rows = greedy_rows(*(token_id % VOCAB for token_id in target))
+    assert verify(COUPLED, rows, Proposal(TREE_TOKENS, TREE_PARENTS), GREEDY, None, 0) == verdict
+
+
+def test_verify_duplicate_siblings_take_the_first():
+    proposal = Proposal((2, 2, 5), (-1, -1, 1))
+    verdict = verify(COUPLED, greedy_rows(2, 1, 5, 0), proposal, GREEDY, None, 0)
+    assert verdict == Verdict((0,), 1, BONUS, 1)
+
+
+def test_verify_chain_written_as_parents_equals_chain():
+    torch.manual_seed(0)
+    rows = torch.randn(4, VOCAB).log_softmax(-1)
+    for method in METHODS:
+        verdicts = {
+            verify(method, rows, Proposal((1, 2, 3), parents), SAMPLED, Noise(5, 0, VOCAB), 9)
+            for parents in (None, (-1, 0, 1))
+        }
+        assert len(verdicts) == 1
+
+
+@pytest.mark.parametrize("method", [REJECTION, NAIVE])
+@pytest.mark.parametrize("params", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
+def test_verify_tree_without_coupling_is_refused(method, params):
+    with pytest.raises(InvalidArgumentError, match=r"proposal\.parents"):
+        verify(method, greedy_rows(1, 1, 1), Proposal((1, 2), (-1, -1)), params, Noise(1, 0, VOCAB), 0)
+
+
+def test_verify_coupled_token_is_the_race_at_its_position():
+    torch.manual_seed(0)
+    rows, noise = torch.randn(3, VOCAB).log_softmax(-1), Noise(5, 0, VOCAB)
+    winners = (rows + noise.gumbel(40, 3)).argmax(-1).tolist()
+    verdict = verify(COUPLED, rows, Proposal(tuple(winners[:2])), SAMPLED, noise, 40)
+    assert verdict == Verdict((0, 1), winners[2], BONUS, 2)
+
+
+def test_verify_coupled_siblings_share_the_noise_of_their_depth():
+    torch.manual_seed(0)
+    proposal = Proposal(TREE_TOKENS, TREE_PARENTS)
+    depth_of_row = (0, 1, 1, 2, 2, 3, 2)
+    for seed in range(50):
+        rows, noise = torch.randn(7, VOCAB).log_softmax(-1), Noise(seed, 0, VOCAB)
+        winners = [int((rows[r] + noise.gumbel(8 + d, 1)[0]).argmax()) for r, d in enumerate(depth_of_row)]
+        as_greedy = verify(COUPLED, greedy_rows(*winners), proposal, GREEDY, None, 0)
+        assert verify(COUPLED, rows, proposal, SAMPLED, noise, 8) == as_greedy
+
+
+def test_is_accepted_equals_exact_rational_comparison():
+    rng = random.Random(0)
+    for _ in range(3000):
+        bits = rng.randint(1, 24)
+        weight, word = rng.randint(1, 1 << bits), rng.choice((0, 2**32 - 1, rng.getrandbits(32)))
+        uniform = Fraction(2 * word + 1, 2**33)
+        on_the_edge = float(uniform * weight / (1 << bits))
+        target_prob = rng.choice((rng.random(), on_the_edge, math.nextafter(on_the_edge, 0), 0.0, 1.0))
+        expected = uniform * weight < (1 << bits) * Fraction(target_prob)
+        assert _is_accepted(float(uniform), target_prob, weight, bits) == expected
+
+
+def test_is_accepted_zero_probability_fails_even_at_uniform_zero():
+    assert not _is_accepted(0.0, 0.0, 1, 12)
+
+
+def test_verify_rejection_equal_laws_accepts_everything():
+    law = SparseDistribution((0, 2, 3), (4, 8, 4), 4)
+    rows = torch.tensor([[0.25, 0.0, 0.5, 0.25]] * 3, dtype=torch.float64).log()
+    for seed in range(200):
+        verdict = verify(REJECTION, rows, Proposal((0, 2), None, (law, law)), SAMPLED, Noise(seed, 0, 4), 5)
+        assert verdict.accepted_path == (0, 1)
+
+
+def test_verify_rejection_empty_residual_falls_back_to_the_target_law():
+    # p is a rounding error below q at y and nowhere above it: the test can fail, and then (p - q)+ is zero.
+    law = SparseDistribution((1,), (1 << 12,), 12)
+    rows = torch.tensor([[-math.inf, -1e-9, -math.inf]], dtype=torch.float64).repeat(2, 1)
+    noise = ScriptedNoise({5: 1 - 2**-33}, torch.zeros(3, dtype=torch.float64))
+    verdict = verify(REJECTION, rows, Proposal((1,), None, (law,)), SAMPLED, noise, 5)
+    assert verdict == Verdict((), 1, CORRECTION, 1)
+
+
+def test_verify_rejection_token_outside_its_law_is_redrawn_from_the_target():
+    """A draft that lies about where its token came from must not choose the output."""
+    law = SparseDistribution((0,), (16,), 4)
+    rows = torch.tensor([[0.4, 0.3, 0.2, 0.1]] * 3, dtype=torch.float64).log()
+    noise = Noise(1, 0, 4)
+    for base in range(100):
+        verdict = verify(REJECTION, rows, Proposal((2, 1), None, (law, law)), SAMPLED, noise, base)
+        expected = int((rows[0] + noise.residual_gumbel(base)).argmax())
+        assert verdict == Verdict((), expected, CORRECTION, 1)
+
+
+def random_proposal(rng, method, vocab_size):
+    size = rng.randrange(0, 6)
+    token_ids = tuple(rng.randrange(vocab_size) for _ in range(size))
+    parents = distributions = None
+    if size and method is COUPLED and rng.random() < 0.7:
+        parents = tuple(rng.randrange(-1, node) for node in range(size))
+    if size and rng.random() < 0.7:
+        distributions = tuple(random_distribution(rng, vocab_size) for _ in range(size))
+    return Proposal(token_ids, parents, distributions)
+
+
+def random_distribution(rng, vocab_size):
+    bits, size = rng.randint(3, 24), rng.randint(1, vocab_size)
+    cuts = sorted(rng.sample(range(1, 1 << bits), size - 1))
+    weights = [b - a for a, b in zip([0, *cuts], [*cuts, 1 << bits], strict=True)]
+    return SparseDistribution(tuple(rng.sample(range(vocab_size), size)), tuple(weights), bits)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("params", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
+def test_verify_any_wellformed_proposal_makes_progress_within_the_support(method, params):
+    rng, target = random.Random(method.value), TinyModel(VOCAB, 4, zeros=0.5)
+    for case in range(400):
+        proposal = random_proposal(rng, method, VOCAB)
+        rows, context = rows_of(target, (case,), proposal), (case,)
+        verdict = verify(method, rows, proposal, params, Noise(case, 0, VOCAB), 3)
+        parent = -1
+        for node in verdict.accepted_path:
+            assert (node - 1 if proposal.parents is None else proposal.parents[node]) == parent
+            assert target.law(context)[proposal.token_ids[node]] > 0
+            context, parent = (*context, proposal.token_ids[node]), node
+        assert target.law(context)[verdict.next_token_id] > 0
+        is_failed = verdict.next_origin is CORRECTION
+        assert verdict.num_tested == len(verdict.accepted_path) + is_failed
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("bad", [math.nan, -math.inf], ids=["nan", "nothing"])
+def test_verify_target_without_numbers_is_an_internal_error(method, bad):
+    with pytest.raises(InternalError, match="finite"):
+        verify(method, torch.full((1, VOCAB), bad), Proposal(), SAMPLED, Noise(0, 0, VOCAB), 0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_verify_bad_row_that_is_not_consulted_does_not_matter(method):
+    rows = greedy_rows(3, 5, 1)
+    rows[2] = math.nan
+    verdict = verify(method, rows, Proposal((4, 5)), SAMPLED, Noise(0, 0, VOCAB), 0)
+    assert verdict == Verdict((), 3, CORRECTION, 1)
+
+
+def test_verify_float32_ties_take_the_lowest_id():
+    rows = torch.zeros(1, VOCAB).log_softmax(-1)
+    noise = ScriptedNoise(shared=torch.zeros(1, VOCAB, dtype=torch.float64))
+    assert verify(COUPLED, rows, Proposal(), SAMPLED, noise, 0).next_token_id == 0

@@ -1,0 +1,145 @@
+"""Losslessness by enumeration: cycles of the real draft and verify code, then plain decoding, give the
+target's law.
+
+Every total variation below is exact up to floating point; nothing is sampled.
+"""
+
+import itertools
+
+import pytest
+import torch
+from maths_helpers import (
+    Blend,
+    TinyModel,
+    chain_proposals,
+    completed,
+    distance,
+    matched_law,
+    mixed,
+    plain_law,
+    quantised_drafter,
+    rejection_law,
+)
+
+from gammaray.types import Proposal, VerificationMethod
+from services.draft.sampling import ENTROPY_FACTOR, propose_token, quantise
+from services.engine.noise import Noise
+
+COUPLED, REJECTION, NAIVE = VerificationMethod
+START = (0,)
+EXACT = 1e-12
+
+
+def assert_lossless(law, target, length):
+    assert distance(completed(law, target, START, length), plain_law(target, START, length)) < EXACT
+
+
+def rejection_cycle(target, proposals):
+    return mixed((prob, rejection_law(target, START, proposal)) for prob, proposal in proposals)
+
+
+@pytest.mark.parametrize("gamma", range(5))
+@pytest.mark.parametrize(("top_k", "bits"), [(3, 8), (2, 4), (1, 3)], ids=["dense", "sparse", "single"])
+@pytest.mark.parametrize("zeros", [0.0, 0.4], ids=["full", "zeros"])
+def test_rejection_cycle_is_lossless(gamma, top_k, bits, zeros):
+    for seed in range(2 if gamma == 4 else 4):
+        target, draft = TinyModel(3, seed, zeros), TinyModel(3, seed + 100, zeros)
+        shipped = quantised_drafter(draft, top_k, bits)
+        assert_lossless(rejection_cycle(target, chain_proposals(shipped, START, gamma)), target, gamma + 1)
+
+
+@pytest.mark.parametrize("gamma", range(1, 5))
+def test_rejection_without_distributions_is_lossless_for_any_token(gamma):
+    target = TinyModel(3, 7, zeros=0.2)
+    for tokens in itertools.product(range(3), repeat=gamma):
+        assert_lossless(rejection_law(target, START, Proposal(tokens)), target, gamma + 1)
+
+
+def test_rejection_stopping_before_the_draw_is_lossless():
+    """The end of the chain depends on the law of the next token only: what `propose_token` reports."""
+
+    def proposals(context, gamma):
+        law = shipped(context)
+        if gamma == 0 or max(law.weights) < 0.55 * (1 << law.weight_bits):
+            yield 1.0, Proposal()
+            return
+        for weight, token_id in zip(law.weights, law.token_ids, strict=True):
+            for prob, rest in proposals((*context, token_id), gamma - 1):
+                yield (
+                    prob * weight / (1 << law.weight_bits),
+                    Proposal((token_id, *rest.token_ids), None, (law, *(rest.draft_distributions or ()))),
+                )
+
+    lengths = set()
+    for seed in range(6):
+        target, draft = TinyModel(3, seed), TinyModel(3, seed + 100)
+        shipped = quantised_drafter(draft, 3, 6)
+        cycle = list(proposals(START, 4))
+        lengths |= {len(proposal) for _, proposal in cycle}
+        assert_lossless(rejection_cycle(target, cycle), target, 5)
+    assert len(lengths) > 2
+
+
+def test_rejection_acceptance_and_corrections_are_golden():
+    """p = (.5, .2, .1, .2), q = (.4, .3, .2, .1): alpha .8 and corrections (.5, 0, 0, .5)."""
+
+    class Fixed(TinyModel):
+        def law(self, context):
+            return [0.5, 0.2, 0.1, 0.2]
+
+    shipped = quantise(torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64), 4, 24)
+    alpha, corrections = 0.0, [0.0] * 4
+    for token_id, weight in zip(shipped.token_ids, shipped.weights, strict=True):
+        emitted = rejection_law(Fixed(4, 0), START, Proposal((token_id,), None, (shipped,)))
+        for tokens, prob in emitted.items():
+            if len(tokens) == 2:
+                alpha += weight / 2**24 * prob
+            else:
+                corrections[tokens[0]] += weight / 2**24 * prob
+    assert alpha == pytest.approx(0.8, abs=1e-6)
+    assert [prob / 0.2 for prob in corrections] == pytest.approx([0.5, 0, 0, 0.5], abs=1e-5)
+
+
+@pytest.mark.parametrize("method", [COUPLED, NAIVE])
+@pytest.mark.parametrize("gamma", range(5))
+def test_matching_cycle_is_lossless_for_every_chain(method, gamma):
+    target = TinyModel(3, 11, zeros=0.2)
+    for tokens in itertools.product(range(3), repeat=gamma):
+        assert_lossless(matched_law(method, target, START, Proposal(tokens)), target, gamma + 1)
+
+
+TREES = [
+    ((0, 1, 2), (-1, -1, -1)),
+    ((0, 1, 0, 1, 2), (-1, -1, 0, 0, 1)),
+    ((2, 2, 0, 1, 1), (-1, -1, 0, 1, 2)),
+    ((1, 0, 2, 0, 2, 1, 0, 2), (-1, 0, 0, 1, 1, 2, 3, -1)),
+]
+
+
+@pytest.mark.parametrize(("tokens", "parents"), TREES)
+@pytest.mark.parametrize("seed", range(3))
+def test_coupled_tree_is_lossless(tokens, parents, seed):
+    target, proposal = TinyModel(3, seed), Proposal(tokens, parents)
+    assert_lossless(matched_law(COUPLED, target, START, proposal), target, proposal.depth + 1)
+
+
+def test_rejection_confidence_is_a_function_of_the_law_alone():
+    noise, row = Noise(3, 0, 64), torch.randn(64, generator=torch.manual_seed(0)).log_softmax(-1)
+    drawn = [propose_token(REJECTION, row, noise, base, 200, 16, 12) for base in range(100)]
+    assert len({token_id for token_id, _, _ in drawn}) > 5
+    assert len({confidence for _, _, confidence in drawn}) == 1
+    law = drawn[0][1]
+    probs = torch.tensor(law.weights).double() / 4096
+    entropy = float(-(probs * probs.log()).sum())
+    assert drawn[0][2] == pytest.approx(max(0.0, 1 - (ENTROPY_FACTOR * entropy) ** 0.5))
+
+
+def test_rejection_emits_more_with_a_better_draft():
+    target = TinyModel(3, 1)
+    accepted = []
+    for share in (0.0, 0.3, 1.0):
+        shipped = quantised_drafter(Blend(target, 9, share), 3, 10)
+        law = rejection_cycle(target, chain_proposals(shipped, START, 1))
+        accepted.append(sum(prob for tokens, prob in law.items() if len(tokens) == 2))
+    assert accepted[0] > 0.999
+    assert accepted == sorted(accepted, reverse=True)
