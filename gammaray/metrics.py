@@ -115,10 +115,9 @@ class SpeculationCounters:
 class AcceptanceEstimator:
     """Probability that tokens are accepted, by their depth in the proposal, from recent cycles.
 
-    Each depth has its own decayed counts, shrunk towards alpha pooled over depths, which is itself shrunk
-    towards the
-    prior: depths that were never tested follow the pooled alpha. Acceptance does vary with depth, and a
-    single alpha over-predicts long proposals.
+    Each depth has its own decayed counts, shrunk towards the alpha pooled over depths, which is itself shrunk
+    towards the prior; depths that were never tested follow the pooled alpha. Acceptance varies with depth, so
+    that one alpha for all depths mispredicts long proposals.
 
     Args:
         decay: Factor on all counts per cycle that tested something, in (0, 1]; 0.98 remembers some 50 cycles.

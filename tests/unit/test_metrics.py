@@ -1,0 +1,143 @@
+"""Counters and estimators on cycles whose law is known."""
+
+import itertools
+import random
+
+import pytest
+
+from gammaray.metrics import AcceptanceEstimator, SpeculationCounters
+from gammaray.theory import alpha_standard_error, expected_tokens
+
+
+def cycles(alpha_by_depth, count, seed=0):
+    """Yield (tested, accepted); the token at depth j passes with probability alpha_by_depth[j]."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        accepted = 0
+        while accepted < len(alpha_by_depth) and rng.random() < alpha_by_depth[accepted]:
+            accepted += 1
+        yield min(accepted + 1, len(alpha_by_depth)), accepted
+
+
+def counted(observed, gamma):
+    counters = SpeculationCounters()
+    for tested, accepted in observed:
+        counters.observe(
+            gamma=gamma, tested=tested, accepted=accepted, emitted=accepted + 1, draft_s=0.001, verify_s=0.01
+        )
+    return counters
+
+
+def test_counters_alpha_is_within_four_standard_errors():
+    observed = list(cycles([0.8] * 5, 2000))
+    counters = counted(observed, 5)
+    assert abs(counters.alpha - 0.8) < 4 * alpha_standard_error(0.8, 5, 2000)
+    # The estimators one must not use are far away.
+    assert sum(a / v for v, a in observed) / 2000 == pytest.approx(0.635, abs=0.02)
+    assert sum(a / 5 for _, a in observed) / 2000 == pytest.approx(0.538, abs=0.02)
+    assert counters.acceptance_rate == pytest.approx(0.538, abs=0.02)
+    assert counters.tokens_per_cycle == pytest.approx(expected_tokens(0.8, 5), abs=0.2)
+
+
+def test_counters_small_example_by_hand():
+    counters = SpeculationCounters()
+    rows = [(4, 4, 4, 5), (4, 3, 2, 3), (0, 0, 0, 1), (2, 1, 0, 1), (4, 4, 4, 2)]
+    for gamma, tested, accepted, emitted in rows:
+        counters.observe(
+            gamma=gamma, tested=tested, accepted=accepted, emitted=emitted, draft_s=0.5, verify_s=2.0
+        )
+    assert (counters.cycles, counters.drafted, counters.tested) == (5, 14, 12)
+    assert counters.alpha == 10 / 12
+    assert counters.acceptance_rate == 10 / 14
+    assert counters.gamma_mean == 14 / 5
+    summary = counters.summary(total_s=20.0, plain_cycle_s=4.0)
+    assert summary.accepted_lengths == (2, 0, 1, 0, 2)
+    assert summary.tokens_per_cycle == 12 / 5
+    assert (summary.draft_ms, summary.verify_ms, summary.other_ms) == (2500.0, 10_000.0, 7500.0)
+    assert summary.total_ms == 20_000.0
+    assert summary.speedup_estimate == 12 * 4.0 / 20.0
+
+
+def test_counters_without_cycles_have_no_ratios():
+    summary = SpeculationCounters().summary(total_s=0.0, plain_cycle_s=1.0)
+    assert (summary.alpha, summary.acceptance_rate, summary.speedup_estimate) == (None, None, None)
+    assert (summary.cycles, summary.tokens_per_cycle, summary.gamma_mean) == (0, 0.0, 0.0)
+    assert summary.accepted_lengths == ()
+
+
+def test_counters_plain_cycles_test_nothing():
+    counters = counted([(0, 0)] * 3, 0)
+    assert counters.alpha is None
+    assert counters.summary(1.0).speedup_estimate is None
+    assert counters.summary(1.0).accepted_lengths == (3,)
+
+
+def test_counters_clock_jitter_gives_no_negative_time():
+    assert counted([(1, 1)], 1).summary(total_s=0.005).other_ms == 0.0
+
+
+def test_estimator_before_observation_is_the_prior():
+    estimator = AcceptanceEstimator(prior_alpha=0.6)
+    assert estimator.alpha == pytest.approx(0.6)
+    assert estimator.survival(3) == pytest.approx([0.6, 0.36, 0.216])
+    assert estimator.expected_tokens(3) == pytest.approx(expected_tokens(0.6, 3))
+    assert estimator.survival(0) == []
+
+
+def test_estimator_constant_alpha_is_found():
+    estimator = AcceptanceEstimator(decay=1.0)
+    for tested, accepted in cycles([0.8] * 5, 4000):
+        estimator.observe(tested, accepted)
+    assert estimator.alpha == pytest.approx(0.8, abs=0.015)
+    assert estimator.survival(5) == pytest.approx([0.8**j for j in range(1, 6)], abs=0.03)
+
+
+def test_estimator_alpha_that_falls_with_depth_is_followed():
+    falling = [0.9, 0.7, 0.5, 0.3]
+    estimator = AcceptanceEstimator(decay=1.0)
+    for tested, accepted in cycles(falling, 6000):
+        estimator.observe(tested, accepted)
+    expected = [0.9, 0.63, 0.315, 0.0945]
+    assert estimator.survival(4) == pytest.approx(expected, abs=0.02)
+    # One alpha for all depths is off by a tenth.
+    assert estimator.expected_tokens(4) == pytest.approx(1 + sum(expected), abs=0.05)
+    assert abs(expected_tokens(estimator.alpha, 4) - (1 + sum(expected))) > 0.2
+
+
+def test_estimator_untested_depths_follow_the_pooled_alpha():
+    estimator = AcceptanceEstimator(decay=1.0)
+    for _ in range(1000):
+        estimator.observe(2, 2)
+    survival = estimator.survival(8)
+    assert survival[7] > 0.95
+    assert survival == sorted(survival, reverse=True)
+
+
+def test_estimator_forgets_at_the_rate_of_its_decay():
+    estimator = AcceptanceEstimator(decay=0.9)
+    for _ in range(200):
+        estimator.observe(4, 4)
+    before = estimator.alpha
+    for _ in range(40):
+        estimator.observe(1, 0)
+    assert before > 0.9
+    assert estimator.alpha < 0.35
+
+
+def test_estimator_plain_cycles_change_nothing():
+    estimator = AcceptanceEstimator()
+    estimator.observe(3, 2)
+    before = estimator.survival(5)
+    for _ in range(100):
+        estimator.observe(0, 0)
+    assert estimator.survival(5) == before
+
+
+def test_estimator_survival_is_a_probability_after_anything():
+    rng, estimator = random.Random(3), AcceptanceEstimator()
+    for _ in range(500):
+        gamma = rng.randrange(0, 9)
+        accepted = rng.randint(0, gamma)
+        estimator.observe(min(accepted + 1, gamma), accepted)
+        survival = estimator.survival(10)
+        assert all(0 <= later <= earlier <= 1 for earlier, later in itertools.pairwise(survival))
