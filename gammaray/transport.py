@@ -16,7 +16,6 @@ import grpc
 
 from gammaray.errors import (
     CancelledError,
-    DeadlineExceededError,
     InvalidArgumentError,
     UnavailableError,
 )
@@ -124,16 +123,18 @@ class Transport:
                     started = True
                     yield message
                 return
+            except asyncio.CancelledError:
+                # Closing the channel ends its calls this way too, though nobody cancelled the task.
+                if self._closed:
+                    raise CancelledError("the client was closed") from None
+                raise
             except grpc.aio.AioRpcError as failure:
                 error = error_from_rpc(failure)
                 delay_s = self._retry.delay_s(attempt)
                 attempt += 1
-                if started or self._closed or not isinstance(error, _PASSING):
+                has_time = time.monotonic() + delay_s < deadline and attempt < self._retry.max_attempts
+                if started or self._closed or not isinstance(error, _PASSING) or not has_time:
                     raise error from failure
-                if attempt >= self._retry.max_attempts:
-                    raise error from failure
-                if time.monotonic() + delay_s >= deadline:
-                    raise DeadlineExceededError(f"gave up after {attempt} attempts: {error}") from failure
             finally:
                 call.cancel()
             await asyncio.sleep(delay_s)

@@ -1,0 +1,242 @@
+"""AsyncClient against a real gRPC server: streaming, completions, cancellation, deadlines, readiness."""
+
+import asyncio
+import time
+from contextlib import aclosing
+
+import pytest
+from sdk_helpers import (
+    NO_RETRY,
+    PROCESSES,
+    SUMMARY,
+    USAGE,
+    ScriptedService,
+    answer,
+    endless,
+    happens,
+    last,
+    piece,
+    serve,
+    silent,
+    token,
+)
+
+from gammaray import (
+    AsyncClient,
+    CancelledError,
+    DeadlineExceededError,
+    GenerationRequest,
+    InternalError,
+    InvalidArgumentError,
+    ProcessStatus,
+    SamplingParams,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from gammaray.convert import request_to_proto
+
+
+async def test_generate_several_chunks_yields_them_as_sent():
+    chunks = [piece("Hello"), piece(", "), last("world", token("world", logprob=-0.5))]
+    async with serve(ScriptedService(answer(*chunks))) as address, AsyncClient(address) as client:
+        assert [chunk async for chunk in client.generate("Hi")] == chunks
+
+
+async def test_generate_options_reach_the_server():
+    service = ScriptedService()
+    async with serve(service) as address, AsyncClient(address) as client:
+        stream = client.generate("Hi", max_tokens=5, temperature=0.5, seed=3, stop=["a", "b"], gamma=4)
+        async for _ in stream:
+            pass
+    sampling = SamplingParams(temperature=0.5, seed=3)
+    expected = request_to_proto(GenerationRequest("Hi", sampling=sampling, max_tokens=5, stop=("a", "b")))
+    expected.gamma.fixed = 4
+    assert service.requests == [expected]
+
+
+async def test_generate_whole_request_is_sent_as_it_is():
+    service = ScriptedService()
+    request = GenerationRequest((1, 2, 3), session_id="mine")
+    async with serve(service) as address, AsyncClient(address) as client:
+        await client.complete(request)
+    assert service.requests == [request_to_proto(request)]
+
+
+async def test_calls_carry_the_application_and_the_key():
+    service = ScriptedService()
+    async with serve(service) as address:
+        async with AsyncClient(address, api_key="secret") as client:
+            await client.complete("Hi")
+            await client.status()
+        async with AsyncClient(address) as client:
+            await client.status()
+    assert [call["application"] for call in service.metadata] == ["gammaray"] * 3
+    assert [call.get("authorization") for call in service.metadata] == ["Bearer secret"] * 2 + [None]
+
+
+async def test_complete_joins_text_and_tokens():
+    tokens = (token("Hello"), token(" world", token_id=8))
+    service = ScriptedService(answer(piece("Hello", tokens[0]), last(" world", tokens[1])))
+    async with serve(service) as address, AsyncClient(address) as client:
+        completion = await client.complete("Hi")
+    assert completion.text == "Hello world"
+    assert completion.tokens == tokens
+    assert (completion.finish_reason.value, completion.seed, completion.session_id) == ("stop", 9, "s1")
+    assert (completion.usage, completion.summary) == (USAGE, SUMMARY)
+
+
+@pytest.mark.parametrize("chunks", [(), (piece("cut"),)], ids=["empty", "cut"])
+async def test_generate_stream_without_an_end_raises(chunks):
+    async with serve(ScriptedService(answer(*chunks))) as address, AsyncClient(address) as client:
+        with pytest.raises(InternalError, match="finish reason"):
+            await client.complete("Hi")
+
+
+async def test_generate_message_above_grpcs_default_limit_arrives():
+    text = "x" * (5 * 2**20)
+    async with serve(ScriptedService(answer(last(text, token("x"))))) as address:
+        async with AsyncClient(address) as client:
+            assert (await client.complete("Hi")).text == text
+
+
+async def test_generate_bad_argument_raises_at_once_and_sends_nothing():
+    service = ScriptedService()
+    async with serve(service) as address, AsyncClient(address) as client:
+        with pytest.raises(InvalidArgumentError) as caught:
+            client.generate("Hi", temperature=-1)
+        with pytest.raises(InvalidArgumentError):
+            client.generate(GenerationRequest(""))
+    assert (caught.value.field, caught.value.got) == ("temperature", "-1")
+    assert service.requests == []
+
+
+async def test_generate_break_cancels_on_the_server():
+    service = ScriptedService(endless)
+    async with serve(service) as address, AsyncClient(address) as client:
+        async for _ in client.generate("Hi"):
+            break
+        assert await happens(service.cancelled)
+
+
+async def test_generate_closed_iterator_cancels_on_the_server():
+    service = ScriptedService(endless)
+    async with serve(service) as address, AsyncClient(address) as client:
+        async with aclosing(client.generate("Hi")) as chunks:
+            await anext(chunks)
+        assert await happens(service.cancelled)
+
+
+@pytest.mark.parametrize("behaviour", [endless, silent], ids=["between chunks", "before the first"])
+async def test_generate_cancelled_task_cancels_on_the_server(behaviour):
+    service = ScriptedService(behaviour)
+    async with serve(service) as address, AsyncClient(address) as client:
+        task = asyncio.create_task(client.complete("Hi"))
+        assert await happens(service.arrived)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await happens(service.cancelled)
+
+
+async def test_generate_closed_client_raises_cancelled():
+    service = ScriptedService(endless)
+    async with serve(service) as address:
+        client = AsyncClient(address)
+        chunks = client.generate("Hi")
+        await anext(chunks)
+        await client.close()
+        with pytest.raises(CancelledError):
+            async for _ in chunks:
+                pass
+
+
+async def test_call_after_close_raises():
+    client = AsyncClient("127.0.0.1:1")
+    await client.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        await client.status()
+
+
+@pytest.mark.parametrize("per_call", [True, False], ids=["of the call", "of the client"])
+async def test_generate_deadline_ends_the_call_on_both_sides(per_call):
+    service = ScriptedService(silent)
+    client_s, call_s = (600.0, 0.2) if per_call else (0.2, None)
+    async with serve(service) as address, AsyncClient(address, timeout_s=client_s) as client:
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceededError):
+            await client.complete("Hi", timeout_s=call_s)
+        assert 0.2 <= time.monotonic() - started < 5
+        assert await happens(service.cancelled)
+
+
+async def test_generate_several_at_once_do_not_mix():
+    async def echo(request, attempt):
+        for character in request.text:
+            yield piece(character)
+            await asyncio.sleep(0)
+        yield last("")
+
+    async with serve(ScriptedService(echo)) as address, AsyncClient(address) as client:
+        prompts = [f"prompt number {number}" for number in range(8)]
+        completions = await asyncio.gather(*map(client.complete, prompts))
+    assert [completion.text for completion in completions] == prompts
+
+
+async def test_status_returns_processes():
+    async with serve(ScriptedService()) as address, AsyncClient(address) as client:
+        assert await client.status() == PROCESSES
+
+
+async def test_wait_ready_cluster_that_starts_returns_when_a_target_is_healthy():
+    def starting(attempt):
+        if attempt == 0:
+            raise UnavailableError("no replica yet")
+        return [ProcessStatus("target", 1, "", "demo", attempt >= 2, 0)]
+
+    service = ScriptedService(status=starting)
+    async with serve(service) as address, AsyncClient(address, retry=NO_RETRY) as client:
+        processes = await client.wait_ready(10)
+    assert [process.healthy for process in processes] == [True]
+    assert service.num_status_calls == 3
+
+
+async def test_wait_ready_missing_role_times_out_and_names_it():
+    async with serve(ScriptedService()) as address, AsyncClient(address) as client:
+        with pytest.raises(DeadlineExceededError, match=r"not ready after 0\.3 s: no healthy draft"):
+            await client.wait_ready(0.3, roles=("target", "draft"))
+
+
+async def test_wait_ready_nobody_listening_times_out():
+    async with AsyncClient("127.0.0.1:1") as client:
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceededError, match="not ready"):
+            await client.wait_ready(0.3)
+        assert time.monotonic() - started < 3
+
+
+async def test_wait_ready_refused_key_raises_at_once():
+    def refuse_key(attempt):
+        raise UnauthenticatedError("no valid API key")
+
+    async with serve(ScriptedService(status=refuse_key)) as address, AsyncClient(address) as client:
+        with pytest.raises(UnauthenticatedError, match="no valid API key"):
+            await client.wait_ready(10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"address": "localhost"}, "address"),
+        ({"address": "http://localhost:9000"}, "address"),
+        ({"address": ""}, "address"),
+        ({"api_key": ""}, "api_key"),
+        ({"api_key": "a\nb"}, "api_key"),
+        ({"timeout_s": 0}, "timeout_s"),
+        ({"timeout_s": float("nan")}, "timeout_s"),
+        ({"timeout_s": "10"}, "timeout_s"),
+    ],
+)
+def test_client_bad_argument_raises(arguments, field):
+    with pytest.raises(InvalidArgumentError) as caught:
+        AsyncClient(**{"address": "127.0.0.1:9000", **arguments})
+    assert caught.value.field == field

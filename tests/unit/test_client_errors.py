@@ -1,0 +1,291 @@
+"""Each error of a server arrives as what it was, and only those that may pass are tried again."""
+
+import asyncio
+import socket
+import time
+
+import grpc
+import pytest
+from google.protobuf.any_pb2 import Any
+from google.rpc import error_details_pb2, status_pb2
+from sdk_helpers import (
+    FAST_RETRY,
+    NO_RETRY,
+    ScriptedService,
+    answer,
+    last,
+    piece,
+    refuse,
+    serve,
+)
+
+from gammaray import (
+    AsyncClient,
+    CancelledError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    GammarayError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    RetryPolicy,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from gammaray.rpc_errors import DETAILS_KEY, error_from_status, error_to_status
+from gammaray.v1 import generation_service_pb2 as pb
+from gammaray.v1.generation_service_pb2_grpc import GenerationServiceServicer
+
+ERRORS = [
+    InvalidArgumentError("sampling.top_p", 1.5, "a number in (0, 1]"),
+    InvalidArgumentError("prompt", "got x, allowed: y", "something else"),
+    InvalidArgumentError("prompt", "é" * 5000, "at most\n4096 tokens"),
+    NotFoundError("no model named x"),
+    UnauthenticatedError("no valid API key"),
+    ResourceExhaustedError("too many requests in flight", retry_after_s=2.25),
+    FailedPreconditionError("epoch 3 is stale"),
+    DeadlineExceededError("verification took longer than 60 s"),
+    UnavailableError("no target worker"),
+    CancelledError("the session was deleted"),
+    InternalError("internal error (ZeroDivisionError)"),
+]
+IDS = [f"{type(error).__name__}-{number}" for number, error in enumerate(ERRORS)]
+
+
+class RawFailure(GenerationServiceServicer):
+    """Ends every call with a status and trailing metadata of the test's choice."""
+
+    def __init__(self, code, details="", trailing=()):
+        self.failure = (code, details, trailing)
+
+    async def GetStatus(self, request, context):
+        await context.abort(*self.failure)
+
+    async def Generate(self, request, context):
+        yield pb.GenerateResponse()
+
+
+async def failed_status(code, details="", trailing=()):
+    async with serve(RawFailure(code, details, trailing)) as address:
+        async with AsyncClient(address, retry=NO_RETRY) as client:
+            with pytest.raises(GammarayError) as caught:
+                await client.status()
+    return caught.value
+
+
+def invalid_argument(*violations):
+    status = status_pb2.Status(code=3, message="bad")
+    detail = Any()
+    detail.Pack(error_details_pb2.BadRequest(field_violations=violations))
+    status.details.append(detail)
+    return status
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=IDS)
+async def test_error_of_each_class_arrives_as_it_was_raised(error):
+    async with serve(ScriptedService(refuse(error))) as address:
+        async with AsyncClient(address, retry=NO_RETRY) as client:
+            with pytest.raises(GammarayError) as caught:
+                await client.complete("Hi")
+    assert type(caught.value) is type(error)
+    assert str(caught.value) == str(error)
+    assert vars(caught.value) == vars(error)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=IDS)
+async def test_error_of_each_class_after_a_chunk_arrives_too(error):
+    async with serve(ScriptedService(refuse(error, piece("first")))) as address:
+        async with AsyncClient(address, retry=FAST_RETRY) as client:
+            chunks = client.generate("Hi")
+            assert (await anext(chunks)).text == "first"
+            with pytest.raises(type(error)) as caught:
+                await anext(chunks)
+    assert str(caught.value) == str(error)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=IDS)
+def test_error_status_there_and_back_changes_nothing(error):
+    again = error_from_status(error_to_status(error))
+    assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
+
+
+async def test_error_plain_invalid_argument_keeps_the_message():
+    error = await failed_status(grpc.StatusCode.INVALID_ARGUMENT, "top_p is silly")
+    assert isinstance(error, InvalidArgumentError)
+    assert (error.field, error.got) == ("request", "top_p is silly")
+
+
+async def test_error_plain_resource_exhausted_has_a_default_delay():
+    error = await failed_status(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+    assert isinstance(error, ResourceExhaustedError)
+    assert (str(error), error.retry_after_s) == ("full", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("code", "cls"),
+    [(error.status, type(error)) for error in ERRORS[3:]],
+    ids=lambda value: getattr(value, "name", None),
+)
+async def test_error_plain_status_maps_to_its_class(code, cls):
+    error = await failed_status(code, "why")
+    assert type(error) is cls
+    assert str(error) == "why"
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.DATA_LOSS])
+async def test_error_status_without_a_class_names_its_code(code):
+    error = await failed_status(code, "why")
+    assert type(error) is GammarayError
+    assert str(error) == f"{code.name}: why"
+
+
+async def test_error_without_a_message_still_says_something():
+    error = await failed_status(grpc.StatusCode.NOT_FOUND)
+    assert str(error) == "the server ended the call with NOT_FOUND and no message"
+
+
+async def test_error_method_that_the_server_lacks_is_told():
+    class Old(GenerationServiceServicer):
+        pass
+
+    async with serve(Old()) as address, AsyncClient(address) as client:
+        with pytest.raises(GammarayError, match="UNIMPLEMENTED"):
+            await client.status()
+
+
+@pytest.mark.parametrize(
+    "trailer",
+    [
+        b"\xff\xff\xff",
+        error_to_status(UnavailableError("another")).SerializeToString(),
+        status_pb2.Status(
+            code=5,
+            message="why",
+            details=[Any(type_url="type.googleapis.com/google.rpc.BadRequest", value=b"\xff")],
+        ).SerializeToString(),
+    ],
+    ids=["no status", "contradicts the code", "malformed detail"],
+)
+async def test_error_malformed_details_fall_back_to_the_plain_status(trailer):
+    error = await failed_status(grpc.StatusCode.NOT_FOUND, "why", ((DETAILS_KEY, trailer),))
+    assert type(error) is NotFoundError
+    assert str(error) == "why"
+
+
+@pytest.mark.parametrize(
+    ("violations", "field", "got"),
+    [
+        ([], "request", "bad"),
+        ([{"field": "stop", "description": "is odd"}], "stop", "is odd"),
+        ([{"field": "stop"}], "stop", "bad"),
+        ([{"field": "stop", "description": "got 3, allowed: 4"}], "stop", "3"),
+    ],
+    ids=["none", "free words", "no words", "ours"],
+)
+def test_error_bad_request_of_any_form_is_rebuilt(violations, field, got):
+    error = error_from_status(
+        invalid_argument(*(error_details_pb2.BadRequest.FieldViolation(**v) for v in violations))
+    )
+    assert isinstance(error, InvalidArgumentError)
+    assert (error.field, error.got) == (field, got)
+
+
+@pytest.mark.parametrize("error", [UnavailableError("busy"), CancelledError("replica died")])
+async def test_retry_failure_before_the_first_chunk_is_tried_again(error):
+    async def third_time_lucky(request, attempt):
+        if attempt < 2:
+            raise error
+        yield last("done")
+
+    service = ScriptedService(third_time_lucky)
+    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
+        completion = await client.complete("Hi", seed=4)
+    assert completion.text == "done"
+    assert len(service.requests) == 3
+    assert service.requests[0] == service.requests[2]
+
+
+@pytest.mark.parametrize("error", [UnavailableError("gone"), CancelledError("gone")])
+async def test_retry_failure_after_the_first_chunk_is_raised(error):
+    service = ScriptedService(refuse(error, piece("first")))
+    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
+        with pytest.raises(type(error)):
+            await client.complete("Hi")
+    assert len(service.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [error for error in ERRORS if not isinstance(error, (UnavailableError, CancelledError))],
+    ids=lambda error: type(error).__name__,
+)
+async def test_retry_other_failures_are_raised_at_once(error):
+    service = ScriptedService(refuse(error))
+    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
+        with pytest.raises(type(error)):
+            await client.complete("Hi")
+    assert len(service.requests) == 1
+
+
+async def test_retry_ends_after_max_attempts():
+    service = ScriptedService(refuse(UnavailableError("busy")))
+    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
+        with pytest.raises(UnavailableError, match="busy"):
+            await client.complete("Hi")
+    assert len(service.requests) == FAST_RETRY.max_attempts
+
+
+async def test_retry_ends_before_the_deadline_would_pass():
+    service = ScriptedService(refuse(UnavailableError("busy")))
+    patient = RetryPolicy(max_attempts=100, initial_delay_s=5, max_delay_s=5)
+    async with serve(service) as address, AsyncClient(address, retry=patient) as client:
+        started = time.monotonic()
+        with pytest.raises(UnavailableError, match="busy"):
+            await client.complete("Hi", timeout_s=1)
+        assert time.monotonic() - started < 1
+    assert len(service.requests) == 1
+
+
+async def test_retry_status_is_tried_again_too():
+    def second_time_lucky(attempt):
+        if attempt == 0:
+            raise UnavailableError("busy")
+        return []
+
+    async with serve(ScriptedService(status=second_time_lucky)) as address:
+        async with AsyncClient(address, retry=FAST_RETRY) as client:
+            assert await client.status() == []
+
+
+async def test_retry_reaches_a_server_that_starts_late():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    policy = RetryPolicy(max_attempts=50, initial_delay_s=0.1, max_delay_s=0.1)
+    async with AsyncClient(f"127.0.0.1:{port}", retry=policy) as client:
+        task = asyncio.create_task(client.complete("Hi"))
+        await asyncio.sleep(0.3)
+        assert not task.done()
+        async with serve(ScriptedService(answer(last("late"))), port):
+            assert (await task).text == "late"
+
+
+async def test_retry_nobody_listening_raises_unavailable():
+    async with AsyncClient("127.0.0.1:1", retry=FAST_RETRY) as client:
+        with pytest.raises(UnavailableError, match="refused"):
+            await client.status()
+
+
+def test_retry_policy_delays_grow_up_to_the_bound():
+    policy = RetryPolicy(initial_delay_s=1, max_delay_s=4)
+    for attempt, bound in enumerate([1, 2, 4, 4]):
+        delays = [policy.delay_s(attempt) for _ in range(20)]
+        assert bound / 2 <= min(delays) <= max(delays) <= bound
+        assert len(set(delays)) > 1
+
+
+def test_retry_policy_without_attempts_raises():
+    with pytest.raises(InvalidArgumentError) as caught:
+        RetryPolicy(max_attempts=0)
+    assert caught.value.field == "max_attempts"

@@ -1,0 +1,158 @@
+"""The blocking client: the same answers from plain code, from threads and from inside a running loop."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from sdk_helpers import (
+    FAST_RETRY,
+    NO_RETRY,
+    PROCESSES,
+    WAIT_S,
+    ScriptedService,
+    answer,
+    endless,
+    last,
+    piece,
+    refuse,
+    serve_in_thread,
+    silent,
+)
+
+from gammaray import (
+    CancelledError,
+    Client,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+
+
+def test_sync_generate_yields_chunks():
+    chunks = [piece("a"), piece("b"), last("c")]
+    with serve_in_thread(ScriptedService(answer(*chunks))) as address, Client(address) as client:
+        assert list(client.generate("Hi", seed=1)) == chunks
+
+
+def test_sync_complete_status_and_wait_ready_answer():
+    service = ScriptedService(answer(piece("a"), last("b")))
+    with serve_in_thread(service) as address, Client(address, api_key="secret") as client:
+        assert client.complete("Hi", gamma=0).text == "ab"
+        assert client.status() == PROCESSES
+        assert client.wait_ready(5) == PROCESSES
+    assert service.requests[0].gamma.fixed == 0
+    assert service.metadata[0]["authorization"] == "Bearer secret"
+
+
+async def test_sync_client_inside_a_running_loop_answers():
+    with serve_in_thread(ScriptedService(answer(piece("a"), last("b")))) as address:
+        with Client(address) as client:
+            assert asyncio.get_running_loop().is_running()
+            assert client.complete("Hi").text == "ab"
+            assert [chunk.text for chunk in client.generate("Hi")] == ["a", "b"]
+
+
+def test_sync_generate_break_cancels_on_the_server():
+    service = ScriptedService(endless)
+    with serve_in_thread(service) as address, Client(address) as client:
+        for _ in client.generate("Hi"):
+            break
+        assert service.cancelled.wait(WAIT_S)
+
+
+def test_sync_close_ends_a_stream_that_runs():
+    service = ScriptedService(endless)
+    with serve_in_thread(service) as address:
+        client = Client(address)
+        chunks = client.generate("Hi")
+        next(chunks)
+        client.close()
+        assert service.cancelled.wait(WAIT_S)
+        with pytest.raises(RuntimeError, match="closed"):
+            next(chunks)
+
+
+def test_sync_close_from_another_thread_wakes_the_one_that_waits():
+    service = ScriptedService(silent)
+    with serve_in_thread(service) as address, ThreadPoolExecutor(1) as pool:
+        client = Client(address)
+        waiting = pool.submit(client.complete, "Hi")
+        assert service.arrived.wait(WAIT_S)
+        client.close()
+        with pytest.raises(CancelledError):
+            waiting.result(WAIT_S)
+
+
+def test_sync_errors_are_those_of_the_async_client():
+    service = ScriptedService(refuse(ResourceExhaustedError("full", 3.0)))
+    with serve_in_thread(service) as address, Client(address, retry=NO_RETRY) as client:
+        with pytest.raises(ResourceExhaustedError) as caught:
+            client.complete("Hi")
+        with pytest.raises(InvalidArgumentError):
+            client.generate("")
+    assert caught.value.retry_after_s == 3.0
+
+
+def test_sync_deadline_passes():
+    with serve_in_thread(ScriptedService(silent)) as address, Client(address) as client:
+        with pytest.raises(DeadlineExceededError):
+            client.complete("Hi", timeout_s=0.2)
+
+
+def test_sync_nobody_listening_raises_unavailable():
+    with Client("127.0.0.1:1", retry=FAST_RETRY) as client, pytest.raises(UnavailableError):
+        client.status()
+
+
+def test_sync_client_is_shared_by_threads():
+    async def echo(request, attempt):
+        for character in request.text:
+            yield piece(character)
+        yield last("")
+
+    prompts = [f"prompt {number}" for number in range(12)]
+    with serve_in_thread(ScriptedService(echo)) as address, Client(address) as client:
+        with ThreadPoolExecutor(4) as pool:
+            completions = list(pool.map(client.complete, prompts))
+    assert [completion.text for completion in completions] == prompts
+
+
+def test_sync_close_twice_is_fine_and_ends_the_thread():
+    before = threading.active_count()
+    client = Client("127.0.0.1:1")
+    client.close()
+    client.close()
+    assert threading.active_count() == before
+    with pytest.raises(RuntimeError, match="closed"):
+        client.status()
+
+
+def test_sync_bad_address_starts_no_thread():
+    before = threading.active_count()
+    with pytest.raises(InvalidArgumentError):
+        Client("nowhere")
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("behaviour", [endless, silent], ids=["between chunks", "before the first"])
+def test_sync_interrupt_cancels_on_the_server_and_raises(behaviour):
+    service = ScriptedService(behaviour)
+    script = "import gammaray, sys; [chunk for chunk in gammaray.Client(sys.argv[1]).generate('Hi')]"
+    with serve_in_thread(service) as address:
+        process = subprocess.Popen([sys.executable, "-c", script, address], stderr=subprocess.PIPE, text=True)
+        try:
+            assert service.arrived.wait(WAIT_S)
+            os.kill(process.pid, signal.SIGINT)
+            _, stderr = process.communicate(timeout=WAIT_S)
+        finally:
+            process.kill()
+        assert service.cancelled.wait(WAIT_S)
+    assert process.returncode == -signal.SIGINT
+    assert stderr.rstrip().endswith("KeyboardInterrupt")
+    assert "RuntimeError" not in stderr
