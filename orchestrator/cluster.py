@@ -16,7 +16,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -35,7 +35,7 @@ __all__ = ["main"]
 
 HOST = "127.0.0.1"
 _WORKER_BUILDERS = {"target": "services.app:build_target", "draft": "services.app:build_draft"}
-_ORCHESTRATOR = "orchestrator"
+_APPLICATION = "gammaray"  # clients name it in their metadata
 _POLL_S = 0.1
 _ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)\b")
 
@@ -105,6 +105,7 @@ def _ray(settings: ClusterSettings, directory: Path) -> Iterator[None]:
 
     from orchestrator.app import GRPC_SERVICERS
 
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
         ray.init(
             address="local",
@@ -125,9 +126,11 @@ def _ray(settings: ClusterSettings, directory: Path) -> Iterator[None]:
         )
         yield
     finally:
-        if ray.is_initialized():
-            serve.shutdown()  # type: ignore[no-untyped-call]
-            ray.shutdown()
+        # Ray tells of the actors that it was just asked to end.
+        with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+            if ray.is_initialized():
+                serve.shutdown()  # type: ignore[no-untyped-call]
+                ray.shutdown()
 
 
 def _deploy(settings: ClusterSettings, redis_url: str) -> None:
@@ -139,11 +142,15 @@ def _deploy(settings: ClusterSettings, redis_url: str) -> None:
     shared = {"redis_url": redis_url, "device": settings.device}
     target = {**shared, "model": settings.target, "deterministic": settings.deterministic}
     draft = {**shared, "model": settings.draft}
-    targets = [serve.RunTarget(_build("target", target, settings.target_workers), "target", None)]
+    targets = [
+        serve.RunTarget(_build("target", target, settings.target_workers), f"{_APPLICATION}-target", None)
+    ]
     if settings.draft_workers:
-        targets.append(serve.RunTarget(_build("draft", draft, settings.draft_workers), "draft", None))
+        targets.append(
+            serve.RunTarget(_build("draft", draft, settings.draft_workers), f"{_APPLICATION}-draft", None)
+        )
     orchestrator = {"redis_url": redis_url, "model": settings.target}
-    targets.append(serve.RunTarget(build(orchestrator, settings.orchestrators), _ORCHESTRATOR, "/"))
+    targets.append(serve.RunTarget(build(orchestrator, settings.orchestrators), _APPLICATION, "/"))
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
