@@ -140,11 +140,9 @@ def test_processing_greedy_ties_take_lowest_id():
 
 def test_processing_top_p_keeps_the_token_that_crosses():
     logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
-    for top_p, kept in ((0.5, 1), (0.51, 2), (0.8, 2), (0.81, 3)):
+    for top_p, kept in ((0.5, 1), (0.51, 2), (0.79, 2), (0.81, 3)):
         rows = process(logits, SamplingParams(top_p=top_p), Proposal(), output=())
-        # .5 + .3 is not exactly .8 in float32, so the oracle's answer is asked for where it is clear.
-        if top_p != 0.8:
-            assert int(rows.isfinite().sum()) == kept
+        assert int(rows.isfinite().sum()) == kept
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 6.0], ids=["wide", "medium", "narrow"])

@@ -1,0 +1,175 @@
+"""The draft's draws: exact quantised laws, the shared race, and confidences that mean something."""
+
+import math
+import random
+from fractions import Fraction
+
+import pytest
+import torch
+from maths_helpers import drawn_tokens
+
+from gammaray.types import SparseDistribution, VerificationMethod
+from services.draft.sampling import RACE_TEMPERATURE, propose_token, quantise, sample_sparse
+from services.engine.noise import Noise
+
+COUPLED, REJECTION, NAIVE = VerificationMethod
+VOCAB = 50
+
+
+def row(seed=0, vocab_size=VOCAB):
+    return (2 * torch.randn(vocab_size, generator=torch.manual_seed(seed))).log_softmax(-1)
+
+
+def oracle_quantise(probs, top_k, bits):
+    """Largest remainder in exact rational arithmetic."""
+    order = sorted(range(len(probs)), key=lambda v: (-probs[v], v))[:top_k]
+    total = sum(Fraction(probs[v]) for v in order)
+    shares = {v: Fraction(probs[v]) * 2**bits / total for v in sorted(order)}
+    weights = {v: math.floor(share) for v, share in shares.items()}
+    by_remainder = sorted(shares, key=lambda v: (weights[v] - shares[v], v))
+    for v in by_remainder[: 2**bits - sum(weights.values())]:
+        weights[v] += 1
+    return {v: w for v, w in weights.items() if w > 0}
+
+
+@pytest.mark.parametrize("bits", [1, 4, 12, 24])
+@pytest.mark.parametrize("top_k", [1, 5, 50, 4096])
+def test_quantise_equals_rational_oracle(top_k, bits):
+    for seed in range(10):
+        probs = row(seed).double().exp()
+        law = quantise(probs, top_k, bits)
+        assert dict(zip(law.token_ids, law.weights, strict=True)) == oracle_quantise(
+            probs.tolist(), top_k, bits
+        )
+        assert sum(law.weights) == 1 << bits
+        assert law.weight_bits == bits
+
+
+@pytest.mark.parametrize(
+    ("probs", "top_k", "bits", "expected"),
+    [
+        ([0.25, 0.25, 0.25, 0.25], 2, 4, {0: 8, 1: 8}),
+        ([0.1, 0.3, 0.3, 0.3], 2, 3, {1: 4, 2: 4}),
+        ([1 / 3, 1 / 3, 1 / 3], 3, 4, {0: 6, 1: 5, 2: 5}),
+        ([0.0, 0.5, 0.0, 0.5], 4, 2, {1: 2, 3: 2}),
+        ([0.0, 0.0, 1.0, 0.0], 3, 24, {2: 1 << 24}),
+        ([0.97, 0.01, 0.01, 0.01], 4, 2, {0: 4}),
+        ([2.0, 6.0], 2, 4, {0: 4, 1: 12}),
+    ],
+    ids=["ties", "ties_below_the_top", "remainder_ties", "zeros", "certain", "dropped", "unnormalised"],
+)
+def test_quantise_edge_cases(probs, top_k, bits, expected):
+    law = quantise(torch.tensor(probs, dtype=torch.float64), top_k, bits)
+    assert dict(zip(law.token_ids, law.weights, strict=True)) == expected
+
+
+def test_quantise_loss_of_acceptance_is_bounded():
+    """alpha(p, q) - alpha(p, quantised q) is at most the tail's mass plus K / 2^(b + 2)."""
+    for seed in range(30):
+        target, draft = row(seed).double().exp(), row(seed + 1).double().exp()
+        for top_k, bits in ((4, 4), (16, 8), (32, 12)):
+            law = quantise(draft, top_k, bits)
+            shipped = torch.zeros(VOCAB, dtype=torch.float64)
+            shipped[list(law.token_ids)] = torch.tensor(law.weights).double() / 2**bits
+            tail = 1 - float(draft.topk(top_k).values.sum())
+            loss = float(torch.minimum(target, draft).sum() - torch.minimum(target, shipped).sum())
+            assert loss <= tail + top_k / 2 ** (bits + 2) + 1e-6
+
+
+def test_sample_sparse_every_integer_gives_exactly_the_law():
+    law = SparseDistribution((3, 9, 4), (5, 1, 10), 4)
+    assert drawn_tokens(law) == {3: 5 / 16, 9: 1 / 16, 4: 10 / 16}
+    assert [sample_sparse(law, bits) for bits in (0, 4, 5, 6, 15)] == [3, 3, 9, 4, 4]
+
+
+def test_propose_rejection_draws_from_what_it_ships():
+    noise, log_probs = Noise(5, 0, VOCAB), row()
+    for base in range(50):
+        token_id, law, _ = propose_token(REJECTION, log_probs, noise, base, 80, 8, 10)
+        assert law == quantise(log_probs.double().exp(), 8, 10)
+        assert token_id == sample_sparse(law, noise.draft_bits(base, 80, 10))
+
+
+def test_propose_coupled_is_the_race_with_the_shared_noise():
+    noise = Noise(5, 0, VOCAB)
+    for position in range(100):
+        log_probs = row(position)
+        token_id, law, confidence = propose_token(COUPLED, log_probs, noise, 0, position, 8, 10)
+        scores = log_probs + noise.gumbel(position, 1)[0]
+        assert law is None
+        assert token_id == int(scores.argmax())
+        assert confidence == pytest.approx(float((scores / RACE_TEMPERATURE).softmax(-1)[token_id]))
+
+
+def test_propose_naive_follows_the_draft_and_not_the_shared_noise():
+    noise, log_probs = Noise(5, 0, VOCAB), row()
+    drawn = [propose_token(NAIVE, log_probs, noise, base, 7, 8, 10) for base in range(4000)]
+    counts = torch.tensor([token_id for token_id, _, _ in drawn]).bincount(minlength=VOCAB)
+    expected = 4000 * log_probs.double().exp()
+    assert float(((counts - expected) ** 2 / expected).sum()) < 85.4  # 49 degrees of freedom, p = .001
+    assert all(
+        confidence == pytest.approx(float(log_probs[token_id].exp())) for token_id, _, confidence in drawn
+    )
+
+
+def test_propose_naive_never_draws_a_zero():
+    noise, log_probs = Noise(5, 0, VOCAB), row()
+    log_probs[::2] = -math.inf
+    log_probs = log_probs.log_softmax(-1)
+    drawn = {propose_token(NAIVE, log_probs, noise, base, 7, 8, 10)[0] for base in range(500)}
+    assert all(token_id % 2 for token_id in drawn)
+
+
+@pytest.mark.parametrize("method", list(VerificationMethod))
+def test_propose_greedy_takes_raw_logits(method):
+    logits = torch.tensor([0.0, 3.0, 3.0, -1.0])
+    token_id, law, confidence = propose_token(method, logits, None, 0, 0, 8, 10)
+    assert (token_id, law) == (1, None)
+    assert confidence == pytest.approx(float(logits.softmax(-1)[1]))
+
+
+@pytest.mark.parametrize("method", list(VerificationMethod))
+def test_propose_without_confidence_chooses_the_same(method):
+    for noise in (None, Noise(5, 0, VOCAB)):
+        with_confidence = propose_token(method, row(), noise, 3, 4, 8, 10)
+        without = propose_token(method, row(), noise, 3, 4, 8, 10, want_confidence=False)
+        assert without == (*with_confidence[:2], 1.0)
+
+
+@pytest.mark.parametrize("method", list(VerificationMethod))
+def test_propose_certain_token_has_confidence_one(method):
+    log_probs = torch.full((VOCAB,), -math.inf)
+    log_probs[6] = 0.0
+    for noise in (None, Noise(5, 0, VOCAB)):
+        token_id, _, confidence = propose_token(method, log_probs, noise, 3, 4, 8, 10)
+        assert (token_id, confidence) == (6, 1.0)
+
+
+def test_propose_confidence_is_a_probability():
+    rng, noise = random.Random(1), Noise(5, 0, VOCAB)
+    for method in VerificationMethod:
+        for case in range(100):
+            log_probs = (rng.choice((0.01, 1, 30)) * row(case)).log_softmax(-1)
+            assert 0 <= propose_token(method, log_probs, noise, 3, case, 8, 10)[2] <= 1
+
+
+def test_propose_coupled_confidence_predicts_the_match():
+    """At a total variation near .3 the match rate rises with confidence and stays near it."""
+    torch.manual_seed(2)
+    vocab_size, count = 300, 3000
+    noise, bins = Noise(9, 0, vocab_size), {low: [] for low in (0.0, 0.5, 0.8)}
+    target = (2.2 * torch.randn(count, vocab_size)).log_softmax(-1)
+    draft = (target + 0.8 * torch.randn(count, vocab_size)).log_softmax(-1)
+    overlap = float(torch.minimum(target.exp(), draft.exp()).sum(-1).mean())
+    assert overlap == pytest.approx(0.7, abs=0.03)
+    for position in range(count):
+        token_id, _, confidence = propose_token(COUPLED, draft[position], noise, 0, position, 8, 10)
+        matched = token_id == int((target[position] + noise.gumbel(position, 1)[0]).argmax())
+        bins[max(low for low in bins if low <= confidence)].append((confidence, matched))
+    rates = []
+    for pairs in bins.values():
+        told, matched = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
+        assert len(pairs) > 200
+        assert told == pytest.approx(matched, abs=0.15)
+        rates.append(matched)
+    assert rates[0] + 0.15 < rates[1] < rates[2] - 0.15
