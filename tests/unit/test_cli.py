@@ -1,0 +1,325 @@
+"""The `gammaray` command against a scripted server: what it prints, and how it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from sdk_helpers import (
+    WAIT_S,
+    ScriptedService,
+    answer,
+    endless,
+    last,
+    piece,
+    refuse,
+    serve_in_thread,
+    token,
+)
+
+import gammaray
+from gammaray import (
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    TokenOrigin,
+    TopLogprob,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from gammaray.cli import main
+
+ROOT = Path(gammaray.__file__).parents[1]
+GREEN, RED, CYAN, RESET = "\x1b[32m", "\x1b[31m", "\x1b[36m", "\x1b[0m"
+SMILE = "🙂".encode()
+STORY = (
+    piece("one", token("one", TokenOrigin.ACCEPTED, 1), token(SMILE[:2], TokenOrigin.CORRECTION, 2)),
+    last("🙂 two", token(SMILE[2:], TokenOrigin.BONUS, 3), token(" two", TokenOrigin.ACCEPTED, 4)),
+)
+
+
+def invoke(*arguments, **options):
+    return CliRunner().invoke(main, [*map(str, arguments)], prog_name="gammaray", **options)
+
+
+@pytest.fixture
+def story():
+    service = ScriptedService(answer(*STORY))
+    with serve_in_thread(service) as address:
+        yield service, address
+
+
+def test_generate_streams_text_on_stdout_and_summary_on_stderr(story):
+    _, address = story
+    result = invoke("generate", "Hi", "-a", address)
+    assert result.exit_code == 0
+    assert result.stdout == "one🙂 two\n"
+    flat = " ".join(result.stderr.split())
+    for words in (
+        "6 tokens in 0.05 s: 120.0 tokens/s",
+        "finished by stop, seed 9",
+        "alpha 0.75, 2.00 tokens per cycle over 3 cycles, gamma 2.50 on average",
+        "speedup over plain decoding 1.50x (estimated)",
+        "draft 10 ms (20%), verify 30 ms (60%), other 10 ms (20%)",
+        "accepted tokens per cycle:",
+    ):
+        assert words in flat
+
+
+def test_generate_color_shows_origins_and_a_legend(story):
+    _, address = story
+    result = invoke("generate", "Hi", "-a", address, "--color", env={"TERM": "xterm", "NO_COLOR": None})
+    assert result.stdout == f"{GREEN}one{RESET}{CYAN}🙂{RESET}{GREEN} two{RESET}\n"
+    for origin in TokenOrigin:
+        assert origin.value in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [(), ("--no-color",)], ids=["no terminal", "no color"])
+def test_generate_without_color_writes_no_escape_sequence(story, arguments):
+    _, address = story
+    result = invoke("generate", "Hi", "-a", address, *arguments)
+    assert "\x1b" not in result.output
+
+
+def test_generate_json_is_one_object(story):
+    _, address = story
+    result = invoke("generate", "Hi", "-a", address, "--json")
+    assert result.stderr == ""
+    assert json.loads(result.stdout) == {
+        "text": "one🙂 two",
+        "finish_reason": "stop",
+        "seed": 9,
+        "usage": {
+            "prompt_tokens": 4,
+            "completion_tokens": 6,
+            "accepted_prediction_tokens": 3,
+            "rejected_prediction_tokens": 1,
+        },
+        "gammaray": {
+            "session_id": "s1",
+            "cycles": 3,
+            "tokens_per_cycle": 2.0,
+            "alpha": 0.75,
+            "acceptance_rate": 0.5,
+            "accepted_lengths": [1, 1, 1],
+            "gamma_mean": 2.5,
+            "origins": ["accepted", "correction", "bonus", "accepted"],
+            "token_ids": [1, 2, 3, 4],
+            "time_ms": {"draft": 10.0, "verify": 30.0, "other": 10.0, "total": 50.0},
+            "speedup_estimate": 1.5,
+        },
+    }
+
+
+def test_generate_json_logprobs_come_when_asked_for():
+    scored = token("a", logprob=-0.5, top_logprobs=(TopLogprob(7, -0.5), TopLogprob(8, -1.0)))
+    with serve_in_thread(ScriptedService(answer(last("a", scored)))) as address:
+        result = invoke("generate", "Hi", "-a", address, "--json", "--logprobs", 2)
+    assert json.loads(result.stdout)["logprobs"] == [
+        {
+            "token_id": 7,
+            "logprob": -0.5,
+            "top": [{"token_id": 7, "logprob": -0.5}, {"token_id": 8, "logprob": -1.0}],
+        }
+    ]
+
+
+def test_generate_options_reach_the_server(story):
+    service, address = story
+    arguments = "--max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.1 --seed 3 --gamma 4"
+    more = "--verification rejection --drafter none --session-id mine --ignore-eos --presence-penalty -1"
+    result = invoke("generate", "Hi", "-a", address, *arguments.split(), *more.split(), "--stop", "a b")
+    assert result.exit_code == 0, result.output
+    request, sampling = service.requests[0], service.requests[0].sampling
+    assert (request.text, request.max_tokens, list(request.stop)) == ("Hi", 5, ["a b"])
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 40, 0.1)
+    assert (sampling.seed, sampling.presence_penalty, request.gamma.fixed) == (3, -1, 4)
+    assert (request.verification, request.drafter) == (2, 2)
+    assert (request.session_id, request.ignore_eos) == ("mine", True)
+
+
+def test_generate_defaults_let_the_server_choose(story):
+    service, address = story
+    invoke("generate", "Hi", "-a", address)
+    request = service.requests[0]
+    assert request.gamma.adaptive
+    assert not request.sampling.HasField("seed")
+    assert request.max_tokens == 128
+
+
+def test_generate_dash_reads_stdin(story):
+    service, address = story
+    invoke("generate", "-", "-a", address, input="from\nstdin 🙂".encode())
+    assert service.requests[0].text == "from\nstdin 🙂"
+
+
+def test_address_and_key_come_from_the_environment(story):
+    service, address = story
+    result = invoke("status", env={"GAMMARAY_ADDRESS": address, "GAMMARAY_API_KEY": "secret"})
+    assert result.exit_code == 0
+    assert service.metadata[0]["authorization"] == "Bearer secret"
+
+
+def test_generate_control_characters_never_reach_a_terminal():
+    evil = last("a\x1b[2Jb", token("a\x1b[2Jb"))
+    with serve_in_thread(ScriptedService(answer(evil))) as address:
+        result = invoke("generate", "Hi", "-a", address, "--color", env={"TERM": "xterm", "NO_COLOR": None})
+    assert "\x1b[2J" not in result.stdout
+
+
+def test_status_json_has_the_documented_shape(story):
+    _, address = story
+    result = invoke("status", "--json", "-a", address)
+    assert result.exit_code == 0
+    first, *others = json.loads(result.stdout)["processes"]
+    assert first == {
+        "role": "orchestrator",
+        "pid": 11,
+        "address": "127.0.0.1:1",
+        "model": "demo",
+        "healthy": True,
+        "sessions": 2,
+    }
+    assert [other["role"] for other in others] == ["target", "draft"]
+    assert json.loads(result.stdout).keys() == {"processes"}
+
+
+def test_status_table_lists_every_process(story):
+    _, address = story
+    lines = invoke("status", "-a", address).stdout.splitlines()
+    assert lines[0].split() == ["ROLE", "PID", "ADDRESS", "MODEL", "HEALTHY", "SESSIONS"]
+    assert lines[1].split() == ["orchestrator", "11", "127.0.0.1:1", "demo", "yes", "2"]
+    assert lines[3].split() == ["draft", "13", "127.0.0.1:3", "demo", "no", "0"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidArgumentError("prompt", "9999 tokens", "at most 512"), 2),
+        (UnavailableError("no target worker"), 3),
+        (ResourceExhaustedError("too many requests in flight"), 1),
+        (NotFoundError("no model named x"), 1),
+        (UnauthenticatedError("no valid API key"), 1),
+        (InternalError("internal error (KeyError)"), 1),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
+)
+def test_failure_is_one_line_and_its_own_exit_code(error, code):
+    with serve_in_thread(ScriptedService(refuse(error))) as address:
+        result = invoke("generate", "Hi", "-a", address)
+    assert result.exit_code == code
+    assert result.stdout == ""
+    assert result.stderr.startswith(f"gammaray: {error}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_nobody_listening_is_exit_code_3_with_a_hint():
+    result = invoke("status", "--json", "-a", "127.0.0.1:1")
+    assert result.exit_code == 3
+    assert "gammaray up" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", ""], "prompt: got an empty prompt"),
+        (["generate", "Hi", "--temperature", "-1"], "temperature: got -1.0, allowed: a number in [0, 100]"),
+        (["generate", "Hi", "--temperature", "nan"], "temperature: got nan"),
+        (["generate", "Hi", "--top-p", "0"], "top_p: got 0.0"),
+        (["generate", "Hi", "--max-tokens", "-3"], "max_tokens: got -3"),
+        (["generate", "Hi", "--gamma", "1000000"], "gamma: got 1000000, allowed: an integer in [0, 64]"),
+        (["generate", "Hi", "--gamma", "fast"], "'fast' is neither"),
+        (["generate", "Hi", "--verification", "hope"], "'hope' is not one of 'coupled'"),
+        (["generate", "Hi", "--timeout", "0"], "timeout_s: got 0.0"),
+        (["generate", "Hi", "--address", "nowhere"], "address: got nowhere, allowed: host:port"),
+        (["generate"], "Missing argument 'PROMPT'"),
+        (["status", "--what"], "No such option"),
+        (["dance"], "No such command 'dance'"),
+        (["up", "--http-port", "0"], "0 is not in the range"),
+        (["up", "--device", "tpu"], "'tpu' is not one of"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_argument_is_exit_code_2_and_named(arguments, words):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stdout == ""
+
+
+def test_stdin_that_is_no_utf8_is_exit_code_2():
+    result = invoke("generate", "-", input=b"ab\xff")
+    assert result.exit_code == 2
+    assert "an invalid byte at offset 2" in result.stderr
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["status"], ["up"]], ids=" ".join)
+def test_help_names_the_command(command):
+    result = invoke(*command, "--help")
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"Usage: {' '.join(['gammaray', *command])}")
+
+
+def test_version_is_printed():
+    assert invoke("--version").stdout == f"gammaray, version {gammaray.__version__}\n"
+
+
+def run_module(*arguments, cwd=ROOT, **environment):
+    return subprocess.Popen(
+        [sys.executable, "-m", "gammaray", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )
+
+
+def test_module_runs_like_the_command(story):
+    _, address = story
+    process = run_module("generate", "Hi", "-a", address, LC_ALL="C.UTF-8")
+    stdout, stderr = process.communicate(timeout=WAIT_S)
+    assert stdout.decode() == "one🙂 two\n"
+    assert b"alpha 0.75" in stderr
+    assert process.returncode == 0
+
+
+def test_prompt_argument_that_is_no_utf8_is_exit_code_2():
+    process = run_module("generate", b"a\xff")
+    _, stderr = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 2
+    assert stderr.startswith(b"gammaray: prompt: got an unpaired surrogate")
+
+
+def test_interrupt_cancels_on_the_server_and_is_exit_code_130():
+    service = ScriptedService(endless)
+    with serve_in_thread(service) as address:
+        process = run_module("generate", "Hi", "-a", address)
+        try:
+            assert process.stdout.read(3) == b"xxx"
+            process.send_signal(signal.SIGINT)
+            _, stderr = process.communicate(timeout=WAIT_S)
+        finally:
+            process.kill()
+        assert service.cancelled.wait(WAIT_S)
+    assert process.returncode == 130
+    assert b"Traceback" not in stderr
+
+
+def test_closed_pipe_ends_quietly():
+    service = ScriptedService(endless)
+    with serve_in_thread(service) as address:
+        process = run_module("generate", "Hi", "-a", address)
+        try:
+            assert process.stdout.read(1) == b"x"
+            process.stdout.close()
+            assert process.wait(WAIT_S) == 1
+        finally:
+            process.kill()
+        assert b"Traceback" not in process.stderr.read()
+        assert service.cancelled.wait(WAIT_S)

@@ -1,0 +1,121 @@
+"""`gammaray up` becomes `python -m orchestrator.cluster`; a stand-in for that module tells what it got."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import gammaray
+from gammaray.cli import main, up
+from gammaray.config import ClusterSettings
+from orchestrator.cluster_options import parse_options
+
+ROOT = Path(gammaray.__file__).parents[1]
+WAIT_S = 20.0
+
+STAND_IN = """
+import json, os, signal, sys, time
+def leave(number, frame):
+    print("signal", number, flush=True)
+    sys.exit(7)
+signal.signal(signal.SIGINT, leave)
+signal.signal(signal.SIGTERM, leave)
+print(json.dumps({"pid": os.getpid(), "arguments": sys.argv[1:]}), flush=True)
+if "--target=wait" in sys.argv:
+    time.sleep(60)
+sys.exit(5)
+"""
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Start `gammaray up` where `orchestrator.cluster` is the stand-in."""
+    package = tmp_path / "orchestrator"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "cluster.py").write_text(STAND_IN)
+    started = []
+
+    def launch(*arguments):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gammaray", "up", *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        started.append(process)
+        return process
+
+    yield launch
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_up_passes_the_options_that_were_given_and_the_exit_code(launch):
+    process = launch(
+        *("--target", "a b", "--draft-workers", "2", "--http-port", "8123", "--deterministic"),
+        *("--redis-url", "redis://127.0.0.1:1/0", "--wait-ready", "--start-timeout-s", "9.5"),
+    )
+    stdout, _ = process.communicate(timeout=WAIT_S)
+    assert set(json.loads(stdout)["arguments"]) == {
+        "--target=a b",
+        "--draft-workers=2",
+        "--http-port=8123",
+        "--deterministic",
+        "--redis-url=redis://127.0.0.1:1/0",
+        "--wait-ready",
+        "--start-timeout-s=9.5",
+    }
+    assert process.returncode == 5
+
+
+def test_up_without_options_passes_none_so_that_the_environment_counts(launch):
+    stdout, _ = launch().communicate(timeout=WAIT_S)
+    assert json.loads(stdout)["arguments"] == []
+
+
+def test_up_negated_flag_is_passed(launch):
+    stdout, _ = launch("--no-deterministic").communicate(timeout=WAIT_S)
+    assert json.loads(stdout)["arguments"] == ["--no-deterministic"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_up_signals_reach_the_launcher_whose_exit_code_counts(launch, number):
+    process = launch("--target", "wait")
+    first = json.loads(process.stdout.readline())
+    assert first["pid"] == process.pid
+    process.send_signal(number)
+    stdout, _ = process.communicate(timeout=WAIT_S)
+    assert stdout == f"signal {number.value}\n"
+    assert process.returncode == 7
+
+
+def test_up_has_an_option_for_every_cluster_setting():
+    names = {parameter.name for parameter in up.up.params}
+    assert names >= ClusterSettings.model_fields.keys()
+    help_text = CliRunner().invoke(main, ["up", "--help"]).stdout
+    for name in ClusterSettings.model_fields:
+        assert f"--{name.replace('_', '-')}" in help_text
+
+
+def test_up_options_are_those_that_the_launcher_knows():
+    given = {name: field.default for name, field in ClusterSettings.model_fields.items()}
+    options = parse_options(up._arguments({**given, "http_port": 8124, "wait_ready": True}))
+    assert options.cluster.http_port == 8124
+    assert options.wait_ready
+
+
+def test_up_without_the_cluster_packages_says_what_to_install(monkeypatch):
+    present = up.find_spec
+    monkeypatch.setattr(up, "find_spec", lambda name: None if name in ("ray", "torch") else present(name))
+    result = CliRunner().invoke(main, ["up"])
+    assert result.exit_code == 1
+    assert "not installed (ray, torch)" in result.stderr
+    assert "pip install 'gammaray[all]'" in result.stderr

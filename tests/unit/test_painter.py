@@ -1,0 +1,96 @@
+"""Characters get the origin of the token that completed them, whatever the chunks' boundaries are."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sdk_helpers import last, piece, token
+
+from gammaray import TokenOrigin
+from gammaray.cli.painter import OriginPainter
+from gammaray.cli.report import paint
+
+ACCEPTED, CORRECTION, BONUS = TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS
+
+
+def runs_of(*chunks):
+    painter = OriginPainter()
+    return [run for chunk in chunks for run in painter.runs(chunk)]
+
+
+def test_painter_tokens_in_one_chunk_get_their_own_origins():
+    chunk = last("one two", token("one", ACCEPTED), token(" two", BONUS))
+    assert runs_of(chunk) == [("one", ACCEPTED), (" two", BONUS)]
+
+
+def test_painter_neighbours_of_one_origin_are_one_run():
+    assert runs_of(piece("ab", token("a"), token("b"))) == [("ab", ACCEPTED)]
+
+
+@pytest.mark.parametrize("character", ["é", "€", "🙂"])
+def test_painter_character_split_across_tokens_belongs_to_the_one_that_completes_it(character):
+    data = character.encode()
+    tokens = [token(bytes([byte]), CORRECTION) for byte in data[:-1]] + [token(data[-1:], BONUS)]
+    assert runs_of(piece("a" + character, token("a"), *tokens)) == [("a", ACCEPTED), (character, BONUS)]
+
+
+def test_painter_character_split_across_chunks_is_shown_once_and_whole():
+    data = "🙂".encode()
+    chunks = [piece("", token(data[:3], ACCEPTED)), last("🙂!", token(data[3:] + b"!", CORRECTION))]
+    assert runs_of(*chunks) == [("🙂!", CORRECTION)]
+
+
+def test_painter_text_that_was_held_back_keeps_the_origin_of_its_token():
+    held = piece("a", token("a", BONUS), token("\n", ACCEPTED))
+    assert runs_of(held, last("\nb", token("b", CORRECTION))) == [
+        ("a", BONUS),
+        ("\n", ACCEPTED),
+        ("b", CORRECTION),
+    ]
+
+
+def test_painter_text_cut_before_a_stop_string_is_not_completed():
+    assert runs_of(last("ab", token("abSTOP", ACCEPTED), token("more", BONUS))) == [("ab", ACCEPTED)]
+
+
+def test_painter_special_tokens_have_bytes_but_no_text():
+    chunk = piece("ab", token("<s>", BONUS), token("ab", ACCEPTED))
+    assert runs_of(chunk, last("", token("</s>", CORRECTION))) == [("ab", ACCEPTED)]
+
+
+def test_painter_incomplete_character_at_the_end_is_the_replacement_character():
+    chunk = last("a\ufffd", token("a", ACCEPTED), token("🙂".encode()[:2], CORRECTION))
+    assert runs_of(chunk) == [("a", ACCEPTED), ("\ufffd", CORRECTION)]
+
+
+def test_painter_text_that_the_bytes_do_not_spell_is_shown_all_the_same():
+    chunk = last("Hello there", token("▁Hello", ACCEPTED), token("▁there", BONUS))
+    assert "".join(text for text, _ in runs_of(chunk)) == "Hello there"
+
+
+@given(
+    text=st.text(max_size=30),
+    cuts=st.lists(st.integers(0, 120), max_size=8),
+    origins=st.lists(st.sampled_from(TokenOrigin), min_size=1, max_size=9),
+    per_chunk=st.integers(1, 4),
+)
+def test_painter_any_cut_into_tokens_and_chunks_shows_the_text(text, cuts, origins, per_chunk):
+    data = text.encode()
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    pieces = [data[start:end] for start, end in pairwise(edges)]
+    tokens = [token(part, origins[i % len(origins)]) for i, part in enumerate(pieces)]
+    groups = [tokens[i : i + per_chunk] for i in range(0, len(tokens), per_chunk)]
+    chunks, shown, sent = [], 0, b""
+    for group in groups:
+        sent += b"".join(item.token_bytes for item in group)
+        complete = sent.decode(errors="ignore")
+        chunks.append(piece(complete[shown:], *group))
+        shown = len(complete)
+    assert "".join(part for part, _ in runs_of(*chunks, last("", token("")))) == text
+
+
+def test_paint_control_characters_become_visible():
+    painted = paint("a\x1b[2Jb\tc\n", ACCEPTED)
+    assert "\x1b[2J" not in painted
+    assert "a\u241b[2Jb\tc\n" in painted

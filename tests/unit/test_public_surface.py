@@ -1,0 +1,139 @@
+"""What users import and call is frozen here: names, methods, and what an import costs."""
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gammaray
+from gammaray import telemetry
+from gammaray.v1 import generation_service_pb2 as pb
+
+ROOT = Path(gammaray.__file__).parents[1]
+
+# RPC of GenerationService -> method of the clients that calls it
+METHODS = {"Generate": "generate", "GetStatus": "status"}
+
+
+def test_all_is_frozen_and_sorted():
+    assert gammaray.__all__ == [
+        "ADAPTIVE",
+        "AsyncClient",
+        "CancelledError",
+        "Chunk",
+        "Client",
+        "Completion",
+        "DeadlineExceededError",
+        "DrafterKind",
+        "EmittedToken",
+        "FailedPreconditionError",
+        "FinishReason",
+        "GammaPolicy",
+        "GammarayError",
+        "GenerateOptions",
+        "GenerationRequest",
+        "InternalError",
+        "InvalidArgumentError",
+        "NotFoundError",
+        "ProcessStatus",
+        "ResourceExhaustedError",
+        "RetryPolicy",
+        "SamplingParams",
+        "SpeculationSummary",
+        "TokenOrigin",
+        "TopLogprob",
+        "UnauthenticatedError",
+        "UnavailableError",
+        "Usage",
+        "VerificationMethod",
+        "__version__",
+    ]
+    assert gammaray.__all__ == sorted(gammaray.__all__)
+
+
+@pytest.mark.parametrize("name", gammaray.__all__)
+def test_public_name_is_there_and_listed(name):
+    value = getattr(gammaray, name)
+    assert name in dir(gammaray)
+    if inspect.isclass(value):
+        assert value.__name__ == name
+        assert value.__doc__
+
+
+def test_unknown_name_raises_attribute_error():
+    with pytest.raises(AttributeError, match="Klient"):
+        _ = gammaray.Klient
+
+
+def test_every_error_class_is_public():
+    classes = {cls.__name__ for cls in gammaray.GammarayError.__subclasses__()}
+    public = {name for name in gammaray.__all__ if name.endswith("Error")}
+    ours = {cls for cls in classes if getattr(gammaray.errors, cls, None)}
+    assert ours | {"GammarayError"} == public
+
+
+def test_every_rpc_has_a_method_on_both_clients():
+    rpcs = set(pb.DESCRIPTOR.services_by_name["GenerationService"].methods_by_name)
+    assert rpcs == METHODS.keys()
+    for method in METHODS.values():
+        assert callable(getattr(gammaray.AsyncClient, method))
+        assert callable(getattr(gammaray.Client, method))
+
+
+def test_blocking_client_has_the_methods_and_arguments_of_the_async_one():
+    def surface(cls):
+        return {
+            name: list(inspect.signature(member).parameters.values())
+            for name, member in vars(cls).items()
+            if inspect.isfunction(member) and (not name.startswith("_") or name == "__init__")
+        }
+
+    assert surface(gammaray.Client) == surface(gammaray.AsyncClient)
+
+
+def test_version_is_that_of_the_project():
+    project = (ROOT / "pyproject.toml").read_text()
+    assert re.search(r'^version = "(.*)"$', project, re.M)[1] == gammaray.__version__
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import gammaray", "from gammaray import *", "import gammaray.cli", "import gammaray.cli.generate"],
+)
+def test_import_brings_no_heavy_package(code):
+    script = (
+        f"{code}\nimport sys\n"
+        "heavy = {'torch', 'ray', 'redis', 'transformers', 'numpy', 'fastapi', 'services', 'orchestrator'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_import_of_the_bare_package_brings_none_of_its_dependencies():
+    script = (
+        "import sys, gammaray\n"
+        "print(sorted({'grpc', 'google', 'pydantic', 'click', 'rich', 'asyncio'} & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_telemetry_names_are_distinct_and_each_has_a_meaning():
+    source = Path(telemetry.__file__).read_text()
+    names = {name: value for name, value in vars(telemetry).items() if name.isupper()}
+    documented = set(re.findall(r'^([A-Z_]+): Final = "[^"]+"\n"""[^"]{10,}"""$', source, re.M))
+    assert documented == names.keys()
+    for kind in ("SPAN_", "METRIC_"):
+        values = [value for name, value in names.items() if name.startswith(kind)]
+        assert len(values) == len(set(values))
+    attributes = [v for name, v in names.items() if not name.startswith(("SPAN_", "METRIC_"))]
+    assert len(attributes) == len(set(attributes))
+    assert all(re.fullmatch(r"(gammaray|gen_ai|error)(\.[a-z_]+)+", value) for value in names.values())

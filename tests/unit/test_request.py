@@ -1,0 +1,147 @@
+"""Requests from plain Python arguments: every option lands in its field, and wrong ones are named."""
+
+import pytest
+
+from gammaray import (
+    ADAPTIVE,
+    DrafterKind,
+    GammaPolicy,
+    GenerateOptions,
+    GenerationRequest,
+    InvalidArgumentError,
+    SamplingParams,
+    VerificationMethod,
+)
+from gammaray.request import build_request
+
+
+def test_request_without_options_takes_the_types_defaults():
+    assert build_request("Hi") == GenerationRequest("Hi")
+
+
+def test_request_every_option_lands_in_its_field():
+    options = {
+        "max_tokens": 5,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "logit_bias": {5: -1.0},
+        "allowed_token_ids": [1, 2],
+        "banned_token_ids": [3],
+        "min_tokens": 2,
+        "seed": 17,
+        "sample_index": 4,
+        "stop": "end",
+        "stop_token_ids": [9],
+        "ignore_eos": True,
+        "logprobs": 3,
+        "verification": "rejection",
+        "gamma": 6,
+        "drafter": "none",
+        "session_id": "mine",
+        "model": "demo",
+    }
+    assert options.keys() == GenerateOptions.__annotations__.keys()
+    sampling = SamplingParams(0.5, 0.9, 40, 0.1, 1.1, 0.2, 0.3, {5: -1.0}, (1, 2), (3,), 2, 17, 4)
+    assert build_request([1, 2], **options) == GenerationRequest(
+        prompt=(1, 2),
+        model="demo",
+        sampling=sampling,
+        max_tokens=5,
+        stop=("end",),
+        stop_token_ids=(9,),
+        ignore_eos=True,
+        num_top_logprobs=3,
+        verification=VerificationMethod.REJECTION,
+        gamma=GammaPolicy(6),
+        drafter=DrafterKind.NONE,
+        session_id="mine",
+    )
+
+
+@pytest.mark.parametrize(
+    ("gamma", "policy"),
+    [
+        ("adaptive", ADAPTIVE),
+        (0, GammaPolicy(0)),
+        (64, GammaPolicy(64)),
+        (GammaPolicy(max_gamma=3), GammaPolicy(None, 3)),
+    ],
+)
+def test_request_gamma_of_every_form_is_a_policy(gamma, policy):
+    assert build_request("Hi", gamma=gamma).gamma == policy
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"max_tokens": -5}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**64}, "seed"),
+        ({"gamma": 10**6}, "gamma"),
+        ({"gamma": -1}, "gamma"),
+        ({"gamma": True}, "gamma"),
+        ({"gamma": "fast"}, "gamma"),
+        ({"verification": "hope"}, "verification"),
+        ({"drafter": "guess"}, "drafter"),
+        ({"stop": ""}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": "\ud800"}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": 3}, "stop_token_ids"),
+        ({"allowed_token_ids": [2**32]}, "allowed_token_ids"),
+        ({"banned_token_ids": ["a"]}, "banned_token_ids"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias"),
+        ({"logit_bias": {1: 101.0}}, "logit_bias[1]"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"logprobs": 21}, "num_top_logprobs"),
+        ({"ignore_eos": "yes"}, "ignore_eos"),
+        ({"session_id": "a b"}, "session_id"),
+        ({"session_id": None}, "session_id"),
+        ({"model": 3}, "model"),
+    ],
+    ids=str,
+)
+def test_request_wrong_option_is_named(options, field):
+    with pytest.raises(InvalidArgumentError) as caught:
+        build_request("Hi", **options)
+    assert caught.value.field == field
+    assert caught.value.allowed
+    str(caught.value).encode()
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["", [], b"bytes", None, 5, [-1], [2**32], ["a"], [True], "a\ud800b", "x" * (2**20 + 1), object()],
+    ids=lambda prompt: repr(prompt)[:20],
+)
+def test_request_wrong_prompt_is_named(prompt):
+    with pytest.raises(InvalidArgumentError) as caught:
+        build_request(prompt)
+    assert caught.value.field == "prompt"
+
+
+def test_request_unknown_option_raises_and_lists_the_known():
+    with pytest.raises(TypeError, match=r"no option named temprature; there are: .*temperature"):
+        build_request("Hi", temprature=1)
+
+
+def test_request_whole_request_is_checked_and_takes_no_options():
+    with pytest.raises(InvalidArgumentError):
+        build_request(GenerationRequest("Hi", max_tokens=0))
+    with pytest.raises(TypeError, match="max_tokens"):
+        build_request(GenerationRequest("Hi"), max_tokens=3)
