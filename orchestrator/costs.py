@@ -13,14 +13,28 @@ __all__ = ["CostModel", "WaitModel"]
 DECAY = 0.995
 """Weight that an observation keeps per later one: some 200 count."""
 
-OUTLIER = 4.0
-"""A wait counts as at most this many times what was expected: a hiccup is no trend, a trend gets through."""
+OUTLIER = 3.0
+"""A wait counts as at most this many mean deviations off what was expected: a hiccup is no trend."""
+
+DEVIATION_RATE, DEVIATION_GROWTH = 0.1, 8.0
+"""The mean deviation follows its observations, each of which counts as at most this many times itself: when
+all waits are off, it grows by 70 % with each one and the trend gets through."""
+
+FIRST_DEVIATION = 0.3
+"""Mean deviation assumed at first, as a share of the first wait."""
 
 LINE_STRENGTH = 4.0
 """Observations that the line is worth beside the mean at one token count."""
 
 SLOPE_STRENGTH = 2.0
 """Spread of token counts (weighted sum of squares) that the prior slope is worth."""
+
+
+PLAIN_PERIOD = 100
+"""Cycles of all sessions between two measurements of plain decoding, once there are some."""
+
+FIRST_PLAIN_PERIOD = 8
+"""Cycles before the first one; the period then doubles."""
 
 
 class WaitModel:
@@ -37,12 +51,11 @@ class WaitModel:
         self._means: dict[int, float] = {}
         # Decayed sums over the observations of 1, count, seconds, count^2 and count * seconds.
         self._n = self._x = self._y = self._xx = self._xy = 0.0
+        self._deviation = 0.0
 
     def observe(self, count: int, seconds: float) -> None:
         """Take note of one wait."""
-        expected = self.estimate(count)
-        if expected is not None:
-            seconds = min(seconds, OUTLIER * expected)
+        seconds = self._tame(count, seconds)
         for known in self._weights:
             self._weights[known] *= DECAY
         weight = self._weights.get(count, 0.0) + 1.0
@@ -68,6 +81,18 @@ class WaitModel:
         weight = self._weights.get(count, 0.0)
         return (weight * self._means.get(count, 0.0) + LINE_STRENGTH * line) / (weight + LINE_STRENGTH)
 
+    def _tame(self, count: int, seconds: float) -> float:
+        """Return the wait, moved towards what was expected where it is far off."""
+        expected = self.estimate(count)
+        if expected is None:
+            self._deviation = FIRST_DEVIATION * seconds
+            return seconds
+        bound = OUTLIER * self._deviation
+        tamed = min(max(seconds, expected - bound), expected + bound)
+        off = min(abs(seconds - expected), DEVIATION_GROWTH * self._deviation)
+        self._deviation += DEVIATION_RATE * (off - self._deviation)
+        return tamed
+
     def measured(self, count: int) -> float | None:
         """Return the mean wait at exactly this count; None when it was never observed."""
         return self._means.get(count)
@@ -85,14 +110,14 @@ class CostModel:
 
     Attributes:
         acceptance: Acceptance over all sessions.
-        cycles_since_plain: Cycles since the last one at gamma 0.
         cycles_since_draft: Cycles since the last one with a proposal.
     """
 
     def __init__(self) -> None:
         self.acceptance = AcceptanceEstimator(decay=0.999)
-        self.cycles_since_plain = 0
         self.cycles_since_draft = 0
+        self._cycles_since_plain = 0
+        self._num_plain = 0
         self._draft = WaitModel(is_proportional=True)
         self._verify = WaitModel(is_proportional=False)
         self._other = WaitModel(is_proportional=False)
@@ -100,8 +125,8 @@ class CostModel:
     def observe(self, cycle: Cycle) -> None:
         """Learn from a finished cycle."""
         self.acceptance.observe(cycle.num_tested, cycle.num_accepted)
-        self.cycles_since_plain += 1
         self.cycles_since_draft += 1
+        self._cycles_since_plain += 1
         if cycle.num_drafted > 0:
             self.cycles_since_draft = 0
         if cycle.is_first:
@@ -109,9 +134,16 @@ class CostModel:
         if cycle.num_drafted > 0:
             self._draft.observe(cycle.num_drafted, cycle.draft_s)
         elif cycle.gamma == 0:
-            self.cycles_since_plain = 0
+            self._cycles_since_plain = 0
+            self._num_plain += 1
         self._verify.observe(cycle.num_drafted, cycle.verify_s)
         self._other.observe(0, cycle.total_s - cycle.draft_s - cycle.verify_s)
+
+    @property
+    def is_plain_due(self) -> bool:
+        """Whether the cost of plain decoding should be measured again."""
+        period: int = min(PLAIN_PERIOD, FIRST_PLAIN_PERIOD * 2 ** min(self._num_plain, 8))
+        return self._cycles_since_plain >= period
 
     def cycle_s(self, gamma: int) -> float | None:
         """Return the expected seconds of a cycle; None while a part of it was never measured."""

@@ -14,9 +14,6 @@ __all__ = ["AdaptiveGamma", "FixedGamma"]
 HYSTERESIS = 1.03
 """Another gamma must promise this much more speed before it replaces the current one."""
 
-PLAIN_PERIOD = 100
-"""Cycles of all sessions between two measurements of plain decoding."""
-
 FIRST_GAMMA = 4
 """Where to start when nothing is known of the costs."""
 
@@ -24,7 +21,7 @@ PROBE_LOSS = 0.01
 """Share of the time that probing a drafter that does not pay may cost."""
 
 MIN_PROBE_GAP, MAX_PROBE_GAP = 4, 128
-"""Bounds, in cycles, of the time between two probes at gamma 1 while the best gamma is 0."""
+"""Bounds of the cycles between two probes while the best gamma is 0, before their cost is looked at."""
 
 FLEET_STRENGTH = 8.0
 """Tested tokens that the other sessions' acceptance is worth at a session's start."""
@@ -54,8 +51,8 @@ class AdaptiveGamma:
     """The gamma, 0 included, that promises most tokens per second; implements the cycle's GammaController.
 
     Expected tokens come from this session's acceptance by depth, starting from the fleet's; seconds come from
-    the shared cost model. While the best gamma is 0, gamma 1 is probed now and then, more often while it
-    succeeds and the rarer the more it costs; while it is not, plain decoding is measured now and then.
+    the shared cost model. While the best gamma is 0, the best other one is probed now and then: more often
+    while it succeeds, the rarer the more it costs. Otherwise plain decoding is measured now and then.
 
     Args:
         max_gamma: Upper bound.
@@ -81,13 +78,16 @@ class AdaptiveGamma:
         self._gamma = self._choose(speeds)
         if self._gamma > 0:
             self._cycles_at_zero = 0
-            return 0 if self._costs.cycles_since_plain >= PLAIN_PERIOD else self._gamma
+            return 0 if self._costs.is_plain_due else self._gamma
         self._cycles_at_zero += 1
+        probe = max(range(1, len(speeds)), key=speeds.__getitem__)
+        # Each token of the probe costs (1 / its speed - 1 / plain speed) seconds more than a plain one.
+        loss = (speeds[0] / speeds[probe] - 1) * self._tokens(probe)
         waited = max(self._cycles_at_zero, self._costs.cycles_since_draft)
-        if waited < max(self._probe_gap, self._affordable_gap(speeds)):
+        if waited < max(self._probe_gap, loss / PROBE_LOSS):
             return 0
         self._cycles_at_zero = 0
-        return 1
+        return probe
 
     def observe(self, cycle: Cycle) -> None:
         """Learn from a finished cycle."""
@@ -99,12 +99,14 @@ class AdaptiveGamma:
 
     def _speeds(self) -> list[float] | None:
         """Return the expected tokens per second at gamma 0 ... `max_gamma`; None while costs are unknown."""
-        seconds = [self._costs.cycle_s(gamma) for gamma in range(self._max_gamma + 1)]
-        tokens = [1.0]
-        for alive in self._acceptance.survival(self._max_gamma):
-            tokens.append(tokens[-1] + alive)
-        speeds = [t / s for t, s in zip(tokens, seconds, strict=True) if s]
-        return speeds if len(speeds) == len(tokens) else None
+        tokens, speeds = 1.0, []
+        for gamma, alive in enumerate((0.0, *self._acceptance.survival(self._max_gamma))):
+            tokens += alive
+            seconds = self._costs.cycle_s(gamma)
+            if not seconds:
+                return None
+            speeds.append(tokens / seconds)
+        return speeds
 
     def _choose(self, speeds: list[float]) -> int:
         best = max(range(len(speeds)), key=speeds.__getitem__)
@@ -112,9 +114,5 @@ class AdaptiveGamma:
             return best
         return self._gamma
 
-    def _affordable_gap(self, speeds: list[float]) -> float:
-        """Return the cycles between probes that keep their loss below PROBE_LOSS of the time."""
-        plain_s = 1 / speeds[0]
-        tokens = 1 + self._acceptance.survival(1)[0]
-        lost_s = tokens / speeds[1] - tokens * plain_s
-        return lost_s / (PROBE_LOSS * plain_s)
+    def _tokens(self, gamma: int) -> float:
+        return 1.0 + sum(self._acceptance.survival(gamma))

@@ -1,0 +1,235 @@
+"""Streaming text: whole characters only, stop strings across tokens, special tokens without text."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from cycle_helpers import EOS, LetterTokenizer
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from gammaray.errors import InvalidArgumentError
+from orchestrator.detokenizer import Detokenizer
+from orchestrator.tokenizer import Tokenizer, resolve_model, served_name
+
+TEXTS = [
+    "def read(path):\n    return 'x'\n",
+    "héllo ñ",
+    "日本語のテキスト",
+    "🎉👩‍👩‍👧 ok",
+    "a\u0301 \u200d\ufeff",
+    "\t\x00\r\n",
+]
+
+
+class ByteTokenizer(LetterTokenizer):
+    """Token i is byte i; token 256 is special."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id == 256
+
+
+@pytest.fixture(scope="module")
+def demo() -> Tokenizer:
+    return Tokenizer(resolve_model("demo"))
+
+
+def save(tmp_path, tokenizer: FastTokenizer, **special) -> Tokenizer:
+    """Return our wrapper over a tokenizer, by way of the files a model has."""
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(tmp_path)
+    LlamaConfig(vocab_size=300, max_position_embeddings=64, eos_token_id=[1, 2]).save_pretrained(tmp_path)
+    return Tokenizer(str(tmp_path))
+
+
+@pytest.fixture
+def llama_like(tmp_path) -> Tokenizer:
+    """Like Llama 2: "▁" for spaces, <0x..> for bytes that no token has."""
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "▁the",
+        "cat",
+        "s",
+        "▁日",
+    ]
+    model = models.BPE(
+        vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True, unk_token="<unk>"
+    )
+    tokenizer = FastTokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return save(tmp_path, tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.fixture
+def word_piece(tmp_path) -> Tokenizer:
+    """A tokenizer whose tokens read differently by their neighbours."""
+    words = ["[UNK]", "un", "##believ", "##able", "cat", "##s", ",", "the"]
+    tokenizer = FastTokenizer(models.WordPiece(vocab={w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece()
+    return save(tmp_path, tokenizer, unk_token="[UNK]")
+
+
+def stream(detokenizer: Detokenizer, token_ids) -> tuple[list[str], bool]:
+    """Push tokens until a stop string; return the pieces and whether there was one."""
+    pieces, stopped = [], False
+    for token_id in token_ids:
+        stopped = detokenizer.push(token_id)
+        pieces.append(detokenizer.take(final=False))
+        if stopped:
+            break
+    pieces.append(detokenizer.take(final=True))
+    return pieces, stopped
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_detokenizer_characters_split_over_tokens_come_out_whole(text):
+    pieces, _ = stream(Detokenizer(ByteTokenizer(), []), text.encode())
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces)
+    assert sum(len(piece) for piece in pieces if piece) == len(text)
+
+
+def test_detokenizer_cut_character_ends_as_replacement():
+    pieces, _ = stream(Detokenizer(ByteTokenizer(), []), "aé".encode()[:-1])
+    assert pieces == ["a", "", "\ufffd"]
+
+
+def test_detokenizer_invalid_bytes_do_not_hold_back_what_follows():
+    pieces, _ = stream(Detokenizer(ByteTokenizer(), []), b"\xff\xc3ab")
+    assert "".join(pieces) == b"\xff\xc3ab".decode(errors="replace")
+    assert pieces[-1] == ""
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_detokenizer_demo_pair_equals_decoding_at_once(demo, text):
+    token_ids = demo.encode(text)
+    pieces, _ = stream(Detokenizer(demo, []), token_ids)
+    assert "".join(pieces) == demo.decode(token_ids) == text
+    assert b"".join(map(demo.token_bytes, token_ids)).decode() == text
+
+
+def test_detokenizer_demo_pair_random_tokens_equal_decoding_at_once(demo):
+    rng = random.Random(0)
+    for _ in range(50):
+        token_ids = [rng.randrange(demo.vocab_size) for _ in range(30)]
+        assert "".join(stream(Detokenizer(demo, []), token_ids)[0]) == demo.decode(token_ids)
+
+
+def test_detokenizer_byte_fallback_keeps_the_leading_space_of_a_completion(llama_like):
+    the, cat, s = (llama_like._tokenizer.convert_tokens_to_ids(t) for t in ("▁the", "cat", "s"))
+    byte = [3 + b for b in "é".encode()]
+    assert llama_like.has_exact_bytes
+    pieces, _ = stream(Detokenizer(llama_like, [the]), [the, *byte, cat, s])
+    assert pieces == [" the", "", "é", "cat", "s", ""]
+    assert llama_like.token_bytes(byte[0]) == b"\xc3"
+
+
+def test_detokenizer_word_piece_reads_tokens_in_context(word_piece):
+    assert not word_piece.has_exact_bytes
+    token_ids = [1, 2, 3, 4, 5, 7, 4]
+    pieces, _ = stream(Detokenizer(word_piece, [7]), token_ids)
+    assert "".join(pieces) == " unbelievable cats the cat"
+    assert pieces[:3] == [" un", "believ", "able"]
+
+
+def test_detokenizer_special_tokens_have_no_text(demo):
+    (eos,) = demo.eos_token_ids
+    token_ids = demo.encode("a b")
+    with_special = [eos, *token_ids[:1], eos, *token_ids[1:], eos]
+    assert "".join(stream(Detokenizer(demo, []), with_special)[0]) == "a b"
+    assert demo.token_bytes(eos) == b"<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "wanted", "stopped"),
+    [
+        pytest.param("abcd", ["c"], "ab", True, id="one-letter"),
+        pytest.param("abcd", ["bc"], "a", True, id="two-letters"),
+        pytest.param("abcd", ["abcd"], "", True, id="everything"),
+        pytest.param("abcd", ["cde"], "abcd", False, id="never-completed"),
+        pytest.param("ababac", ["abac"], "ab", True, id="overlapping-start"),
+        pytest.param("aaab", ["aab"], "a", True, id="repeated-letter"),
+        pytest.param("abcd", ["d", "bcd"], "a", True, id="earliest-start-wins"),
+        pytest.param("abcd", ["bcd", "c"], "ab", True, id="first-completed-wins"),
+        pytest.param("xyxw", ["xw", "yy"], "xy", True, id="second-try"),
+    ],
+)
+def test_detokenizer_stop_string_ends_the_text_before_it(text, stop, wanted, stopped):
+    token_ids = [ord(c) - ord("a") for c in text]
+    pieces, got = stream(Detokenizer(LetterTokenizer(), [], stop), token_ids)
+    assert ("".join(pieces), got) == (wanted, stopped)
+
+
+def test_detokenizer_stop_string_inside_one_token_cuts_the_token():
+    class Words(LetterTokenizer):
+        def token_bytes(self, token_id):
+            return [b"foo. Bar", b" baz"][token_id]
+
+    pieces, stopped = stream(Detokenizer(Words(), [], [". "]), [0, 1])
+    assert (pieces, stopped) == (["foo", ""], True)
+
+
+def test_detokenizer_stop_string_of_many_bytes_per_character():
+    pieces, stopped = stream(Detokenizer(ByteTokenizer(), [], ["本語"]), "日本語の".encode())
+    assert ("".join(pieces), stopped) == ("日", True)
+
+
+def test_detokenizer_stop_strings_equal_searching_the_whole_text():
+    rng = random.Random(1)
+    for _ in range(300):
+        text = "".join(rng.choice("ab") for _ in range(20))
+        stop = ["".join(rng.choice("ab") for _ in range(rng.randint(3, 7))) for _ in range(2)]
+        ends = [(text.find(s) + len(s), text.find(s)) for s in stop if s in text]
+        first_end = min((end for end, _ in ends), default=None)
+        wanted = text[: min(start for end, start in ends if end == first_end)] if ends else text
+        pieces, stopped = stream(Detokenizer(LetterTokenizer(), [], stop), [ord(c) - 97 for c in text])
+        assert ("".join(pieces), stopped) == (wanted, bool(ends))
+
+
+def test_detokenizer_special_token_inside_a_stop_string_does_not_break_it():
+    pieces, stopped = stream(Detokenizer(LetterTokenizer(), [], ["bc"]), [0, 1, EOS, 2])
+    assert ("".join(pieces), stopped) == ("a", True)
+
+
+def test_tokenizer_begin_of_sequence_is_never_doubled(demo, monkeypatch):
+    (bos,) = demo.eos_token_ids
+    assert demo.encode("<|end|><|end|>a")[:2] == [bos, demo.encode("a")[0]]
+
+
+def test_tokenizer_demo_pair_is_found_and_named(demo, tmp_path):
+    assert (demo.vocab_size, demo.max_context, demo.eos_token_ids) == (2048, 2048, frozenset({0}))
+    assert served_name("demo") == "demo"
+    assert served_name(str(tmp_path)) == tmp_path.name
+    assert served_name("org/model") == "org/model"
+
+
+def test_tokenizer_several_end_tokens_come_from_the_configuration(llama_like):
+    assert llama_like.eos_token_ids == frozenset({1, 2})
+
+
+def test_tokenizer_missing_model_is_named():
+    with pytest.raises(InvalidArgumentError, match="/nowhere/at-all"):
+        Tokenizer("/nowhere/at-all")
+
+
+def test_tokenizer_lone_surrogate_is_refused(demo):
+    with pytest.raises(InvalidArgumentError, match="invalid Unicode"):
+        demo.encode("a\ud800b")
+
+
+def test_tokenizer_chat_template(demo, llama_like):
+    assert "hello" in demo.render_chat([{"role": "user", "content": "hello"}])
+    with pytest.raises(InvalidArgumentError, match="no chat template"):
+        llama_like.render_chat([{"role": "user", "content": "hello"}])
