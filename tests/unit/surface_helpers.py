@@ -1,0 +1,101 @@
+"""A scripted orchestrator for tests of the public APIs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any
+
+from gammaray.errors import InvalidArgumentError, NotFoundError
+from gammaray.types import (
+    Chunk,
+    EmittedToken,
+    FinishReason,
+    GenerationRequest,
+    ProcessStatus,
+    SpeculationSummary,
+    TokenOrigin,
+    TopLogprob,
+    Usage,
+)
+
+SUMMARY = SpeculationSummary(2, 1.5, 0.5, 0.25, (1, 1), 2.0, 1.0, 2.0, 0.5, 3.5, None)
+PIECES = (b"caf", b"\xc3", b"\xa9")
+
+
+class ScriptedBackend:
+    """Answers every request with the tokens of `pieces`, one chunk each, as far as `max_tokens` goes.
+
+    Args:
+        before: Called with the request and the number of the chunk to come; may raise or return an awaitable.
+        pieces: Bytes of the tokens.
+        healthy: Whether there is a target worker.
+    """
+
+    model_name = "scripted"
+    max_context = 64
+    vocab_size = 100
+
+    def __init__(
+        self,
+        before: Callable[[GenerationRequest, int], Any] = lambda request, number: None,
+        pieces: Sequence[bytes] = PIECES,
+        healthy: bool = True,
+    ) -> None:
+        self.requests: list[GenerationRequest] = []
+        self.num_open = 0
+        self._before, self._pieces, self._healthy = before, pieces, healthy
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        if request.model not in ("", self.model_name):
+            raise NotFoundError(f"no model {request.model!r}")
+        request.validate()
+        self.requests.append(request)
+        self.num_open += 1
+        try:
+            pieces = self._pieces[: request.max_tokens]
+            for number, piece in enumerate(pieces):
+                waiting = self._before(request, number)
+                if waiting is not None:
+                    await waiting
+                yield self._chunk(request, pieces, number, piece)
+        finally:
+            await asyncio.sleep(0)  # tidying up takes a moment, and must get it
+            self.num_open -= 1
+
+    def _chunk(self, request: GenerationRequest, pieces: Sequence[bytes], number: int, piece: bytes) -> Chunk:
+        done = b"".join(pieces[:number]).decode("utf-8", "ignore")
+        text = b"".join(pieces[: number + 1]).decode("utf-8", "ignore")[len(done) :]
+        top = tuple(
+            TopLogprob(rank, -1.0 - rank, b"t%d" % rank) for rank in range(request.num_top_logprobs or 0)
+        )
+        logprob = None if request.num_top_logprobs is None else -0.5
+        token = EmittedToken(number + 1, TokenOrigin.ACCEPTED, piece, logprob, top)
+        last = number == len(pieces) - 1
+        reason = FinishReason.LENGTH if request.max_tokens <= len(self._pieces) else FinishReason.STOP
+        return Chunk(
+            session_id=request.session_id or f"s{request.sampling.sample_index}",
+            text=text,
+            tokens=(token,),
+            seed=request.sampling.seed or 0,
+            finish_reason=reason if last else None,
+            usage=Usage(5, len(pieces), 2, 1) if last else None,
+            summary=SUMMARY if last else None,
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(f"<{token_id}>" for token_id in token_ids)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        if messages[0]["role"] == "assistant":
+            raise InvalidArgumentError("messages", "an assistant first", "a user first")
+        return "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+
+    async def status(self) -> list[ProcessStatus]:
+        return [
+            ProcessStatus("orchestrator", 1, "", self.model_name, True, self.num_open),
+            ProcessStatus("target", 2, "127.0.0.1:1", self.model_name, self._healthy, 0),
+        ]

@@ -1,0 +1,128 @@
+"""The gRPC API over a scripted orchestrator: what a call yields, and how it ends."""
+
+import asyncio
+
+import grpc
+import pytest
+from google.rpc import status_pb2
+from surface_helpers import ScriptedBackend
+
+from gammaray.convert import chunk_from_proto
+from gammaray.errors import DeadlineExceededError, InvalidArgumentError, ResourceExhaustedError
+from gammaray.rpc_errors import DETAILS_KEY, error_from_status
+from gammaray.types import FinishReason, ProcessStatus
+from gammaray.v1 import generation_service_pb2 as pb
+from orchestrator.grpc_api import GenerationServicer
+
+
+class Context:
+    """Records how a call ended."""
+
+    def __init__(self):
+        self.code, self.details, self.trailers = None, "", []
+
+    def set_code(self, code):
+        self.code = code
+
+    def set_details(self, details):
+        self.details = details
+
+    def set_trailing_metadata(self, trailing_metadata):
+        self.trailers = trailing_metadata
+
+    @property
+    def error(self):
+        ((key, value),) = self.trailers
+        assert key == DETAILS_KEY
+        return error_from_status(status_pb2.Status.FromString(value))
+
+
+async def generate(backend, **fields):
+    context = Context()
+    responses = GenerationServicer(backend).generate(pb.GenerateRequest(**fields), context)
+    return [chunk_from_proto(response) async for response in responses], context
+
+
+async def test_generate_yields_chunks_and_leaves_the_status_alone():
+    chunks, context = await generate(ScriptedBackend(), text="x")
+    assert "".join(chunk.text for chunk in chunks) == "café"
+    assert chunks[-1].finish_reason is FinishReason.STOP
+    assert (context.code, context.trailers) == (None, [])
+
+
+async def test_generate_bad_field_is_named_in_the_details():
+    chunks, context = await generate(ScriptedBackend(), text="x", sampling={"top_p": 0.0})
+    assert chunks == []
+    assert context.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert isinstance(context.error, InvalidArgumentError)
+    assert context.error.field == "top_p"
+    assert context.details == str(context.error)
+
+
+async def test_generate_exhausted_says_when_to_come_back():
+    def before(request, number):
+        raise ResourceExhaustedError("full", retry_after_s=2.5)
+
+    _, context = await generate(ScriptedBackend(before), text="x")
+    assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert context.error.retry_after_s == 2.5
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (DeadlineExceededError("slow"), grpc.StatusCode.DEADLINE_EXCEEDED),
+        (ZeroDivisionError("secret"), grpc.StatusCode.INTERNAL),
+    ],
+)
+async def test_generate_failing_midway_keeps_what_came_before(error, code):
+    def before(request, number):
+        if number == 1:
+            raise error
+
+    chunks, context = await generate(ScriptedBackend(before), text="x")
+    assert [chunk.text for chunk in chunks] == ["caf"]
+    assert context.code is code
+    assert "secret" not in context.details
+
+
+async def test_cancelled_call_ends_the_generation():
+    started = asyncio.Event()
+
+    def before(request, number):
+        if number == 1:
+            started.set()
+            return asyncio.sleep(30)
+
+    backend = ScriptedBackend(before)
+    call = asyncio.create_task(generate(backend, text="x"))
+    await asyncio.wait_for(started.wait(), 10)
+    call.cancel()
+    await asyncio.wait([call], timeout=10)
+    assert call.cancelled()
+    assert backend.num_open == 0
+
+
+async def test_closed_call_ends_the_generation():
+    backend = ScriptedBackend()
+    responses = GenerationServicer(backend).generate(pb.GenerateRequest(text="x"), Context())
+    await anext(responses)
+    await responses.aclose()
+    assert backend.num_open == 0
+
+
+async def test_status_lists_the_proxies_last():
+    proxy = ProcessStatus("proxy", 7, "127.0.0.1:8000", "", True, 0)
+    servicer = GenerationServicer(ScriptedBackend(), lambda: [proxy])
+    answer = await servicer.get_status(pb.GetStatusRequest(), Context())
+    assert [process.role for process in answer.processes] == ["orchestrator", "target", "proxy"]
+
+
+async def test_status_failing_ends_the_call_with_the_error():
+    def find():
+        raise DeadlineExceededError("slow")
+
+    context = Context()
+    answer = await GenerationServicer(ScriptedBackend(), find).get_status(pb.GetStatusRequest(), context)
+    assert not answer.processes
+    assert context.code is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -1,0 +1,195 @@
+"""Bad requests to the OpenAI-compatible API: each gets OpenAI's error object, which names the field."""
+
+import json
+
+import httpx
+import pytest
+from surface_helpers import ScriptedBackend
+
+from gammaray.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InternalError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from orchestrator.http_api import MAX_BODY_BYTES, create_app
+
+
+async def post(content, path="/v1/completions", backend=None):
+    body = content if isinstance(content, bytes) else json.dumps(content).encode()
+    transport = httpx.ASGITransport(create_app(backend or ScriptedBackend()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        return await client.post(path, content=body)
+
+
+COMPLETIONS = {
+    "no prompt": ({}, "prompt"),
+    "empty prompt": ({"prompt": ""}, "prompt"),
+    "no prompts": ({"prompt": []}, "prompt"),
+    "one empty prompt of two": ({"prompt": ["a", ""]}, "prompt"),
+    "prompt of numbers that are no ids": ({"prompt": [1.5]}, "prompt"),
+    "prompt of booleans": ({"prompt": [True]}, "prompt"),
+    "prompt with a lone surrogate": ({"prompt": "\ud800"}, "prompt"),
+    "prompt too long": ({"prompt": "x" * (2**20 + 1)}, "prompt"),
+    "temperature below zero": ({"prompt": "x", "temperature": -0.1}, "temperature"),
+    "temperature NaN": ({"prompt": "x", "temperature": float("nan")}, "temperature"),
+    "temperature infinite": ({"prompt": "x", "temperature": float("inf")}, "temperature"),
+    "temperature a string": ({"prompt": "x", "temperature": "1"}, "temperature"),
+    "temperature a boolean": ({"prompt": "x", "temperature": True}, "temperature"),
+    "top_p zero": ({"prompt": "x", "top_p": 0}, "top_p"),
+    "top_p above one": ({"prompt": "x", "top_p": 1.1}, "top_p"),
+    "top_k negative": ({"prompt": "x", "top_k": -2}, "top_k"),
+    "min_p above one": ({"prompt": "x", "min_p": 2}, "min_p"),
+    "repetition_penalty zero": ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty"),
+    "presence_penalty too large": ({"prompt": "x", "presence_penalty": 3}, "presence_penalty"),
+    "frequency_penalty too small": ({"prompt": "x", "frequency_penalty": -3}, "frequency_penalty"),
+    "max_tokens negative": ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
+    "max_tokens zero": ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+    "max_tokens fractional": ({"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
+    "max_tokens twice": ({"prompt": "x", "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+    "n zero": ({"prompt": "x", "n": 0}, "n"),
+    "n too large": ({"prompt": "x", "n": 129}, "n"),
+    "n a boolean": ({"prompt": "x", "n": True}, "n"),
+    "n times prompts too large": ({"prompt": ["x", "y"], "n": 65}, "n"),
+    "seed negative": ({"prompt": "x", "seed": -1}, "seed"),
+    "seed too large": ({"prompt": "x", "seed": 2**64}, "seed"),
+    "stop empty": ({"prompt": "x", "stop": ""}, "stop"),
+    "stop too many": ({"prompt": "x", "stop": ["a"] * 17}, "stop"),
+    "stop a number": ({"prompt": "x", "stop": 1}, "stop"),
+    "logprobs a boolean": ({"prompt": "x", "logprobs": True}, "logprobs"),
+    "logprobs too many": ({"prompt": "x", "logprobs": 21}, "top_logprobs"),
+    "logit_bias a word": ({"prompt": "x", "logit_bias": {"word": 1}}, "logit_bias"),
+    "logit_bias too large": ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias[1]"),
+    "logit_bias a list": ({"prompt": "x", "logit_bias": [1]}, "logit_bias"),
+    "stop_token_ids negative": ({"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids"),
+    "echo with logprobs": ({"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
+    "best_of above one": ({"prompt": "x", "best_of": 2}, "best_of"),
+    "suffix": ({"prompt": "x", "suffix": "y"}, "suffix"),
+    "unknown field": ({"prompt": "x", "temprature": 1}, "temprature"),
+    "unknown stream option": ({"prompt": "x", "stream_options": {"a": 1}}, "stream_options.a"),
+    "unknown method": ({"prompt": "x", "gammaray": {"verification": "luck"}}, "gammaray.verification"),
+    "unknown drafter": ({"prompt": "x", "gammaray": {"drafter": "me"}}, "gammaray.drafter"),
+    "gamma of a million": ({"prompt": "x", "gammaray": {"gamma": 10**6}}, "gammaray.gamma"),
+    "gamma negative": ({"prompt": "x", "gammaray": {"gamma": -1}}, "gammaray.gamma"),
+    "gamma a word": ({"prompt": "x", "gammaray": {"gamma": "many"}}, "gammaray.gamma"),
+    "gamma a boolean": ({"prompt": "x", "gammaray": {"gamma": True}}, "gammaray.gamma"),
+    "max_gamma too large": ({"prompt": "x", "gammaray": {"max_gamma": 65}}, "gammaray.max_gamma"),
+    "gammaray unknown field": ({"prompt": "x", "gammaray": {"speed": 9}}, "gammaray.speed"),
+    "gammaray a number": ({"prompt": "x", "gammaray": 3}, "gammaray"),
+    "session_id illegal": ({"prompt": "x", "gammaray": {"session_id": "a b"}}, "gammaray.session_id"),
+    "session_id for two": ({"prompt": "x", "n": 2, "gammaray": {"session_id": "a"}}, "gammaray.session_id"),
+    "not an object": ([1], "body"),
+    "malformed JSON": (b'{"prompt": "x"', "body"),
+    "invalid UTF-8": (b'{"prompt": "\xff"}', "body"),
+    "endless nesting": (b"[" * 100_000, "body"),
+    "an integer of 5000 digits": (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "body"),
+    "nothing": (b"", "body"),
+}
+
+HI = [{"role": "user", "content": "hi"}]
+IMAGE = [{"type": "image_url", "image_url": {"url": "data:"}}]
+CHATS = {
+    "no messages": ({}, "messages"),
+    "empty messages": ({"messages": []}, "messages"),
+    "message without role": ({"messages": [{"content": "x"}]}, "messages.0.role"),
+    "unknown role": ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+    "no content": ({"messages": [{"role": "user"}]}, "messages.0.content"),
+    "an image": ({"messages": [{"role": "user", "content": IMAGE}]}, "messages.0.content"),
+    "refused by the template": ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
+    "top_logprobs without logprobs": ({"messages": HI, "top_logprobs": 2}, "top_logprobs"),
+    "top_logprobs too many": ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    "tools": ({"messages": HI, "tools": [{"type": "function"}]}, "tools"),
+    "functions": ({"messages": HI, "functions": [{}]}, "functions"),
+    "response_format": ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
+    "audio": ({"messages": HI, "modalities": ["audio"]}, "modalities"),
+}
+
+
+async def check_refused(path, content, param):
+    backend = ScriptedBackend()
+    answer = await post(content, path, backend)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert error["message"].startswith(f"{param}: got ")
+    assert "allowed: " in error["message"]
+    assert len(error["message"]) < 500
+    assert backend.num_open == 0
+
+
+@pytest.mark.parametrize(("content", "param"), COMPLETIONS.values(), ids=COMPLETIONS)
+async def test_bad_completion_names_the_field(content, param):
+    await check_refused("/v1/completions", content, param)
+
+
+@pytest.mark.parametrize(("content", "param"), CHATS.values(), ids=CHATS)
+async def test_bad_chat_names_the_field(content, param):
+    await check_refused("/v1/chat/completions", content, param)
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]},
+        {
+            "user": "u",
+            "store": True,
+            "metadata": {},
+            "service_tier": "auto",
+            "prediction": {"type": "content"},
+        },
+        {"tools": None, "functions": None, "audio": None, "temprature": None},
+    ],
+)
+async def test_fields_that_change_nothing_are_ignored(harmless):
+    answer = await post({"messages": HI, **harmless}, "/v1/chat/completions")
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("size", [MAX_BODY_BYTES + 1, 10 * 2**20, 10 * MAX_BODY_BYTES])
+async def test_too_large_body_is_413(size):
+    answer = await post(b'{"prompt":"' + b"x" * size + b'"}')
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "request_too_large"
+
+
+async def test_unknown_model_is_404():
+    answer = await post({"prompt": "x", "model": "other"})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v2", 404), ("GET", "/v1/completions", 405)])
+async def test_unknown_path_or_method_is_an_error_object(method, path, status):
+    transport = httpx.ASGITransport(create_app(ScriptedBackend()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        answer = await client.request(method, path)
+    assert answer.status_code == status
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "retry_after"),
+    [
+        (UnauthenticatedError("no key"), 401, "authentication_error", None),
+        (FailedPreconditionError("it exists"), 409, "invalid_request_error", None),
+        (ResourceExhaustedError("full", retry_after_s=2.5), 429, "rate_limit_error", "3"),
+        (InternalError("bug"), 500, "server_error", None),
+        (UnavailableError("nobody"), 503, "server_error", "1"),
+        (DeadlineExceededError("slow"), 504, "server_error", None),
+        (ZeroDivisionError("secret"), 500, "server_error", None),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_failure_has_its_status(error, status, kind, retry_after, stream):
+    def before(request, number):
+        raise error
+
+    answer = await post({"prompt": "x", "stream": stream}, backend=ScriptedBackend(before))
+    assert answer.status_code == status
+    assert answer.json()["error"]["type"] == kind
+    assert answer.headers.get("retry-after") == retry_after
+    assert "secret" not in answer.text
