@@ -12,7 +12,7 @@ from redis.exceptions import BusyLoadingError, ConnectionError, RedisError, Time
 
 from gammaray.errors import InternalError, InvalidArgumentError, UnavailableError
 
-__all__ = ["answer", "connect"]
+__all__ = ["Redis", "answer", "connect"]
 
 T = TypeVar("T")
 

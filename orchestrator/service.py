@@ -10,8 +10,6 @@ from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from redis.asyncio import Redis
-
 from gammaray.config import OrchestratorSettings
 from gammaray.convert import request_to_proto
 from gammaray.errors import GammarayError, ResourceExhaustedError, UnavailableError
@@ -21,7 +19,7 @@ from orchestrator.costs import CostModel
 from orchestrator.cycle import GammaController, run_cycle
 from orchestrator.fleet import Fleet
 from orchestrator.gamma import AdaptiveGamma, FixedGamma
-from orchestrator.redis_calls import answer, connect
+from orchestrator.redis_calls import Redis, answer, connect
 from orchestrator.registry import RedisRegistry
 from orchestrator.remote import RemoteDrafter, RemoteVerifier, session_spec
 from orchestrator.requests import check_request, open_session
