@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import signal
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any, TypeVar
 
 import psutil
 
 from gammaray import AsyncClient
+from gammaray.errors import GammarayError
 
-__all__ = ["Cluster", "ClusterError", "connected", "running_cluster"]
+__all__ = ["Cluster", "ClusterError", "connected", "run_or_exit", "running_cluster"]
 
+_HOST = "127.0.0.1"
 _START_TIMEOUT_S = 180.0
 _WORKERS_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 45.0
 _GONE_TIMEOUT_S = 10.0
 _GAMMARAY = "from gammaray.cli import main; main()"  # the console script, wherever it is installed
 _READY = re.compile(r"ready http=(\S+) grpc=(\S+)")
+
+Result = TypeVar("Result")
 
 
 class ClusterError(RuntimeError):
@@ -38,6 +43,17 @@ class Cluster:
     http_address: str
     grpc_address: str
     pid: int
+
+
+def run_or_exit(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run `work` and return its result; what commonly fails ends the program with a message and code 1."""
+    try:
+        return asyncio.run(work)
+    except (ClusterError, GammarayError) as error:
+        print(f"failed: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 @asynccontextmanager
@@ -150,14 +166,14 @@ def _kill(process: psutil.Process) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
+    """Return loopback ports nobody listens on, below those that the system and Ray hand out."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.randint(10_000, 29_000)
+        with socket.socket() as s:
+            if port not in found and s.connect_ex((_HOST, port)) != 0:
+                found.append(port)
+    return found
 
 
 def _tail(errors: IO[str], num_lines: int = 30) -> str:

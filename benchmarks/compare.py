@@ -17,6 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.report import plain_table
+
 __all__ = ["Pair", "compare", "warnings"]
 
 Result = dict[str, Any]
@@ -83,10 +85,8 @@ def _median(ratio: dict[str, Any] | None) -> float | None:
 
 
 def _table(pairs: list[Pair]) -> Table:
-    table = Table(title="new / old")
-    columns = ("T", "system", "old tokens/s", "new tokens/s", "new / old", "old x gamma 0", "new x gamma 0")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "system" else "right")
+    columns = ("T", "system", "old", "new", "new / old", "old x gamma 0", "new x gamma 0")
+    table = plain_table("Tokens per second", columns)
     for pair in pairs:
         over_plain = ("" if x is None else f"{x:.2f}" for x in (pair.old_over_plain, pair.new_over_plain))
         speeds = (f"{pair.old_speed:.1f}", f"{pair.new_speed:.1f}", f"{pair.ratio:.2f}")

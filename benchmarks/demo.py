@@ -10,7 +10,6 @@ process behind.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -21,13 +20,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.cluster import ClusterError, connected
+from benchmarks.cluster import connected, run_or_exit
+from benchmarks.report import plain_table
 from benchmarks.systems import Ask, Sample, Stack
 from benchmarks.workloads import prompts
 from gammaray import AsyncClient
 from gammaray.cli.painter import OriginPainter
 from gammaray.cli.report import STYLES, print_legend
-from gammaray.errors import GammarayError
 from gammaray.types import SpeculationSummary
 
 __all__ = ["Comparison", "compare", "demo"]
@@ -85,7 +84,8 @@ async def demo(console: Console, num_prompts: int, max_tokens: int) -> int:
         console.print(
             f"temperature {comparison.temperature:g}: speedup over plain decoding "
             f"[bold]{comparison.speedup:.2f}x[/], "
-            f"same tokens for {len(texts) - comparison.num_different} of {len(texts)} prompts"
+            f"same tokens for {len(texts) - comparison.num_different} of {len(texts)} prompts",
+            soft_wrap=True,
         )
     return int(any(comparison.num_different for comparison in comparisons))
 
@@ -125,10 +125,8 @@ async def compare(
 
 def _table(comparisons: Sequence[Comparison], max_tokens: int) -> Table:
     num_prompts = len(comparisons[0].plain)
-    table = Table(title=f"{num_prompts} prompts x {max_tokens} tokens, gamma 0 and adaptive in turn")
-    columns = ("temperature", "alpha", "tokens/cycle", "gamma", "plain tokens/s", "tokens/s", "speedup")
-    for column in columns:
-        table.add_column(column, justify="right")
+    columns = ("T", "alpha", "tokens/cycle", "gamma", "plain tok/s", "tok/s", "speedup")
+    table = plain_table(f"{num_prompts} prompts x {max_tokens} tokens, gamma 0 and adaptive in turn", columns)
     for comparison in comparisons:
         summaries = comparison.summaries
         alphas = [summary.alpha for summary in summaries if summary.alpha is not None]
@@ -160,15 +158,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=6, help="number of prompts measured")
     parser.add_argument("--tokens", type=int, default=96, help="tokens per completion")
     options = parser.parse_args()
-    console = Console()
-    try:
-        code = asyncio.run(demo(console, options.prompts, options.tokens))
-    except (ClusterError, GammarayError) as error:
-        Console(stderr=True).print(f"demo: {error}", style="red", markup=False)
-        code = 1
-    except KeyboardInterrupt:
-        code = 130
-    sys.exit(code)
+    sys.exit(run_or_exit(demo(Console(), options.prompts, options.tokens)))
 
 
 if __name__ == "__main__":

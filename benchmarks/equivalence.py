@@ -6,7 +6,7 @@
 - Temperature 1, coupled: for one seed the tokens are the same with gamma 0, 3, 8 and adaptive, without a
   drafter, and with eight requests at once.
 
-Prints counts and writes them with their provenance; exits with 1 when a token differs.
+Prints counts and the first difference (prompt:token), writes them with their provenance; exits with 1 when a token differs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.baselines import Baselines, running_baselines
-from benchmarks.cluster import connected
+from benchmarks.cluster import connected, run_or_exit
 from benchmarks.measure import first_difference
 from benchmarks.provenance import write_result
+from benchmarks.report import plain_table
 from benchmarks.workloads import WORKLOADS, fingerprint, prompts
 from gammaray import AsyncClient
 from gammaray.config import DEMO_PAIR
@@ -98,14 +99,13 @@ def _count(name: str, got: Sequence[Tokens], expected: Sequence[Tokens]) -> dict
 
 
 def _table(counts: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="Completions with the same tokens")
-    for column in ("comparison", "equal", "of", "tokens", "first difference (prompt, token)"):
-        table.add_column(column, justify="left" if column == "comparison" else "right")
+    columns = ("comparison", "equal", "tokens", "first other")
+    table = plain_table("Completions with the same tokens", columns)
     for count in counts:
         first = count["different"][0] if count["different"] else None
-        where = f"{first['prompt']}, {first['token']}" if first else ""
-        numbers = (str(count[key]) for key in ("equal", "completions", "tokens"))
-        table.add_row(count["comparison"], *numbers, where)
+        where = f"{first['prompt']}:{first['token']}" if first else ""
+        equal = f"{count['equal']} of {count['completions']}"
+        table.add_row(count["comparison"], equal, str(count["tokens"]), where)
     return table
 
 
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="result file (default: in benchmarks/results)")
     options = parser.parse_args()
     texts = prompts(options.workload, options.prompts)
-    counts = asyncio.run(_run(options, texts))
+    counts = run_or_exit(_run(options, texts))
     Console().print(_table(counts))
     result = {
         "settings": {key: value for key, value in vars(options).items() if key != "out"},

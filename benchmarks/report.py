@@ -5,18 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
-__all__ = ["cycle_cost_table", "markdown", "rich_table"]
+__all__ = ["cycle_cost_table", "markdown", "plain_table", "rich_table"]
 
-_COLUMNS = ("system", "tokens/s", "x generate", "x gamma 0", "tokens/cycle", "alpha", "gamma")
+_COLUMNS = ("system", "tokens/s", "x generate", "x gamma 0", "tok/cycle", "alpha", "gamma")
+_TEXT = {"system", "comparison", "figure"}
+
+
+def plain_table(title: str, columns: Sequence[str]) -> Table:
+    """Return an empty table that fits eighty characters; columns of text stand left, of numbers right."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="left" if column in _TEXT else "right", no_wrap=True)
+    return table
 
 
 def rich_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     """Return the rows of one temperature for the terminal."""
-    table = Table(title=title)
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column == "system" else "right")
+    table = plain_table(title, _COLUMNS)
     for row in rows:
         table.add_row(*_cells(row))
     return table
@@ -30,9 +38,8 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 def cycle_cost_table(costs: Sequence[dict[str, Any]]) -> Table:
     """Return where the time of a cycle goes, one row per gamma."""
-    table = Table(title="Cost of a cycle beside the model forwards (median ms)")
-    for column in ("gamma", "cycle", "forwards", "workers", "gRPC", "orchestrator, Redis", "beside", "%"):
-        table.add_column(column, justify="right")
+    columns = ("gamma", "cycle", "forwards", "workers", "gRPC", "orchestrator, Redis", "beside", "%")
+    table = plain_table("Cost of a cycle beside the model forwards (median ms)", columns)
     for cost in costs:
         parts = ("cycle_ms", "forward_ms", "worker_ms", "wire_ms", "orchestrator_ms", "beside_ms")
         cells = [f"{cost[part]:.2f}" for part in parts]

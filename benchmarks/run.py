@@ -11,7 +11,6 @@ that its tokens at temperature 1 do not depend on gamma. Exits with 1 when a tok
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ from rich.progress import Progress
 from transformers import AutoTokenizer
 
 from benchmarks.baselines import Baselines, running_baselines
-from benchmarks.cluster import connected
+from benchmarks.cluster import connected, run_or_exit
 from benchmarks.measure import PLAIN, REFERENCE, differences, measure, row
 from benchmarks.probe import cycle_cost, running_probe
 from benchmarks.provenance import write_result
@@ -155,7 +154,7 @@ def main() -> None:
         "--out", type=Path, help="result file (default: benchmarks/results/<name>-<date>.json)"
     )
     options = parser.parse_args()
-    result = asyncio.run(run(_settings(options), Console()))
+    result = run_or_exit(run(_settings(options), Console()))
     print(f"written: {write_result(options.name, result, options.out)}")
     if options.markdown:
         for table in result["temperatures"]:

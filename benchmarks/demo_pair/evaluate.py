@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
-from services.engine.engine import Engine, Feed
 from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.utils import logging
@@ -35,7 +34,9 @@ from benchmarks.demo_pair.corpus import documents, encode
 from benchmarks.demo_pair.models import load
 from benchmarks.demo_pair.train import held_out_windows
 from benchmarks.provenance import write_result
+from benchmarks.report import plain_table
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
+from services.engine.engine import Engine, Feed
 
 __all__ = ["Agreement", "agreement", "step_times"]
 
@@ -125,9 +126,8 @@ def evaluate(target: Path, draft: Path, num_windows: int, num_steps: int) -> dic
 
 
 def _table(figures: dict[str, Any]) -> Table:
-    table = Table(title=f"Demo pair, {figures['num_positions']} held-out positions, temperature 1")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
+    title = f"Demo pair, {figures['num_positions']} held-out positions, temperature 1"
+    table = plain_table(title, ("figure", "value"))
     table.add_row("argmax match", f"{figures['argmax_match']:.3f}")
     table.add_row("alpha (1 - TV)", f"{figures['alpha']:.3f}")
     for k, share in figures["coupled_alpha"].items():
