@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gammaray import types as t
-from gammaray.errors import InvalidArgumentError
+from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.v1 import generation_service_pb2 as gen
 from gammaray.v1 import types_pb2 as pb
 
@@ -53,7 +53,13 @@ def origin_to_proto(origin: t.TokenOrigin) -> pb.TokenOrigin.ValueType:
 
 
 def origin_from_proto(value: pb.TokenOrigin.ValueType) -> t.TokenOrigin:
-    """Return the token origin of a wire value."""
+    """Return the token origin of a wire value.
+
+    Raises:
+        InternalError: No origin, or one that this version does not know.
+    """
+    if value not in _ORIGINS_BACK:
+        raise InternalError(f"the peer sent token origin {value}, allowed: {sorted(_ORIGINS_BACK)}")
     return _ORIGINS_BACK[value]
 
 
@@ -258,7 +264,7 @@ def _token_to_proto(token: t.EmittedToken) -> gen.EmittedToken:
 def _token_from_proto(message: gen.EmittedToken) -> t.EmittedToken:
     return t.EmittedToken(
         token_id=message.token_id,
-        origin=_ORIGINS_BACK[message.origin],
+        origin=origin_from_proto(message.origin),
         token_bytes=message.token_bytes,
         logprob=message.logprob if message.HasField("logprob") else None,
         top_logprobs=tuple(t.TopLogprob(p.token_id, p.logprob, p.token_bytes) for p in message.top_logprobs),

@@ -1,0 +1,270 @@
+"""Types to wire messages and back: nothing is lost, and what strangers send is checked."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gammaray import InternalError, InvalidArgumentError, convert
+from gammaray import types as t
+from gammaray.v1 import generation_service_pb2 as gen
+from gammaray.v1 import types_pb2 as pb
+
+VOCAB = 500
+
+floats = st.floats(allow_nan=False, allow_infinity=False)
+counts = st.integers(0, 2**31)
+token_ids = st.integers(0, VOCAB - 1)
+id_tuples = st.lists(token_ids, max_size=5).map(tuple)
+text = st.text(max_size=20)
+names = st.text(st.sampled_from("abzAZ09_.-"), max_size=128)
+
+sampling = st.builds(
+    t.SamplingParams,
+    temperature=st.floats(0, 100),
+    top_p=st.floats(0, 1, exclude_min=True),
+    top_k=counts,
+    min_p=st.floats(0, 1),
+    repetition_penalty=st.floats(0, 100, exclude_min=True),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    logit_bias=st.dictionaries(token_ids, st.floats(-100, 100), max_size=4),
+    allowed_token_ids=id_tuples,
+    banned_token_ids=id_tuples,
+    min_tokens=counts,
+    seed=st.none() | st.integers(0, 2**64 - 1),
+    sample_index=st.integers(0, 2**24 - 1),
+)
+gammas = st.builds(
+    t.GammaPolicy, fixed=st.none() | st.integers(0, t.MAX_GAMMA), max_gamma=st.integers(0, t.MAX_GAMMA)
+)
+requests = st.builds(
+    t.GenerationRequest,
+    prompt=st.text(min_size=1, max_size=20) | st.lists(token_ids, min_size=1, max_size=5).map(tuple),
+    model=text,
+    sampling=sampling,
+    max_tokens=st.integers(1, 2**31),
+    stop=st.lists(st.text(min_size=1, max_size=20), max_size=16).map(tuple),
+    stop_token_ids=id_tuples,
+    ignore_eos=st.booleans(),
+    num_top_logprobs=st.none() | st.integers(0, t.MAX_TOP_LOGPROBS),
+    verification=st.sampled_from(t.VerificationMethod),
+    gamma=gammas,
+    drafter=st.sampled_from(t.DrafterKind),
+    session_id=names,
+)
+emitted = st.builds(
+    t.EmittedToken,
+    token_id=token_ids,
+    origin=st.sampled_from(t.TokenOrigin),
+    token_bytes=st.binary(max_size=6),
+    logprob=st.none() | floats,
+    top_logprobs=st.lists(st.builds(t.TopLogprob, token_ids, floats, st.binary(max_size=4)), max_size=3).map(
+        tuple
+    ),
+)
+summaries = st.builds(
+    t.SpeculationSummary,
+    cycles=counts,
+    tokens_per_cycle=floats,
+    alpha=st.none() | floats,
+    acceptance_rate=st.none() | floats,
+    accepted_lengths=st.lists(counts, max_size=9).map(tuple),
+    gamma_mean=floats,
+    draft_ms=floats,
+    verify_ms=floats,
+    other_ms=floats,
+    total_ms=floats,
+    speedup_estimate=st.none() | floats,
+)
+chunks = st.builds(
+    t.Chunk,
+    session_id=names,
+    text=text,
+    tokens=st.lists(emitted, max_size=4).map(tuple),
+    seed=st.integers(0, 2**64 - 1),
+    finish_reason=st.none() | st.sampled_from(t.FinishReason),
+    usage=st.none() | st.builds(t.Usage, counts, counts, counts, counts),
+    summary=st.none() | summaries,
+)
+
+
+@st.composite
+def distributions(draw):
+    bits = draw(st.integers(1, 12))
+    size = draw(st.integers(1, min(6, 2**bits)))
+    ids = draw(st.lists(token_ids, min_size=size, max_size=size, unique=True))
+    inner = st.integers(1, 2**bits - 1)
+    cuts = sorted(draw(st.lists(inner, min_size=size - 1, max_size=size - 1, unique=True)))
+    edges = [0, *cuts, 2**bits]
+    weights = tuple(edges[i + 1] - edges[i] for i in range(size))
+    return t.SparseDistribution(tuple(ids), weights, bits)
+
+
+@st.composite
+def proposals(draw):
+    ids = draw(st.lists(token_ids, max_size=8))
+    shape, laws = None, None
+    if ids and draw(st.booleans()):
+        shape = tuple(draw(st.integers(-1, node - 1)) for node in range(len(ids)))
+    elif ids and draw(st.booleans()):
+        laws = tuple(draw(distributions()) for _ in ids)
+    return t.Proposal(tuple(ids), shape, laws)
+
+
+def over_the_wire(message):
+    return type(message).FromString(message.SerializeToString())
+
+
+@given(requests)
+def test_request_there_and_back_loses_nothing(request):
+    assert convert.request_from_proto(over_the_wire(convert.request_to_proto(request))) == request
+
+
+@given(chunks)
+def test_chunk_there_and_back_loses_nothing(chunk):
+    assert convert.chunk_from_proto(over_the_wire(convert.chunk_to_proto(chunk))) == chunk
+
+
+@given(proposals())
+def test_proposal_there_and_back_loses_nothing(proposal):
+    assert convert.proposal_from_proto(over_the_wire(convert.proposal_to_proto(proposal)), VOCAB) == proposal
+
+
+@given(st.builds(t.ProcessStatus, text, counts, text, text, st.booleans(), counts))
+def test_process_there_and_back_loses_nothing(process):
+    assert convert.process_from_proto(over_the_wire(convert.process_to_proto(process))) == process
+
+
+def test_request_empty_message_takes_the_documented_defaults():
+    request = convert.request_from_proto(gen.GenerateRequest(text="Hi"))
+    assert request == t.GenerationRequest("Hi")
+
+
+@pytest.mark.parametrize("cls", [t.SamplingParams, t.GenerationRequest, t.Chunk, t.EmittedToken])
+def test_types_and_messages_have_the_same_number_of_fields(cls):
+    message = {
+        t.SamplingParams: pb.SamplingParams,
+        t.GenerationRequest: gen.GenerateRequest,
+        t.Chunk: gen.GenerateResponse,
+        t.EmittedToken: gen.EmittedToken,
+    }[cls]
+    # A prompt is one field of the type and two alternatives of the message.
+    extra = 1 if cls is t.GenerationRequest else 0
+    assert len(dataclasses.fields(cls)) + extra == len(message.DESCRIPTOR.fields)
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (gen.GenerateRequest(), "prompt"),
+        (gen.GenerateRequest(token_ids=gen.TokenIds()), "prompt"),
+        (gen.GenerateRequest(text="Hi", max_tokens=0), "max_tokens"),
+        (gen.GenerateRequest(text="Hi", num_top_logprobs=21), "num_top_logprobs"),
+        (gen.GenerateRequest(text="Hi", gamma=gen.GammaPolicy(fixed=10**6)), "gamma"),
+        (gen.GenerateRequest(text="Hi", gamma=gen.GammaPolicy(max_gamma=65)), "max_gamma"),
+        (gen.GenerateRequest(text="Hi", sampling=pb.SamplingParams(temperature=-1)), "temperature"),
+        (gen.GenerateRequest(text="Hi", sampling=pb.SamplingParams(temperature=float("nan"))), "temperature"),
+        (gen.GenerateRequest(text="Hi", sampling=pb.SamplingParams(top_p=0)), "top_p"),
+        (gen.GenerateRequest(text="Hi", sampling=pb.SamplingParams(logit_bias={3: 1e9})), "logit_bias[3]"),
+        (gen.GenerateRequest(text="Hi", session_id="../x"), "session_id"),
+        (gen.GenerateRequest(text="Hi", stop=["x" * 257]), "stop"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_request_wrong_message_is_refused_and_the_field_named(message, field):
+    with pytest.raises(InvalidArgumentError) as caught:
+        convert.request_from_proto(over_the_wire(message))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("field", ["verification", "drafter"])
+def test_request_enum_value_of_a_later_version_is_refused(field):
+    later = gen.GenerateRequest(text="Hi")
+    # proto3 enums are open: the wire may carry any number.
+    number = gen.GenerateRequest.DESCRIPTOR.fields_by_name[field].number
+    later.MergeFromString(bytes([number << 3, 99]))
+    with pytest.raises(InvalidArgumentError) as caught:
+        convert.request_from_proto(later)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("origin", [0, 99])
+def test_chunk_origin_that_is_none_is_the_peers_fault(origin):
+    message = gen.GenerateResponse.FromString(bytes([0x1A, 2, 0x10, origin]))
+    assert message.tokens[0].origin == origin
+    with pytest.raises(InternalError, match=f"origin {origin}"):
+        convert.chunk_from_proto(message)
+
+
+def law(ids=(1, 2), weights=(3, 5), bits=3):
+    return pb.SparseDistribution(token_ids=ids, weights=weights, weight_bits=bits)
+
+
+@pytest.mark.parametrize(
+    ("proposal", "field"),
+    [
+        (pb.Proposal(token_ids=[1, VOCAB]), "proposal.token_ids"),
+        (pb.Proposal(token_ids=[2**32 - 1]), "proposal.token_ids"),
+        (pb.Proposal(token_ids=[1, 2], parents=[-1]), "proposal.parents"),
+        (pb.Proposal(token_ids=[], parents=[-1]), "proposal.parents"),
+        (pb.Proposal(token_ids=[1, 2], parents=[-1, 1]), "proposal.parents[1]"),
+        (pb.Proposal(token_ids=[1, 2], parents=[1, 0]), "proposal.parents[0]"),
+        (pb.Proposal(token_ids=[1], parents=[-2]), "proposal.parents[0]"),
+        (pb.Proposal(token_ids=[1, 2], draft_distributions=[law()]), "proposal.draft_distributions"),
+        (pb.Proposal(draft_distributions=[law()]), "proposal.draft_distributions"),
+        (
+            pb.Proposal(token_ids=[1], draft_distributions=[law(bits=0)]),
+            "proposal.draft_distributions.weight_bits",
+        ),
+        (
+            pb.Proposal(token_ids=[1], draft_distributions=[law(bits=25)]),
+            "proposal.draft_distributions.weight_bits",
+        ),
+        (
+            pb.Proposal(token_ids=[1], draft_distributions=[law(ids=(1, 1))]),
+            "proposal.draft_distributions.token_ids",
+        ),
+        (
+            pb.Proposal(token_ids=[1], draft_distributions=[law(ids=(1, VOCAB))]),
+            "proposal.draft_distributions.token_ids",
+        ),
+        (
+            pb.Proposal(token_ids=[1], draft_distributions=[law(ids=(1,))]),
+            "proposal.draft_distributions.token_ids",
+        ),
+        (
+            pb.Proposal(token_ids=[1], draft_distributions=[law(weights=(3, 4))]),
+            "proposal.draft_distributions.weights",
+        ),
+        (
+            pb.Proposal(token_ids=[1], draft_distributions=[law(weights=(0, 8))]),
+            "proposal.draft_distributions.weights",
+        ),
+        (
+            pb.Proposal(token_ids=[1], draft_distributions=[law(ids=(), weights=())]),
+            "proposal.draft_distributions.weights",
+        ),
+    ],
+)
+def test_proposal_of_a_hostile_drafter_is_refused(proposal, field):
+    with pytest.raises(InvalidArgumentError) as caught:
+        convert.proposal_from_proto(over_the_wire(proposal), VOCAB)
+    assert caught.value.field == field
+
+
+@given(
+    st.builds(
+        pb.Proposal,
+        token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=4),
+        parents=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4),
+    )
+)
+def test_proposal_of_any_shape_is_refused_or_walkable(message):
+    try:
+        proposal = convert.proposal_from_proto(message, VOCAB)
+    except InvalidArgumentError:
+        return
+    assert 0 <= proposal.depth <= len(proposal)
+    assert all(token_id < VOCAB for token_id in proposal.token_ids)

