@@ -93,12 +93,23 @@ class Client:
         self.close()
 
     def _iterate(self, chunks: AsyncGenerator[Chunk, None]) -> Iterator[Chunk]:
+        # After Ctrl-C the step that it interrupted may still be unwinding; closing waits for its turn.
+        turn = asyncio.Lock()
+
+        async def step() -> Chunk | None:
+            async with turn:
+                return await anext(chunks, None)
+
+        async def close() -> None:
+            async with turn:
+                await chunks.aclose()
+
         try:
-            while (chunk := self._run(anext(chunks, None))) is not None:
+            while (chunk := self._run(step())) is not None:
                 yield chunk
         finally:
             if not self._loop.is_closed():
-                self._run(chunks.aclose())
+                self._run(close())
 
     def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         if self._loop.is_closed():
