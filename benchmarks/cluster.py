@@ -26,6 +26,7 @@ _START_TIMEOUT_S = 180.0
 _WORKERS_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 45.0
 _GONE_TIMEOUT_S = 10.0
+_POLL_S = 0.05
 _GAMMARAY = "from gammaray.cli import main; main()"  # the console script, wherever it is installed
 _READY = re.compile(r"ready http=(\S+) grpc=(\S+)")
 
@@ -91,8 +92,10 @@ async def running_cluster(*options: str) -> AsyncIterator[Cluster]:
         try:
             cluster = await _wait_ready(process, errors)
             drain = asyncio.create_task(_drain(process))
-            yield cluster
-            drain.cancel()
+            try:
+                yield cluster
+            finally:
+                drain.cancel()
         finally:
             await _stop(process)
 
@@ -103,7 +106,7 @@ async def _wait_ready(process: asyncio.subprocess.Process, errors: IO[str]) -> C
     except asyncio.TimeoutError:
         raise ClusterError(f"not ready within {_START_TIMEOUT_S:.0f} s\n{_tail(errors)}") from None
     if found is None:
-        await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
+        await _has_ended(process, _STOP_TIMEOUT_S)
         raise ClusterError(f"`gammaray up` ended with code {process.returncode}\n{_tail(errors)}")
     http, grpc = (address.removeprefix("http://").rstrip("/") for address in found.groups())
     return Cluster(http, grpc, process.pid)
@@ -131,17 +134,24 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
         family = []
     if process.returncode is None:
         process.send_signal(signal.SIGINT)
-        try:
-            await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
-        except asyncio.TimeoutError:
-            process.kill()
-            await process.wait()
+    if not await _has_ended(process, _STOP_TIMEOUT_S):
+        process.kill()
+        await _has_ended(process, _STOP_TIMEOUT_S)
     left = await _outliving(family)
     if left:
         names = [f"{p.pid} {p.name()}" for p in left if p.is_running()]
         for p in left:
             _kill(p)
         raise ClusterError(f"left behind by `gammaray up`, now killed: {', '.join(names)}")
+
+
+async def _has_ended(process: asyncio.subprocess.Process, timeout_s: float) -> bool:
+    """Wait for the end of the process itself; `process.wait()` would wait for all who hold its stdout."""
+    for _ in range(int(timeout_s / _POLL_S)):
+        if process.returncode is not None:
+            return True
+        await asyncio.sleep(_POLL_S)
+    return False
 
 
 async def _outliving(family: Sequence[psutil.Process]) -> list[psutil.Process]:

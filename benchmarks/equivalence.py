@@ -6,7 +6,8 @@
 - Temperature 1, coupled: for one seed the tokens are the same with gamma 0, 3, 8 and adaptive, without a
   drafter, and with eight requests at once.
 
-Prints counts and the first difference (prompt:token), writes them with their provenance; exits with 1 when a token differs.
+Prints counts and the first difference (prompt:token), writes them with their provenance; exits with 1 when a
+token differs.
 """
 
 from __future__ import annotations
