@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Protocol
 
-from gammaray.errors import InvalidArgumentError, UnavailableError
+from gammaray.errors import GammarayError, InvalidArgumentError, UnavailableError
 from gammaray.types import ProcessStatus
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import target_service_pb2 as target_pb
@@ -64,9 +64,11 @@ class Fleet:
         await self._look()
         await self.targets.settle(settle_s)
         await self.drafts.settle(settle_s)
-        for refusal in (*self.targets.refusals(), *self.drafts.refusals()):
+        try:
+            self._check_all()
+        except GammarayError:
             await self.close()
-            raise refusal
+            raise
         self._task = asyncio.create_task(self._watch(), name="worker registry")
 
     @property
@@ -101,6 +103,13 @@ class Fleet:
     async def _look(self) -> None:
         self.targets.announce(await self._registry.addresses("target"))
         self.drafts.announce(await self._registry.addresses("draft"))
+
+    def _check_all(self) -> None:
+        for refusal in (*self.targets.refusals(), *self.drafts.refusals()):
+            raise refusal
+        for link in self.drafts.links.values():  # some may have connected before there was a target
+            if link.info is not None:
+                self._check_draft(link.info)
 
     def _check_target(self, info: WorkerInfo) -> None:
         if info.vocab_size != self._vocab_size:

@@ -190,7 +190,8 @@ class WorkerLink(Generic[BlockT, ResultT]):
         blocks: list[BlockT] = []
         size = 0
         while self._blocks:
-            if self._blocks[0].request_id not in self._pending:  # its caller gave up
+            future = self._pending.get(self._blocks[0].request_id)
+            if future is None or future.done():  # its caller gave up
                 del self._blocks[0]
                 continue
             size += self._blocks[0].ByteSize()

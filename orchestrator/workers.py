@@ -111,6 +111,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
     async def close(self) -> None:
         """Close all links; nobody waits for a worker any more."""
         self._is_closed = True
+        self._changed.set()
         await asyncio.gather(*(link.close() for link in self.links.values()), *self._closing)
 
     def _why_none(self, timeout_s: float) -> str:

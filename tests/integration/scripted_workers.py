@@ -1,0 +1,253 @@
+"""Workers without a model: real grpc.aio servers that keep to the wire contract, or break it on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from gammaray.types import SamplingParams, VerificationMethod
+from gammaray.v1 import draft_service_pb2 as draft_pb
+from gammaray.v1 import draft_service_pb2_grpc, target_service_pb2_grpc
+from gammaray.v1 import target_service_pb2 as target_pb
+from gammaray.v1 import types_pb2 as pb
+from orchestrator.cycle import Cycle, run_cycle
+from orchestrator.session import Session
+
+VOCAB = 50
+PROMPT = (1, 2, 3)
+
+
+def next_token(tokens) -> int:
+    """The model: a token that depends on everything before it."""
+    state = 7
+    for token in tokens:
+        state = (state * 31 + token + 1) % 1_000_003
+    return state % VOCAB
+
+
+def continuation(prompt, count: int) -> list[int]:
+    """Return the completion that every lossless path must produce."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class ScriptedWorker:
+    """A worker process's server side.
+
+    Args:
+        role: "target" or "draft".
+        vocab_size: What it says of its model; so with `sha` and `max_context`.
+
+    Attributes:
+        on_block: Called with each block; returns a result, several, or None to stay silent.
+        runs: While it is cleared, every call stays unanswered.
+        frames: The request frames, as they came.
+        held: Committed tokens by session.
+        released: Sessions that were released.
+    """
+
+    def __init__(self, role: str, *, vocab_size: int = VOCAB, sha: str = "", max_context: int = 1000) -> None:
+        self.role = role
+        self.frames: list[Any] = []
+        self.held: dict[str, list[int]] = {}
+        self.specs: dict[str, pb.SessionSpec] = {}
+        self.released: list[str] = []
+        self.num_streams = 0
+        self.num_needs = 0
+        self.delay_s = 0.0
+        self.runs = asyncio.Event()
+        self.runs.set()
+        self.on_block: Callable[[Any], Any] = lambda block: self.work(block)
+        self._info = {"model": role, "vocab_size": vocab_size, "max_context": max_context, "pid": 1}
+        self._info["vocab_sha256"] = sha
+        self._server: grpc.aio.Server | None = None
+        self.address = ""
+
+    async def start(self) -> None:
+        """Serve; on the same port as before when it was stopped."""
+        self._server = grpc.aio.server()
+        if self.role == "target":
+            target_service_pb2_grpc.add_TargetServiceServicer_to_server(self, self._server)
+        else:
+            draft_service_pb2_grpc.add_DraftServiceServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port(self.address or "127.0.0.1:0")
+        self.address = f"127.0.0.1:{port}"
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """Break every stream and close the port; caches are lost."""
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Lose all caches, as after a restart or an eviction."""
+        self.held.clear()
+        self.specs.clear()
+
+    @property
+    def blocks(self) -> list[Any]:
+        return [block for frame in self.frames for block in frame.blocks]
+
+    async def Verify(self, requests, context):
+        async for response in self._serve(requests, target_pb.VerifyResponse):
+            yield response
+
+    async def Propose(self, requests, context):
+        async for response in self._serve(requests, draft_pb.ProposeResponse):
+            yield response
+
+    async def GetTargetInfo(self, request, context):
+        await self.runs.wait()
+        return target_pb.GetTargetInfoResponse(**self._info, num_sessions=len(self.held))
+
+    async def GetDraftInfo(self, request, context):
+        await self.runs.wait()
+        return draft_pb.GetDraftInfoResponse(**self._info, num_sessions=len(self.held))
+
+    async def _serve(self, requests, response_type):
+        self.num_streams += 1
+        async for frame in requests:
+            self.frames.append(frame)
+            if self.delay_s:
+                await asyncio.sleep(self.delay_s)
+            await self.runs.wait()
+            results = []
+            for block in frame.blocks:
+                outcome = self.on_block(block)
+                results += outcome if isinstance(outcome, list) else [outcome] if outcome else []
+            for release in frame.releases:
+                self.released.append(release.session_id)
+                self.held.pop(release.session_id, None)
+                self.specs.pop(release.session_id, None)
+            if results:
+                yield response_type(results=results)
+
+    def work(self, block: Any) -> Any:
+        """Answer a block as a good worker does."""
+        known = self.held.get(block.session_id, [])
+        if block.HasField("spec"):
+            self.specs[block.session_id] = block.spec
+        if block.session_id not in self.specs or block.context.start > len(known):
+            self.num_needs += 1
+            position = 0 if block.session_id not in self.specs else len(known)
+            return self.result(block, need=pb.NeedTokens(position=position))
+        tokens = known[: block.context.start] + list(block.context.token_ids)
+        assert len(tokens) == block.base_position
+        if self.role == "draft":
+            self.held[block.session_id] = tokens
+            return self.result(block, proposal=pb.Proposal(token_ids=self.guess(tokens, block.gamma)))
+        verdict = judge(tokens, list(block.proposal.token_ids))
+        self.held[block.session_id] = tokens + list(block.proposal.token_ids)[: len(verdict.accepted_path)]
+        return self.result(block, verdict=verdict)
+
+    def guess(self, tokens: list[int], gamma: int) -> list[int]:
+        """Return a chain that goes wrong at every seventh position."""
+        chain: list[int] = []
+        for _ in range(gamma):
+            token = next_token([*tokens, *chain])
+            chain.append(token if (len(tokens) + len(chain)) % 7 else (token + 1) % VOCAB)
+        return chain
+
+    def result(self, block: Any, **outcome: Any) -> Any:
+        kind = target_pb.VerifyResult if self.role == "target" else draft_pb.ProposeResult
+        return kind(request_id=block.request_id, session_id=block.session_id, **outcome)
+
+
+def judge(tokens: list[int], proposal: list[int]) -> target_pb.Verdict:
+    path: list[int] = []
+    for node, token in enumerate(proposal):
+        wanted = next_token([*tokens, *proposal[:node]])
+        if token != wanted:
+            return target_pb.Verdict(
+                accepted_path=path,
+                next_token_id=wanted,
+                next_origin=pb.TOKEN_ORIGIN_CORRECTION,
+                num_tested=node + 1,
+            )
+        path.append(node)
+    return target_pb.Verdict(
+        accepted_path=path,
+        next_token_id=next_token([*tokens, *proposal]),
+        next_origin=pb.TOKEN_ORIGIN_BONUS,
+        num_tested=len(path),
+    )
+
+
+@asynccontextmanager
+async def scripted(*roles: str, **options: Any) -> AsyncIterator[Any]:
+    """Run scripted workers; yields one, or a tuple when several roles are given."""
+    workers = [ScriptedWorker(role, **options) for role in roles]
+    for worker in workers:
+        await worker.start()
+    try:
+        yield workers[0] if len(workers) == 1 else tuple(workers)
+    finally:
+        for worker in workers:
+            await worker.stop()
+
+
+class NoText:
+    """A text stream for sessions whose text does not matter."""
+
+    def push(self, token_id: int) -> bool:
+        return False
+
+    def take(self, *, final: bool) -> str:
+        return ""
+
+
+class NoStore:
+    """A store for sessions whose storage does not matter."""
+
+    async def append(self, session, token_ids, origins) -> None:
+        pass
+
+
+class Steady:
+    """A controller that always answers the same."""
+
+    def __init__(self, gamma: int) -> None:
+        self.gamma = gamma
+
+    def next_gamma(self) -> int:
+        return self.gamma
+
+    def observe(self, cycle: Cycle) -> None:
+        pass
+
+
+def make_session(session_id: str = "s", max_tokens: int = 30, epoch: int = 1) -> Session:
+    return Session(
+        session_id,
+        PROMPT,
+        SamplingParams(seed=1),
+        VerificationMethod.COUPLED,
+        max_tokens,
+        NoText(),
+        epoch=epoch,
+    )
+
+
+async def finish(session: Session, drafter: Any, verifier: Any, gamma: int) -> list[Cycle]:
+    """Run a session's cycles to the end."""
+    cycles = []
+    while session.finish_reason is None:
+        cycles.append(await run_cycle(session, drafter, verifier, NoStore(), Steady(gamma)))
+    return cycles
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Wait until a condition holds."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not condition():
+        if asyncio.get_running_loop().time() > deadline:
+            raise AssertionError("it never came true")
+        await asyncio.sleep(0.005)

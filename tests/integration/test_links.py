@@ -1,0 +1,240 @@
+"""Worker links against scripted gRPC servers: batching, deadlines, death, reconnect, refusal."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+from scripted_workers import ScriptedWorker, scripted, until
+
+from gammaray.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
+from gammaray.v1 import target_service_pb2 as target_pb
+from gammaray.v1 import types_pb2 as pb
+from orchestrator import links
+from orchestrator.links import WorkerLink
+from orchestrator.wire import TARGET
+
+pytestmark = pytest.mark.integration
+
+
+def accept(info):
+    return None
+
+
+@asynccontextmanager
+async def link_to(address: str, check=accept):
+    link = WorkerLink(TARGET, address, check=check, on_change=lambda: None)
+    link.start()
+    try:
+        yield link
+    finally:
+        await link.close()
+
+
+def block(session_id: str = "s", base: int = 1) -> target_pb.VerifyBlock:
+    return target_pb.VerifyBlock(
+        session_id=session_id,
+        epoch=1,
+        base_position=base,
+        context=pb.TokenSpan(start=0, token_ids=[1] * base),
+        spec=pb.SessionSpec(),
+    )
+
+
+async def test_link_calls_of_one_tick_leave_in_one_frame():
+    async with scripted("target") as worker, link_to(worker.address) as link:
+        await until(lambda: link.is_up)
+        results = await asyncio.gather(*(link.call(block(f"s{i}", i + 1), 5) for i in range(40)))
+        assert [r.session_id for r in results] == [f"s{i}" for i in range(40)]
+        assert len({r.request_id for r in results}) == 40
+        assert len(worker.frames) == 1
+        assert worker.num_streams == 1
+
+
+async def test_link_blocks_that_come_during_a_write_share_the_next_frame():
+    async with scripted("target") as worker, link_to(worker.address) as link:
+        await until(lambda: link.is_up)
+
+        async def one(index):
+            await asyncio.sleep(0.0001 * index)
+            return await link.call(block(f"s{index}"), 5)
+
+        results = await asyncio.gather(*(one(i) for i in range(60)))
+        assert sorted(r.session_id for r in results) == sorted(f"s{i}" for i in range(60))
+        assert len(worker.blocks) == 60
+
+
+async def test_link_large_blocks_are_spread_over_frames():
+    async with scripted("target") as worker, link_to(worker.address) as link:
+        await until(lambda: link.is_up)
+        await asyncio.gather(*(link.call(block(f"s{i}", 400_000), 30) for i in range(6)))
+        assert max(frame.ByteSize() for frame in worker.frames) < 2 * links.MAX_FRAME_BYTES
+        assert len(worker.blocks) == 6
+
+
+async def test_link_answers_in_any_order_reach_their_callers():
+    async with scripted("target") as worker, link_to(worker.address) as link:
+        await until(lambda: link.is_up)
+        kept = []
+
+        def all_at_once(b):
+            kept.append(b)
+            stray = target_pb.VerifyResult(request_id=10**9)
+            return [stray, *(worker.work(b) for b in reversed(kept))] if len(kept) == 3 else None
+
+        worker.on_block = all_at_once
+        calls = []
+        for i in range(3):
+            calls.append(asyncio.create_task(link.call(block(f"s{i}"), 5)))
+            await until(lambda: len(kept) == len(calls))
+        assert [r.session_id for r in await asyncio.gather(*calls)] == ["s0", "s1", "s2"]
+
+
+async def test_link_silent_worker_fails_the_call_at_its_deadline():
+    async with scripted("target") as worker, link_to(worker.address) as link:
+        await until(lambda: link.is_up)
+        worker.on_block = lambda b: None if b.session_id == "silent" else worker.work(b)
+        start = time.monotonic()
+        silent = asyncio.create_task(link.call(block("silent"), 0.3))
+        assert (await link.call(block("other"), 5)).session_id == "other"
+        with pytest.raises(DeadlineExceededError, match=r"no answer within 0\.3 s"):
+            await silent
+        assert 0.3 <= time.monotonic() - start < 2
+        assert link.is_up
+        assert not link._pending
+
+
+async def test_link_late_answer_is_dropped():
+    async with scripted("target") as worker, link_to(worker.address) as link:
+        await until(lambda: link.is_up)
+        worker.delay_s = 0.5
+        with pytest.raises(DeadlineExceededError):
+            await link.call(block("late"), 0.01)
+        worker.delay_s = 0.0
+        assert (await link.call(block("next"), 5)).session_id == "next"
+
+
+async def test_link_cancelled_call_that_was_not_sent_is_never_sent():
+    async with scripted("target") as worker, link_to(worker.address) as link:
+        await until(lambda: link.is_up)
+        call = asyncio.create_task(link.call(block("gone"), 5))
+        await asyncio.sleep(0)  # let it queue its block; the writer has not run yet
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        await link.call(block("there"), 5)
+        assert [b.session_id for b in worker.blocks] == ["there"]
+        assert not link._pending
+
+
+async def test_link_release_reaches_the_worker():
+    async with scripted("target") as worker, link_to(worker.address) as link:
+        await until(lambda: link.is_up)
+        await link.call(block("s"), 5)
+        link.release("s")
+        await until(lambda: worker.released == ["s"])
+        assert worker.held == {}
+
+
+async def test_link_worker_dies_pending_calls_fail_and_it_reconnects():
+    async with scripted("target") as worker, link_to(worker.address) as link:
+        await until(lambda: link.is_up)
+        worker.on_block = lambda b: None
+        calls = [asyncio.create_task(link.call(block(f"s{i}"), 30)) for i in range(3)]
+        await until(lambda: len(worker.blocks) == 3)
+        await worker.stop()
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(result, UnavailableError)
+            assert worker.address in str(result)
+        await until(lambda: not link.is_up)
+        with pytest.raises(UnavailableError, match="not connected"):
+            await link.call(block(), 5)
+        worker.on_block = worker.work
+        await worker.start()
+        await until(lambda: link.is_up)
+        assert (await link.call(block("back"), 5)).session_id == "back"
+
+
+async def test_link_worker_that_comes_late_is_connected():
+    worker = ScriptedWorker("target")
+    await worker.start()
+    await worker.stop()
+    async with link_to(worker.address) as link:
+        await asyncio.sleep(0.3)
+        assert not link.is_up
+        await worker.start()
+        try:
+            await until(lambda: link.is_up)
+        finally:
+            await worker.stop()
+
+
+async def test_link_stream_broken_by_the_worker_alone_is_opened_again():
+    async with scripted("target") as worker, link_to(worker.address) as link:
+        await until(lambda: link.is_up)
+
+        def explode(b):
+            raise RuntimeError("a bug in the worker")
+
+        worker.on_block = explode
+        with pytest.raises(UnavailableError):
+            await link.call(block(), 5)
+        worker.on_block = worker.work
+        await until(lambda: link.is_up)
+        assert (await link.call(block(), 5)).session_id == "s"
+        assert worker.num_streams == 2
+
+
+async def test_link_stuck_worker_is_given_up_before_the_deadline(monkeypatch):
+    monkeypatch.setattr(links, "INFO_PERIOD_S", 0.1)
+    monkeypatch.setattr(links, "INFO_TIMEOUT_S", 0.3)
+    async with scripted("target") as worker, link_to(worker.address) as link:
+        await until(lambda: link.is_up)
+        worker.runs.clear()
+        start = time.monotonic()
+        with pytest.raises(UnavailableError):
+            await link.call(block(), 60)
+        assert time.monotonic() - start < 5
+        worker.runs.set()
+        await until(lambda: link.is_up)
+
+
+async def test_link_refused_worker_is_not_used_and_may_come_right():
+    wrong = [True]
+
+    def check(info):
+        if wrong[0]:
+            raise InvalidArgumentError("draft", info.vocab_size, "2048")
+
+    async with scripted("target") as worker, link_to(worker.address, check) as link:
+        await until(lambda: link.refusal is not None)
+        assert not link.is_up
+        assert "2048" in str(link.refusal)
+        wrong[0] = False
+        await until(lambda: link.is_up)
+        assert link.refusal is None
+
+
+async def test_link_close_fails_what_is_in_flight():
+    async with scripted("target") as worker, link_to(worker.address) as link:
+        await until(lambda: link.is_up)
+        worker.on_block = lambda b: None
+        call = asyncio.create_task(link.call(block(), 60))
+        await until(lambda: len(worker.blocks) == 1)
+        await link.close()
+        with pytest.raises(UnavailableError, match="closed the link"):
+            await call
+
+
+async def test_link_round_trip_is_short():
+    async with scripted("target") as worker, link_to(worker.address) as link:
+        await until(lambda: link.is_up)
+        times = []
+        for _ in range(200):
+            start = time.perf_counter()
+            await link.call(block(), 5)
+            times.append(time.perf_counter() - start)
+        # Client and server share this process here, and perhaps its core with other tests.
+        assert statistics.median(times) < 0.005

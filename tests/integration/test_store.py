@@ -1,0 +1,273 @@
+"""The session store, the registry and the private server, on a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from redis_helpers import running_redis
+from scripted_workers import PROMPT, make_session
+
+import orchestrator.redis_server as redis_server
+from gammaray.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+)
+from gammaray.types import FinishReason, TokenOrigin
+from orchestrator.redis_calls import answer, connect
+from orchestrator.redis_server import RedisServer
+from orchestrator.registry import RedisRegistry
+from orchestrator.store import RedisStore
+
+pytestmark = pytest.mark.integration
+
+ACCEPTED, CORRECTION, BONUS = TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_redis() as server:
+        yield server
+
+
+@pytest.fixture
+async def redis(server):
+    client = connect(server.url)
+    await client.flushall()
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+def store(redis) -> RedisStore:
+    return RedisStore(redis, ttl_s=60)
+
+
+async def commit(store, session, token_ids, origins=None):
+    kept = session.commit(token_ids)
+    await store.append(session, token_ids[:kept], (origins or [BONUS] * len(token_ids))[:kept])
+
+
+async def test_store_reads_back_what_was_stored(store):
+    session = make_session(max_tokens=4)
+    await store.create(session, b"\x00request\xff")
+    fresh = await store.read("s")
+    assert (fresh.token_ids, fresh.finish_reason, fresh.epoch) == ((), None, 1)
+    await commit(store, session, [5, 2**31 + 5, 7], [ACCEPTED, ACCEPTED, CORRECTION])
+    await commit(store, session, [8])
+    stored = await store.read("s")
+    assert stored.request == b"\x00request\xff"
+    assert (stored.prompt, stored.seed) == (PROMPT, 1)
+    assert stored.token_ids == (5, 2**31 + 5, 7, 8)
+    assert stored.origins == (ACCEPTED, ACCEPTED, CORRECTION, BONUS)
+    assert stored.finish_reason is FinishReason.LENGTH
+
+
+async def test_store_names_are_unique_until_deleted(store):
+    await store.create(make_session(), b"")
+    with pytest.raises(FailedPreconditionError, match="exists already"):
+        await store.create(make_session(), b"")
+    await store.delete("s")
+    await store.delete("s")
+    with pytest.raises(NotFoundError):
+        await store.read("s")
+    await store.create(make_session(), b"")
+
+
+async def test_store_stale_owner_is_refused(store):
+    session = make_session()
+    await store.create(session, b"")
+    await commit(store, session, [1, 2])
+    assert await store.take_over("s") == 2
+    with pytest.raises(FailedPreconditionError, match="another owner"):
+        await commit(store, session, [3])
+    await store.finish(session, FinishReason.CANCELLED)
+    stored = await store.read("s")
+    assert (stored.token_ids, stored.finish_reason, stored.epoch) == ((1, 2), None, 2)
+
+    heir = make_session(epoch=2)
+    heir.token_ids += [1, 2]
+    await commit(store, heir, [3])
+    assert (await store.read("s")).token_ids == (1, 2, 3)
+    with pytest.raises(NotFoundError):
+        await store.take_over("nobody")
+
+
+async def test_store_replay_of_the_last_commit_changes_nothing(store):
+    session = make_session()
+    await store.create(session, b"")
+    await commit(store, session, [1])
+    await commit(store, session, [2, 3], [ACCEPTED, BONUS])
+    await store.append(session, [2, 3], [ACCEPTED, BONUS])  # the answer got lost, the client tried again
+    assert (await store.read("s")).token_ids == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("emitted", "token_ids", "origins"),
+    [
+        pytest.param([1, 2, 3], [2, 4], [ACCEPTED, BONUS], id="other-tokens"),
+        pytest.param([1, 2, 3], [2, 3], [ACCEPTED, CORRECTION], id="other-origins"),
+        pytest.param([1, 2, 4], [4], [BONUS], id="other-last-token"),
+        pytest.param([1, 2, 3, 4, 5], [5], [BONUS], id="a-gap"),
+        pytest.param([1, 2], [1, 2], [ACCEPTED, BONUS], id="older"),
+    ],
+)
+async def test_store_commit_at_the_wrong_place_is_refused(store, emitted, token_ids, origins):
+    session = make_session()
+    await store.create(session, b"")
+    await commit(store, session, [1])
+    await commit(store, session, [2, 3], [ACCEPTED, BONUS])
+    session.token_ids = [*PROMPT, *emitted]
+    with pytest.raises(FailedPreconditionError, match="does not end at"):
+        await store.append(session, token_ids, origins)
+    assert (await store.read("s")).token_ids == (1, 2, 3)
+
+
+async def test_store_two_owners_race_one_wins(store):
+    session = make_session(max_tokens=1000)
+    await store.create(session, b"")
+    racers = []
+    for token in range(20):
+        racer = make_session(max_tokens=1000)
+        racer.commit([token])
+        racers.append(store.append(racer, [token], [BONUS]))
+    results = await asyncio.gather(*racers, return_exceptions=True)
+    assert sum(result is None for result in results) == 1
+    assert len((await store.read("s")).token_ids) == 1
+
+
+async def test_store_cancelled_session_is_marked(store):
+    session = make_session()
+    await store.create(session, b"")
+    await commit(store, session, [1])
+    await store.finish(session, FinishReason.CANCELLED)
+    assert (await store.read("s")).finish_reason is FinishReason.CANCELLED
+    await store.finish(make_session("nobody"), FinishReason.CANCELLED)
+
+
+async def test_store_commit_is_one_command(store, redis):
+    session = make_session()
+    await store.create(session, b"")
+    await commit(store, session, [1])
+    before = (await redis.info("commandstats")).get("cmdstat_evalsha", {"calls": 0})["calls"]
+    total = (await redis.info("stats"))["total_commands_processed"]
+    await commit(store, session, [2])
+    assert (await redis.info("commandstats"))["cmdstat_evalsha"]["calls"] == before + 1
+    scripted = 5  # what the script itself runs: HGET, STRLEN, APPEND, two EXPIREs
+    assert (await redis.info("stats"))["total_commands_processed"] - total <= 1 + scripted + 2
+
+
+async def test_store_sessions_expire_together(store, redis):
+    session = make_session()
+    await store.create(session, b"")
+    await commit(store, session, [1])
+    keys = await redis.keys("gammaray:session:*")
+    assert len(keys) == 2
+    for key in keys:
+        assert 0 < await redis.ttl(key) <= 60
+    await redis.delete("gammaray:session:{s}")
+    with pytest.raises(NotFoundError, match="deleted or has expired"):
+        await commit(store, session, [2])
+
+
+async def test_store_survives_a_flushed_script_cache(store, redis):
+    session = make_session()
+    await store.create(session, b"")
+    await redis.script_flush()
+    await commit(store, session, [1])
+    assert (await store.read("s")).token_ids == (1,)
+
+
+async def test_store_rides_out_a_short_pause_of_redis(store, server):
+    session = make_session()
+    await store.create(session, b"")
+    os.kill(server.pid, signal.SIGSTOP)
+    asyncio.get_running_loop().call_later(0.5, os.kill, server.pid, signal.SIGCONT)
+    await commit(store, session, [1])
+    assert (await store.read("s")).token_ids == (1,)
+
+
+async def test_store_without_redis_is_unavailable():
+    client = connect("redis://127.0.0.1:1/0")
+    with pytest.raises(UnavailableError, match="Redis cannot be reached"):
+        await answer(client.ping())
+    await client.aclose()
+
+
+def test_redis_url_that_is_none_is_refused():
+    with pytest.raises(InvalidArgumentError, match="redis://host:port/db"):
+        connect("http://127.0.0.1")
+
+
+async def test_registry_lists_live_workers_of_the_role(redis):
+    registry = RedisRegistry(redis)
+    assert await registry.addresses("target") == set()
+    for role, worker_id, value in [
+        ("target", "a", json.dumps({"role": "target", "address": "h:1"})),
+        ("target", "b", json.dumps({"role": "target", "address": "h:2"})),
+        ("target", "c", "no json"),
+        ("target", "d", json.dumps(["no", "worker"])),
+        ("draft", "e", json.dumps({"role": "draft", "address": "h:3"})),
+    ]:
+        await redis.set(f"gammaray:worker:{role}:{worker_id}", value)
+    await redis.set("gammaray:worker:target:f", json.dumps({"address": "h:4"}), px=1)
+    await asyncio.sleep(0.01)
+    assert await registry.addresses("target") == {"h:1", "h:2"}
+    assert await registry.addresses("draft") == {"h:3"}
+
+
+def test_redis_server_stops_and_leaves_nothing(tmp_path):
+    server = RedisServer.start(tmp_path / "redis")
+    pid = server.pid
+    assert is_alive(pid)
+    server.stop()
+    server.stop()
+    assert not is_alive(pid)
+    assert list((tmp_path / "redis").iterdir()) == []
+
+
+def test_redis_server_from_the_wheel(tmp_path, monkeypatch):
+    monkeypatch.setattr(redis_server.shutil, "which", lambda name: None)
+    with RedisServer.start(tmp_path) as server:
+        assert server.url.startswith("redis://127.0.0.1:")
+
+
+def test_redis_server_that_does_not_come_up_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(redis_server, "_binary", lambda: "/bin/false")
+    with pytest.raises(UnavailableError, match="did not come up"):
+        RedisServer.start(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
+def test_redis_server_ends_with_a_killed_starter(tmp_path):
+    code = (
+        "import sys, time, pathlib; from orchestrator.redis_server import RedisServer\n"
+        "print(RedisServer.start(pathlib.Path(sys.argv[1])).pid, flush=True); time.sleep(60)"
+    )
+    starter = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert starter.stdout is not None
+    pid = int(starter.stdout.readline())
+    assert is_alive(pid)
+    starter.kill()
+    starter.wait()
+    starter.stdout.close()
+    deadline = time.monotonic() + 10
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_alive(pid)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
