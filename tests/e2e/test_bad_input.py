@@ -1,0 +1,95 @@
+"""Bad input to a whole cluster: a clear error over each API, and nothing left behind."""
+
+import json
+import socket
+import urllib.error
+import urllib.request
+
+import grpc
+import pytest
+
+from gammaray.rpc_errors import error_from_rpc
+from gammaray.v1 import generation_service_pb2 as pb
+from gammaray.v1 import generation_service_pb2_grpc as pb_grpc
+
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(300)]
+
+TOO_LONG = "x = 1\n" * 5000
+HTTP = {
+    "empty prompt": ({"prompt": ""}, 400, "prompt"),
+    "prompt longer than the context": ({"prompt": TOO_LONG}, 400, "prompt"),
+    "prompt ids outside the vocabulary": ({"prompt": [10**6]}, 400, "prompt"),
+    "unknown model": ({"prompt": "x", "model": "gpt-9"}, 404, None),
+    "unknown method": ({"prompt": "x", "gammaray": {"verification": "luck"}}, 400, "gammaray.verification"),
+    "temperature below zero": ({"prompt": "x", "temperature": -1}, 400, "temperature"),
+    "temperature NaN": (b'{"prompt": "x", "temperature": NaN}', 400, "temperature"),
+    "top_p zero": ({"prompt": "x", "top_p": 0}, 400, "top_p"),
+    "max_tokens negative": ({"prompt": "x", "max_tokens": -5}, 400, "max_tokens"),
+    "prompt of 10 MB": ({"prompt": "x" * 10_000_000}, 413, None),
+    "prompt of 2 MB": ({"prompt": "x" * 2_000_000}, 400, "prompt"),
+    "invalid UTF-8": (b'{"prompt": "\xff\xfe"}', 400, "body"),
+    "gamma of a million": ({"prompt": "x", "gammaray": {"gamma": 10**6}}, 400, "gammaray.gamma"),
+    "malformed JSON": (b'{"prompt": ', 400, "body"),
+    "logit_bias outside the vocabulary": ({"prompt": "x", "logit_bias": {"99999": 1}}, 400, "logit_bias"),
+}
+RPC = {
+    "empty prompt": ({"text": ""}, "prompt"),
+    "no prompt": ({}, "prompt"),
+    "prompt longer than the context": ({"text": TOO_LONG}, "prompt"),
+    "unknown method": ({"text": "x", "verification": 99}, "verification"),
+    "unknown drafter": ({"text": "x", "drafter": 99}, "drafter"),
+    "temperature below zero": ({"text": "x", "sampling": {"temperature": -1}}, "temperature"),
+    "temperature NaN": ({"text": "x", "sampling": {"temperature": float("nan")}}, "temperature"),
+    "top_p zero": ({"text": "x", "sampling": {"top_p": 0}}, "top_p"),
+    "max_tokens zero": ({"text": "x", "max_tokens": 0}, "max_tokens"),
+    "prompt of 10 MB": ({"text": "x" * 10_000_000}, "prompt"),
+    "gamma of a million": ({"text": "x", "gamma": {"fixed": 10**6}}, "gamma"),
+}
+
+
+def post(cluster, body):
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(f"{cluster.http}/v1/completions", data)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+@pytest.fixture(scope="module")
+def stub(cluster):
+    with grpc.insecure_channel(cluster.grpc) as channel:
+        yield pb_grpc.GenerationServiceStub(channel)
+
+
+@pytest.mark.parametrize(("body", "status", "param"), HTTP.values(), ids=HTTP)
+def test_bad_http_request_gets_an_error_object(cluster, body, status, param):
+    got, answer = post(cluster, body)
+    assert got == status, answer
+    error = answer["error"]
+    assert error["type"] == "invalid_request_error"
+    assert (error["param"] or "").split("[")[0] == (param or "")
+    assert 0 < len(error["message"]) < 500
+
+
+@pytest.mark.parametrize(("fields", "field"), RPC.values(), ids=RPC)
+def test_bad_call_names_the_field_in_its_details(stub, fields, field):
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.Generate(pb.GenerateRequest(**fields), timeout=60))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error_from_rpc(caught.value).field == field
+
+
+def test_call_for_an_unknown_model_is_not_found(stub):
+    with pytest.raises(grpc.RpcError, match="gpt-9") as caught:
+        list(stub.Generate(pb.GenerateRequest(text="x", model="gpt-9"), timeout=60))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_connection_that_sends_rubbish_or_nothing_is_survived(cluster):
+    host, port = cluster.http.removeprefix("http://").split(":")
+    for rubbish in (b"", b"\x16\x03\x01rubbish\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\n"):
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(rubbish)
+    assert post(cluster, {"prompt": "x", "max_tokens": 1})[0] == 200

@@ -1,0 +1,80 @@
+"""Clients that vanish: the generation ends, and the workers' caches are free again."""
+
+import asyncio
+import json
+from contextlib import aclosing
+
+import grpc
+import pytest
+
+from gammaray import AsyncClient
+from gammaray.v1 import generation_service_pb2 as pb
+from gammaray.v1 import generation_service_pb2_grpc as pb_grpc
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+NUM_STREAMS = 40  # a proxy that loses one cancellation in four passes a test of a few by luck
+LONG = {"max_tokens": 1500, "ignore_eos": True}
+
+
+async def test_cancelled_calls_free_the_workers(cluster):
+    async with grpc.aio.insecure_channel(cluster.grpc) as channel:
+        stub = pb_grpc.GenerationServiceStub(channel)
+
+        async def cancel_after(num_chunks):
+            call = stub.Generate(pb.GenerateRequest(text="import ", **LONG), timeout=120)
+            for _ in range(num_chunks):
+                assert await call.read() is not grpc.aio.EOF
+            call.cancel()
+
+        witness = stub.Generate(pb.GenerateRequest(text="import ", **LONG), timeout=120)
+        assert await witness.read() is not grpc.aio.EOF
+        held = await asyncio.to_thread(cluster.sessions)
+        assert held["orchestrator"] == held["target"] == 1
+        await asyncio.gather(*(cancel_after(number % 4) for number in range(NUM_STREAMS)))
+        witness.cancel()
+    await asyncio.to_thread(cluster.wait_until_idle)
+
+
+async def test_abandoned_iterators_of_the_sdk_free_the_workers(cluster):
+    async with AsyncClient(cluster.grpc) as client:
+
+        async def abandon():
+            async with aclosing(client.generate("import ", **LONG)) as chunks:
+                async for _ in chunks:
+                    break
+
+        await asyncio.gather(*(abandon() for _ in range(8)))
+        await asyncio.to_thread(cluster.wait_until_idle)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_closed_http_connections_free_the_workers(cluster, stream):
+    host, port = cluster.http.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": "import ", "stream": stream, **LONG}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+
+    async def vanish():
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head + body)
+        await writer.drain()
+        if stream:
+            await reader.readuntil(b"data: ")
+        else:
+            await asyncio.sleep(0.5)
+        writer.close()
+
+    await asyncio.gather(*(vanish() for _ in range(NUM_STREAMS if stream else 8)))
+    await asyncio.to_thread(cluster.wait_until_idle)
+
+
+async def test_deadline_of_a_call_ends_it(cluster):
+    async with grpc.aio.insecure_channel(cluster.grpc) as channel:
+        call = pb_grpc.GenerationServiceStub(channel).Generate(
+            pb.GenerateRequest(text="import ", **LONG), timeout=0.5
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await asyncio.to_thread(cluster.wait_until_idle)

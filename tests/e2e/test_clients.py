@@ -1,0 +1,77 @@
+"""SDK and command line against a whole cluster."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gammaray import Client, FinishReason, InvalidArgumentError
+
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(300)]
+
+PROMPT = "def read_lines(path):\n"
+
+
+def gammaray(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "gammaray", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "NO_COLOR": "1"},
+    )
+
+
+def test_client_streams_what_it_completes(cluster):
+    with Client(cluster.grpc) as client:
+        options = {"max_tokens": 24, "seed": 2, "ignore_eos": True}
+        completion = client.complete(PROMPT, **options)
+        chunks = list(client.generate(PROMPT, **options))
+    assert completion.text == "".join(chunk.text for chunk in chunks)
+    assert chunks[-1].finish_reason is FinishReason.LENGTH
+    assert completion.usage.completion_tokens == 24
+    assert completion.summary.cycles <= 24
+    assert {chunk.seed for chunk in chunks} == {2}
+
+
+def test_client_gets_the_error_that_the_server_raised(cluster):
+    with Client(cluster.grpc) as client, pytest.raises(InvalidArgumentError) as caught:
+        client.complete("x = 1\n" * 5000)
+    assert caught.value.field == "prompt"
+
+
+def test_status_lists_every_process(cluster):
+    processes = cluster.status()
+    roles = [process.role for process in processes]
+    assert set(roles) == {"orchestrator", "draft", "target", "redis", "proxy"}
+    assert all(process.healthy for process in processes)
+    assert all(process.model == "demo" for process in processes if process.role in ("draft", "target"))
+    running = {process.pid for process in cluster.processes()}
+    assert {process.pid for process in processes} <= running
+    assert cluster.http.removeprefix("http://") in {process.address for process in processes}
+
+
+def test_cli_status_prints_json(cluster):
+    done = gammaray("status", "--address", cluster.grpc, "--json")
+    assert done.returncode == 0, done.stderr
+    (first, *_) = json.loads(done.stdout)["processes"]
+    assert set(first) == {"role", "pid", "address", "model", "healthy", "sessions"}
+
+
+def test_cli_generate_streams_text_and_sums_up(cluster):
+    options = ["--max-tokens", "16", "--seed", "4", "--temperature", "0.7"]
+    done = gammaray("generate", PROMPT, "--address", cluster.grpc, *options)
+    assert done.returncode == 0, done.stderr
+    with Client(cluster.grpc) as client:
+        text = client.complete(PROMPT, max_tokens=16, seed=4, temperature=0.7).text
+    assert text.strip() in done.stdout
+    assert "alpha" in done.stderr
+
+
+def test_cli_bad_option_is_told_in_one_line(cluster):
+    done = gammaray("generate", "x = 1\n" * 5000, "--address", cluster.grpc)
+    assert done.returncode != 0
+    assert "prompt" in done.stderr
+    assert "Traceback" not in done.stderr

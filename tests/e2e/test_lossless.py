@@ -1,0 +1,84 @@
+"""What the cluster says is what the target alone would say."""
+
+import asyncio
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gammaray import AsyncClient
+from services.demo_pair import TARGET_DIR
+
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(300)]
+
+PROMPTS = [
+    "def read_lines(path):\n",
+    "class Stack:\n    def __init__(self):\n",
+    "import os\nimport sys\n\n",
+    "    for key, value in ",
+    '"""Parse ',
+    "é = 'ünïcödé'\n",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TARGET_DIR)
+
+
+@pytest.fixture(scope="module")
+def greedy(tokenizer):
+    """Return the target's own greedy continuations, 48 tokens each."""
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(TARGET_DIR, dtype=torch.float32)
+    expected = []
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        mask = torch.ones_like(ids)
+        out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=48)
+        expected.append(out[0, ids.shape[1] :].tolist())
+    return expected
+
+
+async def token_ids(client, prompt, **options):
+    completion = await client.complete(prompt, **options)
+    return [token.token_id for token in completion.tokens]
+
+
+@pytest.mark.parametrize("gamma", [0, 4, "adaptive"])
+async def test_greedy_equals_transformers_generate(cluster, greedy, gamma):
+    async with AsyncClient(cluster.grpc) as client:
+        runs = [token_ids(client, prompt, temperature=0, max_tokens=48, gamma=gamma) for prompt in PROMPTS]
+        assert await asyncio.gather(*runs) == greedy
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 50},
+        {"temperature": 1.0, "presence_penalty": 0.5, "repetition_penalty": 1.1, "min_p": 0.02},
+    ],
+    ids=["plain", "truncated", "penalised"],
+)
+async def test_same_seed_gives_the_same_tokens_however_they_are_drafted(cluster, options):
+    async with AsyncClient(cluster.grpc) as client:
+
+        def run(**how):
+            return token_ids(client, PROMPTS[0], seed=42, max_tokens=64, ignore_eos=True, **options, **how)
+
+        plain = await run(gamma=0)
+        assert len(plain) == 64
+        for how in ({"gamma": 3}, {"gamma": 8}, {}, {"drafter": "none"}):
+            assert await run(**how) == plain, how
+        at_once = await asyncio.gather(*(run(gamma=gamma) for gamma in range(8)))
+        assert at_once == [plain] * 8
+
+
+@pytest.mark.parametrize("verification", ["rejection", "naive"])
+async def test_other_methods_emit_and_repeat_with_their_seed(cluster, verification):
+    async with AsyncClient(cluster.grpc) as client:
+        options = {"seed": 9, "max_tokens": 32, "ignore_eos": True, "gamma": 4, "verification": verification}
+        first = await token_ids(client, PROMPTS[0], **options)
+        assert len(first) == 32
+        assert await token_ids(client, PROMPTS[0], **options) == first
