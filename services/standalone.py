@@ -7,7 +7,7 @@ import importlib
 import logging
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from gammaray.config import WorkerSettings
@@ -17,19 +17,25 @@ from services.options import EXIT_BAD_SETTINGS, EXIT_UNSUPPORTED_MODEL, parse_se
 __all__ = ["run"]
 
 
-def run(prog: str, settings_class: type[WorkerSettings], worker: str) -> int:
+def run(
+    prog: str, settings_class: type[WorkerSettings], worker: str, argv: Sequence[str] | None = None
+) -> int:
     """Serve until SIGTERM or SIGINT.
 
     Args:
         prog: Module name, for messages.
         settings_class: Where the options come from.
         worker: `module:class`, imported once the options are known to be right, since it loads torch.
+        argv: Command line; None is that of the process.
 
     Returns:
-        0 after a drain, 1 when blocks were lost in it, 2 for bad settings, 3 for a model that cannot be
-        served.
+        0 after a drain, 1 when blocks were lost in it, 2 for settings that cannot be used, 3 for a model that
+        cannot be served.
+
+    Raises:
+        SystemExit: With status 2, for settings that are wrong by themselves.
     """
-    settings = parse_settings(settings_class, prog)
+    settings = parse_settings(settings_class, prog, argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     module, _, name = worker.partition(":")
     worker_class = getattr(importlib.import_module(module), name)
@@ -44,13 +50,11 @@ async def _serve(prog: str, worker: Any) -> int:
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     try:
         address = await worker.start()
-    except UnsupportedModelError as error:
-        print(f"python -m {prog}: {error}", file=sys.stderr)
-        return EXIT_UNSUPPORTED_MODEL
     except GammarayError as error:
         await worker.stop()
         print(f"python -m {prog}: {error}", file=sys.stderr)
-        return EXIT_BAD_SETTINGS
+        is_unsupported = isinstance(error, UnsupportedModelError)
+        return EXIT_UNSUPPORTED_MODEL if is_unsupported else EXIT_BAD_SETTINGS
     print(f"listening {address}", flush=True)
     await stop.wait()
     return 0 if await worker.stop() else 1

@@ -99,17 +99,19 @@ class BlockStream:
         """Yield replies until the client has ended the stream, or the worker drains, and all is answered."""
         reader = asyncio.create_task(self._read(requests))
         try:
-            while True:
+            while not self._is_finished():
                 await self._ready.wait()
                 self._ready.clear()
                 replies, self._outbox = self._outbox, []
                 if replies:
                     yield replies
                     self._written.set()
-                elif not self._pending and (self._is_read or self._streams.is_draining):
-                    return
         finally:
             reader.cancel()
+
+    def _is_finished(self) -> bool:
+        is_last = self._is_read or self._streams.is_draining
+        return is_last and not self._pending and not self._outbox
 
     async def _read(self, requests: AsyncIterator[Frame]) -> None:
         try:

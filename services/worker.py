@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, TypeVar
 
-import torch
+from transformers.utils.logging import disable_progress_bar
 
 from gammaray.config import WorkerSettings
 from gammaray.errors import InvalidArgumentError, UnavailableError
@@ -112,6 +112,7 @@ class Worker(ABC, Generic[SettingsT]):
 
     def _load(self) -> Scheduler[Any]:
         settings = self.settings
+        disable_progress_bar()
         path = resolve_model(settings.model, self.role)
         engine = Engine.load(
             path,
@@ -122,8 +123,6 @@ class Worker(ABC, Generic[SettingsT]):
             deterministic=settings.deterministic,
             lean=settings.lean,
         )
-        # Ray sets OMP_NUM_THREADS for its actors; the setting wins.
-        torch.set_num_threads(settings.threads)
         self._model = Model(settings.model, engine.vocab_size, engine.max_context, vocab_sha256(path))
         return self._scheduler(engine)
 

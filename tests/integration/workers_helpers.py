@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,7 @@ class Link:
             self.call = self.stub.Propose()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._next_id = 0
+        self._writing = asyncio.Lock()
         self._reader = asyncio.create_task(self._read())
         self.frame_sizes: list[int] = []
 
@@ -59,7 +61,8 @@ class Link:
             futures.append(asyncio.get_running_loop().create_future())
             self._answers[self._next_id] = futures[-1]
         ended = [types.ReleaseSession(session_id=session_id) for session_id in releases]
-        await self.call.write(request(blocks=blocks, releases=ended))
+        async with self._writing:  # gRPC takes one write at a time.
+            await self.call.write(request(blocks=blocks, releases=ended))
         return futures
 
     async def ask(self, *blocks: Any) -> Any:
@@ -77,6 +80,12 @@ class Link:
         if self.is_target:
             return await self.stub.GetTargetInfo(target_pb.GetTargetInfoRequest(), timeout=10)
         return await self.stub.GetDraftInfo(draft_pb.GetDraftInfoRequest(), timeout=10)
+
+    async def until(self, condition: Callable[[Any], bool]) -> None:
+        """Wait until what the worker says about itself meets a condition."""
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while not condition(info := await self.info()):
+            assert time.monotonic() < deadline, info
 
     async def close(self) -> None:
         """Cancel the stream and close the channel."""
@@ -190,15 +199,19 @@ def spec_message(
     )
 
 
-def verify_block(tokens: Sequence[int], proposal: Sequence[int] = (), **fields: Any) -> target_pb.VerifyBlock:
+def verify_block(
+    tokens: Sequence[int], proposal: types.Proposal | Sequence[int] = (), **fields: Any
+) -> target_pb.VerifyBlock:
     """Return a block that sends all tokens and a greedy spec, unless `fields` say otherwise."""
+    if not isinstance(proposal, types.Proposal):
+        proposal = types.Proposal(token_ids=proposal)
     values = {
         "session_id": "s",
         "epoch": 1,
         "base_position": len(tokens),
         "context": types.TokenSpan(start=0, token_ids=tokens),
         "spec": spec_message(prompt_length=1),
-        "proposal": types.Proposal(token_ids=proposal),
+        "proposal": proposal,
     }
     return target_pb.VerifyBlock(**{**values, **fields})
 

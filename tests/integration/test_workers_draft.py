@@ -1,0 +1,169 @@
+"""The draft worker over its real stream: what it proposes, when it stops, what it feeds."""
+
+import asyncio
+
+import pytest
+from engine_helpers import plain_logits, plain_model, random_tokens, tiny_model
+from workers_helpers import propose_block, running, spec_message
+
+from gammaray import convert
+from gammaray.types import SamplingParams, VerificationMethod
+from gammaray.v1 import types_pb2 as types
+
+pytestmark = pytest.mark.integration
+
+PROMPT = random_tokens(12, seed=3)
+CONTEXT = 256
+CANCELLED = 1
+WARM = SamplingParams(temperature=1.0, seed=11)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model("llama", tmp_path_factory.mktemp("draft"), max_position_embeddings=CONTEXT)
+
+
+@pytest.fixture
+async def draft(model):
+    async with running("draft", model) as (link, _):
+        yield link
+
+
+def greedy(model, tokens, count):
+    plain, tokens = plain_model(model), list(tokens)
+    for _ in range(count):
+        tokens.append(int(plain_logits(plain, tokens)[-1].argmax()))
+    return tokens[-count:]
+
+
+async def test_greedy_proposal_is_the_models_own_continuation(draft, model):
+    result = await draft.ask(propose_block(PROMPT, 6))
+    assert list(result.proposal.token_ids) == greedy(model, PROMPT, 6)
+    assert not result.proposal.parents
+    assert not result.proposal.draft_distributions
+    assert result.num_forwards == 6
+    assert result.timing.batch_tokens == len(PROMPT) + 5
+
+
+@pytest.mark.parametrize(
+    ("num_accepted", "num_lacking"), [(6, 2), (5, 1), (2, 1), (0, 1)], ids=["all", "most", "some", "none"]
+)
+async def test_next_proposal_feeds_only_what_lacks(draft, model, num_accepted, num_lacking):
+    proposed = list((await draft.ask(propose_block(PROMPT, 6))).proposal.token_ids)
+    tokens = [*PROMPT, *proposed[:num_accepted], 50]
+    context = types.TokenSpan(start=len(PROMPT), token_ids=tokens[len(PROMPT) :])
+    block = propose_block(tokens, 3, context=context)
+    block.ClearField("spec")
+    result = await draft.ask(block)
+    assert result.timing.batch_tokens == num_lacking + 2
+    assert list(result.proposal.token_ids) == greedy(model, tokens, 3)
+
+
+async def test_proposal_stops_after_end_of_sequence(draft, model):
+    expected = greedy(model, PROMPT, 6)
+    eos = expected[3]
+    spec = spec_message(eos_token_ids=[eos])
+    result = await draft.ask(propose_block(PROMPT, 6, spec=spec))
+    assert list(result.proposal.token_ids) == expected[: expected.index(eos) + 1]
+
+
+async def test_gamma_is_clipped_at_the_end_of_the_context(draft):
+    tokens = random_tokens(CONTEXT - 3, seed=5)
+    assert len((await draft.ask(propose_block(tokens, 8))).proposal.token_ids) == 3
+    for length in (CONTEXT, CONTEXT + 40):
+        tokens = random_tokens(length, seed=5)
+        result = await draft.ask(propose_block(tokens, 8, session_id=f"s{length}"))
+        assert result.WhichOneof("outcome") == "proposal"
+        assert len(result.proposal.token_ids) == 0
+        assert result.num_forwards == 0
+
+
+@pytest.mark.parametrize("method", list(VerificationMethod))
+async def test_stop_threshold_ends_the_chain_early_and_changes_no_token(draft, method):
+    whole = await draft.ask(propose_block(PROMPT, 16, spec=spec_message(WARM, method)))
+    cut = await draft.ask(propose_block(PROMPT, 16, spec=spec_message(WARM, method), stop_threshold=0.6))
+    tokens = list(cut.proposal.token_ids)
+    assert 1 <= len(tokens) < 16
+    assert tokens == list(whole.proposal.token_ids)[: len(tokens)]
+
+
+async def test_rejection_ships_the_law_each_token_was_drawn_from(draft):
+    spec = spec_message(WARM, VerificationMethod.REJECTION)
+    result = await draft.ask(propose_block(PROMPT, 5, spec=spec))
+    proposal = convert.proposal_from_proto(result.proposal, 97)
+    assert len(proposal.draft_distributions) == 5
+    for token_id, law in zip(proposal.token_ids, proposal.draft_distributions, strict=True):
+        assert token_id in law.token_ids
+        assert law.weight_bits == 12
+        assert len(law.token_ids) <= 64
+
+
+@pytest.mark.parametrize("method", list(VerificationMethod))
+async def test_same_block_again_gives_the_same_proposal(draft, method):
+    block = propose_block(PROMPT, 6, spec=spec_message(WARM, method))
+    first, again = await draft.ask(block), await draft.ask(block)
+    assert len(first.proposal.token_ids) == 6
+    assert first.proposal == again.proposal
+
+
+async def test_rejection_redrafts_a_position_afresh_in_the_next_cycle(draft):
+    spec = spec_message(WARM, VerificationMethod.REJECTION)
+    first = (await draft.ask(propose_block(PROMPT, 12, spec=spec))).proposal
+    # The same tokens one further: positions are drafted again, with another base.
+    tokens = [*PROMPT, first.token_ids[0]]
+    second = (await draft.ask(propose_block(tokens, 11, spec=spec))).proposal
+    assert list(first.token_ids[1:]) != list(second.token_ids)
+
+
+async def test_penalties_count_the_drafted_tokens(draft, model):
+    params = SamplingParams(
+        temperature=0.0, seed=1, frequency_penalty=2.0, allowed_token_ids=tuple(range(20, 28))
+    )
+    spec = spec_message(params, prompt_length=len(PROMPT))
+    proposal = (await draft.ask(propose_block(PROMPT, 12, spec=spec))).proposal
+    plain, output = plain_model(model), []
+    for _ in range(12):
+        scores = plain_logits(plain, PROMPT + output)[-1]
+        output.append(max(range(20, 28), key=lambda token: float(scores[token]) - 2.0 * output.count(token)))
+    assert list(proposal.token_ids) == output
+    assert len(set(output)) > 3
+
+
+async def test_many_sessions_draft_in_lock_step_what_each_drafts_alone(draft):
+    prompts = [random_tokens(4 + index % 9, seed=index) for index in range(24)]
+
+    def block(name, index):
+        spec = spec_message(SamplingParams(temperature=1.0, seed=index))
+        return propose_block(prompts[index], 1 + index % 8, session_id=f"{name}{index}", spec=spec)
+
+    alone = [await draft.ask(block("a", index)) for index in range(24)]
+    together = await draft.ask(*(block("b", index) for index in range(24)))
+    assert [list(r.proposal.token_ids) for r in together] == [list(r.proposal.token_ids) for r in alone]
+    assert max(r.timing.batch_size for r in together) == 24
+    assert [r.num_forwards for r in together] == [1 + index % 8 for index in range(24)]
+
+
+async def test_short_proposals_are_answered_before_long_ones(draft):
+    long, short = await draft.send([propose_block(PROMPT, 64), propose_block(PROMPT, 1, session_id="t")])
+    await asyncio.wait_for(short, 10)
+    assert not long.done()
+    assert len((await asyncio.wait_for(long, 10)).proposal.token_ids) == 64
+
+
+async def test_release_cancels_a_proposal_under_way(draft):
+    (waiting,) = await draft.send([propose_block(PROMPT, 64)])
+    await draft.release("s")
+    assert (await asyncio.wait_for(waiting, 10)).error.code == CANCELLED
+    assert (await draft.info()).num_sessions == 0
+
+
+async def test_epochs_fence_draft_sessions_too(draft):
+    await draft.ask(propose_block(PROMPT, 1, epoch=3))
+    assert (await draft.ask(propose_block(PROMPT, 1, epoch=2))).error.code == 9
+
+
+async def test_unknown_session_is_asked_for_all(draft):
+    middle = propose_block(PROMPT, 2, context=types.TokenSpan(start=11, token_ids=PROMPT[11:]))
+    result = await draft.ask(middle)
+    assert result.WhichOneof("outcome") == "need"
+    assert result.need.position == 0

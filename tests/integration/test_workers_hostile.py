@@ -1,0 +1,203 @@
+"""Blocks from broken or malicious peers: each gets a typed error, and the stream serves on."""
+
+import asyncio
+import math
+import time
+
+import grpc
+import pytest
+from engine_helpers import random_tokens, tiny_model
+from workers_helpers import GREEDY, propose_block, running, spec_message, verify_block
+
+from gammaray.types import SamplingParams, VerificationMethod
+from gammaray.v1 import target_service_pb2
+from gammaray.v1 import types_pb2 as types
+from services import streams
+
+pytestmark = pytest.mark.integration
+
+PROMPT = random_tokens(12, seed=3)
+INVALID_ARGUMENT, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED = 3, 4, 8
+LAW = types.SparseDistribution(token_ids=[1, 2], weights=[1, 3], weight_bits=2)
+
+
+def sampling(**fields):
+    spec = spec_message(GREEDY)
+    for name, value in fields.items():
+        setattr(spec.sampling, name, value)
+    return spec
+
+
+def tree(*parents, method=VerificationMethod.COUPLED):
+    proposal = types.Proposal(token_ids=range(1, len(parents) + 1), parents=parents)
+    params = SamplingParams(temperature=1.0, seed=1)
+    return verify_block(PROMPT, proposal, spec=spec_message(params, method))
+
+
+def laws(*distributions):
+    params = SamplingParams(temperature=1.0, seed=1)
+    proposal = types.Proposal(token_ids=[1] * len(distributions), draft_distributions=distributions)
+    return verify_block(PROMPT, proposal, spec=spec_message(params, VerificationMethod.REJECTION))
+
+
+def without_seed():
+    spec = spec_message(GREEDY)
+    spec.sampling.ClearField("seed")
+    return spec
+
+
+BAD_VERIFIES = {
+    "proposed id out of vocabulary": verify_block(PROMPT, [97]),
+    "context id out of vocabulary": verify_block([*PROMPT, 2**32 - 1]),
+    "parent after its node": tree(-1, 1),
+    "parent below -1": tree(-2),
+    "parents of another length": verify_block(PROMPT, types.Proposal(token_ids=[1, 2], parents=[-1])),
+    "tree with rejection": tree(-1, -1, method=VerificationMethod.REJECTION),
+    "tree with naive": tree(-1, -1, method=VerificationMethod.NAIVE),
+    "weights of a wrong sum": laws(types.SparseDistribution(token_ids=[1, 2], weights=[1, 2], weight_bits=2)),
+    "weight 0": laws(types.SparseDistribution(token_ids=[1, 2], weights=[0, 4], weight_bits=2)),
+    "weight bits 60": laws(types.SparseDistribution(token_ids=[1], weights=[1], weight_bits=60)),
+    "law with an id twice": laws(types.SparseDistribution(token_ids=[1, 1], weights=[1, 3], weight_bits=2)),
+    "law out of vocabulary": laws(types.SparseDistribution(token_ids=[1, 97], weights=[1, 3], weight_bits=2)),
+    "fewer laws than tokens": verify_block(
+        PROMPT, types.Proposal(token_ids=[1, 2], draft_distributions=[LAW])
+    ),
+    "proposal of 10^6 tokens": verify_block(PROMPT, [1] * 10**6),
+    "proposal of 257 tokens": verify_block(PROMPT, [1] * 257),
+    "proposal beyond the context": verify_block(random_tokens(254, seed=1), [1, 2, 3]),
+    "base beyond the context": verify_block(random_tokens(300, seed=1)),
+    "context that ends early": verify_block(PROMPT, base_position=len(PROMPT) + 1),
+    "context that ends late": verify_block(PROMPT, base_position=len(PROMPT) - 1),
+    "context past 2^32": verify_block(PROMPT, context=types.TokenSpan(start=2**32 - 1, token_ids=PROMPT)),
+    "nothing committed": verify_block([]),
+    "no session": verify_block(PROMPT, session_id=""),
+    "session of 10^4 characters": verify_block(PROMPT, session_id="x" * 10**4),
+    "21 log-probabilities": verify_block(PROMPT, num_top_logprobs=21),
+    "unknown method": verify_block(PROMPT, spec=types.SessionSpec(verification=17)),
+    "no seed": verify_block(PROMPT, spec=without_seed()),
+    "temperature NaN": verify_block(PROMPT, spec=sampling(temperature=math.nan)),
+    "temperature -1": verify_block(PROMPT, spec=sampling(temperature=-1.0)),
+    "top_p 0": verify_block(PROMPT, spec=sampling(top_p=0.0)),
+    "repetition penalty 0": verify_block(PROMPT, spec=sampling(repetition_penalty=0.0)),
+    "sample index 2^32 - 1": verify_block(PROMPT, spec=sampling(sample_index=2**32 - 1)),
+    "prompt longer than the context": verify_block(PROMPT, spec=spec_message(prompt_length=13)),
+    "no prompt": verify_block(PROMPT, spec=spec_message(prompt_length=0)),
+    "end of sequence out of vocabulary": verify_block(PROMPT, spec=spec_message(eos_token_ids=[97])),
+    "masks of the whole vocabulary": verify_block(
+        PROMPT, spec=spec_message(SamplingParams(seed=1, banned_token_ids=tuple(range(97))))
+    ),
+}
+BAD_PROPOSES = {
+    "gamma 10^6": propose_block(PROMPT, 10**6),
+    "gamma 0": propose_block(PROMPT, 0),
+    "threshold NaN": propose_block(PROMPT, 2, stop_threshold=math.nan),
+    "threshold 1": propose_block(PROMPT, 2, stop_threshold=1.0),
+    "max_nodes 10^6": propose_block(PROMPT, 2, max_nodes=10**6),
+    "context id out of vocabulary": propose_block([*PROMPT, 97], 2),
+    "context that ends early": propose_block(PROMPT, 2, base_position=len(PROMPT) + 1),
+    "nothing committed": propose_block([], 2),
+    "no seed": propose_block(PROMPT, 2, spec=without_seed()),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model("llama", tmp_path_factory.mktemp("hostile"), max_position_embeddings=256)
+
+
+@pytest.fixture
+async def target(model):
+    async with running("target", model) as (link, _):
+        yield link
+
+
+async def test_bad_verify_blocks_are_refused_and_the_stream_lives(target):
+    expected = (await target.ask(verify_block(PROMPT, [1, 2], session_id="good"))).verdict
+    for name, block in BAD_VERIFIES.items():
+        answer = await target.ask(block)
+        assert answer.WhichOneof("outcome") == "error", name
+        assert answer.error.code == INVALID_ARGUMENT, (name, answer.error)
+        assert "allowed" in answer.error.message, (name, answer.error)
+        assert len(answer.error.message) < 400, name
+        assert (await target.ask(verify_block(PROMPT, [1, 2], session_id="good"))).verdict == expected, name
+    assert (await target.info()).num_queued == 0
+
+
+async def test_bad_blocks_do_not_spoil_the_good_ones_of_their_frame(target):
+    good = [verify_block(PROMPT, session_id=f"g{index}") for index in range(4)]
+    alone = await target.ask(verify_block(PROMPT, session_id="alone"))
+    answers = await target.ask(*good[:2], *BAD_VERIFIES.values(), *good[2:])
+    assert [a.verdict for a in (*answers[:2], *answers[-2:])] == [alone.verdict] * 4
+    assert all(answer.error.code == INVALID_ARGUMENT for answer in answers[2:-2])
+
+
+async def test_bad_propose_blocks_are_refused_and_the_stream_lives(model):
+    async with running("draft", model) as (link, _):
+        for name, block in BAD_PROPOSES.items():
+            answer = await link.ask(block)
+            assert answer.error.code == INVALID_ARGUMENT, (name, answer)
+            assert len((await link.ask(propose_block(PROMPT, 3))).proposal.token_ids) == 3
+
+
+async def test_bad_block_leaves_the_session_as_it_was(target):
+    first = await target.ask(verify_block(PROMPT, session_id="s"))
+    for bad in BAD_VERIFIES.values():
+        block = target_service_pb2.VerifyBlock.FromString(bad.SerializeToString())
+        block.ClearField("spec")
+        await target.ask(block)
+    tokens = [*PROMPT, first.verdict.next_token_id]
+    follow = verify_block(tokens, context=types.TokenSpan(start=len(PROMPT), token_ids=tokens[len(PROMPT) :]))
+    follow.ClearField("spec")
+    fresh = await target.ask(verify_block(tokens, session_id="fresh"))
+    answer = await target.ask(follow)
+    assert answer.verdict == fresh.verdict
+
+
+async def test_proposal_wider_than_a_forward_is_refused(model):
+    async with running("target", model, max_batch_tokens=16) as (link, _):
+        answer = await link.ask(verify_block(PROMPT, [1] * 16))
+        assert answer.error.code == INVALID_ARGUMENT
+        assert "max_batch_tokens" in answer.error.message
+        assert (await link.ask(verify_block(PROMPT, [1] * 15))).WhichOneof("outcome") == "verdict"
+
+
+async def test_block_past_its_timeout_is_dropped_and_said_so(model):
+    async with running("target", model, max_batch_tokens=16, prefill_chunk=16) as (link, _):
+        blocks = [
+            verify_block(random_tokens(250, seed=index), session_id=f"s{index}", timeout_ms=1)
+            for index in range(8)
+        ]
+        began = time.monotonic()
+        answers = await link.ask(*blocks)
+        assert {answer.error.code for answer in answers} == {DEADLINE_EXCEEDED}
+        assert time.monotonic() - began < 5
+        assert (await link.info()).num_queued == 0
+
+
+async def test_flood_of_one_stream_is_bounded(target, monkeypatch):
+    monkeypatch.setattr(streams, "MAX_IN_FLIGHT", 8)
+    answers = await target.ask(*(verify_block(PROMPT, session_id=f"s{index}") for index in range(20)))
+    codes = [answer.error.code for answer in answers]
+    assert codes == [0] * 8 + [RESOURCE_EXHAUSTED] * 12
+    assert (await target.ask(verify_block(PROMPT))).WhichOneof("outcome") == "verdict"
+
+
+async def test_frame_beyond_the_message_limit_ends_the_stream_and_not_the_worker(model):
+    async with running("target", model) as (link, worker):
+        await link.send([verify_block([1], session_id="x" * (17 << 20))])
+        assert await asyncio.wait_for(link.call.code(), 10) == grpc.StatusCode.RESOURCE_EXHAUSTED
+        worker.check()
+        assert (await link.info()).num_queued == 0
+
+
+async def test_session_table_is_bounded(model, monkeypatch):
+    monkeypatch.setattr("services.batching.MAX_SESSIONS", 4)
+    async with running("target", model) as (link, _):
+        for index in range(12):
+            await link.ask(verify_block(PROMPT, session_id=f"s{index}"))
+        assert (await link.info()).num_sessions == 4
+        follow = types.TokenSpan(start=len(PROMPT), token_ids=[1])
+        kept = verify_block([*PROMPT, 1], session_id="s11", context=follow, spec=None)
+        lost = verify_block([*PROMPT, 1], session_id="s0", context=follow, spec=None)
+        assert (await link.ask(kept)).WhichOneof("outcome") == "verdict"
+        assert (await link.ask(lost)).need.position == 0

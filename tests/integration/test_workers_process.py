@@ -1,0 +1,281 @@
+"""Workers as processes: options, readiness, registry, health, drain."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import asynccontextmanager, contextmanager
+
+import grpc
+import pytest
+from engine_helpers import random_tokens, tiny_model
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from redis.asyncio import Redis
+from workers_helpers import Link, propose_block, running, verify_block
+
+from gammaray.config import DraftSettings, TargetSettings
+from services.standalone import run
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(sys.platform == "win32", reason="signals"),
+]
+
+PROMPT = random_tokens(12, seed=3)
+START_TIMEOUT_S = 60
+EXIT_TIMEOUT_S = 30
+UNAVAILABLE = 14
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model("llama", tmp_path_factory.mktemp("process"), max_position_embeddings=1024)
+
+
+@pytest.fixture
+def redis_port(tmp_path):
+    with redis_server(free_port(), tmp_path) as port:
+        yield port
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def redis_server(port, directory):
+    binary = shutil.which("redis-server")
+    if binary is None:
+        pytest.skip("no redis-server")
+    options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(directory)]
+    process = subprocess.Popen([binary, *options], stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.02)
+        yield port
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+@asynccontextmanager
+async def spawned(role, *options, **environment):
+    """A worker process and its address."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        f"services.{role}",
+        *map(str, options),
+        stdout=subprocess.PIPE,
+        env={**os.environ, **environment},
+    )
+    try:
+        line = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
+        word, address = line.decode().split()
+        assert word == "listening"
+        yield process, address
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def entries(port, role="*"):
+    async with Redis(port=port) as redis:
+        keys = sorted([key async for key in redis.scan_iter(f"gammaray:worker:{role}:*")])
+        return {key.decode(): json.loads(await redis.get(key)) for key in keys}
+
+
+async def test_sigterm_drains_running_blocks_and_exits_0(model, redis_port):
+    url = f"redis://127.0.0.1:{redis_port}/0"
+    options = ["--model", model, "--redis-url", url, "--max-batch-tokens", 16, "--prefill-chunk", 16]
+    async with spawned("target", *options) as (process, address):
+        (key,) = await entries(redis_port)
+        link = Link(address, "target")
+        blocks = [verify_block(random_tokens(1000, seed=i), session_id=f"s{i}") for i in range(3)]
+        pending = await link.send(blocks)
+        await link.until(lambda info: info.num_queued == 3)
+        process.send_signal(signal.SIGTERM)
+        answers = await asyncio.wait_for(asyncio.gather(*pending), EXIT_TIMEOUT_S)
+        assert [answer.WhichOneof("outcome") for answer in answers] == ["verdict"] * 3
+        assert key not in await entries(redis_port)
+        assert await link.call.code() == grpc.StatusCode.OK
+        assert await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S) == 0
+        await link.close()
+
+
+async def test_options_and_environment_reach_a_worker_that_sigint_ends(model):
+    core = str(min(os.sched_getaffinity(0)))
+    options = ["--model", model, "--cpu-affinity", core]
+    environment = {"GAMMARAY_CACHE_BUDGET_MB": "7", "GAMMARAY_MODEL": "overridden"}
+    async with spawned("draft", *options, **environment) as (process, address):
+        link = Link(address, "draft")
+        assert (await link.info()).cache_budget_bytes == 7 << 20
+        assert (await link.ask(propose_block(PROMPT, 2))).WhichOneof("outcome") == "proposal"
+        threads = os.listdir(f"/proc/{process.pid}/task")
+        assert {tuple(os.sched_getaffinity(int(thread))) for thread in threads} == {(int(core),)}
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S) == 0
+        await link.close()
+
+
+async def test_draining_worker_refuses_new_blocks_and_says_not_serving(model):
+    async with running("target", model, max_batch_tokens=16, prefill_chunk=16) as (link, worker):
+        health = health_pb2_grpc.HealthStub(link.channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        (first,) = await link.send([verify_block(random_tokens(1000, seed=1), session_id="long")])
+        await link.until(lambda info: info.num_queued > 0)
+        stopping = asyncio.create_task(worker.stop())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        late = await link.ask(verify_block(PROMPT))
+        assert late.error.code == UNAVAILABLE
+        assert (await asyncio.wait_for(first, EXIT_TIMEOUT_S)).WhichOneof("outcome") == "verdict"
+        assert await stopping
+
+
+async def test_drain_gives_up_after_its_timeout(model):
+    settings = {"max_batch_tokens": 16, "prefill_chunk": 16, "drain_timeout_s": 0.05}
+    async with running("target", model, **settings) as (link, worker):
+        blocks = [verify_block(random_tokens(1000, seed=i), session_id=f"s{i}") for i in range(20)]
+        await link.send(blocks)
+        await link.until(lambda info: info.num_queued > 0)
+        began = time.monotonic()
+        assert not await worker.stop()
+        assert time.monotonic() - began < 5
+
+
+async def test_registry_entry_appears_is_renewed_and_disappears(model, redis_port):
+    settings = {"redis_url": f"redis://127.0.0.1:{redis_port}/0", "advertise": "worker.example:0"}
+    async with running("draft", model, **settings) as (link, worker):
+        ((key, entry),) = (await entries(redis_port)).items()
+        port = worker.address.rpartition(":")[2]
+        assert key.startswith("gammaray:worker:draft:")
+        assert entry.pop("started_at") == pytest.approx(time.time(), abs=60)
+        assert entry == {
+            "role": "draft",
+            "address": f"worker.example:{port}",
+            "model": str(model),
+            "pid": os.getpid(),
+            "vocab_size": 97,
+            "max_context": 1024,
+        }
+        async with Redis(port=redis_port) as redis:
+            assert 0 < await redis.pttl(key) <= 5000
+            await redis.delete(key)
+        for _ in range(100):
+            if key in await entries(redis_port):
+                break
+            await asyncio.sleep(0.05)
+        assert key in await entries(redis_port)
+        assert (await link.ask(propose_block(PROMPT, 2))).WhichOneof("outcome") == "proposal"
+    assert await entries(redis_port) == {}
+
+
+async def test_worker_serves_while_redis_is_dead_and_announces_itself_when_it_is_back(model, tmp_path):
+    port = free_port()
+    async with running("target", model, redis_url=f"redis://127.0.0.1:{port}/0") as (link, _):
+        assert (await link.ask(verify_block(PROMPT))).WhichOneof("outcome") == "verdict"
+        with redis_server(port, tmp_path):
+            for _ in range(100):
+                if await entries(port):
+                    break
+                await asyncio.sleep(0.05)
+            assert len(await entries(port, "target")) == 1
+        assert (await link.ask(verify_block(PROMPT))).WhichOneof("outcome") == "verdict"
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+async def test_health_and_reflection_answer(model, role):
+    service = f"gammaray.v1.{role.capitalize()}Service"
+    async with running(role, model) as (link, _):
+        health = health_pb2_grpc.HealthStub(link.channel)
+        for name in ("", service):
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        stub = reflection_pb2_grpc.ServerReflectionStub(link.channel)
+        call = stub.ServerReflectionInfo(timeout=5)
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        names = {s.name for s in (await call.read()).list_services_response.service}
+        assert names == {service, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+        await call.done_writing()
+
+
+async def test_demo_pair_has_one_vocabulary():
+    async with running("target", "demo") as (target, _), running("draft", "demo") as (draft, _):
+        infos = [await target.info(), await draft.info()]
+    assert infos[0].vocab_sha256 == infos[1].vocab_sha256 != ""
+    assert infos[0].vocab_size == infos[1].vocab_size
+    assert all(info.pid == os.getpid() and info.model == "demo" for info in infos)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--threads", "0"], "threads: got '0'"),
+        (["--threads", "many"], "threads: got 'many'"),
+        (["--device", "abacus"], "device: got 'abacus'"),
+        (["--no-such-option", "1"], "--no-such-option"),
+    ],
+)
+def test_bad_setting_exits_2_with_one_line(options, words):
+    command = [sys.executable, "-m", "services.target", *options]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--listen", "nowhere"], "listen: got nowhere"),
+        (["--cpu-affinity", "4096"], "cpu_affinity: got 4096"),
+        (["--model", "no/such/model"], "no/such/model"),
+        (["--redis-url", "http://x"], "redis_url: got http://x"),
+        (["--listen", "0.0.0.0:0", "--redis-url", "redis://127.0.0.1:1/0"], "advertise"),
+    ],
+)
+def test_unusable_setting_exits_2_and_names_it(options, words, capsys):
+    assert run_target(*options) == 2
+    output, errors = capsys.readouterr()
+    assert output == ""
+    assert words in errors.splitlines()[-1]
+
+
+def test_port_in_use_exits_2(capsys):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        assert run_target("--listen", f"127.0.0.1:{holder.getsockname()[1]}") == 2
+    assert "can be bound" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_unsupported_model_exits_3_with_the_reason(tmp_path, capsys):
+    assert run_target("--model", str(tiny_model("mamba", tmp_path))) == 3
+    assert "cannot be served" in capsys.readouterr().err.splitlines()[-1]
+
+
+def run_target(*options):
+    return run("services.target", TargetSettings, "services.target.worker:TargetWorker", options)
+
+
+def test_help_shows_every_setting():
+    command = [sys.executable, "-m", "services.draft", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    assert result.returncode == 0
+    for name in DraftSettings.model_fields:
+        assert f"--{name.replace('_', '-')}" in result.stdout

@@ -1,0 +1,253 @@
+"""The target worker over its real stream: verdicts, caches, fencing, batching."""
+
+import asyncio
+import math
+
+import pytest
+import torch
+from engine_helpers import plain_logits, plain_model, random_tokens, tiny_model
+from workers_helpers import Driver, Link, running, spec_message, verify_block
+
+from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from gammaray.v1 import types_pb2 as types
+
+pytestmark = pytest.mark.integration
+
+PROMPT = random_tokens(12, seed=3)
+FAILED_PRECONDITION, CANCELLED = 9, 1
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model("llama", tmp_path_factory.mktemp("target"), max_position_embeddings=1024)
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    """Greedy continuation of PROMPT by transformers alone."""
+    plain = plain_model(model)
+    output = plain.generate(
+        torch.tensor([PROMPT]), do_sample=False, max_new_tokens=40, eos_token_id=None, pad_token_id=0
+    )
+    return output[0, len(PROMPT) :].tolist()
+
+
+@pytest.fixture
+async def target(model):
+    async with running("target", model) as (link, _):
+        yield link
+
+
+def emitted(result, proposal=()):
+    path = result.verdict.accepted_path
+    return [*(proposal[node] for node in path), result.verdict.next_token_id]
+
+
+async def test_gamma_0_loop_equals_transformers_greedy(target, reference):
+    driver = Driver(target, None, PROMPT)
+    assert await driver.generate(40) == reference
+    assert driver.num_needs == 0
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 3, 5])
+async def test_verify_chain_accepts_right_tokens_and_corrects_the_first_wrong_one(
+    target, reference, num_right
+):
+    wrong = [(token + 1) % 97 for token in reference[num_right:5]]
+    proposal = reference[:num_right] + wrong
+    verdict = (await target.ask(verify_block(PROMPT, proposal))).verdict
+    assert list(verdict.accepted_path) == list(range(num_right))
+    assert verdict.next_token_id == reference[num_right]
+    assert verdict.num_tested == min(num_right + 1, 5)
+    assert (verdict.next_origin == types.TOKEN_ORIGIN_BONUS) == (num_right == 5)
+
+
+async def test_rejected_tokens_leave_no_trace(target, reference):
+    driver = Driver(target, None, PROMPT)
+    driver.tokens = list(PROMPT)
+    while (done := len(driver.tokens) - len(PROMPT)) < 35:
+        wrong = [(token + 1) % 97 for token in reference[done + 1 : done + 5]]
+        await driver.verify(Proposal((reference[done], *wrong)))
+    assert driver.tokens[len(PROMPT) :] == reference[: len(driver.tokens) - len(PROMPT)]
+    assert driver.accepted == 18
+    assert driver.num_needs == 0
+
+
+async def test_verify_tree_walks_to_the_right_leaf(target, reference):
+    right, other = reference[:3], [(token + 1) % 97 for token in reference[:3]]
+    tree = types.Proposal(
+        token_ids=[other[0], right[0], other[1], right[1], right[2]], parents=[-1, -1, 1, 1, 3]
+    )
+    result = await target.ask(verify_block(PROMPT, tree))
+    assert list(result.verdict.accepted_path) == [1, 3, 4]
+    assert result.verdict.next_token_id == reference[3]
+    follow = verify_block(PROMPT + reference[:4], context=types.TokenSpan(start=15, token_ids=reference[3:4]))
+    assert emitted(await target.ask(follow)) == reference[4:5]
+
+
+async def test_unknown_session_without_its_tokens_is_asked_for_all(target, reference):
+    middle = types.TokenSpan(start=5, token_ids=PROMPT[5:])
+    assert (await target.ask(verify_block(PROMPT, context=middle))).need.position == 0
+    no_spec = verify_block(PROMPT)
+    no_spec.ClearField("spec")
+    answer = await target.ask(no_spec)
+    assert answer.WhichOneof("outcome") == "need"
+    assert answer.need.position == 0
+    assert emitted(await target.ask(verify_block(PROMPT))) == reference[:1]
+
+
+async def test_gap_is_asked_for_from_where_the_worker_stands(target, reference):
+    await target.ask(verify_block(PROMPT))
+    tokens = PROMPT + reference[:6]
+    gap = verify_block(tokens, context=types.TokenSpan(start=len(tokens) - 1, token_ids=tokens[-1:]))
+    gap.ClearField("spec")
+    held = len(PROMPT) + 1  # The prompt and the verdict's own token.
+    assert (await target.ask(gap)).need.position == held
+    gap.context.CopyFrom(types.TokenSpan(start=held, token_ids=tokens[held:]))
+    assert emitted(await target.ask(gap)) == reference[6:7]
+
+
+async def test_new_owner_is_not_served_the_old_owners_verdict_as_committed(target):
+    first = await target.ask(verify_block(PROMPT))
+    tokens = [*PROMPT, first.verdict.next_token_id]
+    block = verify_block(
+        [*tokens, 1], epoch=2, context=types.TokenSpan(start=len(tokens), token_ids=[1]), spec=None
+    )
+    assert (await target.ask(block)).need.position == len(PROMPT)
+
+
+async def test_stale_epoch_is_refused_and_a_newer_one_wins(target, reference):
+    await target.ask(verify_block(PROMPT, epoch=5))
+    stale = await target.ask(verify_block(PROMPT, epoch=4))
+    assert stale.error.code == FAILED_PRECONDITION
+    assert "4" in stale.error.message
+    assert "5" in stale.error.message
+    assert emitted(await target.ask(verify_block(PROMPT, epoch=6))) == reference[:1]
+
+
+@pytest.mark.parametrize("method", list(VerificationMethod))
+async def test_same_block_again_gives_the_same_answer(target, method):
+    params = SamplingParams(temperature=1.0, seed=11)
+    law = types.SparseDistribution(token_ids=[4, 9], weights=[1, 3], weight_bits=2)
+    proposal = types.Proposal(token_ids=[9, 4, 9])
+    if method is VerificationMethod.REJECTION:
+        proposal.draft_distributions.extend([law] * 3)
+    block = verify_block(PROMPT, proposal, spec=spec_message(params, method))
+    first = await target.ask(block)
+    again = await target.ask(block)
+    both = await target.ask(block, type(block).FromString(block.SerializeToString()))
+    assert first.WhichOneof("outcome") == "verdict"
+    assert {r.verdict.SerializeToString() for r in (first, again, *both)} == {
+        first.verdict.SerializeToString()
+    }
+
+
+async def test_logprobs_are_the_raw_log_softmax_whatever_the_processing(target, model, reference):
+    params = SamplingParams(temperature=0.0, seed=1, banned_token_ids=(reference[0],))
+    block = verify_block(PROMPT, reference[:1], spec=spec_message(params), num_top_logprobs=3)
+    verdict = (await target.ask(block)).verdict
+    expected = plain_logits(plain_model(model), PROMPT)[-1].double().log_softmax(-1)
+    assert len(verdict.logprobs) == 1
+    assert verdict.next_token_id != reference[0]
+    assert verdict.logprobs[0].logprob == pytest.approx(expected[verdict.next_token_id].item(), abs=1e-4)
+    assert verdict.logprobs[0].top_token_ids[0] == reference[0]
+    assert list(verdict.logprobs[0].top_logprobs) == pytest.approx(expected.topk(3).values.tolist(), abs=1e-4)
+
+
+async def test_logprobs_cover_every_emitted_token_and_none_unasked(target, reference):
+    asked = verify_block(PROMPT, reference[:3], num_top_logprobs=0)
+    verdict = (await target.ask(asked)).verdict
+    assert len(verdict.logprobs) == 4
+    assert all(math.isfinite(p.logprob) and not p.top_token_ids for p in verdict.logprobs)
+    assert not (await target.ask(verify_block(PROMPT, reference[:3]))).verdict.logprobs
+
+
+async def test_many_sessions_in_one_frame_are_one_batch_with_the_answers_of_one_each(target, reference):
+    prompts = [random_tokens(5 + index % 7, seed=index) for index in range(32)]
+    alone = [emitted(await target.ask(verify_block(p, session_id=f"a{i}"))) for i, p in enumerate(prompts)]
+    answers = await target.ask(*(verify_block(p, session_id=f"b{i}") for i, p in enumerate(prompts)))
+    assert [emitted(answer) for answer in answers] == alone
+    assert max(answer.timing.batch_size for answer in answers) == 32
+    assert max(target.frame_sizes) == 32
+
+
+async def test_long_prefill_does_not_stall_short_verifies(model):
+    async with running("target", model, max_batch_tokens=64, prefill_chunk=32) as (link, _):
+        long_prompt = random_tokens(900, seed=9)
+        (slow,) = await link.send([verify_block(long_prompt, session_id="long")])
+        shorts = []
+        driver = Driver(link, None, PROMPT, session_id="short")
+        driver.tokens = list(PROMPT)
+        while not slow.done():
+            await driver.verify(Proposal())
+            shorts.append(slow.done())
+        assert shorts.count(False) >= 5
+        answer = await slow
+        assert emitted(answer) == [int(plain_logits(plain_model(model), long_prompt)[-1].argmax())]
+        assert answer.timing.batch_size == 2
+        assert answer.timing.forward_us <= answer.timing.compute_us
+
+
+async def test_sampling_parameters_reach_the_verdict(target):
+    params = SamplingParams(temperature=1.0, seed=5, allowed_token_ids=(7, 8))
+    driver = Driver(target, None, PROMPT, params=params)
+    assert set(await driver.generate(12)) == {7, 8}
+
+
+async def test_release_frees_the_cache_and_cancels_what_waits(target):
+    long_prompt = random_tokens(900, seed=1)
+    await target.ask(verify_block(PROMPT, session_id="kept"))
+    await target.ask(verify_block(PROMPT, session_id="gone"))
+    assert (await target.info()).num_sessions == 2
+    (waiting,) = await target.send([verify_block(long_prompt, session_id="busy")])
+    await target.release("gone", "busy", "never-seen")
+    assert (await asyncio.wait_for(waiting, 10)).error.code == CANCELLED
+    info = await target.info()
+    assert info.num_sessions == 1
+    assert info.num_queued == 0
+    assert 0 < info.cache_bytes <= info.cache_budget_bytes
+
+
+async def test_info_tells_what_is_served(target, model):
+    info = await target.info()
+    assert (info.model, info.vocab_size, info.max_context) == (str(model), 97, 1024)
+    assert info.vocab_sha256 == ""
+
+
+async def test_stream_that_goes_away_drops_its_blocks_and_keeps_its_sessions(model, reference):
+    async with running("target", model, max_batch_tokens=16, prefill_chunk=16) as (link, worker):
+        await link.ask(verify_block(PROMPT))
+        other = Link(worker.address, "target")
+        await other.send([verify_block(random_tokens(1000, seed=2), session_id="long")])
+        await link.until(lambda info: info.num_queued == 1)
+        await other.close()
+        await link.until(lambda info: info.num_queued == 0)
+        follow = verify_block([*PROMPT, reference[0]])
+        follow.context.CopyFrom(types.TokenSpan(start=len(PROMPT), token_ids=reference[:1]))
+        follow.ClearField("spec")
+        assert emitted(await link.ask(follow)) == reference[1:2]
+
+
+async def test_shared_prefix_is_copied_not_computed(target):
+    prompt = random_tokens(500, seed=4)
+    first = await target.ask(verify_block(prompt, session_id="first"))
+    second = await target.ask(verify_block([*prompt, 1, 2, 3], session_id="second"))
+    assert first.timing.batch_tokens == 500
+    assert second.timing.batch_tokens == 3
+    alone = verify_block([*random_tokens(1, seed=99), *prompt[1:], 1, 2, 3], session_id="third")
+    assert (await target.ask(alone)).timing.batch_tokens > 480
+
+
+async def test_deterministic_mode_is_bit_identical_alone_and_in_a_batch(model):
+    async with running("target", model, deterministic=True) as (link, _):
+        prompts = [random_tokens(8 + index, seed=index) for index in range(6)]
+
+        def block(name, index):
+            return verify_block(prompts[index], [1, 2], session_id=name + str(index), num_top_logprobs=5)
+
+        alone = [await link.ask(block("a", index)) for index in range(6)]
+        batch = await link.ask(*(block("b", index) for index in range(6)))
+        assert [r.verdict.SerializeToString() for r in alone] == [
+            r.verdict.SerializeToString() for r in batch
+        ]
+        assert batch[0].timing.batch_size == 6
