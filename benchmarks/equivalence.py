@@ -4,7 +4,7 @@
 
 - Temperature 0: the tokens equal those of `transformers` `generate(do_sample=False)` on the same target.
 - Temperature 1, coupled: for one seed the tokens are the same with gamma 0, 3, 8 and adaptive, without a
-  drafter, and with eight requests at once.
+  drafter, with another drafter, and with eight requests at once.
 
 Prints counts and the first difference (prompt:token), writes them with their provenance; exits with 1 when a
 token differs.
@@ -31,13 +31,15 @@ from benchmarks.workloads import WORKLOADS, fingerprint, prompts
 from gammaray import AsyncClient
 from gammaray.config import DEMO_PAIR
 from gammaray.request import GenerateOptions
+from services.engine.model import resolve_model
 
-__all__ = ["compare_greedy", "compare_sampled"]
+__all__ = ["compare_at_once", "compare_greedy", "compare_sampled", "plain_sampled"]
 
 Tokens = tuple[int, ...]
+Variants = dict[str, GenerateOptions]
 
 _AT_ONCE = 8
-_VARIANTS: dict[str, GenerateOptions] = {
+_VARIANTS: Variants = {
     "gamma 3": {"gamma": 3},
     "gamma 8": {"gamma": 8},
     "adaptive": {"gamma": "adaptive"},
@@ -60,23 +62,37 @@ async def compare_greedy(
     return counts
 
 
-async def compare_sampled(client: AsyncClient, texts: Sequence[str], max_tokens: int) -> list[dict[str, Any]]:
-    """Compare completions at temperature 1, each prompt with its own seed, with those of gamma 0."""
+async def plain_sampled(client: AsyncClient, texts: Sequence[str], max_tokens: int) -> list[Tokens]:
+    """Return the completions of gamma 0 at temperature 1, each prompt with its own seed."""
+    return [await _sampled(client, texts, i, max_tokens, gamma=0) for i in range(len(texts))]
 
-    async def tokens(i: int, **options: Any) -> Tokens:
-        return await _tokens(client, texts[i], max_tokens, temperature=1.0, seed=i, **options)
 
-    everyone = range(len(texts))
-    expected = [await tokens(i, gamma=0) for i in everyone]
+async def compare_sampled(
+    client: AsyncClient, texts: Sequence[str], max_tokens: int, expected: Sequence[Tokens], variants: Variants
+) -> list[dict[str, Any]]:
+    """Compare completions at temperature 1 under several options with `expected`."""
     counts = []
-    for name, options in _VARIANTS.items():
-        got = [await tokens(i, **options) for i in everyone]
+    for name, options in variants.items():
+        got = [await _sampled(client, texts, i, max_tokens, **options) for i in range(len(texts))]
         counts.append(_count(f"temperature 1, {name} = gamma 0", got, expected))
-    got = []
-    for start in everyone[::_AT_ONCE]:
-        got += await asyncio.gather(*(tokens(i) for i in everyone[start : start + _AT_ONCE]))
-    counts.append(_count(f"temperature 1, adaptive, {_AT_ONCE} at once = gamma 0", got, expected))
     return counts
+
+
+async def compare_at_once(
+    client: AsyncClient, texts: Sequence[str], max_tokens: int, expected: Sequence[Tokens]
+) -> dict[str, Any]:
+    """Compare completions at temperature 1, eight requests in flight, with `expected`."""
+    got: list[Tokens] = []
+    for start in range(0, len(texts), _AT_ONCE):
+        batch = range(start, min(start + _AT_ONCE, len(texts)))
+        got += await asyncio.gather(*(_sampled(client, texts, i, max_tokens) for i in batch))
+    return _count(f"temperature 1, adaptive, {_AT_ONCE} at once = gamma 0", got, expected)
+
+
+async def _sampled(
+    client: AsyncClient, texts: Sequence[str], i: int, max_tokens: int, **options: Any
+) -> Tokens:
+    return await _tokens(client, texts[i], max_tokens, temperature=1.0, seed=i, **options)
 
 
 async def _tokens(client: AsyncClient, text: str, max_tokens: int, **options: Any) -> Tokens:
@@ -111,12 +127,20 @@ def _table(counts: Sequence[dict[str, Any]]) -> Table:
 
 
 async def _run(options: argparse.Namespace, texts: Sequence[str]) -> list[dict[str, Any]]:
+    size = options.tokens
     async with (
         running_baselines(options.target, options.draft) as baselines,
         connected("--target", options.target, "--draft", options.draft) as client,
     ):
-        greedy = await compare_greedy(client, baselines, texts, options.tokens)
-        return greedy + await compare_sampled(client, texts, options.tokens)
+        counts = await compare_greedy(client, baselines, texts, size)
+        expected = await plain_sampled(client, texts, size)
+        counts += await compare_sampled(client, texts, size, expected, _VARIANTS)
+        counts.append(await compare_at_once(client, texts, size, expected))
+    # The target as its own draft: another drafter, one whose proposals are nearly always wholly accepted.
+    itself = resolve_model(options.target, "target")
+    async with connected("--target", options.target, "--draft", itself) as client:
+        variants: Variants = {"gamma 3, another drafter": {"gamma": 3}}
+        return counts + await compare_sampled(client, texts, size, expected, variants)
 
 
 def main() -> None:
