@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from services.engine.batch import Batch
 
-__all__ = ["ATTENTION_NAME", "CacheWriter", "LayerCall", "active", "attend"]
+__all__ = ["ATTENTION_NAME", "LayerCall", "active", "attend", "unknown_arguments"]
 
 ATTENTION_NAME = "gammaray"
 
@@ -27,7 +27,6 @@ ATTENTION_NAME = "gammaray"
 _HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_router_logits"})
 
 LayerCall = Callable[..., Tensor]
-CacheWriter = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class _Active(threading.local):
@@ -105,14 +104,12 @@ def attend(
     num_heads, rows = query.shape[1], query.shape[2]
     num_kv_heads, key_dim, value_dim = key.shape[1], key.shape[3], value.shape[3]
     groups = num_heads // num_kv_heads
-    split, width = num_kv_heads * key_dim, num_kv_heads * (key_dim + value_dim)
     scale = key_dim**-0.5 if scaling is None else scaling
     output = query.new_empty(rows, num_heads, value_dim)
     for index, segment in enumerate(batch.segments):
         first, last, end = segment.row, segment.row + segment.count, segment.start + segment.count
-        slots = segment.cache.data[layer, :end]
-        keys = slots[:, :split].view(end, num_kv_heads, key_dim).transpose(0, 1)
-        values = slots[:, split:width].view(end, num_kv_heads, value_dim).transpose(0, 1)
+        slots = segment.cache.data[layer, :num_kv_heads, :end]
+        keys, values = slots[..., :key_dim], slots[..., key_dim : key_dim + value_dim]
         keys[:, segment.start :] = key[0, :, first:last]
         values[:, segment.start :] = value[0, :, first:last]
         # Heads of a group share keys and values: their rows are stacked instead of copying those.

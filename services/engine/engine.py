@@ -19,6 +19,8 @@ from services.engine.checks import check_model
 from services.engine.errors import CacheGapError
 from services.engine.general import GeneralRunner
 from services.engine.kv_cache import CacheShape, CacheStore
+from services.engine.lean import LeanRunner
+from services.engine.lean_weights import build_lean, has_lean_path
 from services.engine.model import load_model
 from services.engine.probe import probe_model
 
@@ -106,9 +108,14 @@ class Engine:
         torch.set_num_threads(threads)
         loaded = load_model(model, device=device, dtype=dtype)
         layout = probe_model(loaded)
-        shape = CacheShape(layout.num_layers, layout.kv_width, loaded.dtype, loaded.device)
+        rows, dim = layout.kv_heads, layout.kv_dim
+        runner: Runner = GeneralRunner(loaded, layout)
+        if lean and has_lean_path(loaded):
+            runner = LeanRunner(build_lean(loaded, layout.windows, layout.vocab_size))
+            rows, dim = 2 * rows, dim // 2
+        shape = CacheShape(layout.num_layers, rows, dim, loaded.dtype, loaded.device)
         engine = cls(
-            GeneralRunner(loaded, layout),
+            runner,
             CacheStore(shape, cache_budget_bytes),
             model_name=model,
             vocab_size=layout.vocab_size,

@@ -1,8 +1,8 @@
 """Keys and values of many sessions, with rollback, forks, tree paths and eviction under a byte budget.
 
-Each session owns one buffer [num_layers, capacity, width]: slot s holds what position s left behind in
-every layer, all key heads and then all value heads side by side. Appending writes into the buffer;
-rollback only lowers a length; nothing is ever concatenated. A tree's nodes wait in the slots after the
+Each session owns one buffer [num_layers, rows, capacity, dim]: slot s holds what position s left behind in
+every layer. What a row is, the runner decides: a key head with its value head, or either. Appending writes
+into the buffer; rollback only lowers a length; nothing is ever concatenated. A tree's nodes wait in the slots after the
 committed ones until `keep_path` compacts the path that stood.
 """
 
@@ -17,24 +17,26 @@ from torch import Tensor
 
 from services.engine.errors import CacheFullError, CacheGapError
 
-__all__ = ["CacheShape", "CacheStore", "SessionCache"]
+__all__ = ["BLOCK", "CacheShape", "CacheStore", "SessionCache"]
 
-SLOT_MULTIPLE = 64
+# Buffers come in whole blocks of slots, filled with zeros: attention may read, behind a mask, to a block's end.
+BLOCK = 64
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one token leaves behind: `width` numbers of `dtype` in each of `num_layers` layers."""
+    """What one token leaves behind: `rows` vectors of `dim` numbers in each of `num_layers` layers."""
 
     num_layers: int
-    width: int
+    rows: int
+    dim: int
     dtype: torch.dtype
     device: torch.device
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one token."""
-        return self.num_layers * self.width * self.dtype.itemsize
+        return self.num_layers * self.rows * self.dim * self.dtype.itemsize
 
 
 @dataclass
@@ -42,21 +44,23 @@ class SessionCache:
     """One session's slots.
 
     Attributes:
-        data: [num_layers, capacity, width].
+        data: [num_layers, rows, capacity, dim].
         tokens: The cached chain; token i is in slot i.
         tree_tokens: Nodes in the slots after the chain, waiting for `keep_path`.
         tree_parents: Index of each node's parent among the nodes, -1 for children of the chain.
+        views: Views into `data` that a runner wants to keep; emptied when `data` is replaced.
     """
 
     data: Tensor
     tokens: list[int] = field(default_factory=list)
     tree_tokens: list[int] = field(default_factory=list)
     tree_parents: list[int] = field(default_factory=list)
+    views: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]] = field(default_factory=dict)
 
     @property
     def capacity(self) -> int:
         """How many slots the buffer has."""
-        return self.data.shape[1]
+        return self.data.shape[2]
 
     @property
     def num_slots(self) -> int:
@@ -86,7 +90,7 @@ class SessionCache:
             previous = node
         if list(path) != list(range(len(path))):
             slots = torch.tensor(path, device=self.data.device) + base
-            self.data[:, base : base + len(path)] = self.data.index_select(1, slots)
+            self.data[:, :, base : base + len(path)] = self.data.index_select(2, slots)
         self.tokens.extend(self.tree_tokens[node] for node in path)
         self.tree_tokens, self.tree_parents = [], []
 
@@ -176,7 +180,7 @@ class CacheStore:
             return
         target = self.reserve(copy, length, frozenset({source}))
         target.truncate(0)
-        target.data[:, :length] = origin.data[:, :length]
+        target.data[:, :, :length] = origin.data[:, :, :length]
         target.tokens.extend(origin.tokens[:length])
 
     def _make_room(self, wanted: dict[str, int], keep: frozenset[str]) -> None:
@@ -186,8 +190,8 @@ class CacheStore:
         for session_id, slots in wanted.items():
             held = pinned.get(session_id, 0)
             if held < slots:
-                tight[session_id] = slots
-                roomy[session_id] = _round_up(max(slots, held * 3 // 2), SLOT_MULTIPLE)
+                tight[session_id] = _round_up(slots, BLOCK)
+                roomy[session_id] = _round_up(max(slots, held * 3 // 2), BLOCK)
         if sum(tight.values()) * slot_bytes > self.budget_bytes:
             raise CacheFullError(sum(tight.values()) * slot_bytes, self.budget_bytes)
         chosen = roomy if sum(roomy.values()) * slot_bytes <= self.budget_bytes else tight
@@ -210,16 +214,16 @@ class CacheStore:
         shape = self.shape
         session = self._sessions.get(session_id)
         if session is None or session.capacity < capacity:
-            data = torch.empty(
-                shape.num_layers, capacity, shape.width, dtype=shape.dtype, device=shape.device
+            data = torch.zeros(
+                shape.num_layers, shape.rows, capacity, shape.dim, dtype=shape.dtype, device=shape.device
             )
             self.used_bytes += capacity * shape.slot_bytes
             if session is None:
                 session = self._sessions[session_id] = SessionCache(data)
             else:
                 self.used_bytes -= session.capacity * shape.slot_bytes
-                data[:, : session.num_slots] = session.data[:, : session.num_slots]
-                session.data = data
+                data[:, :, : session.num_slots] = session.data[:, :, : session.num_slots]
+                session.data, session.views = data, {}
         self._sessions.move_to_end(session_id)
 
 

@@ -24,16 +24,29 @@ class ModelLayout:
     Attributes:
         num_layers: Number of layers, all with attention.
         vocab_size: Size of the logits; token ids lie below it.
-        kv_width: Numbers that one token leaves behind in the widest layer.
+        kv_heads: Key heads of the layer that has most.
+        kv_dim: Length of a key and its value together, in the layer where they are longest.
         windows: Sliding window of each layer, None for full attention.
         layer_of: Index of each attention module's layer, by id of the module.
     """
 
     num_layers: int
     vocab_size: int
-    kv_width: int
+    kv_heads: int
+    kv_dim: int
     windows: tuple[int | None, ...]
     layer_of: dict[int, int]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of the attention function."""
+
+    module: nn.Module
+    kv_heads: int
+    kv_dim: int
+    window: int | None
+    unknown: list[str]
 
 
 @contextmanager
@@ -53,7 +66,7 @@ def probe_model(loaded: LoadedModel) -> ModelLayout:
     Raises:
         UnsupportedModelError: A layer does not, or asks for something we do not follow.
     """
-    calls: list[tuple[nn.Module, int, int | None, list[str]]] = []
+    calls: list[_Call] = []
 
     def record(
         module: nn.Module,
@@ -66,8 +79,8 @@ def probe_model(loaded: LoadedModel) -> ModelLayout:
         sinks: Tensor | None,
         arguments: dict[str, Any],
     ) -> Tensor:
-        width = key.shape[1] * (key.shape[3] + value.shape[3])
-        calls.append((module, width, window, unknown_arguments(arguments)))
+        dim = key.shape[3] + value.shape[3]
+        calls.append(_Call(module, key.shape[1], dim, window, unknown_arguments(arguments)))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
     loaded.module.set_attn_implementation(ATTENTION_NAME)
@@ -80,35 +93,36 @@ def probe_model(loaded: LoadedModel) -> ModelLayout:
     return ModelLayout(
         num_layers=len(calls),
         vocab_size=min(logits.shape[-1], rows),
-        kv_width=max(width for _, width, _, _ in calls),
-        windows=tuple(window for _, _, window, _ in calls),
-        layer_of={id(module): index for index, (module, _, _, _) in enumerate(calls)},
+        kv_heads=max(call.kv_heads for call in calls),
+        kv_dim=max(call.kv_dim for call in calls),
+        windows=tuple(call.window for call in calls),
+        layer_of={id(call.module): index for index, call in enumerate(calls)},
     )
 
 
-def _check_calls(loaded: LoadedModel, calls: list[tuple[nn.Module, int, int | None, list[str]]]) -> None:
+def _check_calls(loaded: LoadedModel, calls: list[_Call]) -> None:
     config = loaded.config
     num_layers = config.num_hidden_layers
-    reached = len({id(module) for module, _, _, _ in calls})
+    reached = len({id(call.module) for call in calls})
     if reached != num_layers or len(calls) != num_layers:
         raise UnsupportedModelError(
             loaded.name,
             f"{config.model_type}: {reached} of {num_layers} layers attend through transformers' "
             "AttentionInterface; state that other layers keep could not be rolled back",
         )
-    for layer, (module, _, window, unknown) in enumerate(calls):
-        if unknown:
+    for layer, call in enumerate(calls):
+        if call.unknown:
             raise UnsupportedModelError(
-                loaded.name, f"layer {layer} passes {unknown} to its attention, which would be ignored"
+                loaded.name, f"layer {layer} passes {call.unknown} to its attention, which would be ignored"
             )
-        if getattr(module, "is_causal", True) is False:
+        if getattr(call.module, "is_causal", True) is False:
             raise UnsupportedModelError(loaded.name, f"layer {layer} attends in both directions")
         expected = _has_window(loaded, layer)
-        if expected != (window is not None):
+        if expected != (call.window is not None):
             raise UnsupportedModelError(
                 loaded.name,
                 f"layer {layer} {'slides' if expected else 'does not slide'} by its configuration, "
-                f"but its attention is called with window {window}",
+                f"but its attention is called with window {call.window}",
             )
 
 
