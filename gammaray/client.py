@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -160,9 +161,11 @@ class AsyncClient:
         self, request: GenerationRequest, timeout_s: float | None
     ) -> AsyncGenerator[Chunk, None]:
         finished = False
-        async for message in self._transport.stream("Generate", convert.request_to_proto(request), timeout_s):
-            chunk = convert.chunk_from_proto(message)
-            finished = chunk.finish_reason is not None
-            yield chunk
+        messages = self._transport.stream("Generate", convert.request_to_proto(request), timeout_s)
+        async with aclosing(messages):
+            async for message in messages:
+                chunk = convert.chunk_from_proto(message)
+                finished = chunk.finish_reason is not None
+                yield chunk
         if not finished:
             raise InternalError("the server ended the stream without a finish reason")

@@ -93,16 +93,19 @@ class Client:
         self.close()
 
     def _iterate(self, chunks: AsyncGenerator[Chunk, None]) -> Iterator[Chunk]:
-        # After Ctrl-C the step that it interrupted may still be unwinding; closing waits for its turn.
-        turn = asyncio.Lock()
+        running: asyncio.Task[Any] | None = None
 
         async def step() -> Chunk | None:
-            async with turn:
-                return await anext(chunks, None)
+            nonlocal running
+            running = asyncio.current_task()
+            return await anext(chunks, None)
 
         async def close() -> None:
-            async with turn:
-                await chunks.aclose()
+            # Ctrl-C may leave a step running or unwinding, and only a generator at rest can be closed.
+            if running is not None and not running.done():
+                running.cancel()
+                await asyncio.wait([running])
+            await chunks.aclose()
 
         try:
             while (chunk := self._run(step())) is not None:

@@ -29,7 +29,7 @@ from gammaray.v1.generation_service_pb2_grpc import (
     add_GenerationServiceServicer_to_server,
 )
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 NO_RETRY = RetryPolicy(max_attempts=1)
 FAST_RETRY = RetryPolicy(max_attempts=4, initial_delay_s=0.01)
 
@@ -137,14 +137,18 @@ class ScriptedService(GenerationServiceServicer):
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
         self.arrived.set()
+        ended = False
         try:
             async for chunk in self._generate(request, len(self.requests) - 1):
                 yield chunk_to_proto(chunk)
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            raise
+            ended = True
         except GammarayError as error:
+            ended = True
             await context.abort_with_status(rpc_status.to_status(error_to_status(error)))
+        finally:
+            # Cancelled while it slept, or by a write that nobody read any more: gRPC tells the two apart.
+            if not ended:
+                self.cancelled.set()
 
     async def GetStatus(self, request, context):
         self.metadata.append(dict(context.invocation_metadata()))

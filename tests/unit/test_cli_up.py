@@ -16,7 +16,7 @@ from gammaray.config import ClusterSettings
 from orchestrator.cluster_options import parse_options
 
 ROOT = Path(gammaray.__file__).parents[1]
-WAIT_S = 20.0
+WAIT_S = 30.0
 
 STAND_IN = """
 import json, os, signal, sys, time
