@@ -85,7 +85,7 @@ def build_draft(
     Args:
         settings: Fields of DraftSettings; what is missing comes from the environment or the defaults.
         num_replicas: Number of workers.
-        ray_actor_options: Resources of each; by default none, so that any machine will do.
+        ray_actor_options: Resources of each, beside no CPU share: by default any machine will do.
 
     Raises:
         pydantic.ValidationError: A bad setting.
@@ -104,7 +104,7 @@ def build_target(
     Args:
         settings: Fields of TargetSettings; what is missing comes from the environment or the defaults.
         num_replicas: Number of workers.
-        ray_actor_options: Resources of each; by default none, so that any machine will do.
+        ray_actor_options: Resources of each, beside no CPU share: by default any machine will do.
 
     Raises:
         pydantic.ValidationError: A bad setting.
@@ -129,7 +129,7 @@ def _build(
         replica,
         name=name,
         num_replicas=num_replicas,
-        ray_actor_options=ray_actor_options or {"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, **(ray_actor_options or {})},
         health_check_period_s=2.0,
         health_check_timeout_s=10.0,
         # No request ever comes through Serve: the worker itself waits for its blocks.

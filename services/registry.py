@@ -11,7 +11,9 @@ import json
 import logging
 import time
 import uuid
+from collections.abc import Awaitable
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -90,9 +92,9 @@ class Announcer:
     async def _refresh(self) -> None:
         await self._call(self._redis.set(self.key, self._value, px=ENTRY_MS))
 
-    async def _call(self, command: object) -> None:
+    async def _call(self, command: Awaitable[Any]) -> None:
         try:
-            await asyncio.wait_for(command, 2 * CALL_TIMEOUT_S)  # type: ignore[call-overload]
+            await asyncio.wait_for(command, 2 * CALL_TIMEOUT_S)
         except (RedisError, OSError, asyncio.TimeoutError) as error:
             if self._is_reachable:
                 _log.warning("the registry does not answer; serving goes on: %r", error)

@@ -11,6 +11,9 @@ from services.tasks import NeedTokens, SessionSpec, Task
 
 __all__ = ["Session", "SessionTable"]
 
+MAX_TOKENS = 8 << 20
+"""Token ids kept over all sessions, some 300 MB of Python integers."""
+
 NOISE_BYTES = 512 << 20
 """Memory for rows of noise, over all sessions; rows that are gone are computed again."""
 
@@ -28,15 +31,17 @@ class Session:
         num_told: How many of `tokens` the orchestrator named as committed. Those beyond were this worker's
             own verdict; they are void for a new owner, who may have got another.
         noise: None at temperature 0, and while the session is not among the recent ones.
+        num_counted: What the table has counted of `tokens` towards its bound.
         changed_from: First position at which the last block changed or extended `tokens`.
     """
 
-    __slots__ = ("changed_from", "epoch", "noise", "num_told", "session_id", "spec", "tokens")
+    __slots__ = ("changed_from", "epoch", "noise", "num_counted", "num_told", "session_id", "spec", "tokens")
 
     def __init__(self, session_id: str, epoch: int, spec: SessionSpec) -> None:
         self.session_id, self.epoch, self.spec = session_id, epoch, spec
         self.noise: Noise | None = None
         self.tokens: list[int] = []
+        self.num_counted = 0
         self.num_told = 0
         self.changed_from = 0
 
@@ -86,6 +91,7 @@ class SessionTable:
         self._is_busy, self._on_drop = is_busy, on_drop
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._with_noise: OrderedDict[str, Session] = OrderedDict()
+        self._num_tokens = 0
         self._max_with_noise = max(MIN_WITH_NOISE, NOISE_BYTES // (_NOISE_BYTES_PER_ID * vocab_size))
 
     def __len__(self) -> int:
@@ -124,23 +130,33 @@ class SessionTable:
                 "base_position", task.base_position, f"{prompt_length} or more (the prompt)"
             )
         session.merge(task.context_start, list(task.context))
+        self._num_tokens += len(session.tokens) - session.num_counted
+        session.num_counted = len(session.tokens)
+        self._make_room(session)
         self._give_noise(session)
         return session
 
     def drop(self, session_id: str) -> None:
         """Forget a session; an unknown one is ignored."""
         self._with_noise.pop(session_id, None)
-        if self._sessions.pop(session_id, None) is not None:
+        session = self._sessions.pop(session_id, None)
+        if session is not None:
+            self._num_tokens -= session.num_counted
             self._on_drop(session_id)
 
     def _add(self, task: Task, spec: SessionSpec) -> Session:
-        if len(self._sessions) >= self._capacity:
-            oldest = next((s for s in self._sessions if not self._is_busy(s)), None)
-            if oldest is not None:
-                self.drop(oldest)
         session = Session(task.session_id, task.epoch, spec)
         self._sessions[task.session_id] = session
         return session
+
+    def _make_room(self, newest: Session) -> None:
+        """Drop the least recently used idle sessions while there are too many, or too many tokens."""
+        while len(self._sessions) > self._capacity or self._num_tokens > MAX_TOKENS:
+            idle = (s for s in self._sessions if s != newest.session_id and not self._is_busy(s))
+            oldest = next(idle, None)
+            if oldest is None:
+                return
+            self.drop(oldest)
 
     def _give_noise(self, session: Session) -> None:
         """Let the session have its noise; the least recently used idle one gives its rows up for it."""

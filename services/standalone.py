@@ -48,15 +48,21 @@ async def _serve(prog: str, worker: Any) -> int:
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    starting = asyncio.create_task(worker.start())
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        # The model still loads: nothing was served, and the loading thread ends with the process.
+        return 0
     try:
-        address = await worker.start()
+        address = starting.result()
     except GammarayError as error:
         await worker.stop()
         print(f"python -m {prog}: {error}", file=sys.stderr)
         is_unsupported = isinstance(error, UnsupportedModelError)
         return EXIT_UNSUPPORTED_MODEL if is_unsupported else EXIT_BAD_SETTINGS
     print(f"listening {address}", flush=True)
-    await stop.wait()
+    await stopping
     return 0 if await worker.stop() else 1
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from contextlib import aclosing
 from typing import Any, Protocol
 
-from gammaray.errors import GammarayError, ResourceExhaustedError, UnavailableError
+from gammaray.errors import GammarayError, InternalError, ResourceExhaustedError, UnavailableError
 from services.engine_thread import EngineThread
 from services.tasks import Reply, Task
 
@@ -45,7 +46,7 @@ class Streams:
 
     async def serve(
         self, requests: AsyncIterator[Frame], parse: Callable[[Any, Deliver], Task]
-    ) -> AsyncIterator[list[Reply]]:
+    ) -> AsyncGenerator[list[Reply], None]:
         """Serve one stream; yields the replies that are ready, as many as there are.
 
         Args:
@@ -56,8 +57,9 @@ class Streams:
         self._open.add(stream)
         self._empty.clear()
         try:
-            async for replies in stream.run(requests):
-                yield replies
+            async with aclosing(stream.run(requests)) as frames:
+                async for replies in frames:
+                    yield replies
         finally:
             stream.close()
             self._open.discard(stream)
@@ -95,7 +97,7 @@ class BlockStream:
         for task in self._pending:
             task.cancelled = True
 
-    async def run(self, requests: AsyncIterator[Frame]) -> AsyncIterator[list[Reply]]:
+    async def run(self, requests: AsyncIterator[Frame]) -> AsyncGenerator[list[Reply], None]:
         """Yield replies until the client has ended the stream, or the worker drains, and all is answered."""
         reader = asyncio.create_task(self._read(requests))
         try:
@@ -143,11 +145,17 @@ class BlockStream:
                     )
                 task = self._parse(block, self._deliver)
             except GammarayError as error:
-                self._outbox.append(Reply(block.request_id, block.session_id, error))
-                self._ready.set()
+                self._refuse(block, error)
+            except Exception as error:
+                _log.exception("a block of session %r cannot be read", block.session_id[:128])
+                self._refuse(block, InternalError(f"{type(error).__name__}: {error}"))
             else:
                 self._pending.add(task)
                 yield task
+
+    def _refuse(self, block: Any, error: GammarayError) -> None:
+        self._outbox.append(Reply(block.request_id, block.session_id, error))
+        self._ready.set()
 
     def _deliver(self, task: Task, reply: Reply) -> None:
         self._pending.discard(task)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -37,8 +38,9 @@ class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
         self, request_iterator: AsyncIterator[pb.ProposeRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.ProposeResponse]:
         """Serve proposals for many sessions over one stream."""
-        async for replies in self._streams.serve(request_iterator, self._parse):
-            yield pb.ProposeResponse(results=map(_result, replies))
+        async with aclosing(self._streams.serve(request_iterator, self._parse)) as frames:
+            async for replies in frames:
+                yield pb.ProposeResponse(results=map(_result, replies))
 
     async def GetDraftInfo(
         self, request: pb.GetDraftInfoRequest, context: grpc.aio.ServicerContext

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -38,8 +39,9 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
         self, request_iterator: AsyncIterator[pb.VerifyRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.VerifyResponse]:
         """Serve verifications for many sessions over one stream."""
-        async for replies in self._streams.serve(request_iterator, self._parse):
-            yield pb.VerifyResponse(results=map(_result, replies))
+        async with aclosing(self._streams.serve(request_iterator, self._parse)) as frames:
+            async for replies in frames:
+                yield pb.VerifyResponse(results=map(_result, replies))
 
     async def GetTargetInfo(
         self, request: pb.GetTargetInfoRequest, context: grpc.aio.ServicerContext

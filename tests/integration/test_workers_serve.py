@@ -1,0 +1,56 @@
+"""Workers as Serve applications, as far as it goes without a cluster; e2e tests run them on one."""
+
+import pytest
+from engine_helpers import tiny_model
+from pydantic import ValidationError
+
+from gammaray.config import DraftSettings, TargetSettings
+from gammaray.errors import InvalidArgumentError, UnavailableError
+from services.app import DraftWorkerReplica, TargetWorkerReplica, build_draft, build_target
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.parametrize(("build", "name"), [(build_draft, "DraftWorker"), (build_target, "TargetWorker")])
+def test_build_binds_a_deployment_without_cpus_that_drains(build, name):
+    application = build({"drain_timeout_s": 3.0}, num_replicas=2)
+    deployment = application._bound_deployment
+    assert deployment.name == name
+    assert deployment.num_replicas == 2
+    assert deployment.ray_actor_options == {"num_cpus": 0}
+    assert deployment._deployment_config.graceful_shutdown_timeout_s > 3.0
+
+
+def test_build_takes_resources():
+    options = {"num_gpus": 1, "resources": {"large_gpu": 1}}
+    assert build_target({}, ray_actor_options=options)._bound_deployment.ray_actor_options == {
+        "num_cpus": 0,
+        **options,
+    }
+
+
+@pytest.mark.parametrize("build", [build_draft, build_target])
+def test_build_refuses_bad_settings_and_several_workers_on_one_port(build):
+    with pytest.raises(ValidationError, match="threads"):
+        build({"threads": 0})
+    with pytest.raises(ValidationError, match="no_such"):
+        build({"no_such": 1})
+    with pytest.raises(InvalidArgumentError, match="port 0 with 2"):
+        build({"listen": "127.0.0.1:5000"}, num_replicas=2)
+
+
+@pytest.mark.parametrize(
+    ("replica_class", "settings_class"),
+    [(DraftWorkerReplica, DraftSettings), (TargetWorkerReplica, TargetSettings)],
+)
+async def test_replica_starts_reports_health_and_drains(replica_class, settings_class, tmp_path):
+    settings = settings_class(model=str(tiny_model("llama", tmp_path)), device="cpu")
+    replica = replica_class.__new__(replica_class)
+    await replica.__init__(settings)
+    assert (await replica.address()).startswith("127.0.0.1:")
+    await replica.check_health()
+    worker = replica._worker
+    assert await replica.__del__()
+    assert replica.__del__() is None
+    with pytest.raises(UnavailableError):
+        worker.check()

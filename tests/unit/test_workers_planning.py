@@ -1,0 +1,189 @@
+"""Which tokens go into the next forward, and which sessions a worker keeps; no model needed."""
+
+import pytest
+
+from gammaray.errors import FailedPreconditionError, InvalidArgumentError
+from gammaray.types import SamplingParams, VerificationMethod
+from services import sessions
+from services.planning import Limits, Running, plan
+from services.sessions import Session, SessionTable
+from services.tasks import NeedTokens, SessionSpec, Task
+
+SPEC = SessionSpec(SamplingParams(seed=1), VerificationMethod.COUPLED, 1, ())
+
+
+def task(session_id="s", tokens=(1, 2, 3), start=0, epoch=1, spec=SPEC):
+    return Task(
+        request_id=0,
+        session_id=session_id,
+        epoch=epoch,
+        base_position=len(tokens),
+        context_start=start,
+        context=list(tokens[start:]),
+        spec=spec,
+        deadline=0.0,
+        deliver=lambda *_: None,
+    )
+
+
+def block(name, num_committed, num_nodes=0):
+    tokens = list(range(num_committed))
+    session = Session(name, 1, SPEC)
+    session.tokens = tokens
+    nodes = [1000 + node for node in range(num_nodes)]
+    return Running(task(name, tokens), session, nodes, num_logits=num_nodes + 1)
+
+
+def shape(batch):
+    return [(f.session_id, f.start, len(f.token_ids), f.num_logits) for _, f in batch]
+
+
+def planned(blocks, cached=None, budget=100, chunk=32):
+    return plan(blocks, lambda name: (cached or {}).get(name, 0), Limits(budget, chunk))
+
+
+def test_plan_of_nothing_is_empty():
+    assert planned([]) == []
+
+
+def test_plan_cached_block_feeds_last_token_and_nodes():
+    ((_, feed),) = planned([block("a", 50, num_nodes=3)], {"a": 49})
+    assert (feed.start, feed.token_ids, feed.num_logits) == (49, [49, 1000, 1001, 1002], 4)
+
+
+def test_plan_fully_cached_block_feeds_its_last_token_anew():
+    assert shape(planned([block("a", 50)], {"a": 50})) == [("a", 49, 1, 1)]
+
+
+def test_plan_long_prompt_is_fed_in_chunks_that_leave_the_logits_to_the_last():
+    cached, seen = {}, []
+    prompt = block("a", 70, num_nodes=4)
+    for _ in range(3):
+        ((_, feed),) = planned([prompt], cached)
+        cached["a"] = feed.start + len(feed.token_ids)
+        seen.append((feed.start, len(feed.token_ids), feed.num_logits))
+    assert seen == [(0, 32, 0), (32, 32, 0), (64, 10, 5)]
+
+
+def test_plan_chunk_never_splits_the_tokens_whose_logits_are_wanted():
+    assert shape(planned([block("a", 30, num_nodes=8)], {"a": 4})) == [("a", 4, 25, 0)]
+
+
+def test_plan_short_blocks_go_before_long_prompts_and_the_oldest_before_all():
+    blocks = [block("old", 500), block("long", 500), block("b", 20, 4), block("c", 20, 4)]
+    batch = planned(blocks, {"b": 19, "c": 19}, budget=64)
+    assert shape(batch) == [("old", 0, 32, 0), ("b", 19, 5, 5), ("c", 19, 5, 5), ("long", 0, 22, 0)]
+
+
+@pytest.mark.parametrize("budget", [16, 17, 33, 40])
+def test_plan_stays_within_the_budget_and_every_block_gets_its_turn(budget):
+    blocks = [block(f"s{index}", 40 + index, num_nodes=index) for index in range(8)]
+    cached, done, num_steps = {}, [], 0
+    while blocks:
+        num_steps += 1
+        batch = planned(blocks, cached, budget=budget, chunk=16)
+        assert 0 < sum(len(feed.token_ids) for _, feed in batch) <= budget
+        for running, feed in batch:
+            cached[feed.session_id] = feed.start + len(feed.token_ids)
+            if feed.num_logits:
+                done.append(feed.session_id)
+                blocks.remove(running)
+        assert num_steps < 100
+    assert sorted(done) == [f"s{index}" for index in range(8)]
+
+
+def test_limits_check_proposal_leaves_room_for_the_token_before_it():
+    Limits(16, 16).check_proposal(15)
+    with pytest.raises(InvalidArgumentError, match="max_batch_tokens"):
+        Limits(16, 16).check_proposal(16)
+
+
+@pytest.fixture
+def table():
+    dropped = []
+    made = SessionTable(3, 50, "cpu", lambda session_id: session_id == "busy", dropped.append)
+    made.dropped = dropped
+    return made
+
+
+@pytest.mark.parametrize(
+    ("start", "context", "expected", "changed_from"),
+    [
+        (3, [4, 5], [1, 2, 3, 4, 5], 3),
+        (1, [2, 3, 9], [1, 2, 3, 9], 3),
+        (1, [7, 8], [1, 7, 8], 1),
+        (2, [3], [1, 2, 3], 3),
+        (0, [1], [1], 1),
+        (2, [], [1, 2], 2),
+    ],
+    ids=["append", "overlap", "differ", "same", "shorter", "only truncate"],
+)
+def test_session_merge_keeps_what_agrees(start, context, expected, changed_from):
+    session = Session("s", 1, SPEC)
+    session.tokens = [1, 2, 3]
+    session.merge(start, context)
+    assert session.tokens == expected
+    assert session.changed_from == changed_from
+    assert session.num_told == len(expected)
+
+
+def test_table_admits_asks_and_fences(table):
+    assert table.admit(task(start=1)) == NeedTokens(0)
+    assert table.admit(task(spec=None)) == NeedTokens(0)
+    session = table.admit(task(epoch=4))
+    assert session.tokens == [1, 2, 3]
+    assert table.admit(task(tokens=(1, 2, 3, 4, 5, 6), start=5, epoch=4)) == NeedTokens(3)
+    with pytest.raises(FailedPreconditionError):
+        table.admit(task(epoch=3))
+    assert table.admit(task(tokens=(1, 2, 3, 4), start=3, epoch=5, spec=None)).tokens == [1, 2, 3, 4]
+
+
+def test_table_base_inside_the_prompt_is_refused(table):
+    table.admit(task(spec=SessionSpec(SPEC.params, SPEC.method, 3, ())))
+    with pytest.raises(InvalidArgumentError, match="base_position"):
+        table.admit(task(tokens=(1, 2), spec=None))
+
+
+def test_table_new_owner_voids_what_it_did_not_tell(table):
+    session = table.admit(task())
+    session.tokens += [8, 9]
+    assert table.admit(task(tokens=(1, 2, 3, 8, 9), start=5, spec=None)).tokens == [1, 2, 3, 8, 9]
+    session.tokens += [10]
+    assert table.admit(task(tokens=(1, 2, 3, 8, 9, 10), start=6, spec=None, epoch=2)) == NeedTokens(5)
+
+
+def test_table_drops_the_least_recently_used_idle_session(table):
+    for name in ("busy", "a", "b"):
+        table.admit(task(name))
+    table.admit(task("a"))
+    table.admit(task("c"))
+    assert table.dropped == ["b"]
+    assert set(table) == {"busy", "a", "c"}
+
+
+def test_table_bounds_the_tokens_of_all_sessions(table, monkeypatch):
+    monkeypatch.setattr(sessions, "MAX_TOKENS", 10)
+    table.admit(task("a", tokens=range(6)))
+    table.admit(task("b", tokens=range(4)))
+    assert table.dropped == []
+    table.admit(task("b", tokens=range(5), start=4, spec=None))
+    assert table.dropped == ["a"]
+    table.drop("b")
+    table.admit(task("c", tokens=range(10)))
+    assert table.dropped == ["a", "b"]
+
+
+def test_table_noise_goes_with_the_spec_and_is_bounded(monkeypatch):
+    monkeypatch.setattr(sessions, "MIN_WITH_NOISE", 2)
+    monkeypatch.setattr(sessions, "NOISE_BYTES", 0)
+    table = SessionTable(9, 50, "cpu", lambda _: False, lambda _: None)
+    a, b = table.admit(task("a")), table.admit(task("b"))
+    first = a.noise
+    assert table.admit(task("a")).noise is first
+    assert table.admit(task("c")).noise is not None
+    assert (a.noise is first, b.noise) == (True, None)
+    assert table.admit(task("b")).noise is not None
+    other = SessionSpec(SamplingParams(seed=2), SPEC.method, 1, ())
+    assert table.admit(task("c", spec=other)).noise.seed == 2
+    greedy = SessionSpec(SamplingParams(seed=2, temperature=0.0), SPEC.method, 1, ())
+    assert table.admit(task("c", spec=greedy)).noise is None
