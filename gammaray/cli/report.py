@@ -43,14 +43,17 @@ def print_summary(console: Console, completion: Completion) -> None:
     summary, usage = completion.summary, completion.usage
     seconds = summary.total_ms / 1000
     rate = f"{usage.completion_tokens / seconds:.1f} tokens/s" if seconds > 0 else "no time measured"
+    # Lines stay whole: scripts read them too.
     console.print(
         f"{usage.completion_tokens} tokens in {seconds:.2f} s: {rate} (prompt: {usage.prompt_tokens} tokens, "
-        f"finished by {completion.finish_reason.value}, seed {completion.seed})"
+        f"finished by {completion.finish_reason.value}, seed {completion.seed})",
+        soft_wrap=True,
     )
     console.print(
         f"alpha {_number(summary.alpha)}, {summary.tokens_per_cycle:.2f} tokens per cycle over "
         f"{summary.cycles} cycles, gamma {summary.gamma_mean:.2f} on average, "
-        f"speedup over plain decoding {_number(summary.speedup_estimate, 'x')} (estimated)"
+        f"speedup over plain decoding {_number(summary.speedup_estimate, 'x')} (estimated)",
+        soft_wrap=True,
     )
     console.print(f"time: {_time_split(summary)}")
     _print_histogram(console, summary.accepted_lengths)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -27,7 +28,8 @@ def status(address: str, api_key: str | None, timeout_s: float, as_json: bool) -
     if as_json:
         click.echo(json.dumps({"processes": [asdict(process) for process in processes]}, indent=2))
     else:
-        Console(highlight=False).print(_table(processes))
+        # A pipe has no width: rows stay whole there.
+        Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(_table(processes))
 
 
 async def _fetch(address: str, api_key: str | None, timeout_s: float) -> list[ProcessStatus]:
