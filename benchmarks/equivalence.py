@@ -116,7 +116,7 @@ def _count(name: str, got: Sequence[Tokens], expected: Sequence[Tokens]) -> dict
 
 
 def _table(counts: Sequence[dict[str, Any]]) -> Table:
-    columns = ("comparison", "equal", "tokens", "first other")
+    columns = ("comparison", "equal", "tokens", "differs")
     table = plain_table("Completions with the same tokens", columns)
     for count in counts:
         first = count["different"][0] if count["different"] else None
