@@ -51,7 +51,7 @@ class WorkerSettings(_Settings):
     prefill_chunk: int = Field(
         256,
         ge=16,
-        description="Upper bound of prompt tokens of one session fed in one forward, so that long ones do not stall others.",
+        description="Upper bound of one session's prompt tokens in one forward; long prompts take several.",
     )
     deterministic: bool = Field(
         False, description="Bit-identical logits whatever the batch and gamma (CPU float32 only; slower)."
