@@ -87,29 +87,34 @@ async def test_end_of_sequence_inside_a_block_ends_at_the_same_place(pair):
 
 
 async def test_eviction_costs_feeds_and_changes_no_token(pair):
-    params = [SamplingParams(temperature=1.0, seed=index) for index in range(3)]
-    expected = [(await decode(*pair, p, 4, f"e{p.seed}", count=12))[1] for p in params]
-    # The budget holds 64 tokens, so that one or two of the three sessions have lost their cache at any time.
-    async with running("target", "demo", deterministic=True, cache_budget_mb=2) as (target, _):
-        drivers = [
-            Driver(target, pair[1], PROMPT, params=p, gamma=4, session_id=f"f{p.seed}") for p in params
+    prompts = [random_tokens(30, seed=seed, vocab_size=2048) for seed in range(6)]
+
+    def drivers(target, name):
+        return [
+            Driver(target, pair[1], p, params=PARAMS["warm"], gamma=4, session_id=f"{name}{i}")
+            for i, p in enumerate(prompts)
         ]
-        for driver in drivers:
-            driver.tokens = list(PROMPT)
-        for _ in range(12):
-            for driver in drivers:
+
+    expected = [await driver.generate(8) for driver in drivers(pair[0], "roomy")]
+    # The budget holds some 160 tokens in all, so that some session has lost its cache at any time.
+    async with running("target", "demo", deterministic=True, cache_budget_mb=5) as (target, _):
+        tight = drivers(target, "tight")
+        for driver in tight:
+            driver.tokens = list(driver.prompt)
+        for _ in range(8):
+            for driver in tight:
                 await driver.verify(await driver.propose())
-        assert [d.tokens[len(PROMPT) :][:12] for d in drivers] == expected
-        assert [d.num_needs for d in drivers] == [0, 0, 0]
+        assert [driver.tokens[30:38] for driver in tight] == expected
+        assert [driver.num_needs for driver in tight] == [0] * 6
         info = await target.info()
-        assert info.num_sessions < 3
+        assert info.num_sessions < 6
         assert info.cache_bytes <= info.cache_budget_bytes
 
 
 async def test_sessions_that_do_not_fit_together_are_served_one_after_another(pair):
     prompts = [random_tokens(40, seed=seed, vocab_size=2048) for seed in range(4)]
     alone = [await pair[0].ask(verify_block(p, session_id=f"a{i}")) for i, p in enumerate(prompts)]
-    async with running("target", "demo", deterministic=True, cache_budget_mb=2) as (target, _):
+    async with running("target", "demo", deterministic=True, cache_budget_mb=5) as (target, _):
         answers = await target.ask(*(verify_block(p, session_id=f"b{i}") for i, p in enumerate(prompts)))
         assert [a.verdict for a in answers] == [a.verdict for a in alone]
         too_long = random_tokens(600, seed=1, vocab_size=2048)
