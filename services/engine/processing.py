@@ -170,8 +170,9 @@ def _output_counts(logits: Tensor, output: Sequence[int], proposal: Proposal) ->
 
 
 def _point_mass(logits: Tensor) -> Tensor:
-    greedy = logits.argmax(dim=-1, keepdim=True)
-    return torch.full_like(logits, -torch.inf).scatter_(-1, greedy, 0.0)
+    best, token_ids = logits.max(dim=-1, keepdim=True)
+    # 0, but not a number where the best logit is none: a broken model must not pass for a certain one.
+    return torch.full_like(logits, -torch.inf).scatter_(-1, token_ids, best - best)
 
 
 def _keep_min_p(logits: Tensor, min_p: float) -> Tensor:
@@ -210,7 +211,8 @@ def _descending(logits: Tensor) -> Tensor:
 def _num_within(ordered: Tensor, most: Tensor, needed: Tensor) -> Tensor:
     """Return [rows, 1]: of tokens in descending order, how many have less than `needed` before them."""
     mass = _mass(ordered, most)
-    return ((mass.cumsum(dim=-1) - mass).double() < needed).sum(dim=-1, keepdim=True)
+    # At least one, also where the logits are not numbers: whoever consults the row will find out.
+    return ((mass.cumsum(dim=-1) - mass).double() < needed).sum(dim=-1, keepdim=True).clamp(min=1)
 
 
 def _mass(logits: Tensor, most: Tensor) -> Tensor:

@@ -218,6 +218,18 @@ def test_processing_masks_of_everything_are_refused(setting, output):
         process(torch.zeros(1, 12), SamplingParams(**setting), Proposal(), output=output)
 
 
+@pytest.mark.parametrize("bad", [math.nan, -math.inf], ids=["nan", "nothing"])
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_processing_row_without_numbers_is_found_out_and_harms_no_other(setting, bad):
+    torch.manual_seed(1)
+    logits, params = torch.randn(6, 400), SamplingParams(**setting)
+    sound = process(logits, params, CHAIN)
+    logits[3] = bad
+    rows = process(logits, params, CHAIN)
+    assert not math.isfinite(rows[3].max())
+    assert torch.equal(rows[[0, 1, 2, 4, 5]], sound[[0, 1, 2, 4, 5]])
+
+
 def test_processing_min_tokens_unmasks_along_the_path():
     rows = process(torch.zeros(6, 12), SamplingParams(min_tokens=len(OUTPUT) + 2), CHAIN)
     masked = [bool(row[list(EOS)].isinf().all()) for row in rows]
