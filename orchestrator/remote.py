@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from abc import ABC, abstractmethod
 from typing import Generic
@@ -33,6 +35,9 @@ __all__ = ["RemoteDrafter", "RemoteVerifier", "session_spec"]
 MAX_FEEDS = 4
 """A worker that still lacks tokens after this many feeds in a row is broken (an eviction explains one)."""
 
+LONG_CONTEXT = 64
+"""Tokens that a draft worker lacks from which on the cycle does not wait for it to read them."""
+
 MAX_FAILOVERS = 3
 """Target workers that may die under one cycle before the request fails."""
 
@@ -47,6 +52,7 @@ class _Remote(ABC, Generic[BlockT, ResultT]):
         self._pool, self._spec = pool, spec
         self._link: WorkerLink[BlockT, ResultT] | None = None
         self._num_known = 0
+        self._base_position = 0
 
     def release(self, session: Session) -> None:
         """Free what the worker holds of the session; returns at once."""
@@ -74,7 +80,7 @@ class _Remote(ABC, Generic[BlockT, ResultT]):
             left_s = max(deadline - time.monotonic(), 0.001)
             block.timeout_ms = max(1, round(left_s * 1e3))
             block.session_id, block.epoch = session.session_id, session.epoch
-            block.base_position = session.num_committed
+            block.base_position = self._base_position = session.num_committed
             block.context.start = self._num_known
             block.context.token_ids.extend(session.token_ids[self._num_known :])
             if self._num_known == 0:
@@ -99,16 +105,21 @@ class _Remote(ABC, Generic[BlockT, ResultT]):
         """Return a block with the fields that only one of the two services has."""
 
 
+_DraftLink = WorkerLink[draft_pb.ProposeBlock, draft_pb.ProposeResult]
+
+
 class RemoteDrafter(_Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
     """Proposes through a draft worker; implements the cycle's Drafter.
 
     After a failure the session pauses drafting for a multiple of the time it lost, so that a broken drafter
-    costs a bounded share of the speed.
+    costs a bounded share of the speed. A long prompt is fed in the background, while the target reads it too:
+    until then proposals are empty, and the first token comes as early as without a drafter.
 
     Args:
         pool: The draft workers.
         spec: What they must know of the session.
         timeout_s: Deadline of one proposal.
+        prefill_timeout_s: Deadline of reading a long prompt.
         vocab_size: The target's; proposals with other tokens are refused.
     """
 
@@ -118,12 +129,15 @@ class RemoteDrafter(_Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
         spec: pb.SessionSpec,
         *,
         timeout_s: float,
+        prefill_timeout_s: float,
         vocab_size: int,
     ) -> None:
         super().__init__(pool, spec)
-        self._timeout_s, self._vocab_size = timeout_s, vocab_size
+        self._timeout_s, self._prefill_timeout_s = timeout_s, prefill_timeout_s
+        self._vocab_size = vocab_size
         self._gamma = 0
         self._backoff = Backoff()
+        self._prefill: asyncio.Task[object] | None = None
 
     async def propose(self, session: Session, gamma: int) -> Proposal:
         """Return a proposal of up to `gamma` tokens, fewer near the end of the draft model's context.
@@ -132,19 +146,43 @@ class RemoteDrafter(_Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
             UnavailableError: No draft worker, or drafting pauses after failures.
             GammarayError: The worker failed or was late.
         """
+        if self._prefill is not None and not self._prefill.done():
+            return Proposal()
+        link = self._choose(session)
+        if session.num_committed - self._num_known < LONG_CONTEXT:
+            return await self._draft(session, link, gamma, self._timeout_s)
+        self._prefill = asyncio.create_task(self._read(session, link))
+        return Proposal()
+
+    def release(self, session: Session) -> None:
+        """Free what the worker holds of the session; returns at once."""
+        if self._prefill is not None:
+            self._prefill.cancel()
+            self._prefill = None
+        super().release(session)
+
+    def _choose(self, session: Session) -> _DraftLink:
         if not self._backoff.ready:
             raise UnavailableError("drafting pauses after a failure")
         link = self._link if self._link is not None and self._link.is_usable else self._pool.pick()
         if link is None:
             raise UnavailableError("no draft worker is connected")
         self._attach(session, link)
+        return link
+
+    async def _read(self, session: Session, link: _DraftLink) -> None:
+        """Have the worker read the committed tokens; a failure shows in the backoff."""
+        with contextlib.suppress(GammarayError):
+            await self._draft(session, link, 1, self._prefill_timeout_s)
+
+    async def _draft(self, session: Session, link: _DraftLink, gamma: int, timeout_s: float) -> Proposal:
         max_context = link.info.max_context if link.info is not None else 0
         self._gamma = min(gamma, max_context - session.num_committed)
         if self._gamma <= 0:
             return Proposal()
         start = time.monotonic()
         try:
-            result = await self._ask(session, link, self._timeout_s)
+            result = await self._ask(session, link, timeout_s)
             proposal = proposal_from_proto(result.proposal, self._vocab_size)
         except GammarayError as error:
             self._backoff.failed(time.monotonic() - start)
@@ -155,7 +193,7 @@ class RemoteDrafter(_Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
             raise
         self._backoff.succeeded()
         link.backoff.succeeded()
-        self._num_known = session.num_committed
+        self._num_known = self._base_position
         return proposal
 
     def _block(self, session: Session) -> draft_pb.ProposeBlock:
@@ -206,7 +244,7 @@ class RemoteVerifier(_Remote[target_pb.VerifyBlock, target_pb.VerifyResult]):
                     raise
                 continue
             # The worker's cache holds the accepted tokens; its own last token was never fed.
-            self._num_known = session.num_committed + len(result.verdict.accepted_path)
+            self._num_known = self._base_position + len(result.verdict.accepted_path)
             return _verdict(result.verdict)
         raise AssertionError("unreachable: the last failover raises")
 

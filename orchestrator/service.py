@@ -16,9 +16,10 @@ from gammaray.errors import GammarayError, ResourceExhaustedError, UnavailableEr
 from gammaray.types import Chunk, DrafterKind, FinishReason, GenerationRequest, ProcessStatus
 from orchestrator.completion import Progress
 from orchestrator.costs import CostModel
-from orchestrator.cycle import GammaController, run_cycle
+from orchestrator.cycle import GammaController
 from orchestrator.fleet import Fleet
 from orchestrator.gamma import AdaptiveGamma, FixedGamma
+from orchestrator.pipeline import run_cycles
 from orchestrator.redis_calls import Redis, answer, connect
 from orchestrator.registry import RedisRegistry
 from orchestrator.remote import RemoteDrafter, RemoteVerifier, session_spec
@@ -120,23 +121,27 @@ class Orchestrator:
         settings = self._settings
         spec = session_spec(session, self._tokenizer.eos_token_ids)
         drafter = RemoteDrafter(
-            self._fleet.drafts, spec, timeout_s=settings.propose_timeout_s, vocab_size=self.vocab_size
+            self._fleet.drafts,
+            spec,
+            timeout_s=settings.propose_timeout_s,
+            prefill_timeout_s=settings.verify_timeout_s,
+            vocab_size=self.vocab_size,
         )
         verifier = RemoteVerifier(
             self._fleet.targets, spec, timeout_s=settings.verify_timeout_s, wait_s=settings.worker_wait_s
         )
         controller = self._controller(request)
         progress = Progress(session, self._tokenizer)
+        cycles = run_cycles(session, drafter, verifier, self._store, controller)
         try:
-            while session.finish_reason is None:
-                cycle = await run_cycle(session, drafter, verifier, self._store, controller)
-                if session.finish_reason is not None:
-                    drafter.release(session)
-                    verifier.release(session)
-                yield progress.chunk(cycle, self._costs.plain_cycle_s)
+            async with contextlib.aclosing(cycles):
+                async for cycle in cycles:
+                    if cycle.finish_reason is not None:
+                        drafter.release(session)
+                        verifier.release(session)
+                    yield progress.chunk(cycle, self._costs.plain_cycle_s)
         except (GeneratorExit, asyncio.CancelledError):
-            if session.finish_reason is None:
-                self._in_background(self._store.finish(session, FinishReason.CANCELLED))
+            self._in_background(self._store.finish(session, FinishReason.CANCELLED))
             raise
         finally:
             drafter.release(session)

@@ -56,7 +56,7 @@ return length
 _FINISH = """
 local epoch = redis.call('HGET', KEYS[1], 'epoch')
 if not epoch or tonumber(epoch) ~= tonumber(ARGV[1]) then return 0 end
-redis.call('HSET', KEYS[1], 'finish_reason', ARGV[2])
+redis.call('HSETNX', KEYS[1], 'finish_reason', ARGV[2])
 return 1
 """
 
@@ -148,7 +148,7 @@ class RedisStore:
             raise FailedPreconditionError(f"session {session.session_id} does not end at token {start}")
 
     async def finish(self, session: Session, reason: FinishReason) -> None:
-        """Mark a session as ended without further tokens; one with another owner stays as it is.
+        """Mark a session as ended, unless it is already or has another owner.
 
         Raises:
             UnavailableError: Redis cannot be reached.

@@ -84,7 +84,7 @@ class Tokenizer:
             raise InvalidArgumentError(
                 "prompt", f"invalid Unicode ({error.reason})", "valid Unicode"
             ) from None
-        token_ids: list[int] = self._tokenizer(text, add_special_tokens=True)["input_ids"]
+        token_ids: list[int] = self._tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
         bos = self._tokenizer.bos_token_id
         if bos is not None and token_ids[:2] == [bos, bos]:
             return token_ids[1:]  # a chat template had written it already

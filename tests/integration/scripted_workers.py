@@ -224,16 +224,11 @@ class Steady:
         pass
 
 
-def make_session(session_id: str = "s", max_tokens: int = 30, epoch: int = 1) -> Session:
-    return Session(
-        session_id,
-        PROMPT,
-        SamplingParams(seed=1),
-        VerificationMethod.COUPLED,
-        max_tokens,
-        NoText(),
-        epoch=epoch,
-    )
+def make_session(
+    session_id: str = "s", max_tokens: int = 30, epoch: int = 1, prompt: tuple[int, ...] = PROMPT
+) -> Session:
+    params, method = SamplingParams(seed=1), VerificationMethod.COUPLED
+    return Session(session_id, prompt, params, method, max_tokens, NoText(), epoch=epoch)
 
 
 async def finish(session: Session, drafter: Any, verifier: Any, gamma: int) -> list[Cycle]:

@@ -10,7 +10,9 @@ import pytest
 from scripted_workers import (
     PROMPT,
     VOCAB,
+    NoStore,
     ScriptedWorker,
+    Steady,
     continuation,
     finish,
     make_session,
@@ -28,6 +30,7 @@ from gammaray.errors import (
 )
 from gammaray.types import Proposal
 from gammaray.v1 import types_pb2 as pb
+from orchestrator.cycle import run_cycle
 from orchestrator.fleet import Fleet
 from orchestrator.remote import RemoteDrafter, RemoteVerifier, session_spec
 
@@ -66,7 +69,9 @@ async def fleet_of(*workers: ScriptedWorker, registry=None, settle_s: float = 5.
 def clients(fleet, session, *, propose_timeout_s=5.0, verify_timeout_s=5.0, wait_s=5.0):
     spec = session_spec(session, frozenset())
     return (
-        RemoteDrafter(fleet.drafts, spec, timeout_s=propose_timeout_s, vocab_size=VOCAB),
+        RemoteDrafter(
+            fleet.drafts, spec, timeout_s=propose_timeout_s, prefill_timeout_s=5.0, vocab_size=VOCAB
+        ),
         RemoteVerifier(fleet.targets, spec, timeout_s=verify_timeout_s, wait_s=wait_s),
     )
 
@@ -208,7 +213,7 @@ async def test_remote_drafter_that_recovers_is_used_again():
 
 async def test_remote_draft_worker_dies_the_other_one_takes_over():
     async with scripted("target", "draft", "draft") as (target, *drafts), fleet_of(target, *drafts) as fleet:
-        session = make_session(max_tokens=200)
+        session = make_session(max_tokens=600)
         drafter, verifier = clients(fleet, session)
         task = asyncio.create_task(finish(session, drafter, verifier, 2))
         await until(lambda: any(len(d.blocks) > 5 for d in drafts))
@@ -216,8 +221,26 @@ async def test_remote_draft_worker_dies_the_other_one_takes_over():
         assert second.blocks == []
         await first.stop()
         await task
-        assert emitted(session) == continuation(PROMPT, 200)
+        assert emitted(session) == continuation(PROMPT, 600)
         assert len(second.blocks) > 5
+
+
+async def test_remote_long_prompt_is_read_while_the_target_reads_it_too():
+    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
+        prompt = tuple(i % VOCAB for i in range(500))
+        draft.runs.clear()
+        session = make_session(max_tokens=60, prompt=prompt)
+        drafter, verifier = clients(fleet, session)
+        cycles = [await run_cycle(session, drafter, verifier, NoStore(), Steady(3)) for _ in range(4)]
+        assert [(c.gamma, c.num_drafted, c.draft_failed) for c in cycles] == [(3, 0, False)] * 4
+        (waiting,) = draft.blocks
+        assert (waiting.base_position, len(waiting.context.token_ids)) == (500, 500)
+        draft.runs.set()
+        await until(lambda: drafter._prefill.done())
+        cycles = await finish(session, drafter, verifier, 3)
+        assert session.token_ids[500:] == continuation(prompt, 60)
+        assert cycles[-2].num_drafted > 0
+        assert len(draft.blocks[1].context.token_ids) < 10, "what was read is not sent again"
 
 
 async def test_remote_no_draft_worker_is_plain_decoding():

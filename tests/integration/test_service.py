@@ -207,7 +207,7 @@ async def test_service_tokens_are_stored_before_they_are_seen(orchestrator):
     request = GenerationRequest(PROMPTS[0], max_tokens=30, session_id="watched")
     async for chunk in orchestrator.generate(request):
         seen += [token.token_id for token in chunk.tokens]
-        assert list((await store.read("watched")).token_ids) == seen
+        assert list((await store.read("watched")).token_ids[: len(seen)]) == seen
     with pytest.raises(FailedPreconditionError, match="watched exists already"):
         await complete(orchestrator, request)
 

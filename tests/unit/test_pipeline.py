@@ -1,0 +1,150 @@
+"""Running ahead by one cycle: stored before it is seen, in order, nothing lost when something fails."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+from cycle_helpers import (
+    PROMPT,
+    ConstantGamma,
+    FunctionDrafter,
+    ListStore,
+    ScriptedTarget,
+    make_session,
+    perfect_drafter,
+    run_to_end,
+)
+
+from gammaray.errors import FailedPreconditionError, InternalError
+from orchestrator.pipeline import run_cycles
+
+TOKENS = tuple(range(3, 23))
+
+
+class GatedStore(ListStore):
+    """Writes only when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.num_running = 0
+
+    async def append(self, session, token_ids, origins):
+        self.num_running += 1
+        assert self.num_running == 1, "writes are never concurrent"
+        await self.gate.wait()
+        await super().append(session, token_ids, origins)
+        self.num_running -= 1
+
+
+class GatedTarget(ScriptedTarget):
+    """Answers only as often as it is let."""
+
+    def __init__(self, tokens, permits: int) -> None:
+        super().__init__(tokens)
+        self.permits = asyncio.Semaphore(permits)
+        self.was_cancelled = False
+
+    async def verify(self, session, proposal):
+        try:
+            await self.permits.acquire()
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+        return await super().verify(session, proposal)
+
+
+def cycles_of(session, target, store, gamma=2, drafter=None):
+    return run_cycles(session, drafter or perfect_drafter(target), target, store, ConstantGamma(gamma))
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 3])
+@pytest.mark.parametrize("stop", [(), ("gh",)])
+async def test_pipeline_yields_what_cycles_in_a_row_yield(gamma, stop):
+    target = ScriptedTarget(TOKENS)
+    plain = make_session(max_tokens=10, stop=stop)
+    wanted = await run_to_end(plain, perfect_drafter(target), target, gamma)
+    session, store = make_session(max_tokens=10, stop=stop), ListStore()
+    cycles = [cycle async for cycle in cycles_of(session, target, store, gamma)]
+    assert [(c.token_ids, c.text, c.finish_reason) for c in cycles] == [
+        (c.token_ids, c.text, c.finish_reason) for c in wanted
+    ]
+    assert store.token_ids == session.token_ids[len(PROMPT) :] == plain.token_ids[len(PROMPT) :]
+
+
+async def test_pipeline_cycle_is_seen_only_once_it_is_stored_while_the_next_one_runs():
+    store, target = GatedStore(), ScriptedTarget(TOKENS)
+    async with aclosing(cycles_of(make_session(), target, store)) as cycles:
+        first = asyncio.create_task(anext(cycles))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not first.done()
+        assert len(target.proposals) == 2, "the second cycle is at the target, and no third one"
+        store.gate.set()
+        cycle = await first
+        assert tuple(store.token_ids[:3]) == cycle.token_ids
+
+
+async def test_pipeline_runs_at_most_one_cycle_ahead_of_the_consumer():
+    store, target = ListStore(), ScriptedTarget(TOKENS)
+    async with aclosing(cycles_of(make_session(), target, store)) as cycles:
+        await anext(cycles)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(target.proposals) == 2
+
+
+async def test_pipeline_failed_write_hides_its_cycle_and_stops():
+    class Fenced(ListStore):
+        async def append(self, session, token_ids, origins):
+            if len(self.token_ids) >= 3:
+                raise FailedPreconditionError("another owner")
+            await super().append(session, token_ids, origins)
+
+    store, seen = Fenced(), []
+    with pytest.raises(FailedPreconditionError):
+        seen += [cycle.token_ids async for cycle in cycles_of(make_session(), ScriptedTarget(TOKENS), store)]
+    assert store.token_ids == list(TOKENS[:3])
+
+
+async def test_pipeline_failed_cycle_comes_after_those_before_it():
+    class Dying(ScriptedTarget):
+        async def verify(self, session, proposal):
+            if len(self.proposals) == 2:
+                raise InternalError("broken")
+            return await super().verify(session, proposal)
+
+    seen = []
+    async with aclosing(cycles_of(make_session(), Dying(TOKENS), ListStore())) as cycles:
+        seen += [(await anext(cycles)).token_ids, (await anext(cycles)).token_ids]
+        with pytest.raises(InternalError, match="broken"):
+            await anext(cycles)
+    assert seen == [TOKENS[:3], TOKENS[3:6]]
+
+
+async def test_pipeline_closing_cancels_the_cycle_that_runs_ahead():
+    target = GatedTarget(TOKENS, permits=1)
+    async with aclosing(cycles_of(make_session(), target, ListStore())) as cycles:
+        await anext(cycles)
+        for _ in range(5):
+            await asyncio.sleep(0)
+    assert target.was_cancelled
+
+
+async def test_pipeline_cancelling_the_consumer_cancels_the_cycle():
+    target = GatedTarget(TOKENS, permits=0)
+
+    async def consume():
+        async with aclosing(
+            cycles_of(make_session(), target, ListStore(), 0, FunctionDrafter(None))
+        ) as cycles:
+            await anext(cycles)
+
+    task = asyncio.create_task(consume())
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert target.was_cancelled
