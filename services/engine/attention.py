@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,16 +18,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from services.engine.batch import Batch
+from services.engine.batch import Batch, Segment
+from services.engine.blocks import MIN_STACKED_ROWS, bias_of, chain_mask, segment_parts, stack_mask
 
-__all__ = ["ATTENTION_NAME", "LayerCall", "active", "attend", "unknown_arguments"]
+__all__ = ["ATTENTION_NAME", "LayerCall", "LayerInput", "active", "attend", "unknown_arguments"]
 
 ATTENTION_NAME = "gammaray"
 
 # Keyword arguments that change nothing about the attention itself.
 _HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_router_logits"})
 
-LayerCall = Callable[..., Tensor]
+LayerCall = Callable[[nn.Module, "LayerInput", dict[str, Any]], Tensor]
 
 
 class _Active(threading.local):
@@ -67,85 +69,133 @@ def _attention_forward(
         arguments["attention_mask"] = attention_mask
     if dropout:
         arguments["dropout"] = dropout
-    output = active.handler(module, query, key, value, scaling, sliding_window, softcap, s_aux, arguments)
-    return output, None
+    given = LayerInput(query, key, value, scaling, sliding_window, softcap, s_aux)
+    return active.handler(module, given, arguments), None
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention_forward)
 
 
-def attend(
-    batch: Batch,
-    layer: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attend per session over its slots, after writing this layer's new keys and values there.
+@dataclass(frozen=True)
+class LayerInput:
+    """What one layer asks for.
 
-    Args:
-        batch: The step.
-        layer: Index of the layer.
+    Attributes:
         query: [1, num_heads, rows, key_dim].
         key: [1, num_kv_heads, rows, key_dim].
         value: [1, num_kv_heads, rows, value_dim].
         scaling: Factor on the scores; None for key_dim ** -0.5.
         window: A row sees this many positions, itself included; None for all.
-        softcap: Scores are softcap * tanh(score / softcap).
+        softcap: Scores become softcap * tanh(score / softcap).
         sinks: [num_heads], a score per head that takes probability but gives nothing.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float | None
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+    @property
+    def scale(self) -> float:
+        """Factor on the scores."""
+        return self.key.shape[3] ** -0.5 if self.scaling is None else self.scaling
+
+
+def attend(batch: Batch, layer: int, given: LayerInput, *, fixed_shapes: bool = False) -> Tensor:
+    """Attend per session over its slots, after writing this layer's new keys and values there.
+
+    Args:
+        batch: The step.
+        layer: Index of the layer.
+        given: What the layer asks for.
+        fixed_shapes: Cut the rows as `services.engine.blocks` says.
 
     Returns:
         [1, rows, num_heads, value_dim].
     """
-    num_heads, rows = query.shape[1], query.shape[2]
-    num_kv_heads, key_dim, value_dim = key.shape[1], key.shape[3], value.shape[3]
-    groups = num_heads // num_kv_heads
-    scale = key_dim**-0.5 if scaling is None else scaling
-    output = query.new_empty(rows, num_heads, value_dim)
+    num_heads, rows = given.query.shape[1], given.query.shape[2]
+    num_kv_heads, key_dim, value_dim = given.key.shape[1], given.key.shape[3], given.value.shape[3]
+    output = given.query.new_zeros(rows, num_heads, value_dim)
     for index, segment in enumerate(batch.segments):
-        first, last, end = segment.row, segment.row + segment.count, segment.start + segment.count
-        slots = segment.cache.data[layer, :num_kv_heads, :end]
+        here = slice(segment.row, segment.row + segment.count)
+        slots = segment.cache.data[layer, :num_kv_heads]
         keys, values = slots[..., :key_dim], slots[..., key_dim : key_dim + value_dim]
-        keys[:, segment.start :] = key[0, :, first:last]
-        values[:, segment.start :] = value[0, :, first:last]
+        end = segment.start + segment.count
+        keys[:, segment.start : end] = given.key[0, :, here]
+        values[:, segment.start : end] = given.value[0, :, here]
+        if fixed_shapes:
+            _attend_in_parts(segment, given, keys, values, output)
+            continue
         # Heads of a group share keys and values: their rows are stacked instead of copying those.
-        queries = query[0, :, first:last].reshape(num_kv_heads, groups * segment.count, key_dim)
-        mask = batch.mask(index, window, query.device)
-        if mask is not None and groups > 1:
-            mask = mask.repeat(groups, 1)
-        if softcap is None and sinks is None:
+        queries = given.query[0, :, here].reshape(num_kv_heads, -1, key_dim)
+        mask = batch.mask(index, given.window, queries.device)
+        if mask is not None:
+            mask = mask.repeat(num_heads // num_kv_heads, 1)
+        if given.softcap is None and given.sinks is None:
             mixed = F.scaled_dot_product_attention(
-                queries[None], keys[None], values[None], attn_mask=mask, scale=scale
+                queries[None], keys[None, :, :end], values[None, :, :end], attn_mask=mask, scale=given.scale
             )[0]
         else:
-            mixed = _explicit_attention(queries, keys, values, mask, scale, softcap, sinks)
-        output[first:last] = mixed.reshape(num_heads, segment.count, value_dim).transpose(0, 1)
+            bias = None if mask is None else bias_of(mask)
+            sinks = _stacked_sinks(given, segment.count)
+            mixed = _explicit_attention(queries, keys[:, :end], values[:, :end], bias, sinks, given)
+        output[here] = mixed.reshape(num_heads, segment.count, value_dim).transpose(0, 1)
     return output[None]
+
+
+def _attend_in_parts(
+    segment: Segment, given: LayerInput, keys: Tensor, values: Tensor, output: Tensor
+) -> None:
+    num_heads, num_kv_heads, key_dim = given.query.shape[1], keys.shape[0], keys.shape[2]
+    group = num_heads // num_kv_heads
+    for part in segment_parts(segment):
+        count = part.last - part.first
+        here = slice(segment.row + part.first, segment.row + part.last)
+        queries = given.query[0, :, here].reshape(num_kv_heads, -1, key_dim)
+        sinks = _stacked_sinks(given, count)
+        missing = max(0, MIN_STACKED_ROWS - group * count)
+        queries = F.pad(queries, (0, 0, 0, missing))
+        if sinks is not None:
+            sinks = F.pad(sinks, (0, 0, 0, missing))
+        if part.path is None:
+            seen_keys, seen_values = keys[:, : part.end], values[:, : part.end]
+        else:
+            seen_keys, seen_values = keys[:, part.path], values[:, part.path]
+        bias = stack_mask(chain_mask(part, given.window), group)
+        mixed = _explicit_attention(
+            queries, seen_keys.contiguous(), seen_values.contiguous(), bias, sinks, given
+        )
+        mixed = mixed[:, : group * count].reshape(num_heads, count, -1)
+        output[here] = mixed.transpose(0, 1)
 
 
 def _explicit_attention(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
+    bias: Tensor | None,
     sinks: Tensor | None,
+    given: LayerInput,
 ) -> Tensor:
-    """Attention [kv_heads, groups * count, value_dim] with what SDPA does not know, softmax in float32."""
-    scores = torch.matmul(queries, keys.transpose(1, 2)).mul_(scale)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        scores.masked_fill_(~mask, float("-inf"))
+    """Attention [kv_heads, stacked rows, value_dim] with what SDPA does not know, softmax in float32."""
+    scores = torch.matmul(queries, keys.transpose(1, 2)).mul_(given.scale)
+    if given.softcap is not None:
+        scores = torch.tanh(scores / given.softcap) * given.softcap
+    if bias is not None:
+        scores = scores + bias
     if sinks is None:
         probs = torch.softmax(scores, dim=-1, dtype=torch.float32)
     else:
-        per_row = sinks.view(queries.shape[0], -1, 1).to(scores.dtype)
-        per_row = per_row.repeat_interleave(queries.shape[1] // per_row.shape[1], dim=1)
-        probs = torch.softmax(torch.cat((scores, per_row), dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
-    return torch.matmul(probs.to(values.dtype), values)
+        probs = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
+    return torch.matmul(probs.to(values.dtype).contiguous(), values)
+
+
+def _stacked_sinks(given: LayerInput, count: int) -> Tensor | None:
+    """Each stacked row's sink [kv_heads, group * count, 1]."""
+    if given.sinks is None:
+        return None
+    per_head = given.sinks.view(given.key.shape[1], -1, 1).to(given.query.dtype)
+    return per_head.repeat_interleave(count, dim=1)

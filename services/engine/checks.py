@@ -1,4 +1,4 @@
-"""The last check at load: the engine's logits against the model's own plain forward."""
+"""The last checks at load: the engine against the model's own forward, and against itself."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from services.engine.model import LoadedModel
 if TYPE_CHECKING:
     from services.engine.engine import Engine
 
-__all__ = ["check_model"]
+__all__ = ["check_deterministic", "check_model"]
 
 _NUM_TOKENS = 12
 _FLOAT32_TOLERANCE = 1e-4
 _HALF_TOLERANCE = 0.05
 _SESSION = "check"
+# Crosses a block of positions, and a second one on the way back from a tree.
+_NUM_DETERMINISTIC_TOKENS = 80
+_CHUNKS = (5, 1, 9, 4, 17, 2, 16)
 
 
 def check_model(engine: Engine, loaded: LoadedModel) -> None:
@@ -52,6 +55,61 @@ def check_model(engine: Engine, loaded: LoadedModel) -> None:
             f"{loaded.config.model_type}: the engine's logits differ from the model's own by "
             f"{error.item():.3g}, allowed: {allowed.item():.3g}",
         )
+
+
+def check_deterministic(engine: Engine) -> None:
+    """Compare, bit for bit, a text fed token by token to the same text in chunks, in a batch and in trees.
+
+    Raises:
+        UnsupportedModelError: Some logits differ.
+    """
+    count = min(_NUM_DETERMINISTIC_TOKENS, engine.max_context)
+    text = [(11 * i * i + 5 * i + 1) % engine.vocab_size for i in range(count)]
+    alone = torch.cat([engine.step([Feed(_SESSION, i, text[i : i + 1], 1)])[0] for i in range(count)])
+    ways = {
+        "as one chunk": engine.step([Feed(_SESSION, 0, text, count)])[0],
+        "in chunks beside other sessions": _in_company(engine, text),
+        "as nodes of a tree": _in_trees(engine, text),
+    }
+    for way, logits in ways.items():
+        if not torch.equal(logits, alone):
+            rows = (logits != alone).any(dim=1).sum().item()
+            raise UnsupportedModelError(
+                engine.model_name, f"not deterministic: {rows} of {count} rows differ when fed {way}"
+            )
+
+
+def _in_company(engine: Engine, text: list[int]) -> Tensor:
+    """The logits of chunks of many sizes, between rows of two other sessions."""
+    got, start, turn = [], 0, 0
+    while start < len(text):
+        chunk = text[start : start + _CHUNKS[turn % len(_CHUNKS)]]
+        others = text[turn : turn + 1 + turn % 4]
+        feeds = [
+            Feed("before", 0, others, len(others)),
+            Feed(_SESSION, start, chunk, len(chunk)),
+            Feed("behind", 0, text[:turn] or text[:1], 1),
+        ]
+        got.append(engine.step(feeds)[1])
+        start, turn = start + len(chunk), turn + 1
+    engine.release("before")
+    engine.release("behind")
+    return torch.cat(got)
+
+
+def _in_trees(engine: Engine, text: list[int]) -> Tensor:
+    """The logits of trees of two branches, the text being the second one."""
+    got, start = [engine.step([Feed(_SESSION, 0, text[:1], 1)])[0]], 1
+    while start < len(text):
+        branch = text[start : start + 7]
+        nodes = [*reversed(branch), *branch]
+        size = len(branch)
+        parents = [*range(-1, size - 1), -1, *range(size, 2 * size - 1)]
+        got.append(engine.step([Feed(_SESSION, start, nodes, size, parents)])[0])
+        engine.keep_path(_SESSION, start, range(size, 2 * size))
+        start += size
+    engine.release(_SESSION)
+    return torch.cat(got)
 
 
 @torch.no_grad()

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from services.engine.batch import Batch, Feed, Segment
-from services.engine.checks import check_model
+from services.engine.checks import check_deterministic, check_model
+from services.engine.deterministic import check_covered
 from services.engine.errors import CacheGapError
 from services.engine.general import GeneralRunner
 from services.engine.kv_cache import CacheShape, CacheStore
@@ -107,12 +108,17 @@ class Engine:
         """
         torch.set_num_threads(threads)
         loaded = load_model(model, device=device, dtype=dtype)
+        if deterministic:
+            check_covered(loaded)
         layout = probe_model(loaded)
         rows, dim = layout.kv_heads, layout.kv_dim
-        runner: Runner = GeneralRunner(loaded, layout)
+        runner: Runner
         if lean and has_lean_path(loaded):
-            runner = LeanRunner(build_lean(loaded, layout.windows, layout.vocab_size))
+            weights = build_lean(loaded, layout.windows, layout.vocab_size, invariant=deterministic)
+            runner = LeanRunner(weights, exact_trees=deterministic)
             rows, dim = 2 * rows, dim // 2
+        else:
+            runner = GeneralRunner(loaded, layout, fixed_shapes=deterministic)
         shape = CacheShape(layout.num_layers, rows, dim, loaded.dtype, loaded.device)
         engine = cls(
             runner,
@@ -122,6 +128,8 @@ class Engine:
             max_context=loaded.max_context,
         )
         check_model(engine, loaded)
+        if deterministic:
+            check_deterministic(engine)
         return engine
 
     def step(self, feeds: Sequence[Feed]) -> list[Tensor]:
@@ -231,7 +239,8 @@ class Engine:
             cache.truncate(feed.start)
             count, row = len(feed.token_ids), len(token_ids)
             where = feed_positions(feed)
-            segments.append(Segment(cache, row, count, feed.start, feed.parents, where))
+            parents = None if _is_chain(feed.parents) else feed.parents
+            segments.append(Segment(cache, row, count, feed.start, parents, where))
             token_ids.extend(feed.token_ids)
             positions.extend(where)
             logit_rows.extend(range(row + count - feed.num_logits, row + count))
@@ -275,3 +284,7 @@ def feed_positions(feed: Feed) -> Sequence[int]:
     for parent in feed.parents:
         nodes.append(base if parent < 0 else nodes[parent] + 1)
     return positions + nodes
+
+
+def _is_chain(parents: Sequence[int] | None) -> bool:
+    return parents is None or all(parent == node - 1 for node, parent in enumerate(parents))

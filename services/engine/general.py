@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.engine.attention import attend
+from services.engine.attention import LayerInput, attend
 from services.engine.batch import Batch
+from services.engine.deterministic import ROW_MULTIPLE, FixedRows
 from services.engine.model import LoadedModel
 from services.engine.probe import ModelLayout, handling
 
@@ -17,42 +18,57 @@ __all__ = ["GeneralRunner"]
 
 
 class GeneralRunner:
-    """Runs steps through the transformers model itself."""
+    """Runs steps through the transformers model itself.
 
-    def __init__(self, loaded: LoadedModel, layout: ModelLayout) -> None:
+    Args:
+        loaded: The model, switched to our attention.
+        layout: What the probe found.
+        fixed_shapes: Results must not depend on what else is in the step; see `deterministic`.
+    """
+
+    def __init__(self, loaded: LoadedModel, layout: ModelLayout, *, fixed_shapes: bool = False) -> None:
         self._module = loaded.module
         self._device = loaded.device
         self._layout = layout
+        self._fixed_shapes = fixed_shapes
         parameters = inspect.signature(loaded.module.forward).parameters
         self._keeps_rows = "logits_to_keep" in parameters
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the logits [wanted rows, vocab_size] in float32; writes the new keys and values."""
+        if self._fixed_shapes:
+            return self._fixed_forward(batch)
         rows = batch.logit_rows
         arguments: dict[str, Any] = {}
         wanted = None if rows is None else torch.tensor(rows, dtype=torch.long, device=self._device)
         if self._keeps_rows and wanted is not None:
             arguments["logits_to_keep"] = wanted
-        token_ids = torch.tensor([batch.token_ids], device=self._device)
-        positions = torch.tensor([batch.positions], device=self._device)
-
-        def handler(
-            module: nn.Module,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            scaling: float | None,
-            window: int | None,
-            softcap: float | None,
-            sinks: Tensor | None,
-            extra: dict[str, Any],
-        ) -> Tensor:
-            layer = self._layout.layer_of[id(module)]
-            return attend(batch, layer, query, key, value, scaling, window, softcap, sinks)
-
-        with handling(handler):
-            output = self._module(token_ids, position_ids=positions, use_cache=False, **arguments)
-        logits = output.logits[0]
+        logits = self._run(batch, batch.token_ids, batch.positions, arguments)
         if wanted is not None and not self._keeps_rows:
             logits = logits[wanted]
-        return logits[:, : self._layout.vocab_size].float()
+        return logits
+
+    def _fixed_forward(self, batch: Batch) -> Tensor:
+        # Elementwise functions take other code for what is left over from whole vectors.
+        fill = [0] * (-len(batch.token_ids) % ROW_MULTIPLE)
+        with FixedRows():
+            logits = self._run(batch, batch.token_ids + fill, batch.positions + fill, {})
+        rows = batch.logit_rows
+        return logits[: len(batch.token_ids)] if rows is None else logits[rows]
+
+    def _run(
+        self, batch: Batch, token_ids: list[int], positions: list[int], arguments: dict[str, Any]
+    ) -> Tensor:
+        def handler(module: nn.Module, given: LayerInput, _: dict[str, Any]) -> Tensor:
+            layer = self._layout.layer_of[id(module)]
+            return attend(batch, layer, given, fixed_shapes=self._fixed_shapes)
+
+        with handling(handler):
+            output = self._module(
+                torch.tensor([token_ids], device=self._device),
+                position_ids=torch.tensor([positions], device=self._device),
+                use_cache=False,
+                **arguments,
+            )
+        logits: Tensor = output.logits[0, :, : self._layout.vocab_size]
+        return logits.float()

@@ -2,8 +2,8 @@
 
 Each session owns one buffer [num_layers, rows, capacity, dim]: slot s holds what position s left behind in
 every layer. What a row is, the runner decides: a key head with its value head, or either. Appending writes
-into the buffer; rollback only lowers a length; nothing is ever concatenated. A tree's nodes wait in the slots after the
-committed ones until `keep_path` compacts the path that stood.
+into the buffer; rollback only lowers a length; nothing is ever concatenated. A tree's nodes wait in the
+slots after the committed ones until `keep_path` compacts the path that stood.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from services.engine.errors import CacheFullError, CacheGapError
 
 __all__ = ["BLOCK", "CacheShape", "CacheStore", "SessionCache"]
 
-# Buffers come in whole blocks of slots, filled with zeros: attention may read, behind a mask, to a block's end.
+# Buffers come in whole blocks of slots, zeros at first: attention may read to a block's end, behind a mask.
 BLOCK = 64
 
 

@@ -1,9 +1,4 @@
-"""Attention of the lean path: rotation, writing to the cache and mixing, in shapes that depend on positions.
-
-Rows whose positions share a block of 64 go together and see the slots up to the block's end, so the shape
-of a row's products depends on its position alone. Fewer than four stacked rows would take another kernel
-of the matrix library, so they are filled up with zeros.
-"""
+"""Attention of the lean path: rotation, writing to the cache and mixing, in the shapes of `blocks`."""
 
 from __future__ import annotations
 
@@ -15,12 +10,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from services.engine.batch import Segment, allowed_slots
+from services.engine.blocks import (
+    MIN_STACKED_ROWS,
+    Part,
+    bias_of,
+    chain_mask,
+    segment_parts,
+    stack_mask,
+)
 from services.engine.kv_cache import BLOCK, SessionCache
 from services.engine.lean_weights import LeanShape
 
 __all__ = ["LeanAttention", "SegmentWork"]
 
-_MIN_STACKED_ROWS = 4
 _MAX_KEPT_VIEWS = 512
 
 
@@ -127,27 +129,21 @@ class LeanAttention:
             ),
             calls=[],
         )
-        chain_end = end if segment.parents is None else end - len(segment.parents)
         if segment.parents is not None and not exact_trees:
             work.calls.append(self._masked_call(segment, factors, windows))
-            return work
-        for first in _block_starts(start, chain_end):
-            last = min(chain_end, first // BLOCK * BLOCK + BLOCK)
-            work.calls.append(self._chain_call(segment, first, last, factors, windows))
-        for slot in range(chain_end, end):
-            work.calls.append(self._path_call(segment, slot, factors, windows))
+        else:
+            work.calls += [self._call(segment, part, factors, windows) for part in segment_parts(segment)]
         return work
 
-    def _chain_call(
-        self, segment: Segment, first: int, last: int, factors: Tensor, windows: Iterable[int | None]
-    ) -> _Call:
-        """Positions [first, last) of a chain, all in one block."""
-        row, count = segment.row + first - segment.start, last - first
-        end = first // BLOCK * BLOCK + BLOCK
-        masks = {window: self._stacked(self._chain_mask(first, last, window), count) for window in windows}
-        keys, values = self._layer_views(segment.cache, end)
-        here = factors[first - segment.start : last - segment.start]
-        return _Call(self._row_views(row, count), here, keys, values, masks)
+    def _call(self, segment: Segment, part: Part, factors: Tensor, windows: Iterable[int | None]) -> _Call:
+        """One part of a segment, in a shape that its positions fix."""
+        views = self._row_views(segment.row + part.first, part.last - part.first)
+        masks = {window: stack_mask(self._mask(part, window), self._group) for window in windows}
+        seen = part.end
+        if part.path is not None:
+            seen = -(-(segment.start + part.last) // BLOCK) * BLOCK
+        keys, values = self._layer_views(segment.cache, seen)
+        return _Call(views, factors[part.first : part.last], keys, values, masks, part.path)
 
     def _masked_call(self, segment: Segment, factors: Tensor, windows: Iterable[int | None]) -> _Call:
         """All rows of a tree at once, each behind its own mask."""
@@ -158,46 +154,22 @@ class LeanAttention:
             allowed = allowed_slots(segment, window)
             if allowed is None:
                 allowed = torch.ones(segment.count, used, dtype=torch.bool)
-            masks[window] = self._stacked(_bias(F.pad(allowed, (0, end - used))), segment.count)
+            masks[window] = stack_mask(bias_of(F.pad(allowed, (0, end - used))), self._group)
         keys, values = self._layer_views(segment.cache, end)
         return _Call(self._row_views(segment.row, segment.count), factors, keys, values, masks)
 
-    def _path_call(
-        self, segment: Segment, slot: int, factors: Tensor, windows: Iterable[int | None]
-    ) -> _Call:
-        """One node of a tree, in the shape that it would have as the end of a chain."""
-        offset = slot - segment.start
-        position = segment.positions[offset]
-        end = position // BLOCK * BLOCK + BLOCK
-        path = _path_slots(segment, slot)
-        # What lies behind the node is masked; any slot will do there.
-        path += [0] * (end - len(path))
-        masks = {w: self._stacked(self._chain_mask(position, position + 1, w), 1) for w in windows}
-        used = -(-(slot + 1) // BLOCK) * BLOCK
-        keys, values = self._layer_views(segment.cache, used)
-        views = self._row_views(segment.row + offset, 1)
-        return _Call(views, factors[offset : offset + 1], keys, values, masks, torch.tensor(path))
-
-    def _chain_mask(self, first: int, last: int, window: int | None) -> Tensor | None:
-        """0 or -inf [last - first, end of the block]; None when all is seen."""
-        end = first // BLOCK * BLOCK + BLOCK
-        if window is None or window >= last:
-            if last - first == 1 and last == end:
-                return None
-            if self._causal.shape[1] < end:
-                self._causal = F.pad(_bias(torch.ones(BLOCK, BLOCK, dtype=torch.bool).tril()), (2 * end, 0))
-            # Every block's mask is the triangle with zeros before it.
-            return self._causal[first % BLOCK : first % BLOCK + last - first, -end:]
-        positions, slots = torch.arange(first, last)[:, None], torch.arange(end)
-        return _bias((slots <= positions) & (slots > positions - window))
-
-    def _stacked(self, mask: Tensor | None, count: int) -> Tensor | None:
-        """A mask [count, end] for the stacked rows of a group."""
-        if mask is None or count == 1:
-            return None if mask is None else mask[None]
-        mask = mask.repeat(self._group, 1)
-        missing = _MIN_STACKED_ROWS - mask.shape[0]
-        return (mask if missing <= 0 else F.pad(mask, (0, 0, 0, missing)))[None]
+    def _mask(self, part: Part, window: int | None) -> Tensor | None:
+        """`chain_mask`, from a table where it can: every block's mask is the triangle with zeros before."""
+        if window is not None and window < part.end:
+            return chain_mask(part, window)
+        count = part.last - part.first
+        if count == 1 and part.position + 1 == part.end:
+            return None
+        if self._causal.shape[1] < part.end:
+            triangle = bias_of(torch.ones(BLOCK, BLOCK, dtype=torch.bool).tril())
+            self._causal = F.pad(triangle, (2 * part.end, 0))
+        first = part.position % BLOCK
+        return self._causal[first : first + count, -part.end :]
 
     def _row_views(self, row: int, count: int) -> _RowViews:
         views = self._views.get((row, count))
@@ -209,7 +181,7 @@ class LeanAttention:
 
     def _make_row_views(self, row: int, count: int) -> _RowViews:
         used = self._group * count
-        stacked = max(_MIN_STACKED_ROWS, used)
+        stacked = max(MIN_STACKED_ROWS, used)
         queries = torch.zeros(self._kv_heads, stacked, self._dim)
         outputs = torch.empty_like(queries)
         target = queries[:, :used].view(self._kv_heads, self._group, count, -1, 2)
@@ -230,25 +202,3 @@ class LeanAttention:
             keys = cache.data[:, : self._kv_heads, :end].transpose(2, 3).unbind(0)
             kept = cache.views[end] = keys, cache.data[:, self._kv_heads :, :end].unbind(0)
         return kept
-
-
-def _block_starts(start: int, end: int) -> list[int]:
-    """First position in [start, end) of each block that it touches."""
-    if start >= end:
-        return []
-    return [start, *range(start // BLOCK * BLOCK + BLOCK, end, BLOCK)]
-
-
-def _path_slots(segment: Segment, slot: int) -> list[int]:
-    """Slots of the committed tokens and of a node's ancestors, in the order of their positions."""
-    assert segment.parents is not None
-    base = segment.start + segment.count - len(segment.parents)
-    path, node = [], slot - base
-    while node >= 0:
-        path.append(base + node)
-        node = segment.parents[node]
-    return [*range(base), *reversed(path)]
-
-
-def _bias(allowed: Tensor) -> Tensor:
-    return torch.zeros(allowed.shape).masked_fill_(~allowed, float("-inf"))

@@ -84,7 +84,7 @@ class LeanModel:
 
 
 def has_lean_path(loaded: LoadedModel) -> bool:
-    """Whether `build_lean` covers the model: Llama, Mistral, Qwen2 or Qwen3, float32, on a CPU with oneDNN."""
+    """Whether `build_lean` covers it: Llama, Mistral, Qwen2 or Qwen3, float32, on a CPU with oneDNN."""
     config = loaded.config
     return (
         config.model_type in _MODEL_TYPES
@@ -96,10 +96,12 @@ def has_lean_path(loaded: LoadedModel) -> bool:
 
 
 @torch.no_grad()
-def build_lean(loaded: LoadedModel, windows: tuple[int | None, ...], vocab_size: int) -> LeanModel:
-    """Fuse and lay out the weights of a model that `has_lean_path`."""
+def build_lean(
+    loaded: LoadedModel, windows: tuple[int | None, ...], vocab_size: int, *, invariant: bool = False
+) -> LeanModel:
+    """Fuse and lay out the weights of a model that `has_lean_path`; `invariant` as in `pack_matrix`."""
     config, body = loaded.config, loaded.module.model
-    attention = body.layers[0].self_attn
+    attention, rotary = body.layers[0].self_attn, body.rotary_emb
     shape = LeanShape(
         hidden=config.hidden_size,
         intermediate=config.intermediate_size,
@@ -110,19 +112,22 @@ def build_lean(loaded: LoadedModel, windows: tuple[int | None, ...], vocab_size:
         norm_eps=config.rms_norm_eps,
     )
     output = loaded.module.get_output_embeddings()
-    head = _fused([(output.weight[:vocab_size], output.bias)])
+    head = _fused([(output.weight[:vocab_size], output.bias)], invariant)
     return LeanModel(
         shape=shape,
-        layers=tuple(_layer(l, shape, w) for l, w in zip(body.layers, windows, strict=True)),
+        layers=tuple(
+            _layer(layer, shape, window, invariant)
+            for layer, window in zip(body.layers, windows, strict=True)
+        ),
         embedding=loaded.module.get_input_embeddings().weight.detach().clone(),
         last_norm=_norm_weight(body.norm, head),
         head=head,
         activation=_ACTIVATIONS[config.hidden_act],
-        rotation=lambda count: _rotation(body.rotary_emb, count, shape.head_dim),
+        rotation=lambda count: _rotation(rotary, count, shape.head_dim),
     )
 
 
-def _layer(layer: nn.Module, shape: LeanShape, window: int | None) -> LeanLayer:
+def _layer(layer: nn.Module, shape: LeanShape, window: int | None, invariant: bool) -> LeanLayer:
     attention, mlp = layer.self_attn, layer.mlp
     pairs = _pair_order(shape.head_dim)
     qkv = _fused(
@@ -130,16 +135,19 @@ def _layer(layer: nn.Module, shape: LeanShape, window: int | None) -> LeanLayer:
             _permuted(attention.q_proj, pairs),
             _permuted(attention.k_proj, pairs),
             (attention.v_proj.weight, attention.v_proj.bias),
-        ]
+        ],
+        invariant,
     )
-    gate_up = _fused([(mlp.gate_proj.weight, mlp.gate_proj.bias), (mlp.up_proj.weight, mlp.up_proj.bias)])
+    gate_up = _fused(
+        [(mlp.gate_proj.weight, mlp.gate_proj.bias), (mlp.up_proj.weight, mlp.up_proj.bias)], invariant
+    )
     return LeanLayer(
         attention_norm=_norm_weight(layer.input_layernorm, qkv),
         qkv=qkv,
-        out=_fused([(attention.o_proj.weight, attention.o_proj.bias)]),
+        out=_fused([(attention.o_proj.weight, attention.o_proj.bias)], invariant),
         mlp_norm=_norm_weight(layer.post_attention_layernorm, gate_up),
         gate_up=gate_up,
-        down=_fused([(mlp.down_proj.weight, mlp.down_proj.bias)]),
+        down=_fused([(mlp.down_proj.weight, mlp.down_proj.bias)], invariant),
         head_norm=_head_norm(attention, shape, pairs),
         window=window,
     )
@@ -165,12 +173,12 @@ def _permuted(linear: nn.Linear, pairs: Tensor) -> tuple[Tensor, Tensor | None]:
     return weight, None if bias is None else bias.view(-1, head_dim)[:, pairs].reshape(-1)
 
 
-def _fused(parts: list[tuple[Tensor, Tensor | None]]) -> Matrix:
+def _fused(parts: list[tuple[Tensor, Tensor | None]], invariant: bool) -> Matrix:
     weight = torch.cat([part for part, _ in parts])
     if all(bias is None for _, bias in parts):
-        return pack_matrix(weight, None)
+        return pack_matrix(weight, None, invariant=invariant)
     biases = [part.new_zeros(part.shape[0]) if bias is None else bias for part, bias in parts]
-    return pack_matrix(weight, torch.cat(biases))
+    return pack_matrix(weight, torch.cat(biases), invariant=invariant)
 
 
 def _norm_weight(norm: nn.Module, matrix: Matrix) -> Tensor:

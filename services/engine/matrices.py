@@ -5,8 +5,6 @@ bfloat16: a float16 number has more mantissa bits, so after scaling by a power o
 float16 without loss, at half the bytes of float32. FBGEMM multiplies float32 rows with float16 weights in
 float32 arithmetic, so the products are those of the float32 weights. Weights that do not fit stay float32,
 in a plain layout for one row and in oneDNN's blocked one for several.
-
-Both kinds compute each output row alike whatever the other rows are, save where `invariant_from` says so.
 """
 
 from __future__ import annotations
@@ -76,19 +74,25 @@ class HalfMatrix:
 class FullMatrix:
     """Float32 weights."""
 
-    __slots__ = ("_packed", "_plain", "bias", "gain", "num_outputs")
+    __slots__ = ("_invariant", "_packed", "_plain", "bias", "gain", "num_outputs")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, invariant: bool) -> None:
         self.gain = 1.0
         self.num_outputs = weight.shape[0]
         self.bias = None if bias is None else bias.contiguous()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-        self._plain = weight.t().contiguous() if weight.numel() <= _PLAIN_LIMIT else None
+        self._plain = None
+        if not invariant and weight.numel() <= _PLAIN_LIMIT:
+            self._plain = weight.t().contiguous()
+        self._invariant = invariant
 
     def product(self, x: Tensor) -> Tensor:
         """Return x W^T + b."""
         if x.shape[0] == 1 and self._plain is not None:
             return x @ self._plain if self.bias is None else torch.addmm(self.bias, x, self._plain)
+        if x.shape[0] == 1 and self._invariant:
+            # One row alone may take another kernel.
+            return self.product(x.repeat(2, 1))[:1]
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
     def product_into(self, x: Tensor, out: Tensor) -> None:
@@ -101,13 +105,20 @@ class FullMatrix:
             torch.addmm(self.bias, x, self._plain, out=out)
 
 
-def pack_matrix(weight: Tensor, bias: Tensor | None) -> Matrix:
-    """Lay out a float32 weight [out, in] and bias [out] in the best way that is exact for it."""
+def pack_matrix(weight: Tensor, bias: Tensor | None, *, invariant: bool = False) -> Matrix:
+    """Lay out a weight [out, in] and bias [out] in the best way that is exact for it.
+
+    Args:
+        weight: Of any floating type.
+        bias: Or None.
+        invariant: A row's product must not depend, to the last bit, on how many rows there are. Float16
+            products are like that anyway; the float32 ones then give up their fast kernel for one row.
+    """
     weight = weight.float()
     exponent = _exponent(weight)
     if exponent is not None:
         return HalfMatrix(weight, bias, exponent)
-    return FullMatrix(weight, bias)
+    return FullMatrix(weight, bias, invariant=invariant)
 
 
 def _exponent(weight: Tensor) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.engine.attention import ATTENTION_NAME, LayerCall, active, unknown_arguments
+from services.engine.attention import ATTENTION_NAME, LayerCall, LayerInput, active, unknown_arguments
 from services.engine.errors import UnsupportedModelError
 from services.engine.model import LoadedModel
 
@@ -68,19 +68,10 @@ def probe_model(loaded: LoadedModel) -> ModelLayout:
     """
     calls: list[_Call] = []
 
-    def record(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-        arguments: dict[str, Any],
-    ) -> Tensor:
+    def record(module: nn.Module, given: LayerInput, arguments: dict[str, Any]) -> Tensor:
+        key, value, query = given.key, given.value, given.query
         dim = key.shape[3] + value.shape[3]
-        calls.append(_Call(module, key.shape[1], dim, window, unknown_arguments(arguments)))
+        calls.append(_Call(module, key.shape[1], dim, given.window, unknown_arguments(arguments)))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
     loaded.module.set_attn_implementation(ATTENTION_NAME)

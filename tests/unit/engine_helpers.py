@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from services.engine.engine import Engine, Feed
+
 VOCAB_SIZE = 97
 MAX_CONTEXT = 128
 
@@ -77,6 +79,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": (
         "gpt_oss",
         {
+            "intermediate_size": 32,
             "sliding_window": 8,
             "layer_types": _LAYER_TYPES,
             "num_local_experts": 4,
@@ -135,9 +138,19 @@ SUPPORTED = (
     "deepseek_v3",
     "gpt_oss",
 )
+# Those that have a lean path as well.
+LEAN = ("llama", "llama-bias", "llama-yarn", "mistral", "mistral-full", "qwen2", "qwen2-sliding", "qwen3")
 
 
-def tiny_model(arch: str, path: Path, *, seed: int = 0, gain: float = 1.0, **overrides: Any) -> Path:
+def tiny_model(
+    arch: str,
+    path: Path,
+    *,
+    seed: int = 0,
+    gain: float = 1.0,
+    bfloat16: bool = False,
+    **overrides: Any,
+) -> Path:
     """Save a random model of an architecture of CONFIGS and return its directory.
 
     Args:
@@ -145,6 +158,7 @@ def tiny_model(arch: str, path: Path, *, seed: int = 0, gain: float = 1.0, **ove
         path: Directory to make a subdirectory in, such as pytest's tmp_path.
         seed: Of the weights.
         gain: Scales all matrices; above 1 makes attention and logits more extreme.
+        bfloat16: Round the weights to bfloat16 and save them so, as published models are.
         overrides: Settings of the configuration, such as `vocab_size` or `num_hidden_layers`.
     """
     directory = path / f"{arch}-{seed}"
@@ -154,6 +168,8 @@ def tiny_model(arch: str, path: Path, *, seed: int = 0, gain: float = 1.0, **ove
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         _randomise(model, gain)
+    if bfloat16:
+        model = model.to(torch.bfloat16)
     model.save_pretrained(directory)
     return directory
 
@@ -169,6 +185,49 @@ def plain_model(directory: Path) -> PreTrainedModel:
 def plain_logits(model: PreTrainedModel, token_ids: Sequence[int]) -> torch.Tensor:
     """Return the model's own logits [len(token_ids), vocab_size] of one plain forward."""
     return model(torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
+
+
+class CheckedEngine:
+    """An engine whose every step is compared with plain forwards of the same tokens.
+
+    Attributes:
+        worst: Largest absolute difference of a logit so far.
+    """
+
+    def __init__(self, engine: Engine, plain: PreTrainedModel) -> None:
+        self.engine = engine
+        self.worst = 0.0
+        self._plain = plain
+
+    def step(self, *feeds: Feed) -> list[torch.Tensor]:
+        """Step, and compare each wanted logit with that of its row's own path."""
+        before = {feed.session_id: list(self.engine.tokens(feed.session_id)) for feed in feeds}
+        results = self.engine.step(feeds)
+        for feed, got in zip(feeds, results, strict=True):
+            assert got.shape == (feed.num_logits, self.engine.vocab_size)
+            assert got.dtype == torch.float32
+            if feed.num_logits:
+                expected = self._expected(before[feed.session_id][: feed.start], feed)
+                self.worst = max(self.worst, (got - expected).abs().max().item())
+        return results
+
+    def _expected(self, context: list[int], feed: Feed) -> torch.Tensor:
+        tokens, parents = list(feed.token_ids), feed.parents or ()
+        chain = context + tokens[: len(tokens) - len(parents)]
+        rows = list(plain_logits(self._plain, chain)[len(context) :]) if chain else []
+        nodes = tokens[len(tokens) - len(parents) :]
+        for node in range(len(parents)):
+            rows.append(plain_logits(self._plain, chain + path_tokens(nodes, parents, node))[-1])
+        return torch.stack(rows[-feed.num_logits :])
+
+
+def path_tokens(nodes: Sequence[int], parents: Sequence[int], node: int) -> list[int]:
+    """Tokens on the path from a root of a tree to a node, both included."""
+    path: list[int] = []
+    while node >= 0:
+        path.append(nodes[node])
+        node = parents[node]
+    return path[::-1]
 
 
 def random_tokens(count: int, seed: int, vocab_size: int = VOCAB_SIZE) -> list[int]:

@@ -1,0 +1,92 @@
+"""Deterministic mode: a token's logits do not depend, to the last bit, on what else is in a step.
+
+With `Engine.load(..., deterministic=True)` the same tokens give bit-identical logits alone and in a batch,
+one by one, in chunks of any size, as a proposal of any gamma and as nodes of a tree. So the tokens drawn
+do not depend on gamma, the drafter or the load, not even where two logits are within rounding.
+
+Matrix products, sums and elementwise functions choose kernels, and so roundings, by shape. The mode fixes
+what a row meets: attention goes in the shapes of `services.engine.blocks`; products go through kernels that
+treat a row alike whatever their number (FBGEMM's float16 weights and oneDNN's packed float32 ones on the
+lean path, oneDNN's with `FixedRows` on the general one); on the general path steps are filled up to whole
+vectors of rows. Nothing of this is promised by the libraries. Therefore every load in this mode feeds 80
+positions in these ways, and refuses the model when a bit differs.
+
+Where it ends: float32 on a CPU with one arithmetic thread; anything else is refused. It says nothing about
+two machines, or two versions of torch, agreeing. Measured on an AMD EPYC 9004 (AVX-512) with torch 2.13,
+hundreds of positions: Llama, Mistral, Qwen2 and Qwen3 (lean and general path), Mixtral, Gemma2, Gemma3, Phi3,
+GPT-2, GPT-NeoX, OPT, DeepSeek-V3 and GPT-OSS (general path; experts one by one, which is slow, and only with
+intermediate sizes that are multiples of 32). The lean path keeps to these shapes in any mode: there a model
+with bfloat16 weights gives the same bits without the flag, except for trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from services.engine.errors import UnsupportedModelError
+from services.engine.model import LoadedModel
+
+__all__ = ["ROW_MULTIPLE", "FixedRows", "check_covered"]
+
+# Rows of a step on the general path come in multiples of this.
+ROW_MULTIPLE = 32
+_MIN_PRODUCT_ROWS = 16
+
+
+def check_covered(loaded: LoadedModel) -> None:
+    """Refuse what deterministic mode does not cover, and choose experts that loop over plain products.
+
+    Raises:
+        UnsupportedModelError: Not float32, not on a CPU, or more than one thread.
+    """
+    if loaded.device.type != "cpu" or loaded.dtype != torch.float32:
+        raise UnsupportedModelError(
+            loaded.name, f"deterministic mode covers float32 on CPU, not {loaded.dtype} on {loaded.device}"
+        )
+    if torch.get_num_threads() != 1:
+        raise UnsupportedModelError(
+            loaded.name, f"deterministic mode needs 1 thread, not {torch.get_num_threads()}"
+        )
+    if any(loaded.module.get_experts_implementation().values()):
+        loaded.module.set_experts_implementation("eager")
+
+
+class FixedRows(TorchFunctionMode):
+    """Sends products of rows with a matrix through oneDNN, in whose kernels a row does not depend on others.
+
+    The exception are very few rows, which are filled up.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Replace products of rows with a matrix, leave everything else alone."""
+        if func is F.linear:
+            return _product(*args, **(kwargs or {}))
+        if func in _MATMULS and not kwargs and args[1].ndim == 2 and args[0].ndim >= 2:
+            return _product(args[0], args[1].t())
+        if func is torch.addmm and not kwargs:
+            return _product(args[1], args[2].t(), args[0])
+        return func(*args, **(kwargs or {}))
+
+
+_MATMULS = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm})
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    flat = rows.reshape(-1, rows.shape[-1])
+    missing = max(0, _MIN_PRODUCT_ROWS - flat.shape[0])
+    if missing:
+        flat = F.pad(flat, (0, 0, 0, missing))
+    output: Tensor = torch.ops.mkldnn._linear_pointwise(flat, weight, bias, "none", [], "")
+    return output[: output.shape[0] - missing].reshape(*rows.shape[:-1], weight.shape[0])

@@ -1,0 +1,136 @@
+"""Deterministic mode: bit-identical logits, whatever else is in a step and however tokens are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engine_helpers import LEAN, SUPPORTED, random_tokens, tiny_model
+
+from services.engine import engine as engine_module
+from services.engine.engine import Engine, Feed
+from services.engine.errors import UnsupportedModelError
+from services.engine.model import resolve_model
+
+NUM_POSITIONS = 330
+
+
+@pytest.fixture(scope="module")
+def target() -> Engine:
+    return Engine.load(resolve_model("demo", "target"), deterministic=True)
+
+
+@pytest.fixture(scope="module")
+def text() -> list[int]:
+    return random_tokens(NUM_POSITIONS, 7, 2048)
+
+
+@pytest.fixture(scope="module")
+def alone(target: Engine, text: list[int]) -> torch.Tensor:
+    """Logits token by token: gamma 0, no other session."""
+    rows = [target.step([Feed("alone", i, [t], 1)])[0] for i, t in enumerate(text)]
+    target.release("alone")
+    return torch.cat(rows)
+
+
+def in_chunks(engine: Engine, text: list[int], size: int) -> torch.Tensor:
+    rows = []
+    for start in range(0, len(text), size):
+        chunk = text[start : start + size]
+        rows += engine.step([Feed("chunks", start, chunk, len(chunk))])
+    engine.release("chunks")
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("size", [4, 5, 9, 16, 256, NUM_POSITIONS])
+def test_chunks_of_any_size_give_the_bits_of_single_tokens(
+    target: Engine, text: list[int], alone: torch.Tensor, size: int
+) -> None:
+    assert torch.equal(in_chunks(target, text, size), alone)
+
+
+@pytest.mark.parametrize("gamma", [3, 8])
+def test_proposals_give_the_bits_of_gamma_0(
+    target: Engine, text: list[int], alone: torch.Tensor, gamma: int
+) -> None:
+    """Each cycle verifies gamma tokens of which a few stand: the kept rows are those of plain decoding."""
+    rows, committed, turn = [], 1, 0
+    while committed < len(text):
+        accepted = turn % (gamma + 1)
+        right = text[committed : committed + accepted]
+        wrong = [(t + 1) % 2048 for t in text[committed + len(right) : committed + gamma]]
+        feed = Feed("cycle", committed - 1, [text[committed - 1], *right, *wrong], 1 + len(right + wrong))
+        rows.append(target.step([feed])[0][: len(right) + 1])
+        committed, turn = committed + len(right) + 1, turn + 1
+    got = torch.cat(rows)
+    assert torch.equal(got, alone[: len(got)])
+    assert len(got) >= len(text) - 1
+
+
+def test_batch_gives_the_bits_of_being_alone(target: Engine, text: list[int], alone: torch.Tensor) -> None:
+    """Five ragged sessions at different places of the same text, with another prompt coming in."""
+    starts = {f"s{i}": 0 for i in range(5)}
+    sizes = _cycle(random_tokens(500, 3, 9))
+    while any(start < 200 for start in starts.values()):
+        feeds = []
+        for name, start in starts.items():
+            chunk = text[start : start + 1 + next(sizes)]
+            feeds.append(Feed(name, start, chunk, len(chunk)))
+        feeds.insert(2, Feed("prompt", 0, text[: 1 + 10 * next(sizes)], 0))
+        for feed, got in zip(feeds, target.step(feeds), strict=True):
+            if feed.num_logits:
+                assert torch.equal(got, alone[feed.start : feed.start + len(feed.token_ids)])
+                starts[feed.session_id] = feed.start + len(feed.token_ids)
+
+
+def test_tree_nodes_give_the_bits_of_a_chain(target: Engine, text: list[int], alone: torch.Tensor) -> None:
+    target.step([Feed("tree", 0, text[:60], 0)])
+    for start in range(60, 90, 6):
+        branch = text[start : start + 6]
+        nodes = [5, *branch, 6, 7]
+        parents = [-1, -1, 1, 2, 3, 4, 5, 0, 2]
+        got = target.step([Feed("tree", start, nodes, 9, parents)])[0]
+        assert torch.equal(got[1:7], alone[start : start + 6])
+        target.keep_path("tree", start, [1, 2, 3, 4, 5, 6])
+
+
+@pytest.mark.parametrize(
+    ("arch", "lean"), [(arch, False) for arch in SUPPORTED] + [(arch, True) for arch in LEAN]
+)
+def test_load_covers_every_served_architecture(arch: str, lean: bool, tmp_path: Path) -> None:
+    """Loading compares 80 positions bit for bit; it refuses when one differs."""
+    engine = Engine.load(str(tiny_model(arch, tmp_path)), deterministic=True, lean=lean)
+    assert engine.stats().num_sessions == 0
+
+
+def test_load_shapes_that_vary_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check at load has teeth: the ordinary general path does not pass it."""
+    right = engine_module.GeneralRunner
+    monkeypatch.setattr(
+        engine_module, "GeneralRunner", lambda loaded, layout, fixed_shapes: right(loaded, layout)
+    )
+    with pytest.raises(UnsupportedModelError, match="not deterministic"):
+        Engine.load(str(tiny_model("llama", tmp_path)), deterministic=True, lean=False)
+
+
+def test_load_half_precision_refused(tmp_path: Path) -> None:
+    directory = tiny_model("llama", tmp_path)
+    with pytest.raises(UnsupportedModelError, match="float32 on CPU"):
+        Engine.load(str(directory), deterministic=True, dtype="bfloat16")
+
+
+def test_load_several_threads_refused(tmp_path: Path) -> None:
+    directory = tiny_model("llama", tmp_path)
+    threads = torch.get_num_threads()
+    try:
+        with pytest.raises(UnsupportedModelError, match="1 thread"):
+            Engine.load(str(directory), deterministic=True, threads=2)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _cycle(values: list[int]) -> Iterator[int]:
+    while True:
+        yield from values

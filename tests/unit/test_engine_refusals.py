@@ -1,0 +1,157 @@
+"""What the engine cannot serve exactly is refused at load, with the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_helpers import tiny_model
+from transformers import T5Config
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from gammaray.errors import InvalidArgumentError, NotFoundError
+from services.demo_pair import DRAFT_DIR, TARGET_DIR
+from services.engine import probe
+from services.engine.attention import LayerInput
+from services.engine.engine import Engine
+from services.engine.errors import UnsupportedModelError
+from services.engine.lean_attention import LeanAttention
+from services.engine.model import resolve_model
+
+NOT_THROUGH_INTERFACE = "0 of 3 layers attend through"
+UNSUPPORTED = {
+    "gptj": NOT_THROUGH_INTERFACE,
+    "falcon": NOT_THROUGH_INTERFACE,
+    "falcon-alibi": NOT_THROUGH_INTERFACE,
+    "bloom": NOT_THROUGH_INTERFACE,
+    "mpt": NOT_THROUGH_INTERFACE,
+    "mamba": "linear_attention",
+    "recurrent_gemma": "linear_attention",
+    "qwen3_next": "linear_attention",
+    "llama4": "chunked_attention",
+}
+
+
+@pytest.mark.parametrize("arch", UNSUPPORTED)
+def test_load_unsupported_architecture_refused_with_reason(arch: str, tmp_path: Path) -> None:
+    directory = tiny_model(arch, tmp_path)
+    with pytest.raises(UnsupportedModelError) as refused:
+        Engine.load(str(directory))
+    assert UNSUPPORTED[arch] in refused.value.reason
+    assert refused.value.model == str(directory)
+
+
+@pytest.mark.parametrize("arch", ["recurrent_gemma", "qwen3_next"])
+def test_load_layers_with_other_state_refused_by_the_probe(
+    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hybrid whose configuration would not tell is found by counting the calls of the attention."""
+    served = frozenset({"linear_attention", "full_attention", "sliding_attention"})
+    monkeypatch.setattr("services.engine.model._LAYER_TYPES", served)
+    with pytest.raises(UnsupportedModelError, match="1 of 3 layers attend"):
+        Engine.load(str(tiny_model(arch, tmp_path)))
+
+
+def test_load_encoder_decoder_refused(tmp_path: Path) -> None:
+    T5Config(vocab_size=97, d_model=32, num_layers=1, num_heads=2).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+        Engine.load(str(tmp_path))
+
+
+def test_load_unknown_attention_argument_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An argument that we do not follow would give silently wrong logits."""
+    directory = tiny_model("llama", tmp_path)
+    right = probe.unknown_arguments
+    monkeypatch.setattr(
+        probe, "unknown_arguments", lambda given: right({**given, "position_bias": torch.zeros(1)})
+    )
+    with pytest.raises(UnsupportedModelError, match="position_bias"):
+        Engine.load(str(directory))
+
+
+def test_load_window_by_mask_alone_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that slides by its mask but does not tell its attention would never slide here."""
+    directory = tiny_model("mistral", tmp_path)
+    right = LayerInput.__init__
+
+    def forget_window(self: LayerInput, *given: Any) -> None:
+        right(self, *given[:4], None, *given[5:])
+
+    monkeypatch.setattr(LayerInput, "__init__", forget_window)
+    with pytest.raises(UnsupportedModelError, match="slides by its configuration"):
+        Engine.load(str(directory))
+
+
+def test_load_general_path_that_differs_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        "services.engine.attention.F.scaled_dot_product_attention",
+        lambda *given, attn_mask, scale: right(*given, scale=scale),
+    )
+    with pytest.raises(UnsupportedModelError, match="differ from the model's own"):
+        Engine.load(str(tiny_model("llama", tmp_path)), lean=False)
+
+
+def test_load_lean_path_that_differs_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LeanAttention, "_mask", lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match="differ from the model's own"):
+        Engine.load(str(tiny_model("llama", tmp_path)))
+
+
+def test_load_bidirectional_attention_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tiny_model("llama", tmp_path)
+    right = LlamaAttention.__init__
+
+    def both_ways(self: LlamaAttention, *given: Any, **named: Any) -> None:
+        right(self, *given, **named)
+        self.is_causal = False
+
+    monkeypatch.setattr(LlamaAttention, "__init__", both_ways)
+    with pytest.raises(UnsupportedModelError, match="both directions"):
+        Engine.load(str(directory))
+
+
+def test_load_missing_directory_not_found(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="nowhere"):
+        Engine.load(str(tmp_path / "nowhere"))
+
+
+def test_load_unknown_model_type_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "of_tomorrow"}))
+    with pytest.raises(UnsupportedModelError, match="of_tomorrow"):
+        Engine.load(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("setting", "field"), [({"device": "abacus"}, "device"), ({"dtype": "int3"}, "dtype")]
+)
+def test_load_unknown_device_or_dtype_names_the_field(
+    tmp_path: Path, setting: dict[str, str], field: str
+) -> None:
+    directory = tiny_model("llama", tmp_path)
+    with pytest.raises(InvalidArgumentError) as wrong:
+        Engine.load(str(directory), **setting)  # type: ignore[arg-type]
+    assert wrong.value.field == field
+
+
+def test_longrope_context_ends_where_its_rotation_changes(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 32,
+    }
+    directory = tiny_model("phi3", tmp_path, rope_parameters=rope, original_max_position_embeddings=32)
+    assert Engine.load(str(directory)).max_context == 32
+
+
+def test_resolve_model_demo_is_the_pair_that_ships() -> None:
+    assert resolve_model("demo", "target") == str(TARGET_DIR)
+    assert resolve_model("demo", "draft") == str(DRAFT_DIR)
+    assert resolve_model("some/name", "draft") == "some/name"
+    with pytest.raises(InvalidArgumentError, match="role"):
+        resolve_model("demo", "verifier")
