@@ -1,4 +1,4 @@
-"""The orchestrator end to end: real worker processes with the demo pair, real Redis, no Ray."""
+"""The orchestrator with the demo pair in real worker processes and a real Redis, without Ray."""
 
 from __future__ import annotations
 
@@ -12,15 +12,10 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 
 import pytest
 from redis_helpers import running_redis
-from scripted_workers import scripted, until
+from service_helpers import PROMPTS, SEEDED, complete, running, text_of, tokens_of
 
-from gammaray.config import OrchestratorSettings
 from gammaray.errors import (
     FailedPreconditionError,
-    InvalidArgumentError,
-    NotFoundError,
-    ResourceExhaustedError,
-    UnavailableError,
 )
 from gammaray.types import (
     ADAPTIVE,
@@ -32,17 +27,12 @@ from gammaray.types import (
     TokenOrigin,
     VerificationMethod,
 )
-from orchestrator.service import Orchestrator
 from orchestrator.store import RedisStore
 from orchestrator.tokenizer import resolve_model
 
 pytestmark = pytest.mark.integration
 
-PROMPTS = ["def read_lines(path):\n", "import os\n\nclass Stack:\n    def ", "for i in range(", "# A short"]
-SEEDED = SamplingParams(temperature=1.0, seed=1234)
 GREEDY = SamplingParams(temperature=0.0, seed=0)
-BIASED = SamplingParams(logit_bias={2048: 1.0})
-NOT_A_NUMBER = SamplingParams(temperature=float("nan"))
 
 
 @contextmanager
@@ -70,38 +60,10 @@ def workers():
         yield target, draft
 
 
-@asynccontextmanager
-async def running(server, target: str, draft: str, **settings):
-    orchestrator = await Orchestrator.start(
-        OrchestratorSettings(redis_url=server.url, target_addresses=target, draft_addresses=draft, **settings)
-    )
-    try:
-        yield orchestrator
-    finally:
-        await orchestrator.close()
-
-
 @pytest.fixture
 async def orchestrator(redis_server, workers):
     async with running(redis_server, *workers) as orchestrator:
         yield orchestrator
-
-
-async def complete(orchestrator, request: GenerationRequest, after_chunk=lambda count: None):
-    """Return all chunks of a completion; `after_chunk` is told how many came so far."""
-    chunks = []
-    async for chunk in orchestrator.generate(request):
-        chunks.append(chunk)
-        after_chunk(len(chunks))
-    return chunks
-
-
-def tokens_of(chunks) -> list[int]:
-    return [token.token_id for chunk in chunks for token in chunk.tokens]
-
-
-def text_of(chunks) -> str:
-    return "".join(chunk.text for chunk in chunks)
 
 
 @pytest.mark.parametrize("params", [SEEDED, GREEDY], ids=["temperature-1", "greedy"])
@@ -231,34 +193,6 @@ async def test_service_completion_ends_at_the_context(orchestrator):
     assert chunks[-1].finish_reason is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize(
-    ("fields", "error", "wanted"),
-    [
-        pytest.param({"model": "gpt-7"}, NotFoundError, "'gpt-7'.*'demo'", id="unknown-model"),
-        pytest.param({"prompt": ""}, InvalidArgumentError, "prompt", id="empty-text"),
-        pytest.param({"prompt": ()}, InvalidArgumentError, "prompt", id="no-tokens"),
-        pytest.param({"prompt": (5,) * 2048}, InvalidArgumentError, "2048 tokens.*2047", id="too-long"),
-        pytest.param({"prompt": "a b " * 3000}, InvalidArgumentError, "tokens.*2047", id="too-long-text"),
-        pytest.param({"prompt": "x" * (2**20 + 1)}, InvalidArgumentError, "1048577", id="too-big"),
-        pytest.param({"prompt": "é" * 2**20}, InvalidArgumentError, "2097152 bytes", id="too-many-bytes"),
-        pytest.param({"prompt": "a\ud800"}, InvalidArgumentError, "surrogate", id="surrogate"),
-        pytest.param({"prompt": (1, 2048)}, InvalidArgumentError, "prompt: got 2048", id="token-id"),
-        pytest.param({"prompt": (1, -1)}, InvalidArgumentError, "prompt: got -1", id="negative-token"),
-        pytest.param({"stop_token_ids": (2048,)}, InvalidArgumentError, "stop_token_ids", id="stop-token"),
-        pytest.param({"max_tokens": 0}, InvalidArgumentError, "max_tokens", id="max-tokens"),
-        pytest.param({"gamma": GammaPolicy(65)}, InvalidArgumentError, "gamma", id="gamma"),
-        pytest.param({"sampling": BIASED}, InvalidArgumentError, "logit_bias", id="bias"),
-        pytest.param({"sampling": NOT_A_NUMBER}, InvalidArgumentError, "temperature", id="nan"),
-    ],
-)
-async def test_service_bad_request_is_refused_and_leaves_nothing(orchestrator, fields, error, wanted):
-    keys = await orchestrator._redis.dbsize()
-    with pytest.raises(error, match=wanted):
-        await complete(orchestrator, dataclasses.replace(GenerationRequest("x", max_tokens=4), **fields))
-    assert await orchestrator._redis.dbsize() == keys
-    assert orchestrator._num_active == 0
-
-
 async def sessions_on_workers(orchestrator) -> int:
     """Ask the workers themselves how many sessions they hold."""
     total = 0
@@ -311,29 +245,6 @@ async def test_service_ended_request_frees_the_workers(orchestrator, how):
     assert orchestrator._num_active == 0
 
 
-async def test_service_too_many_requests_are_refused_with_a_delay(redis_server, workers):
-    async with running(redis_server, *workers, max_concurrent_requests=2) as orchestrator:
-        request = GenerationRequest(PROMPTS[0], max_tokens=500, ignore_eos=True)
-        async with aclosing(orchestrator.generate(request)) as one:
-            async with aclosing(orchestrator.generate(request)) as two:
-                await anext(one)
-                await anext(two)
-                with pytest.raises(ResourceExhaustedError, match="2 requests") as refused:
-                    await complete(orchestrator, request)
-                assert refused.value.retry_after_s > 0
-        assert await complete(orchestrator, dataclasses.replace(request, max_tokens=2))
-
-
-async def test_service_without_a_draft_worker_decodes_plainly(redis_server, workers):
-    async with running(redis_server, workers[0], "") as orchestrator:
-        plain = [{"drafter": DrafterKind.NONE}, {"gamma": GammaPolicy(0)}]
-        for fields in (*plain, {"gamma": GammaPolicy(4)}, {"gamma": ADAPTIVE}):
-            request = GenerationRequest(PROMPTS[0], sampling=SEEDED, max_tokens=10, **fields)
-            chunks = await complete(orchestrator, request)
-            assert len(tokens_of(chunks)) == chunks[-1].summary.cycles == 10
-            assert chunks[-1].summary.alpha is None
-
-
 async def test_service_status_names_every_process(orchestrator, workers, redis_server):
     status = {process.role: process for process in await orchestrator.status()}
     assert sorted(status) == ["draft", "orchestrator", "redis", "target"]
@@ -360,39 +271,3 @@ async def test_service_draft_worker_killed_in_flight_changes_no_token(redis_serv
     early = [token for chunk in chunks[:5] for token in chunk.tokens]
     assert any(token.origin is TokenOrigin.ACCEPTED for token in early)
     assert len(chunks[-1].tokens) == 1
-
-
-async def test_service_target_killed_and_gone_is_unavailable(redis_server):
-    with worker_process("target") as (process, target):
-        async with running(redis_server, target, "", worker_wait_s=0.5) as orchestrator:
-            request = GenerationRequest(PROMPTS[0], max_tokens=1000, ignore_eos=True)
-            with pytest.raises(UnavailableError, match="no target worker"):
-                await complete(orchestrator, request, lambda count: process.kill())
-
-
-async def test_service_start_refuses_a_draft_of_another_vocabulary(redis_server, workers):
-    async with scripted("draft", vocab_size=999) as draft:
-        with pytest.raises(InvalidArgumentError, match=r"999 token ids.*2048 token ids"):
-            async with running(redis_server, workers[0], draft.address):
-                pass
-
-
-async def test_service_start_without_redis_is_unavailable():
-    with pytest.raises(UnavailableError, match="Redis"):
-        await Orchestrator.start(OrchestratorSettings(redis_url="redis://127.0.0.1:1/0"))
-
-
-async def test_service_start_with_an_unknown_model_names_it(redis_server):
-    with pytest.raises(InvalidArgumentError, match="no/such-model"):
-        await Orchestrator.start(OrchestratorSettings(redis_url=redis_server.url, model="no/such-model"))
-
-
-async def test_service_redis_dies_the_request_fails_and_the_workers_are_freed(workers):
-    with running_redis() as server:
-        async with running(server, *workers) as orchestrator:
-            request = GenerationRequest(PROMPTS[0], max_tokens=1000, ignore_eos=True)
-            with pytest.raises(UnavailableError, match="Redis"):
-                await complete(orchestrator, request, lambda count: server.stop())
-            (redis_status,) = [p for p in await orchestrator.status() if p.role == "redis"]
-            assert not redis_status.healthy
-            await until(lambda: not any(link.sessions for link in orchestrator._fleet.targets.links.values()))

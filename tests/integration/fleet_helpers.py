@@ -1,0 +1,53 @@
+"""Fleets of scripted workers."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+from scripted_workers import PROMPT, VOCAB, ScriptedWorker
+
+from orchestrator.fleet import Fleet
+from orchestrator.remote import RemoteDrafter, RemoteVerifier, session_spec
+
+
+class ListRegistry:
+    """A registry that says what it is told to."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, set[str]] = {"target": set(), "draft": set()}
+        self.error: Exception | None = None
+
+    async def addresses(self, role: str) -> set[str]:
+        if self.error is not None:
+            raise self.error
+        return set(self.known[role])
+
+
+@asynccontextmanager
+async def fleet_of(*workers: ScriptedWorker, registry=None, settle_s: float = 5.0):
+    by_role = {role: ",".join(w.address for w in workers if w.role == role) for role in ("target", "draft")}
+    fleet = Fleet(
+        registry or ListRegistry(),
+        VOCAB,
+        target_addresses=by_role["target"],
+        draft_addresses=by_role["draft"],
+    )
+    await fleet.start(settle_s)
+    try:
+        yield fleet
+    finally:
+        await fleet.close()
+
+
+def clients(fleet, session, *, propose_timeout_s=5.0, verify_timeout_s=5.0, wait_s=5.0):
+    spec = session_spec(session, frozenset())
+    return (
+        RemoteDrafter(
+            fleet.drafts, spec, timeout_s=propose_timeout_s, prefill_timeout_s=5.0, vocab_size=VOCAB
+        ),
+        RemoteVerifier(fleet.targets, spec, timeout_s=verify_timeout_s, wait_s=wait_s),
+    )
+
+
+def emitted(session) -> list[int]:
+    return session.token_ids[len(PROMPT) :]

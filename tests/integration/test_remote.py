@@ -1,0 +1,276 @@
+"""Drafters and verifiers on scripted workers: feeding, re-feeding, failover, affinity."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from fleet_helpers import clients, emitted, fleet_of
+from scripted_workers import (
+    PROMPT,
+    VOCAB,
+    NoStore,
+    Steady,
+    continuation,
+    finish,
+    make_session,
+    scripted,
+    until,
+)
+
+from gammaray.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from gammaray.types import Proposal
+from gammaray.v1 import types_pb2 as pb
+from orchestrator.cycle import run_cycle
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 3, 8])
+async def test_remote_session_is_lossless_and_sends_only_what_is_lacking(gamma):
+    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
+        session = make_session(max_tokens=40)
+        cycles = await finish(session, *clients(fleet, session), gamma)
+        assert emitted(session) == continuation(PROMPT, 40)
+        for worker in (target, draft):
+            assert worker.num_needs == 0
+            assert sum(block.HasField("spec") for block in worker.blocks) == (worker is target or gamma > 0)
+        sent = sum(len(block.context.token_ids) for block in target.blocks)
+        accepted = sum(c.num_accepted for c in cycles)
+        assert sent <= len(PROMPT) + 40 - accepted + gamma
+        assert (len(draft.blocks) > 0) is (gamma > 0)
+        assert all(block.gamma <= gamma for block in draft.blocks)
+
+
+async def test_remote_many_sessions_at_once_share_streams_and_frames():
+    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
+        sessions = [make_session(f"s{i}", max_tokens=20) for i in range(30)]
+        await asyncio.gather(*(finish(s, *clients(fleet, s), 4) for s in sessions))
+        assert all(emitted(s) == continuation(PROMPT, 20) for s in sessions)
+        assert target.num_streams == draft.num_streams == 1
+        assert len(target.frames) < len(target.blocks) / 5
+
+
+async def test_remote_evicted_session_is_fed_again():
+    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
+        work = {worker: worker.work for worker in (target, draft)}
+
+        def forgetful(worker):
+            def answer(block):
+                if len(worker.blocks) in (4, 7):
+                    worker.forget()
+                elif len(worker.blocks) == 5:  # a part of the cache is gone
+                    worker.held[block.session_id] = worker.held.get(block.session_id, [])[:2]
+                return work[worker](block)
+
+            return answer
+
+        for worker in (target, draft):
+            worker.on_block = forgetful(worker)
+        session = make_session(max_tokens=40)
+        cycles = await finish(session, *clients(fleet, session), 3)
+        assert emitted(session) == continuation(PROMPT, 40)
+        assert target.num_needs >= 2
+        assert draft.num_needs >= 2
+        assert not any(c.draft_failed for c in cycles)
+
+
+async def test_remote_worker_that_never_has_enough_is_given_up():
+    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
+        greedy = lambda worker: lambda block: worker.result(block, need=pb.NeedTokens(position=0))  # noqa: E731
+        session = make_session(max_tokens=8)
+        drafter, verifier = clients(fleet, session)
+        draft.on_block = greedy(draft)
+        cycles = await finish(session, drafter, verifier, 3)
+        assert emitted(session) == continuation(PROMPT, 8)
+        assert cycles[0].draft_failed
+        target.on_block = greedy(target)
+        session = make_session("t")
+        with pytest.raises(InternalError, match="lacks tokens after"):
+            await finish(session, *clients(fleet, session), 0)
+        target.on_block = lambda block: target.result(block, need=pb.NeedTokens(position=10**6))
+        session = make_session("u")
+        with pytest.raises(InternalError, match="ahead of the session"):
+            await finish(session, *clients(fleet, session), 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (3, InvalidArgumentError),
+        (4, DeadlineExceededError),
+        (8, ResourceExhaustedError),
+        (9, FailedPreconditionError),
+        (13, InternalError),
+    ],
+)
+async def test_remote_block_error_of_the_target_has_its_class(code, error):
+    async with scripted("target") as target, fleet_of(target) as fleet:
+        target.on_block = lambda b: target.result(b, error=pb.BlockError(code=code, message="because"))
+        session = make_session()
+        with pytest.raises(error, match="because"):
+            await finish(session, *clients(fleet, session), 0)
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        pytest.param({"error": pb.BlockError(code=13, message="broken")}, id="error"),
+        pytest.param({"proposal": pb.Proposal(token_ids=[VOCAB])}, id="token-out-of-vocabulary"),
+        pytest.param({"proposal": pb.Proposal(token_ids=[1, 2], parents=[-1, 1])}, id="parent-is-itself"),
+        pytest.param({"proposal": pb.Proposal(token_ids=[1] * 64)}, id="too-long"),
+        pytest.param({}, id="no-outcome"),
+    ],
+)
+async def test_remote_bad_drafter_costs_only_speed(outcome):
+    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
+        draft.on_block = lambda b: draft.result(b, **outcome)
+        session = make_session(max_tokens=12)
+        await finish(session, *clients(fleet, session), 3)
+        assert emitted(session) == continuation(PROMPT, 12)
+
+
+async def test_remote_silent_drafter_costs_one_deadline_then_little():
+    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
+        draft.on_block = lambda block: None
+        session = make_session(max_tokens=60)
+        drafter, verifier = clients(fleet, session, propose_timeout_s=0.2)
+        cycles = await finish(session, drafter, verifier, 3)
+        assert emitted(session) == continuation(PROMPT, 60)
+        assert len(draft.blocks) == 1, "the next try comes only after a multiple of the time that was lost"
+        assert sum(c.draft_s > 0.1 for c in cycles) == 1
+        # Another session does not wait for it again either.
+        other = make_session("other", max_tokens=5)
+        await finish(other, *clients(fleet, other, propose_timeout_s=0.2), 3)
+        assert len(draft.blocks) == 1
+
+
+async def test_remote_drafter_that_recovers_is_used_again():
+    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
+        draft.on_block = lambda b: draft.result(b, error=pb.BlockError(code=13, message="broken"))
+        session = make_session(max_tokens=400)
+        task = asyncio.create_task(finish(session, *clients(fleet, session), 3))
+        await until(lambda: len(draft.blocks) >= 1)
+        draft.on_block = draft.work
+        cycles = await task
+        assert cycles[0].draft_failed
+        assert cycles[-1].num_drafted > 0
+
+
+async def test_remote_draft_worker_dies_the_other_one_takes_over():
+    async with scripted("target", "draft", "draft") as (target, *drafts), fleet_of(target, *drafts) as fleet:
+        session = make_session(max_tokens=600)
+        drafter, verifier = clients(fleet, session)
+        task = asyncio.create_task(finish(session, drafter, verifier, 2))
+        await until(lambda: any(len(d.blocks) > 5 for d in drafts))
+        first, second = sorted(drafts, key=lambda d: -len(d.blocks))
+        assert second.blocks == []
+        await first.stop()
+        await task
+        assert emitted(session) == continuation(PROMPT, 600)
+        assert len(second.blocks) > 5
+
+
+async def test_remote_long_prompt_is_read_while_the_target_reads_it_too():
+    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
+        prompt = tuple(i % VOCAB for i in range(500))
+        draft.runs.clear()
+        session = make_session(max_tokens=60, prompt=prompt)
+        drafter, verifier = clients(fleet, session)
+        cycles = [await run_cycle(session, drafter, verifier, NoStore(), Steady(3)) for _ in range(4)]
+        assert [(c.gamma, c.num_drafted, c.draft_failed) for c in cycles] == [(3, 0, False)] * 4
+        (waiting,) = draft.blocks
+        assert (waiting.base_position, len(waiting.context.token_ids)) == (500, 500)
+        draft.runs.set()
+        await until(lambda: drafter._prefill.done())
+        cycles = await finish(session, drafter, verifier, 3)
+        assert session.token_ids[500:] == continuation(prompt, 60)
+        assert cycles[-2].num_drafted > 0
+        assert len(draft.blocks[1].context.token_ids) < 10, "what was read is not sent again"
+
+
+async def test_remote_no_draft_worker_is_plain_decoding():
+    async with scripted("target") as target, fleet_of(target) as fleet:
+        session = make_session(max_tokens=10)
+        cycles = await finish(session, *clients(fleet, session), 5)
+        assert emitted(session) == continuation(PROMPT, 10)
+        assert all(c.num_drafted == 0 for c in cycles)
+
+
+async def test_remote_draft_context_ends_before_the_targets():
+    async with scripted("target") as target, scripted("draft", max_context=20) as draft:
+        async with fleet_of(target, draft) as fleet:
+            session = make_session(max_tokens=30)
+            cycles = await finish(session, *clients(fleet, session), 4)
+            assert emitted(session) == continuation(PROMPT, 30)
+            assert not any(c.draft_failed for c in cycles)
+            assert all(b.base_position + b.gamma <= 20 for b in draft.blocks)
+
+
+async def test_remote_target_dies_another_takes_over_without_a_trace():
+    async with scripted("target", "target", "draft") as (*targets, draft), fleet_of(*targets, draft) as fleet:
+        session = make_session(max_tokens=200)
+        task = asyncio.create_task(finish(session, *clients(fleet, session), 3))
+        await until(lambda: any(len(t.blocks) > 5 for t in targets))
+        first, second = sorted(targets, key=lambda t: -len(t.blocks))
+        await first.stop()
+        await task
+        assert emitted(session) == continuation(PROMPT, 200)
+        assert second.blocks[0].context.start == 0
+        assert second.blocks[0].HasField("spec")
+
+
+async def test_remote_only_target_restarts_the_session_waits_for_it():
+    async with scripted("target") as target, fleet_of(target) as fleet:
+        session = make_session(max_tokens=100)
+        task = asyncio.create_task(finish(session, *clients(fleet, session), 0))
+        await until(lambda: len(target.blocks) > 5)
+        await target.stop()
+        await asyncio.sleep(0.1)
+        await target.start()
+        await task
+        assert emitted(session) == continuation(PROMPT, 100)
+
+
+async def test_remote_no_target_in_time_is_unavailable():
+    async with fleet_of() as fleet:
+        session = make_session()
+        start = time.monotonic()
+        with pytest.raises(UnavailableError, match=r"no target worker within 0\.2 s"):
+            await finish(session, *clients(fleet, session, wait_s=0.2), 0)
+        assert time.monotonic() - start < 2
+
+
+async def test_remote_silent_target_fails_at_its_deadline():
+    async with scripted("target") as target, fleet_of(target) as fleet:
+        target.on_block = lambda block: None
+        session = make_session()
+        with pytest.raises(DeadlineExceededError, match="target worker"):
+            await finish(session, *clients(fleet, session, verify_timeout_s=0.2), 0)
+
+
+async def test_remote_sessions_stay_and_new_ones_go_to_the_least_loaded():
+    async with scripted("target", "target", "target") as targets, fleet_of(*targets) as fleet:
+        pairs = []
+        for index in range(9):
+            session = make_session(f"s{index}", max_tokens=50)
+            _, verifier = clients(fleet, session)
+            pairs.append((session, verifier))
+            for _ in range(3):
+                verdict = await verifier.verify(session, Proposal())
+                session.commit([verdict.next_token_id])
+        assert [len(t.held) for t in targets] == [3, 3, 3]
+        assert [len(t.blocks) for t in targets] == [9, 9, 9]
+        for session, verifier in pairs:
+            verifier.release(session)
+            verifier.release(session)
+        await until(lambda: all(not t.held for t in targets))
+        assert [len(t.released) for t in targets] == [3, 3, 3]
