@@ -81,7 +81,7 @@ def stack_mask(mask: Tensor | None, group: int) -> Tensor | None:
 
 def bias_of(allowed: Tensor) -> Tensor:
     """What to add to scores: 0 where `allowed`, else -inf."""
-    return torch.zeros(allowed.shape).masked_fill_(~allowed, float("-inf"))
+    return torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, float("-inf"))
 
 
 def _node_part(segment: Segment, row: int) -> Part:

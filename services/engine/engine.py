@@ -153,6 +153,8 @@ class Engine:
             if feed.parents is not None:
                 cache.tree_tokens = list(feed.token_ids[segment.count - num_nodes :])
                 cache.tree_parents = list(feed.parents)
+        if len(feeds) == 1:
+            return [logits]
         return list(logits.split([feed.num_logits for feed in feeds]))
 
     def length(self, session_id: str) -> int:

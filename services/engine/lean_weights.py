@@ -71,7 +71,8 @@ class LeanModel:
         last_norm: [hidden], like the layers' norms, for `head`.
         head: [vocab_size, hidden].
         activation: In-place activation of the gate.
-        rotation: Given a count, returns complex factors [count, head_dim / 2] for positions 0..count-1.
+        rotation: Given a count, returns complex factors [count, head_dim / 2] for positions 0..count-1, or
+            fewer where the context ends before.
     """
 
     shape: LeanShape
@@ -101,7 +102,7 @@ def build_lean(
 ) -> LeanModel:
     """Fuse and lay out the weights of a model that `has_lean_path`; `invariant` as in `pack_matrix`."""
     config, body = loaded.config, loaded.module.model
-    attention, rotary = body.layers[0].self_attn, body.rotary_emb
+    attention, rotary, max_context = body.layers[0].self_attn, body.rotary_emb, loaded.max_context
     shape = LeanShape(
         hidden=config.hidden_size,
         intermediate=config.intermediate_size,
@@ -123,7 +124,8 @@ def build_lean(
         last_norm=_norm_weight(body.norm, head),
         head=head,
         activation=_ACTIVATIONS[config.hidden_act],
-        rotation=lambda count: _rotation(rotary, count, shape.head_dim),
+        # Past the model's context some kinds of rotation would change for all positions.
+        rotation=lambda count: _rotation(rotary, min(count, max_context), shape.head_dim),
     )
 
 

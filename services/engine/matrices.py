@@ -49,26 +49,23 @@ class Matrix(Protocol):
 class HalfMatrix:
     """Float16 weights, exact; float32 arithmetic."""
 
-    __slots__ = ("_packed", "bias", "gain", "num_outputs")
+    __slots__ = ("_into", "_packed", "bias", "gain", "num_outputs")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, exponent: int) -> None:
         self.gain = 2.0**-exponent
         self.num_outputs = weight.shape[0]
         self.bias = None if bias is None else (bias * 2.0**exponent).contiguous()
         self._packed = torch.fbgemm_pack_gemm_matrix_fp16(weight * 2.0**exponent)
+        # Looked up here and not at import: see `_has_half_products`.
+        self._into = torch.ops.aten.fbgemm_linear_fp16_weight_fp32_activation.out
 
     def product(self, x: Tensor) -> Tensor:
         """Return x W^T + b / gain."""
         return torch.fbgemm_linear_fp16_weight_fp32_activation(x, self._packed, self.bias)
 
-    def product_into(
-        self,
-        x: Tensor,
-        out: Tensor,
-        _into=torch.ops.aten.fbgemm_linear_fp16_weight_fp32_activation.out,  # type: ignore[no-untyped-def]
-    ) -> None:
+    def product_into(self, x: Tensor, out: Tensor) -> None:
         """Write x W^T + b / gain to `out`."""
-        _into(x, self._packed, self.bias, output=out)
+        self._into(x, self._packed, self.bias, output=out)
 
 
 class FullMatrix:

@@ -161,3 +161,15 @@ def test_step_logits_can_be_written_to(directories: dict[str, Path]) -> None:
         assert torch.equal(second, kept)
         engine.step([Feed("a", 3, [5], 1)])
         assert torch.equal(second, kept)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_bfloat16_stays_within_its_rounding(directories: dict[str, Path], arch: str) -> None:
+    engine = Engine.load(str(directories[arch]), dtype="bfloat16")
+    text = random_tokens(30, 1)
+    got = torch.cat(
+        [*engine.step([Feed("a", 0, text[:21], 21)]), *engine.step([Feed("a", 21, text[21:], 9)])]
+    )
+    expected = plain_logits(plain_model(directories[arch]).to(torch.bfloat16), text)
+    assert got.dtype == torch.float32
+    assert (got - expected).abs().mean() <= 0.05 * expected.abs().mean()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from engine_helpers import CheckedEngine, plain_model, random_tokens, tiny_model
 
+from services.engine import engine as engine_module
 from services.engine import matrices
 from services.engine.engine import Engine, Feed
 from services.engine.lean import LeanRunner
 from services.engine.matrices import FullMatrix, HalfMatrix, pack_matrix
-from services.engine.model import resolve_model
+from services.engine.model import LoadedModel, resolve_model
 
 
 def bfloat16_weight(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -117,3 +120,31 @@ def test_lean_path_without_half_products_still_exact(tmp_path: Path, monkeypatch
     run.step(Feed("a", 0, random_tokens(9, 1), 9))
     run.step(Feed("a", 9, [3], 1))
     assert run.worst <= 1e-4
+
+
+def test_lean_path_dynamic_rotation_stays_that_of_the_context(tmp_path: Path) -> None:
+    """Asked for positions past the context, dynamic rotary embedding would change all of them."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    directory = tiny_model("llama", tmp_path, rope_parameters=rope)
+    run = CheckedEngine(Engine.load(str(directory)), plain_model(directory))
+    run.step(Feed("a", 0, random_tokens(126, 1), 3))
+    run.step(Feed("a", 126, random_tokens(2, 2), 2))
+    run.step(Feed("a", 20, random_tokens(2, 2), 2))
+    assert run.worst <= 1e-4
+
+
+def test_lean_path_does_not_keep_the_loaded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the laid out weights stay in memory."""
+    loaded: list[weakref.ref[torch.nn.Module]] = []
+    right = engine_module.load_model
+
+    def load(name: str, **settings: str) -> LoadedModel:
+        model = right(name, **settings)
+        loaded.append(weakref.ref(model.module))
+        return model
+
+    monkeypatch.setattr(engine_module, "load_model", load)
+    engine = Engine.load(str(tiny_model("llama", tmp_path)))
+    gc.collect()
+    assert loaded[0]() is None
+    assert engine.num_layers == 3
