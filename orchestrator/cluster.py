@@ -10,33 +10,35 @@ import importlib
 import logging
 import os
 import re
-import shutil
 import signal
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import psutil
 
+from gammaray import transport
 from gammaray.config import ClusterSettings
 from gammaray.errors import DeadlineExceededError, GammarayError, InvalidArgumentError, UnavailableError
 from orchestrator.cluster_env import private_directory, serve_environment
 from orchestrator.cluster_options import LauncherOptions, announcer, parse_options
 from orchestrator.preflight import check_port, check_vocabularies
-from orchestrator.reaper import adopt_orphans, die_with_parent, end_descendants
+from orchestrator.readiness import missing_parts
+from orchestrator.reaper import MARK, Guardian, die_with_parent
 from orchestrator.redis_server import RedisServer
 
 __all__ = ["main"]
 
 HOST = "127.0.0.1"
 _WORKER_BUILDERS = {"target": "services.app:build_target", "draft": "services.app:build_draft"}
-_APPLICATION = "gammaray"  # clients name it in their metadata
+_APPLICATION = transport.APPLICATION
+_ESSENTIAL = ("gcs_server", "raylet", "redis-server")
 _POLL_S = 0.1
+_HOPELESS = re.compile(r"[\w.]*(UnsupportedModelError|InvalidArgumentError)\b")
 _ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)\b")
 
 
@@ -46,19 +48,19 @@ class _Stop(BaseException):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Start a cluster, serve until a signal comes, stop everything; return the exit status."""
+    complaints = os.fdopen(os.dup(sys.stderr.fileno()), "w")
     try:
         options = parse_options(argv)
         announce = announcer(options, HOST)
         if options.die_with_parent:
             die_with_parent()
-        adopt_orphans()
         _on_signals(_stop)
         with ExitStack() as started:
             serve_cluster(options, started, announce)
     except _Stop:
         return 0
     except GammarayError as error:
-        print(f"gammaray: {error}", file=sys.stderr, flush=True)
+        print(f"gammaray: {error}", file=complaints, flush=True)
         return 2 if isinstance(error, InvalidArgumentError) else 1
 
 
@@ -79,14 +81,14 @@ def serve_cluster(options: LauncherOptions, started: ExitStack, announce: Callab
     check_vocabularies(settings.target, settings.draft if settings.draft_workers else settings.target)
 
     directory = private_directory()
-    started.callback(shutil.rmtree, directory, ignore_errors=True)
-    started.callback(end_descendants)
-    redis_url = settings.redis_url or _start_redis(directory, started)
-    os.environ.update(serve_environment(directory, HOST))
+    guardian = Guardian(directory.name, directory)
+    started.callback(guardian.dismiss)
+    os.environ.update({MARK: directory.name, **serve_environment(directory, HOST)})
     os.environ.pop("RAY_ADDRESS", None)  # always a cluster of its own
+    redis_url = settings.redis_url or _start_redis(directory, started)
     started.enter_context(_ray(settings, directory))
     _deploy(settings, redis_url)
-    _wait_until_healthy(settings.http_port, deadline)
+    _wait_until_healthy(settings, deadline)
     announce()
     _watch()
 
@@ -126,11 +128,16 @@ def _ray(settings: ClusterSettings, directory: Path) -> Iterator[None]:
         )
         yield
     finally:
-        # Ray tells of the actors that it was just asked to end.
-        with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
-            if ray.is_initialized():
-                serve.shutdown()  # type: ignore[no-untyped-call]
-                ray.shutdown()
+        _silence()
+        if ray.is_initialized():
+            serve.shutdown()  # type: ignore[no-untyped-call]
+            ray.shutdown()
+
+
+def _silence() -> None:
+    """Hide what Ray's compiled parts say, to the very end, of actors that they were just asked to end."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stderr.fileno())
 
 
 def _deploy(settings: ClusterSettings, redis_url: str) -> None:
@@ -159,8 +166,8 @@ def _build(role: str, settings: dict[str, Any], num_replicas: int) -> Any:
     return getattr(importlib.import_module(module), function)(settings, num_replicas)
 
 
-def _wait_until_healthy(http_port: int, deadline: float) -> None:
-    """Wait until every application runs and /health says yes.
+def _wait_until_healthy(settings: ClusterSettings, deadline: float) -> None:
+    """Wait until both APIs answer and know of every worker.
 
     Raises:
         UnavailableError: An application cannot start.
@@ -168,17 +175,20 @@ def _wait_until_healthy(http_port: int, deadline: float) -> None:
     """
     from ray import serve
 
+    missing = "applications"
     while time.monotonic() < deadline:
         applications = serve.status().applications
         for name, application in applications.items():
-            if application.status == "DEPLOY_FAILED":
-                raise UnavailableError(f"the {name} cannot start: {_reason(application)}")
-        all_running = all(application.status == "RUNNING" for application in applications.values())
-        if all_running and _is_healthy(http_port):
+            reason = _reason(application)
+            # Serve tries some more, but a model that cannot be served stays so.
+            if application.status == "DEPLOY_FAILED" or _HOPELESS.match(reason):
+                raise UnavailableError(f"{name} cannot start: {reason}")
+        waiting = [name for name, application in applications.items() if application.status != "RUNNING"]
+        missing = ", ".join(waiting) or missing_parts(settings, HOST)
+        if not missing:
             return
         time.sleep(_POLL_S)
-    waiting = {name: str(application.status) for name, application in serve.status().applications.items()}
-    raise DeadlineExceededError(f"the cluster did not become healthy in time: {waiting}")
+    raise DeadlineExceededError(f"the cluster did not become ready in time; still missing: {missing}")
 
 
 def _reason(application: Any) -> str:
@@ -189,25 +199,17 @@ def _reason(application: Any) -> str:
     return str((errors or [line for line in lines if line] or ["no reason given"])[-1])
 
 
-def _is_healthy(http_port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://{HOST}:{http_port}/health", timeout=2.0) as answer:
-            return bool(answer.status == 200)
-    except OSError:  # urllib's errors too
-        return False
-
-
 def _watch() -> NoReturn:
     """Wait for a signal, or for one of the processes that nobody restarts to end.
 
     Raises:
         UnavailableError: One of them ended.
     """
-    essential = psutil.Process().children()
+    essential = {p: p.name() for p in psutil.Process().children() if p.name() in _ESSENTIAL}
     while True:
-        for process in essential:
+        for process, name in essential.items():
             if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-                raise UnavailableError(f"process {process.pid} of the cluster ended")
+                raise UnavailableError(f"{name} (process {process.pid}) ended, and nothing restarts it")
         time.sleep(1.0)
 
 

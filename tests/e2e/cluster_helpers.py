@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 import openai
@@ -25,6 +27,7 @@ from gammaray.v1 import (
 )
 from orchestrator.preflight import free_ports
 
+TEST_MARK = "GAMMARAY_TEST_MARK"
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0
 READY = re.compile(r"ready http=(http://127\.0\.0\.1:\d+) grpc=(127\.0\.0\.1:\d+)\n")
@@ -98,10 +101,23 @@ def running_cluster(*options: str) -> Iterator[Cluster]:
                 launcher.kill()
 
 
-def launch(*options: str, stderr: int | None = None) -> subprocess.Popen[str]:
-    """Start the launcher."""
+def launch(*options: str, mark: str = "", stderr: int | None = None) -> subprocess.Popen[str]:
+    """Start the launcher; `mark` is handed down to all that it starts, for `started_with` to find."""
     command = [sys.executable, "-m", "orchestrator.cluster", *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    environment = {**os.environ, TEST_MARK: mark}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
+
+
+def started_with(mark: str) -> list[str]:
+    """Return the command lines of what a launcher with this mark started, however far below it."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{TEST_MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append((folder / "cmdline").read_bytes().decode(errors="replace"))
+        except OSError:
+            continue
+    return found
 
 
 def _num_sessions(process: ProcessStatus) -> int:

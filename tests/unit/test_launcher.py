@@ -6,14 +6,15 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 
-import psutil
 import pytest
 
 from gammaray.errors import InvalidArgumentError
 from orchestrator.cluster_env import private_directory, serve_environment
 from orchestrator.cluster_options import parse_options
 from orchestrator.preflight import check_port, check_vocabularies, free_ports, vocab_size
+from orchestrator.reaper import MARK, Guardian, end_marked, marked
 
 
 def model(folder, **config):
@@ -117,41 +118,60 @@ def test_environments_of_two_clusters_share_nothing_but_settings():
     assert len(str(longest)) <= 97
 
 
-ORPHANS = """
-import subprocess, sys, time
-from orchestrator.reaper import adopt_orphans, end_descendants
-adopt_orphans()
-# A child that ignores SIGTERM, whose parent is gone by the time it is looked for.
+ORPHAN = """
+import os, subprocess, sys
+# A grandchild that ignores SIGTERM, whose parent is gone by the time it is looked for.
 stubborn = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
     "print('up', flush=True); time.sleep(60)"
 )
-parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {stubborn!r}], stdout=1)"
-child = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
-assert child.stdout.readline() == "up\\n"
-child.wait(10)
-print(end_descendants(grace_s=0.5))
+subprocess.Popen([sys.executable, "-c", stubborn])
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux only")
-def test_end_descendants_finds_orphans_that_ignore_sigterm():
-    before = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", ORPHANS], capture_output=True, text=True, timeout=30, env={**os.environ}
+def start_orphan(cluster_id):
+    environment = {**os.environ, MARK: cluster_id}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True, env=environment
     )
-    assert done.stdout == "1\n", done.stderr
-    assert time.monotonic() - before < 20
-    assert not [
-        p for p in psutil.process_iter(["cmdline"]) if "SIG_IGN);print('up'" in str(p.info["cmdline"])
-    ]
+    assert parent.stdout.readline() == "up\n"
+    parent.wait(10)
+    (orphan,) = marked(cluster_id)
+    return orphan
 
 
-def test_end_descendants_without_any_does_nothing():
-    done = subprocess.run(
-        [sys.executable, "-c", "from orchestrator.reaper import end_descendants as e; print(e())"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert done.stdout == "0\n"
+def test_end_marked_finds_orphans_that_ignore_sigterm():
+    cluster_id = uuid.uuid4().hex
+    start_orphan(cluster_id)
+    assert end_marked(cluster_id, grace_s=0.2) == 1
+    assert marked(cluster_id) == []
+    assert end_marked(cluster_id) == 0
+
+
+GUARDED = """
+import os, pathlib, signal, sys
+from orchestrator.reaper import Guardian
+Guardian(sys.argv[1], pathlib.Path(sys.argv[2]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_guardian_cleans_up_after_a_launcher_that_was_killed(tmp_path):
+    cluster_id, directory = uuid.uuid4().hex, tmp_path / "cluster"
+    directory.mkdir()
+    (directory / "file").touch()
+    orphan = start_orphan(cluster_id)
+    subprocess.run([sys.executable, "-c", GUARDED, cluster_id, str(directory)], timeout=30)
+    deadline = time.monotonic() + 20
+    while (directory.exists() or orphan.is_running()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert marked(cluster_id) == []
+    assert not directory.exists()
+
+
+def test_guardian_that_is_dismissed_cleans_up_and_ends(tmp_path):
+    cluster_id = uuid.uuid4().hex
+    guardian = Guardian(cluster_id, tmp_path / "cluster")
+    start_orphan(cluster_id)
+    guardian.dismiss()
+    assert marked(cluster_id) == []

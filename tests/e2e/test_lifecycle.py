@@ -1,0 +1,102 @@
+"""Clusters come and go: several workers, a launcher that is killed, starts that cannot succeed."""
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import uuid
+
+import psutil
+import pytest
+from cluster_helpers import launch, running_cluster, started_with, wait_until_gone
+
+from gammaray import Client
+from orchestrator.preflight import free_ports
+from services.demo_pair import DRAFT_DIR, TARGET_DIR
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+FAIL_FAST_S = 30.0
+
+
+def refuse(*options, timeout_s=FAIL_FAST_S):
+    """Run a launcher that must refuse to start; return what it says."""
+    ports = [str(port) for port in free_ports("127.0.0.1", 2)]
+    defaults = () if "--http-port" in options else ("--http-port", ports[0], "--grpc-port", ports[1])
+    mark = uuid.uuid4().hex
+    with launch("--wait-ready", *defaults, *options, mark=mark, stderr=subprocess.PIPE) as launcher:
+        output, complaint = launcher.communicate(timeout=timeout_s)
+    assert launcher.returncode not in (0, None)
+    assert output == ""
+    assert len(complaint.splitlines()) == 1, complaint
+    assert started_with(mark) == []
+    return complaint
+
+
+def test_several_of_each_serve_and_vanish_with_a_killed_launcher():
+    with running_cluster("--target-workers", "2", "--draft-workers", "2", "--orchestrators", "2") as cluster:
+        with Client(cluster.grpc) as client:
+            ready = client.wait_ready(60, roles=("target", "draft"))
+            texts = {client.complete("import ", max_tokens=24, seed=1, gamma=g).text for g in (0, 2, 4, 8)}
+        assert len(texts) == 1
+        roles = [process.role for process in ready]
+        assert roles.count("target") == roles.count("draft") == 2
+        below = cluster.processes()
+        assert len(below) > 8
+        cluster.launcher.send_signal(signal.SIGKILL)
+        cluster.launcher.wait(10)
+        assert wait_until_gone(below, 20) == []
+
+
+def test_interrupt_stops_everything():
+    with running_cluster("--draft-workers", "0") as cluster:
+        with Client(cluster.grpc) as client:
+            assert client.complete("import ", max_tokens=8, seed=1).usage.completion_tokens == 8
+        below = cluster.processes()
+        assert cluster.stop(signal.SIGINT) == 0
+        assert wait_until_gone(below, 1) == []
+        assert len(cluster.output) == 1  # the ready line, and nothing after it
+
+
+def test_draft_with_another_vocabulary_is_refused_with_both_sizes(tmp_path):
+    other = tmp_path / "draft"
+    shutil.copytree(DRAFT_DIR, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "vocab_size": 1000}))
+    complaint = refuse("--draft", str(other))
+    assert "1000" in complaint
+    assert "2048" in complaint
+
+
+def test_model_that_is_missing_is_refused():
+    assert "/no/such/model" in refuse("--target", "/no/such/model")
+
+
+def test_port_that_is_taken_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert str(port) in refuse("--http-port", str(port))
+
+
+def test_architecture_that_is_not_supported_is_refused_with_the_reason(tmp_path):
+    folder = tmp_path / "target"
+    shutil.copytree(TARGET_DIR, folder)
+    config = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "vocab_size": 2048}
+    (folder / "config.json").write_text(json.dumps(config))
+    complaint = refuse("--target", str(folder), timeout_s=180)
+    assert "cannot be served" in complaint
+
+
+def test_interrupt_during_the_start_leaves_nothing():
+    ports = [str(port) for port in free_ports("127.0.0.1", 2)]
+    with launch("--wait-ready", "--http-port", ports[0], "--grpc-port", ports[1]) as launcher:
+        process, deadline = psutil.Process(launcher.pid), time.monotonic() + 60
+        while not any("raylet" in " ".join(p.cmdline()[:1]) for p in process.children()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        below = process.children(recursive=True)
+        launcher.send_signal(signal.SIGTERM)
+        launcher.wait(60)
+        assert wait_until_gone(below, 1) == []
