@@ -165,7 +165,7 @@ def request_to_proto(request: t.GenerationRequest) -> gen.GenerateRequest:
         ignore_eos=request.ignore_eos,
         num_top_logprobs=request.num_top_logprobs,
         verification=_METHODS[request.verification],
-        gamma=gen.GammaPolicy(max_gamma=request.gamma.max_gamma),
+        gamma=gen.GammaPolicy(max_gamma=request.gamma.max_gamma, max_nodes=request.gamma.max_nodes),
         drafter=_DRAFTERS[request.drafter],
         session_id=request.session_id,
     )
@@ -201,7 +201,7 @@ def request_from_proto(message: gen.GenerateRequest) -> t.GenerationRequest:
         ignore_eos=message.ignore_eos,
         num_top_logprobs=message.num_top_logprobs if message.HasField("num_top_logprobs") else None,
         verification=method_from_proto(message.verification),
-        gamma=t.GammaPolicy(fixed, message.gamma.max_gamma),
+        gamma=t.GammaPolicy(fixed, message.gamma.max_gamma, message.gamma.max_nodes),
         drafter=_DRAFTERS_BACK.get(message.drafter, t.DrafterKind.MODEL),
         session_id=message.session_id,
     )

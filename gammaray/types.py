@@ -18,6 +18,7 @@ from gammaray.errors import InvalidArgumentError
 __all__ = [
     "ADAPTIVE",
     "MAX_GAMMA",
+    "MAX_NODES",
     "Chunk",
     "DrafterKind",
     "EmittedToken",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 MAX_GAMMA = 64
+MAX_NODES = 256
 MAX_TOP_LOGPROBS = 20
 
 
@@ -171,20 +173,28 @@ class Proposal:
 
 @dataclass(frozen=True)
 class GammaPolicy:
-    """How gamma is chosen: always `fixed`, or per cycle up to `max_gamma` when `fixed` is None."""
+    """How gamma is chosen: always `fixed`, or per cycle up to `max_gamma` when `fixed` is None.
+
+    Args:
+        fixed: Depth of every proposal, in tokens.
+        max_gamma: Upper bound of an adaptive gamma; 0 is the server's.
+        max_nodes: Upper bound of a proposal's nodes; above gamma for trees. 0 is the server's choice.
+    """
 
     fixed: int | None = None
     max_gamma: int = 0
+    max_nodes: int = 0
 
     def validate(self) -> None:
         """Check the bounds.
 
         Raises:
-            InvalidArgumentError: A gamma outside [0, 64].
+            InvalidArgumentError: A gamma outside [0, 64], or nodes outside [0, 256].
         """
         if self.fixed is not None:
             _check_int("gamma", self.fixed, 0, MAX_GAMMA)
         _check_int("max_gamma", self.max_gamma, 0, MAX_GAMMA)
+        _check_int("max_nodes", self.max_nodes, 0, MAX_NODES)
 
 
 ADAPTIVE = GammaPolicy()

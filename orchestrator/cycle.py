@@ -20,6 +20,7 @@ __all__ = [
     "Drafter",
     "GammaController",
     "SessionStore",
+    "Shape",
     "TokenLogprobs",
     "Verdict",
     "Verifier",
@@ -29,6 +30,23 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 EMPTY = Proposal()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a proposal may look like.
+
+    Args:
+        depth: Upper bound of the longest path, in tokens: gamma. 0 is plain decoding.
+        max_nodes: Upper bound of nodes; up to `depth` it means a chain, above it a tree may come.
+    """
+
+    depth: int
+    max_nodes: int = 0
+
+    def clipped(self, depth: int) -> Shape:
+        """Return the shape with at most `depth` levels."""
+        return self if self.depth <= depth else replace(self, depth=depth)
 
 
 @dataclass(frozen=True)
@@ -103,8 +121,8 @@ class Cycle:
 class Drafter(Protocol):
     """Proposes tokens for one session; whatever it does can only cost speed."""
 
-    async def propose(self, session: Session, gamma: int) -> Proposal:
-        """Return up to `gamma` levels of tokens that may follow the committed ones.
+    async def propose(self, session: Session, shape: Shape) -> Proposal:
+        """Return tokens that may follow the committed ones, a chain or a tree within `shape`.
 
         Raises:
             GammarayError: There is no proposal this time; the cycle goes on without one.
@@ -138,10 +156,10 @@ class SessionStore(Protocol):
 
 
 class GammaController(Protocol):
-    """Chooses gamma."""
+    """Chooses gamma, and the width beside it."""
 
-    def next_gamma(self) -> int:
-        """Return the gamma of the next cycle."""
+    def next_shape(self) -> Shape:
+        """Return the shape of the next cycle's proposal."""
 
     def observe(self, cycle: Cycle) -> None:
         """Learn from a finished cycle."""
@@ -159,9 +177,9 @@ async def run_cycle(
         GammarayError: The verifier or the store failed.
     """
     start, is_first = time.perf_counter(), session.num_emitted == 0
-    gamma = min(controller.next_gamma(), session.remaining - 1)  # the target's own token takes one place
+    shape = controller.next_shape().clipped(session.remaining - 1)  # the target's own token takes one place
 
-    proposal = await _propose(session, drafter, gamma) if gamma > 0 else EMPTY
+    proposal = await _propose(session, drafter, shape) if shape.depth > 0 else EMPTY
     draft_failed = proposal is None
     proposed = time.perf_counter()
 
@@ -174,7 +192,7 @@ async def run_cycle(
     await store.append(session, token_ids[:kept], origins[:kept])
 
     cycle = Cycle(
-        gamma=gamma,
+        gamma=shape.depth,
         num_drafted=len(proposal),
         num_tested=verdict.num_tested,
         num_accepted=len(verdict.accepted_path),
@@ -193,11 +211,11 @@ async def run_cycle(
     return cycle
 
 
-async def _propose(session: Session, drafter: Drafter, gamma: int) -> Proposal | None:
+async def _propose(session: Session, drafter: Drafter, shape: Shape) -> Proposal | None:
     """Return a proposal that may be verified, or None when the drafter failed."""
     try:
-        proposal = await drafter.propose(session, gamma)
-        _check_proposal(session, proposal, gamma)
+        proposal = await drafter.propose(session, shape)
+        _check_proposal(session, proposal, shape)
     except GammarayError as error:
         _log.debug("session %s goes on without a proposal: %s", session.session_id, error)
         return None
@@ -206,9 +224,11 @@ async def _propose(session: Session, drafter: Drafter, gamma: int) -> Proposal |
     return replace(proposal, draft_distributions=None)
 
 
-def _check_proposal(session: Session, proposal: Proposal, gamma: int) -> None:
-    if proposal.depth > gamma:
-        raise InternalError(f"the drafter proposed {proposal.depth} levels, {gamma} were asked for")
+def _check_proposal(session: Session, proposal: Proposal, shape: Shape) -> None:
+    if proposal.depth > shape.depth:
+        raise InternalError(f"the drafter proposed {proposal.depth} levels, {shape.depth} were asked for")
+    if len(proposal) > max(shape.depth, shape.max_nodes):
+        raise InternalError(f"the drafter proposed {len(proposal)} nodes, asked for were {shape}")
     if session.needs_draft_distributions and len(proposal) > 0 and proposal.draft_distributions is None:
         raise InternalError("the drafter sent no draft distributions, which rejection verification needs")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from gammaray.metrics import AcceptanceEstimator
 from orchestrator.costs import CostModel
-from orchestrator.cycle import Cycle
+from orchestrator.cycle import Cycle, Shape
 
 __all__ = ["AdaptiveGamma", "FixedGamma"]
 
@@ -33,14 +33,15 @@ class FixedGamma:
     Args:
         gamma: The gamma.
         costs: Learns from these cycles too.
+        max_nodes: Above `gamma` for trees.
     """
 
-    def __init__(self, gamma: int, costs: CostModel) -> None:
-        self._gamma, self._costs = gamma, costs
+    def __init__(self, gamma: int, costs: CostModel, max_nodes: int = 0) -> None:
+        self._shape, self._costs = Shape(gamma, max_nodes), costs
 
-    def next_gamma(self) -> int:
-        """Return the gamma of the next cycle."""
-        return self._gamma
+    def next_shape(self) -> Shape:
+        """Return the shape of the next cycle's proposal."""
+        return self._shape
 
     def observe(self, cycle: Cycle) -> None:
         """Learn from a finished cycle."""
@@ -68,8 +69,11 @@ class AdaptiveGamma:
         self._probe_gap = MAX_PROBE_GAP // 2
         self._cycles_at_zero = 0
 
-    def next_gamma(self) -> int:
-        """Return the gamma of the next cycle."""
+    def next_shape(self) -> Shape:
+        """Return the shape of the next cycle's proposal: a chain."""
+        return Shape(self._next_gamma())
+
+    def _next_gamma(self) -> int:
         if self._max_gamma == 0:
             return 0
         speeds = self._speeds()

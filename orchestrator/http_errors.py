@@ -39,6 +39,7 @@ _CODES = {404: "model_not_found", 413: "request_too_large", 429: "rate_limit_exc
 _HTTP_NAMES = {
     "gamma": "gammaray.gamma",
     "max_gamma": "gammaray.max_gamma",
+    "max_nodes": "gammaray.max_nodes",
     "session_id": "gammaray.session_id",
     "num_top_logprobs": "top_logprobs",
 }

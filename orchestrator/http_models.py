@@ -61,6 +61,7 @@ class GammarayOptions(_Strict):
         verification: Verification method.
         gamma: Draft length, 0 to 64, or "adaptive".
         max_gamma: Upper bound of an adaptive gamma; 0 is the server's.
+        max_nodes: Upper bound of a proposal's nodes, above gamma for trees; 0 is the server's choice.
         drafter: Which drafter may propose.
         session_id: Name of the session; empty lets the server draw one. Only with one choice.
     """
@@ -68,6 +69,7 @@ class GammarayOptions(_Strict):
     verification: Literal["coupled", "rejection", "naive"] = "coupled"
     gamma: int | Literal["adaptive"] = "adaptive"
     max_gamma: int = 0
+    max_nodes: int = 0
     drafter: Literal["model", "none"] = "model"
     session_id: str = ""
 

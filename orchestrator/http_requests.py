@@ -95,7 +95,9 @@ def _requests(
             ignore_eos=body.ignore_eos,
             num_top_logprobs=num_top_logprobs,
             verification=VerificationMethod(options.verification),
-            gamma=GammaPolicy(None if options.gamma == "adaptive" else options.gamma, options.max_gamma),
+            gamma=GammaPolicy(
+                None if options.gamma == "adaptive" else options.gamma, options.max_gamma, options.max_nodes
+            ),
             drafter=DrafterKind(options.drafter),
             session_id=options.session_id,
         )

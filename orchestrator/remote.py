@@ -24,7 +24,7 @@ from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.backoff import Backoff
-from orchestrator.cycle import TokenLogprobs, Verdict
+from orchestrator.cycle import Shape, TokenLogprobs, Verdict
 from orchestrator.links import WorkerLink
 from orchestrator.session import Session
 from orchestrator.wire import BlockT, ResultT
@@ -135,12 +135,12 @@ class RemoteDrafter(_Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
         super().__init__(pool, spec)
         self._timeout_s, self._prefill_timeout_s = timeout_s, prefill_timeout_s
         self._vocab_size = vocab_size
-        self._gamma = 0
+        self._shape = Shape(0)
         self._backoff = Backoff()
         self._prefill: asyncio.Task[object] | None = None
 
-    async def propose(self, session: Session, gamma: int) -> Proposal:
-        """Return a proposal of up to `gamma` tokens, fewer near the end of the draft model's context.
+    async def propose(self, session: Session, shape: Shape) -> Proposal:
+        """Return a proposal within `shape`, less deep near the end of the draft model's context.
 
         Raises:
             UnavailableError: No draft worker, or drafting pauses after failures.
@@ -150,7 +150,7 @@ class RemoteDrafter(_Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
             return Proposal()
         link = self._choose(session)
         if session.num_committed - self._num_known < LONG_CONTEXT:
-            return await self._draft(session, link, gamma, self._timeout_s)
+            return await self._draft(session, link, shape, self._timeout_s)
         self._prefill = asyncio.create_task(self._read(session, link))
         return Proposal()
 
@@ -173,12 +173,12 @@ class RemoteDrafter(_Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
     async def _read(self, session: Session, link: _DraftLink) -> None:
         """Have the worker read the committed tokens; a failure shows in the backoff."""
         with contextlib.suppress(GammarayError):
-            await self._draft(session, link, 1, self._prefill_timeout_s)
+            await self._draft(session, link, Shape(1), self._prefill_timeout_s)
 
-    async def _draft(self, session: Session, link: _DraftLink, gamma: int, timeout_s: float) -> Proposal:
+    async def _draft(self, session: Session, link: _DraftLink, shape: Shape, timeout_s: float) -> Proposal:
         max_context = link.info.max_context if link.info is not None else 0
-        self._gamma = min(gamma, max_context - session.num_committed)
-        if self._gamma <= 0:
+        self._shape = shape.clipped(max_context - session.num_committed)
+        if self._shape.depth <= 0:
             return Proposal()
         start = time.monotonic()
         try:
@@ -197,7 +197,7 @@ class RemoteDrafter(_Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
         return proposal
 
     def _block(self, session: Session) -> draft_pb.ProposeBlock:
-        return draft_pb.ProposeBlock(gamma=self._gamma)
+        return draft_pb.ProposeBlock(gamma=self._shape.depth, max_nodes=self._shape.max_nodes)
 
 
 class RemoteVerifier(_Remote[target_pb.VerifyBlock, target_pb.VerifyResult]):

@@ -182,7 +182,7 @@ class Orchestrator:
         if request.drafter is DrafterKind.NONE:
             return FixedGamma(0, self._costs)
         if request.gamma.fixed is not None:
-            return FixedGamma(request.gamma.fixed, self._costs)
+            return FixedGamma(request.gamma.fixed, self._costs, request.gamma.max_nodes)
         return AdaptiveGamma(request.gamma.max_gamma or self._settings.max_gamma, self._costs)
 
     def _fit_context(self) -> None:

@@ -28,22 +28,26 @@ class GammaPolicy(_message.Message):
     FIXED_FIELD_NUMBER: _builtins.int
     ADAPTIVE_FIELD_NUMBER: _builtins.int
     MAX_GAMMA_FIELD_NUMBER: _builtins.int
+    MAX_NODES_FIELD_NUMBER: _builtins.int
     fixed: _builtins.int
     """Always this gamma. Range [0, 64]. 0 is plain autoregressive decoding."""
     adaptive: _builtins.bool
     """Chosen per cycle from measured acceptance and costs, up to `max_gamma`."""
     max_gamma: _builtins.int
     """Upper bound of an adaptive gamma. 0 means the server's. Range [0, 64]."""
+    max_nodes: _builtins.int
+    """Upper bound of a proposal's nodes; above gamma a tree may be proposed. 0 means the server's choice. Range [0, 256]."""
     def __init__(
         self,
         *,
         fixed: _builtins.int = ...,
         adaptive: _builtins.bool = ...,
         max_gamma: _builtins.int = ...,
+        max_nodes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adaptive", b"adaptive", "fixed", b"fixed", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive", b"adaptive", "fixed", b"fixed", "max_gamma", b"max_gamma", "policy", b"policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive", b"adaptive", "fixed", b"fixed", "max_gamma", b"max_gamma", "max_nodes", b"max_nodes", "policy", b"policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_policy: _TypeAlias = _typing.Literal["fixed", "adaptive"]  # noqa: Y015
     _WhichOneofArgType_policy: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015

@@ -10,7 +10,7 @@ import grpc
 
 from gammaray import convert
 from gammaray.errors import InvalidArgumentError
-from gammaray.types import Proposal
+from gammaray.types import MAX_NODES, Proposal
 from gammaray.v1 import draft_service_pb2 as pb
 from gammaray.v1 import draft_service_pb2_grpc
 from services.messages import Model, describe, fill_result, task_fields
@@ -20,7 +20,6 @@ from services.tasks import ProposeTask, Reply
 __all__ = ["DraftServicer"]
 
 DEFAULT_TIMEOUT_MS = 10_000
-MAX_NODES = 256
 
 
 class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):

@@ -14,7 +14,7 @@ from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import draft_service_pb2_grpc, target_service_pb2_grpc
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
-from orchestrator.cycle import Cycle, run_cycle
+from orchestrator.cycle import Cycle, Shape, run_cycle
 from orchestrator.session import Session
 
 VOCAB = 50
@@ -217,8 +217,8 @@ class Steady:
     def __init__(self, gamma: int) -> None:
         self.gamma = gamma
 
-    def next_gamma(self) -> int:
-        return self.gamma
+    def next_shape(self) -> Shape:
+        return Shape(self.gamma)
 
     def observe(self, cycle: Cycle) -> None:
         pass

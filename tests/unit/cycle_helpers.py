@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from gammaray.types import Proposal, SamplingParams, TokenOrigin, VerificationMethod
-from orchestrator.cycle import Cycle, TokenLogprobs, Verdict, run_cycle
+from orchestrator.cycle import Cycle, Shape, TokenLogprobs, Verdict, run_cycle
 from orchestrator.detokenizer import Detokenizer
 from orchestrator.session import Session
 
@@ -69,9 +69,9 @@ class FunctionDrafter:
         self.function = function
         self.gammas: list[int] = []
 
-    async def propose(self, session: Session, gamma: int) -> Proposal:
-        self.gammas.append(gamma)
-        return self.function(session, gamma)
+    async def propose(self, session: Session, shape: Shape) -> Proposal:
+        self.gammas.append(shape.depth)
+        return self.function(session, shape.depth)
 
 
 class ListStore:
@@ -92,14 +92,14 @@ class ListStore:
 
 
 class ConstantGamma:
-    """Always the same gamma; keeps the cycles it observed."""
+    """Always the same gamma, with room for trees; keeps the cycles it observed."""
 
     def __init__(self, gamma: int) -> None:
         self.gamma = gamma
         self.cycles: list[Cycle] = []
 
-    def next_gamma(self) -> int:
-        return self.gamma
+    def next_shape(self) -> Shape:
+        return Shape(self.gamma, 2 * self.gamma)
 
     def observe(self, cycle: Cycle) -> None:
         self.cycles.append(cycle)

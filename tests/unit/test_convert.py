@@ -37,7 +37,10 @@ sampling = st.builds(
     sample_index=st.integers(0, 2**24 - 1),
 )
 gammas = st.builds(
-    t.GammaPolicy, fixed=st.none() | st.integers(0, t.MAX_GAMMA), max_gamma=st.integers(0, t.MAX_GAMMA)
+    t.GammaPolicy,
+    fixed=st.none() | st.integers(0, t.MAX_GAMMA),
+    max_gamma=st.integers(0, t.MAX_GAMMA),
+    max_nodes=st.integers(0, t.MAX_NODES),
 )
 requests = st.builds(
     t.GenerationRequest,
@@ -164,6 +167,7 @@ def test_types_and_messages_have_the_same_number_of_fields(cls):
         (gen.GenerateRequest(text="Hi", num_top_logprobs=21), "num_top_logprobs"),
         (gen.GenerateRequest(text="Hi", gamma=gen.GammaPolicy(fixed=10**6)), "gamma"),
         (gen.GenerateRequest(text="Hi", gamma=gen.GammaPolicy(max_gamma=65)), "max_gamma"),
+        (gen.GenerateRequest(text="Hi", gamma=gen.GammaPolicy(max_nodes=257)), "max_nodes"),
         (gen.GenerateRequest(text="Hi", sampling=pb.SamplingParams(temperature=-1)), "temperature"),
         (gen.GenerateRequest(text="Hi", sampling=pb.SamplingParams(temperature=float("nan"))), "temperature"),
         (gen.GenerateRequest(text="Hi", sampling=pb.SamplingParams(top_p=0)), "top_p"),

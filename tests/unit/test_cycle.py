@@ -157,6 +157,9 @@ def failing(error):
         pytest.param(
             FunctionDrafter(lambda s, gamma: Proposal(TOKENS[:5], (-1, 0, 1, 2, 3))), id="too-deep-tree"
         ),
+        pytest.param(
+            FunctionDrafter(lambda s, gamma: Proposal(tuple(range(9)), (-1,) * 9)), id="too-wide-tree"
+        ),
     ],
 )
 async def test_cycle_bad_drafter_costs_only_speed(drafter):

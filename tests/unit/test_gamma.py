@@ -90,7 +90,7 @@ def drive(controller, world: World, num_cycles: int, rng: random.Random) -> tupl
     """
     gammas, tokens, time_ms = [], 0.0, 0.0
     for index in range(num_cycles):
-        gamma = controller.next_gamma()
+        gamma = controller.next_shape().depth
         controller.observe(world.run(gamma, rng, is_first=index == 0))
         wait_ms = sum(world.waits(gamma)) + world.other
         tokens += world.speed(gamma) * wait_ms
@@ -173,7 +173,7 @@ def test_adaptive_gamma_respects_its_bound():
 def test_adaptive_gamma_new_session_starts_from_the_fleet():
     costs, rng = CostModel(), random.Random(4)
     drive(AdaptiveGamma(8, costs), World(alpha=0.95), 300, rng)
-    assert AdaptiveGamma(8, costs).next_gamma() >= 6
+    assert AdaptiveGamma(8, costs).next_shape().depth >= 6
 
 
 def test_adaptive_gamma_dead_drafter_is_no_cost_information():
@@ -182,7 +182,7 @@ def test_adaptive_gamma_dead_drafter_is_no_cost_information():
     drive(controller, world, 200, rng)
     before = costs.cycle_s(4)
     for _ in range(100):
-        controller.observe(world.run(controller.next_gamma(), rng, fails=True))
+        controller.observe(world.run(controller.next_shape().depth, rng, fails=True))
     assert costs.cycle_s(4) == pytest.approx(before, rel=0.3)
 
 

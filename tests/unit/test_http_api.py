@@ -87,7 +87,13 @@ async def test_completion_every_option_reaches_the_orchestrator():
         logprobs=3,
         user="u",
         metadata={"k": "v"},
-        gammaray={"verification": "rejection", "gamma": 3, "drafter": "none", "session_id": "mine"},
+        gammaray={
+            "verification": "rejection",
+            "gamma": 3,
+            "max_nodes": 12,
+            "drafter": "none",
+            "session_id": "mine",
+        },
     )
     assert answer.status_code == 200
     (request,) = backend.requests
@@ -109,7 +115,7 @@ async def test_completion_every_option_reaches_the_orchestrator():
     assert request.ignore_eos
     assert request.num_top_logprobs == 3
     assert request.verification is VerificationMethod.REJECTION
-    assert request.gamma == GammaPolicy(fixed=3)
+    assert request.gamma == GammaPolicy(fixed=3, max_nodes=12)
     assert request.drafter is DrafterKind.NONE
     assert request.session_id == "mine"
 

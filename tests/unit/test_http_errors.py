@@ -76,6 +76,7 @@ COMPLETIONS = {
     "gamma a word": ({"prompt": "x", "gammaray": {"gamma": "many"}}, "gammaray.gamma"),
     "gamma a boolean": ({"prompt": "x", "gammaray": {"gamma": True}}, "gammaray.gamma"),
     "max_gamma too large": ({"prompt": "x", "gammaray": {"max_gamma": 65}}, "gammaray.max_gamma"),
+    "max_nodes too large": ({"prompt": "x", "gammaray": {"max_nodes": 257}}, "gammaray.max_nodes"),
     "gammaray unknown field": ({"prompt": "x", "gammaray": {"speed": 9}}, "gammaray.speed"),
     "gammaray a number": ({"prompt": "x", "gammaray": 3}, "gammaray"),
     "session_id illegal": ({"prompt": "x", "gammaray": {"session_id": "a b"}}, "gammaray.session_id"),
