@@ -21,7 +21,7 @@ from services.engine.lean_weights import LeanModel, LeanShape
 __all__ = ["LeanRunner"]
 
 _norm = torch.linalg.vector_norm
-_MAX_KEPT_ROWS = 64
+_MAX_KEPT_ROWS = 32
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from services.engine.lean_weights import LeanShape
 
 __all__ = ["LeanAttention", "SegmentWork"]
 
-_MAX_KEPT_VIEWS = 512
+_MAX_KEPT_VIEWS = 32
 
 
 @dataclass(slots=True)
