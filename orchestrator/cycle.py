@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from gammaray.errors import GammarayError, InternalError, InvalidArgumentError
 from gammaray.types import FinishReason, Proposal, TokenOrigin
 from orchestrator.session import Session
+from orchestrator.walk import Level, walk
 
 __all__ = [
     "Cycle",
@@ -24,6 +25,7 @@ __all__ = [
     "TokenLogprobs",
     "Verdict",
     "Verifier",
+    "VerifyTiming",
     "run_cycle",
 ]
 
@@ -39,10 +41,12 @@ class Shape:
     Args:
         depth: Upper bound of the longest path, in tokens: gamma. 0 is plain decoding.
         max_nodes: Upper bound of nodes; up to `depth` it means a chain, above it a tree may come.
+        reason: Why the controller chose it.
     """
 
     depth: int
     max_nodes: int = 0
+    reason: str = field(default="", compare=False)
 
     def clipped(self, depth: int) -> Shape:
         """Return the shape with at most `depth` levels."""
@@ -63,6 +67,23 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
+class VerifyTiming:
+    """What the target worker says of the step that served a block.
+
+    Args:
+        queue_s: Seconds between the block's arrival and the step.
+        compute_s: Seconds of the step, which the sessions of the batch share.
+        batch_size: Sessions in the batch.
+        batch_tokens: Tokens fed, over the whole batch.
+    """
+
+    queue_s: float
+    compute_s: float
+    batch_size: int
+    batch_tokens: int
+
+
+@dataclass(frozen=True)
 class Verdict:
     """Which proposed tokens stand, and what the target says next.
 
@@ -72,6 +93,7 @@ class Verdict:
         next_origin: Which of the two.
         num_tested: Proposed tokens put to the test.
         logprobs: One per emitted token when asked for, else empty.
+        timing: Where the worker's time went; None when it did not say.
     """
 
     accepted_path: tuple[int, ...]
@@ -79,6 +101,7 @@ class Verdict:
     next_origin: TokenOrigin
     num_tested: int
     logprobs: tuple[TokenLogprobs, ...] = ()
+    timing: VerifyTiming | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +123,9 @@ class Cycle:
         total_s: Seconds of the whole cycle.
         is_first: Whether it was the session's first cycle, whose waits contain the prefill.
         draft_failed: Whether the drafter failed or was late.
+        shape: What was asked for, with the controller's reason; its depth is `gamma`.
+        levels: What verification met on its way down the proposal.
+        timing: Where the target worker's time went; None when it did not say.
     """
 
     gamma: int
@@ -116,6 +142,9 @@ class Cycle:
     total_s: float
     is_first: bool
     draft_failed: bool
+    shape: Shape = Shape(0)
+    levels: tuple[Level, ...] = ()
+    timing: VerifyTiming | None = None
 
 
 class Drafter(Protocol):
@@ -206,6 +235,9 @@ async def run_cycle(
         total_s=time.perf_counter() - start,
         is_first=is_first,
         draft_failed=draft_failed,
+        shape=shape,
+        levels=walk(proposal, verdict.accepted_path),
+        timing=verdict.timing,
     )
     controller.observe(cycle)
     return cycle

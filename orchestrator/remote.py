@@ -24,7 +24,7 @@ from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.backoff import Backoff
-from orchestrator.cycle import Shape, TokenLogprobs, Verdict
+from orchestrator.cycle import Shape, TokenLogprobs, Verdict, VerifyTiming
 from orchestrator.links import WorkerLink
 from orchestrator.session import Session
 from orchestrator.wire import BlockT, ResultT
@@ -245,7 +245,7 @@ class RemoteVerifier(_Remote[target_pb.VerifyBlock, target_pb.VerifyResult]):
                 continue
             # The worker's cache holds the accepted tokens; its own last token was never fed.
             self._num_known = self._base_position + len(result.verdict.accepted_path)
-            return _verdict(result.verdict)
+            return _verdict(result.verdict, result.timing)
         raise AssertionError("unreachable: the last failover raises")
 
     def _block(self, session: Session) -> target_pb.VerifyBlock:
@@ -264,7 +264,7 @@ def session_spec(session: Session, eos_token_ids: frozenset[int]) -> pb.SessionS
     )
 
 
-def _verdict(message: target_pb.Verdict) -> Verdict:
+def _verdict(message: target_pb.Verdict, timing: pb.WorkerTiming) -> Verdict:
     return Verdict(
         accepted_path=tuple(message.accepted_path),
         next_token_id=message.next_token_id,
@@ -274,4 +274,9 @@ def _verdict(message: target_pb.Verdict) -> Verdict:
             TokenLogprobs(entry.logprob, tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True)))
             for entry in message.logprobs
         ),
+        timing=VerifyTiming(
+            timing.queue_us * 1e-6, timing.compute_us * 1e-6, timing.batch_size, timing.batch_tokens
+        )
+        if timing.batch_tokens > 0
+        else None,
     )
