@@ -21,10 +21,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.cluster import connected, run_or_exit
-from benchmarks.report import plain_table
-from benchmarks.systems import Ask, Sample, Stack
 from benchmarks.workloads import prompts
 from gammaray import AsyncClient
+from gammaray.bench.systems import Ask, Sample, Stack
+from gammaray.bench.tables import plain_table
 from gammaray.cli.painter import OriginPainter
 from gammaray.cli.report import STYLES, print_legend
 from gammaray.types import SpeculationSummary

@@ -24,11 +24,11 @@ from rich.table import Table
 
 from benchmarks.baselines import Baselines, running_baselines
 from benchmarks.cluster import connected, run_or_exit
-from benchmarks.measure import first_difference
 from benchmarks.provenance import write_result
-from benchmarks.report import plain_table
 from benchmarks.workloads import WORKLOADS, fingerprint, prompts
 from gammaray import AsyncClient
+from gammaray.bench.measure import first_difference
+from gammaray.bench.tables import plain_table
 from gammaray.config import DEMO_PAIR
 from gammaray.request import GenerateOptions
 from services.engine.model import resolve_model

@@ -20,6 +20,7 @@ import grpc
 
 from gammaray import AsyncClient
 from gammaray.errors import InternalError, UnavailableError
+from gammaray.types import GammaPolicy
 from gammaray.v1 import draft_service_pb2 as draft
 from gammaray.v1 import draft_service_pb2_grpc as draft_grpc
 from gammaray.v1 import target_service_pb2 as target
@@ -33,12 +34,35 @@ _ANSWER_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class ProbedCycle:
-    """Milliseconds of one cycle: the caller's waits, and the workers' own times within them."""
+    """Milliseconds of one cycle: the caller's waits, and the workers' own times within them.
 
-    gamma: int
+    Attributes:
+        wait_ms: Both waits.
+        compute_ms: Of these, spent by the workers.
+        draft_ms: Of these, in the draft's forwards.
+        verify_ms: Of these, in the target's forward.
+        is_ahead: Whether the proposal was at hand before it was asked for.
+    """
+
     wait_ms: float
     compute_ms: float
-    forward_ms: float
+    draft_ms: float
+    verify_ms: float
+    is_ahead: bool = False
+
+    @property
+    def forward_ms(self) -> float:
+        """Both models' forwards."""
+        return self.draft_ms + self.verify_ms
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """Milliseconds of one call."""
+
+    wait_ms: float = 0.0
+    compute_ms: float = 0.0
+    forward_ms: float = 0.0
 
 
 class WorkerProbe:
@@ -48,8 +72,8 @@ class WorkerProbe:
         self._propose, self._verify = propose, verify
         self._request_id = 0
 
-    async def run(self, prompt: Sequence[int], gamma: int, num_cycles: int) -> list[ProbedCycle]:
-        """Return the cycles behind the first one, whose times contain the prefill.
+    async def run(self, prompt: Sequence[int], policy: GammaPolicy, num_cycles: int) -> list[ProbedCycle]:
+        """Return the cycles behind the first one, whose times contain the prefill; the gamma is fixed.
 
         Raises:
             InternalError: A worker refused a block.
@@ -71,32 +95,35 @@ class WorkerProbe:
                 "context": types.TokenSpan(start=start, token_ids=committed[start:]),
                 **first,
             }
-            proposal, drafted = await self._ask_draft(block, gamma)
+            proposal, drafted, is_ahead = await self._ask_draft(block, policy)
             verdict, verified = await self._ask_target(block, proposal)
             start = len(committed)
             committed += [proposal.token_ids[node] for node in verdict.accepted_path]
             committed.append(verdict.next_token_id)
-            waits = [cost for cost in (drafted, verified) if cost is not None]
             if i > 0:
-                cycles.append(ProbedCycle(gamma, *(sum(part) for part in zip(*waits, strict=True))))
+                wait_ms = drafted.wait_ms + verified.wait_ms
+                compute_ms = drafted.compute_ms + verified.compute_ms
+                forwards = (drafted.forward_ms, verified.forward_ms)
+                cycles.append(ProbedCycle(wait_ms, compute_ms, *forwards, is_ahead))
         release = [types.ReleaseSession(session_id=session_id)]
         await self._propose.write(draft.ProposeRequest(releases=release))
         await self._verify.write(target.VerifyRequest(releases=release))
         return cycles
 
     async def _ask_draft(
-        self, block: dict[str, Any], gamma: int
-    ) -> tuple[types.Proposal, tuple[float, float, float] | None]:
-        if gamma == 0:
-            return types.Proposal(), None
-        request = draft.ProposeBlock(request_id=self._next_id(), gamma=gamma, **block)
+        self, block: dict[str, Any], policy: GammaPolicy
+    ) -> tuple[types.Proposal, _Cost, bool]:
+        if not policy.fixed:
+            return types.Proposal(), _Cost(), False
+        shape = {"gamma": policy.fixed, "max_nodes": policy.max_nodes}
+        request = draft.ProposeBlock(request_id=self._next_id(), **shape, **block)
         frame = draft.ProposeRequest(blocks=[request])
         result, cost = await _exchange(self._propose, frame, "proposal")
-        return result.proposal, cost
+        return result.proposal, cost, result.num_forwards == 0
 
     async def _ask_target(
         self, block: dict[str, Any], proposal: types.Proposal
-    ) -> tuple[target.Verdict, tuple[float, float, float]]:
+    ) -> tuple[target.Verdict, _Cost]:
         request = target.VerifyBlock(request_id=self._next_id(), proposal=proposal, **block)
         result, cost = await _exchange(self._verify, target.VerifyRequest(blocks=[request]), "verdict")
         return result.verdict, cost
@@ -106,10 +133,8 @@ class WorkerProbe:
         return self._request_id
 
 
-async def _exchange(
-    stream: grpc.aio.StreamStreamCall, frame: Any, wanted: str
-) -> tuple[Any, tuple[float, float, float]]:
-    """Send one frame and return its one result with wait, compute and forward milliseconds."""
+async def _exchange(stream: grpc.aio.StreamStreamCall, frame: Any, wanted: str) -> tuple[Any, _Cost]:
+    """Send one frame and return its one result and what it cost."""
     started = time.perf_counter()
     await stream.write(frame)
     answer = await asyncio.wait_for(stream.read(), _ANSWER_TIMEOUT_S)
@@ -119,7 +144,7 @@ async def _exchange(
     result = answer.results[0]
     if result.WhichOneof("outcome") != wanted:
         raise InternalError(f"a worker answered with no {wanted}: {result}")
-    return result, (wait_ms, result.timing.compute_us / 1e3, result.timing.forward_us / 1e3)
+    return result, _Cost(wait_ms, result.timing.compute_us / 1e3, result.timing.forward_us / 1e3)
 
 
 @asynccontextmanager
@@ -143,11 +168,13 @@ async def running_probe(client: AsyncClient) -> AsyncIterator[WorkerProbe]:
         verify.cancel()
 
 
-def cycle_cost(gamma: int, stack_cycle_ms: Sequence[float], probed: Sequence[ProbedCycle]) -> dict[str, Any]:
+def cycle_cost(gamma: str, stack_cycle_ms: Sequence[float], probed: Sequence[ProbedCycle]) -> dict[str, Any]:
     """Return medians that tell a cycle's time apart, in milliseconds, and the share beside the forwards.
 
+    `draft_ms` is of proposals that were made when asked for, if there were any.
+
     Args:
-        gamma: The fixed gamma of all cycles.
+        gamma: The fixed gamma of all cycles, as `parse_gamma` reads it.
         stack_cycle_ms: Times of a cycle through the whole stack, prefill left out, one per completion.
         probed: Cycles of the probe, run in between.
     """
@@ -155,10 +182,13 @@ def cycle_cost(gamma: int, stack_cycle_ms: Sequence[float], probed: Sequence[Pro
     wait = statistics.median(one.wait_ms for one in probed)
     compute = statistics.median(one.compute_ms for one in probed)
     forward = statistics.median(one.forward_ms for one in probed)
+    asked = [one for one in probed if not one.is_ahead] or probed
     return {
         "gamma": gamma,
         "cycle_ms": cycle,
         "forward_ms": forward,
+        "draft_ms": statistics.median(one.draft_ms for one in asked),
+        "verify_ms": statistics.median(one.verify_ms for one in probed),
         "worker_ms": compute - forward,
         "wire_ms": wait - compute,
         "orchestrator_ms": cycle - wait,

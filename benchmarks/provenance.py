@@ -1,106 +1,19 @@
-"""Where a figure comes from: the header of every result file."""
+"""Where the benchmarks keep their results."""
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import subprocess
-import sys
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RESULTS", "provenance", "write_result"]
+from gammaray.bench import provenance
+
+__all__ = ["RESULTS", "write_result"]
 
 RESULTS = Path(__file__).parent / "results"
-_REPOSITORY = Path(__file__).parent.parent
-_PACKAGES = ("gammaray", "torch", "transformers", "tokenizers", "ray", "grpcio", "protobuf", "redis")
-
-
-def provenance() -> dict[str, Any]:
-    """Return commit, command, hardware, versions and date of the running program.
-
-    `git.dirty` tells whether tracked or new files beside the results differ from the commit; `git` is None
-    outside a checkout.
-    """
-    return {
-        "date_utc": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": _command(),
-        "git": _git(),
-        "hardware": _hardware(),
-        "versions": _versions(),
-    }
 
 
 def write_result(name: str, result: dict[str, Any], out: Path | None = None) -> Path:
     """Write `result` with its provenance as `results/<name>-<date>.json` (or as `out`); return the path."""
-    header = provenance()
-    path = out or RESULTS / f"{name}-{header['date_utc'][:10]}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"name": name, "provenance": header, **result}, indent=1)
-    # Written beside and moved, so that a killed run leaves no half file.
-    part = path.with_suffix(".part")
-    part.write_text(text + "\n")
-    part.replace(path)
-    return path
-
-
-def _command() -> str:
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    program = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
-    return " ".join([program, *sys.argv[1:]])
-
-
-def _git() -> dict[str, Any] | None:
-    sha = _run("git", "rev-parse", "HEAD")
-    if sha is None:
-        return None
-    changes = _run("git", "status", "--porcelain", "--", ".", ":!benchmarks/results")
-    return {"sha": sha, "dirty": bool(changes)}
-
-
-def _run(*command: str) -> str | None:
-    try:
-        done = subprocess.run(
-            command, cwd=_REPOSITORY, capture_output=True, text=True, timeout=10, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
-
-
-def _hardware() -> dict[str, Any]:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gib": round(memory / 2**30, 1),
-        "gpu": _gpu_name(),
-        "load_average": round(os.getloadavg()[0], 2),
-    }
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _gpu_name() -> str | None:
-    names = _run("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
-    return names.splitlines()[0] if names else None
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    today = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    return provenance.write_result(name, result, out or RESULTS / f"{name}-{today}.json")

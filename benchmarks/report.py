@@ -1,39 +1,27 @@
-"""Result rows as tables: for the terminal, and as Markdown for the README."""
+"""Tables of `benchmarks.run` beside those of `gammaray bench`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
-__all__ = ["cycle_cost_table", "markdown", "plain_table", "rich_table"]
+from gammaray.bench.tables import SPEED, Columns, figure, plain_table
 
-_COLUMNS = ("system", "tokens/s", "x generate", "x gamma 0", "tok/cycle", "alpha", "gamma")
-_TEXT = {"system", "comparison", "figure"}
+__all__ = ["COMPARISON", "cycle_cost_table"]
 
-
-def plain_table(title: str, columns: Sequence[str]) -> Table:
-    """Return an empty table that fits eighty characters; columns of text stand left, of numbers right."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="left" if column in _TEXT else "right", no_wrap=True)
-    return table
-
-
-def rich_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """Return the rows of one temperature for the terminal."""
-    table = plain_table(title, _COLUMNS)
-    for row in rows:
-        table.add_row(*_cells(row))
-    return table
-
-
-def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows of one temperature as a Markdown table."""
-    lines = [_line(_COLUMNS), _line(["---"] + ["---:"] * (len(_COLUMNS) - 1))]
-    return "\n".join([*lines, *(_line(_cells(row)) for row in rows)])
+COMPARISON: Columns = {
+    "system": SPEED["system"],
+    "tokens/s": SPEED["tokens/s"],
+    "x generate": figure("over_generate", "median"),
+    "x assisted": figure("over_assisted", "median"),
+    "x gamma 0": SPEED["x gamma 0"],
+    "tok/cycle": SPEED["tok/cycle"],
+    "alpha": SPEED["alpha"],
+    "gamma": SPEED["gamma"],
+}
+"""What `run` shows of its rows."""
 
 
 def cycle_cost_table(costs: Sequence[dict[str, Any]]) -> Table:
@@ -45,21 +33,3 @@ def cycle_cost_table(costs: Sequence[dict[str, Any]]) -> Table:
         cells = [f"{cost[part]:.2f}" for part in parts]
         table.add_row(str(cost["gamma"]), *cells, f"{cost['beside_percent']:.1f}")
     return table
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    cells = [row["system"], f"{row['tokens_per_s']['median']:.1f}"]
-    cells += [_ratio(row["over_generate"]), _ratio(row["over_plain"])]
-    speculation = row["speculation"] or {}
-    for name in ("tokens_per_cycle", "alpha", "gamma_mean"):
-        value = speculation.get(name)
-        cells.append("" if value is None else f"{value:.2f}")
-    return cells
-
-
-def _ratio(ratio: dict[str, Any] | None) -> str:
-    return "" if ratio is None else f"{ratio['median']:.2f}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -11,6 +11,7 @@ that its tokens at temperature 1 do not depend on gamma. Exits with 1 when a tok
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,22 +23,29 @@ from rich.progress import Progress
 from transformers import AutoTokenizer
 
 from benchmarks.baselines import Baselines, running_baselines
+from benchmarks.bounds import bounds, bounds_table
 from benchmarks.cluster import connected, run_or_exit
-from benchmarks.measure import PLAIN, REFERENCE, differences, measure, row
+from benchmarks.memory import memory_overhead, memory_table
 from benchmarks.probe import cycle_cost, running_probe
 from benchmarks.provenance import write_result
-from benchmarks.report import cycle_cost_table, markdown, rich_table
-from benchmarks.systems import Ask, Gamma, Peer, Stack, System
-from benchmarks.workloads import WORKLOADS, fingerprint, prompts
+from benchmarks.report import COMPARISON, cycle_cost_table
+from benchmarks.systems import REFERENCE, Peer
 from gammaray import AsyncClient
+from gammaray.bench.measure import PLAIN, Samples, differences, measure, speeds
+from gammaray.bench.optimum import optimum
+from gammaray.bench.rows import Row, row
+from gammaray.bench.systems import Ask, Stack, System, parse_gamma
+from gammaray.bench.tables import latency_table, markdown, speed_table, split_table
+from gammaray.bench.workloads import WORKLOADS, fingerprint, prompts
 from gammaray.config import DEMO_PAIR
 from services.engine.model import resolve_model
 
 __all__ = ["Settings", "run"]
 
 _PEERS = (REFERENCE, "assisted-4", "assisted-8", "lookup-4")
-_COST_GAMMAS = (0, 4)
 _COST_TOKENS = 96
+_GAMMAS = ("0", "2", "4", "6", "8", "4x12", "6x16", "adaptive")
+_QUICK_GAMMAS = ("0", "4", "4x12", "adaptive")
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ class Settings:
     max_tokens: int
     repetitions: int
     temperatures: tuple[float, ...]
-    gammas: tuple[Gamma, ...]
+    gammas: tuple[str, ...]
 
 
 async def run(settings: Settings, console: Console) -> dict[str, Any]:
@@ -63,18 +71,29 @@ async def run(settings: Settings, console: Console) -> dict[str, Any]:
     """
     texts = prompts(settings.workload, settings.num_prompts)
     console.print("starting transformers and the cluster ...")
+    pair = ("--target", settings.target, "--draft", settings.draft)
     async with (
         running_baselines(settings.target, settings.draft) as baselines,
-        connected("--target", settings.target, "--draft", settings.draft) as client,
+        connected(*pair) as client,
     ):
-        tables = await _compare(settings, texts, baselines, client, console)
+        points = await _compare(settings, texts, baselines, client, console)
         costs = await _cycle_costs(settings, texts[0], client)
+        policies = [parse_gamma(gamma) for gamma in settings.gammas]
+        max_nodes = max(max(policy.fixed or 0, policy.max_nodes) for policy in policies)
+        processes = await client.status()
+        memory = memory_overhead(settings.target, settings.draft, processes, max_nodes)
+    for point in points:
+        point["bounds"] = bounds(point["rows"], costs)
+        console.print(f"temperature {point['temperature']:g}")
+        console.print(bounds_table(point["bounds"]))
     console.print(cycle_cost_table(costs))
+    console.print(memory_table(memory))
     return {
         "settings": asdict(settings),
         "workload_fingerprint": fingerprint(texts),
-        "temperatures": tables,
+        "points": points,
         "cycle_costs": costs,
+        "memory": memory,
     }
 
 
@@ -83,7 +102,7 @@ async def _compare(
 ) -> list[dict[str, Any]]:
     systems: list[System] = [Peer(name, baselines) for name in _PEERS]
     systems += [Stack(gamma, client) for gamma in settings.gammas]
-    tables = []
+    points = []
     with Progress(console=console, transient=True) as progress:
         for temperature in settings.temperatures:
             asks = [Ask(text, settings.max_tokens, temperature, seed) for seed, text in enumerate(texts)]
@@ -92,12 +111,41 @@ async def _compare(
             samples = await measure(
                 systems, asks, settings.repetitions, lambda task=task: progress.advance(task)
             )
-            rows = [row(system.name, samples) for system in systems]
+            rows = _rows(samples)
             equality = differences(samples, _references(systems, temperature))
-            console.print(rich_table(f"temperature {temperature:g}, {settings.workload}", rows))
-            console.print(f"same tokens: {equality['equal']} of {equality['compared']}")
-            tables.append({"temperature": temperature, "rows": rows, "equality": equality})
-    return tables
+            point = {
+                "temperature": temperature,
+                "verification": "coupled",
+                "concurrency": 1,
+                "rows": rows,
+                "equality": equality,
+                "optimum": optimum(rows),
+            }
+            _show(console, f"temperature {temperature:g}, {settings.workload}", point)
+            points.append(point)
+    return points
+
+
+def _rows(samples: Samples) -> list[Row]:
+    """Return the figures of all systems; the faster assisted generation is the one to be compared with."""
+    medians = {name: statistics.median(speeds(samples[name])) for name in _PEERS if "assisted" in name}
+    assisted = max(medians, key=medians.__getitem__)
+    bases = {"over_generate": REFERENCE, "over_assisted": assisted, "over_plain": PLAIN}
+    return [row(name, samples, bases) for name in samples]
+
+
+def _show(console: Console, title: str, point: dict[str, Any]) -> None:
+    rows, equality = point["rows"], point["equality"]
+    console.print(speed_table(title, rows, COMPARISON))
+    console.print(latency_table(rows))
+    console.print(split_table(rows))
+    if best := point["optimum"]:
+        console.print(
+            f"best: {best['best_system']}; best chain: gamma {best['gamma_measured']} measured, "
+            f"{best['gamma_predicted']} predicted",
+            soft_wrap=True,
+        )
+    console.print(f"same tokens: {equality['equal']} of {equality['compared']}\n")
 
 
 def _references(systems: Sequence[System], temperature: float) -> dict[str, str]:
@@ -111,15 +159,17 @@ async def _cycle_costs(settings: Settings, text: str, client: AsyncClient) -> li
     prompt = AutoTokenizer.from_pretrained(resolve_model(settings.target, "target"))(text).input_ids
     costs = []
     async with running_probe(client) as probe:
-        for gamma in _COST_GAMMAS:
+        for gamma in settings.gammas:
+            policy = parse_gamma(gamma)
+            if policy.fixed is None:
+                continue
             stack, cycles, probed = Stack(gamma, client), [], []
-            for _ in range(settings.repetitions + 1):
+            for _ in range(min(3, settings.repetitions) + 1):
                 sample = await stack.sample(Ask(text, _COST_TOKENS))
                 assert sample.summary is not None
-                assert sample.first_token_s is not None
-                decoding_s = sample.seconds - sample.first_token_s
-                cycles.append(decoding_s * 1e3 / (sample.summary.cycles - 1))
-                probed += await probe.run(prompt, gamma, sample.summary.cycles - 1)
+                arrived = [at for at, _ in sample.arrivals]
+                cycles += [(arrived[-1] - arrived[0]) * 1e3 / (len(arrived) - 1)]
+                probed += await probe.run(prompt, policy, sample.summary.cycles - 1)
             costs.append(cycle_cost(gamma, cycles, probed))
     return costs
 
@@ -134,7 +184,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         max_tokens=options.tokens or (32 if quick else 128),
         repetitions=options.repetitions or (2 if quick else 5),
         temperatures=(0.0, 1.0),
-        gammas=(0, 4, "adaptive") if quick else (0, 2, 4, 6, 8, "adaptive"),
+        gammas=_QUICK_GAMMAS if quick else _GAMMAS,
     )
 
 
@@ -157,9 +207,9 @@ def main() -> None:
     result = run_or_exit(run(_settings(options), Console()))
     print(f"written: {write_result(options.name, result, options.out)}")
     if options.markdown:
-        for table in result["temperatures"]:
-            print(f"\ntemperature {table['temperature']:g}\n\n{markdown(table['rows'])}")
-    equalities = [table["equality"] for table in result["temperatures"]]
+        for point in result["points"]:
+            print(f"\ntemperature {point['temperature']:g}\n\n{markdown(point['rows'], COMPARISON)}")
+    equalities = [point["equality"] for point in result["points"]]
     sys.exit(any(equality["compared"] != equality["equal"] for equality in equalities))
 
 

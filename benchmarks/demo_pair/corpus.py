@@ -9,55 +9,20 @@ out when a hash of its name says so: the split is the same on every machine and 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-__all__ = ["END_ID", "END_TOKEN", "Document", "documents", "encode", "read_split", "train_tokenizer"]
+from gammaray.bench.documents import documents
+
+__all__ = ["END_ID", "END_TOKEN", "encode", "read_split", "train_tokenizer"]
 
 END_TOKEN = "<|end|>"
 """Stands before every document; begin, end and padding token at once."""
 END_ID = 0
-
-_SKIPPED = {
-    "site-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", "encodings", "pydoc_data",
-}  # fmt: skip
-_MIN_CHARACTERS = 200
-
-
-@dataclass(frozen=True)
-class Document:
-    """One source file or help topic; `is_held_out` ones are never trained on."""
-
-    name: str
-    text: str
-
-    @property
-    def is_held_out(self) -> bool:
-        """Whether the hash of the name falls in the held-out twentieth."""
-        digest = hashlib.md5(self.name.encode(), usedforsecurity=False).hexdigest()
-        return int(digest, 16) % 20 == 0
-
-
-def documents(limit: int | None = None) -> list[Document]:
-    """Return the documents: files in order of their path, then topics; at most `limit` when given."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    found: list[Document] = []
-    for path in sorted(root.rglob("*.py"), key=str):
-        inner = path.relative_to(root)
-        if not _SKIPPED.intersection(inner.parts[:-1]):
-            text = path.read_text(encoding="utf-8", errors="replace")
-            if len(text) >= _MIN_CHARACTERS:
-                found.append(Document(f"/{inner.as_posix()}", text))
-    found += [Document(f"topics/{name}", text) for name, text in topics.items()]
-    return found[:limit]
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int = 2048) -> Tokenizer:

@@ -30,11 +30,12 @@ from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from benchmarks.demo_pair.corpus import documents, encode
+from benchmarks.demo_pair.corpus import encode
 from benchmarks.demo_pair.models import load
 from benchmarks.demo_pair.train import held_out_windows
 from benchmarks.provenance import write_result
-from benchmarks.report import plain_table
+from gammaray.bench.documents import documents
+from gammaray.bench.tables import plain_table
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.engine.engine import Engine, Feed
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from benchmarks.measure import PLAIN, REFERENCE, Samples, differences, first_difference, measure, row
 from benchmarks.probe import ProbedCycle, cycle_cost
-from benchmarks.systems import Ask, Sample
-from gammaray.types import SpeculationSummary
+from gammaray.bench.measure import PLAIN, Samples, Turn, differences, first_difference, loads, measure
+from gammaray.bench.rows import row
+from gammaray.bench.systems import Ask, Sample, parse_gamma
+from gammaray.errors import InternalError, InvalidArgumentError
+from gammaray.types import ADAPTIVE, GammaPolicy, SpeculationSummary
+
+BASES = {"over_generate": "generate", "over_plain": PLAIN}
 
 SUMMARY = SpeculationSummary(
     cycles=4,
@@ -26,6 +33,11 @@ SUMMARY = SpeculationSummary(
 )
 
 
+def told(**fields: Any) -> SpeculationSummary:
+    """Return the summary with other fields."""
+    return replace(SUMMARY, **fields)
+
+
 class FakeSystem:
     """Answers at once and notes in a shared list who was asked for what."""
 
@@ -37,10 +49,36 @@ class FakeSystem:
         return Sample((1, 2), 1.0)
 
 
+class SlowSystem:
+    """Answers with the seed after some ten milliseconds; counts who is in flight."""
+
+    name = "slow"
+
+    def __init__(self, failing_seed: int = -1) -> None:
+        self.in_flight = self.most = 0
+        self._failing_seed = failing_seed
+
+    async def sample(self, ask: Ask) -> Sample:
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        try:
+            await asyncio.sleep(0.01)
+            if ask.seed == self._failing_seed:
+                raise InternalError("planted")
+            return Sample((ask.seed,), 0.01)
+        finally:
+            self.in_flight -= 1
+
+
+def turn(*made: Sample) -> Turn:
+    """Completions one after the other."""
+    return Turn(made, sum(sample.seconds for sample in made))
+
+
 def samples(**seconds: list[float]) -> Samples:
     """One prompt per repetition, ten tokens each."""
     return {
-        name.replace("_", "-"): [[Sample(tuple(range(10)), s)] for s in values]
+        name.replace("_", "-"): [[turn(Sample(tuple(range(10)), s))] for s in values]
         for name, values in seconds.items()
     }
 
@@ -60,7 +98,7 @@ async def test_measure_interleaves_systems_prompt_by_prompt_in_rotating_order() 
 def test_row_takes_the_ratio_within_each_repetition() -> None:
     # The machine is three times slower in the second repetition; the ratio is 2 throughout.
     made = samples(generate=[2.0, 6.0, 2.0], gammaray_0=[4.0, 12.0, 4.0], gammaray_4=[1.0, 3.0, 1.0])
-    figures = row("gammaray-4", made)
+    figures = row("gammaray-4", made, BASES)
     assert figures["over_generate"]["values"] == pytest.approx((2.0, 2.0, 2.0))
     assert figures["over_plain"]["median"] == pytest.approx(4.0)
     assert figures["tokens_per_s"]["median"] == pytest.approx(10.0)
@@ -68,25 +106,48 @@ def test_row_takes_the_ratio_within_each_repetition() -> None:
 
 
 def test_row_without_the_base_system_has_no_ratio() -> None:
-    figures = row("gammaray-4", samples(gammaray_4=[1.0]))
+    figures = row("gammaray-4", samples(gammaray_4=[1.0]), BASES)
     assert figures["over_generate"] is None
     assert figures["over_plain"] is None
 
 
-def test_row_joins_summaries_per_cycle() -> None:
-    made = {"gammaray-4": [[Sample((1,), 1.0, 0.25, SUMMARY), Sample((1,), 1.0, 0.75, SUMMARY)]]}
-    speculation = row("gammaray-4", made)["speculation"]
-    assert speculation["cycles"] == 8
-    assert speculation["accepted_lengths"] == [2, 2, 2, 2]
-    assert speculation["alpha"] == pytest.approx(0.75)
-    assert speculation["cycle_ms"] == {"draft": 2.0, "verify": 10.0, "other": 0.5, "total": 12.5}
-    assert speculation["first_token_ms"] == pytest.approx(500.0)
+def test_row_joins_summaries_as_ratios_of_sums() -> None:
+    # 9 of 18 tested and 6 of 6 tested: alpha is 15 / 24, not the mean of .5 and 1.
+    poor = replace(
+        SUMMARY, alpha=0.5, accepted_lengths=(9, 9), cycles=18, gamma_mean=1.0, tokens_per_cycle=1.5
+    )
+    good = replace(
+        SUMMARY, alpha=1.0, accepted_lengths=(0, 0, 0, 2), cycles=2, gamma_mean=3.0, tokens_per_cycle=4.0
+    )
+    arrivals = (((0.25, 1), (0.5, 2)), ((0.75, 1), (1.0, 2)))
+    made = [Sample((1,), 1.0, came, one) for came, one in zip(arrivals, (poor, good), strict=True)]
+    figures = row("gammaray-4", {"gammaray-4": [[turn(*made)]]})
+    speculation = figures["speculation"]
+    assert speculation["cycles"] == 20
+    assert speculation["accepted_lengths"] == [9, 9, 0, 2]
+    assert speculation["alpha"] == pytest.approx(15 / 24)
+    assert speculation["acceptance_rate"] == pytest.approx(15 / 24)
+    assert speculation["tokens_per_cycle"] == pytest.approx(35 / 20)
+    assert speculation["wasted_per_token"] == pytest.approx(9 / 35)
+    assert speculation["cycle_ms"] == {"draft": 0.8, "verify": 4.0, "other": 0.2, "total": 5.0}
+    assert figures["first_token_ms"]["p50"] == pytest.approx(500.0)
+    assert figures["between_tokens"]["mean_ms"] == pytest.approx(125.0)
+
+
+def test_row_nothing_accepted_is_alpha_zero_and_nothing_drafted_is_none() -> None:
+    wrong = told(alpha=0.0, accepted_lengths=(4,), tokens_per_cycle=1.0)
+    plain = replace(wrong, alpha=None, acceptance_rate=None, gamma_mean=0.0)
+    for summary, alpha in ((wrong, 0.0), (plain, None)):
+        figures = row("gammaray-4", {"gammaray-4": [[turn(Sample((1,), 1.0, (), summary))]]})
+        assert figures["speculation"]["alpha"] == alpha
+        assert figures["speculation"]["acceptance_rate"] == alpha
+        assert figures["between_tokens"] is None
 
 
 def test_differences_names_system_prompt_and_first_different_token() -> None:
     same, other = Sample((1, 2, 3), 1.0), Sample((1, 9, 3), 1.0)
-    made = {REFERENCE: [[same, same]], PLAIN: [[same, other]]}
-    found = differences(made, {PLAIN: REFERENCE})
+    made = {"generate": [[turn(same), turn(same)]], PLAIN: [[turn(same, other)]]}
+    found = differences(made, {PLAIN: "generate"})
     assert (found["compared"], found["equal"]) == (2, 1)
     assert found["different"] == [{"system": PLAIN, "repetition": 0, "prompt": 1, "token": 1}]
 
@@ -102,10 +163,57 @@ def test_first_difference_is_an_index_or_the_shorter_length(
 
 
 def test_cycle_cost_parts_add_up_to_the_cycle() -> None:
-    probed = [ProbedCycle(4, wait_ms=20.0, compute_ms=18.0, forward_ms=17.0)] * 3
-    cost = cycle_cost(4, [21.0, 22.0, 40.0], probed)
+    probed = [ProbedCycle(wait_ms=20.0, compute_ms=18.0, draft_ms=5.0, verify_ms=12.0)] * 3
+    cost = cycle_cost("4", [21.0, 22.0, 40.0], probed)
     assert cost["cycle_ms"] == 22.0
     parts = ("forward_ms", "worker_ms", "wire_ms", "orchestrator_ms")
     assert math.isclose(sum(cost[part] for part in parts), cost["cycle_ms"])
+    assert (cost["draft_ms"], cost["verify_ms"]) == (5.0, 12.0)
     assert cost["beside_ms"] == 5.0
     assert cost["beside_percent"] == pytest.approx(100 * 5 / 22)
+
+
+def test_cycle_cost_proposals_made_ahead_do_not_make_drafting_look_free() -> None:
+    ahead = [ProbedCycle(12.0, 12.0, 0.0, 12.0, is_ahead=True)] * 5
+    asked = [ProbedCycle(18.0, 18.0, 6.0, 12.0)] * 2
+    assert cycle_cost("4", [20.0], ahead + asked)["draft_ms"] == 6.0
+
+
+async def test_measure_at_once_keeps_that_many_in_flight_and_times_the_whole() -> None:
+    system = SlowSystem()
+    result = await measure([system], [Ask("p", 8), Ask("q", 8)], 1, lambda: None, concurrency=4)
+    (only,) = result["slow"][0]
+    assert system.most == 4
+    assert [sample.token_ids for sample in only.samples] == [(seed,) for seed in range(8)]
+    assert only.seconds < sum(sample.seconds for sample in only.samples)
+
+
+async def test_measure_at_once_a_failure_ends_the_turn_and_its_other_sessions() -> None:
+    system = SlowSystem(failing_seed=1)
+    with pytest.raises(InternalError):
+        await measure([system], [Ask("p", 8)], 1, lambda: None, concurrency=3)
+    await asyncio.sleep(0)
+    assert system.in_flight == 0
+
+
+def test_loads_gives_each_session_two_completions_under_their_own_seeds() -> None:
+    asks = [Ask("p", 8, 1.0, 0), Ask("q", 8, 1.0, 1)]
+    assert loads(asks, 1) == [[asks[0]], [asks[1]]]
+    (load,) = loads(asks, 3)
+    assert [(ask.prompt, ask.seed) for ask in load] == list(zip("pqpqpq", range(6), strict=True))
+
+
+@pytest.mark.parametrize(("text", "policy"), [
+    ("0", GammaPolicy(fixed=0)),
+    ("4", GammaPolicy(fixed=4)),
+    ("4x16", GammaPolicy(fixed=4, max_nodes=16)),
+    ("adaptive", ADAPTIVE),
+])  # fmt: skip
+def test_parse_gamma_names_chains_trees_and_adaptive(text: str, policy: GammaPolicy) -> None:
+    assert parse_gamma(text) == policy
+
+
+@pytest.mark.parametrize("text", ["", "x", "4x", "fast", "65", "4x257", "-1"])
+def test_parse_gamma_anything_else_raises(text: str) -> None:
+    with pytest.raises(InvalidArgumentError):
+        parse_gamma(text)

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.compare import compare, warnings
-from benchmarks.provenance import provenance, write_result
-from benchmarks.report import markdown
+from benchmarks.report import COMPARISON
+from gammaray.bench.compare import compare, load_result, warnings
+from gammaray.bench.provenance import _command, provenance, write_result
+from gammaray.bench.tables import markdown
+from gammaray.errors import InvalidArgumentError
 
 
 def _row(system: str, speed: float, over_plain: float | None) -> dict[str, Any]:
@@ -24,6 +26,7 @@ def _row(system: str, speed: float, over_plain: float | None) -> dict[str, Any]:
         "over_generate": None,
         "over_plain": ratio,
         "speculation": None,
+        "between_tokens": None,
     }
 
 
@@ -33,7 +36,7 @@ def _result(speed: float) -> dict[str, Any]:
         "provenance": {"hardware": {"cpu": "c", "load_average": speed}, "git": {"sha": "s", "dirty": False}},
         "settings": {"max_tokens": 128},
         "workload_fingerprint": "f",
-        "temperatures": [{"temperature": 0.0, "rows": rows}],
+        "points": [{"temperature": 0.0, "verification": "coupled", "concurrency": 1, "rows": rows}],
     }
 
 
@@ -66,14 +69,14 @@ def test_compare_gives_new_over_old_per_system() -> None:
 
 def test_compare_skips_what_only_one_result_has() -> None:
     old, new = _result(150.0), _result(150.0)
-    del new["temperatures"][0]["rows"][0]
+    del new["points"][0]["rows"][0]
     assert [pair.system for pair in compare(old, new)] == ["gammaray-4"]
 
 
 def test_compare_nothing_in_common_raises() -> None:
     old, new = _result(150.0), _result(150.0)
-    new["temperatures"][0]["temperature"] = 1.0
-    with pytest.raises(ValueError, match="in common"):
+    new["points"][0]["temperature"] = 1.0
+    with pytest.raises(InvalidArgumentError, match="in common"):
         compare(old, new)
 
 
@@ -91,7 +94,22 @@ def test_warnings_are_silent_for_like_runs_and_name_each_difference() -> None:
 
 
 def test_markdown_has_one_line_per_row_and_empty_cells_for_missing_figures() -> None:
-    lines = markdown(_result(150.0)["temperatures"][0]["rows"]).splitlines()
+    lines = markdown(_result(150.0)["points"][0]["rows"], COMPARISON).splitlines()
     assert len(lines) == 4
-    assert lines[2] == "| generate | 100.0 |  |  |  |  |  |"
-    assert lines[3] == "| gammaray-4 | 150.0 |  | 1.67 |  |  |  |"
+    assert lines[2] == "| generate | 100.0 |  |  |  |  |  |  |"
+    assert lines[3] == "| gammaray-4 | 150.0 |  |  | 1.67 |  |  |  |"
+
+
+@pytest.mark.parametrize("key", [["--api-key", "sk-1"], ["--api-key=sk-1"]])
+def test_provenance_command_does_not_tell_the_key(key: list[str]) -> None:
+    command = _command(["/usr/bin/gammaray", "bench", *key, "--tokens", "8"])
+    assert "sk-1" not in command
+    assert command.endswith("--tokens 8")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"provenance": 1}', "\x00"])
+def test_load_result_other_files_raise_naming_the_path(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(InvalidArgumentError, match=r"x\.json"):
+        load_result(path)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.demo_pair.corpus import documents
-from benchmarks.workloads import WORKLOADS, fingerprint, prompts
+from gammaray.bench.documents import documents
+from gammaray.bench.workloads import WORKLOADS, fingerprint, prompts
 
 
 @pytest.fixture(scope="module")

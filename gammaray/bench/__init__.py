@@ -1,0 +1,1 @@
+"""Measuring a running cluster as its users see it: what `gammaray bench` and `benchmarks/` share."""

@@ -1,0 +1,166 @@
+"""Interleaved measurement: every system has its turn at a prompt before any goes on to the next.
+
+A machine's clock drifts and other programs come and go, so figures are compared within a repetition only: a
+ratio is taken per repetition (sum of tokens / sum of seconds over its turns), and its median is reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gammaray.bench.systems import Ask, Sample, System
+
+__all__ = [
+    "PLAIN",
+    "Median",
+    "Samples",
+    "Turn",
+    "differences",
+    "first_difference",
+    "loads",
+    "measure",
+    "speeds",
+]
+
+PLAIN = "gammaray-0"
+"""gammaray's own plain decoding, through the whole stack."""
+
+_WARM_UP_TOKENS = 16
+_MIN_WAVES = 2
+"""Completions per session in flight: with one, the slowest completion alone would be the measurement."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The completions of one system's turn, and the seconds that all of them took together."""
+
+    samples: tuple[Sample, ...]
+    seconds: float
+
+
+Samples = dict[str, list[list[Turn]]]
+"""By system, repetition and turn."""
+
+
+@dataclass(frozen=True)
+class Median:
+    """The median of one value per repetition, and the values."""
+
+    median: float
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Median:
+        """Return the median of `values`, at least one."""
+        return cls(statistics.median(values), tuple(values))
+
+
+async def measure(
+    systems: Sequence[System],
+    asks: Sequence[Ask],
+    repetitions: int,
+    advance: Callable[[], None],
+    concurrency: int = 1,
+) -> Samples:
+    """Return samples of all systems, in turn.
+
+    Each system first answers one short prompt unmeasured. The order rotates, so that no system always runs
+    behind the same other one; `advance` is called after each completion.
+
+    Args:
+        systems: What is compared.
+        asks: What every system is asked; `loads` tells how they make turns.
+        repetitions: How often.
+        advance: For a progress bar.
+        concurrency: Completions in flight.
+    """
+    for system in systems:
+        await system.sample(replace(asks[0], max_tokens=min(_WARM_UP_TOKENS, asks[0].max_tokens)))
+    turns = loads(asks, concurrency)
+    samples: Samples = {system.name: [[] for _ in range(repetitions)] for system in systems}
+    for repetition in range(repetitions):
+        for i, load in enumerate(turns):
+            first = (repetition * len(turns) + i) % len(systems)
+            for system in (*systems[first:], *systems[:first]):
+                samples[system.name][repetition].append(await _turn(system, load, concurrency, advance))
+    return samples
+
+
+def loads(asks: Sequence[Ask], concurrency: int) -> list[list[Ask]]:
+    """Return what is asked in each turn: one prompt of `asks`, or all at `concurrency` above 1.
+
+    Then they are repeated under other seeds until each session in flight has two.
+    """
+    if concurrency == 1:
+        return [[ask] for ask in asks]
+    count = max(len(asks), _MIN_WAVES * concurrency)
+    return [[replace(asks[i % len(asks)], seed=i) for i in range(count)]]
+
+
+async def _turn(system: System, load: Sequence[Ask], concurrency: int, advance: Callable[[], None]) -> Turn:
+    """Have `load` answered, `concurrency` at a time, each next one as soon as another is done."""
+    samples: list[Sample | None] = [None] * len(load)
+    waiting = iter(enumerate(load))
+
+    async def session() -> None:
+        for i, ask in waiting:
+            samples[i] = await system.sample(ask)
+            advance()
+
+    started = time.perf_counter()
+    sessions = [asyncio.ensure_future(session()) for _ in range(min(concurrency, len(load)))]
+    try:
+        await asyncio.gather(*sessions)
+    finally:
+        for running in sessions:
+            running.cancel()
+    seconds = time.perf_counter() - started
+    done = tuple(sample for sample in samples if sample is not None)
+    # One alone took as long as it says: peers know better than the clock here, which has their pipe in it.
+    return Turn(done, done[0].seconds if len(done) == 1 else seconds)
+
+
+def speeds(repetitions: Sequence[Sequence[Turn]]) -> list[float]:
+    """Return tokens per second, one per repetition."""
+    return [
+        sum(len(sample.token_ids) for turn in turns for sample in turn.samples)
+        / sum(turn.seconds for turn in turns)
+        for turns in repetitions
+    ]
+
+
+def differences(samples: Samples, references: Mapping[str, str]) -> dict[str, Any]:
+    """Compare the tokens of systems with those of their reference system, prompt by prompt.
+
+    Returns:
+        Completions compared, how many are equal, and for the first ten others system, repetition, prompt and
+        the index of the first different token.
+    """
+    compared, different = 0, []
+    for system, reference in references.items():
+        for repetition, (ours, theirs) in enumerate(zip(samples[system], samples[reference], strict=True)):
+            for prompt, (our, their) in enumerate(zip(_flat(ours), _flat(theirs), strict=True)):
+                compared += 1
+                if our.token_ids != their.token_ids:
+                    at = first_difference(our.token_ids, their.token_ids)
+                    different.append(
+                        {"system": system, "repetition": repetition, "prompt": prompt, "token": at}
+                    )
+    return {"compared": compared, "equal": compared - len(different), "different": different[:10]}
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """Return the first index at which two sequences differ, be it the shorter's end; None when equal."""
+    for i, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return i
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def _flat(turns: Sequence[Turn]) -> list[Sample]:
+    return [sample for turn in turns for sample in turn.samples]

@@ -1,0 +1,102 @@
+"""One run of `gammaray bench`: every load in turn, gamma 0 always among the systems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+from gammaray.bench.measure import PLAIN, differences, measure
+from gammaray.bench.optimum import optimum
+from gammaray.bench.rows import row
+from gammaray.bench.systems import Ask, Stack
+from gammaray.bench.workloads import fingerprint
+from gammaray.client import AsyncClient
+from gammaray.types import VerificationMethod
+
+__all__ = ["BenchSettings", "Point", "run_bench"]
+
+Point = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What is measured; stands in the result file.
+
+    Attributes:
+        workload: Name of the prompts' set, or where else they are from.
+        max_tokens: Tokens per completion; all go on past end-of-sequence tokens.
+        repetitions: Values per figure.
+        gammas: As `parse_gamma` reads them; gamma 0 is added.
+        temperatures: Each is measured,
+        verifications: with each of these,
+        concurrencies: at each of these numbers of completions in flight.
+    """
+
+    workload: str
+    max_tokens: int
+    repetitions: int
+    gammas: tuple[str, ...]
+    temperatures: tuple[float, ...]
+    verifications: tuple[str, ...]
+    concurrencies: tuple[int, ...]
+
+    @property
+    def loads(self) -> list[tuple[float, str, int]]:
+        """Temperature, verification and concurrency of every point."""
+        return list(product(self.temperatures, self.verifications, self.concurrencies))
+
+
+async def run_bench(
+    client: AsyncClient,
+    settings: BenchSettings,
+    texts: Sequence[str],
+    begin: Callable[[str], Callable[[], None]],
+    show: Callable[[Point], None],
+) -> dict[str, Any]:
+    """Measure and return the result, JSON-ready.
+
+    Args:
+        client: Connected to the cluster.
+        settings: What is measured.
+        texts: The prompts.
+        begin: Called with each point's name; returns what is called after each of its completions.
+        show: Called with each finished point.
+
+    Raises:
+        GammarayError: A completion failed.
+    """
+    processes = await client.status()
+    models = {process.role: process.model for process in processes if process.model}
+    points = []
+    for temperature, verification, concurrency in settings.loads:
+        name = f"temperature {temperature:g}, {verification}, {concurrency} in flight"
+        gammas = dict.fromkeys(("0", *settings.gammas))
+        systems = [Stack(gamma, client, VerificationMethod(verification)) for gamma in gammas]
+        asks = [Ask(text, settings.max_tokens, temperature, seed) for seed, text in enumerate(texts)]
+        samples = await measure(systems, asks, settings.repetitions, begin(name), concurrency)
+        rows = [row(system.name, samples) for system in systems]
+        point = {
+            "temperature": temperature,
+            "verification": verification,
+            "concurrency": concurrency,
+            "rows": rows,
+            "equality": _equality(samples, verification, temperature),
+            "optimum": optimum(rows),
+        }
+        show(point)
+        points.append(point)
+    return {
+        "models": models,
+        "settings": asdict(settings),
+        "workload_fingerprint": fingerprint(list(texts)),
+        "points": points,
+    }
+
+
+def _equality(samples: Any, verification: str, temperature: float) -> dict[str, Any] | None:
+    """Compare with gamma 0 where tokens must be the same; other methods draw others, equally likely."""
+    if verification != VerificationMethod.COUPLED.value and temperature > 0:
+        return None
+    return differences(samples, {name: PLAIN for name in samples if name != PLAIN})

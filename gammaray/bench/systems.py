@@ -1,0 +1,132 @@
+"""What is measured, behind one method: gammaray through its whole stack; others implement `System`, too."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from gammaray.client import AsyncClient
+from gammaray.errors import InternalError, InvalidArgumentError
+from gammaray.types import ADAPTIVE, Chunk, GammaPolicy, SpeculationSummary, VerificationMethod
+
+__all__ = ["Arrival", "Ask", "Sample", "Stack", "System", "parse_gamma", "stack_name"]
+
+Arrival = tuple[float, int]
+"""One chunk: seconds since the call, and how many tokens it brought."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One completion asked for; every system goes on past end-of-sequence tokens."""
+
+    prompt: str
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion and its time, as the caller of the system sees it.
+
+    Attributes:
+        token_ids: The tokens.
+        seconds: From the call to the last token.
+        arrivals: Chunks with tokens, in order; empty for systems that do not stream.
+        summary: How speculation went; None for systems that do not tell.
+    """
+
+    token_ids: tuple[int, ...]
+    seconds: float
+    arrivals: tuple[Arrival, ...] = ()
+    summary: SpeculationSummary | None = None
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from the call to the first chunk with a token; None when nothing is known of chunks."""
+        return self.arrivals[0][0] if self.arrivals else None
+
+
+class System(Protocol):
+    """Something that generates."""
+
+    name: str
+
+    async def sample(self, ask: Ask) -> Sample:
+        """Return one completion."""
+        ...
+
+
+class Stack:
+    """gammaray: client, gRPC proxy, orchestrator, Redis, workers; one gamma policy.
+
+    Args:
+        gamma: As `parse_gamma` reads it.
+        client: Connected to the cluster.
+        verification: How proposed tokens are tested.
+
+    Raises:
+        InvalidArgumentError: `gamma` is none.
+    """
+
+    def __init__(
+        self,
+        gamma: int | str,
+        client: AsyncClient,
+        verification: VerificationMethod = VerificationMethod.COUPLED,
+    ) -> None:
+        self.name = stack_name(gamma)
+        self._policy = parse_gamma(str(gamma))
+        self._client = client
+        self._verification = verification
+
+    async def sample(self, ask: Ask) -> Sample:
+        """Return one completion; its time runs from the call to the last chunk.
+
+        Raises:
+            GammarayError: The completion failed.
+        """
+        token_ids: list[int] = []
+        arrivals: list[Arrival] = []
+        last: Chunk | None = None
+        started = time.perf_counter()
+        async for last in self._client.generate(
+            ask.prompt,
+            max_tokens=ask.max_tokens,
+            temperature=ask.temperature,
+            seed=ask.seed,
+            gamma=self._policy,
+            verification=self._verification,
+            ignore_eos=True,
+        ):
+            if last.tokens:
+                arrivals.append((time.perf_counter() - started, len(last.tokens)))
+                token_ids += [token.token_id for token in last.tokens]
+        seconds = time.perf_counter() - started
+        if last is None or last.summary is None:
+            raise InternalError("the stream ended without a summary")
+        return Sample(tuple(token_ids), seconds, tuple(arrivals), last.summary)
+
+
+def parse_gamma(text: str) -> GammaPolicy:
+    """Return the policy that `text` names: "4" (a chain), "4x16" (a tree, depth x nodes), or "adaptive".
+
+    Raises:
+        InvalidArgumentError: Anything else.
+    """
+    if text == "adaptive":
+        return ADAPTIVE
+    depth, separator, nodes = text.partition("x")
+    try:
+        policy = GammaPolicy(fixed=int(depth), max_nodes=int(nodes) if separator else 0)
+    except ValueError:
+        allowed = "adaptive, a depth such as 4, or depth x nodes such as 4x16"
+        raise InvalidArgumentError("gamma", text, allowed) from None
+    policy.validate()
+    return policy
+
+
+def stack_name(gamma: int | str) -> str:
+    """Return the name under which a gamma policy stands in results."""
+    return f"gammaray-{gamma}"

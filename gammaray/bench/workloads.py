@@ -1,0 +1,128 @@
+"""Named sets of prompts, taken from the standard library files that the demo pair was not trained on.
+
+- `code`: some lines of a file and the head of a function, as in `def read_lines(path):`.
+- `prose`: the beginning of a docstring or help topic, cut inside a sentence.
+- `repetitive`: four lines of like shape (tables, assignments, imports) and the first word of the fifth.
+- `mixed`: the three in turn.
+
+Every prompt ends inside a line, because a trailing newline is tokenised unlike the training text. The sets
+are the same in every run of one Python version; `fingerprint` tells whether two runs had the same prompts.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from collections.abc import Iterator
+from functools import cache
+from itertools import chain, zip_longest
+
+from gammaray.bench.documents import Document, documents
+
+__all__ = ["WORKLOADS", "fingerprint", "prompts"]
+
+_MAX_CHARACTERS = 600
+_MAX_PER_DOCUMENT = 6
+_CONTEXT_LINES = 12
+_REPEATED_LINES = 4
+
+
+def prompts(name: str, count: int) -> list[str]:
+    """Return the first `count` prompts of a workload.
+
+    Raises:
+        ValueError: An unknown workload, or more prompts than it has.
+    """
+    if name not in WORKLOADS:
+        raise ValueError(f"workload: got {name!r}, allowed: {', '.join(WORKLOADS)}")
+    found = _workload(name)
+    if not 1 <= count <= len(found):
+        raise ValueError(f"prompts of {name}: got {count}, allowed: 1 to {len(found)}")
+    return list(found[:count])
+
+
+def fingerprint(texts: list[str]) -> str:
+    """Return a short hash over prompts."""
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+@cache
+def _workload(name: str) -> tuple[str, ...]:
+    if name == "mixed":
+        sets = (_workload(part) for part in _MAKERS)
+        return tuple(p for p in chain.from_iterable(zip_longest(*sets)) if p is not None)
+    # Document by document in turn, so that a short list already has many sources.
+    per_document = [_spread(_MAKERS[name](document)) for document in _held_out()]
+    rounds = chain.from_iterable(zip_longest(*per_document))
+    return tuple(dict.fromkeys(p for p in rounds if p is not None))
+
+
+@cache
+def _held_out() -> tuple[Document, ...]:
+    held = [document for document in documents() if document.is_held_out]
+    return tuple(sorted(held, key=lambda d: hashlib.sha256(d.name.encode()).digest()))
+
+
+def _spread(found: Iterator[str]) -> list[str]:
+    """Return at most `_MAX_PER_DOCUMENT` of them, evenly spread."""
+    usable = [text for text in found if len(text) <= _MAX_CHARACTERS]
+    step = max(1, len(usable) / _MAX_PER_DOCUMENT)
+    return [usable[int(i * step)] for i in range(min(len(usable), _MAX_PER_DOCUMENT))]
+
+
+def _code(document: Document) -> Iterator[str]:
+    """Up to twelve lines before a function's one-line head, and the head."""
+    if document.name.startswith("topics/"):
+        return
+    lines = document.text.splitlines()
+    for node in ast.walk(ast.parse(document.text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.lineno > 1:
+            head = lines[node.lineno - 1]
+            if head.endswith(":") and node.body[0].lineno > node.lineno:
+                start = max(0, node.lineno - 1 - _CONTEXT_LINES)
+                yield "\n".join([*lines[start : node.lineno - 1], head]).lstrip("\n")
+
+
+def _prose(document: Document) -> Iterator[str]:
+    """Twenty to forty words of a paragraph that goes on."""
+    for text in _texts(document):
+        for paragraph in re.split(r"\n\s*\n", text):
+            words = list(re.finditer(r"\S+", paragraph))
+            if len(words) >= 30 and ">>>" not in paragraph and "::" not in paragraph:
+                yield paragraph[: words[min(39, len(words) * 2 // 3)].end()].lstrip()
+
+
+def _texts(document: Document) -> Iterator[str]:
+    if document.name.startswith("topics/"):
+        yield document.text
+        return
+    for node in ast.walk(ast.parse(document.text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield ast.get_docstring(node, clean=True) or ""
+
+
+def _repetitive(document: Document) -> Iterator[str]:
+    """Four lines of like shape, and the fifth up to the end of its first word."""
+    lines = document.text.splitlines()
+    shapes = [_shape(line) for line in lines]
+    end = 0
+    for i in range(len(lines) - _REPEATED_LINES):
+        following = i + _REPEATED_LINES
+        if i < end or not shapes[i] or len(set(shapes[i : following + 1])) > 1:
+            continue
+        end = following + 1
+        first_word = re.match(r"\W*\w+", lines[following])
+        assert first_word is not None, "a shape begins with a word"
+        yield "\n".join([*lines[i:following], first_word.group()])
+
+
+def _shape(line: str) -> str:
+    """Indentation, what stands between the first two words, and the last character; empty for one word."""
+    found = re.match(r"(\s*)\w+([^\w\s]+|\s+[^\w\s]+\s*|\s+)\w.*?(\W?)$", line)
+    return "w".join(found.groups()) if found and found.group(2).strip() else ""
+
+
+_MAKERS = {"code": _code, "prose": _prose, "repetitive": _repetitive}
+WORKLOADS = (*_MAKERS, "mixed")
+"""Names that `prompts` knows."""

@@ -1,0 +1,207 @@
+"""`gammaray bench`: measure a running cluster, gamma 0 beside the others in the same run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from gammaray.bench.compare import compare, comparison_table, load_result, warnings
+from gammaray.bench.measure import loads
+from gammaray.bench.provenance import write_result
+from gammaray.bench.session import BenchSettings, Point, run_bench
+from gammaray.bench.systems import Ask, parse_gamma
+from gammaray.bench.tables import latency_table, speed_table, split_table
+from gammaray.bench.workloads import WORKLOADS, prompts
+from gammaray.cli.connection import connection_options
+from gammaray.client import AsyncClient
+from gammaray.errors import InvalidArgumentError
+from gammaray.types import VerificationMethod
+
+__all__ = ["bench"]
+
+_WIDTH = 100
+_Value = TypeVar("_Value")
+
+
+def _gamma(text: str) -> str:
+    parse_gamma(text)
+    return text
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise ValueError
+    return value
+
+
+def _list(
+    parse: Callable[[str], _Value], allowed: str
+) -> Callable[[click.Context, click.Parameter, str], tuple[_Value, ...]]:
+    """Return the callback of an option whose value is a comma-separated list."""
+
+    def callback(context: click.Context, parameter: click.Parameter, value: str) -> tuple[_Value, ...]:
+        parts = [part.strip() for part in value.split(",")]
+        try:
+            return tuple(dict.fromkeys(parse(part) for part in parts))
+        except (ValueError, InvalidArgumentError):
+            message = f"got {value!r}, allowed: {allowed}, separated by commas"
+            raise click.BadParameter(message, context, parameter) from None
+
+    return callback
+
+
+_METHODS = ", ".join(method.value for method in VerificationMethod)
+
+
+@click.group("bench", invoke_without_command=True)
+@connection_options(timeout_s=600.0)
+@click.option("--workload", type=click.Choice(WORKLOADS), default="mixed", show_default=True)
+@click.option("--prompts", "num_prompts", type=click.IntRange(1), default=4, show_default=True)
+@click.option("--prompt", "given", multiple=True, metavar="TEXT", help="Instead of a workload; repeatable.")
+@click.option(
+    "--prompt-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Instead of a workload: one prompt per line, or a JSON list of strings.",
+)
+@click.option("--tokens", type=click.IntRange(2), default=128, show_default=True, help="Per completion.")
+@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True)
+@click.option(
+    "--gammas",
+    default="2,4,8,adaptive",
+    show_default=True,
+    callback=_list(_gamma, "0 to 64, depth x nodes such as 4x16, adaptive"),
+    help="Depths of chains, depth x nodes for trees, adaptive; gamma 0 is always measured.",
+)
+@click.option(
+    "--temperatures", default="0,1", show_default=True, callback=_list(float, "numbers such as 0 or 0.7")
+)
+@click.option(
+    "--verification",
+    default="coupled",
+    show_default=True,
+    callback=_list(lambda text: VerificationMethod(text).value, _METHODS),
+    help=f"Of {_METHODS}.",
+)
+@click.option(
+    "--concurrency",
+    default="1",
+    show_default=True,
+    callback=_list(_positive, "positive numbers"),
+    help="Completions in flight.",
+)
+@click.option("--json", "out", type=click.Path(dir_okay=False, path_type=Path), help="Write the result here.")
+@click.pass_context
+def bench(context: click.Context, /, **options: Any) -> None:
+    """Measure a running cluster: speed, acceptance and latency by gamma.
+
+    Every system has its turn at each prompt before the next prompt; ratios are taken within a repetition.
+    """
+    if context.invoked_subcommand is None:
+        _run(options)
+
+
+@bench.command("compare")
+@click.argument("old", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("new", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def compare_results(old: Path, new: Path) -> None:
+    """Show two result files side by side."""
+    results = load_result(old), load_result(new)
+    console = _console()
+    console.print(comparison_table(compare(*results)))
+    for warning in warnings(*results):
+        console.print(f"note: {warning}", soft_wrap=True)
+
+
+def _run(options: dict[str, Any]) -> None:
+    texts, workload = _texts(options)
+    settings = BenchSettings(
+        workload=workload,
+        max_tokens=options["tokens"],
+        repetitions=options["repeats"],
+        gammas=options["gammas"],
+        temperatures=options["temperatures"],
+        verifications=options["verification"],
+        concurrencies=options["concurrency"],
+    )
+    result = asyncio.run(_measure(options, settings, texts))
+    if options["out"] is not None:
+        click.echo(f"written: {write_result('bench', result, options['out'])}")
+
+
+async def _measure(options: dict[str, Any], settings: BenchSettings, texts: Sequence[str]) -> dict[str, Any]:
+    console = _console()
+    num_systems = len({"0", *settings.gammas})
+    ask = Ask("", 1)
+    per_point = {
+        n: num_systems * settings.repetitions * sum(map(len, loads([ask] * len(texts), n)))
+        for n in settings.concurrencies
+    }
+    total = sum(per_point[concurrency] for _, _, concurrency in settings.loads)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=total)
+
+        def begin(name: str) -> Callable[[], None]:
+            progress.update(task, description=name)
+            return lambda: progress.advance(task)
+
+        client = AsyncClient(options["address"], api_key=options["api_key"], timeout_s=options["timeout_s"])
+        async with client:
+            return await run_bench(client, settings, texts, begin, lambda point: _show(console, point))
+
+
+def _show(console: Console, point: Point) -> None:
+    title = (
+        f"temperature {point['temperature']:g}, {point['verification']} verification, "
+        f"{point['concurrency']} in flight"
+    )
+    console.print(speed_table(title, point["rows"]))
+    console.print(latency_table(point["rows"]))
+    console.print(split_table(point["rows"]))
+    if best := point["optimum"]:
+        console.print(
+            f"best: {best['best_system']}; best chain: gamma {best['gamma_measured']} measured, "
+            f"{best['gamma_predicted']} predicted from alpha {best['alpha']:.2f}, "
+            f"{best['draft_cost']:.3f} plain cycles per draft token, "
+            f"{2 * best['latency']:.2f} per proposal",
+            soft_wrap=True,
+        )
+    if equality := point["equality"]:
+        console.print(f"same tokens as gamma 0: {equality['equal']} of {equality['compared']}")
+    console.print()
+
+
+def _texts(options: dict[str, Any]) -> tuple[list[str], str]:
+    """Return the prompts and where they are from."""
+    if options["given"]:
+        return list(options["given"]), "--prompt"
+    path: Path | None = options["prompt_file"]
+    if path is None:
+        try:
+            return prompts(options["workload"], options["num_prompts"]), options["workload"]
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--prompts") from None
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if path.suffix != ".json":
+        found: Any = [line for line in text.splitlines() if line.strip()]
+    else:
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise click.BadParameter(f"{path.name}: {error}", param_hint="--prompt-file") from None
+    if not isinstance(found, list) or not found or not all(isinstance(p, str) and p for p in found):
+        raise click.BadParameter(f"{path.name} holds no prompts", param_hint="--prompt-file")
+    return found, path.name
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    # A pipe has no width: rows stay whole there.
+    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
