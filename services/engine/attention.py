@@ -123,9 +123,9 @@ def attend(batch: Batch, layer: int, given: LayerInput, *, fixed_shapes: bool = 
         here = slice(segment.row, segment.row + segment.count)
         slots = segment.cache.data[layer, :num_kv_heads]
         keys, values = slots[..., :key_dim], slots[..., key_dim : key_dim + value_dim]
-        end = segment.start + segment.count
-        keys[:, segment.start : end] = given.key[0, :, here]
-        values[:, segment.start : end] = given.value[0, :, here]
+        end = segment.slot + segment.count
+        keys[:, segment.slot : end] = given.key[0, :, here]
+        values[:, segment.slot : end] = given.value[0, :, here]
         if fixed_shapes:
             _attend_in_parts(segment, given, keys, values, output)
             continue

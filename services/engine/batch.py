@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from services.engine.kv_cache import SessionCache
 
-__all__ = ["Batch", "Feed", "Segment", "allowed_slots"]
+__all__ = ["Batch", "Feed", "Segment", "allowed_slots", "node_path"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,9 @@ class Feed:
         token_ids: Committed tokens that are not cached yet, then the proposal's nodes. At least one.
         num_logits: Logits are wanted for the last `num_logits` tokens; 0 for pure prefill.
         parents: For a tree: the parent of each of the LAST len(parents) tokens, as an index into those
-            last tokens, -1 for the token just before them. None: a chain.
+            last tokens, -1 for the token just before them, -2 for the one before that. None: a chain.
+        num_kept: How many cached nodes of the session's tree stay; `token_ids` are nodes that join them.
+            Then `start` is the chain's length, and indices in `parents` count the kept nodes first.
     """
 
     session_id: str
@@ -31,6 +34,7 @@ class Feed:
     token_ids: Sequence[int]
     num_logits: int
     parents: Sequence[int] | None = None
+    num_kept: int = 0
 
 
 @dataclass(slots=True)
@@ -41,9 +45,10 @@ class Segment:
         cache: The session's cache, with room for the new slots.
         row: First row in the pack.
         count: Number of rows.
-        start: First new slot; equals the position of the first token.
+        start: How many tokens of the chain stay.
         parents: Of the last nodes, as in Feed; None for a chain.
         positions: Absolute position of each row.
+        num_kept: Nodes that stay in the slots behind the chain; the new slots follow them.
     """
 
     cache: SessionCache
@@ -52,6 +57,12 @@ class Segment:
     start: int
     parents: Sequence[int] | None
     positions: Sequence[int]
+    num_kept: int = 0
+
+    @property
+    def slot(self) -> int:
+        """First new slot."""
+        return self.start + self.num_kept
 
 
 @dataclass(slots=True)
@@ -81,43 +92,63 @@ class Batch:
         return self.masks[key]
 
 
-def allowed_slots(segment: Segment, window: int | None) -> Tensor | None:
+def allowed_slots(segment: Segment, window: int | None, num_slots: int | None = None) -> Tensor | None:
     """Which slots each row of a segment may see.
 
     A row sees the committed slots, its ancestors and itself, as far as they lie less than `window`
     positions back. A tree's siblings share positions, so the window counts positions and not slots.
 
+    Args:
+        segment: The rows.
+        window: How many positions a row sees, itself included; None for all.
+        num_slots: Columns of the result; None for the slots up to the segment's last.
+
     Returns:
-        Boolean [count, start + count], or None when all is allowed.
+        Boolean [count, num_slots], or None when all is allowed.
     """
-    end = segment.start + segment.count
-    if segment.count == 1 and (window is None or segment.start < window):
-        return None
-    slots = torch.arange(end)
+    count, start = segment.count, segment.start
+    used = segment.slot + count
     if segment.parents is None:
-        positions = slots[segment.start :]
-        allowed = slots <= positions[:, None]
-        if window is not None:
-            allowed &= slots > (positions - window)[:, None]
-        return allowed
-    positions = torch.tensor(segment.positions)
-    allowed = torch.zeros(segment.count, end, dtype=torch.bool)
-    allowed[:, : segment.start] = True
-    allowed[:, segment.start :] = _ancestors(segment.count, segment.parents)
+        if count == 1 and (window is None or start < window) and num_slots in (None, used):
+            return None
+        slots = torch.arange(num_slots or used)
+        positions = torch.arange(start, used)[:, None]
+        allowed = slots <= positions
+        return allowed if window is None else allowed & (slots > positions - window)
+    first = count - len(segment.parents)
+    # Row by row in numpy, whose slices cost a tenth of torch's.
+    seen = np.zeros((count, num_slots or used), dtype=bool)
+    for row in range(first):
+        seen[row, : start + row + 1] = True
+    for row in range(first, count):
+        num_chain, nodes = node_path(segment, segment.num_kept + row - first)
+        seen[row, :num_chain] = True
+        seen[row, nodes] = True
+    allowed = torch.from_numpy(seen)
     if window is not None:
-        slot_positions = torch.cat((slots[: segment.start], positions))
-        allowed &= slot_positions > (positions - window)[:, None]
+        positions = torch.tensor(segment.positions)
+        allowed &= _slot_positions(segment, allowed.shape[1]) > (positions - window)[:, None]
     return allowed
 
 
-def _ancestors(count: int, parents: Sequence[int]) -> Tensor:
-    """Boolean [count, count]: row i descends from column j, or is it."""
-    seen = torch.zeros(count, count, dtype=torch.bool)
-    first = count - len(parents)
-    for row in range(count):
-        node = row - first
-        parent = row - 1 if node < 0 else first + parents[node] if parents[node] >= 0 else first - 1
-        if parent >= 0:
-            seen[row] = seen[parent]
-        seen[row, row] = True
-    return seen
+def node_path(segment: Segment, node: int) -> tuple[int, list[int]]:
+    """Return how many slots of the chain a tree's node sees, and those of its ancestors and itself."""
+    assert segment.parents is not None
+    num_kept, kept_parents = segment.num_kept, segment.cache.tree_parents
+    chain_length = segment.start + segment.count - len(segment.parents)
+    slots = []
+    while node >= 0:
+        slots.append(chain_length + node)
+        node = segment.parents[node - num_kept] if node >= num_kept else kept_parents[node]
+    return chain_length + 1 + node, slots[::-1]
+
+
+def _slot_positions(segment: Segment, num_slots: int) -> Tensor:
+    """Position of the token in each slot; in slots that are free, of a chain."""
+    positions = torch.arange(num_slots)
+    chain_length = segment.slot - segment.num_kept
+    for node in range(segment.num_kept):
+        num_chain, nodes = node_path(segment, node)
+        positions[chain_length + node] = num_chain + len(nodes) - 1
+    positions[segment.slot : segment.slot + segment.count] = torch.tensor(segment.positions)
+    return positions

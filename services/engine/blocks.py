@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from services.engine.batch import Segment
+from services.engine.batch import Segment, node_path
 from services.engine.kv_cache import BLOCK
 
 __all__ = ["MIN_STACKED_ROWS", "Part", "bias_of", "chain_mask", "segment_parts", "stack_mask"]
@@ -89,12 +89,8 @@ def _node_part(segment: Segment, row: int) -> Part:
     position = segment.positions[row]
     end = position // BLOCK * BLOCK + BLOCK
     first_node = segment.count - len(segment.parents)
-    base = segment.start + first_node
-    path, node = [], row - first_node
-    while node >= 0:
-        path.append(base + node)
-        node = segment.parents[node]
-    path = [*range(base), *reversed(path)]
+    num_chain, nodes = node_path(segment, segment.num_kept + row - first_node)
+    path = [*range(num_chain), *nodes]
     # What lies behind the node is masked; any slot will do there.
     path += [0] * (end - len(path))
     return Part(row, row + 1, position, end, torch.tensor(path))

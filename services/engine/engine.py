@@ -18,7 +18,10 @@ from services.engine.batch import Batch, Feed, Segment
 from services.engine.checks import check_deterministic, check_model
 from services.engine.deterministic import check_covered
 from services.engine.errors import CacheGapError
+from services.engine.feeds import check_feed, feed_positions, is_chain
 from services.engine.general import GeneralRunner
+from services.engine.graphs import GraphRunner
+from services.engine.graphs_weights import build_graph_model, has_graph_path
 from services.engine.kv_cache import CacheShape, CacheStore
 from services.engine.lean import LeanRunner
 from services.engine.lean_weights import build_lean, has_lean_path
@@ -117,6 +120,9 @@ class Engine:
             weights = build_lean(loaded, layout.windows, layout.vocab_size, invariant=deterministic)
             runner = LeanRunner(weights, exact_trees=deterministic)
             rows, dim = 2 * rows, dim // 2
+        elif lean and loaded.device.type == "cuda" and not deterministic and has_graph_path(loaded):
+            runner = GraphRunner(build_graph_model(loaded, layout.vocab_size))
+            rows, dim = 2 * rows, dim // 2
         else:
             runner = GeneralRunner(loaded, layout, fixed_shapes=deterministic)
         shape = CacheShape(layout.num_layers, rows, dim, loaded.dtype, loaded.device)
@@ -147,12 +153,7 @@ class Engine:
             return []
         batch = self._plan(feeds)
         logits = self._run(batch)
-        for feed, segment in zip(feeds, batch.segments, strict=True):
-            cache, num_nodes = segment.cache, len(feed.parents or ())
-            cache.tokens.extend(feed.token_ids[: segment.count - num_nodes])
-            if feed.parents is not None:
-                cache.tree_tokens = list(feed.token_ids[segment.count - num_nodes :])
-                cache.tree_parents = list(feed.parents)
+        self._commit(feeds, batch)
         if len(feeds) == 1:
             return [logits]
         return list(logits.split([feed.num_logits for feed in feeds]))
@@ -179,22 +180,23 @@ class Engine:
         if cache is not None:
             cache.truncate(length)
 
-    def keep_path(self, session_id: str, base: int, path: Sequence[int]) -> None:
-        """After nodes were fed at `base`, keep those of `path` as positions base, base + 1, ...
+    def keep_path(self, session_id: str, base: int, path: Sequence[int], keep: Sequence[int] = ()) -> None:
+        """After nodes were fed, keep those of `path` as positions base, base + 1, ... of the chain.
 
         Args:
             session_id: The session.
-            base: Position of the first node: the number of tokens before the proposal.
-            path: Indices of the nodes that stand, root first; empty to drop all.
+            base: Position of the path's first node: the number of tokens before it.
+            path: Indices of the nodes that stand, each the child of the one before.
+            keep: Indices, ascending, of nodes that stay a tree beside the new chain; all others are dropped.
 
         Raises:
             CacheGapError: The session has no cache.
-            ValueError: `base` or `path` do not fit what was fed.
+            ValueError: `base`, `path` or `keep` do not fit what was fed.
         """
         cache = self._store.get(session_id)
         if cache is None:
             raise CacheGapError(session_id, 0)
-        cache.keep_path(base, path)
+        cache.keep_path(base, path, keep)
 
     def fork(self, source: str, copy: str, length: int) -> None:
         """Make `copy`'s cache the first `length` tokens of `source`'s.
@@ -213,6 +215,15 @@ class Engine:
         """Forget a session and free its cache; unknown ones are ignored."""
         self._store.release(session_id)
 
+    def num_nodes(self, session_id: str) -> int:
+        """Return how many nodes of a tree are cached beside the session's chain."""
+        cache = self._store.get(session_id)
+        return 0 if cache is None else len(cache.tree_tokens)
+
+    def has_room(self, session_id: str, num_tokens: int) -> bool:
+        """Return whether a session can hold that many tokens, nodes included, and no other has to go."""
+        return self._store.has_room(session_id, num_tokens)
+
     def stats(self) -> EngineStats:
         """Return what the cache holds."""
         store = self._store
@@ -224,69 +235,36 @@ class Engine:
         # Tensors born in inference mode cannot be written to outside of it; callers may want to.
         return logits.clone() if logits.is_inference() else logits
 
+    def _commit(self, feeds: Sequence[Feed], batch: Batch) -> None:
+        """Enter what a forward left in the slots."""
+        for feed, segment in zip(feeds, batch.segments, strict=True):
+            cache, num_nodes = segment.cache, len(feed.parents or ())
+            cache.tokens.extend(feed.token_ids[: segment.count - num_nodes])
+            if feed.parents is not None:
+                cache.tree_tokens.extend(feed.token_ids[segment.count - num_nodes :])
+                cache.tree_parents.extend(feed.parents)
+
     def _plan(self, feeds: Sequence[Feed]) -> Batch:
         """Check all feeds, make room, drop what they replace and lay them out as one packed row."""
         wanted: dict[str, int] = {}
         for feed in feeds:
             if feed.session_id in wanted:
                 raise ValueError(f"feeds: session {feed.session_id!r} is fed twice in one step")
-            self._check(feed)
-            wanted[feed.session_id] = feed.start + len(feed.token_ids)
+            check_feed(feed, self._store.get(feed.session_id), self.vocab_size, self.max_context)
+            wanted[feed.session_id] = feed.start + feed.num_kept + len(feed.token_ids)
         caches = self._store.reserve_all(wanted)
         segments: list[Segment] = []
         token_ids: list[int] = []
         positions: list[int] = []
         logit_rows: list[int] = []
         for feed, cache in zip(feeds, caches, strict=True):
-            cache.truncate(feed.start)
+            cache.truncate(feed.start, feed.num_kept)
             count, row = len(feed.token_ids), len(token_ids)
-            where = feed_positions(feed)
-            parents = None if _is_chain(feed.parents) else feed.parents
-            segments.append(Segment(cache, row, count, feed.start, parents, where))
+            where = feed_positions(feed, cache.tree_parents)
+            parents = None if feed.num_kept == 0 and is_chain(feed.parents) else feed.parents
+            segments.append(Segment(cache, row, count, feed.start, parents, where, feed.num_kept))
             token_ids.extend(feed.token_ids)
             positions.extend(where)
             logit_rows.extend(range(row + count - feed.num_logits, row + count))
         everything = len(logit_rows) == len(token_ids)
         return Batch(segments, token_ids, positions, None if everything else logit_rows)
-
-    def _check(self, feed: Feed) -> None:
-        count = len(feed.token_ids)
-        if count == 0:
-            raise ValueError(f"token_ids: session {feed.session_id!r} feeds no token, allowed: at least one")
-        if min(feed.token_ids) < 0 or max(feed.token_ids) >= self.vocab_size:
-            wrong = next(t for t in feed.token_ids if not 0 <= t < self.vocab_size)
-            raise ValueError(f"token_ids: got {wrong}, allowed: [0, {self.vocab_size})")
-        if not 0 <= feed.num_logits <= count:
-            raise ValueError(f"num_logits: got {feed.num_logits}, allowed: [0, {count}]")
-        if feed.start < 0:
-            raise ValueError(f"start: got {feed.start}, allowed: at least 0")
-        parents = feed.parents
-        if parents is not None:
-            if len(parents) > count:
-                raise ValueError(f"parents: got {len(parents)} nodes, but only {count} tokens are fed")
-            for node, parent in enumerate(parents):
-                if not -1 <= parent < node:
-                    raise ValueError(f"parents[{node}]: got {parent}, allowed: [-1, {node})")
-        last = max(feed_positions(feed)) if parents is not None else feed.start + count - 1
-        if last >= self.max_context:
-            raise ValueError(f"token_ids: reach position {last}, allowed: [0, {self.max_context})")
-        held = self.length(feed.session_id)
-        if feed.start > held:
-            raise CacheGapError(feed.session_id, held)
-
-
-def feed_positions(feed: Feed) -> Sequence[int]:
-    """Absolute position of each token of a feed; nodes of a tree count their depth."""
-    count = len(feed.token_ids)
-    if feed.parents is None:
-        return range(feed.start, feed.start + count)
-    base = feed.start + count - len(feed.parents)
-    positions = list(range(feed.start, base))
-    nodes: list[int] = []
-    for parent in feed.parents:
-        nodes.append(base if parent < 0 else nodes[parent] + 1)
-    return positions + nodes
-
-
-def _is_chain(parents: Sequence[int] | None) -> bool:
-    return parents is None or all(parent == node - 1 for node, parent in enumerate(parents))

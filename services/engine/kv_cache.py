@@ -47,7 +47,7 @@ class SessionCache:
         data: [num_layers, rows, capacity, dim].
         tokens: The cached chain; token i is in slot i.
         tree_tokens: Nodes in the slots after the chain, waiting for `keep_path`.
-        tree_parents: Index of each node's parent among the nodes, -1 for children of the chain.
+        tree_parents: Index of each node's parent among the nodes; -k for the k-th last token of the chain.
         views: Views into `data` that a runner wants to keep; emptied when `data` is replaced.
     """
 
@@ -67,32 +67,58 @@ class SessionCache:
         """How many slots are in use, tree nodes included."""
         return len(self.tokens) + len(self.tree_tokens)
 
-    def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens of the chain and no tree node."""
+    def truncate(self, length: int, num_nodes: int = 0) -> None:
+        """Keep the first `length` tokens of the chain and the first `num_nodes` nodes of the tree."""
         del self.tokens[length:]
-        self.tree_tokens, self.tree_parents = [], []
+        del self.tree_tokens[num_nodes:], self.tree_parents[num_nodes:]
 
-    def keep_path(self, base: int, path: Sequence[int]) -> None:
-        """Keep the nodes `path` (root first) as positions base, base + 1, ...; drop all others.
+    def keep_path(self, base: int, path: Sequence[int], keep: Sequence[int] = ()) -> None:
+        """Make the chain its first `base` tokens and the nodes `path`, root first; drop all other nodes.
+
+        Args:
+            base: Position of the path's first node.
+            path: Indices of nodes, each the child of the one before.
+            keep: Indices, ascending, of nodes that stay beside the new chain.
 
         Raises:
-            ValueError: `base` is not where the nodes start, or `path` is not a path from a root.
+            ValueError: `base` is past the chain, `path` is no path from there, or the parent of a node in
+                `keep` does not stay.
         """
         if not self.tree_tokens:
             self._keep_chain(base, path)
             return
-        if base != len(self.tokens):
-            raise ValueError(f"base: got {base}, the tree's nodes start at {len(self.tokens)}")
-        previous = -1
+        length, num_nodes = len(self.tokens), len(self.tree_tokens)
+        if not 0 <= base <= length or (not path and base < length and not keep):
+            raise ValueError(f"base: got {base}, the tree's nodes start at {length}")
+        previous = base - 1 - length
         for node in path:
-            if not 0 <= node < len(self.tree_tokens) or self.tree_parents[node] != previous:
-                raise ValueError(f"path: got {list(path)}, not a path from a root of the tree")
+            if not 0 <= node < num_nodes or self.tree_parents[node] != previous:
+                raise ValueError(f"path: got {list(path)}, not a path from position {base}")
             previous = node
-        if list(path) != list(range(len(path))):
-            slots = torch.tensor(path, device=self.data.device) + base
-            self.data[:, :, base : base + len(path)] = self.data.index_select(2, slots)
+        parents = self._parents_after(base, path, keep)
+        staying = [*path, *keep]
+        if base != length or staying != list(range(len(staying))):
+            slots = torch.tensor(staying, device=self.data.device) + length
+            self.data[:, :, base : base + len(staying)] = self.data.index_select(2, slots)
+        del self.tokens[base:]
         self.tokens.extend(self.tree_tokens[node] for node in path)
-        self.tree_tokens, self.tree_parents = [], []
+        self.tree_tokens, self.tree_parents = [self.tree_tokens[node] for node in keep], parents
+
+    def _parents_after(self, base: int, path: Sequence[int], keep: Sequence[int]) -> list[int]:
+        """The parents of `keep`, counted as they will be."""
+        length, new_length = len(self.tokens), base + len(path)
+        places = {node: base + index - new_length for index, node in enumerate(path)}
+        parents = []
+        for index, node in enumerate(keep):
+            parent = self.tree_parents[node]
+            if parent in places:
+                parents.append(places[parent])
+            elif parent < 0 and length + parent < base:
+                parents.append(length + parent - new_length)
+            else:
+                raise ValueError(f"keep: the parent of node {node} does not stay")
+            places[node] = index
+        return parents
 
     def _keep_chain(self, base: int, path: Sequence[int]) -> None:
         end = base + len(path)
@@ -144,6 +170,13 @@ class CacheStore:
         if growing:
             self._make_room(wanted, keep or frozenset())
         return [self._sessions[session_id] for session_id in wanted]
+
+    def has_room(self, session_id: str, num_slots: int) -> bool:
+        """Whether the session can have that many slots and every other session stays."""
+        session = self._sessions.get(session_id)
+        held = 0 if session is None else session.capacity
+        missing = max(0, _round_up(num_slots, BLOCK) - held)
+        return self.used_bytes + missing * self.shape.slot_bytes <= self.budget_bytes
 
     def release(self, session_id: str) -> None:
         """Forget a session; unknown ones are ignored."""

@@ -113,14 +113,14 @@ class LeanAttention:
             windows: The windows of the layers.
             exact_trees: Gather each node's path, so that it sees what a chain would.
         """
-        row, start, count = segment.row, segment.start, segment.count
-        end = start + count
+        row, slot, count = segment.row, segment.slot, segment.count
+        end = slot + count
         if segment.parents is None:
-            rotation = rotation[:, start:end]
+            rotation = rotation[:, slot:end]
         else:
             rotation = rotation[:, torch.tensor(segment.positions)]
         factors = rotation[0]
-        slots = segment.cache.data[:, :, start:end]
+        slots = segment.cache.data[:, :, slot:end]
         work = SegmentWork(
             source=self._new[:, :, row : row + count],
             factors=rotation[1:].unsqueeze(1),
@@ -141,20 +141,18 @@ class LeanAttention:
         masks = {window: stack_mask(self._mask(part, window), self._group) for window in windows}
         seen = part.end
         if part.path is not None:
-            seen = -(-(segment.start + part.last) // BLOCK) * BLOCK
+            seen = -(-(segment.slot + part.last) // BLOCK) * BLOCK
         keys, values = self._layer_views(segment.cache, seen)
         return _Call(views, factors[part.first : part.last], keys, values, masks, part.path)
 
     def _masked_call(self, segment: Segment, factors: Tensor, windows: Iterable[int | None]) -> _Call:
         """All rows of a tree at once, each behind its own mask."""
-        used = segment.start + segment.count
-        end = -(-used // BLOCK) * BLOCK
+        end = -(-(segment.slot + segment.count) // BLOCK) * BLOCK
         masks: dict[int | None, Tensor | None] = {}
         for window in windows:
-            allowed = allowed_slots(segment, window)
-            if allowed is None:
-                allowed = torch.ones(segment.count, used, dtype=torch.bool)
-            masks[window] = stack_mask(bias_of(F.pad(allowed, (0, end - used))), self._group)
+            allowed = allowed_slots(segment, window, end)
+            assert allowed is not None
+            masks[window] = stack_mask(bias_of(allowed), self._group)
         keys, values = self._layer_views(segment.cache, end)
         return _Call(self._row_views(segment.row, segment.count), factors, keys, values, masks)
 

@@ -202,7 +202,8 @@ WRONG_FEEDS = {
     "more parents than tokens": Feed("a", 5, [1], 1, [-1, 0]),
     "parent behind its child": Feed("a", 5, [1, 2], 1, [1, -1]),
     "own parent": Feed("a", 5, [1, 2], 1, [-1, 1]),
-    "parent below -1": Feed("a", 5, [1, 2], 1, [-2, -1]),
+    "parent before the first token": Feed("a", 5, [1, 2], 1, [-6, -1]),
+    "nodes kept that are not there": Feed("a", 7, [1], 1, [-1], 1),
 }
 
 

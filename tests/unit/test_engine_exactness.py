@@ -108,7 +108,7 @@ def test_softcap_large_logits_bends_them(directories: dict[str, Path]) -> None:
 def test_position_off_by_one_after_rollback_is_caught(
     directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def shifted(feed: Feed) -> list[int]:
+    def shifted(feed: Feed, kept_parents: list[int]) -> list[int]:
         shift = 1 if feed.start else 0
         return [feed.start + shift + i for i in range(len(feed.token_ids))]
 
