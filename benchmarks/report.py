@@ -13,11 +13,11 @@ __all__ = ["COMPARISON", "cycle_cost_table"]
 
 COMPARISON: Columns = {
     "system": SPEED["system"],
-    "tokens/s": SPEED["tokens/s"],
+    "tok/s": SPEED["tok/s"],
     "x generate": figure("over_generate", "median"),
     "x assisted": figure("over_assisted", "median"),
     "x gamma 0": SPEED["x gamma 0"],
-    "tok/cycle": SPEED["tok/cycle"],
+    "tok/ cycle": SPEED["tok/ cycle"],
     "alpha": SPEED["alpha"],
     "gamma": SPEED["gamma"],
 }

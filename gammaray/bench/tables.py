@@ -46,9 +46,9 @@ def _system(row: Row) -> str:
 
 SPEED: Columns = {
     "system": _system,
-    "tokens/s": figure("tokens_per_s", "median", digits=1),
+    "tok/s": figure("tokens_per_s", "median", digits=1),
     "x gamma 0": figure("over_plain", "median"),
-    "tok/cycle": figure("speculation", "tokens_per_cycle"),
+    "tok/ cycle": figure("speculation", "tokens_per_cycle"),
     "alpha": figure("speculation", "alpha"),
     "accepted": figure("speculation", "acceptance_rate"),
     "gamma": figure("speculation", "gamma_mean"),
@@ -72,10 +72,11 @@ _SPLIT: Columns = {
 
 
 def plain_table(title: str, columns: Sequence[str]) -> Table:
-    """Return an empty table that fits eighty characters; columns of text stand left, of numbers right."""
+    """Return an empty table; columns of text stand left, of numbers right, and headings may take two lines."""
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in columns:
-        table.add_column(column, justify="left" if column in _TEXT else "right", no_wrap=True)
+        is_text = column in _TEXT
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=is_text, vertical="bottom")
     return table
 
 

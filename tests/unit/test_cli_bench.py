@@ -1,0 +1,154 @@
+"""`gammaray bench` against a scripted server: what it asks for, prints and writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from sdk_helpers import SUMMARY, USAGE, ScriptedService, serve_in_thread, token
+
+from gammaray.cli import main
+from gammaray.types import Chunk, FinishReason
+from gammaray.v1 import generation_service_pb2 as pb
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["bench", *map(str, arguments)], prog_name="gammaray")
+
+
+async def completion(request: pb.GenerateRequest, attempt: int) -> AsyncIterator[Chunk]:
+    """Emit `max_tokens` tokens, gamma + 1 to a chunk; all proposals pass."""
+    size = request.gamma.fixed + 1
+    left = request.max_tokens
+    summary = replace(SUMMARY, alpha=None, acceptance_rate=None, gamma_mean=0.0, accepted_lengths=(left,))
+    if size > 1:
+        lengths = (*(0 for _ in range(size - 1)), -(-left // size))
+        summary = replace(SUMMARY, alpha=1.0, gamma_mean=float(size - 1), accepted_lengths=lengths)
+    while left > 0:
+        tokens = tuple(token("x", token_id=left - i) for i in range(min(size, left)))
+        left -= len(tokens)
+        if left > 0:
+            yield Chunk("s", "x" * len(tokens), tokens, 1)
+        else:
+            yield Chunk("s", "x", tokens, 1, FinishReason.LENGTH, USAGE, summary)
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[ScriptedService, str]]:
+    service = ScriptedService(completion)
+    with serve_in_thread(service) as address:
+        yield service, address
+
+
+def measured(address: str, out: Path, *options: object) -> dict[str, Any]:
+    """Run a small bench and return the file it wrote."""
+    small = ("--prompt", "a", "--tokens", 12, "--repeats", 2, "--temperatures", "0", "--json", out)
+    result = invoke("-a", address, *small, *options)
+    assert result.exit_code == 0, result.output
+    assert f"written: {out}" in result.stdout
+    return json.loads(out.read_text())
+
+
+def test_bench_measures_gamma_zero_in_the_same_run_and_says_so(
+    server: tuple[ScriptedService, str], tmp_path: Path
+) -> None:
+    result = measured(server[1], tmp_path / "r.json", "--gammas", "3,adaptive")
+    (point,) = result["points"]
+    rows = {row["system"]: row for row in point["rows"]}
+    assert list(rows) == ["gammaray-0", "gammaray-3", "gammaray-adaptive"]
+    assert rows["gammaray-0"]["over_plain"]["values"] == [1.0, 1.0]
+    assert rows["gammaray-3"]["speculation"]["alpha"] == 1.0
+    assert rows["gammaray-3"]["between_tokens"]["zero_share"] == pytest.approx(0.75)
+    assert rows["gammaray-3"]["between_tokens"]["expected"]["cv2"] == pytest.approx(3.0)
+    assert point["equality"] == {"compared": 4, "equal": 4, "different": []}
+    assert point["optimum"]["gamma_measured"] in (0, 3)
+    assert result["provenance"]["versions"]["gammaray"]
+    assert result["settings"]["gammas"] == ["3", "adaptive"]
+
+
+def test_bench_asks_what_the_options_say(server: tuple[ScriptedService, str], tmp_path: Path) -> None:
+    service, address = server
+    options = ("--gammas", "2x6", "--verification", "rejection", "--concurrency", "1,3")
+    result = measured(address, tmp_path / "r.json", *options)
+    assert [point["concurrency"] for point in result["points"]] == [1, 3]
+    assert {point["verification"] for point in result["points"]} == {"rejection"}
+    # Per point: a warm-up, then two repetitions of 1 and of 2 * 3 completions, gamma 0 and 2x6 each.
+    assert len(service.requests) == 2 * (1 + 2) + 2 * (1 + 2 * 6)
+    assert {(r.gamma.fixed, r.gamma.max_nodes) for r in service.requests} == {(0, 0), (2, 6)}
+    assert all(r.ignore_eos and r.text == "a" for r in service.requests)
+    assert {r.max_tokens for r in service.requests} == {12}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("p.txt", "one\n\ntwo\n"), ("p.json", '["one", "two"]')], ids=["lines", "json"]
+)
+def test_bench_prompt_file_gives_the_prompts(
+    server: tuple[ScriptedService, str], tmp_path: Path, name: str, text: str
+) -> None:
+    service, address = server
+    path = tmp_path / name
+    path.write_text(text)
+    small = ("--tokens", 2, "--repeats", 1, "--temperatures", "0", "--gammas", "1")
+    assert invoke("-a", address, "--prompt-file", path, *small).exit_code == 0
+    assert {request.text for request in service.requests} == {"one", "two"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--gammas", "fast"), "got 'fast', allowed: 0 to 64"),
+        (("--gammas", "65"), "got '65', allowed: 0 to 64"),
+        (("--temperatures", "warm"), "got 'warm', allowed: numbers"),
+        (("--verification", "hope"), "allowed: coupled, rejection, naive"),
+        (("--concurrency", "0"), "got '0', allowed: positive numbers"),
+        (("--prompts", 10**6), "allowed: 1 to"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else None,
+)
+def test_bench_bad_option_ends_with_code_2_naming_what_is_allowed(
+    options: tuple[object, ...], words: str
+) -> None:
+    result = invoke("-a", "127.0.0.1:1", *options)
+    assert result.exit_code == 2
+    assert words in " ".join(result.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("p.json", "{}"), ("p.json", "["), ("p.json", "[1]"), ("p.txt", "\n")]
+)
+def test_bench_file_without_prompts_ends_with_code_2(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    result = invoke("-a", "127.0.0.1:1", "--prompt-file", path)
+    assert result.exit_code == 2
+    assert name in result.stderr
+
+
+def test_bench_nobody_answers_ends_with_code_3() -> None:
+    assert invoke("-a", "127.0.0.1:1", "--prompt", "a").exit_code == 3
+
+
+def test_bench_compare_shows_both_files_and_what_differs(
+    server: tuple[ScriptedService, str], tmp_path: Path
+) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    measured(server[1], old, "--gammas", "3")
+    measured(server[1], new, "--gammas", "3,5")
+    result = invoke("compare", old, new)
+    assert result.exit_code == 0
+    assert "gammaray-3" in result.stdout
+    assert "gammaray-5" not in result.stdout
+    assert "gammas differs: ['3'] and ['3', '5']" in result.stdout
+
+
+def test_bench_compare_other_file_ends_with_code_2(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text("{}")
+    result = invoke("compare", path, path)
+    assert result.exit_code == 2
+    assert "x.json" in result.stderr
