@@ -1,0 +1,149 @@
+"""Steps as CUDA graphs: Llama-like models without launch gaps and without padded attention.
+
+A step's sizes are rounded up to a bucket; the first step of a bucket is captured, later ones are one copy of
+the inputs and one replay. Large prompt chunks are bound by arithmetic, not by launches, and run eagerly, as
+does everything where the kernels cannot be captured (no GPU, no Triton): the same code in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.engine.batch import Batch
+from services.engine.graphs_forward import Buffers, run_forward
+from services.engine.graphs_tables import Bucket, Race, Tables, bucket_of, fill, new_tables
+from services.engine.graphs_torch import TorchKernels
+from services.engine.graphs_weights import GraphModel
+
+__all__ = ["Capture", "GraphRunner", "Program", "make_kernels"]
+
+MAX_CAPTURED_ROWS = 512
+_MAX_PROGRAMS = 96
+
+
+def make_kernels(model: GraphModel) -> TorchKernels:
+    """Triton's kernels on a CUDA device that has Triton, plain torch elsewhere."""
+    if model.device.type != "cuda":
+        return TorchKernels(model)
+    try:
+        from services.engine.graphs_triton import TritonKernels
+    except ModuleNotFoundError:
+        return TorchKernels(model)
+    return TritonKernels(model)
+
+
+class Capture:
+    """Some work on fixed tensors: run twice as it is, then captured and replayed.
+
+    Args:
+        work: Enqueues the work; must do the same each time, and running it again must change nothing.
+        capturable: False to go on running it as it is.
+        pool: Memory shared by all graphs that never run at the same time.
+    """
+
+    def __init__(self, work: Callable[[], None], *, capturable: bool, pool: object) -> None:
+        self._work, self._capturable, self._pool = work, capturable, pool
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> None:
+        """Enqueue the work."""
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        self._work()
+        if self._capturable:
+            # The first run compiled what was needed and did the step; capturing does not execute.
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                self._work()
+            self._graph = graph
+
+
+@dataclass
+class Program:
+    """A bucket's tensors and its captured work."""
+
+    bucket: Bucket
+    tables: Tables
+    buffers: Buffers
+    capture: Capture
+
+
+class GraphRunner:
+    """Runs the engine's steps; see `services.engine.engine.Runner`.
+
+    Args:
+        model: The weights.
+        kernels: Operations; by default the fastest that the device has.
+    """
+
+    def __init__(self, model: GraphModel, kernels: TorchKernels | None = None) -> None:
+        self.model = model
+        self.kernels = kernels if kernels is not None else make_kernels(model)
+        # Cache addresses are counted from here: see `Tables.address`.
+        self.anchor = torch.zeros(64, dtype=model.dtype, device=model.device)
+        self.pool = torch.cuda.graph_pool_handle() if self.kernels.capturable else None
+        self._programs: OrderedDict[tuple[Bucket, bool], Program] = OrderedDict()
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the logits [wanted rows, vocab_size] in float32; writes the new keys and values.
+
+        The next step overwrites them: callers keep a copy.
+        """
+        program = self._run(batch, ())
+        wanted = len(batch.token_ids) if batch.logit_rows is None else len(batch.logit_rows)
+        return program.buffers.logits[:wanted]
+
+    @torch.inference_mode()
+    def choose(self, batch: Batch, races: Sequence[Race]) -> list[int]:
+        """Return the token drawn in each wanted row; one small copy comes back.
+
+        Args:
+            batch: As for `forward`.
+            races: One per segment.
+        """
+        program = self._run(batch, races)
+        wanted = len(batch.token_ids) if batch.logit_rows is None else len(batch.logit_rows)
+        return program.buffers.tokens[:wanted].tolist()
+
+    def _run(self, batch: Batch, races: Sequence[Race]) -> Program:
+        bucket = bucket_of(batch)
+        program = self.program(bucket, draws=bool(races))
+        fill(program.tables, bucket, batch, races, self.anchor.data_ptr())
+        program.capture.run()
+        return program
+
+    def program(self, bucket: Bucket, *, draws: bool) -> Program:
+        """Return the bucket's program; prompt chunks get theirs for one step only."""
+        key = (bucket, draws)
+        program = self._programs.get(key)
+        if program is None:
+            program = self._new_program(bucket, draws)
+            if bucket.rows <= MAX_CAPTURED_ROWS:
+                self._programs[key] = program
+                if len(self._programs) > _MAX_PROGRAMS:
+                    self._programs.popitem(last=False)
+        else:
+            self._programs.move_to_end(key)
+        return program
+
+    def _new_program(self, bucket: Bucket, draws: bool) -> Program:
+        model, kernels = self.model, self.kernels
+        tables = new_tables(bucket, model.device)
+        buffers = Buffers.make(model, kernels, bucket)
+
+        def work() -> None:
+            run_forward(model, kernels, bucket, tables, buffers)
+            if draws:
+                kernels.stripes(buffers.logits, tables, None, buffers.stripes)
+                kernels.pick(buffers.stripes, buffers.tokens)
+
+        capturable = kernels.capturable and bucket.rows <= MAX_CAPTURED_ROWS
+        return Program(bucket, tables, buffers, Capture(work, capturable=capturable, pool=self.pool))

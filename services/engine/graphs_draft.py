@@ -1,0 +1,273 @@
+"""Whole proposals in one graph: the draft's steps follow each other on the device, one copy comes back.
+
+A chain feeds the committed tokens that lack, draws a token, feeds it, and so on. A tree grows by levels: the
+`width` best nodes of a level by confidence are fed together, and each offers its best continuations for the
+next level. Confidence is the product along the path of softmax(sharpness * s), s being the perturbed score
+logits / temperature + gumbel that decides the target's own race (or the plain logit when greedy), so the
+tree holds what the target is likely to draw.
+
+A node offers at most one token of each stripe of ids: the best of each stripe is what the race finds anyway.
+Any choice of nodes is lossless with coupled and greedy verification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from services.engine.batch import Batch
+from services.engine.graphs import Capture, GraphRunner
+from services.engine.graphs_forward import Buffers, run_forward
+from services.engine.graphs_tables import NO_TREE, Bucket, Race, Tables, bucket_of, fill, new_tables
+from services.engine.graphs_torch import Stripes
+
+__all__ = ["Drafter", "TreeShape"]
+
+_MAX_NODES = 64
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """A tree of `depth` levels with `width` nodes each; at most 64 nodes are fed.
+
+    Attributes:
+        width: Nodes per level, at least 1.
+        depth: Levels, at least 1.
+        sharpness: How much the draft trusts its own race; larger makes deeper, narrower trees.
+    """
+
+    width: int
+    depth: int
+    sharpness: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.width < 1 or self.depth < 1 or self.width * (self.depth - 1) > _MAX_NODES:
+            raise ValueError(f"shape: got {self.width} x {self.depth}, allowed: {_MAX_NODES} fed nodes")
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the whole tree."""
+        return self.width * self.depth
+
+
+@dataclass
+class _Proposals:
+    """A captured proposal: inputs, and what comes back."""
+
+    bucket: Bucket
+    tables: Tables
+    result: Tensor
+    capture: Capture
+
+
+class Drafter:
+    """Drafts with a runner's weights and kernels.
+
+    Args:
+        runner: Of the draft model.
+    """
+
+    def __init__(self, runner: GraphRunner) -> None:
+        self._runner = runner
+        self._programs: dict[tuple[Bucket, int | TreeShape], _Proposals] = {}
+
+    @torch.inference_mode()
+    def chains(self, batch: Batch, races: Sequence[Race], gamma: int) -> list[list[int]]:
+        """Return `gamma` tokens per segment; the caches need room for all but the last."""
+        program = self._program(batch, gamma, gamma)
+        result = self._run(program, batch, races)
+        return [list(tokens) for tokens in zip(*result, strict=True)]
+
+    @torch.inference_mode()
+    def trees(
+        self, batch: Batch, races: Sequence[Race], shape: TreeShape
+    ) -> list[tuple[list[int], list[int]]]:
+        """Return tokens and parents of each segment's nodes; the caches need room for all fed ones."""
+        program = self._program(batch, shape, shape.width * (shape.depth - 1))
+        tokens, parents = self._run(program, batch, races)
+        return list(zip(tokens, parents, strict=True))
+
+    def _run(self, program: _Proposals, batch: Batch, races: Sequence[Race]) -> list[list[int]]:
+        fill(program.tables, program.bucket, batch, races, self._runner.anchor.data_ptr())
+        program.capture.run()
+        # [..., sessions] or [2, sessions, nodes]; spare sessions are dropped here.
+        used = len(batch.segments)
+        result = program.result
+        return result[:, :used].tolist()
+
+    def _program(self, batch: Batch, shape: int | TreeShape, num_more: int) -> _Proposals:
+        bucket = bucket_of(batch)
+        bucket = replace(bucket, wanted=bucket.sessions, max_slots=max(bucket.max_slots, 2048))
+        last = max(segment.slot + segment.count for segment in batch.segments) + num_more
+        while bucket.max_slots < last:
+            bucket = replace(bucket, max_slots=2 * bucket.max_slots)
+        key = (bucket, shape)
+        if key not in self._programs:
+            tables = new_tables(bucket, self._runner.model.device)
+            make = self._chain_work if isinstance(shape, int) else self._tree_work
+            self._programs[key] = make(bucket, tables, shape)
+        return self._programs[key]
+
+    def _chain_work(self, bucket: Bucket, tables: Tables, gamma: int) -> _Proposals:
+        model, kernels = self._runner.model, self._runner.kernels
+        later = _level_bucket(bucket, 1)
+        first, buffers = Buffers.make(model, kernels, bucket), Buffers.make(model, kernels, later)
+        result = torch.zeros(gamma, bucket.sessions, dtype=torch.int64, device=model.device)
+        steps = _Steps(tables, bucket, num_steps=gamma - 1, width=1)
+
+        def work() -> None:
+            steps.place()
+            run_forward(model, kernels, bucket, tables, first)
+            kernels.stripes(first.logits, tables, None, first.stripes)
+            kernels.pick(first.stripes, result[0])
+            for step in range(gamma - 1):
+                now = steps.tables(step, result[step])
+                run_forward(model, kernels, later, now, buffers)
+                kernels.stripes(buffers.logits, now, None, buffers.stripes)
+                kernels.pick(buffers.stripes, result[step + 1])
+
+        return _Proposals(bucket, tables, result, self._capture(work))
+
+    def _tree_work(self, bucket: Bucket, tables: Tables, shape: TreeShape) -> _Proposals:
+        model, kernels = self._runner.model, self._runner.kernels
+        width, device = shape.width, model.device
+        later = _level_bucket(bucket, width)
+        first, buffers = Buffers.make(model, kernels, bucket), Buffers.make(model, kernels, later)
+        if width > first.stripes.score.shape[1]:
+            raise ValueError(f"width: got {width}, allowed: up to {first.stripes.score.shape[1]}")
+        result = torch.zeros(2, bucket.sessions, shape.num_nodes, dtype=torch.int64, device=device)
+        sharpness = torch.tensor([shape.sharpness], dtype=torch.float64, device=device)
+        steps = _Steps(tables, bucket, num_steps=shape.depth - 1, width=width)
+
+        def work() -> None:
+            steps.place()
+            run_forward(model, kernels, bucket, tables, first)
+            kernels.stripes(first.logits, tables, sharpness, first.stripes)
+            frontier = _offers(first.stripes, sharpness, bucket.sessions, width)
+            result[0, :, :width] = frontier.token
+            result[1, :, :width] = -1
+            for step in range(shape.depth - 1):
+                steps.see(step, frontier.parent)
+                now = steps.tables(step, frontier.token.flatten())
+                run_forward(model, kernels, later, now, buffers)
+                kernels.stripes(buffers.logits, now, sharpness, buffers.stripes)
+                offers = _offers(buffers.stripes, sharpness, bucket.sessions, width)
+                frontier = _best(frontier, offers)
+                nodes = slice((step + 1) * width, (step + 2) * width)
+                result[0, :, nodes] = frontier.token
+                result[1, :, nodes] = frontier.parent + step * width
+
+        return _Proposals(bucket, tables, result, self._capture(work))
+
+    def _capture(self, work: Callable[[], None]) -> Capture:
+        runner = self._runner
+        return Capture(work, capturable=runner.kernels.capturable, pool=runner.pool)
+
+
+class _Steps:
+    """Tables of the steps behind the first, computed on the device from those of the first.
+
+    Args:
+        first: Tables of the first step, which asks for one row per session.
+        bucket: Of the first step.
+        num_steps: Steps behind it.
+        width: Rows of each session in each of them; above 1 they are nodes of a tree.
+    """
+
+    def __init__(self, first: Tables, bucket: Bucket, *, num_steps: int, width: int) -> None:
+        device, sessions = first.flat.device, bucket.sessions
+        shape = (num_steps, sessions, width)
+        self._first, self._is_tree = first, width > 1
+        self._position = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._slot, self._prefix = torch.zeros_like(self._position), torch.zeros_like(self._position)
+        self._count = torch.zeros(sessions, dtype=torch.int64, device=device)
+        self._tree_base = torch.full_like(self._count, NO_TREE)
+        self._bits = torch.zeros(num_steps + 1, sessions, width, dtype=torch.int64, device=device)
+        index = torch.arange(num_steps * width, device=device).view(num_steps, 1, width)
+        self._node, self._step = index, torch.arange(num_steps, device=device).view(num_steps, 1, 1)
+        self._own_bit = torch.ones_like(index) << index
+        rows = torch.arange(sessions * width, device=device)
+        self._rows = rows
+        self._session, self._first_row = rows // width, rows[::width]
+
+    def place(self) -> None:
+        """Say where all steps' rows go."""
+        first = self._first
+        base = (first.position[first.wanted] + 1)[None, :, None]
+        live = (first.count > 0)[None, :, None]
+        self._position.copy_(base + self._step)
+        self._slot.copy_(torch.where(live, base + self._node, -1))
+        self._count.copy_(live[0, :, 0] * self._bits.shape[2])
+        if self._is_tree:
+            self._prefix.copy_(base.expand_as(self._prefix))
+            self._tree_base.copy_(base[0, :, 0])
+        else:
+            self._prefix.copy_(self._position + 1)
+
+    def see(self, step: int, parent: Tensor) -> None:
+        """Say which nodes a level's rows see: their parents', [sessions, width] in the level before."""
+        own = self._own_bit[step].expand(parent.shape)
+        self._bits[step].copy_(self._bits[step - 1].gather(1, parent) | own if step else own)
+
+    def tables(self, step: int, token: Tensor) -> Tables:
+        """The tables of a step that feeds `token` [sessions * width]."""
+        return replace(
+            self._first,
+            token=token,
+            position=self._position[step].flatten(),
+            slot=self._slot[step].flatten(),
+            prefix=self._prefix[step].flatten(),
+            session=self._session,
+            bits=self._bits[step].view(-1, 1),
+            wanted=self._rows,
+            first_row=self._first_row,
+            count=self._count,
+            tree_base=self._tree_base,
+        )
+
+
+@dataclass
+class _Frontier:
+    """The nodes of a level, or what is offered for the next: [sessions, any number].
+
+    Attributes:
+        token: Of each node.
+        parent: Its parent's place in the level before.
+        log_confidence: That the path to it stands.
+    """
+
+    token: Tensor
+    parent: Tensor
+    log_confidence: Tensor
+
+
+def _offers(stripes: Stripes, sharpness: Tensor, sessions: int, width: int) -> _Frontier:
+    """The `width` best continuations of each row, [sessions, rows of a session * width]."""
+    weight = stripes.score * sharpness
+    total = torch.logsumexp(weight + stripes.mass.log(), -1, keepdim=True)
+    best = torch.topk(weight, width, -1)
+    token = stripes.token.gather(1, best.indices)
+    rows = token.shape[0] // sessions
+    parent = torch.arange(rows * width, device=token.device) // width
+    return _Frontier(
+        token.view(sessions, -1),
+        parent.expand(sessions, -1),
+        (best.values - total).view(sessions, -1),
+    )
+
+
+def _best(level: _Frontier, offers: _Frontier) -> _Frontier:
+    """The most confident continuations of a level, as many as it has nodes."""
+    confidence = offers.log_confidence + level.log_confidence.gather(1, offers.parent)
+    best = torch.topk(confidence, level.token.shape[1], -1)
+    return _Frontier(
+        offers.token.gather(1, best.indices), offers.parent.gather(1, best.indices), best.values
+    )
+
+
+def _level_bucket(bucket: Bucket, width: int) -> Bucket:
+    rows = bucket.sessions * width
+    return replace(bucket, rows=rows, wanted=rows, words=1, max_rows=1 << (width - 1).bit_length())

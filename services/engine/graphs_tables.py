@@ -1,0 +1,237 @@
+"""The inputs of a captured step: one flat buffer at a fixed address, filled by one copy per step.
+
+A step's rows are packed: session after session, each with as many rows as it feeds. Spare rows and sessions
+of a bucket are marked and do nothing. Keys and values stay in the sessions' own buffers, wherever those
+are: the kernels find them through a table of addresses, so that caches may grow, move and be evicted
+between replays of one graph.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from services.engine.batch import Batch, Segment, node_path
+from services.engine.kv_cache import SessionCache
+
+__all__ = ["GREEDY", "NO_TREE", "Bucket", "Race", "Tables", "bucket_of", "fill", "new_tables"]
+
+NO_TREE = 1 << 40
+_MASK_BITS = 64
+_SIGN = 1 << (_MASK_BITS - 1)
+# Rows beyond these come in multiples of 32; up to 8 rows every number has its bucket.
+_LADDER = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96)
+
+
+@dataclass(frozen=True)
+class Race:
+    """How a session's tokens are drawn: argmax(logits / temperature + gumbel), or argmax at temperature 0.
+
+    The noise is that of `services.engine.noise`, stream 0, at the drawn token's absolute position.
+    """
+
+    seed: int
+    sample_index: int = 0
+    temperature: float = 1.0
+
+
+GREEDY = Race(seed=0, temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The sizes that a captured step is made for.
+
+    Attributes:
+        sessions: Sessions.
+        rows: Packed rows of all sessions.
+        wanted: Rows whose logits are computed.
+        words: Words of 64 bits in a row's mask over its session's tree.
+        max_rows: Rows of one session.
+        max_slots: Cached slots that a row may see, itself included.
+    """
+
+    sessions: int
+    rows: int
+    wanted: int
+    words: int
+    max_rows: int
+    max_slots: int
+
+
+@dataclass
+class Tables:
+    """Views into `flat`, all int64 but for `inverse_temperature`.
+
+    Attributes:
+        token: [rows].
+        position: [rows], absolute.
+        slot: [rows] where the row's key and value go; -1 marks a spare row. Slots after it are not seen.
+        prefix: [rows] how many leading slots the row sees: a chain's all up to its own.
+        session: [rows].
+        bits: [rows, words]: which slots from `tree_base` on the row sees as well, itself included.
+        wanted: [wanted] rows.
+        address: [sessions], first number of the session's cache, counted from the anchor in numbers.
+        capacity: [sessions] slots of the cache.
+        first_row: [sessions].
+        count: [sessions] rows; 0 marks a spare session.
+        tree_base: [sessions] first slot of the tree's nodes, NO_TREE for a chain.
+        seed: [sessions], the 64 bits as a signed number.
+        sample_index: [sessions].
+        is_drawn: [sessions], 0 for greedy.
+        inverse_temperature: [sessions] float64.
+        flat: What is copied to the device in one go.
+        caches: Of the sessions of this step, for kernels that do not go by address.
+    """
+
+    token: Tensor
+    position: Tensor
+    slot: Tensor
+    prefix: Tensor
+    session: Tensor
+    bits: Tensor
+    wanted: Tensor
+    address: Tensor
+    capacity: Tensor
+    first_row: Tensor
+    count: Tensor
+    tree_base: Tensor
+    seed: Tensor
+    sample_index: Tensor
+    is_drawn: Tensor
+    inverse_temperature: Tensor
+    flat: Tensor
+    caches: list[SessionCache]
+
+
+_VIEWS = tuple(f.name for f in fields(Tables) if f.name not in ("flat", "caches"))
+
+
+def bucket_of(batch: Batch) -> Bucket:
+    """The smallest bucket that a step fits."""
+    segments = batch.segments
+    rows = len(batch.token_ids)
+    wanted = rows if batch.logit_rows is None else len(batch.logit_rows)
+    most_nodes = max(segment.num_kept + len(segment.parents or ()) for segment in segments)
+    return Bucket(
+        sessions=_power(len(segments)),
+        rows=_rung(rows),
+        wanted=_rung(wanted) if wanted else 0,
+        words=max(1, -(-most_nodes // _MASK_BITS)),
+        max_rows=_power(max(segment.count for segment in segments)),
+        max_slots=_power(max(2048, *(segment.slot + segment.count for segment in segments))),
+    )
+
+
+def new_tables(bucket: Bucket, device: torch.device) -> Tables:
+    """Tables in which every row and session is spare."""
+    sizes = _sizes(bucket)
+    flat = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+    views = dict(zip(_VIEWS, flat.split(sizes), strict=True))
+    views["bits"] = views["bits"].view(bucket.rows, bucket.words)
+    views["inverse_temperature"] = views["inverse_temperature"].view(torch.float64)
+    views["slot"].fill_(-1)
+    return Tables(**views, flat=flat, caches=[])
+
+
+def fill(tables: Tables, bucket: Bucket, batch: Batch, races: Sequence[Race], anchor: int) -> None:
+    """Write a step's inputs: one copy to the device.
+
+    Args:
+        tables: Of `bucket`.
+        bucket: That the batch fits.
+        batch: The step.
+        races: One per segment, or none when nothing is drawn.
+        anchor: Address that cache addresses are counted from.
+    """
+    segments = batch.segments
+    wanted = range(len(batch.token_ids)) if batch.logit_rows is None else batch.logit_rows
+    rows, sessions = bucket.rows, bucket.sessions
+    slots: list[int] = []
+    prefixes: list[int] = []
+    masks: list[int] = []
+    row_sessions: list[int] = []
+    for index, segment in enumerate(segments):
+        slots.extend(range(segment.slot, segment.slot + segment.count))
+        row_sessions.extend([index] * segment.count)
+        _add_visible(segment, bucket.words, prefixes, masks)
+    itemsize = segments[0].cache.data.element_size()
+    columns = (
+        _padded(batch.token_ids, rows),
+        _padded(batch.positions, rows),
+        _padded(slots, rows, -1),
+        _padded(prefixes, rows),
+        _padded(row_sessions, rows),
+        _padded(masks, rows * bucket.words),
+        _padded(wanted, bucket.wanted),
+        _padded([(s.cache.data.data_ptr() - anchor) // itemsize for s in segments], sessions),
+        _padded([s.cache.capacity for s in segments], sessions),
+        _padded([s.row for s in segments], sessions),
+        _padded([s.count for s in segments], sessions),
+        _padded([_tree_base(s) for s in segments], sessions, NO_TREE),
+        _padded([_signed(race.seed) for race in races], sessions),
+        _padded([race.sample_index for race in races], sessions),
+        _padded([int(race.temperature > 0) for race in races], sessions),
+        _padded([_float_bits(1.0 / (race.temperature or 1.0)) for race in races], sessions),
+    )
+    numbers = [number for column in columns for number in column]
+    # A fresh pinned block each time: torch keeps it until the copy is through.
+    source = torch.tensor(numbers, dtype=torch.int64, pin_memory=tables.flat.is_cuda)
+    tables.flat.copy_(source, non_blocking=True)
+    tables.caches[:] = [segment.cache for segment in segments]
+
+
+def _sizes(bucket: Bucket) -> list[int]:
+    rows, sessions = bucket.rows, bucket.sessions
+    return [*[rows] * 5, rows * bucket.words, bucket.wanted, *[sessions] * 9]
+
+
+def _padded(numbers: Sequence[int], size: int, spare: int = 0) -> list[int]:
+    return [*numbers, *[spare] * (size - len(numbers))]
+
+
+def _tree_base(segment: Segment) -> int:
+    """Slot of the first node, kept ones included."""
+    if segment.parents is None:
+        return NO_TREE
+    return segment.start + segment.count - len(segment.parents)
+
+
+def _add_visible(segment: Segment, words: int, prefixes: list[int], masks: list[int]) -> None:
+    """Append what each row of a segment sees."""
+    num_nodes = len(segment.parents or ())
+    num_chain = segment.count - num_nodes
+    prefixes.extend(range(segment.slot + 1, segment.slot + 1 + num_chain))
+    masks.extend([0] * (num_chain * words))
+    base = _tree_base(segment)
+    for node in range(segment.num_kept, segment.num_kept + num_nodes):
+        prefix, slots = node_path(segment, node)
+        prefixes.append(prefix)
+        mask = sum(1 << (slot - base) for slot in slots)
+        masks.extend(
+            _signed(mask >> (word * _MASK_BITS) & (2 * _SIGN - 1)) for word in range(words)
+        )
+
+
+def _signed(word: int) -> int:
+    """The same 64 bits as a two's complement number."""
+    return word - 2 * _SIGN if word >= _SIGN else word
+
+
+def _float_bits(value: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _power(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+def _rung(rows: int) -> int:
+    for size in _LADDER:
+        if rows <= size:
+            return size
+    return -(-rows // 32) * 32
