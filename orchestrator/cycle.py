@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from gammaray.errors import GammarayError, InternalError, InvalidArgumentError
 from gammaray.types import FinishReason, Proposal, TokenOrigin
@@ -173,10 +173,12 @@ class Verifier(Protocol):
 class SessionStore(Protocol):
     """Holds what must outlive this process."""
 
-    async def append(
+    def append(
         self, session: Session, token_ids: Sequence[int], origins: Sequence[TokenOrigin]
-    ) -> None:
+    ) -> Coroutine[Any, Any, None]:
         """Store the tokens that end the session's committed ones, and its `finish_reason`.
+
+        The session is read in the call itself and not when the result is awaited: it may move on before.
 
         Raises:
             FailedPreconditionError: The session has another owner by now.

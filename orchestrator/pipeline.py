@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from typing import Any
 
 from gammaray.types import TokenOrigin
 from orchestrator.cycle import Cycle, Drafter, GammaController, SessionStore, Verifier, run_cycle
@@ -24,39 +26,76 @@ async def run_cycles(
     Raises:
         GammarayError: A cycle failed; those before it were yielded.
     """
-    behind = _WriteBehind(store)
-    running = asyncio.create_task(run_cycle(session, drafter, verifier, behind, controller))
+    ahead = _Ahead(store)
+    running = asyncio.create_task(ahead.run(session, drafter, verifier, controller))
+    running.add_done_callback(ahead.end)
     try:
-        is_last = False
-        while not is_last:
-            cycle = await running
-            written, is_last = behind.last, cycle.finish_reason is not None
-            if not is_last:
-                running = asyncio.create_task(run_cycle(session, drafter, verifier, behind, controller))
-            if written is not None:
-                await written
+        while (cycle := await ahead.take()) is not None:
             yield cycle
+        running.result()
     finally:
         running.cancel()
-        await asyncio.gather(running, *([behind.last] if behind.last else []), return_exceptions=True)
+        await asyncio.gather(running, return_exceptions=True)
+        ahead.close()
 
 
-class _WriteBehind:
-    """Starts writes in order and lets the cycle go on; `last` is the newest one."""
+class _Ahead:
+    """Runs cycles without a pause as long as the consumer keeps up; also the store that they write to.
+
+    A cycle that ends while the consumer waits for it is handed over in passing, and the next one's first
+    block leaves before the write of this one: nothing of storing and delivering is on a cycle's path.
+    """
 
     def __init__(self, store: SessionStore) -> None:
         self._store = store
-        self.last: asyncio.Task[None] | None = None
+        self._wanted = asyncio.Semaphore(0)
+        self._found = asyncio.Event()
+        self._cycles: deque[tuple[Cycle, Coroutine[Any, Any, None]]] = deque()
+        self._write: Coroutine[Any, Any, None] | None = None
+        self._is_over = False
 
-    async def append(
-        self, session: Session, token_ids: Sequence[int], origins: Sequence[TokenOrigin]
+    async def run(
+        self, session: Session, drafter: Drafter, verifier: Verifier, controller: GammaController
     ) -> None:
-        """Wait for the write before, and start this one.
+        """Run cycles up to the one that ends the session."""
+        while not self._is_over:
+            cycle = await run_cycle(session, drafter, verifier, self, controller)
+            await self._wanted.acquire()
+            assert self._write is not None
+            self._cycles.append((cycle, self._write))
+            self._write, self._is_over = None, cycle.finish_reason is not None
+            self._found.set()
 
-        Raises:
-            GammarayError: The write before failed.
-        """
-        if self.last is not None:
-            await self.last
-        # The write reads the session in its first step, which comes before the next cycle's.
-        self.last = asyncio.create_task(self._store.append(session, token_ids, origins))
+    def append(
+        self, session: Session, token_ids: Sequence[int], origins: Sequence[TokenOrigin]
+    ) -> Coroutine[Any, Any, None]:
+        """Prepare the write, which `take` does; returns an empty one."""
+        self._write = self._store.append(session, token_ids, origins)
+        return _nothing()
+
+    async def take(self) -> Cycle | None:
+        """Return the next cycle once it is stored, or None after the last one or a failure."""
+        self._wanted.release()
+        if not self._cycles and not self._is_over:
+            self._found.clear()
+            await self._found.wait()
+        if not self._cycles:
+            return None
+        cycle, write = self._cycles.popleft()
+        await write
+        return cycle
+
+    def end(self, _: object) -> None:
+        """No further cycle will come."""
+        self._is_over = True
+        self._found.set()
+
+    def close(self) -> None:
+        """Drop the writes that were not done: nobody was shown their tokens."""
+        for write in [self._write, *(write for _, write in self._cycles)]:
+            if write is not None:
+                write.close()
+
+
+async def _nothing() -> None:
+    """Do nothing, in place of a write that comes later."""

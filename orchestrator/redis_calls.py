@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-from typing import TypeVar
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
-from redis.exceptions import BusyLoadingError, ConnectionError, RedisError, TimeoutError
+from redis.exceptions import (
+    BusyLoadingError,
+    ConnectionError,
+    NoScriptError,
+    RedisError,
+    TimeoutError,
+)
 
 from gammaray.errors import InternalError, InvalidArgumentError, UnavailableError
 
-__all__ = ["Redis", "answer", "connect"]
+__all__ = ["BatchedScript", "Redis", "answer", "connect"]
 
 T = TypeVar("T")
 
@@ -53,3 +61,63 @@ async def answer(call: Awaitable[T]) -> T:
         raise UnavailableError(f"Redis cannot be reached: {error}") from error
     except RedisError as error:
         raise InternalError(f"Redis: {error}") from error
+
+
+class BatchedScript:
+    """A Lua script whose calls go out together: those that come while others are under way, or in one tick.
+
+    A call alone costs the same; of many at once each costs a fifth. All may be run twice when a connection
+    breaks, so the script must be idempotent.
+
+    Args:
+        redis: A connected client.
+        source: The script.
+    """
+
+    def __init__(self, redis: Redis, source: str) -> None:
+        self._redis, self._source = redis, source
+        self._sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+        self._waiting: list[tuple[tuple[Any, ...], asyncio.Future[Any]]] = []
+        self._sending: asyncio.Task[None] | None = None
+
+    async def call(self, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        """Run the script once and return its answer.
+
+        Raises:
+            RedisError: As of any command.
+        """
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append(((len(keys), *keys, *args), future))
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send())
+        return await future
+
+    async def _send(self) -> None:
+        try:
+            while self._waiting:
+                calls, self._waiting = self._waiting, []
+                for (_, future), result in zip(calls, await self._run(calls), strict=True):
+                    if future.done():
+                        continue  # its caller gave up
+                    if isinstance(result, BaseException):
+                        future.set_exception(result)
+                    else:
+                        future.set_result(result)
+        finally:
+            self._sending = None
+
+    async def _run(self, calls: Sequence[tuple[tuple[Any, ...], object]]) -> list[Any]:
+        try:
+            results = await self._pipeline(calls)
+            if any(isinstance(result, NoScriptError) for result in results):
+                await self._redis.script_load(self._source)  # Redis is new or was restarted
+                results = await self._pipeline(calls)
+        except Exception as error:
+            return [error] * len(calls)
+        return results
+
+    async def _pipeline(self, calls: Sequence[tuple[tuple[Any, ...], object]]) -> list[Any]:
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for arguments, _ in calls:
+                pipeline.execute_command("EVALSHA", self._sha, *arguments)
+            return await pipeline.execute(raise_on_error=False)

@@ -11,14 +11,15 @@ Per session two keys, which expire together; `{id}` keeps them on one node of a 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from redis.asyncio import Redis
 
 from gammaray.errors import FailedPreconditionError, NotFoundError
 from gammaray.types import FinishReason, TokenOrigin
-from orchestrator.redis_calls import answer
+from orchestrator.redis_calls import BatchedScript, answer
 from orchestrator.session import Session
 
 __all__ = ["RedisStore", "StoredSession"]
@@ -90,7 +91,7 @@ class StoredSession:
 
 
 class RedisStore:
-    """Implements the cycle's SessionStore; every method is one round trip.
+    """Implements the cycle's SessionStore; every method is one round trip, which commits of one time share.
 
     Args:
         redis: A connected client.
@@ -100,7 +101,7 @@ class RedisStore:
     def __init__(self, redis: Redis, ttl_s: int) -> None:
         self._redis, self._ttl_s = redis, ttl_s
         self._create = redis.register_script(_CREATE)
-        self._commit = redis.register_script(_COMMIT)
+        self._commit = BatchedScript(redis, _COMMIT)
         self._finish = redis.register_script(_FINISH)
         self._take_over = redis.register_script(_TAKE_OVER)
 
@@ -121,10 +122,10 @@ class RedisStore:
         if not created:
             raise FailedPreconditionError(f"session {session.session_id} exists already")
 
-    async def append(
+    def append(
         self, session: Session, token_ids: Sequence[int], origins: Sequence[TokenOrigin]
-    ) -> None:
-        """Store the tokens that end the session's committed ones, and its `finish_reason`.
+    ) -> Coroutine[Any, Any, None]:
+        """Store the tokens that end the session's committed ones, and its `finish_reason`, all as of now.
 
         Raises:
             FailedPreconditionError: Another owner, or other tokens than those stored before.
@@ -132,20 +133,20 @@ class RedisStore:
             UnavailableError: Redis cannot be reached.
         """
         data = b"".join(_TOKEN.pack(t, _CODE[origin]) for t, origin in zip(token_ids, origins, strict=True))
-        offset = (session.num_emitted - len(token_ids)) * _TOKEN.size
         reason = session.finish_reason.value if session.finish_reason else ""
-        stored = await answer(
-            self._commit(
-                keys=_keys(session.session_id), args=[session.epoch, offset, data, self._ttl_s, reason]
-            )
+        return self._append(
+            session.session_id, session.epoch, session.num_emitted - len(token_ids), data, reason
         )
+
+    async def _append(self, session_id: str, epoch: int, start: int, data: bytes, reason: str) -> None:
+        args = [epoch, start * _TOKEN.size, data, self._ttl_s, reason]
+        stored = await answer(self._commit.call(_keys(session_id), args))
         if stored == -1:
-            raise NotFoundError(f"session {session.session_id} was deleted or has expired")
+            raise NotFoundError(f"session {session_id} was deleted or has expired")
         if stored == -2:
-            raise FailedPreconditionError(f"session {session.session_id} has another owner by now")
+            raise FailedPreconditionError(f"session {session_id} has another owner by now")
         if stored == -3:
-            start = session.num_emitted - len(token_ids)
-            raise FailedPreconditionError(f"session {session.session_id} does not end at token {start}")
+            raise FailedPreconditionError(f"session {session_id} does not end at token {start}")
 
     async def finish(self, session: Session, reason: FinishReason) -> None:
         """Mark a session as ended, unless it is already or has another owner.
