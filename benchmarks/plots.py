@@ -179,7 +179,8 @@ def _concurrency_column(above: Axes, below: Axes, points: Sequence[Point]) -> No
         color = colors.get(name) or next(others)
         found = [(p["concurrency"], r) for p in points for r in p["rows"] if r["system"] == name]
         at = [concurrency for concurrency, _ in found]
-        label = "γ = 0 (plain)" if name == PLAIN else name.removeprefix(stack_name(""))
+        label = name.removeprefix(stack_name(""))
+        label = f"γ = {label}" if label.isdecimal() else label
         above.plot(at, [r["tokens_per_s"]["median"] for _, r in found], "o-", color=color, label=label)
         if name != PLAIN:
             _ratios(below, at, [row for _, row in found], marker="o-", color=color)

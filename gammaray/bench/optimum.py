@@ -14,8 +14,8 @@ from gammaray.theory import optimal_gamma, speedup
 
 __all__ = ["Costs", "chain_gammas", "cycle_ms", "optimum", "pooled_alpha"]
 
-CURVE_GAMMAS = 12
-"""Up to which gamma predicted speedups are given."""
+CURVE_GAMMAS = 16
+"""Largest gamma that is predicted."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def optimum(rows: Sequence[Row]) -> dict[str, Any] | None:
         "alpha": alpha,
         **vars(costs),
         "gamma_measured": fastest[0],
-        "gamma_predicted": optimal_gamma(alpha, costs.draft_cost, costs.latency),
+        "gamma_predicted": optimal_gamma(alpha, costs.draft_cost, costs.latency, CURVE_GAMMAS),
         "speedup_predicted": [
             speedup(alpha, gamma, costs.draft_cost, costs.latency) for gamma in range(CURVE_GAMMAS + 1)
         ],
