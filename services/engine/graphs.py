@@ -81,14 +81,16 @@ class GraphRunner:
     Args:
         model: The weights.
         kernels: Operations; by default the fastest that the device has.
+
+    Attributes:
+        last: The work of the last step or proposal, which may be replayed to be timed.
     """
 
     def __init__(self, model: GraphModel, kernels: TorchKernels | None = None) -> None:
         self.model = model
         self.kernels = kernels if kernels is not None else make_kernels(model)
-        # Cache addresses are counted from here: see `Tables.address`.
-        self.anchor = torch.zeros(64, dtype=model.dtype, device=model.device)
         self.pool = torch.cuda.graph_pool_handle() if self.kernels.capturable else None
+        self.last: Capture | None = None
         self._programs: OrderedDict[tuple[Bucket, bool], Program] = OrderedDict()
 
     @torch.inference_mode()
@@ -116,8 +118,9 @@ class GraphRunner:
     def _run(self, batch: Batch, races: Sequence[Race]) -> Program:
         bucket = bucket_of(batch)
         program = self.program(bucket, draws=bool(races))
-        fill(program.tables, bucket, batch, races, self.anchor.data_ptr())
+        fill(program.tables, bucket, batch, races, self.kernels.anchor.data_ptr())
         program.capture.run()
+        self.last = program.capture
         return program
 
     def program(self, bucket: Bucket, *, draws: bool) -> Program:

@@ -91,8 +91,9 @@ class Drafter:
         return list(zip(tokens, parents, strict=True))
 
     def _run(self, program: _Proposals, batch: Batch, races: Sequence[Race]) -> list[list[int]]:
-        fill(program.tables, program.bucket, batch, races, self._runner.anchor.data_ptr())
+        fill(program.tables, program.bucket, batch, races, self._runner.kernels.anchor.data_ptr())
         program.capture.run()
+        self._runner.last = program.capture
         # [..., sessions] or [2, sessions, nodes]; spare sessions are dropped here.
         used = len(batch.segments)
         result = program.result
@@ -191,7 +192,7 @@ class _Steps:
         self._own_bit = torch.ones_like(index) << index
         rows = torch.arange(sessions * width, device=device)
         self._rows = rows
-        self._session, self._first_row = rows // width, rows[::width]
+        self._session, self._first_row = rows // width, rows[::width].contiguous()
 
     def place(self) -> None:
         """Say where all steps' rows go."""
@@ -263,9 +264,7 @@ def _best(level: _Frontier, offers: _Frontier) -> _Frontier:
     """The most confident continuations of a level, as many as it has nodes."""
     confidence = offers.log_confidence + level.log_confidence.gather(1, offers.parent)
     best = torch.topk(confidence, level.token.shape[1], -1)
-    return _Frontier(
-        offers.token.gather(1, best.indices), offers.parent.gather(1, best.indices), best.values
-    )
+    return _Frontier(offers.token.gather(1, best.indices), offers.parent.gather(1, best.indices), best.values)
 
 
 def _level_bucket(bucket: Bucket, width: int) -> Bucket:

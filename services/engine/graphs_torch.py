@@ -51,13 +51,21 @@ class Stripes:
 
 
 class TorchKernels:
-    """The operations of `services.engine.graphs_forward`."""
+    """The operations of `services.engine.graphs_forward`.
 
-    capturable = False
+    Args:
+        model: Its sizes are those of all models served, and its dtype is the caches'.
+
+    Attributes:
+        anchor: Cache addresses are counted from here; see `Tables.address`.
+        capturable: Whether a step of these operations can become a CUDA graph.
+    """
 
     def __init__(self, model: GraphModel) -> None:
         self.shape = model.shape
         self.rotation = model.rotation
+        self.anchor = torch.zeros(64, dtype=model.dtype, device=model.device)
+        self.capturable = False
 
     def new_scratch(self, bucket: Bucket, device: torch.device) -> list[Tensor]:
         """Memory that `attend` needs beside its output, the same for all layers."""

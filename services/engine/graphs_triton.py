@@ -1,0 +1,239 @@
+"""The operations of a step as Triton kernels, which can be captured.
+
+Products of few rows stream the weights once through the tensor cores, with the addition to the residual
+stream or the gated activation at their end; many rows go to the library. Attention reads each session's own
+keys and values up to its own length: splits of SPLIT slots are reduced apart from each other and then in
+their order. A row's sums therefore do not depend on the rows that come with it, nor on other sessions, as
+long as it is fed with at most MAX_ROWS rows and its tokens lie in the same slots: a chain's logits are those
+of decoding it token by token.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from services.engine import graphs_triton_attention as attention
+from services.engine import graphs_triton_kernels as jit
+from services.engine.graphs_tables import Bucket, Tables
+from services.engine.graphs_torch import Stripes, TorchKernels
+from services.engine.graphs_weights import GraphModel
+
+__all__ = ["MAX_ROWS", "TritonKernels"]
+
+MAX_ROWS = 64
+"""Products of more rows are the library's."""
+
+_ROW_TILE = 32
+_SPLIT = 256
+_PROGRAMS = 256
+
+
+class TritonKernels(TorchKernels):
+    """Like TorchKernels, on the device alone.
+
+    Args:
+        model: Its sizes are those of all models served, and its dtype is the caches'.
+        max_rows: Products of more rows go to the library; 0 to have them all there.
+    """
+
+    def __init__(self, model: GraphModel, *, max_rows: int = MAX_ROWS) -> None:
+        super().__init__(model)
+        self.max_rows = max_rows
+        self.capturable = model.device.type == "cuda"
+
+    def new_scratch(self, bucket: Bucket, device: torch.device) -> list[Tensor]:
+        """Unnormalised outputs, largest scores and sums of each split."""
+        shape = (bucket.rows, self.shape.num_heads, -(-bucket.max_slots // _SPLIT))
+        outputs = torch.zeros(*shape, self.shape.head_dim, dtype=torch.float32, device=device)
+        return [outputs, torch.zeros(shape, device=device), torch.zeros(shape, device=device)]
+
+    def norm(self, x: Tensor, weight: Tensor, out: Tensor, rows: Tensor | None = None) -> None:
+        """See TorchKernels."""
+        size = x.shape[1]
+        jit.norm_kernel[(out.shape[0],)](
+            x,
+            weight,
+            out,
+            x if rows is None else rows,
+            self.shape.norm_eps,
+            size,
+            HAS_ROWS=rows is not None,
+            BLOCK=triton.next_power_of_2(size),
+            num_warps=8,
+        )
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """See TorchKernels."""
+        if x.shape[0] > self.max_rows:
+            super().linear(x, weight, bias, out)
+        else:
+            self._product(x, weight, bias, out, out.shape[1])
+
+    def add_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+        """See TorchKernels."""
+        if x.shape[0] > self.max_rows:
+            super().add_linear(x, weight, bias, residual)
+        else:
+            self._product(x, weight, bias, residual, residual.shape[1], adds=True)
+
+    def swiglu(self, x: Tensor, gate_up: Tensor, out: Tensor) -> None:
+        """See TorchKernels."""
+        if x.shape[0] > self.max_rows:
+            super().swiglu(x, gate_up, out)
+        else:
+            self._product(x, gate_up, None, out, out.shape[1], gates=True)
+
+    def _product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        num_outputs: int,
+        *,
+        adds: bool = False,
+        gates: bool = False,
+    ) -> None:
+        rows, size = x.shape
+        tile, depth, warps, stages = product_tile(num_outputs, size, gates, x.element_size())
+        jit.product_kernel[(triton.cdiv(num_outputs, tile),)](
+            x,
+            weight,
+            weight if bias is None else bias,
+            out,
+            rows,
+            num_outputs,
+            SIZE=size,
+            HAS_BIAS=bias is not None,
+            ADDS=adds,
+            GATES=gates,
+            ROWS=max(16, triton.next_power_of_2(rows)),
+            TILE=tile,
+            DEPTH=depth,
+            num_warps=warps,
+            num_stages=stages,
+        )
+
+    def rotate(self, qkv: Tensor, layer: int, head_norm: Tensor | None, tables: Tables) -> None:
+        """See TorchKernels."""
+        shape = self.shape
+        attention.rotate_kernel[(qkv.shape[0], shape.num_qkv_heads)](
+            qkv,
+            self.rotation,
+            qkv if head_norm is None else head_norm,
+            self.anchor,
+            tables.address,
+            tables.capacity,
+            tables.position,
+            tables.slot,
+            tables.session,
+            layer,
+            self.rotation.shape[1],
+            shape.norm_eps,
+            HAS_NORM=head_norm is not None,
+            HEADS=shape.num_heads,
+            KV_HEADS=shape.num_kv_heads,
+            HALF=shape.head_dim // 2,
+            num_warps=1,
+        )
+
+    def attend(
+        self,
+        qkv: Tensor,
+        layer: int,
+        tables: Tables,
+        bucket: Bucket,
+        scratch: list[Tensor],
+        mixed: Tensor,
+    ) -> None:
+        """See TorchKernels."""
+        shape = self.shape
+        group = shape.num_heads // shape.num_kv_heads
+        outputs, largest, sums = scratch
+        pairs = bucket.sessions * shape.num_kv_heads
+        tiles = triton.cdiv(bucket.max_rows * group, _ROW_TILE)
+        max_splits = outputs.shape[2]
+        # Enough programs for the device; each takes every so-many-th split of its session.
+        stride = max(1, min(max_splits, _PROGRAMS // (pairs * tiles)))
+        attention.split_kernel[(pairs, tiles, stride)](
+            qkv,
+            self.anchor,
+            outputs,
+            largest,
+            sums,
+            tables.address,
+            tables.capacity,
+            tables.slot,
+            tables.prefix,
+            tables.bits,
+            tables.first_row,
+            tables.count,
+            tables.tree_base,
+            layer,
+            shape.scaling,
+            HEADS=shape.num_heads,
+            KV_HEADS=shape.num_kv_heads,
+            DIM=shape.head_dim,
+            WORDS=bucket.words,
+            MAX_SPLITS=max_splits,
+            SPLIT=_SPLIT,
+            ROWS=_ROW_TILE,
+            num_warps=4,
+            num_stages=2,
+        )
+        attention.combine_kernel[(qkv.shape[0], shape.num_heads)](
+            outputs,
+            largest,
+            sums,
+            tables.slot,
+            mixed,
+            HEADS=shape.num_heads,
+            DIM=shape.head_dim,
+            MAX_SPLITS=max_splits,
+            SPLIT=_SPLIT,
+            num_warps=1,
+        )
+
+    def stripes(self, logits: Tensor, tables: Tables, sharpness: Tensor | None, out: Stripes) -> None:
+        """See TorchKernels."""
+        wanted, vocab_size = logits.shape
+        num_stripes = out.score.shape[1]
+        jit.stripe_kernel[(wanted, num_stripes)](
+            logits,
+            tables.wanted,
+            tables.session,
+            tables.position,
+            tables.seed,
+            tables.sample_index,
+            tables.is_drawn,
+            tables.inverse_temperature,
+            out.score if sharpness is None else sharpness,
+            out.score,
+            out.token,
+            out.mass,
+            vocab_size,
+            HAS_MASS=sharpness is not None,
+            STRIPE=out.size,
+            num_warps=1,
+        )
+
+    def pick(self, stripes: Stripes, tokens: Tensor) -> None:
+        """See TorchKernels."""
+        rows, num_stripes = stripes.score.shape
+        jit.pick_kernel[(rows,)](
+            stripes.score, stripes.token, tokens, num_stripes, BLOCK=triton.next_power_of_2(num_stripes)
+        )
+
+
+def product_tile(num_outputs: int, size: int, gates: bool, itemsize: int) -> tuple[int, int, int, int]:
+    """Outputs per program, depth of a tile, warps and pipeline stages.
+
+    None of them changes the order in which a sum is taken.
+    """
+    tile = 16 if gates or num_outputs <= 8192 else 32
+    depth = 512 // itemsize
+    while size % depth:
+        depth //= 2
+    return tile, depth, 4, 4

@@ -1,0 +1,194 @@
+"""Triton kernels of attention: rotation and cache writes, attention by splits, and their combination.
+
+A session's cache is found by its distance from `anchor` in numbers; see `Tables.address`. Its layout is
+[layers, 2 * KV_HEADS, capacity, DIM], key heads before value heads.
+"""
+
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["combine_kernel", "rotate_kernel", "split_kernel"]
+
+
+@triton.jit(do_not_specialize=["layer"])
+def rotate_kernel(
+    qkv,
+    rotation,
+    head_norm,
+    anchor,
+    address_of,
+    capacity_of,
+    position_of,
+    slot_of,
+    session_of,
+    layer,
+    max_context,
+    epsilon,
+    HAS_NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """One program per row and head: norm and rotate queries in place, keys and values into the cache."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slot_of + row)
+    column = tl.arange(0, HALF)
+    source = qkv + (row.to(tl.int64) * (HEADS + 2 * KV_HEADS) + head) * 2 * HALF + column
+    low, high = tl.load(source), tl.load(source + HALF)
+    if head < HEADS + KV_HEADS:
+        left, right = low.to(tl.float32), high.to(tl.float32)
+        if HAS_NORM:
+            weight = head_norm + tl.where(head < HEADS, 0, 2 * HALF) + column
+            mean = (tl.sum(left * left, 0) + tl.sum(right * right, 0)) / (2 * HALF)
+            scale = tl.rsqrt(mean + epsilon)
+            left = left * scale * tl.load(weight).to(tl.float32)
+            right = right * scale * tl.load(weight + HALF).to(tl.float32)
+        turn = rotation + tl.load(position_of + row) * HALF + column
+        cos, sin = tl.load(turn), tl.load(turn + max_context.to(tl.int64) * HALF)
+        low = (left * cos - right * sin).to(qkv.dtype.element_ty)
+        high = (right * cos + left * sin).to(qkv.dtype.element_ty)
+    if head < HEADS:
+        tl.store(source, low)
+        tl.store(source + HALF, high)
+    elif slot >= 0:
+        session = tl.load(session_of + row)
+        place = layer.to(tl.int64) * 2 * KV_HEADS + (head - HEADS)
+        place = (place * tl.load(capacity_of + session) + slot) * 2 * HALF
+        target = anchor + tl.load(address_of + session) + place + column
+        tl.store(target, low)
+        tl.store(target + HALF, high)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def split_kernel(
+    qkv,
+    anchor,
+    outputs,
+    largest,
+    sums,
+    address_of,
+    capacity_of,
+    slot_of,
+    prefix_of,
+    bits_of,
+    first_row_of,
+    count_of,
+    tree_base_of,
+    layer,
+    scaling,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WORDS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One program per session and key head, tile of its query rows, and residue of the split's index.
+
+    The heads of a group are stacked: stacked row i is head i % group of the session's row i // group.
+    """
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    BLOCK: tl.constexpr = 64
+    session, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    stacked = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    count = tl.load(count_of + session)
+    if tl.program_id(1) * ROWS >= count * GROUP:
+        return
+    is_row = stacked < count * GROUP
+    row = tl.load(first_row_of + session) + stacked // GROUP
+    head = kv_head * GROUP + stacked % GROUP
+    column = tl.arange(0, DIM)
+    query = tl.load(
+        qkv + (row * (HEADS + 2 * KV_HEADS) + head)[:, None] * DIM + column[None, :],
+        mask=is_row[:, None],
+        other=0.0,
+    )
+    last = tl.load(slot_of + row, mask=is_row, other=-1)
+    prefix = tl.load(prefix_of + row, mask=is_row, other=0)
+    tree_base = tl.load(tree_base_of + session)
+    end = tl.max(last, 0) + 1
+    capacity = tl.load(capacity_of + session)
+    # Buffers start at multiples of 16 numbers; the compiler cannot know.
+    address = tl.multiple_of(tl.load(address_of + session), 16)
+    place = (layer.to(tl.int64) * 2 * KV_HEADS + kv_head) * capacity * DIM
+    keys = anchor + address + tl.multiple_of(place, DIM)
+    values = keys + tl.multiple_of(KV_HEADS * capacity * DIM, DIM)
+    split = tl.program_id(2)
+    while split * SPLIT < end:
+        peak = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([ROWS], dtype=tl.float32)
+        mixed = tl.zeros([ROWS, DIM], dtype=tl.float32)
+        # A fixed number of blocks, so that the loads of the next ones are under way early.
+        for block in range(0, SPLIT // BLOCK):
+            first = split * SPLIT + block * BLOCK
+            slot = first + tl.arange(0, BLOCK)
+            held = (slot < end)[:, None]
+            key = tl.load(keys + slot[:, None] * DIM + column[None, :], mask=held, other=0.0)
+            value = tl.load(values + slot[:, None] * DIM + column[None, :], mask=held, other=0.0)
+            scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scaling
+            seen = slot[None, :] < prefix[:, None]
+            if first + BLOCK > tree_base:
+                node = slot - tree_base
+                is_node = (node >= 0) & (node < WORDS * 64)
+                word = tl.load(
+                    bits_of + row[:, None] * WORDS + (node // 64)[None, :],
+                    mask=is_row[:, None] & is_node[None, :],
+                    other=0,
+                )
+                seen = seen | (((word >> (node % 64)[None, :]) & 1) == 1)
+            scores = tl.where(seen & is_row[:, None], scores, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            # Rows that have seen nothing yet stay at zero instead of becoming no number.
+            origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weight = tl.exp(scores - origin[:, None])
+            decay = tl.exp(peak - origin)
+            total = total * decay + tl.sum(weight, 1)
+            mixed = mixed * decay[:, None]
+            mixed = tl.dot(weight.to(value.dtype), value, mixed, input_precision="ieee")
+            peak = new_peak
+        part = (row * HEADS + head) * MAX_SPLITS + split
+        tl.store(largest + part, peak, mask=is_row)
+        tl.store(sums + part, total, mask=is_row)
+        tl.store(outputs + part[:, None] * DIM + column[None, :], mixed, mask=is_row[:, None])
+        split += tl.num_programs(2)
+
+
+@triton.jit
+def combine_kernel(
+    outputs,
+    largest,
+    sums,
+    slot_of,
+    mixed,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """One program per row and head: the splits' outputs as one, in their order."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slot_of + row)
+    column = tl.arange(0, DIM)
+    first = (row.to(tl.int64) * HEADS + head) * MAX_SPLITS
+    peak = tl.full([1], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([1], dtype=tl.float32)
+    output = tl.zeros([DIM], dtype=tl.float32)
+    split = 0
+    while split * SPLIT <= slot:
+        part_peak = tl.load(largest + first + split)
+        new_peak = tl.maximum(peak, part_peak)
+        origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        decay, gain = tl.exp(peak - origin), tl.exp(part_peak - origin)
+        total = total * decay + tl.load(sums + first + split) * gain
+        part = tl.load(outputs + (first + split) * DIM + column)
+        output = output * decay + part * gain
+        peak = new_peak
+        split += 1
+    if slot >= 0:
+        target = mixed + (row.to(tl.int64) * HEADS + head) * DIM + column
+        tl.store(target, (output / total).to(mixed.dtype.element_ty))
