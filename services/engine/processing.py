@@ -21,7 +21,7 @@ from torch import Tensor
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import Proposal, SamplingParams
 
-__all__ = ["processed_log_probs"]
+__all__ = ["edited_logits", "has_edits", "processed_log_probs"]
 
 # A temperature this small divides any logits difference out of reach; smaller ones would divide 0 by 0.
 _MIN_TEMPERATURE = 1e-30
@@ -61,12 +61,9 @@ def processed_log_probs(
         InvalidArgumentError: The masks leave no token. It does not depend on the position: masks that would
             leave none while `min_tokens` holds are refused from the start.
     """
-    logits = logits.float()
-    if _has_edits(params):
-        logits = logits.clone()
-        _apply_masks(logits, params, len(output), proposal, eos_token_ids)
-        _apply_bias(logits, params)
-        _apply_penalties(logits, params, prompt, output, proposal)
+    logits = edited_logits(
+        logits, params, prompt=prompt, output=output, proposal=proposal, eos_token_ids=eos_token_ids
+    )
     if params.temperature == 0:
         return _point_mass(logits)
     if params.temperature != 1:
@@ -80,7 +77,30 @@ def processed_log_probs(
     return logits.log_softmax(dim=-1)
 
 
-def _has_edits(params: SamplingParams) -> bool:
+def edited_logits(
+    logits: Tensor,
+    params: SamplingParams,
+    *,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    proposal: Proposal,
+    eos_token_ids: Sequence[int],
+) -> Tensor:
+    """Return the logits after masks, bias and penalties, the first half of `processed_log_probs`.
+
+    At temperature 0 their best token, the lowest id on ties, is all that counts.
+    """
+    logits = logits.float()
+    if has_edits(params):
+        logits = logits.clone()
+        _apply_masks(logits, params, len(output), proposal, eos_token_ids)
+        _apply_bias(logits, params)
+        _apply_penalties(logits, params, prompt, output, proposal)
+    return logits
+
+
+def has_edits(params: SamplingParams) -> bool:
+    """Return whether logits depend on the tokens before them, or on masks or bias; else both are unused."""
     return bool(
         params.allowed_token_ids
         or params.banned_token_ids

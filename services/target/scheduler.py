@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from services.batching import Scheduler
-from services.engine.processing import processed_log_probs
+from services.engine.processing import edited_logits, has_edits, processed_log_probs
 from services.planning import Running
 from services.sessions import Session
 from services.target.verification import Verdict, verify
@@ -46,11 +46,15 @@ class TargetScheduler(Scheduler[VerifyTask]):
     def _advance(self, running: Running[VerifyTask], logits: Tensor) -> VerifyOutcome:
         task, session = running.task, running.session
         spec, proposal, base = session.spec, task.proposal, task.base_position
-        log_probs = processed_log_probs(
+        # At temperature 0 a token wins by its logit alone.
+        process = processed_log_probs if spec.params.temperature > 0 else edited_logits
+        # Copies of all tokens: not worth it when nobody looks at them.
+        prompt, output = (session.prompt, session.output) if has_edits(spec.params) else ((), ())
+        log_probs = process(
             logits,
             spec.params,
-            prompt=session.prompt,
-            output=session.output,
+            prompt=prompt,
+            output=output,
             proposal=proposal,
             eos_token_ids=spec.eos_token_ids,
         )

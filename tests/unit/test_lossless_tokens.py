@@ -127,7 +127,7 @@ MUTANTS = {
     ),
     "penalties_only_without_speculation": (
         processing,
-        "_has_edits",
+        "has_edits",
         lambda params: False,
         "repetition",
     ),
