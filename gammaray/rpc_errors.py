@@ -79,11 +79,15 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> GammarayError:
 
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 _VIOLATION = re.compile(r"got (?P<got>.*), allowed: (?P<allowed>.*)", re.DOTALL)
+_MESSAGE = re.compile(rf"(?P<field>[^:]+): {_VIOLATION.pattern}", re.DOTALL)
 
 
 def _invalid_argument(status: status_pb2.Status, message: str) -> InvalidArgumentError:
     request = _detail(status, error_details_pb2.BadRequest)
     if request is None or not request.field_violations:
+        # Workers answer with the message alone, which holds the same three parts.
+        if match := _MESSAGE.fullmatch(message):
+            return InvalidArgumentError(match["field"], match["got"], match["allowed"])
         return InvalidArgumentError("request", message, "see the message")
     violation = request.field_violations[0]
     if match := _VIOLATION.search(violation.description):

@@ -8,11 +8,11 @@ proposal; *emitted* = accepted + one of the two. *alpha* is accepted / tested to
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from gammaray.checks import check_encodable, check_int, check_number, check_session_id, check_token_ids
 from gammaray.errors import InvalidArgumentError
 
 __all__ = [
@@ -115,22 +115,26 @@ class SamplingParams:
         Raises:
             InvalidArgumentError: Names the first wrong field, what was got and what is allowed.
         """
-        _check_number("temperature", self.temperature, 0, 100)
-        _check_number("top_p", self.top_p, 0, 1, open_low=True)
-        _check_int("top_k", self.top_k, 0, 2**31)
-        _check_number("min_p", self.min_p, 0, 1)
-        _check_number("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
-        _check_number("presence_penalty", self.presence_penalty, -2, 2)
-        _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
-        _check_int("min_tokens", self.min_tokens, 0, 2**31)
-        _check_int("sample_index", self.sample_index, 0, 2**24 - 1)
+        check_number("temperature", self.temperature, 0, 100)
+        check_number("top_p", self.top_p, 0, 1, open_low=True)
+        check_int("top_k", self.top_k, 0, 2**31)
+        check_number("min_p", self.min_p, 0, 1)
+        check_number("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
+        check_number("presence_penalty", self.presence_penalty, -2, 2)
+        check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        check_int("min_tokens", self.min_tokens, 0, 2**31)
+        check_int("sample_index", self.sample_index, 0, 2**24 - 1)
         if self.seed is not None:
-            _check_int("seed", self.seed, 0, 2**64 - 1)
+            check_int("seed", self.seed, 0, 2**64 - 1)
         for token_id, bias in self.logit_bias.items():
-            _check_number(f"logit_bias[{token_id}]", bias, -100, 100)
-        _check_token_ids("logit_bias", tuple(self.logit_bias), vocab_size)
-        _check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
-        _check_token_ids("banned_token_ids", self.banned_token_ids, vocab_size)
+            check_number(f"logit_bias[{token_id}]", bias, -100, 100)
+        check_token_ids("logit_bias", tuple(self.logit_bias), vocab_size)
+        for name in ("allowed_token_ids", "banned_token_ids"):
+            token_ids = getattr(self, name)
+            check_token_ids(name, token_ids, vocab_size)
+            if vocab_size is not None and len(token_ids) > vocab_size:  # every cycle would pay for them
+                allowed = f"at most {vocab_size}, the size of the vocabulary"
+                raise InvalidArgumentError(name, f"{len(token_ids)} token ids", allowed)
 
 
 @dataclass(frozen=True)
@@ -192,9 +196,9 @@ class GammaPolicy:
             InvalidArgumentError: A gamma outside [0, 64], or nodes outside [0, 256].
         """
         if self.fixed is not None:
-            _check_int("gamma", self.fixed, 0, MAX_GAMMA)
-        _check_int("max_gamma", self.max_gamma, 0, MAX_GAMMA)
-        _check_int("max_nodes", self.max_nodes, 0, MAX_NODES)
+            check_int("gamma", self.fixed, 0, MAX_GAMMA)
+        check_int("max_gamma", self.max_gamma, 0, MAX_GAMMA)
+        check_int("max_nodes", self.max_nodes, 0, MAX_NODES)
 
 
 ADAPTIVE = GammaPolicy()
@@ -242,13 +246,16 @@ class GenerationRequest:
             raise InvalidArgumentError("prompt", "an empty prompt", "at least one token")
         if isinstance(self.prompt, str) and len(self.prompt) > 2**20:
             raise InvalidArgumentError("prompt", f"{len(self.prompt)} characters", f"at most {2**20}")
-        _check_encodable("prompt", self.prompt)
-        _check_token_ids("stop_token_ids", self.stop_token_ids)
+        if isinstance(self.prompt, str):
+            check_encodable("prompt", self.prompt)
+        else:
+            check_token_ids("prompt", self.prompt)
+        check_token_ids("stop_token_ids", self.stop_token_ids)
         self.sampling.validate()
         self.gamma.validate()
-        _check_int("max_tokens", self.max_tokens, 1, 2**31)
+        check_int("max_tokens", self.max_tokens, 1, 2**31)
         if self.num_top_logprobs is not None:
-            _check_int("num_top_logprobs", self.num_top_logprobs, 0, MAX_TOP_LOGPROBS)
+            check_int("num_top_logprobs", self.num_top_logprobs, 0, MAX_TOP_LOGPROBS)
         if len(self.stop) > 16:
             raise InvalidArgumentError("stop", f"{len(self.stop)} strings", "at most 16")
         for text in self.stop:
@@ -256,8 +263,8 @@ class GenerationRequest:
                 raise InvalidArgumentError(
                     "stop", f"a string of {len(text)} characters", "1 to 256 characters"
                 )
-            _check_encodable("stop", text)
-        _check_session_id(self.session_id)
+            check_encodable("stop", text)
+        check_session_id(self.session_id)
 
 
 @dataclass(frozen=True)
@@ -330,38 +337,3 @@ class ProcessStatus:
     model: str
     healthy: bool
     sessions: int
-
-
-def _check_number(name: str, got: float, low: float, high: float, *, open_low: bool = False) -> None:
-    allowed = f"a number in {'(' if open_low else '['}{low}, {high}]"
-    if isinstance(got, bool) or not isinstance(got, (int, float)) or not math.isfinite(got):
-        raise InvalidArgumentError(name, got, allowed)
-    if got < low or got > high or (open_low and got == low):
-        raise InvalidArgumentError(name, got, allowed)
-
-
-def _check_int(name: str, got: int, low: int, high: int) -> None:
-    if isinstance(got, bool) or not isinstance(got, int) or not low <= got <= high:
-        raise InvalidArgumentError(name, got, f"an integer in [{low}, {high}]")
-
-
-def _check_token_ids(name: str, token_ids: tuple[int, ...], vocab_size: int | None = None) -> None:
-    # Without a vocabulary the wire format (uint32) is the bound.
-    for token_id in token_ids:
-        _check_int(name, token_id, 0, (vocab_size or 2**32) - 1)
-
-
-def _check_encodable(name: str, value: str | tuple[int, ...]) -> None:
-    if not isinstance(value, str):
-        return _check_token_ids(name, value)
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        problem = f"an unpaired surrogate at character {error.start}"
-        raise InvalidArgumentError(name, problem, "text that UTF-8 can encode") from None
-
-
-def _check_session_id(session_id: str) -> None:
-    legal = all(c.isascii() and (c.isalnum() or c in "_.-") for c in session_id)
-    if not legal or len(session_id) > 128:
-        raise InvalidArgumentError("session_id", session_id, "at most 128 of A-Z a-z 0-9 _ . -")

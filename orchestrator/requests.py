@@ -7,6 +7,7 @@ import secrets
 import uuid
 from dataclasses import replace
 
+from gammaray.checks import check_token_ids
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from gammaray.types import GenerationRequest
 from orchestrator.detokenizer import Detokenizer
@@ -35,10 +36,10 @@ def check_request(
         if size > max_prompt_bytes:
             raise InvalidArgumentError("prompt", f"{size} bytes", f"at most {max_prompt_bytes} bytes")
     else:
-        _check_ids("prompt", request.prompt, vocab_size)
+        check_token_ids("prompt", request.prompt, vocab_size)
     request.validate()
     request.sampling.validate(vocab_size)
-    _check_ids("stop_token_ids", request.stop_token_ids, vocab_size)
+    check_token_ids("stop_token_ids", request.stop_token_ids, vocab_size)
 
 
 async def open_session(request: GenerationRequest, tokenizer: Tokenizer, max_context: int) -> Session:
@@ -78,9 +79,3 @@ async def _prompt_ids(prompt: str | tuple[int, ...], tokenizer: Tokenizer) -> tu
     if len(prompt) < LONG_TEXT:
         return tuple(tokenizer.encode(prompt))
     return tuple(await asyncio.to_thread(tokenizer.encode, prompt))
-
-
-def _check_ids(name: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
-    for token_id in token_ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-            raise InvalidArgumentError(name, token_id, f"token ids in [0, {vocab_size - 1}]")

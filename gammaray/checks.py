@@ -1,0 +1,64 @@
+"""Checks of single values; each raises InvalidArgumentError: the field, what was got, what is allowed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from gammaray.errors import InvalidArgumentError
+
+__all__ = [
+    "MAX_TOKEN_IDS",
+    "check_encodable",
+    "check_int",
+    "check_number",
+    "check_session_id",
+    "check_token_ids",
+]
+
+MAX_TOKEN_IDS = 2**20
+"""Longest list of token ids in a request."""
+
+
+def check_number(name: str, got: float, low: float, high: float, *, open_low: bool = False) -> None:
+    """Check that `got` is a finite number from `low` (not itself when `open_low`) to `high`."""
+    allowed = f"a number in {'(' if open_low else '['}{low}, {high}]"
+    if isinstance(got, bool) or not isinstance(got, (int, float)) or not math.isfinite(got):
+        raise InvalidArgumentError(name, got, allowed)
+    if got < low or got > high or (open_low and got == low):
+        raise InvalidArgumentError(name, got, allowed)
+
+
+def check_int(name: str, got: int, low: int, high: int) -> None:
+    """Check that `got` is an integer in [low, high]."""
+    if isinstance(got, bool) or not isinstance(got, int) or not low <= got <= high:
+        raise InvalidArgumentError(name, got, f"an integer in [{low}, {high}]")
+
+
+def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int | None = None) -> None:
+    """Check token ids and their number; without a vocabulary the wire format (uint32) is the bound."""
+    if len(token_ids) > MAX_TOKEN_IDS:
+        raise InvalidArgumentError(name, f"{len(token_ids)} token ids", f"at most {MAX_TOKEN_IDS}")
+    high = (vocab_size or 2**32) - 1
+    if set(map(type, token_ids)) <= {int} and (
+        not token_ids or 0 <= min(token_ids) <= max(token_ids) <= high
+    ):
+        return
+    for token_id in token_ids:
+        check_int(name, token_id, 0, high)
+
+
+def check_encodable(name: str, text: str) -> None:
+    """Check that `text` has a form in UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        problem = f"an unpaired surrogate at character {error.start}"
+        raise InvalidArgumentError(name, problem, "text that UTF-8 can encode") from None
+
+
+def check_session_id(session_id: str) -> None:
+    """Check the name of a session; an empty one asks for a name."""
+    legal = all(c.isascii() and (c.isalnum() or c in "_.-") for c in session_id)
+    if not legal or len(session_id) > 128:
+        raise InvalidArgumentError("session_id", session_id, "at most 128 of A-Z a-z 0-9 _ . -")

@@ -1,0 +1,64 @@
+"""Lists of token ids: wrong ones are named, and long ones of strangers hold nobody up."""
+
+import time
+
+import pytest
+from google.rpc import status_pb2
+
+from gammaray import GenerationRequest, InvalidArgumentError, SamplingParams
+from gammaray.checks import MAX_TOKEN_IDS, check_token_ids
+from gammaray.rpc_errors import error_from_status
+
+
+@pytest.mark.parametrize("token_ids", [(), (0,), (0, 9), [9, 0], range(10)], ids=str)
+def test_token_ids_within_the_vocabulary_pass(token_ids):
+    check_token_ids("prompt", token_ids, 10)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "got"),
+    [((1, 10), "10"), ((-1, 1), "-1"), ((1, True), "True"), ((1, 2.0), "2.0"), ((1, "2"), "2")],
+)
+def test_token_ids_outside_the_vocabulary_name_the_first_wrong_one(token_ids, got):
+    with pytest.raises(InvalidArgumentError) as caught:
+        check_token_ids("prompt", token_ids, 10)
+    assert (caught.value.field, caught.value.got) == ("prompt", got)
+
+
+def test_token_ids_without_vocabulary_fit_the_wire():
+    check_token_ids("prompt", (2**32 - 1,))
+    with pytest.raises(InvalidArgumentError):
+        check_token_ids("prompt", (2**32,))
+
+
+def test_token_ids_too_many_are_refused_before_they_are_read():
+    with pytest.raises(InvalidArgumentError, match=f"{MAX_TOKEN_IDS + 1} token ids"):
+        GenerationRequest((1,) * (MAX_TOKEN_IDS + 1)).validate()
+
+
+def test_token_ids_as_many_as_allowed_take_a_fraction_of_a_loop():
+    token_ids = (1,) * MAX_TOKEN_IDS
+    began = time.perf_counter()
+    for token_id in token_ids:
+        isinstance(token_id, int)
+    loop_s = time.perf_counter() - began
+    began = time.perf_counter()
+    check_token_ids("prompt", token_ids, 10)
+    assert time.perf_counter() - began < 5 * loop_s  # a check per id takes some tens
+
+
+@pytest.mark.parametrize("name", ["allowed_token_ids", "banned_token_ids"])
+def test_mask_longer_than_the_vocabulary_is_refused(name):
+    SamplingParams(**{name: tuple(range(10))}).validate(10)
+    with pytest.raises(InvalidArgumentError, match=f"{name}: got 11 token ids"):
+        SamplingParams(**{name: (*range(10), 0)}).validate(10)
+
+
+def test_error_of_a_worker_keeps_its_field():
+    error = InvalidArgumentError(
+        "allowed_token_ids, min_tokens", "masks: all", "masks, that leave a token: any"
+    )
+    again = error_from_status(status_pb2.Status(code=3, message=str(error)))
+    assert isinstance(again, InvalidArgumentError)
+    assert (again.field, again.got, again.allowed) == (error.field, error.got, error.allowed)
+    assert str(again) == str(error)
