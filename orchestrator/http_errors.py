@@ -57,6 +57,8 @@ def invalid_argument(error: ValidationError) -> InvalidArgumentError:
     first = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in first["loc"]) or "body"
     got = "nothing" if first["type"] == "missing" else repr(first["input"])
+    if first["type"] == "missing":
+        return InvalidArgumentError(field, got, "a value; it is required")
     if first["type"] == "extra_forbidden":
         return InvalidArgumentError(field, got, "no such field; it is unknown or not supported")
     return InvalidArgumentError(field, got, _allowed(first["msg"]))

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from gammaray.errors import InvalidArgumentError
+from gammaray.types import MAX_TOP_LOGPROBS
 from orchestrator.http_errors import invalid_argument
 
 __all__ = ["ChatRequest", "CompletionRequest", "GammarayOptions", "OpenAIRequest", "parse_body"]
@@ -167,6 +168,13 @@ class CompletionRequest(OpenAIRequest):
     logprobs: int | None = None
     echo: bool = False
 
+    @field_validator("logprobs", mode="after")
+    @classmethod
+    def _check_logprobs(cls, value: int | None) -> int | None:
+        if value is not None and not 0 <= value <= MAX_TOP_LOGPROBS:
+            raise ValueError(f"an integer in [0, {MAX_TOP_LOGPROBS}]")
+        return value
+
     @field_validator("prompt", mode="plain")
     @classmethod
     def _check_prompt(cls, value: Any) -> tuple[str | tuple[int, ...], ...]:
@@ -248,4 +256,4 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token_id) is int for token_id in value)
+    return isinstance(value, list) and set(map(type, value)) == {int}
