@@ -13,8 +13,9 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -28,7 +29,7 @@ from orchestrator.cluster_env import private_directory, serve_environment
 from orchestrator.cluster_options import LauncherOptions, announcer, parse_options
 from orchestrator.preflight import check_port, check_vocabularies
 from orchestrator.readiness import missing_parts
-from orchestrator.reaper import MARK, Guardian, die_with_parent
+from orchestrator.reaper import MARK, Guardian, die_with_parent, end_marked
 from orchestrator.redis_server import RedisServer
 
 __all__ = ["main"]
@@ -37,6 +38,7 @@ HOST = "127.0.0.1"
 _WORKER_BUILDERS = {"target": "services.app:build_target", "draft": "services.app:build_draft"}
 _APPLICATION = transport.APPLICATION
 _ESSENTIAL = ("gcs_server", "raylet", "redis-server")
+_RAY_TRIES = 2
 _POLL_S = 0.1
 _HOPELESS = re.compile(r"[\w.]*(UnsupportedModelError|InvalidArgumentError)\b")
 _ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)\b")
@@ -62,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GammarayError as error:
         print(f"gammaray: {error}", file=complaints, flush=True)
         return 2 if isinstance(error, InvalidArgumentError) else 1
+    except Exception:  # a bug, told in full; standard error is silenced by now
+        traceback.print_exc(file=complaints)
+        return 1
 
 
 def serve_cluster(options: LauncherOptions, started: ExitStack, announce: Callable[[], None]) -> NoReturn:
@@ -85,12 +90,70 @@ def serve_cluster(options: LauncherOptions, started: ExitStack, announce: Callab
     started.callback(guardian.dismiss)
     os.environ.update({MARK: directory.name, **serve_environment(directory, HOST)})
     os.environ.pop("RAY_ADDRESS", None)  # always a cluster of its own
+    _start_ray(directory, started)
+    _start_serve(settings)
     redis_url = settings.redis_url or _start_redis(directory, started)
-    started.enter_context(_ray(settings, directory))
     _deploy(settings, redis_url)
     _wait_until_healthy(settings, deadline)
     announce()
     _watch()
+
+
+def _start_ray(directory: Path, started: ExitStack) -> None:
+    """Start a local Ray cluster.
+
+    Raises:
+        UnavailableError: It does not come up.
+    """
+    import ray  # reads the environment, which must be complete
+
+    started.callback(_stop_ray)
+    for attempt in range(1, _RAY_TRIES + 1):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=1,  # logical; nothing here asks for any, and Ray starts a spare worker for each
+                object_store_memory=80 * 2**20,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(directory / "ray"),
+                _node_ip_address=HOST,
+            )
+            break
+        except Exception as error:
+            # Ray gives up after 30 s, which a busy machine may well take.
+            end_marked(directory.name)
+            if attempt == _RAY_TRIES:
+                raise UnavailableError(f"Ray does not start: {error}") from error
+    _on_signals(_stop)  # ray.init has taken them
+
+
+def _start_serve(settings: ClusterSettings) -> None:
+    from ray import serve
+
+    from orchestrator.app import GRPC_SERVICERS
+
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    try:
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": HOST, "port": settings.http_port},
+            grpc_options={"port": settings.grpc_port, "grpc_servicer_functions": GRPC_SERVICERS},
+            logging_config={"log_level": "WARNING", "enable_access_log": False},
+        )
+    except Exception as error:
+        raise UnavailableError(f"Ray Serve does not start: {error}") from error
+
+
+def _stop_ray() -> None:
+    import ray
+    from ray import serve
+
+    _silence()
+    if ray.is_initialized():
+        serve.shutdown()  # type: ignore[no-untyped-call]
+        ray.shutdown()
 
 
 def _start_redis(directory: Path, started: ExitStack) -> str:
@@ -99,45 +162,11 @@ def _start_redis(directory: Path, started: ExitStack) -> str:
     return server.url
 
 
-@contextmanager
-def _ray(settings: ClusterSettings, directory: Path) -> Iterator[None]:
-    """Run a local Ray cluster and Serve on it."""
-    import ray  # reads the environment, which must be complete
-    from ray import serve
-
-    from orchestrator.app import GRPC_SERVICERS
-
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    try:
-        ray.init(
-            address="local",
-            num_cpus=1,  # logical; nothing here asks for any, and Ray starts a spare worker for each
-            object_store_memory=80 * 2**20,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _temp_dir=str(directory / "ray"),
-            _node_ip_address=HOST,
-        )
-        _on_signals(_stop)  # ray.init has taken them
-        serve.start(
-            proxy_location="HeadOnly",
-            http_options={"host": HOST, "port": settings.http_port},
-            grpc_options={"port": settings.grpc_port, "grpc_servicer_functions": GRPC_SERVICERS},
-            logging_config={"log_level": "WARNING", "enable_access_log": False},
-        )
-        yield
-    finally:
-        _silence()
-        if ray.is_initialized():
-            serve.shutdown()  # type: ignore[no-untyped-call]
-            ray.shutdown()
-
-
 def _silence() -> None:
-    """Hide what Ray's compiled parts say, to the very end, of actors that they were just asked to end."""
+    """Hide what Ray says, to the very end, of actors that it was just asked to end."""
     with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stderr.fileno())
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def _deploy(settings: ClusterSettings, redis_url: str) -> None:
