@@ -212,9 +212,7 @@ def _add_visible(segment: Segment, words: int, prefixes: list[int], masks: list[
         prefix, slots = node_path(segment, node)
         prefixes.append(prefix)
         mask = sum(1 << (slot - base) for slot in slots)
-        masks.extend(
-            _signed(mask >> (word * _MASK_BITS) & (2 * _SIGN - 1)) for word in range(words)
-        )
+        masks.extend(_signed(mask >> (word * _MASK_BITS) & (2 * _SIGN - 1)) for word in range(words))
 
 
 def _signed(word: int) -> int:

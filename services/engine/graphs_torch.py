@@ -1,6 +1,6 @@
 """The operations of a step in plain torch: the reference, and what runs where there is no Triton.
 
-Attention, the noise and the cache writes look at the host's tables here, so a step of these cannot be captured.
+Attention, the noise and the cache writes look at the tables from the host, so this cannot be captured.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ A session's cache is found by its distance from `anchor` in numbers; see `Tables
 [layers, 2 * KV_HEADS, capacity, DIM], key heads before value heads.
 """
 
-# ruff: noqa: N803
-
 from __future__ import annotations
 
 import triton

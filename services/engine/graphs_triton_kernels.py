@@ -1,7 +1,5 @@
 """Triton kernels of norms, products and draws."""
 
-# ruff: noqa: N803
-
 from __future__ import annotations
 
 import triton

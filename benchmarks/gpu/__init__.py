@@ -1,0 +1,1 @@
+"""Speculative decoding at real sizes on one GPU; see README.md."""

@@ -1,0 +1,64 @@
+"""Whether the captured steps compute what they should, checked on the device before anything is timed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.pair import TINY, Pair, random_tokens
+from services.engine.batch import Feed
+from services.engine.graphs_engine import GraphEngine
+from services.engine.graphs_tables import Race
+from services.engine.graphs_torch import TorchKernels
+
+__all__ = ["exactness", "invariance"]
+
+_TREE = (-1, -1, 0, 0, 1, 3)
+
+
+def exactness(device: str) -> dict[str, Any]:
+    """A tiny float32 model: the device's kernels against transformers' own forward and plain torch.
+
+    Returns:
+        Largest differences of logits, and whether tokens drawn by both kinds of kernels are the same.
+    """
+    pair = Pair.build(TINY, device, torch.float32, seed=3)
+    engine, plain = pair.target(), GraphEngine.of(pair.model, name="torch", kernels=TorchKernels(pair.model))
+    text = random_tokens(300, 1, TINY.vocab)
+    with torch.no_grad():
+        reference = pair.module(torch.tensor([text], device=device)).logits[0].float()
+    steps = ((0, 260), (260, 261), (261, 270), (270, 300))
+    chain = [engine.step([Feed("a", start, text[start:end], end - start)])[0] for start, end in steps]
+    nodes = random_tokens(len(_TREE), 2, TINY.vocab)
+    other = random_tokens(20, 4, TINY.vocab)
+    feeds = [Feed("a", 290, nodes, len(nodes), _TREE), Feed("b", 0, other, 3)]
+    plain.step([Feed("a", 0, text[:290], 0)])
+    pairs = zip(engine.step(feeds), plain.step(feeds), strict=True)
+    races = [Race(5), Race(6, 1, 0.8)]
+    again = [Feed("a", 290, text[290:292], 1), Feed("b", 20, [7], 1)]
+    return {
+        "chain_against_transformers": (torch.cat(chain) - reference).abs().max().item(),
+        "tree_against_torch": max((one - two).abs().max().item() for one, two in pairs),
+        "same_chains": engine.draft_chains(again, races, 6) == plain.draft_chains(again, races, 6),
+        "kernels": type(engine.runner.kernels).__name__,
+        "captured": engine.runner.kernels.capturable,
+    }
+
+
+def invariance(target: GraphEngine, num_tokens: int) -> dict[str, Any]:
+    """Whether a chain's logits are, bit for bit, those of decoding it token by token."""
+    text = random_tokens(40 + num_tokens, 9, target.vocab_size)
+    for name in ("alone", "chain"):
+        target.step([Feed(name, 0, text[:40], 0)])
+    alone = torch.cat([target.step([Feed("alone", i, text[i : i + 1], 1)])[0] for i in range(40, len(text))])
+    chain = target.step([Feed("chain", 40, text[40:], num_tokens)])[0]
+    for name in ("alone", "chain"):
+        target.release(name)
+    same = (alone == chain).all(-1)
+    return {
+        "rows": num_tokens,
+        "identical_rows": int(same.sum()),
+        "largest_difference": (alone - chain).abs().max().item(),
+        "same_argmax": int((alone.argmax(-1) == chain.argmax(-1)).sum()),
+    }
