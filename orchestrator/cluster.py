@@ -21,13 +21,15 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import psutil
+from pydantic import ValidationError
 
 from gammaray import transport
 from gammaray.config import ClusterSettings
 from gammaray.errors import DeadlineExceededError, GammarayError, InvalidArgumentError, UnavailableError
 from orchestrator.cluster_env import private_directory, serve_environment
 from orchestrator.cluster_options import LauncherOptions, announcer, parse_options
-from orchestrator.preflight import check_port, check_vocabularies
+from orchestrator.http_errors import invalid_argument
+from orchestrator.preflight import check_port, check_vocabularies, gpu_share
 from orchestrator.readiness import missing_parts
 from orchestrator.reaper import MARK, Guardian, die_with_parent, end_marked
 from orchestrator.redis_server import RedisServer
@@ -176,23 +178,38 @@ def _deploy(settings: ClusterSettings, redis_url: str) -> None:
     from orchestrator.app import build
 
     shared = {"redis_url": redis_url, "device": settings.device}
-    target = {**shared, "model": settings.target, "deterministic": settings.deterministic}
-    draft = {**shared, "model": settings.draft}
+    workers: dict[str, tuple[dict[str, Any], int]] = {
+        "target": (
+            {"model": settings.target, "deterministic": settings.deterministic},
+            settings.target_workers,
+        ),
+        "draft": ({"model": settings.draft}, settings.draft_workers),
+    }
+    resources = _worker_resources(settings)
     targets = [
-        serve.RunTarget(_build("target", target, settings.target_workers), f"{_APPLICATION}-target", None)
+        serve.RunTarget(_build(role, {**shared, **own}, count, resources), f"{_APPLICATION}-{role}", None)
+        for role, (own, count) in workers.items()
+        if count
     ]
-    if settings.draft_workers:
-        targets.append(
-            serve.RunTarget(_build("draft", draft, settings.draft_workers), f"{_APPLICATION}-draft", None)
-        )
     orchestrator = {"redis_url": redis_url, "model": settings.target}
     targets.append(serve.RunTarget(build(orchestrator, settings.orchestrators), _APPLICATION, "/"))
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-def _build(role: str, settings: dict[str, Any], num_replicas: int) -> Any:
+def _worker_resources(settings: ClusterSettings) -> dict[str, Any]:
+    import ray
+
+    num_gpus = 0 if settings.device == "cpu" else int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
+    num_workers = settings.target_workers + settings.draft_workers
+    return {"num_cpus": 0, "num_gpus": gpu_share(num_gpus, num_workers)}
+
+
+def _build(role: str, settings: dict[str, Any], num_replicas: int, resources: dict[str, Any]) -> Any:
     module, _, function = _WORKER_BUILDERS[role].partition(":")
-    return getattr(importlib.import_module(module), function)(settings, num_replicas)
+    try:
+        return getattr(importlib.import_module(module), function)(settings, num_replicas, resources)
+    except ValidationError as error:  # what the environment says of settings that are not the cluster's
+        raise invalid_argument(error) from None
 
 
 def _wait_until_healthy(settings: ClusterSettings, deadline: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from gammaray.config import DEMO_PAIR
 from gammaray.errors import InvalidArgumentError
 
-__all__ = ["check_port", "check_vocabularies", "free_ports", "vocab_size"]
+__all__ = ["check_port", "check_vocabularies", "free_ports", "gpu_share", "vocab_size"]
 
 
 def check_port(field: str, host: str, port: int) -> None:
@@ -66,6 +67,14 @@ def vocab_size(role: str, model: str) -> int:
     if not isinstance(size, int):
         raise InvalidArgumentError(role, f"{model!r}, whose configuration has no vocab_size", "a causal LM")
     return size
+
+
+def gpu_share(num_gpus: int, num_workers: int) -> float:
+    """Return how much of a GPU each worker gets, so that all find room: whole ones while there are enough."""
+    if num_gpus == 0:
+        return 0.0
+    workers_per_gpu = max(1, math.ceil(num_workers / num_gpus))
+    return math.floor(10_000 / workers_per_gpu) / 10_000  # Ray counts to the fourth decimal
 
 
 def _demo_directory(role: str) -> str:

@@ -13,7 +13,7 @@ import pytest
 from gammaray.errors import InvalidArgumentError
 from orchestrator.cluster_env import private_directory, serve_environment
 from orchestrator.cluster_options import parse_options
-from orchestrator.preflight import check_port, check_vocabularies, free_ports, vocab_size
+from orchestrator.preflight import check_port, check_vocabularies, free_ports, gpu_share, vocab_size
 from orchestrator.reaper import MARK, Guardian, end_marked, marked
 
 
@@ -93,6 +93,16 @@ def test_model_that_is_none_is_refused(tmp_path, name):
     model(tmp_path / "other", architectures=["Something"])
     with pytest.raises(InvalidArgumentError, match="target: got"):
         vocab_size("target", str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "num_workers", "share"),
+    [(0, 3, 0), (1, 1, 1), (2, 2, 1), (8, 2, 1), (1, 2, 0.5), (1, 3, 0.3333), (2, 3, 0.5), (2, 5, 0.3333)],
+)
+def test_gpu_share_lets_every_worker_find_room(num_gpus, num_workers, share):
+    assert gpu_share(num_gpus, num_workers) == share
+    if share:
+        assert num_gpus * int(1 / share) >= num_workers
 
 
 def test_free_ports_are_distinct_and_free():
