@@ -17,6 +17,7 @@ from orchestrator.costs import CostModel
 
 # isort: split
 import argparse
+import asyncio
 import os
 import statistics
 import subprocess
@@ -237,39 +238,56 @@ def _row(
     }
 
 
+@dataclass
+class _Sum:
+    """What was measured at one gamma; microseconds."""
+
+    cycles: list[_Cycle] = field(default_factory=list)
+    writes: list[float] = field(default_factory=list)
+    cpu: dict[str, float] = field(default_factory=dict)
+    wall: float = 0.0
+
+    async def add(self, stack: _Stack, requests: Sequence[GenerationRequest], gamma: int) -> None:
+        """Run `requests` at once."""
+        before = {name: _cpu_us(pid) for name, pid in stack.pids.items()}
+        stack.store.waits.clear()
+        start = time.perf_counter()
+        for found in await asyncio.gather(*(stack.run(request, gamma) for request in requests)):
+            self.cycles += found
+        self.wall += (time.perf_counter() - start) * 1e6
+        self.writes += stack.store.waits
+        for name, pid in stack.pids.items():
+            self.cpu[name] = self.cpu.get(name, 0.0) + _cpu_us(pid) - before[name]
+
+
 async def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    texts = prompts("code", args.prompts)
-    cycles: dict[int, list[_Cycle]] = {gamma: [] for gamma in args.gammas}
-    cpu: dict[int, dict[str, float]] = {gamma: {} for gamma in args.gammas}
-    writes: dict[int, list[float]] = {gamma: [] for gamma in args.gammas}
+    texts = prompts("code", max(args.rounds, args.sessions))
+    sums = {gamma: _Sum() for gamma in args.gammas}
     async with _stack(args.pin) as stack:
-        for index, text in enumerate((texts[0], *texts)):
-            for gamma in args.gammas:
-                request = GenerationRequest(
-                    prompt=text,
+        for index in range(args.rounds + 1):
+            requests = [
+                GenerationRequest(
+                    prompt=texts[(index + number) % len(texts)],
                     max_tokens=args.max_tokens,
-                    sampling=SamplingParams(temperature=args.temperature, seed=1),
+                    sampling=SamplingParams(temperature=args.temperature, seed=number),
                     ignore_eos=True,
                 )
-                before = {name: _cpu_us(pid) for name, pid in stack.pids.items()}
-                stack.store.waits.clear()
-                found = await stack.run(request, gamma)
-                if index == 0:
-                    continue  # warm-up
-                cycles[gamma] += found
-                writes[gamma] += stack.store.waits
-                for name, pid in stack.pids.items():
-                    cpu[gamma][name] = cpu[gamma].get(name, 0.0) + _cpu_us(pid) - before[name]
+                for number in range(args.sessions)
+            ]
+            for gamma, done in sums.items():
+                await (done if index else _Sum()).add(stack, requests, gamma)  # the first is a warm-up
     rows = []
-    for gamma in args.gammas:
-        num_all = len(cycles[gamma]) + _SKIPPED_CYCLES * len(texts)
-        per_cycle = {name: round(spent / num_all / 1e3, 3) for name, spent in cpu[gamma].items()}
-        rows.append(_row(gamma, cycles[gamma], per_cycle, writes[gamma]))
+    for gamma, done in sums.items():
+        num_sessions = args.rounds * args.sessions
+        num_cycles = len(done.cycles) + _SKIPPED_CYCLES * num_sessions
+        cpu_ms = {name: round(spent / num_cycles / 1e3, 3) for name, spent in done.cpu.items()}
+        row = _row(gamma, done.cycles, cpu_ms, done.writes)
+        rows.append(row | {"tokens_per_s": round(num_sessions * args.max_tokens / done.wall * 1e6, 1)})
     return {"settings": vars(args) | {"out": None}, "rows": rows}
 
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:
-    names = [name for name in rows[0] if name not in ("gamma", "num_cycles", "cpu_ms_per_cycle")]
+    names = [name for name in rows[0] if name.endswith("_ms")]
     print(f"{'ms, medians':24s}" + "".join(f"{'gamma ' + str(row['gamma']):>18s}" for row in rows))
     for name in names:
         cells = [f"{row[name]:8.3f} {100 * row[name] / row['cycle_ms']:6.1f} %" for row in rows]
@@ -277,13 +295,15 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
     for name in rows[0]["cpu_ms_per_cycle"]:
         cells = [f"{row['cpu_ms_per_cycle'][name]:8.3f}         " for row in rows]
         print(f"{'cpu ' + name:24s}" + "".join(f"{cell:>18s}" for cell in cells))
+    print(f"{'tokens/s':24s}" + "".join(f"{row['tokens_per_s']:>18.1f}" for row in rows))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print a table, write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--gammas", type=int, nargs="+", default=[0, 4], help="fixed gammas")
-    parser.add_argument("--prompts", type=int, default=5, help="prompts, each once per gamma")
+    parser.add_argument("--rounds", type=int, default=5, help="how often each gamma has its turn")
+    parser.add_argument("--sessions", type=int, default=1, help="sessions at once")
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--pin", action="store_true", help="a core each for target and draft worker")
