@@ -1,0 +1,192 @@
+"""The captured path, run eagerly: against plain transformers forwards, and proposals against single steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from engine_helpers import CheckedEngine, path_tokens, plain_model, random_tokens, tiny_model
+
+from services.engine.engine import Engine, Feed
+from services.engine.errors import CacheGapError, UnsupportedModelError
+from services.engine.graphs_draft import TreeShape
+from services.engine.graphs_engine import GraphEngine
+from services.engine.graphs_tables import GREEDY, Race
+from services.engine.model import load_model
+from services.engine.noise import Noise
+
+TOLERANCE = 1e-4
+TREE = (-1, -1, 0, 0, 1, 3)
+RACES = (Race(7), Race(2**64 - 3, sample_index=2, temperature=0.7))
+
+
+def graph_engine(arch: str, path: Path) -> tuple[GraphEngine, Path]:
+    directory = tiny_model(arch, path, head_dim=16)
+    return GraphEngine.build(load_model(str(directory), device="cpu")), directory
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> GraphEngine:
+    return graph_engine("llama", tmp_path_factory.mktemp("models"))[0]
+
+
+@pytest.mark.parametrize("arch", ["llama", "llama-yarn", "mistral-full", "qwen2", "qwen3"])
+def test_steps_of_every_kind_match_plain_forward(arch: str, tmp_path: Path) -> None:
+    built, directory = graph_engine(arch, tmp_path)
+    run = CheckedEngine(built, plain_model(directory))
+    run.step(Feed("a", 0, random_tokens(70, 1), 3), Feed("b", 0, random_tokens(3, 2), 1))
+    run.step(Feed("a", 70, random_tokens(1, 3), 1), Feed("c", 0, random_tokens(2, 4), 0))
+    # Rollback, ragged chains, and a tree beside a chain.
+    run.step(Feed("a", 60, random_tokens(9, 5), 9), Feed("b", 2, random_tokens(4, 6), 4))
+    run.step(Feed("a", 65, random_tokens(8, 7), 7, TREE), Feed("b", 6, random_tokens(1, 8), 1))
+    built.keep_path("a", 67, [0, 3, 5])
+    run.step(Feed("a", 70, random_tokens(2, 9), 2))
+    built.fork("a", "d", 40)
+    run.step(Feed("d", 40, random_tokens(2, 10), 2))
+    assert run.worst <= TOLERANCE
+    with pytest.raises(CacheGapError):
+        run.step(Feed("a", 90, [1], 1))
+
+
+def test_tree_that_grows_matches_plain_forward(tmp_path: Path) -> None:
+    """Nodes join a cached tree, and one starts from an earlier place of the chain."""
+    built, directory = graph_engine("llama", tmp_path)
+    plain = plain_model(directory)
+    text, nodes = random_tokens(20, 1), random_tokens(6, 2)
+    built.step([Feed("a", 0, text, 0)])
+    built.step([Feed("a", 20, nodes[:3], 3, (-1, -1, 0))])
+    got = built.step([Feed("a", 20, nodes[3:], 3, (2, -3, 1), num_kept=3)])[0]
+    parents = (-1, -1, 0, 2, -3, 1)
+    for row, node in enumerate((3, 4, 5)):
+        prefix = text[:18] if node == 4 else text
+        path = [nodes[4]] if node == 4 else path_tokens(nodes, parents, node)
+        expected = plain(torch.tensor([prefix + path])).logits[0, -1]
+        assert (got[row] - expected).abs().max() <= TOLERANCE
+
+
+def test_tree_of_more_than_64_nodes_matches_plain_forward(tmp_path: Path) -> None:
+    built, directory = graph_engine("llama", tmp_path)
+    run = CheckedEngine(built, plain_model(directory))
+    parents = tuple(max(-1, node - 7) for node in range(70))
+    run.step(Feed("a", 0, random_tokens(72, 1), 3, parents))
+    assert run.worst <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("arch", "settings"),
+    [("mistral", {}), ("llama-bias", {}), ("gpt2", {}), ("llama", {"head_dim": 8})],
+    ids=["sliding window", "biases in the MLP", "another architecture", "short heads"],
+)
+def test_build_uncovered_model_is_refused(arch: str, settings: dict[str, int], tmp_path: Path) -> None:
+    loaded = load_model(str(tiny_model(arch, tmp_path, **settings)), device="cpu")
+    with pytest.raises(UnsupportedModelError):
+        GraphEngine.build(loaded)
+
+
+def test_build_shares_the_module_weights(tmp_path: Path) -> None:
+    """The transformers model stays usable, and no weight is held twice."""
+    directory = tiny_model("qwen2", tmp_path, head_dim=16)
+    loaded = load_model(str(directory), device="cpu")
+    text = torch.tensor([random_tokens(9, 1)])
+    before = loaded.module(text).logits
+    model = GraphEngine.build(loaded).runner.model
+    assert torch.equal(loaded.module(text).logits, before)
+    projection = loaded.module.model.layers[1].self_attn.k_proj.weight
+    assert projection.untyped_storage().data_ptr() == model.layers[1].qkv.untyped_storage().data_ptr()
+
+
+def test_choose_draws_what_the_noise_says(engine: GraphEngine) -> None:
+    """The race is that of the verifier: the same noise at the same absolute positions."""
+    text = random_tokens(12, 1)
+    feeds = [Feed("a", 0, text, 5), Feed("b", 0, text[:4], 2), Feed("c", 0, text[:3], 1)]
+    chosen = engine.choose(feeds, [*RACES, GREEDY])
+    logits = engine.step(feeds)
+    for index, race in enumerate(RACES):
+        noise = Noise(race.seed, race.sample_index, engine.vocab_size)
+        first = len(feeds[index].token_ids) - feeds[index].num_logits + 1
+        scores = logits[index] / race.temperature + noise.gumbel(first, feeds[index].num_logits)
+        assert chosen[index] == scores.argmax(-1).tolist()
+    assert chosen[2] == logits[2].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("races", [RACES, (GREEDY, GREEDY)], ids=["sampled", "greedy"])
+def test_draft_chains_equal_single_steps(engine: GraphEngine, races: tuple[Race, ...]) -> None:
+    text = random_tokens(20, 3)
+    feeds = [Feed("a", 0, text, 1), Feed("b", 0, text[:2], 1), Feed("c", 0, text[:7], 1)]
+    draws = [*races, races[0]]
+    chains = engine.draft_chains(feeds, draws, 5)
+    assert [engine.length(name) for name in "abc"] == [24, 6, 11]
+    assert list(engine.tokens("a")) == text + chains[0][:-1]
+    expected: list[list[int]] = [[], [], []]
+    for step in range(5):
+        for tokens, chosen in zip(expected, engine.choose(feeds, draws), strict=True):
+            tokens.extend(chosen)
+        lengths = {"a": 20, "b": 2, "c": 7}
+        feeds = [
+            Feed(name, lengths[name] + step, tokens[-1:], 1)
+            for name, tokens in zip("abc", expected, strict=True)
+        ]
+    assert chains == expected
+
+
+@pytest.mark.parametrize("races", [RACES, (GREEDY, GREEDY)], ids=["sampled", "greedy"])
+def test_draft_trees_contain_the_chain_and_keep_their_cache(
+    engine: GraphEngine, races: tuple[Race, ...]
+) -> None:
+    text = random_tokens(9, 4)
+    feeds = [Feed("a", 0, text, 1), Feed("b", 0, text[:5], 1)]
+    chains = engine.draft_chains(feeds, races, 4)
+    shape = TreeShape(width=3, depth=4, sharpness=2.0)
+    trees = engine.draft_trees(feeds, races, shape)
+    for name, chain, (tokens, parents), base in zip("ab", chains, trees, (9, 5), strict=True):
+        assert len(tokens) == len(parents) == shape.num_nodes
+        assert all(-1 <= parent < node // 3 * 3 for node, parent in enumerate(parents))
+        assert len({(p, t) for p, t in zip(parents, tokens, strict=True)}) == shape.num_nodes
+        # The best of the best is always kept: the race's own chain is a path as long as it is confident.
+        assert tokens[0] == chain[0]
+        node = shape.num_nodes - 1
+        path = path_tokens(tokens, parents, node)
+        indices = []
+        while node >= 0:
+            indices.insert(0, node)
+            node = parents[node]
+        engine.keep_path(name, base, indices[:-1])
+        assert list(engine.tokens(name)) == text[:base] + path[:-1]
+        feed = [Feed(name, base + 3, path[-1:], 1)]
+        got = engine.step(feed)[0]
+        engine.release("again")
+        again = engine.step([Feed("again", 0, text[:base] + path, 1)])[0]
+        assert (got - again).abs().max() <= TOLERANCE
+
+
+def test_draft_trees_offer_what_the_race_prefers(engine: GraphEngine) -> None:
+    """The children of a node are the best of their stripes in the race's own order."""
+    text = random_tokens(6, 5)
+    (tokens, parents), race = (
+        engine.draft_trees([Feed("a", 0, text, 1)], RACES[:1], TreeShape(2, 3))[0],
+        RACES[0],
+    )
+    logits = engine.step([Feed("b", 0, text, 1)])[0][0]
+    scores = logits + Noise(race.seed, race.sample_index, engine.vocab_size).gumbel(6, 1)[0]
+    assert tokens[0] == int(scores.argmax())
+    assert scores[tokens[0]] > scores[tokens[1]]
+    assert int((scores > scores[tokens[1]]).sum()) < 8
+    assert parents[:2] == [-1, -1]
+
+
+def test_draft_past_the_context_is_refused(engine: GraphEngine) -> None:
+    with pytest.raises(ValueError, match="reach position"):
+        engine.draft_chains([Feed("a", 0, random_tokens(126, 1), 1)], RACES[:1], 4)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (9, 9)])
+def test_tree_shape_out_of_bounds_is_refused(shape: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="allowed"):
+        TreeShape(*shape)
+
+
+def test_engine_on_a_cpu_keeps_the_lean_path(tmp_path: Path) -> None:
+    """Captured steps are for CUDA devices; the CPU has its own kernels."""
+    engine = Engine.load(str(tiny_model("llama", tmp_path)), device="cpu")
+    assert type(engine._runner).__name__ == "LeanRunner"
