@@ -32,7 +32,7 @@ from orchestrator.http_errors import invalid_argument
 from orchestrator.preflight import check_port, check_vocabularies, gpu_share
 from orchestrator.readiness import missing_parts
 from orchestrator.reaper import MARK, Guardian, die_with_parent, end_marked
-from orchestrator.redis_server import RedisServer
+from orchestrator.redis_server import RedisServer, check_redis
 
 __all__ = ["main"]
 
@@ -86,6 +86,8 @@ def serve_cluster(options: LauncherOptions, started: ExitStack, announce: Callab
     check_port("http_port", HOST, settings.http_port)
     check_port("grpc_port", HOST, settings.grpc_port)
     check_vocabularies(settings.target, settings.draft if settings.draft_workers else settings.target)
+    if settings.redis_url:
+        check_redis(settings.redis_url)
 
     directory = private_directory()
     guardian = Guardian(directory.name, directory)
