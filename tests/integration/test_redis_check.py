@@ -9,6 +9,8 @@ from gammaray.errors import InvalidArgumentError, UnavailableError
 from orchestrator.preflight import free_ports
 from orchestrator.redis_server import check_redis
 
+pytestmark = pytest.mark.integration
+
 
 def test_redis_that_answers_passes():
     with running_redis() as server:
