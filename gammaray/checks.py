@@ -40,9 +40,9 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int | None 
     if len(token_ids) > MAX_TOKEN_IDS:
         raise InvalidArgumentError(name, f"{len(token_ids)} token ids", f"at most {MAX_TOKEN_IDS}")
     high = (vocab_size or 2**32) - 1
-    if set(map(type, token_ids)) <= {int} and (
-        not token_ids or 0 <= min(token_ids) <= max(token_ids) <= high
-    ):
+    if not token_ids:
+        return
+    if set(map(type, token_ids)) == {int} and 0 <= min(distinct := set(token_ids)) <= max(distinct) <= high:
         return
     for token_id in token_ids:
         check_int(name, token_id, 0, high)

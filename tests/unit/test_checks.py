@@ -1,6 +1,4 @@
-"""Lists of token ids: wrong ones are named, and long ones of strangers hold nobody up."""
-
-import time
+"""Lists of token ids: wrong ones are named, and too many are refused unread."""
 
 import pytest
 from google.rpc import status_pb2
@@ -34,17 +32,6 @@ def test_token_ids_without_vocabulary_fit_the_wire():
 def test_token_ids_too_many_are_refused_before_they_are_read():
     with pytest.raises(InvalidArgumentError, match=f"{MAX_TOKEN_IDS + 1} token ids"):
         GenerationRequest((1,) * (MAX_TOKEN_IDS + 1)).validate()
-
-
-def test_token_ids_as_many_as_allowed_take_a_fraction_of_a_loop():
-    token_ids = (1,) * MAX_TOKEN_IDS
-    began = time.perf_counter()
-    for token_id in token_ids:
-        isinstance(token_id, int)
-    loop_s = time.perf_counter() - began
-    began = time.perf_counter()
-    check_token_ids("prompt", token_ids, 10)
-    assert time.perf_counter() - began < 5 * loop_s  # a check per id takes some tens
 
 
 @pytest.mark.parametrize("name", ["allowed_token_ids", "banned_token_ids"])
