@@ -73,6 +73,13 @@ class DraftSettings(WorkerSettings):
         64, ge=1, le=4096, description="Support of the sparse draft distribution (rejection verification)."
     )
     weight_bits: int = Field(12, ge=1, le=24, description="Bits of its quantised weights' sum.")
+    draft_ahead: bool = Field(
+        True,
+        description="Prepare the next proposals while the target verifies; it stops where it does not pay.",
+    )
+    ahead_rows: int = Field(
+        4, ge=1, le=64, description="Upper bound of tokens in one forward of draft-ahead, over all sessions."
+    )
 
 
 class OrchestratorSettings(_Settings):
@@ -92,6 +99,9 @@ class OrchestratorSettings(_Settings):
         "", description="Comma-separated host:port of draft workers, beside those of the registry."
     )
     max_gamma: int = Field(8, ge=0, le=64, description="Upper bound of an adaptive gamma.")
+    max_nodes: int = Field(
+        32, ge=0, le=256, description="Upper bound of an adaptive proposal's nodes; up to 1: chains only."
+    )
     propose_timeout_s: float = Field(
         2.0, gt=0, description="Deadline of one proposal; past it the cycle goes on with gamma 0."
     )

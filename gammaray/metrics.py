@@ -12,6 +12,8 @@ Definitions, over the cycles of a completion:
 
 from __future__ import annotations
 
+import itertools
+import operator
 from dataclasses import dataclass, field
 
 from gammaray.theory import expected_tokens_of
@@ -33,6 +35,8 @@ class SpeculationCounters:
         accepted_lengths: Entry j: cycles in which j tokens were accepted.
         draft_s: Seconds waited for proposals.
         verify_s: Seconds waited for verdicts.
+        decode_s: Seconds of the cycles after the first.
+        plain_s: Seconds that the tokens of these would have taken one by one.
     """
 
     cycles: int = 0
@@ -43,9 +47,20 @@ class SpeculationCounters:
     accepted_lengths: list[int] = field(default_factory=list)
     draft_s: float = 0.0
     verify_s: float = 0.0
+    decode_s: float = 0.0
+    plain_s: float = 0.0
 
     def observe(
-        self, *, gamma: int, tested: int, accepted: int, emitted: int, draft_s: float, verify_s: float
+        self,
+        *,
+        gamma: int,
+        tested: int,
+        accepted: int,
+        emitted: int,
+        draft_s: float,
+        verify_s: float,
+        cycle_s: float = 0.0,
+        plain_cycle_s: float | None = None,
     ) -> None:
         """Count one cycle.
 
@@ -56,7 +71,12 @@ class SpeculationCounters:
             emitted: Tokens emitted; fewer than accepted + 1 where the completion was cut.
             draft_s: Seconds waited for the proposal.
             verify_s: Seconds waited for the verdict.
+            cycle_s: Seconds of the whole cycle.
+            plain_cycle_s: Seconds of a cycle at gamma 0 at that moment, or None when that is unknown.
         """
+        if self.cycles > 0 and plain_cycle_s is not None:
+            self.decode_s += cycle_s
+            self.plain_s += emitted * plain_cycle_s
         self.cycles += 1
         self.drafted += gamma
         self.tested += tested
@@ -87,16 +107,21 @@ class SpeculationCounters:
         """Drafted tokens per cycle; 0 before the first cycle."""
         return self.drafted / self.cycles if self.cycles else 0.0
 
-    def summary(self, total_s: float, plain_cycle_s: float | None = None) -> SpeculationSummary:
+    @property
+    def speedup_estimate(self) -> float | None:
+        """Decoding speed over that of gamma 0, about 1 at gamma 0; None while plain cycles are unknown.
+
+        Both sides leave out the first cycle, which contains the prefill, and each cycle is compared with the
+        plain cycle of its own moment, so that a busy minute counts on both sides.
+        """
+        return self.plain_s / self.decode_s if self.decode_s > 0 else None
+
+    def summary(self, total_s: float) -> SpeculationSummary:
         """Return what the client is told.
 
         Args:
             total_s: Seconds from the first cycle's start to the last one's end.
-            plain_cycle_s: Measured seconds of a cycle at gamma 0, or None when there was none.
         """
-        estimate = None
-        if plain_cycle_s is not None and total_s > 0:
-            estimate = self.emitted * plain_cycle_s / total_s
         return SpeculationSummary(
             cycles=self.cycles,
             tokens_per_cycle=self.tokens_per_cycle,
@@ -108,7 +133,7 @@ class SpeculationCounters:
             verify_ms=self.verify_s * 1e3,
             other_ms=max(0.0, total_s - self.draft_s - self.verify_s) * 1e3,
             total_ms=total_s * 1e3,
-            speedup_estimate=estimate,
+            speedup_estimate=self.speedup_estimate,
         )
 
 
@@ -124,6 +149,8 @@ class AcceptanceEstimator:
         prior_alpha: Alpha assumed before anything was seen, in (0, 1).
         prior_strength: Tested tokens that the prior is worth.
         depth_strength: Tested tokens that the pooled alpha is worth at each depth.
+        fleet: Where the prior comes from instead, as it stands at any time: its alpha, and how acceptance
+            varies with depth.
     """
 
     def __init__(
@@ -132,9 +159,10 @@ class AcceptanceEstimator:
         prior_alpha: float = 0.7,
         prior_strength: float = 4.0,
         depth_strength: float = 8.0,
+        fleet: AcceptanceEstimator | None = None,
     ) -> None:
         self._decay, self._depth_strength = decay, depth_strength
-        self._prior_accepted, self._prior_tested = prior_alpha * prior_strength, prior_strength
+        self._prior_alpha, self._prior_strength, self._fleet = prior_alpha, prior_strength, fleet
         self._accepted: list[float] = []
         self._tested: list[float] = []
 
@@ -145,29 +173,44 @@ class AcceptanceEstimator:
         """
         if tested == 0:
             return
+        self.fade(self._decay)
         new_depths = max(0, tested - len(self._tested))
-        self._accepted = [count * self._decay for count in self._accepted] + [0.0] * new_depths
-        self._tested = [count * self._decay for count in self._tested] + [0.0] * new_depths
+        self._accepted += [0.0] * new_depths
+        self._tested += [0.0] * new_depths
         for depth in range(tested):
             self._tested[depth] += 1.0
             self._accepted[depth] += depth < accepted
 
+    def fade(self, factor: float) -> None:
+        """Multiply all counts by a factor in [0, 1]: what was seen becomes old, and the prior counts more."""
+        self._accepted = [count * factor for count in self._accepted]
+        self._tested = [count * factor for count in self._tested]
+
     @property
     def alpha(self) -> float:
         """Alpha pooled over depths."""
-        accepted = self._prior_accepted + sum(self._accepted)
-        return accepted / (self._prior_tested + sum(self._tested))
+        prior = self._prior_alpha if self._fleet is None else self._fleet.alpha
+        accepted = self._prior_strength * prior + sum(self._accepted)
+        return accepted / (self._prior_strength + sum(self._tested))
+
+    def by_depth(self, gamma: int) -> list[float]:
+        """Return for each depth up to `gamma` the probability that a token tested there is accepted."""
+        pooled = self.alpha
+        priors = [pooled] * gamma
+        if self._fleet is not None and self._fleet.alpha > 0:
+            ratio = pooled / self._fleet.alpha
+            priors = [min(1.0, ratio * accepted) for accepted in self._fleet.by_depth(gamma)]
+        rates = []
+        for depth, prior in enumerate(priors):
+            seen = depth < len(self._tested)
+            accepted = (self._accepted[depth] if seen else 0.0) + self._depth_strength * prior
+            tested = (self._tested[depth] if seen else 0.0) + self._depth_strength
+            rates.append(accepted / tested)
+        return rates
 
     def survival(self, gamma: int) -> list[float]:
         """Return for j = 1 ... gamma the probability that at least j tokens are accepted."""
-        pooled, alive, survival = self.alpha, 1.0, []
-        for depth in range(gamma):
-            seen = depth < len(self._tested)
-            accepted = (self._accepted[depth] if seen else 0.0) + self._depth_strength * pooled
-            tested = (self._tested[depth] if seen else 0.0) + self._depth_strength
-            alive *= accepted / tested
-            survival.append(alive)
-        return survival
+        return list(itertools.accumulate(self.by_depth(gamma), operator.mul))
 
     def expected_tokens(self, gamma: int) -> float:
         """Return the expected tokens of a cycle at `gamma`, correction or bonus included."""

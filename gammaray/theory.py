@@ -10,6 +10,7 @@ References: arXiv 2211.17192 (rejection, expected tokens), 2408.07978 (coupling 
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 
@@ -28,6 +29,7 @@ __all__ = [
     "residual",
     "speedup",
     "total_variation",
+    "tree_tokens",
 ]
 
 
@@ -150,3 +152,37 @@ def optimal_goodput_gamma(
 def alpha_standard_error(alpha: float, gamma: int, cycles: int) -> float:
     """Return the standard deviation of accepted / tested over cycles of depth gamma >= 1; alpha < 1."""
     return math.sqrt(alpha * (1.0 - alpha) ** 2 / (cycles * (1.0 - alpha**gamma)))
+
+
+def tree_tokens(
+    by_depth: Sequence[float], rescue: Sequence[float], max_nodes: int, least: float = 0.0
+) -> list[float]:
+    """Return tokens per cycle of the best trees of 1, 2, ... nodes, correction or bonus included.
+
+    A tree's tokens are 1 plus the sum over its nodes of the probability that the target walks through them.
+    That falls from parent to child and from sibling to sibling, so the best tree of n nodes is that of the n
+    likeliest, and taking them one by one gives all sizes at once: the same values as the dynamic programme of
+    arXiv 2402.12374.
+
+    Args:
+        by_depth: Probability that the first child is accepted, at each depth; as deep the trees may be.
+        rescue: Probability that the second, third, ... child is, given that none before it was.
+        max_nodes: Upper bound of nodes.
+        least: Nodes that are reached less often are left out; the result then is shorter.
+    """
+    tokens: list[float] = []
+    total = 1.0
+    # (minus the probability of the node, its depth, its rank, the probability that its elder siblings fail)
+    heap = [(-by_depth[0], 0, 0, 1.0)] if by_depth else []
+    while heap and len(tokens) < max_nodes:
+        reached, depth, rank, missed = heapq.heappop(heap)
+        if -reached < least or reached == 0.0:
+            break
+        total -= reached
+        tokens.append(total)
+        if depth + 1 < len(by_depth):
+            heapq.heappush(heap, (reached * by_depth[depth + 1], depth + 1, 0, -reached))
+        if rank < len(rescue):
+            missed += reached
+            heapq.heappush(heap, (-missed * rescue[rank], depth, rank + 1, missed))
+    return tokens

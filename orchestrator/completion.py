@@ -31,7 +31,7 @@ class Progress:
 
     def chunk(self, cycle: Cycle, plain_cycle_s: float | None) -> Chunk:
         """Return the piece of the completion that a cycle emitted; the last one has usage and summary."""
-        self._count(cycle)
+        self._count(cycle, plain_cycle_s)
         tokens = tuple(self._token(cycle, index) for index in range(len(cycle.token_ids)))
         session = self._session
         seed = session.params.seed or 0
@@ -49,10 +49,10 @@ class Progress:
                 accepted_prediction_tokens=self._counters.accepted,
                 rejected_prediction_tokens=self._counters.drafted - self._counters.accepted,
             ),
-            summary=self._counters.summary(time.perf_counter() - self._start, plain_cycle_s),
+            summary=self._counters.summary(time.perf_counter() - self._start),
         )
 
-    def _count(self, cycle: Cycle) -> None:
+    def _count(self, cycle: Cycle, plain_cycle_s: float | None) -> None:
         emitted = len(cycle.token_ids)
         self._counters.observe(
             gamma=cycle.num_drafted,
@@ -61,6 +61,8 @@ class Progress:
             emitted=emitted,
             draft_s=cycle.draft_s,
             verify_s=cycle.verify_s,
+            cycle_s=cycle.total_s,
+            plain_cycle_s=plain_cycle_s,
         )
 
     def _token(self, cycle: Cycle, index: int) -> EmittedToken:

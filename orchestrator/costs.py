@@ -1,167 +1,162 @@
-"""What cycles cost, as the orchestrator sees it: waits, with network and queueing in them.
+"""What cycles cost, as the orchestrator sees it.
 
-One model per replica, shared by its sessions, so that a new session starts warm.
+A cycle is a wait for the draft, the target's step, what comes with the step (network, queueing), and the
+rest. One model per replica, shared by its sessions, so that a new session starts warm.
+
+All of the machine slows down together when it is busy with something else. So waits for the draft are kept
+relative to the level of the target's steps: they are known as long as steps are, tried or not.
 """
 
 from __future__ import annotations
 
+import math
+
 from gammaray.metrics import AcceptanceEstimator
-from orchestrator.cycle import Cycle
+from orchestrator.cycle import Cycle, Shape
+from orchestrator.probing import ProbeSchedule
+from orchestrator.trees import TreeModel
+from orchestrator.waits import Mean, WaitTable
 
-__all__ = ["CostModel", "WaitModel"]
+__all__ = ["CostModel"]
 
-DECAY = 0.995
-"""Weight that an observation keeps per later one: some 200 count."""
+STEP_RATE, DRAFT_RATE = 0.1, 0.05
+"""Share of a deviation that goes to the level: some ten steps and twenty proposals, whose waits vary more."""
 
-OUTLIER = 3.0
-"""A wait counts as at most this many mean deviations off what was expected: a hiccup is no trend."""
+WARM_UP = 8
+"""Steps, and proposals, of a replica that are left out: fresh workers are slow."""
 
-DEVIATION_RATE, DEVIATION_GROWTH = 0.1, 8.0
-"""The mean deviation follows its observations, each of which counts as at most this many times itself: when
-all waits are off, it grows by 70 % with each one and the trend gets through."""
-
-FIRST_DEVIATION = 0.3
-"""Mean deviation assumed at first, as a share of the first wait."""
-
-LINE_STRENGTH = 4.0
-"""Observations that the line is worth beside the mean at one token count."""
-
-SLOPE_STRENGTH = 2.0
-"""Spread of token counts (weighted sum of squares) that the prior slope is worth."""
-
-
-PLAIN_PERIOD = 100
-"""Cycles of all sessions between two measurements of plain decoding, once there are some."""
-
-FIRST_PLAIN_PERIOD = 8
-"""Cycles before the first one; the period then doubles."""
-
-
-class WaitModel:
-    """Seconds of a wait as a function of a token count: a mean per count, shrunk towards a line through all.
-
-    Args:
-        is_proportional: What to assume of the slope before different counts were seen: proportional to the
-            count (drafting, one forward per token) or flat (verifying, one forward for all).
-    """
-
-    def __init__(self, *, is_proportional: bool) -> None:
-        self._is_proportional = is_proportional
-        self._weights: dict[int, float] = {}
-        self._means: dict[int, float] = {}
-        # Decayed sums over the observations of 1, count, seconds, count^2 and count * seconds.
-        self._n = self._x = self._y = self._xx = self._xy = 0.0
-        self._deviation = 0.0
-
-    def observe(self, count: int, seconds: float) -> None:
-        """Take note of one wait."""
-        seconds = self._tame(count, seconds)
-        for known in self._weights:
-            self._weights[known] *= DECAY
-        weight = self._weights.get(count, 0.0) + 1.0
-        mean = self._means.get(count, 0.0)
-        self._weights[count] = weight
-        self._means[count] = mean + (seconds - mean) / weight
-        self._n = self._n * DECAY + 1.0
-        self._x = self._x * DECAY + count
-        self._y = self._y * DECAY + seconds
-        self._xx = self._xx * DECAY + count * count
-        self._xy = self._xy * DECAY + count * seconds
-
-    def estimate(self, count: int) -> float | None:
-        """Return the expected wait in seconds; None before the first observation."""
-        if self._n == 0.0:
-            return None
-        mean_count, mean_s = self._x / self._n, self._y / self._n
-        spread = max(0.0, self._xx - self._x * mean_count)
-        rise = self._xy - self._x * mean_s
-        prior_slope = mean_s / mean_count if self._is_proportional and mean_count > 0 else 0.0
-        slope = max(0.0, (rise + SLOPE_STRENGTH * prior_slope) / (spread + SLOPE_STRENGTH))
-        line = max(mean_s + slope * (count - mean_count), 0.0)
-        weight = self._weights.get(count, 0.0)
-        return (weight * self._means.get(count, 0.0) + LINE_STRENGTH * line) / (weight + LINE_STRENGTH)
-
-    def _tame(self, count: int, seconds: float) -> float:
-        """Return the wait, moved towards what was expected where it is far off."""
-        expected = self.estimate(count)
-        if expected is None:
-            self._deviation = FIRST_DEVIATION * seconds
-            return seconds
-        bound = OUTLIER * self._deviation
-        tamed = min(max(seconds, expected - bound), expected + bound)
-        off = min(abs(seconds - expected), DEVIATION_GROWTH * self._deviation)
-        self._deviation += DEVIATION_RATE * (off - self._deviation)
-        return tamed
-
-    def measured(self, count: int) -> float | None:
-        """Return the mean wait at exactly this count; None when it was never observed."""
-        return self._means.get(count)
-
-    @property
-    def num_counts(self) -> int:
-        """How many different token counts were observed."""
-        return len(self._weights)
+EXACT_TOKENS, TOKEN_RATIO = 32, 1.08
+"""Steps of more tokens than the first share a mean with those that have up to 8 % more."""
 
 
 class CostModel:
-    """Draft wait, verify wait, everything else, and the acceptance that new sessions may expect.
+    """Seconds by shape, and what else the sessions of a replica share.
 
-    The first cycle of a session is left out of the waits: it contains the prefill.
+    The first cycle of a session is left out of the waits: it contains the prefill. So is the wait for a
+    drafter that has to catch up.
 
     Attributes:
         acceptance: Acceptance over all sessions.
-        cycles_since_draft: Cycles since the last one with a proposal.
+        trees: What trees gain, over all sessions.
+        probes: When what was tried.
+        clock: Cycles so far, those of sessions whose steps are shared counted once.
     """
 
     def __init__(self) -> None:
-        self.acceptance = AcceptanceEstimator(decay=0.999)
-        self.cycles_since_draft = 0
-        self._cycles_since_plain = 0
-        self._num_plain = 0
-        self._draft = WaitModel(is_proportional=True)
-        self._verify = WaitModel(is_proportional=False)
-        self._other = WaitModel(is_proportional=False)
+        self.acceptance = AcceptanceEstimator(decay=0.995)
+        self.trees = TreeModel()
+        self.probes = ProbeSchedule()
+        self.clock = 0.0
+        self._draft = WaitTable(is_proportional=True, strengths=(2.0, 50.0), rate=DRAFT_RATE)
+        self._step = WaitTable(is_proportional=False, strengths=(2.0, 1.0), rate=STEP_RATE)
+        self._overhead, self._rest = Mean(), Mean()
+        self._others, self._crowd = Mean(), Mean()
+        self._emitted = self._seconds = 0.0
+        self._actual = self._predicted = 0.0
+        self._num_steps = self._num_drafts = 0
 
-    def observe(self, cycle: Cycle) -> None:
-        """Learn from a finished cycle."""
-        self.acceptance.observe(cycle.num_tested, cycle.num_accepted)
-        self.cycles_since_draft += 1
-        self._cycles_since_plain += 1
-        if cycle.num_drafted > 0:
-            self.cycles_since_draft = 0
+    def observe(self, cycle: Cycle, *, is_warm: bool) -> None:
+        """Learn the costs of a finished cycle; `is_warm` when the cycle before had a proposal too."""
+        share = 1.0 / max(1, cycle.timing.batch_size) if cycle.timing is not None else 1.0
+        self.clock += share
         if cycle.is_first:
             return
-        if cycle.num_drafted > 0:
-            self._draft.observe(cycle.num_drafted, cycle.draft_s)
-        elif cycle.gamma == 0:
-            self._cycles_since_plain = 0
-            self._num_plain += 1
-        self._verify.observe(cycle.num_drafted, cycle.verify_s)
-        self._other.observe(0, cycle.total_s - cycle.draft_s - cycle.verify_s)
+        self._num_steps += 1
+        self._num_drafts += cycle.num_drafted > 0
+        if self._num_steps <= WARM_UP:
+            return
+        self._observe_step(cycle, share)
+        self._rest.observe(max(0.0, cycle.total_s - cycle.draft_s - cycle.verify_s))
+        if cycle.num_drafted > 0 and is_warm and self._num_drafts > WARM_UP:
+            self._draft.observe(_draft_key(cycle.shape), cycle.draft_s / self._step.level, self.clock, share)
+        if is_warm or cycle.num_drafted == 0:
+            played = cycle.shape if cycle.num_drafted > 0 else Shape(0)
+            predicted = self.cycle_s(played, cycle.num_drafted)
+            if predicted is not None and not cycle.draft_failed:
+                self._actual = 0.99 * self._actual + cycle.total_s
+                self._predicted = 0.99 * self._predicted + predicted
+        self._emitted = 0.99 * self._emitted + cycle.num_accepted + 1
+        self._seconds = 0.99 * self._seconds + cycle.total_s
+
+    def _observe_step(self, cycle: Cycle, share: float) -> None:
+        own, timing = cycle.num_drafted + 1, cycle.timing
+        if timing is None:
+            step_s, tokens = cycle.verify_s, own
+        else:
+            step_s, tokens = timing.compute_s, max(timing.batch_tokens, own)
+            busy = min(1.0, 2.0 * timing.queue_s / step_s) if step_s > 0 else 0.0
+            self._crowd.observe(timing.batch_size * (1.0 + busy) - 1.0)
+        self._others.observe(tokens - own)
+        self._overhead.observe(max(0.0, cycle.verify_s - step_s))
+        key = _step_key(tokens)
+        self._step.observe(key, step_s, self.clock, share)
+
+    def draft_s(self, shape: Shape) -> float | None:
+        """Return the expected wait for a proposal; None before there was one."""
+        if shape.depth == 0:
+            return 0.0
+        relative = self._draft.estimate(_draft_key(shape), self.clock)
+        return None if relative is None else relative * self._step.level
+
+    def knowledge(self, shape: Shape) -> float:
+        """Return how many fresh observations the wait for such a proposal rests on."""
+        return self._draft.weight(_draft_key(shape), self.clock)
+
+    def step_s(self, nodes: float) -> float | None:
+        """Return the expected seconds of a step with `nodes` proposed tokens in the company of the moment."""
+        tokens = self._others.value + 1.0 + nodes
+        if self._others.value < 1.0:
+            return self._step.estimate(_step_key(tokens), self.clock)
+        return self._step.trend(tokens)  # the batch varies more than the proposal
+
+    def cycle_s(self, shape: Shape, nodes: float) -> float | None:
+        """Return the expected seconds of a cycle whose proposal has `nodes` nodes; None while unknown."""
+        draft, step = self.draft_s(shape), self.step_s(nodes)
+        if draft is None or step is None:
+            return None
+        return draft + step + self._overhead.value + self._rest.value
+
+    def burden_s(self, nodes: float) -> float:
+        """Return the seconds that `nodes` proposed tokens cost all other sessions at the target together.
+
+        Those in the same batch wait for the longer step, and so do those that come while it runs: as many as
+        find the worker busy, by what it reports of queueing.
+        """
+        step, plain = self.step_s(nodes), self.step_s(0)
+        if step is None or plain is None:
+            return 0.0
+        return self._crowd.value * max(0.0, step - plain)
 
     @property
-    def is_plain_due(self) -> bool:
-        """Whether the cost of plain decoding should be measured again."""
-        period: int = min(PLAIN_PERIOD, FIRST_PLAIN_PERIOD * 2 ** min(self._num_plain, 8))
-        return self._cycles_since_plain >= period
+    def mean_nodes(self) -> float:
+        """Nodes that the other sessions in a batch propose on average."""
+        return max(0.0, self._others.value / self._crowd.value - 1.0) if self._crowd.value > 0.5 else 0.0
 
-    def cycle_s(self, gamma: int) -> float | None:
-        """Return the expected seconds of a cycle; None while a part of it was never measured."""
-        draft = self._draft.estimate(gamma) if gamma > 0 else 0.0
-        verify, other = self._verify.estimate(gamma), self._other.estimate(0)
-        if draft is None or verify is None or other is None:
-            return None
-        return draft + verify + other
+    @property
+    def tokens_per_s(self) -> float:
+        """Mean speed of the sessions while they decode; 0 while unknown."""
+        return self._emitted / self._seconds if self._seconds > 0 else 0.0
 
     @property
     def plain_cycle_s(self) -> float | None:
-        """Seconds of a cycle at gamma 0.
+        """Seconds of a cycle at gamma 0 at this moment, hiccups included.
 
-        Measured where there was one, else extrapolated from the verify waits at two or more lengths; None
-        while neither is there.
+        Measured where there was one, else extrapolated from steps with different numbers of tokens; None
+        while there are none.
         """
-        other = self._other.estimate(0)
-        measured = self._verify.measured(0)
-        if measured is None and self._verify.num_counts >= 2:
-            measured = self._verify.estimate(0)
-        return None if measured is None or other is None else measured + other
+        is_known = self._step.is_measured(_step_key(1)) or self._step.num_shapes >= 2
+        plain = self.cycle_s(Shape(0), 0) if is_known else None
+        if plain is None or self._predicted <= 0:
+            return plain
+        return plain * self._actual / self._predicted
+
+
+def _draft_key(shape: Shape) -> tuple[int, int]:
+    return shape.depth, max(0, shape.max_nodes - shape.depth)
+
+
+def _step_key(tokens: float) -> tuple[int, int]:
+    if tokens <= EXACT_TOKENS:
+        return max(1, round(tokens)), 0
+    bucket = round(math.log(tokens / EXACT_TOKENS, TOKEN_RATIO))
+    return round(EXACT_TOKENS * TOKEN_RATIO**bucket), 0

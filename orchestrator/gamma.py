@@ -1,43 +1,115 @@
 """Controllers of gamma: fixed, and adaptive to measured acceptance and costs.
 
-Choosing gamma from past cycles alone keeps every verification method lossless.
+Choosing the shape of a proposal from past cycles alone keeps every verification method lossless.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from enum import Enum
+from functools import partial
+
 from gammaray.metrics import AcceptanceEstimator
 from orchestrator.costs import CostModel
 from orchestrator.cycle import Cycle, Shape
+from orchestrator.probing import Family, family
 
-__all__ = ["AdaptiveGamma", "FixedGamma"]
+__all__ = ["AdaptiveGamma", "FixedGamma", "Reason"]
 
 HYSTERESIS = 1.03
-"""Another gamma must promise this much more speed before it replaces the current one."""
+"""Another shape must promise this much more speed before it replaces the current one: the estimates move by
+about that from cycle to cycle, and a switch costs what was drafted ahead."""
 
 FIRST_GAMMA = 4
 """Where to start when nothing is known of the costs."""
 
-PROBE_LOSS = 0.01
-"""Share of the time that probing a drafter that does not pay may cost."""
+REFRESH = 4
+"""Cycles that one evaluation of all shapes serves."""
 
-MIN_PROBE_GAP, MAX_PROBE_GAP = 4, 128
-"""Bounds of the cycles between two probes while the best gamma is 0, before their cost is looked at."""
+FADE = 0.99
+"""What a session knows of its own acceptance fades by this with each plain cycle."""
 
-FLEET_STRENGTH = 8.0
-"""Tested tokens that the other sessions' acceptance is worth at a session's start."""
+EXPLORE_PERIOD, EXPLORE_SHARE = 24, 0.95
+"""Every so many cycles the nearly best shape that was tried longest ago is played: what costs are estimated
+from would else be one shape only. It costs at most 5 % of one cycle in 24."""
+
+BURSTS = {Family.PLAIN: 1, Family.CHAIN: 3, Family.TREE: 3, Family.DEEPER: 2}
+"""Cycles of a probe. The drafter catches up in the first one after plain cycles, whose wait says nothing."""
+
+NEAR = 0.7
+"""Little known shapes of a family are probed when they reach this share of its best speed."""
+
+MAX_BURST = 16
+"""Cycles after which a probe ends in any case; a drafter may have a long prompt to read."""
+
+MAX_RATE_RATIO = 3.0
+"""How many times as valuable another session's time may count as this one's, and the reverse."""
+
+LEAST_EFFECTIVE = 0.5
+"""Relief for the others makes a cycle appear at most this much shorter."""
+
+TREE_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
+TREE_NODES = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Trees that are considered, within the request's bounds."""
+
+
+class Reason(str, Enum):
+    """Why a shape was chosen."""
+
+    FIXED = "fixed"
+    OFF = "off"
+    NO_DRAFTER = "no drafter"
+    FIRST = "costs unknown"
+    BEST = "best"
+    HELD = "held by hysteresis"
+    EXPLORE = "near best, untried for long"
+    PROBE_PLAIN = "probe of plain decoding"
+    PROBE_CHAIN = "probe of chains"
+    PROBE_TREE = "probe of trees"
+    PROBE_DEEPER = "probe of deeper proposals"
+
+
+_PROBES = {
+    Family.PLAIN: Reason.PROBE_PLAIN,
+    Family.CHAIN: Reason.PROBE_CHAIN,
+    Family.TREE: Reason.PROBE_TREE,
+    Family.DEEPER: Reason.PROBE_DEEPER,
+}
+
+
+class _Learner:
+    """What fixed and adaptive controllers learn from a cycle for the other sessions."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self._costs = costs
+        self._has_drafted = False
+
+    def learn(self, cycle: Cycle, kind: Family) -> None:
+        """Pass costs and acceptance on; a wait for the draft counts when the drafter was up to date."""
+        self._costs.observe(cycle, is_warm=self._has_drafted)
+        self._has_drafted = cycle.num_drafted > 0
+        self._costs.acceptance.observe(*_first_children(cycle))
+        if kind is Family.PLAIN or cycle.num_drafted > 0:
+            self._costs.probes.played(kind, self._costs.clock)
 
 
 class FixedGamma:
-    """Always the same gamma; implements the cycle's GammaController.
+    """Always the same shape; implements the cycle's GammaController.
 
     Args:
         gamma: The gamma.
         costs: Learns from these cycles too.
         max_nodes: Above `gamma` for trees.
+        reason: Why so.
     """
 
-    def __init__(self, gamma: int, costs: CostModel, max_nodes: int = 0) -> None:
-        self._shape, self._costs = Shape(gamma, max_nodes), costs
+    def __init__(
+        self, gamma: int, costs: CostModel, max_nodes: int = 0, reason: Reason | None = None
+    ) -> None:
+        reason = reason or (Reason.FIXED if gamma else Reason.OFF)
+        self._shape = Shape(gamma, max_nodes, reason.value)
+        self._learner = _Learner(costs)
 
     def next_shape(self) -> Shape:
         """Return the shape of the next cycle's proposal."""
@@ -45,78 +117,233 @@ class FixedGamma:
 
     def observe(self, cycle: Cycle) -> None:
         """Learn from a finished cycle."""
-        self._costs.observe(cycle)
+        self._learner.learn(cycle, family(cycle.shape))
 
 
 class AdaptiveGamma:
-    """The gamma, 0 included, that promises most tokens per second; implements the cycle's GammaController.
+    """The shape, gamma 0 included, that promises most tokens per second; implements GammaController.
 
-    Expected tokens come from this session's acceptance by depth, starting from the fleet's; seconds come from
-    the shared cost model. While the best gamma is 0, the best other one is probed now and then: more often
-    while it succeeds, the rarer the more it costs. Otherwise plain decoding is measured now and then.
+    Expected tokens come from this session's acceptance by depth, shrunk towards the fleet's, and for trees
+    from the fleet's acceptance by rank. Seconds come from the shared cost model: those of this session's
+    cycle, and those that its proposal takes from the other sessions of the target worker, weighted by how
+    fast these are. So under load each further token is proposed where it is most likely accepted, and the
+    last session stops proposing when no token is worth what it costs everybody.
 
     Args:
-        max_gamma: Upper bound.
+        max_gamma: Upper bound of the depth.
         costs: Shared by the sessions of this replica.
+        max_nodes: Upper bound of the nodes; up to 1 for chains only.
     """
 
-    def __init__(self, max_gamma: int, costs: CostModel) -> None:
-        self._max_gamma, self._costs = max_gamma, costs
-        self._acceptance = AcceptanceEstimator(
-            prior_alpha=costs.acceptance.alpha, prior_strength=FLEET_STRENGTH
-        )
-        self._gamma: int | None = None
-        self._probe_gap = MAX_PROBE_GAP // 2
-        self._cycles_at_zero = 0
+    def __init__(self, max_gamma: int, costs: CostModel, max_nodes: int = 0) -> None:
+        self._costs, self._learner = costs, _Learner(costs)
+        self._acceptance = AcceptanceEstimator(0.975, prior_strength=8.0, fleet=costs.acceptance)
+        self._shapes = _shapes(max_gamma, max_nodes)
+        self._max_gamma, self._max_nodes = max_gamma, max_nodes
+        self._speeds: Mapping[Shape, float] = {}
+        self._promises: dict[Shape, tuple[float, int]] = {}
+        self._shape: Shape | None = None
+        self._probe: tuple[Family, Shape, int] | None = None
+        self._num_cycles = self._probe_cycles = 0
+        self._played_at: dict[Shape, int] = {}
+        self._waited = dict.fromkeys(Family, 0)
+        self._rate = 0.0
 
     def next_shape(self) -> Shape:
-        """Return the shape of the next cycle's proposal: a chain."""
-        return Shape(self._next_gamma())
-
-    def _next_gamma(self) -> int:
+        """Return the shape of the next cycle's proposal, with the reason."""
         if self._max_gamma == 0:
-            return 0
-        speeds = self._speeds()
-        if speeds is None:
-            return min(FIRST_GAMMA, self._max_gamma)
-        self._gamma = self._choose(speeds)
-        if self._gamma > 0:
-            self._cycles_at_zero = 0
-            return 0 if self._costs.is_plain_due else self._gamma
-        self._cycles_at_zero += 1
-        probe = max(range(1, len(speeds)), key=speeds.__getitem__)
-        # Each token of the probe costs (1 / its speed - 1 / plain speed) seconds more than a plain one.
-        loss = (speeds[0] / speeds[probe] - 1) * self._tokens(probe)
-        waited = max(self._cycles_at_zero, self._costs.cycles_since_draft)
-        if waited < max(self._probe_gap, loss / PROBE_LOSS):
-            return 0
-        self._cycles_at_zero = 0
-        return probe
+            return Shape(0, 0, Reason.OFF.value)
+        if self._probe is not None:
+            return self._probe[1]
+        if self._num_cycles % REFRESH == 0 or not self._speeds:
+            self._speeds = self._evaluate()
+        if not self._speeds:
+            return Shape(min(FIRST_GAMMA, self._max_gamma), 0, Reason.FIRST.value)
+        reason = self._choose()
+        assert self._shape is not None
+        probe = self._due_probe()
+        if probe is not None:
+            return probe
+        if self._num_cycles % EXPLORE_PERIOD == EXPLORE_PERIOD - 1:
+            return self._least_tried()
+        return replace(self._shape, reason=reason.value)
 
     def observe(self, cycle: Cycle) -> None:
         """Learn from a finished cycle."""
-        self._acceptance.observe(cycle.num_tested, cycle.num_accepted)
-        self._costs.observe(cycle)
-        if self._gamma == 0 and cycle.num_tested > 0:
-            factor = 0.5 if cycle.num_accepted > 0 else 2.0
-            self._probe_gap = int(min(MAX_PROBE_GAP, max(MIN_PROBE_GAP, self._probe_gap * factor)))
+        self._num_cycles += 1
+        kind = family(cycle.shape)
+        self._observe_tokens(cycle, kind)
+        self._learner.learn(cycle, kind)
+        for other in Family:
+            self._waited[other] += 1
+        if kind is Family.PLAIN or cycle.num_drafted > 0:
+            self._waited[kind] = 0
+            self._played_at[cycle.shape] = self._num_cycles
+        if not cycle.is_first and cycle.total_s > 0:
+            rate = (cycle.num_accepted + 1) / cycle.total_s
+            self._rate += (rate - self._rate) * (0.05 if self._rate else 1.0)
+        if self._probe is not None:
+            self._observe_probe(cycle)
 
-    def _speeds(self) -> list[float] | None:
-        """Return the expected tokens per second at gamma 0 ... `max_gamma`; None while costs are unknown."""
-        tokens, speeds = 1.0, []
-        for gamma, alive in enumerate((0.0, *self._acceptance.survival(self._max_gamma))):
-            tokens += alive
-            seconds = self._costs.cycle_s(gamma)
+    def _observe_tokens(self, cycle: Cycle, kind: Family) -> None:
+        tested, accepted = _first_children(cycle)
+        if kind is Family.TREE and cycle.num_drafted > 0 and cycle.shape in self._promises:
+            expected, _ = self._promises[cycle.shape]
+            self._costs.trees.observe(cycle.shape, cycle.levels, cycle.num_drafted, expected)
+        if tested:
+            self._acceptance.observe(tested, accepted)
+        elif kind is Family.PLAIN:
+            self._acceptance.fade(FADE)
+
+    def _observe_probe(self, cycle: Cycle) -> None:
+        """Count down the burst; at its end look at what it changed."""
+        assert self._probe is not None
+        kind, shape, left = self._probe
+        self._probe_cycles += 1
+        left -= shape.depth == 0 or cycle.num_drafted > 0
+        if left > 0 and self._probe_cycles < MAX_BURST and not cycle.draft_failed:
+            self._probe = (kind, shape, left)
+            return
+        self._probe, self._speeds, self._waited[kind] = None, self._evaluate(), 0
+        if self._speeds:
+            its = max((s for other, s in self._speeds.items() if self._is_of(other, kind)), default=0.0)
+            self._costs.probes.played(kind, self._costs.clock)
+            self._costs.probes.probed(kind, its / max(self._speeds.values()))
+
+    def _is_of(self, shape: Shape, kind: Family) -> bool:
+        """Whether a probe of this kind may have this shape."""
+        if kind is not Family.DEEPER:
+            return family(shape) is kind
+        current = self._shape
+        if current is None or current.depth == 0 or family(shape) is not family(current):
+            return False
+        return shape.depth >= min(2 * current.depth, self._max_gamma) and shape.depth > current.depth
+
+    def _evaluate(self) -> dict[Shape, float]:
+        """Return the expected tokens per second of each shape; nothing while costs are unknown.
+
+        The others' loss enters as seconds of this session's cycle, against what it costs them now: then a
+        shape is faster than the present one just when all sessions together get more tokens per second.
+        """
+        by_depth = self._acceptance.by_depth(self._max_gamma)
+        survival = self._acceptance.survival(self._max_gamma)
+        costs, speeds = self._costs, dict[Shape, float]()
+        weight, usual = self._weight(), costs.burden_s(self._usual_nodes())
+        sizes: dict[int, list[float]] = {}
+        for shape in self._shapes:
+            nodes: float = shape.depth
+            if family(shape) is Family.TREE:
+                if shape.depth not in sizes:
+                    sizes[shape.depth] = costs.trees.model(by_depth[: shape.depth], self._max_nodes)
+                tokens_by_size = sizes[shape.depth]
+                size = min(shape.max_nodes, len(tokens_by_size))
+                if size <= shape.depth:
+                    continue
+                self._promises[shape] = (tokens_by_size[size - 1], size)
+                tokens = tokens_by_size[size - 1] * costs.trees.bias(shape)
+                nodes = costs.trees.nodes(shape, size)
+            else:
+                tokens = 1.0 + sum(survival[: shape.depth])
+            seconds = costs.cycle_s(shape, nodes)
             if not seconds:
-                return None
-            speeds.append(tokens / seconds)
+                return {}
+            burden = weight * (costs.burden_s(nodes) - usual)
+            speeds[shape] = tokens / max(seconds + burden, LEAST_EFFECTIVE * seconds)
         return speeds
 
-    def _choose(self, speeds: list[float]) -> int:
-        best = max(range(len(speeds)), key=speeds.__getitem__)
-        if best == 0 or self._gamma is None or speeds[best] > HYSTERESIS * speeds[self._gamma]:
-            return best
-        return self._gamma
+    def _weight(self) -> float:
+        """Return how many times as valuable the other sessions' time is as this one's: by their speeds."""
+        weight = self._costs.tokens_per_s / self._rate if self._rate > 0 else 1.0
+        return min(max(weight, 1.0 / MAX_RATE_RATIO), MAX_RATE_RATIO)
 
-    def _tokens(self, gamma: int) -> float:
-        return 1.0 + sum(self._acceptance.survival(gamma))
+    def _usual_nodes(self) -> float:
+        """Return the nodes that this session proposes at present, at first those of the others."""
+        if self._shape is None:
+            return self._costs.mean_nodes
+        if family(self._shape) is Family.TREE and self._shape in self._promises:
+            return self._costs.trees.nodes(self._shape, self._promises[self._shape][1])
+        return self._shape.depth
+
+    def _choose(self) -> Reason:
+        best = max(self._speeds, key=self._speeds.__getitem__)
+        current = self._speeds.get(self._shape, 0.0) if self._shape is not None else 0.0
+        if best.depth > 0 and self._speeds[best] <= HYSTERESIS * current and best != self._shape:
+            return Reason.HELD
+        self._shape = best
+        return Reason.BEST
+
+    def _due_probe(self) -> Shape | None:
+        """Return the shape to probe now, if any, and start its burst."""
+        assert self._shape is not None
+        for kind in Family:
+            if kind is family(self._shape):
+                continue
+            waited = self._costs.probes.waited(kind, self._waited[kind], self._costs.clock)
+            shape = self._probe_shape(kind) if waited is not None else None
+            if shape is None or waited is None:
+                continue
+            if not self._costs.probes.is_affordable(kind, waited, self._loss(kind, shape)):
+                # Less of it may be, and tells whether the belief is outdated.
+                shape = min((s for s in self._speeds if self._is_of(s, kind)), key=partial(self._loss, kind))
+                if not self._costs.probes.is_affordable(kind, waited, self._loss(kind, shape)):
+                    continue
+            shape = replace(shape, reason=_PROBES[kind].value)
+            self._probe, self._probe_cycles = (kind, shape, BURSTS[kind]), 0
+            return shape
+        return None
+
+    def _loss(self, kind: Family, shape: Shape) -> float:
+        """Return what a probe is expected to cost, in cycles of the present shape."""
+        assert self._shape is not None
+        share = max(0.0, 1.0 - self._speeds[shape] / self._speeds[self._shape])
+        return BURSTS[kind] * self._slowness(shape) * share
+
+    def _probe_shape(self, kind: Family) -> Shape | None:
+        """Return the most promising shape of a kind; of families in turn a deeper, a little known one."""
+        shapes = [shape for shape in self._speeds if self._is_of(shape, kind)]
+        if not shapes:
+            return None
+        speed = self._speeds.__getitem__
+        best = max(shapes, key=speed)
+        turn = 0 if kind is Family.DEEPER else self._costs.probes.num_confirmed(kind) % 3
+        if turn == 1:
+            enough = min(max(2 * best.depth, FIRST_GAMMA), max(shape.depth for shape in shapes))
+            return max((shape for shape in shapes if shape.depth >= enough), key=speed)
+        if turn == 2:
+            near = [shape for shape in shapes if speed(shape) >= NEAR * speed(best)]
+            return min(near, key=self._costs.knowledge)
+        return best
+
+    def _slowness(self, shape: Shape) -> float:
+        """Return the seconds of a cycle of this shape over those of the current one."""
+        assert self._shape is not None
+        mine, its = (self._costs.cycle_s(s, max(s.depth, s.max_nodes)) for s in (self._shape, shape))
+        return its / mine if mine and its else 1.0
+
+    def _least_tried(self) -> Shape:
+        assert self._shape is not None
+        enough = EXPLORE_SHARE * self._speeds[self._shape]
+        near = [
+            s for s, speed in self._speeds.items() if speed >= enough and family(s) is family(self._shape)
+        ]
+        shape = min(near, key=lambda s: self._played_at.get(s, 0))
+        return replace(shape, reason=Reason.EXPLORE.value)
+
+
+def _shapes(max_gamma: int, max_nodes: int) -> list[Shape]:
+    chains = [Shape(gamma) for gamma in range(max_gamma + 1)]
+    depths = [depth for depth in TREE_DEPTHS if depth <= max_gamma]
+    return chains + [Shape(d, n) for d in depths for n in TREE_NODES if d < n <= max_nodes]
+
+
+def _first_children(cycle: Cycle) -> tuple[int, int]:
+    """Return how many first children were tested and how many of them accepted, down to the first failure.
+
+    Of a chain these are all tokens; of a tree, the chain that it contains.
+    """
+    accepted = 0
+    for _, rank in cycle.levels:
+        if rank != 0:
+            return accepted + 1, accepted
+        accepted += 1
+    return accepted, accepted

@@ -13,12 +13,19 @@ from typing import Any
 from gammaray.config import OrchestratorSettings
 from gammaray.convert import request_to_proto
 from gammaray.errors import GammarayError, ResourceExhaustedError, UnavailableError
-from gammaray.types import Chunk, DrafterKind, FinishReason, GenerationRequest, ProcessStatus
+from gammaray.types import (
+    Chunk,
+    DrafterKind,
+    FinishReason,
+    GenerationRequest,
+    ProcessStatus,
+    VerificationMethod,
+)
 from orchestrator.completion import Progress
 from orchestrator.costs import CostModel
 from orchestrator.cycle import GammaController
 from orchestrator.fleet import Fleet
-from orchestrator.gamma import AdaptiveGamma, FixedGamma
+from orchestrator.gamma import AdaptiveGamma, FixedGamma, Reason
 from orchestrator.pipeline import run_cycles
 from orchestrator.redis_calls import Redis, answer, connect
 from orchestrator.registry import RedisRegistry
@@ -179,11 +186,18 @@ class Orchestrator:
         await self._redis.aclose()
 
     def _controller(self, request: GenerationRequest) -> GammaController:
+        policy = request.gamma
         if request.drafter is DrafterKind.NONE:
-            return FixedGamma(0, self._costs)
-        if request.gamma.fixed is not None:
-            return FixedGamma(request.gamma.fixed, self._costs, request.gamma.max_nodes)
-        return AdaptiveGamma(request.gamma.max_gamma or self._settings.max_gamma, self._costs)
+            return FixedGamma(0, self._costs, reason=Reason.NO_DRAFTER)
+        if policy.fixed is not None:
+            return FixedGamma(policy.fixed, self._costs, policy.max_nodes)
+        # Only sample-and-match walks trees, at any temperature.
+        takes_trees = request.verification is VerificationMethod.COUPLED
+        return AdaptiveGamma(
+            policy.max_gamma or self._settings.max_gamma,
+            self._costs,
+            (policy.max_nodes or self._settings.max_nodes) if takes_trees else 0,
+        )
 
     def _fit_context(self) -> None:
         """Workers may be set to less context than the model has."""

@@ -371,8 +371,10 @@ class SpeculationSummary(_message.Message):
     total_ms: _builtins.float
     """Milliseconds from the first cycle's start to the last one's end."""
     speedup_estimate: _builtins.float
-    """Estimated speed over plain decoding by the same stack: tokens x (plain cycle time) / total time, the plain
-    cycle time being measured at gamma 0. Absent while no plain cycle was measured.
+    """Estimated decoding speed over that of gamma 0 by the same stack: the sum of tokens x (seconds of a plain
+    cycle) over the sum of cycle seconds. Both leave out the first cycle, which contains the prefill, and each
+    cycle is compared with a plain one of its own moment; about 1 at gamma 0. Absent while the cost of plain
+    cycles is unknown, and with one cycle only.
     """
     @_builtins.property
     def accepted_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

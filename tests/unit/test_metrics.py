@@ -50,16 +50,16 @@ def test_counters_small_example_by_hand():
     assert counters.alpha == 10 / 12
     assert counters.acceptance_rate == 10 / 14
     assert counters.gamma_mean == 14 / 5
-    summary = counters.summary(total_s=20.0, plain_cycle_s=4.0)
+    summary = counters.summary(total_s=20.0)
     assert summary.accepted_lengths == (2, 0, 1, 0, 2)
     assert summary.tokens_per_cycle == 12 / 5
     assert (summary.draft_ms, summary.verify_ms, summary.other_ms) == (2500.0, 10_000.0, 7500.0)
     assert summary.total_ms == 20_000.0
-    assert summary.speedup_estimate == 12 * 4.0 / 20.0
+    assert summary.speedup_estimate is None, "nobody said what a plain cycle takes"
 
 
 def test_counters_without_cycles_have_no_ratios():
-    summary = SpeculationCounters().summary(total_s=0.0, plain_cycle_s=1.0)
+    summary = SpeculationCounters().summary(total_s=0.0)
     assert (summary.alpha, summary.acceptance_rate, summary.speedup_estimate) == (None, None, None)
     assert (summary.cycles, summary.tokens_per_cycle, summary.gamma_mean) == (0, 0.0, 0.0)
     assert summary.accepted_lengths == ()
@@ -70,6 +70,37 @@ def test_counters_plain_cycles_test_nothing():
     assert counters.alpha is None
     assert counters.summary(1.0).speedup_estimate is None
     assert counters.summary(1.0).accepted_lengths == (3,)
+
+
+def test_counters_speedup_leaves_out_the_first_cycle_and_compares_each_with_its_moment():
+    counters = SpeculationCounters()
+    # (tokens, seconds, seconds of a plain cycle then): a prefill, then a quiet and a busy moment.
+    for emitted, cycle_s, plain_cycle_s in [(1, 100.0, 1.0), (3, 1.5, 1.0), (3, 15.0, 10.0), (2, 9.0, None)]:
+        counters.observe(
+            gamma=2,
+            tested=emitted - 1,
+            accepted=emitted - 1,
+            emitted=emitted,
+            draft_s=0.0,
+            verify_s=0.0,
+            cycle_s=cycle_s,
+            plain_cycle_s=plain_cycle_s,
+        )
+    assert counters.summary(130.0).speedup_estimate == 2.0
+
+
+def test_estimator_follows_the_fleet_where_it_has_seen_nothing():
+    fleet = AcceptanceEstimator(decay=1.0)
+    for tested, accepted in cycles([0.9, 0.5, 0.5], 3000):
+        fleet.observe(tested, accepted)
+    estimator = AcceptanceEstimator(fleet=fleet)
+    assert estimator.alpha == pytest.approx(fleet.alpha)
+    assert estimator.by_depth(3) == pytest.approx(fleet.by_depth(3))
+    for _ in range(100):
+        estimator.observe(1, 0)
+    assert estimator.by_depth(1)[0] < 0.25
+    estimator.fade(0.0)
+    assert estimator.by_depth(3) == pytest.approx(fleet.by_depth(3))
 
 
 def test_counters_clock_jitter_gives_no_negative_time():

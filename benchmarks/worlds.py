@@ -1,0 +1,154 @@
+"""Worlds in which controllers of gamma are simulated: what cycles cost and what the target accepts is known.
+
+Times are in units of the target's forward over one token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+from gammaray.theory import tree_tokens
+from orchestrator.cycle import Shape
+from orchestrator.walk import Level
+
+__all__ = ["World", "candidates"]
+
+
+@dataclass(frozen=True)
+class World:
+    """What the controller does not know.
+
+    Args:
+        alpha: Probability that the first child is accepted.
+        falling: Factor on it per depth.
+        rescue: Probability that the second, third, ... child is accepted, given that none before it was.
+        draft: A forward of the draft model: rho.
+        network: One way, to each worker.
+        per_token: Further cost of each proposed token in the target's forward.
+        per_draft_node: Cost of each node beside the longest path in drafting, in draft forwards.
+        other: What a cycle costs beside.
+        ahead: Probability that a proposal was prepared, when the cycle before had one too.
+        catch_up: Cost of feeding what the drafter missed.
+        noise: Relative standard deviation of each wait.
+        spikes: Share of waits that take ten times as long.
+        slow: Factor on all waits: the machine is busy.
+        slow_draft: Factor on the draft's forwards.
+    """
+
+    alpha: float = 0.8
+    falling: float = 1.0
+    rescue: tuple[float, ...] = (0.6, 0.5, 0.4)
+    draft: float = 0.05
+    network: float = 0.05
+    per_token: float = 0.02
+    per_draft_node: float = 0.05
+    other: float = 0.1
+    ahead: float = 0.0
+    catch_up: float = 0.5
+    noise: float = 0.15
+    spikes: float = 0.01
+    slow: float = 1.0
+    slow_draft: float = 1.0
+
+    def by_depth(self, depth: int) -> tuple[float, ...]:
+        """Return the first child's acceptance at each depth."""
+        return tuple(self.alpha * self.falling**level for level in range(depth))
+
+    def num_nodes(self, shape: Shape) -> int:
+        """Return the nodes of a proposal."""
+        if shape.max_nodes <= shape.depth:
+            return shape.depth
+        return len(_tree(self.by_depth(shape.depth), self.rescue, shape.max_nodes))
+
+    def tokens(self, shape: Shape) -> float:
+        """Return the expected tokens of a cycle."""
+        if shape.depth == 0:
+            return 1.0
+        if shape.max_nodes <= shape.depth:
+            return tree_tokens(self.by_depth(shape.depth), (), shape.depth)[-1]
+        return [1.0, *tree_tokens(self.by_depth(shape.depth), self.rescue, shape.max_nodes, 0.02)][-1]
+
+    def draft_s(self, shape: Shape) -> float:
+        """Return the mean wait for a proposal, the drafter being up to date, in units."""
+        if shape.depth == 0:
+            return 0.0
+        return 2 * self.network + (1 - self.ahead) * self.forwards_s(shape)
+
+    def forwards_s(self, shape: Shape) -> float:
+        """Return the mean of drafting a proposal that was not prepared, in units."""
+        beside = max(0, self.num_nodes(shape) - shape.depth)
+        return (shape.depth + beside * self.per_draft_node) * self.draft * self.slow_draft
+
+    def step_s(self, num_tokens: int) -> float:
+        """Return the mean of the target's step, in units."""
+        return 1.0 + (num_tokens - 1) * self.per_token
+
+    def cycle_s(self, shape: Shape) -> float:
+        """Return the mean of a cycle, in units."""
+        wait = self.draft_s(shape) + 2 * self.network + self.step_s(1 + self.num_nodes(shape))
+        return self.slow * (wait + self.other)
+
+    def speed(self, shape: Shape) -> float:
+        """Return expected tokens per unit, at this shape for ever."""
+        return self.tokens(shape) / self.cycle_s(shape)
+
+    def best(self, shapes: Iterable[Shape]) -> Shape:
+        """Return the oracle's choice."""
+        return max(shapes, key=self.speed)
+
+    def walk(self, shape: Shape, rng: random.Random) -> tuple[Level, ...]:
+        """Draw what verification meets."""
+        if shape.depth == 0:
+            return ()
+        by_depth = self.by_depth(shape.depth)
+        wide = shape.max_nodes > shape.depth
+        nodes = _tree(by_depth, self.rescue if wide else (), max(shape.depth, shape.max_nodes) if wide else 0)
+        levels: list[Level] = []
+        node, depth = -1, 0
+        while True:
+            children = [child for child, parent in enumerate(nodes) if parent == node]
+            if not children:
+                return tuple(levels)
+            rank = next(
+                (r for r, p in enumerate((by_depth[depth], *self.rescue)) if rng.random() < p), len(children)
+            )
+            if rank >= len(children):
+                return (*levels, (len(children), -1))
+            levels.append((len(children), rank))
+            node, depth = children[rank], depth + 1
+
+
+@cache
+def _tree(by_depth: tuple[float, ...], rescue: tuple[float, ...], max_nodes: int) -> tuple[int, ...]:
+    """Return the parents of the likeliest nodes, siblings in the order of their rank; 0 nodes: the chain."""
+    if max_nodes == 0:
+        return tuple(range(-1, len(by_depth) - 1))
+    parents: list[int] = []
+    reached = [1.0]
+    frontier: dict[tuple[int, int], tuple[float, int]] = {(-1, 0): (by_depth[0], 0)}
+    while frontier and len(parents) < max_nodes:
+        (parent, rank), (probability, depth) = max(frontier.items(), key=lambda item: item[1][0])
+        if probability < 0.02:
+            break
+        del frontier[parent, rank]
+        parents.append(parent)
+        reached.append(probability)
+        node = len(parents) - 1
+        if depth + 1 < len(by_depth):
+            frontier[node, 0] = (probability * by_depth[depth + 1], depth + 1)
+        if rank < len(rescue):
+            missed = 1.0 - by_depth[depth]
+            for share in rescue[:rank]:
+                missed *= 1.0 - share
+            frontier[parent, rank + 1] = (reached[parent + 1] * missed * rescue[rank], depth)
+    return tuple(parents)
+
+
+def candidates(max_gamma: int, max_nodes: int) -> list[Shape]:
+    """Return every shape that the oracle may choose from: all chains, and trees of many sizes."""
+    chains = [Shape(gamma) for gamma in range(max_gamma + 1)]
+    sizes = [n for n in (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 28, 32, 48, 64) if n <= max_nodes]
+    return chains + [Shape(d, n) for d in range(1, max_gamma + 1) for n in sizes if n > d]

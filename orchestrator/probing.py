@@ -1,0 +1,98 @@
+"""When to try again what does not seem to pay.
+
+Shapes come in families: plain decoding, chains, trees. The family in use measures itself; the others are
+probed, and so are deeper proposals of the same family, so that a wrong or outdated belief does not last.
+
+What it costs is bounded. A probe is a burst of one to three cycles. Its gap to the last one doubles with each
+probe that confirms the belief, from 8 cycles to 128; after three of these in a row it also waits until the
+expected loss is at most `PROBE_SHARE` of the time since. So after some first bursts the loss is at most 1.5 %
+of the time: 0.5 % for each of the three kinds that are not in use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from orchestrator.cycle import Shape
+
+__all__ = ["Family", "ProbeSchedule", "family"]
+
+PROBE_SHARE = 0.005
+"""Share of the time that probing one kind may cost."""
+
+MIN_GAP, MAX_GAP = 8, 128
+"""Cycles between two probes of a family, before the expected loss is looked at."""
+
+FREE_PROBES = 3
+"""Probes of a family in a row that are made whatever they are expected to cost: a belief may be wrong."""
+
+OWN_PATIENCE = 8
+"""A session waits so many times longer when others have probed."""
+
+CLOSE = 0.93
+"""A kind that reaches this share of the best speed is worth a closer look."""
+
+
+class Family(str, Enum):
+    """Kinds of shapes, and of probes."""
+
+    PLAIN = "plain"
+    CHAIN = "chain"
+    TREE = "tree"
+    DEEPER = "deeper"
+
+
+def family(shape: Shape) -> Family:
+    """Return the family of a shape."""
+    if shape.depth == 0:
+        return Family.PLAIN
+    return Family.TREE if shape.max_nodes > shape.depth else Family.CHAIN
+
+
+@dataclass
+class _State:
+    gap: int = MIN_GAP
+    num_confirmed: int = 0
+    played_at: float = 0.0
+
+
+@dataclass
+class ProbeSchedule:
+    """What all sessions of a replica know of probing."""
+
+    _states: dict[Family, _State] = field(default_factory=lambda: {kind: _State() for kind in Family})
+
+    def played(self, kind: Family, now: float) -> None:
+        """Take note that a family was played at `now`."""
+        self._states[kind].played_at = now
+
+    def num_confirmed(self, kind: Family) -> int:
+        """Return how many probes in a row confirmed the belief."""
+        return self._states[kind].num_confirmed
+
+    def waited(self, kind: Family, own: int, now: float) -> int | None:
+        """Return for how many cycles a kind was not played, None while it is too early for a probe.
+
+        What one session finds out serves all of them, but for its own acceptance.
+
+        Args:
+            kind: What to probe.
+            own: Cycles of this session since it played it.
+            now: Cycles so far, those of sessions in one batch counted once.
+        """
+        state = self._states[kind]
+        waited = round(max(own / OWN_PATIENCE, now - state.played_at))
+        return waited if waited >= state.gap else None
+
+    def is_affordable(self, kind: Family, waited: int, loss_cycles: float) -> bool:
+        """Whether a probe that is expected to cost so much is within the bound."""
+        return self._states[kind].num_confirmed < FREE_PROBES or loss_cycles <= PROBE_SHARE * waited
+
+    def probed(self, kind: Family, share: float) -> None:
+        """Take note of what a probe showed: the family reaches `share` of the best speed."""
+        state = self._states[kind]
+        if share >= CLOSE:
+            state.gap, state.num_confirmed = 2 * MIN_GAP, 0
+        else:
+            state.gap, state.num_confirmed = min(2 * state.gap, MAX_GAP), state.num_confirmed + 1

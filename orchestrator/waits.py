@@ -1,0 +1,211 @@
+"""Means of waits that follow drifts and extrapolate to what was never tried."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["Mean", "WaitTable"]
+
+MEMORY = 32.0
+"""Observations that a mean remembers: its last ones count 1 / 32 each."""
+
+FADING = 400.0
+"""Cycles in which the weight of what was seen falls to 1 / e: an old measurement yields to a new one."""
+
+LEAST_WEIGHT = 0.3
+"""Weight that a measurement keeps for ever, until it is contradicted."""
+
+HICCUP = 3.0
+"""A wait counts as at most this many times what was expected: a hiccup is no trend."""
+
+SURPRISES = 3
+"""So many hiccups in a row, or five times as many waits below a third of what was expected, are a change."""
+
+MAX_GAIN = 0.3
+"""Upper bound of the share of one deviation that goes to the level."""
+
+LEVEL_TRUST = 2.0
+"""Observations of a shape after which half of the rate applies."""
+
+FIRST_TRUSTED = 3
+"""Observations of a table that are taken as they are."""
+
+LINE_STRENGTH = 2.0
+"""Observations that the line through all shapes is worth beside the mean of one shape."""
+
+LEAST_SHARE = 0.25
+"""Nothing is expected to take less than this share of the shortest mean wait."""
+
+FIT_WEIGHT = 8.0
+"""Upper bound of a shape's weight in that line, so that the usual shape does not drown the others."""
+
+REFIT_PERIOD = 8
+"""Observations between two fits of the line, once there are some."""
+
+Key = tuple[int, int]
+
+
+class Mean:
+    """A mean that forgets; hiccups count as `HICCUP` times the mean.
+
+    Args:
+        memory: How many observations it remembers.
+    """
+
+    def __init__(self, memory: float = MEMORY) -> None:
+        self._memory, self._weight = memory, 0.0
+        self.value = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was observed."""
+        return self._weight > 0
+
+    def observe(self, value: float) -> None:
+        """Take note of a value, not negative."""
+        if self._weight >= 2:
+            value = min(value, HICCUP * self.value + 1e-9)
+        self._weight = min(self._weight + 1, self._memory)
+        self.value += (value - self.value) / self._weight
+
+
+@dataclass
+class _Entry:
+    mean: float
+    weight: float
+    seen_at: float
+
+    def weight_at(self, now: float) -> float:
+        return max(LEAST_WEIGHT, self.weight * math.exp((self.seen_at - now) / FADING))
+
+
+class WaitTable:
+    """Seconds of a wait by shape: a mean per shape, shrunk towards a plane through all of them.
+
+    A shape is two counts, each of which costs a constant per unit, plus something fixed. All shapes share a
+    *level*, a factor that follows the last waits whatever their shape, so that shapes tried at different
+    times are compared as if at the same one. Rare shapes are forgotten by age, not by the number of
+    observations: a probe after a long time is worth what it says.
+
+    Args:
+        is_proportional: What to assume of the first count until different ones were seen: proportional
+            (drafting, a forward per level), or nearly flat (a step of the target, one forward for all).
+        strengths: Spread (weighted sum of squares) of each count that the assumption is worth.
+        rate: Share of a deviation that goes to the level.
+    """
+
+    def __init__(self, *, is_proportional: bool, strengths: tuple[float, float], rate: float) -> None:
+        self._is_proportional, self._strengths, self._rate = is_proportional, strengths, rate
+        self._entries: dict[Key, _Entry] = {}
+        self._plane, self._floor = (0.0, 0.0, 0.0), 0.0
+        self._observed_since_fit = self._num_observed = 0
+        self._level, self._run, self._seen_at = 1.0, 0, 0.0
+
+    def observe(self, key: Key, seconds: float, now: float, share: float = 1.0) -> None:
+        """Take note of one wait in cycle `now`; `share` is its weight, less than 1 when several report it."""
+        expected = self.estimate(key, now)
+        entry = self._entries.get(key)
+        self._num_observed += 1
+        if expected and self._num_observed > FIRST_TRUSTED:
+            seconds = min(seconds, HICCUP * self._follow(entry, seconds / expected, now, share) * expected)
+        seconds /= self._level
+        if entry is None:
+            self._entries[key] = _Entry(seconds, share, now)
+        else:
+            entry.weight = min(entry.weight_at(now) + share, MEMORY)
+            entry.mean += (seconds - entry.mean) * share / entry.weight
+            entry.seen_at = now
+        self._seen_at = now
+        self._observed_since_fit += 1
+        if entry is None or entry.weight < REFIT_PERIOD or self._observed_since_fit >= REFIT_PERIOD:
+            self._fit(now)
+
+    def _follow(self, entry: _Entry | None, ratio: float, now: float, share: float) -> float:
+        """Move the level by a wait that took `ratio` times as long as expected; return its relative change.
+
+        The better a shape is known, the more its deviation says of all shapes. Many far off in a row are a
+        change.
+        """
+        direction = (ratio >= HICCUP) - (ratio <= 1.0 / HICCUP)
+        self._run = self._run + direction if direction * self._run > 0 else direction
+        before = self._level
+        if self._run in (SURPRISES, -5 * SURPRISES):
+            self._run, change = 0, ratio
+        else:
+            weight = 0.0 if entry is None else entry.weight_at(now)
+            trust = self._gain(now) * share * weight / (weight + LEVEL_TRUST)
+            change = 1.0 + trust * (min(ratio, HICCUP) - 1.0)
+        self._level *= change
+        return self._level / before
+
+    def _gain(self, now: float) -> float:
+        """Return the share of a deviation that goes to the level: the more the longer nothing was seen."""
+        gain: float = 1.0 - (1.0 - self._rate) ** max(1.0, now - self._seen_at)
+        return min(gain, MAX_GAIN)
+
+    def estimate(self, key: Key, now: float) -> float | None:
+        """Return the expected wait in seconds; None before the first observation."""
+        if not self._entries:
+            return None
+        flat, first, second = self._plane
+        plane = max(flat + first * key[0] + second * key[1], self._floor)
+        entry = self._entries.get(key)
+        if entry is None:
+            return plane * self._level
+        weight = entry.weight_at(now)
+        return self._level * (weight * entry.mean + LINE_STRENGTH * plane) / (weight + LINE_STRENGTH)
+
+    def trend(self, first: float) -> float | None:
+        """Return what all shapes together say of one whose first count is `first`; None while unknown."""
+        if not self._entries:
+            return None
+        return self._level * max(self._plane[0] + self._plane[1] * first, self._floor)
+
+    @property
+    def level(self) -> float:
+        """Factor on all shapes, which follows the last waits."""
+        return self._level
+
+    def weight(self, key: Key, now: float) -> float:
+        """Return how many fresh observations the mean of a shape is worth."""
+        entry = self._entries.get(key)
+        return 0.0 if entry is None else entry.weight_at(now)
+
+    def is_measured(self, key: Key) -> bool:
+        """Whether this shape was ever observed."""
+        return key in self._entries
+
+    @property
+    def num_shapes(self) -> int:
+        """How many shapes were observed."""
+        return len(self._entries)
+
+    def _fit(self, now: float) -> None:
+        """Fit the plane by weighted least squares, its slopes shrunk towards what is assumed of them."""
+        self._observed_since_fit = 0
+        rows = [(min(e.weight_at(now), FIT_WEIGHT), *key, e.mean) for key, e in self._entries.items()]
+        total = math.fsum(w for w, *_ in rows)
+        mean_x = math.fsum(w * x for w, x, _, _ in rows) / total
+        mean_z = math.fsum(w * z for w, _, z, _ in rows) / total
+        mean_y = math.fsum(w * y for w, _, _, y in rows) / total
+        strength_x, strength_z = self._strengths
+        xx = strength_x + math.fsum(w * (x - mean_x) ** 2 for w, x, _, _ in rows)
+        zz = strength_z + math.fsum(w * (z - mean_z) ** 2 for w, _, z, _ in rows)
+        xz = math.fsum(w * (x - mean_x) * (z - mean_z) for w, x, z, _ in rows)
+        prior_x = mean_y / mean_x if self._is_proportional and mean_x > 0 else FLAT_SLOPE * mean_y
+        prior_z = NODE_SHARE * prior_x
+        xy = strength_x * prior_x + math.fsum(w * (x - mean_x) * (y - mean_y) for w, x, _, y in rows)
+        zy = strength_z * prior_z + math.fsum(w * (z - mean_z) * (y - mean_y) for w, _, z, y in rows)
+        determinant = xx * zz - xz * xz
+        slope_x = max(0.0, (xy * zz - zy * xz) / determinant)
+        slope_z = max(0.0, (zy * xx - xy * xz) / determinant)
+        self._floor = LEAST_SHARE * min(y for *_, y in rows)
+        self._plane = (mean_y - slope_x * mean_x - slope_z * mean_z, slope_x, slope_z)
+
+
+FLAT_SLOPE = 0.02
+"""Share of a step that each token more is assumed to cost."""
+
+NODE_SHARE = 0.05
+"""Share of a level that each node beside the longest path is assumed to cost in drafting."""
