@@ -72,7 +72,7 @@ _SPLIT: Columns = {
 
 
 def plain_table(title: str, columns: Sequence[str]) -> Table:
-    """Return an empty table; columns of text stand left, of numbers right, and headings may take two lines."""
+    """Return an empty table; columns of text stand left, of numbers right; headings may take two lines."""
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in columns:
         is_text = column in _TEXT
