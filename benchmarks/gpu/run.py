@@ -39,7 +39,7 @@ _FULL = Plan(
     num_steps=64,
     num_cycles=24,
     repetitions=3,
-    trees=((2, 6), (3, 7), (4, 8)),
+    trees=((2, 6), (3, 7), (4, 7)),
     copy_bytes=2 * 2**30,
     sample=(16, 24),
 )

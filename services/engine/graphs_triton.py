@@ -22,8 +22,8 @@ from services.engine.graphs_weights import GraphModel
 
 __all__ = ["MAX_ROWS", "TritonKernels"]
 
-MAX_ROWS = 64
-"""Products of more rows are the library's."""
+MAX_ROWS = 32
+"""Products of more rows are the library's: reading them would cost more than reading the weights."""
 
 _ROW_TILE = 32
 _SPLIT = 256
@@ -97,7 +97,7 @@ class TritonKernels(TorchKernels):
         gates: bool = False,
     ) -> None:
         rows, size = x.shape
-        tile, depth, warps, stages = product_tile(num_outputs, size, gates, x.element_size())
+        tile, depth = _product_tile(rows, size, x.element_size())
         jit.product_kernel[(triton.cdiv(num_outputs, tile),)](
             x,
             weight,
@@ -112,8 +112,8 @@ class TritonKernels(TorchKernels):
             ROWS=max(16, triton.next_power_of_2(rows)),
             TILE=tile,
             DEPTH=depth,
-            num_warps=warps,
-            num_stages=stages,
+            num_warps=4,
+            num_stages=4,
         )
 
     def rotate(self, qkv: Tensor, layer: int, head_norm: Tensor | None, tables: Tables) -> None:
@@ -227,13 +227,9 @@ class TritonKernels(TorchKernels):
         )
 
 
-def product_tile(num_outputs: int, size: int, gates: bool, itemsize: int) -> tuple[int, int, int, int]:
-    """Outputs per program, depth of a tile, warps and pipeline stages.
-
-    None of them changes the order in which a sum is taken.
-    """
-    tile = 16 if gates or num_outputs <= 8192 else 32
+def _product_tile(rows: int, size: int, itemsize: int) -> tuple[int, int]:
+    """Outputs per program and depth of a tile; neither changes the order in which a sum is taken."""
     depth = 512 // itemsize
     while size % depth:
         depth //= 2
-    return tile, depth, 4, 4
+    return 16 if rows <= 16 else 32, depth
