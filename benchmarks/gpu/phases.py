@@ -9,15 +9,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.gpu.loop import Session, decode, new_sessions, release, speculate
 from benchmarks.gpu.pair import Pair
 from gammaray.theory import expected_tokens
 from services.engine.batch import Feed
+from services.engine.graphs import Capture
 from services.engine.graphs_draft import TreeShape
 from services.engine.graphs_engine import GraphEngine
+from services.engine.graphs_torch import TorchKernels
 
-__all__ = ["Context", "Plan", "bandwidth", "decoding", "draft_costs", "speedups", "verify_costs"]
+__all__ = ["Context", "Plan", "bandwidth", "decoding", "draft_costs", "products", "speedups", "verify_costs"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,59 @@ def bandwidth(device: torch.device, num_bytes: int) -> float:
     target = torch.empty_like(source)
     times = [_time(device, lambda: target.copy_(source), 2) for _ in range(5)]
     return 2 * num_bytes / min(times)
+
+
+def products(context: Context, expired: Expired) -> Iterator[dict[str, Any]]:
+    """Weights read per second by kind of product: our kernels against the library's; the faster is taken.
+
+    The library is taken for all numbers of rows when it is faster at one row over the whole model.
+    """
+    model, kernels = context.pair.model, context.target.runner.kernels
+    library = TorchKernels(model)
+    kinds = {
+        "qkv": [layer.qkv for layer in model.layers],
+        "out": [layer.out for layer in model.layers],
+        "gate_up": [layer.gate_up for layer in model.layers],
+        "down": [layer.down for layer in model.layers],
+        "head": [model.head] * 4,
+    }
+    totals = {"ours_s": 0.0, "library_s": 0.0}
+    for rows in (1, 8, 32):
+        for kind, matrices in kinds.items():
+            if expired():
+                return
+            times = {
+                "ours_s": _product_time(kernels, matrices, rows),
+                "library_s": _product_time(library, matrices, rows),
+            }
+            if rows == 1:
+                totals = {name: totals[name] + seconds for name, seconds in times.items()}
+            num_bytes = sum(matrix.numel() * matrix.element_size() for matrix in matrices)
+            yield {
+                "kind": kind,
+                "rows": rows,
+                "ours_gb_per_s": num_bytes / times["ours_s"] / 1e9,
+                "library_gb_per_s": num_bytes / times["library_s"] / 1e9,
+            }
+    if totals["library_s"] < totals["ours_s"]:
+        for engine in (context.target, *context.drafts.values()):
+            engine.runner.kernels.max_rows = 0
+
+
+def _product_time(kernels: TorchKernels, matrices: Sequence[Tensor], rows: int) -> float:
+    """Seconds for one product with each matrix; captured where that is possible, as in a step."""
+    matrix = matrices[0]
+    x = torch.randn(rows, matrix.shape[1], device=matrix.device).to(matrix.dtype)
+    out = torch.zeros(rows, matrix.shape[0], dtype=matrix.dtype, device=matrix.device)
+
+    def work() -> None:
+        for weight in matrices:
+            kernels.linear(x, weight, None, out)
+
+    capture = Capture(work, capturable=matrix.is_cuda, pool=None)
+    with torch.inference_mode():
+        capture.run()
+        return statistics.median(_time(matrix.device, capture.run, 3) for _ in range(3))
 
 
 def decoding(context: Context, expired: Expired) -> Iterator[dict[str, Any]]:

@@ -24,7 +24,16 @@ import torch
 from benchmarks.gpu.exactness import exactness, invariance
 from benchmarks.gpu.pair import EIGHT_B, TINY, Pair, Sizes
 from benchmarks.gpu.peers import peers
-from benchmarks.gpu.phases import Context, Plan, bandwidth, decoding, draft_costs, speedups, verify_costs
+from benchmarks.gpu.phases import (
+    Context,
+    Plan,
+    bandwidth,
+    decoding,
+    draft_costs,
+    products,
+    speedups,
+    verify_costs,
+)
 from benchmarks.gpu.table import table
 from benchmarks.provenance import write_result
 
@@ -66,7 +75,7 @@ _TINY = replace(
     sample=(2, 8),
 )
 # Seconds per phase; they sum to less than nine minutes with what building takes.
-_LIMITS = {"decode": 50, "verify": 80, "draft": 50, "speedup": 210, "peers": 40}
+_LIMITS = {"products": 40, "decode": 50, "verify": 80, "draft": 50, "speedup": 210, "peers": 40}
 
 
 @dataclass
@@ -122,6 +131,7 @@ def run(sizes: Sizes, plan: Plan, device: str, dtype: torch.dtype, results: Resu
         return
     context = built[0]
     rows, phase = results.phases, results.phase
+    phase("products", lambda: products(context, _timer("products", limit)))
     phase("invariance", lambda: invariance(context.target, 8))
     phase("decode", lambda: decoding(context, _timer("decode", limit)))
     phase("verify", lambda: verify_costs(context, _timer("verify", limit)))

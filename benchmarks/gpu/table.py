@@ -8,6 +8,7 @@ from typing import Any
 __all__ = ["table"]
 
 _COLUMNS = {
+    "products": ("kind", "rows", "ours_gb_per_s", "library_gb_per_s"),
     "decode": ("batch", "tokens_per_s", "step_ms", "device_ms", "bound_ms", "share_of_bound"),
     "verify": ("batch", "tokens", "device_ms", "ratio"),
     "draft": ("layers", "batch", "gamma_2_ms", "gamma_8_ms", "step_ms", "share_of_bound"),
@@ -28,6 +29,7 @@ _COLUMNS = {
     "peers": ("peer", "tokens_per_s"),
 }
 _TITLES = {
+    "products": "Products: weights read per second",
     "decode": "Plain decoding",
     "verify": "Cost of a target step by tokens per session",
     "draft": "Whole proposals in one graph",

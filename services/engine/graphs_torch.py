@@ -59,6 +59,7 @@ class TorchKernels:
     Attributes:
         anchor: Cache addresses are counted from here; see `Tables.address`.
         capturable: Whether a step of these operations can become a CUDA graph.
+        max_rows: Products of more rows go to the library; all of them here.
     """
 
     def __init__(self, model: GraphModel) -> None:
@@ -66,6 +67,7 @@ class TorchKernels:
         self.rotation = model.rotation
         self.anchor = torch.zeros(64, dtype=model.dtype, device=model.device)
         self.capturable = False
+        self.max_rows = 0
 
     def new_scratch(self, bucket: Bucket, device: torch.device) -> list[Tensor]:
         """Memory that `attend` needs beside its output, the same for all layers."""

@@ -34,6 +34,7 @@ def test_tiny_run_writes_every_phase_and_a_table(tmp_path: Path, capsys: pytest.
     assert result["errors"] == {}
     assert result["exactness"]["same_chains"] is True
     assert result["exactness"]["chain_against_transformers"] < 1e-4
+    assert len(result["products"]) == 15
     assert [row["batch"] for row in result["decode"]] == [1, 2]
     assert {row["tokens"] for row in result["verify"]} == {1, 3, 5}
     assert [row["kind"] for row in result["speedup"]] == ["chain", "tree", "chain"]
