@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import (
@@ -27,6 +27,8 @@ T = TypeVar("T")
 NUM_RETRIES = 8
 BACKOFF_BASE_S, BACKOFF_CAP_S = 0.05, 0.5
 CALL_TIMEOUT_S = 5.0
+MAX_CONNECTIONS = 32
+"""A burst of requests waits its turn for a connection: calls take a fraction of a millisecond."""
 
 
 def connect(redis_url: str) -> Redis:
@@ -37,13 +39,16 @@ def connect(redis_url: str) -> Redis:
     """
     retryable: list[type[Exception]] = [ConnectionError, TimeoutError, BusyLoadingError]
     try:
-        return Redis.from_url(
+        pool = BlockingConnectionPool.from_url(
             redis_url,
+            max_connections=MAX_CONNECTIONS,
+            timeout=CALL_TIMEOUT_S,
             socket_timeout=CALL_TIMEOUT_S,
             socket_connect_timeout=CALL_TIMEOUT_S,
             retry=Retry(ExponentialBackoff(cap=BACKOFF_CAP_S, base=BACKOFF_BASE_S), NUM_RETRIES),
             retry_on_error=retryable,
         )
+        return Redis.from_pool(pool)
     except ValueError as error:
         raise InvalidArgumentError("redis_url", redis_url, "redis://host:port/db") from error
 
