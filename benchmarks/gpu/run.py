@@ -21,19 +21,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.context import Context, Plan
 from benchmarks.gpu.exactness import exactness, invariance
 from benchmarks.gpu.pair import EIGHT_B, TINY, Pair, Sizes
 from benchmarks.gpu.peers import peers
-from benchmarks.gpu.phases import (
-    Context,
-    Plan,
-    bandwidth,
-    decoding,
-    draft_costs,
-    products,
-    speedups,
-    verify_costs,
-)
+from benchmarks.gpu.phases import bandwidth, decoding, draft_costs, products, verify_costs
+from benchmarks.gpu.speedup import speedups
 from benchmarks.gpu.table import table
 from benchmarks.provenance import write_result
 

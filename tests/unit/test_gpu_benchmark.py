@@ -13,8 +13,8 @@ import torch
 from benchmarks.gpu import run as benchmark
 from benchmarks.gpu.loop import decode, new_sessions, release, speculate
 from benchmarks.gpu.pair import TINY, Pair, agreement
-from benchmarks.gpu.phases import best_gamma
 from benchmarks.gpu.run import Results, main
+from benchmarks.gpu.speedup import best_gamma
 from benchmarks.gpu.table import table
 from services.engine.graphs_draft import TreeShape
 
