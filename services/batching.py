@@ -54,7 +54,7 @@ class Scheduler(ABC, Generic[TaskT]):
         self._running: dict[str, Running[TaskT]] = {}
         self._replies: list[tuple[TaskT, Reply]] = []
         self.sessions = SessionTable(
-            MAX_SESSIONS, engine.vocab_size, str(engine.device), self._running.__contains__, engine.release
+            MAX_SESSIONS, engine.vocab_size, str(engine.device), self._running.__contains__, self._forget
         )
 
     @abstractmethod
@@ -107,6 +107,10 @@ class Scheduler(ABC, Generic[TaskT]):
         if running is not None:
             self._reply(running.task, error, running.timing)
         self.sessions.drop(session_id)
+
+    def _forget(self, session_id: str) -> None:
+        """Free what is kept of a session beside its tokens."""
+        self.engine.release(session_id)
 
     def _drop_dead(self) -> None:
         now = time.monotonic()

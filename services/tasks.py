@@ -95,9 +95,10 @@ class VerifyTask(Task):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ProposeTask(Task):
-    """A proposal to draft: at most `gamma` tokens, ended early below `stop_threshold`."""
+    """A proposal to draft: `gamma` levels, at most `max_nodes` nodes, ended early below `stop_threshold`."""
 
     gamma: int
+    max_nodes: int
     stop_threshold: float
 
     def validate(self, vocab_size: int, max_context: int) -> None:

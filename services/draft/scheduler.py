@@ -1,124 +1,184 @@
-"""Drafts proposals for many sessions in lock-step: each forward feeds one token of every drafting session."""
+"""Drafts proposals for many sessions in lock-step, and ahead of time what will likely be asked for next.
+
+Each forward feeds every drafting session the nodes that its proposal lacks: one token for a chain, a level
+for a tree. When no block is left, forwards go to `services.draft.preparer`, one at a time, so that a block
+that arrives waits for one small forward at most.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
-from gammaray.types import Proposal, SamplingParams, SparseDistribution
+from gammaray.types import Proposal, VerificationMethod
 from services.batching import Scheduler
-from services.draft.sampling import propose_token
-from services.engine.engine import Engine
-from services.engine.processing import processed_log_probs
+from services.draft.preparer import Preparer
+from services.draft.reading import Reading, Shape
+from services.draft.speculation import Speculation
+from services.draft.tree import Node
+from services.engine.engine import Engine, Feed
 from services.planning import Limits, Running
 from services.sessions import Session
-from services.tasks import ProposeTask
+from services.tasks import ProposeTask, Reply
 
 __all__ = ["DraftScheduler"]
-
-_NO_PROPOSAL = Proposal()
 
 
 @dataclass(slots=True, eq=False)
 class _Drafting(Running[ProposeTask]):
-    """A proposal being drafted; `tail` holds its tokens so far.
+    """A proposal being drafted.
 
     Args:
-        params: What the draft's logits are processed with; None when its own logits will do.
-        gamma: Length to stop at.
-        output: Tokens after the prompt, drafted ones included.
-        confidence: Probability that all tokens so far are accepted, as far as the draft can tell.
+        speculation: The session's tree.
+        reading: The proposal so far.
+        nodes: The open nodes that the next forward feeds; none while committed tokens lack.
+        num_forwards: Forwards that asked for logits so far.
     """
 
-    params: SamplingParams | None = None
-    gamma: int = 0
-    prompt: list[int] = field(default_factory=list)
-    output: list[int] = field(default_factory=list)
-    distributions: list[SparseDistribution] = field(default_factory=list)
-    confidence: float = 1.0
+    speculation: Speculation = field(kw_only=True)
+    reading: Reading = field(kw_only=True)
+    nodes: list[Node] = field(kw_only=True)
+    num_forwards: int = field(kw_only=True, default=0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of what is fed when the next forward is done."""
+        if not self.nodes:
+            return self.task.base_position
+        return self.speculation.tree.chain_length + len(self.nodes)
+
+    def feed(self, start: int, size: int, *, is_last: bool) -> Feed:
+        """Return the feed of committed tokens that lack, or of the open nodes."""
+        if self.nodes:
+            return self.speculation.feed(self.nodes)
+        return Running.feed(self, start, size, is_last=is_last)
 
 
 class DraftScheduler(Scheduler[ProposeTask]):
     """Sessions join when their block arrives and leave with their last token.
 
-    The cache keeps the drafted tokens that were fed; when the next block's committed tokens agree with them,
-    only the one or two that lack are fed.
+    The cache keeps what was fed below the committed tokens; when the next block's tokens are found there,
+    only those that lack are fed, and none when the whole next proposal was prepared.
 
     Args:
         engine: The draft model and its cache.
         limits: Bounds of one forward.
         draft_top_k: Largest support of a shipped distribution.
         weight_bits: Its weights' sum is 2^weight_bits.
+        ahead_rows: Upper bound of tokens in one forward of draft-ahead; 0 switches it off.
+
+    Attributes:
+        preparer: Draft-ahead, and its counters.
     """
 
-    def __init__(self, engine: Engine, limits: Limits, *, draft_top_k: int, weight_bits: int) -> None:
+    def __init__(
+        self, engine: Engine, limits: Limits, *, draft_top_k: int, weight_bits: int, ahead_rows: int
+    ) -> None:
         super().__init__(engine, limits)
-        self._draft_top_k, self._weight_bits = draft_top_k, weight_bits
+        self.preparer = Preparer(engine, ahead_rows) if ahead_rows > 0 else None
+        self._speculate = partial(
+            Speculation, max_context=engine.max_context, top_k=draft_top_k, bits=weight_bits
+        )
+        self._speculations: dict[str, Speculation] = {}
+        self._forward_s = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do, draft-ahead included."""
+        return super().has_work or (self.preparer is not None and self.preparer.has_work)
+
+    def submit(self, tasks: Iterable[ProposeTask]) -> None:
+        """Queue blocks; those of one session are served one after another."""
+        tasks = list(tasks)
+        if self.preparer is not None:
+            for task in tasks:
+                self.preparer.note_arrival(task.arrived)
+        super().submit(tasks)
+
+    def step(self) -> list[tuple[ProposeTask, Reply]]:
+        """Do one forward for as many blocks as fit, or one ahead when there are none; return the answers."""
+        if self.preparer is not None and not super().has_work:
+            self.preparer.step()
+            return []
+        for running in self._running.values():
+            assert isinstance(running, _Drafting)
+            if running.nodes and not running.speculation.is_held(self.engine):
+                self._begin_anew(running)
+        return super().step()
+
+    def _forget(self, session_id: str) -> None:
+        self._speculations.pop(session_id, None)
+        if self.preparer is not None:
+            self.preparer.drop(session_id)
+        super()._forget(session_id)
+
+    def _match_cache(self, session: Session) -> None:
+        """Move the session's tree to its tokens; begin a new one where the old one does not reach."""
+        if self.preparer is not None:
+            self.preparer.drop(session.session_id)
+        speculation = self._speculations.get(session.session_id)
+        if speculation is None:
+            speculation = self._speculations[session.session_id] = self._speculate(session)
+        speculation.foreseen = speculation.foresee()
+        if not speculation.follow(self.engine):
+            super()._match_cache(session)
+            speculation.begin()
 
     def _start(self, task: ProposeTask, session: Session) -> Running[ProposeTask] | Proposal:
-        gamma = min(task.gamma, self.engine.max_context - task.base_position)
-        if gamma <= 0:
-            return _NO_PROPOSAL
-        params = _draft_params(session.spec.params)
-        drafting = _Drafting(task, session, [], num_logits=1, params=params, gamma=gamma)
-        if params is not None:
-            drafting.prompt, drafting.output = session.prompt, session.output
-        return drafting
+        speculation = self._speculations[task.session_id]
+        # Only the walk of coupled verification takes trees.
+        max_nodes = task.max_nodes if session.spec.method is VerificationMethod.COUPLED else 0
+        reading = speculation.read(speculation.tree.root, Shape(task.gamma, max_nodes, task.stop_threshold))
+        if reading is None:
+            return Proposal()
+        drafting = _Drafting(
+            task, session, [], num_logits=1, speculation=speculation, reading=reading, nodes=[]
+        )
+        return drafting if self._reads_on(drafting) else self._finish(drafting)
 
     def _advance(self, running: Running[ProposeTask], logits: Tensor) -> Proposal | None:
         assert isinstance(running, _Drafting)
-        drafting, task, spec = running, running.task, running.session.spec
-        if drafting.params is not None:
-            logits = processed_log_probs(
-                logits,
-                drafting.params,
-                prompt=drafting.prompt,
-                output=drafting.output,
-                proposal=_NO_PROPOSAL,
-                eos_token_ids=spec.eos_token_ids,
+        speculation = running.speculation
+        speculation.open(running.nodes or [speculation.tree.root], logits)
+        running.num_forwards += 1
+        return None if self._reads_on(running) else self._finish(running)
+
+    def _run_engine(self, batch: list[tuple[Running[ProposeTask], Feed]]) -> list[Tensor] | None:
+        began = time.perf_counter()
+        results = super()._run_engine(batch)
+        if all(isinstance(running, _Drafting) and running.nodes for running, _ in batch):
+            took = time.perf_counter() - began
+            self._forward_s = took if not self._forward_s else 0.95 * self._forward_s + 0.05 * took
+        return results
+
+    def _reads_on(self, drafting: _Drafting) -> bool:
+        """Read as far as the tree goes; True when nodes must be fed to read on."""
+        # A level that is wider than a forward comes in several.
+        open_nodes = drafting.reading.go_on()[: self.limits.max_batch_tokens]
+        is_root = open_nodes == [drafting.speculation.tree.root]
+        drafting.nodes = [] if is_root else open_nodes
+        drafting.num_logits = max(1, len(drafting.nodes))
+        return bool(open_nodes)
+
+    def _finish(self, drafting: _Drafting) -> Proposal:
+        speculation, proposal = drafting.speculation, drafting.reading.proposal()
+        speculation.sent, speculation.ahead = drafting.reading, None
+        if self.preparer is not None:
+            self.preparer.note_answer(
+                drafting.reading, drafting.num_forwards, speculation.foreseen, self._forward_s
             )
-        token_id, distribution, confidence = propose_token(
-            spec.method,
-            logits[0],
-            drafting.session.noise,
-            task.base_position,
-            task.base_position + len(drafting.tail),
-            self._draft_top_k,
-            self._weight_bits,
-            want_confidence=task.stop_threshold > 0,
-        )
-        drafting.tail.append(token_id)
-        drafting.output.append(token_id)
-        if distribution is not None:
-            drafting.distributions.append(distribution)
-        drafting.confidence *= confidence
-        if not self._is_finished(drafting, token_id):
-            return None
-        return Proposal(tuple(drafting.tail), None, tuple(drafting.distributions) or None)
+            self.preparer.add(speculation)
+        return proposal
 
-    def _is_finished(self, drafting: _Drafting, token_id: int) -> bool:
-        """Whether the chain ends with this token.
-
-        Dropping nothing that was drawn keeps every method lossless: each token's place in the proposal is
-        decided before it is drawn.
-        """
-        return (
-            len(drafting.tail) >= drafting.gamma
-            or token_id in drafting.session.spec.eos_token_ids
-            or drafting.confidence < drafting.task.stop_threshold
-        )
-
-
-def _draft_params(params: SamplingParams) -> SamplingParams | None:
-    """What to process the draft's logits with; None when the plain logits have the same best token.
-
-    At temperature 0 the argmax is all that counts, and a temperature of 1 with no token dropped keeps it and
-    leaves a distribution that the confidence can be read from.
-    """
-    if params.temperature > 0:
-        return params
-    greedy = replace(params, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
-    plain: Any = SamplingParams(seed=params.seed, sample_index=params.sample_index)
-    return None if greedy == plain else greedy
+    def _begin_anew(self, drafting: _Drafting) -> None:
+        """Start over: the session's cache was evicted while its proposal was drafted."""
+        speculation = drafting.speculation
+        speculation.begin()
+        reading = speculation.read(speculation.tree.root, drafting.reading.shape)
+        assert reading is not None
+        drafting.reading = reading
+        self._reads_on(drafting)

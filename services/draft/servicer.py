@@ -53,6 +53,7 @@ class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
         task = ProposeTask(
             **task_fields(block, DEFAULT_TIMEOUT_MS, deliver),
             gamma=block.gamma,
+            max_nodes=block.max_nodes,
             stop_threshold=block.stop_threshold,
         )
         task.validate(self._model.vocab_size, self._model.max_context)

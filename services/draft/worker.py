@@ -28,6 +28,7 @@ class DraftWorker(Worker[DraftSettings]):
             self._limits,
             draft_top_k=self.settings.draft_top_k,
             weight_bits=self.settings.weight_bits,
+            ahead_rows=self.settings.ahead_rows if self.settings.draft_ahead else 0,
         )
 
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from maths_helpers import propose_token
 from scipy import stats
 from torch import Tensor
 
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from services.draft.sampling import propose_token
 from services.engine.noise import Noise
 from services.engine.processing import processed_log_probs
 from services.target.verification import verify
@@ -83,7 +83,7 @@ class Speculator:
         for index in range(gamma):
             row = self.rows(self.draft, (*context, *tokens), Proposal())[0]
             token_id, law, _ = propose_token(
-                self.method, row, self.noise, base, base + index, self.top_k, BITS, want_confidence=False
+                self.method, row, self.noise, base, base + index, self.top_k, BITS
             )
             tokens.append(token_id)
             laws.append(law)

@@ -17,12 +17,13 @@ from maths_helpers import (
     matched_law,
     mixed,
     plain_law,
+    propose_token,
     quantised_drafter,
     rejection_law,
 )
 
 from gammaray.types import Proposal, VerificationMethod
-from services.draft.sampling import ENTROPY_FACTOR, propose_token, quantise
+from services.draft.sampling import ENTROPY_FACTOR, quantise
 from services.engine.noise import Noise
 
 COUPLED, REJECTION, NAIVE = VerificationMethod
@@ -56,7 +57,7 @@ def test_rejection_without_distributions_is_lossless_for_any_token(gamma):
 
 
 def test_rejection_stopping_before_the_draw_is_lossless():
-    """The end of the chain depends on the law of the next token only: what `propose_token` reports."""
+    """The end of the chain depends on the law of the next token only: what the outlook reports."""
 
     def proposals(context, gamma):
         law = shipped(context)

@@ -1,0 +1,101 @@
+"""Draft-ahead: while the target verifies a proposal, the next ones are prepared for its likely outcomes.
+
+An outcome is (last accepted node, the target's next token): the node at which the next cycle's context will
+end. Each outcome that is likely enough becomes a branch: the proposal that would be asked for there is read
+off the tree, and the open nodes that it runs into are fed, those of several branches in one forward. When
+the context arrives and names a branch, its proposal is there.
+
+Why this is exact for every method. An outlook is a pure function of the path, a choice one of the path and
+the cycle's base position, and an outcome fixes the base. So what is prepared is, token by token and law by
+law, what would have been drafted after the context arrived: drafting ahead is memoisation, and whether a
+proposal was in the memo tells its content nothing. With coupled and greedy verification this holds for any
+memo; with rejection it rests on the draft's draws being keyed by base and position (`Noise.draft_bits`), so
+that a position drafted again after a rejection is drawn afresh.
+
+Nor does the bonus token need the care that ALGORITHMS 7.1 asks for. There, tokens in flight are *proposals*
+for the place of the bonus: to keep them when the target's bonus happens to agree would test them by
+agreement, which is exact but rarely succeeds, and to choose by their value would be biased. Here nothing is
+in flight: the target draws its bonus (or correction) from its own law as if there were no draft, and only
+then is looked up whether that very token was among those guessed. A wrong guess costs work, never law. The
+price is the hit rate: under shared noise the target's next token is nearly always the draft's own or its
+runner-up, under rejection it is as hard to guess as any draw from p.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+
+from services.draft.reading import Reading
+from services.draft.tree import Node
+
+__all__ = ["Ahead", "Branch"]
+
+MAX_BRANCHES = 8
+"""Outcomes followed per proposal, at most."""
+
+
+class Branch:
+    """The proposal for one outcome, in the making."""
+
+    __slots__ = ("open_nodes", "probability", "reading")
+
+    def __init__(self, probability: float, reading: Reading) -> None:
+        self.probability, self.reading = probability, reading
+        self.open_nodes = reading.go_on()
+
+    def go_on(self) -> list[Node]:
+        """Read on when the nodes that were open no longer are; return those that are open."""
+        if self.open_nodes and self.open_nodes[0].outlook is not None:
+            self.open_nodes = self.reading.go_on()
+        return self.open_nodes
+
+
+class Ahead:
+    """What may be asked for next, after one proposal.
+
+    Args:
+        sent: The proposal that was sent.
+        start: Begins to read the proposal below an outcome's node; None when nothing will be asked for there.
+        floor: Outcomes less likely than this are left alone.
+    """
+
+    def __init__(self, sent: Reading, start: Callable[[Node], Reading | None], floor: float) -> None:
+        self._start, self._floor = start, floor
+        self._branches: list[Branch] = []
+        self._leaves: list[tuple[float, Node]] = []
+        ends, leaves = sent.outcomes()
+        self._leaves = [(weight, node) for weight, node in leaves if weight >= floor]
+        self._branch_off(ends)
+
+    @property
+    def covered(self) -> float:
+        """The probability of the outcomes whose proposals are whole."""
+        return sum(branch.probability for branch in self._branches if not branch.open_nodes)
+
+    def wanted(self) -> list[tuple[float, Node]]:
+        """Return the nodes to feed next, each with the probability that it is of use; none at the end."""
+        opened = [(weight, node) for weight, node in self._leaves if node.outlook is not None]
+        if opened:
+            self._leaves = [(weight, node) for weight, node in self._leaves if node.outlook is None]
+            for weight, node in opened:
+                assert node.outlook is not None
+                guesses = node.outlook.guesses(None)
+                self._branch_off([(weight * share, node, token_id) for token_id, share in guesses])
+        wanted = list(self._leaves)
+        for branch in self._branches:
+            wanted += [(branch.probability, node) for node in branch.go_on()]
+        return wanted
+
+    def _branch_off(self, ends: list[tuple[float, Node, int]]) -> None:
+        for probability, node, token_id in ends:
+            if probability < self._floor:
+                continue
+            reading = self._start(node.child(token_id))
+            if reading is not None:
+                bisect.insort(self._branches, Branch(probability, reading), key=_unlikeliness)
+        del self._branches[MAX_BRANCHES:]
+
+
+def _unlikeliness(branch: Branch) -> float:
+    return -branch.probability

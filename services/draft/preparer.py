@@ -1,0 +1,130 @@
+"""Runs draft-ahead: one small forward at a time over the sessions that wait for their verdicts."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from services.draft.ahead import Ahead
+from services.draft.reading import Reading
+from services.draft.speculation import Speculation
+from services.draft.throttle import Throttle
+from services.draft.tree import Node
+from services.engine.engine import Engine
+from services.engine.errors import CacheFullError
+
+__all__ = ["Preparer"]
+
+_log = logging.getLogger(__name__)
+
+
+class Preparer:
+    """Prepares the next proposals of sessions, the likeliest outcomes of all of them first.
+
+    Args:
+        engine: The draft model and its cache.
+        max_rows: Upper bound of tokens in one forward.
+
+    Attributes:
+        throttle: Whether it pays, and its counters.
+    """
+
+    def __init__(self, engine: Engine, max_rows: int) -> None:
+        self.throttle = Throttle()
+        self._engine, self._max_rows = engine, max_rows
+        self._pending: dict[str, Speculation] = {}
+        self._began = self._ended = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._pending)
+
+    def add(self, speculation: Speculation) -> None:
+        """Prepare for what may follow the proposal that was just sent."""
+        if self.throttle.is_open:
+            self._pending[speculation.session.session_id] = speculation
+
+    def drop(self, session_id: str) -> None:
+        """Leave a session alone."""
+        self._pending.pop(session_id, None)
+
+    def note_answer(
+        self, reading: Reading, num_forwards: int, foreseen: float | None, forward_s: float
+    ) -> None:
+        """Note a proposal that was answered.
+
+        Args:
+            reading: The proposal.
+            num_forwards: Forwards that it took since it was asked for.
+            foreseen: The probability that it was ready; None when it could not be.
+            forward_s: Seconds of a forward.
+        """
+        for node in (reading.root, *reading.nodes):
+            if node.is_ahead:
+                node.is_ahead = False
+                self.throttle.stats.used_rows += 1
+        if foreseen is not None:
+            saved = max(0, reading.depth - num_forwards)
+            self.throttle.looked_up(is_hit=num_forwards == 0, foreseen=foreseen, saved_s=saved * forward_s)
+
+    def note_arrival(self, arrived: float) -> None:
+        """Note a request, by `time.monotonic()` of its arrival: it may have waited for a forward of ours."""
+        waited = self._ended - max(self._began, arrived)
+        if waited > 0:
+            self.throttle.delayed(waited)
+
+    def step(self) -> None:
+        """Do one forward over the open nodes that are likeliest to be of use."""
+        self._began, began_cpu = time.monotonic(), time.thread_time()
+        chosen = self._choose()
+        if chosen:
+            try:
+                self._forward(chosen)
+            except CacheFullError:
+                self._pending.clear()
+            except Exception:
+                _log.exception("drafting ahead over %d sessions failed", len(chosen))
+                for speculation in chosen:
+                    self._engine.release(speculation.session.session_id)
+                self._pending.clear()
+        self._ended = time.monotonic()
+        stolen_s = 0.0
+        if self._engine.device.type == "cpu":
+            # While this thread waited for its core, somebody ran who will now be done later.
+            stolen_s = max(0.0, self._ended - self._began - (time.thread_time() - began_cpu))
+        self.throttle.worked(sum(map(len, chosen.values())), stolen_s)
+
+    def _choose(self) -> dict[Speculation, list[Node]]:
+        candidates: list[tuple[float, Speculation, Node]] = []
+        for session_id, speculation in list(self._pending.items()):
+            wanted = self._wanted(speculation)
+            if wanted:
+                candidates += [(probability, speculation, node) for probability, node in wanted]
+            else:
+                del self._pending[session_id]
+        candidates.sort(key=lambda candidate: candidate[0], reverse=True)
+        chosen: dict[Speculation, list[Node]] = {}
+        for _, speculation, node in candidates[: self._max_rows]:
+            chosen.setdefault(speculation, []).append(node)
+        return chosen
+
+    def _wanted(self, speculation: Speculation) -> list[tuple[float, Node]]:
+        """What a session would have fed; nothing when its cache is gone or others would have to make room."""
+        engine, tree, session_id = self._engine, speculation.tree, speculation.session.session_id
+        num_slots = tree.chain_length + len(tree.beside) + self._max_rows
+        if not (
+            speculation.has_noise and speculation.is_held(engine) and engine.has_room(session_id, num_slots)
+        ):
+            return []
+        if speculation.ahead is None:
+            assert speculation.sent is not None
+            speculation.ahead = Ahead(speculation.sent, speculation.read_outcome, self.throttle.floor)
+        return speculation.ahead.wanted()
+
+    def _forward(self, chosen: dict[Speculation, list[Node]]) -> None:
+        results = self._engine.step([speculation.feed(nodes) for speculation, nodes in chosen.items()])
+        for (speculation, nodes), logits in zip(chosen.items(), results, strict=True):
+            speculation.open(nodes, logits)
+            for node in nodes:
+                node.is_ahead = True

@@ -1,0 +1,173 @@
+"""Proposals are read off the speculation tree.
+
+What is read is the chain of the draft's own choices, or for wide shapes the nodes that the target most likely
+walks through. What is still open on the way is reported, to be fed first.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gammaray.types import Proposal
+from services.draft.tree import Node
+
+__all__ = ["MIN_GROWN", "MIN_PROPOSED", "Reading", "Shape"]
+
+MIN_PROPOSED, MIN_GROWN = 0.02, 0.05
+"""Nodes of a tree that the target reaches less often are not proposed, or get no children: a node costs the
+target some hundredths of a forward, and can save no more than the share of the time that it is reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a proposal may look like.
+
+    Args:
+        depth: Upper bound of the longest path, in tokens.
+        max_nodes: Upper bound of nodes; a chain is read unless it exceeds `depth`.
+        stop_threshold: Nodes below one that is reached less likely are left out.
+    """
+
+    depth: int
+    max_nodes: int = 0
+    stop_threshold: float = 0.0
+
+
+class Reading:
+    """A proposal being read off below a node, which would be the last committed token.
+
+    Args:
+        root: The node.
+        shape: What the proposal may look like.
+        eos_token_ids: Tokens that nothing follows.
+
+    Attributes:
+        nodes: The nodes so far, each after its parent.
+        weights: The probability that the target reaches each.
+        parents: Index of each node's parent in `nodes`, -1 for children of the root; None for a chain.
+    """
+
+    def __init__(self, root: Node, shape: Shape, eos_token_ids: Sequence[int]) -> None:
+        self.root, self.shape = root, shape
+        self._eos = eos_token_ids
+        self.nodes: list[Node] = []
+        self.weights: list[float] = []
+        self.parents: list[int] | None = [] if shape.max_nodes > shape.depth else None
+        self._is_ended = False
+
+    def go_on(self) -> list[Node]:
+        """Read as far as the tree goes; return the open nodes it ends at, none when all is read."""
+        return self._read_chain() if self.parents is None else self._read_tree()
+
+    @property
+    def depth(self) -> int:
+        """Length of the longest path, in tokens."""
+        return max((node.position for node in self.nodes), default=self.root.position) - self.root.position
+
+    def proposal(self) -> Proposal:
+        """Return what was read."""
+        token_ids = tuple(node.token_id for node in self.nodes)
+        if self.parents is not None:
+            return Proposal(token_ids, tuple(self.parents))
+        laws = []
+        for node in (self.root, *self.nodes[:-1]):
+            if node.outlook is None or node.outlook.law is None:
+                return Proposal(token_ids)
+            laws.append(node.outlook.law)
+        return Proposal(token_ids, None, tuple(laws))
+
+    def outcomes(self) -> tuple[list[tuple[float, Node, int]], list[tuple[float, Node]]]:
+        """Return how the verification of this proposal may end.
+
+        Returns:
+            The likely (probability, last accepted node, next token), and the (probability, node) of open
+            nodes behind which it may end too.
+        """
+        base = self.root.position + 1
+        proposed: list[set[int]] = [set() for _ in range(len(self.nodes) + 1)]
+        for index, node in enumerate(self.nodes):
+            parent = index - 1 if self.parents is None else self.parents[index]
+            proposed[parent + 1].add(node.token_id)
+        reached = self._reached()
+        ends, still_open = [], []
+        for node, weight, tested in zip((self.root, *self.nodes), reached, proposed, strict=True):
+            if node.token_id in self._eos and node is not self.root:
+                continue
+            if node.outlook is None:
+                still_open.append((weight, node))
+                continue
+            for token_id, probability in node.outlook.guesses(base if tested else None):
+                if token_id not in tested:
+                    ends.append((weight * probability, node, token_id))
+        return ends, still_open
+
+    def _reached(self) -> list[float]:
+        """The probability that the target reaches the root and each node."""
+        if self.parents is not None:
+            return [1.0, *self.weights]
+        base, reached, node = self.root.position + 1, [1.0], self.root
+        for following in self.nodes:
+            assert node.outlook is not None
+            reached.append(reached[-1] * node.outlook.confidence(base))
+            node = following
+        return reached
+
+    def _read_chain(self) -> list[Node]:
+        base, shape = self.root.position + 1, self.shape
+        while not self._is_ended:
+            tip = self.nodes[-1] if self.nodes else self.root
+            outlook = tip.outlook
+            if outlook is None:
+                return [tip]
+            token_id = outlook.choose(base)
+            self.nodes.append(tip.child(token_id))
+            if shape.stop_threshold:
+                # Dropping nothing that was drawn keeps every method lossless: each token's place in the
+                # proposal is decided before it is drawn.
+                before = self.weights[-1] if self.weights else 1.0
+                self.weights.append(before * outlook.confidence(base))
+                self._is_ended = self.weights[-1] < shape.stop_threshold
+            if len(self.nodes) >= shape.depth or token_id in self._eos:
+                self._is_ended = True
+        return []
+
+    def _read_tree(self) -> list[Node]:
+        """Read the most likely nodes, best first; a child is never likelier than its parent."""
+        self.nodes, self.weights, self.parents = [], [], []
+        nodes, weights, parents = self.nodes, self.weights, self.parents
+        max_position = self.root.position + self.shape.depth
+        floor = max(MIN_GROWN, self.shape.stop_threshold)
+        still_open: list[Node] = []
+        # Entries: minus the weight, a number that breaks ties by age, parent, the parent's index, rank.
+        heap: list[tuple[float, int, Node, int, int]] = []
+        age = itertools.count()
+
+        def offer(parent: Node, index: int, weight: float, rank: int) -> None:
+            guesses = parent.outlook.guesses(None)  # type: ignore[union-attr]
+            if rank < len(guesses):
+                weight *= guesses[rank][1]
+                if weight >= MIN_PROPOSED or not nodes:
+                    heapq.heappush(heap, (-weight, next(age), parent, index, rank))
+
+        def grow(node: Node, index: int, weight: float) -> None:
+            if node.position >= max_position or weight < floor or (index >= 0 and node.token_id in self._eos):
+                return
+            if node.outlook is None:
+                still_open.append(node)
+            else:
+                offer(node, index, weight, 0)
+
+        grow(self.root, -1, 1.0)
+        while heap and len(nodes) < self.shape.max_nodes:
+            negative, _, parent, index, rank = heapq.heappop(heap)
+            assert parent.outlook is not None
+            node = parent.child(parent.outlook.guesses(None)[rank][0])
+            nodes.append(node)
+            weights.append(-negative)
+            parents.append(index)
+            grow(node, len(nodes) - 1, -negative)
+            offer(parent, index, weights[index] if index >= 0 else 1.0, rank + 1)
+        return still_open

@@ -1,0 +1,192 @@
+"""One session on the draft worker: its speculation tree, and how the tree is fed and opened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from services.draft.ahead import Ahead
+from services.draft.outlook import outlooks
+from services.draft.reading import Reading, Shape
+from services.draft.tree import Node, SpeculationTree
+from services.engine.engine import Engine, Feed
+from services.engine.processing import processed_log_probs
+from services.sessions import Session
+from services.tasks import SessionSpec
+
+__all__ = ["Speculation"]
+
+_NO_PROPOSAL = Proposal()
+
+
+class Speculation:
+    """The tree below a session's committed tokens; lives as long as the tokens follow it.
+
+    Args:
+        session: The session; its tokens are the committed ones.
+        max_context: Positions that the draft model knows.
+        top_k: Rejection: largest support of a shipped law.
+        bits: Rejection: its weights' sum is 2^bits.
+
+    Attributes:
+        tree: The tree.
+        sent: The proposal that was answered last, below the tree's root; None when there was none yet.
+        ahead: What is prepared behind it.
+        foreseen: The probability, as far as the draft could tell, that what is asked for now was prepared;
+            None when nothing was asked for before.
+    """
+
+    def __init__(self, session: Session, max_context: int, top_k: int, bits: int) -> None:
+        self.session = session
+        self.foreseen: float | None = None
+        self._max_context, self._top_k, self._bits = max_context, top_k, bits
+        self._spec: SessionSpec | None = None
+        self._prompt: list[int] = []
+        self._output: list[int] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a new tree at the end of the session's tokens."""
+        session = self.session
+        self.tree = SpeculationTree(Node(session.tokens[-1], len(session.tokens) - 1, None))
+        self.sent: Reading | None = None
+        self.ahead: Ahead | None = None
+        if self._spec is not session.spec:
+            self._spec = session.spec
+            self._params = _draft_params(session.spec)
+            self._counts_tokens = self._params is not None and _counts_tokens(self._params)
+        self._note_output()
+
+    @property
+    def has_noise(self) -> bool:
+        """Whether the session has the noise that its parameters ask for."""
+        return self.session.noise is not None or self.session.spec.params.temperature == 0
+
+    def is_held(self, engine: Engine) -> bool:
+        """Whether the engine's cache still holds what the tree says it does."""
+        tree, session_id = self.tree, self.session.session_id
+        return (
+            tree.root.place is not None
+            and engine.length(session_id) == tree.chain_length
+            and engine.num_nodes(session_id) == len(tree.beside)
+        )
+
+    def foresee(self) -> float | None:
+        """Return `foreseen` for the block that brought the session's tokens, before the root moves."""
+        if self.sent is None or len(self.session.tokens) <= self.tree.base:
+            return None
+        return 0.0 if self.ahead is None else self.ahead.covered
+
+    def follow(self, engine: Engine) -> bool:
+        """Move the root to where the session's tokens end; False when the tree was never opened there.
+
+        Even then the cache keeps the part of the path that was fed.
+        """
+        session, tree = self.session, self.tree
+        if self._spec is not session.spec or session.changed_from < tree.base or not self.is_held(engine):
+            return False
+        node = tree.find(session.tokens[tree.base :])
+        reached = node.position + 1 == len(session.tokens) and node.outlook is not None
+        while node.place is None:
+            assert node.parent is not None
+            node = node.parent
+        if node is not tree.root:
+            self.sent = self.ahead = None
+            moved = tree.move_root(node)
+            if moved is not None:
+                engine.keep_path(session.session_id, *moved)
+            self._note_output()
+        return reached
+
+    def read(self, root: Node, shape: Shape) -> Reading | None:
+        """Begin to read the proposal below a node; None where the draft's context ends."""
+        depth = min(shape.depth, self._max_context - root.position - 1)
+        if depth <= 0:
+            return None
+        if depth < shape.depth:
+            shape = replace(shape, depth=depth)
+        return Reading(root, shape, self.session.spec.eos_token_ids)
+
+    def read_outcome(self, root: Node) -> Reading | None:
+        """Begin to read what will be asked for when the sent proposal ends at `root`; None for nothing."""
+        if self.sent is None or root.token_id in self.session.spec.eos_token_ids:
+            return None
+        return self.read(root, self.sent.shape)
+
+    def feed(self, nodes: Sequence[Node]) -> Feed:
+        """Return the feed of some nodes, whose parents were fed."""
+        tree, session_id = self.tree, self.session.session_id
+        token_ids = [node.token_id for node in nodes]
+        if tree.feeds_chain(nodes):
+            return Feed(session_id, tree.chain_length, token_ids, 1)
+        parents = tree.parents_of(nodes)
+        return Feed(session_id, tree.chain_length, token_ids, len(nodes), parents, len(tree.beside))
+
+    def open(self, nodes: Sequence[Node], logits: Tensor) -> None:
+        """Take the logits [nodes, vocab_size] of nodes that were just fed; the root may be one, alone."""
+        if nodes[0] is self.tree.root:
+            self.tree.root_fed()
+        else:
+            self.tree.fed(nodes)
+        if self._params is not None:
+            logits = self._processed(nodes, logits, self._params)
+        session, positions = self.session, [node.position + 1 for node in nodes]
+        made = outlooks(session.spec.method, logits, session.noise, positions, self._top_k, self._bits)
+        for node, outlook in zip(nodes, made, strict=True):
+            node.outlook = outlook
+
+    def _processed(self, nodes: Sequence[Node], logits: Tensor, params: SamplingParams) -> Tensor:
+        """The processed log-probabilities behind nodes, [nodes, vocab_size]."""
+        if not self._counts_tokens:
+            return processed_log_probs(
+                logits,
+                params,
+                prompt=(),
+                output=(),
+                proposal=_NO_PROPOSAL,
+                eos_token_ids=self.session.spec.eos_token_ids,
+            )
+        rows = logits.clone()
+        for index, node in enumerate(nodes):
+            rows[index] = processed_log_probs(
+                logits[index : index + 1],
+                params,
+                prompt=self._prompt,
+                output=[*self._output, *(before.token_id for before in node.path())],
+                proposal=_NO_PROPOSAL,
+                eos_token_ids=self.session.spec.eos_token_ids,
+            )[0]
+        return rows
+
+    def _note_output(self) -> None:
+        if self._counts_tokens:
+            self._prompt, self._output = self.session.prompt, self.session.output
+
+
+def _draft_params(spec: SessionSpec) -> SamplingParams | None:
+    """What to process the draft's logits with; None when the plain logits do as well.
+
+    At temperature 0 the argmax is all that counts, and a temperature of 1 with no token dropped keeps it and
+    leaves a distribution that the confidence can be read from. Races need no normalised distribution.
+    """
+    params = spec.params
+    if params.temperature == 0:
+        params = replace(params, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+    elif spec.method is not VerificationMethod.COUPLED:
+        return params
+    plain: Any = SamplingParams(seed=params.seed, sample_index=params.sample_index)
+    return None if params == plain else params
+
+
+def _counts_tokens(params: SamplingParams) -> bool:
+    """Whether the processed distribution depends on the tokens before."""
+    return bool(
+        params.min_tokens
+        or params.repetition_penalty != 1
+        or params.frequency_penalty
+        or params.presence_penalty
+    )

@@ -1,0 +1,100 @@
+"""Whether drafting ahead pays, from what it saved and what it cost.
+
+It saves the forwards that a request would have waited for. It costs the wait for a forward that is under
+way when a request arrives, and, on cores that others want as well, the time it takes from them: while this
+thread waits for its core somebody else runs, and would have run sooner without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["AheadStats", "Throttle"]
+
+DECAY = 0.95
+"""Per lookup: what is remembered is some twenty of them."""
+
+MIN_LOOKUPS = 10
+"""Before so many lookups nothing is concluded."""
+
+PAUSE = 64
+"""Lookups to sit out after it did not pay, before it is tried again."""
+
+MIN_OUTCOME = 0.04
+"""Outcomes less likely than this are not prepared for: another row costs about a tenth of a forward."""
+
+
+@dataclass
+class AheadStats:
+    """Counters of draft-ahead.
+
+    Attributes:
+        lookups: Proposals asked for after another one of the session.
+        hits: Those that were ready, without a forward.
+        forwards: Forwards spent on drafting ahead.
+        rows: Tokens fed in them.
+        used_rows: Those that became part of a proposal or of the text.
+    """
+
+    lookups: int = 0
+    hits: int = 0
+    forwards: int = 0
+    rows: int = 0
+    used_rows: int = 0
+
+    @property
+    def wasted_rows(self) -> int:
+        """Tokens fed ahead that were of no use, those that still may be included."""
+        return self.rows - self.used_rows
+
+
+class Throttle:
+    """Decayed sums of what draft-ahead saved and cost, over all sessions of a worker."""
+
+    def __init__(self) -> None:
+        self.stats = AheadStats()
+        self._saved_s = self._spent_s = 0.0
+        self._hits, self._foreseen = 1.0, 1.0
+        self._num_recent = 0
+        self._pause = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether to draft ahead."""
+        return self._pause == 0
+
+    @property
+    def floor(self) -> float:
+        """Probability from which on an outcome is prepared for: higher when hits are rarer than foreseen."""
+        return MIN_OUTCOME * min(4.0, max(0.5, self._foreseen / self._hits))
+
+    def looked_up(self, *, is_hit: bool, foreseen: float, saved_s: float) -> None:
+        """Note a request.
+
+        Args:
+            is_hit: Whether its proposal was ready.
+            foreseen: The probability that it would be, as far as the draft could tell.
+            saved_s: Forwards it did not have to wait for, in seconds.
+        """
+        self.stats.lookups += 1
+        self.stats.hits += is_hit
+        if self._pause:
+            self._pause -= 1
+            return
+        self._saved_s = DECAY * self._saved_s + saved_s
+        self._spent_s *= DECAY
+        self._hits, self._foreseen = DECAY * self._hits + is_hit, DECAY * self._foreseen + foreseen
+        self._num_recent += 1
+        if self._num_recent >= MIN_LOOKUPS and self._spent_s > self._saved_s:
+            self._pause = PAUSE
+            self._num_recent, self._saved_s, self._spent_s = 0, 0.0, 0.0
+
+    def worked(self, num_rows: int, stolen_s: float) -> None:
+        """Note a forward of draft-ahead that others waited `stolen_s` seconds for."""
+        self.stats.forwards += 1
+        self.stats.rows += num_rows
+        self._spent_s += stolen_s
+
+    def delayed(self, seconds: float) -> None:
+        """Note that a request waited for draft-ahead to make way."""
+        self._spent_s += seconds
