@@ -67,8 +67,11 @@ class CostModel:
             return
         self._observe_step(cycle, share)
         self._rest.observe(max(0.0, cycle.total_s - cycle.draft_s - cycle.verify_s))
-        if cycle.num_drafted > 0 and is_warm and self._num_drafts > WARM_UP:
-            self._draft.observe(_draft_key(cycle.shape), cycle.draft_s / self._step.level, self.clock, share)
+        # A drafter that has to catch up takes longer than usual; that it was fast all the same counts.
+        counts = is_warm or cycle.draft_s < (self.draft_s(cycle.shape) or 0.0)
+        if cycle.num_drafted > 0 and self._num_drafts > WARM_UP and counts:
+            relative = cycle.draft_s / self._step.level if self._step.level > 0 else cycle.draft_s
+            self._draft.observe(_draft_key(cycle.shape), relative, self.clock, share)
         if is_warm or cycle.num_drafted == 0:
             played = cycle.shape if cycle.num_drafted > 0 else Shape(0)
             predicted = self.cycle_s(played, cycle.num_drafted)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
-from functools import partial
 
 from gammaray.metrics import AcceptanceEstimator
 from orchestrator.costs import CostModel
@@ -145,6 +144,7 @@ class AdaptiveGamma:
         self._shape: Shape | None = None
         self._probe: tuple[Family, Shape, int] | None = None
         self._num_cycles = self._probe_cycles = 0
+        self._believed = 0.0
         self._played_at: dict[Shape, int] = {}
         self._waited = dict.fromkeys(Family, 0)
         self._rate = 0.0
@@ -206,9 +206,8 @@ class AdaptiveGamma:
             return
         self._probe, self._speeds, self._waited[kind] = None, self._evaluate(), 0
         if self._speeds:
-            its = max((s for other, s in self._speeds.items() if self._is_of(other, kind)), default=0.0)
             self._costs.probes.played(kind, self._costs.clock)
-            self._costs.probes.probed(kind, its / max(self._speeds.values()))
+            self._costs.probes.probed(kind, self._share(kind), self._believed)
 
     def _is_of(self, shape: Shape, kind: Family) -> bool:
         """Whether a probe of this kind may have this shape."""
@@ -276,27 +275,44 @@ class AdaptiveGamma:
         """Return the shape to probe now, if any, and start its burst."""
         assert self._shape is not None
         for kind in Family:
-            if kind is family(self._shape):
+            if kind is family(self._shape) or kind is self._hopeless():
                 continue
             waited = self._costs.probes.waited(kind, self._waited[kind], self._costs.clock)
             shape = self._probe_shape(kind) if waited is not None else None
             if shape is None or waited is None:
                 continue
-            if not self._costs.probes.is_affordable(kind, waited, self._loss(kind, shape)):
-                # Less of it may be, and tells whether the belief is outdated.
-                shape = min((s for s in self._speeds if self._is_of(s, kind)), key=partial(self._loss, kind))
-                if not self._costs.probes.is_affordable(kind, waited, self._loss(kind, shape)):
+            probes, length = self._costs.probes, BURSTS[kind]
+            if not probes.is_affordable(kind, waited, length * self._loss(shape)):
+                # A single cheap cycle tells whether the belief is outdated, too.
+                shape, length = min((s for s in self._speeds if self._is_of(s, kind)), key=self._loss), 1
+                if not (probes.is_affordable(kind, waited, self._loss(shape)) or probes.is_overdue(waited)):
                     continue
             shape = replace(shape, reason=_PROBES[kind].value)
-            self._probe, self._probe_cycles = (kind, shape, BURSTS[kind]), 0
+            self._probe, self._probe_cycles = (kind, shape, length), 0
+            self._believed = self._share(kind)
             return shape
         return None
 
-    def _loss(self, kind: Family, shape: Shape) -> float:
-        """Return what a probe is expected to cost, in cycles of the present shape."""
+    def _share(self, kind: Family) -> float:
+        """Return the best speed of a kind over that of all."""
+        its = max((s for shape, s in self._speeds.items() if self._is_of(shape, kind)), default=0.0)
+        return its / max(self._speeds.values())
+
+    def _hopeless(self) -> Family | None:
+        """Return the slower one of chains and trees while plain decoding is best: one probe tells on both."""
+        if self._shape is None or self._shape.depth > 0:
+            return None
+        fastest = dict.fromkeys((Family.CHAIN, Family.TREE), 0.0)
+        for shape, speed in self._speeds.items():
+            if shape.depth > 0:
+                fastest[family(shape)] = max(fastest[family(shape)], speed)
+        return min(fastest, key=fastest.__getitem__)
+
+    def _loss(self, shape: Shape) -> float:
+        """Return what a cycle of this shape is expected to cost, in cycles of the present one."""
         assert self._shape is not None
         share = max(0.0, 1.0 - self._speeds[shape] / self._speeds[self._shape])
-        return BURSTS[kind] * self._slowness(shape) * share
+        return self._slowness(shape) * share
 
     def _probe_shape(self, kind: Family) -> Shape | None:
         """Return the most promising shape of a kind; of families in turn a deeper, a little known one."""

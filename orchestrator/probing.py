@@ -4,9 +4,9 @@ Shapes come in families: plain decoding, chains, trees. The family in use measur
 probed, and so are deeper proposals of the same family, so that a wrong or outdated belief does not last.
 
 What it costs is bounded. A probe is a burst of one to three cycles. Its gap to the last one doubles with each
-probe that confirms the belief, from 8 cycles to 128; after three of these in a row it also waits until the
+probe that confirms the belief, from 8 cycles to 64; after three of these in a row it also waits until the
 expected loss is at most `PROBE_SHARE` of the time since. So after some first bursts the loss is at most 1.5 %
-of the time: 0.5 % for each of the three kinds that are not in use.
+of the time for each kind: of plain decoding only one kind is probed, of proposals up to three.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from orchestrator.cycle import Shape
 
 __all__ = ["Family", "ProbeSchedule", "family"]
 
-PROBE_SHARE = 0.005
+PROBE_SHARE = 0.015
 """Share of the time that probing one kind may cost."""
 
-MIN_GAP, MAX_GAP = 8, 128
+MIN_GAP, MAX_GAP = 8, 64
 """Cycles between two probes of a family, before the expected loss is looked at."""
 
 FREE_PROBES = 3
@@ -29,6 +29,12 @@ FREE_PROBES = 3
 
 OWN_PATIENCE = 8
 """A session waits so many times longer when others have probed."""
+
+OVERDUE = 256
+"""Cycles after which a single cheap cycle is tried whatever it is expected to cost."""
+
+REFUTED = 1.2
+"""A probe that shows a kind so many times as fast as thought has refuted the belief."""
 
 CLOSE = 0.93
 """A kind that reaches this share of the best speed is worth a closer look."""
@@ -89,10 +95,14 @@ class ProbeSchedule:
         """Whether a probe that is expected to cost so much is within the bound."""
         return self._states[kind].num_confirmed < FREE_PROBES or loss_cycles <= PROBE_SHARE * waited
 
-    def probed(self, kind: Family, share: float) -> None:
-        """Take note of what a probe showed: the family reaches `share` of the best speed."""
+    def is_overdue(self, waited: int) -> bool:
+        """Whether a single cycle of the cheapest shape is to be tried in any case."""
+        return waited >= OVERDUE
+
+    def probed(self, kind: Family, share: float, before: float) -> None:
+        """Take note of what a probe showed: the kind reaches `share` of the best speed, not `before`."""
         state = self._states[kind]
-        if share >= CLOSE:
-            state.gap, state.num_confirmed = 2 * MIN_GAP, 0
+        if share >= CLOSE or share > REFUTED * before:
+            state.gap, state.num_confirmed = MIN_GAP if share > REFUTED * before else 2 * MIN_GAP, 0
         else:
             state.gap, state.num_confirmed = min(2 * state.gap, MAX_GAP), state.num_confirmed + 1

@@ -13,16 +13,22 @@ MEMORY = 32.0
 FADING = 400.0
 """Cycles in which the weight of what was seen falls to 1 / e: an old measurement yields to a new one."""
 
-LEAST_WEIGHT = 0.3
+LEAST_WEIGHT = 0.1
 """Weight that a measurement keeps for ever, until it is contradicted."""
 
 HICCUP = 3.0
-"""A wait counts as at most this many times what was expected: a hiccup is no trend."""
+"""A wait counts as at most this many times what was expected, or as what is usual: a hiccup is no trend."""
 
 SURPRISES = 3
 """So many hiccups in a row, or five times as many waits below a third of what was expected, are a change."""
 
-MAX_GAIN = 0.3
+STALE, DOUBT = 16.0, 0.1
+"""After so many cycles a measurement is old; what a doubt leaves of its weight."""
+
+FIRST_SPREAD, SPREAD_RATE = 0.3, 0.05
+"""Mean deviation of a wait from what was expected, as a share of it: at first, and how fast it follows."""
+
+MAX_GAIN = 0.5
 """Upper bound of the share of one deviation that goes to the level."""
 
 LEVEL_TRUST = 2.0
@@ -101,6 +107,7 @@ class WaitTable:
         self._plane, self._floor = (0.0, 0.0, 0.0), 0.0
         self._observed_since_fit = self._num_observed = 0
         self._level, self._run, self._seen_at = 1.0, 0, 0.0
+        self._spread = FIRST_SPREAD
 
     def observe(self, key: Key, seconds: float, now: float, share: float = 1.0) -> None:
         """Take note of one wait in cycle `now`; `share` is its weight, less than 1 when several report it."""
@@ -108,7 +115,10 @@ class WaitTable:
         entry = self._entries.get(key)
         self._num_observed += 1
         if expected and self._num_observed > FIRST_TRUSTED:
-            seconds = min(seconds, HICCUP * self._follow(entry, seconds / expected, now, share) * expected)
+            self._doubt(entry, seconds / expected, now)
+            bound = self._bound
+            change = self._follow(entry, seconds / expected, now, share)
+            seconds = min(seconds, bound * change * expected)
         seconds /= self._level
         if entry is None:
             self._entries[key] = _Entry(seconds, share, now)
@@ -121,13 +131,23 @@ class WaitTable:
         if entry is None or entry.weight < REFIT_PERIOD or self._observed_since_fit >= REFIT_PERIOD:
             self._fit(now)
 
+    def _doubt(self, entry: _Entry | None, ratio: float, now: float) -> None:
+        """Take weight from all that is old when a shape that is tried again is far faster than thought."""
+        if ratio <= 0.5 and (entry is None or now - entry.seen_at >= STALE):
+            for other in self._entries.values():
+                if now - other.seen_at >= STALE:
+                    other.weight *= DOUBT
+
     def _follow(self, entry: _Entry | None, ratio: float, now: float, share: float) -> float:
         """Move the level by a wait that took `ratio` times as long as expected; return its relative change.
 
         The better a shape is known, the more its deviation says of all shapes. Many far off in a row are a
         change.
         """
-        direction = (ratio >= HICCUP) - (ratio <= 1.0 / HICCUP)
+        bound = self._bound
+        off = min(abs(ratio - 1.0), FIRST_SPREAD + 3.0 * self._spread)
+        self._spread += SPREAD_RATE * share * (off - self._spread)
+        direction = (ratio >= bound) - (ratio <= 1.0 / bound)
         self._run = self._run + direction if direction * self._run > 0 else direction
         before = self._level
         if self._run in (SURPRISES, -5 * SURPRISES):
@@ -135,9 +155,14 @@ class WaitTable:
         else:
             weight = 0.0 if entry is None else entry.weight_at(now)
             trust = self._gain(now) * share * weight / (weight + LEVEL_TRUST)
-            change = 1.0 + trust * (min(ratio, HICCUP) - 1.0)
+            change = 1.0 + trust * (min(ratio, bound) - 1.0)
         self._level *= change
         return self._level / before
+
+    @property
+    def _bound(self) -> float:
+        """What counts as a hiccup: more where waits vary anyway, as draft-ahead makes them do."""
+        return max(HICCUP, 1.0 + 4.0 * self._spread)
 
     def _gain(self, now: float) -> float:
         """Return the share of a deviation that goes to the level: the more the longer nothing was seen."""

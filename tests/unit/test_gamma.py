@@ -93,7 +93,7 @@ def test_adaptive_gamma_recovers_from_drift_within(before, after, within, seed):
 def test_adaptive_gamma_new_sessions_on_a_replica_that_started_badly_do_not_stay_plain():
     """Short sessions, each too short to find out by itself."""
     world, costs, rng = World(), CostModel(), random.Random(2)
-    awful = World(slow_draft=40.0, noise=0.8, spikes=0.1)
+    awful = World(slow_draft=10.0, noise=0.8, spikes=0.1)
     for _ in range(4):
         drive(AdaptiveGamma(8, costs), awful, 25, Lone(rng, cold_drafts=10))
     for _ in range(12):
