@@ -1,6 +1,6 @@
 """Steps as CUDA graphs: Llama-like models without launch gaps and without padded attention.
 
-A step's sizes are rounded up to a bucket; the first step of a bucket is captured, later ones are one copy of
+A step's sizes are rounded up to a bucket; the second step of a bucket is captured, later ones are one copy of
 the inputs and one replay. Large prompt chunks are bound by arithmetic, not by launches, and run eagerly, as
 does everything where the kernels cannot be captured (no GPU, no Triton): the same code in the same order.
 """
@@ -22,8 +22,8 @@ from services.engine.graphs_weights import GraphModel
 
 __all__ = ["Capture", "GraphRunner", "Program", "make_kernels"]
 
-MAX_CAPTURED_ROWS = 512
-_MAX_PROGRAMS = 96
+MAX_CAPTURED_ROWS = 320
+_MAX_PROGRAMS = 64
 
 
 def make_kernels(model: GraphModel) -> TorchKernels:
@@ -38,10 +38,10 @@ def make_kernels(model: GraphModel) -> TorchKernels:
 
 
 class Capture:
-    """Some work on fixed tensors: run twice as it is, then captured and replayed.
+    """Some work on fixed tensors: run once as it is, captured when it comes again, and replayed from then on.
 
     Args:
-        work: Enqueues the work; must do the same each time, and running it again must change nothing.
+        work: Enqueues the work on the current stream; must do the same each time.
         capturable: False to go on running it as it is.
         pool: Memory shared by all graphs that never run at the same time.
     """
@@ -49,20 +49,20 @@ class Capture:
     def __init__(self, work: Callable[[], None], *, capturable: bool, pool: object) -> None:
         self._work, self._capturable, self._pool = work, capturable, pool
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._has_run = False
 
     def run(self) -> None:
         """Enqueue the work."""
-        if self._graph is not None:
-            self._graph.replay()
+        if self._graph is None and not (self._has_run and self._capturable):
+            # The first time also compiles kernels, which a capture must not; many sizes never come again.
+            self._work()
+            self._has_run = True
             return
-        self._work()
-        if self._capturable:
-            # The first run compiled what was needed and did the step; capturing does not execute.
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+        if self._graph is None:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, pool=self._pool):
                 self._work()
-            self._graph = graph
+        self._graph.replay()
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from engine_helpers import CheckedEngine, path_tokens, plain_model, random_token
 
 from services.engine.engine import Engine, Feed
 from services.engine.errors import CacheGapError, UnsupportedModelError
+from services.engine.graphs import Capture
 from services.engine.graphs_draft import TreeShape
 from services.engine.graphs_engine import GraphEngine
 from services.engine.graphs_tables import GREEDY, Race
@@ -184,6 +187,32 @@ def test_draft_past_the_context_is_refused(engine: GraphEngine) -> None:
 def test_tree_shape_out_of_bounds_is_refused(shape: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="allowed"):
         TreeShape(*shape)
+
+
+def test_capture_runs_once_then_captures_and_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of things, on stand-ins for CUDA's graph."""
+    log: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            log.append("replay")
+
+    @contextmanager
+    def graph(captured: Graph, pool: object) -> Iterator[None]:
+        log.append(f"capture in {pool}")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    capture = Capture(lambda: log.append("work"), capturable=True, pool="pool")
+    for _ in range(3):
+        capture.run()
+    assert log == ["work", "capture in pool", "work", "replay", "replay"]
+    log.clear()
+    eager = Capture(lambda: log.append("work"), capturable=False, pool=None)
+    for _ in range(3):
+        eager.run()
+    assert log == ["work"] * 3
 
 
 def test_engine_on_a_cpu_keeps_the_lean_path(tmp_path: Path) -> None:
