@@ -21,7 +21,7 @@ from services.engine.errors import CacheGapError
 from services.engine.feeds import check_feed, feed_positions, is_chain
 from services.engine.general import GeneralRunner
 from services.engine.graphs import GraphRunner
-from services.engine.graphs_weights import build_graph_model, has_graph_path
+from services.engine.graphs_weights import build_graph_model, prefers_graphs
 from services.engine.kv_cache import CacheShape, CacheStore
 from services.engine.lean import LeanRunner
 from services.engine.lean_weights import build_lean, has_lean_path
@@ -120,7 +120,7 @@ class Engine:
             weights = build_lean(loaded, layout.windows, layout.vocab_size, invariant=deterministic)
             runner = LeanRunner(weights, exact_trees=deterministic)
             rows, dim = 2 * rows, dim // 2
-        elif lean and loaded.device.type == "cuda" and not deterministic and has_graph_path(loaded):
+        elif lean and not deterministic and prefers_graphs(loaded):
             runner = GraphRunner(build_graph_model(loaded, layout.vocab_size))
             rows, dim = 2 * rows, dim // 2
         else:

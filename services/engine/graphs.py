@@ -59,9 +59,10 @@ class Capture:
             self._has_run = True
             return
         if self._graph is None:
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, pool=self._pool):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
                 self._work()
+            self._graph = graph
         self._graph.replay()
 
 

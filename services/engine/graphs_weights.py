@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from services.engine.model import LoadedModel
 
-__all__ = ["GraphLayer", "GraphModel", "GraphShape", "build_graph_model", "has_graph_path"]
+__all__ = ["GraphLayer", "GraphModel", "GraphShape", "build_graph_model", "has_graph_path", "prefers_graphs"]
 
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
@@ -121,6 +121,11 @@ def has_graph_path(loaded: LoadedModel) -> bool:
         and head_dim >= 16
         and all(size % 16 == 0 for size in sizes)
     )
+
+
+def prefers_graphs(loaded: LoadedModel) -> bool:
+    """Whether the captured path is the best that the model has on its device."""
+    return loaded.device.type == "cuda" and has_graph_path(loaded)
 
 
 @torch.no_grad()

@@ -10,12 +10,15 @@ import pytest
 import torch
 from engine_helpers import CheckedEngine, path_tokens, plain_model, random_tokens, tiny_model
 
+from services.engine import engine as engine_module
 from services.engine.engine import Engine, Feed
 from services.engine.errors import CacheGapError, UnsupportedModelError
-from services.engine.graphs import Capture
+from services.engine.general import GeneralRunner
+from services.engine.graphs import Capture, GraphRunner
 from services.engine.graphs_draft import TreeShape
 from services.engine.graphs_engine import GraphEngine
 from services.engine.graphs_tables import GREEDY, Race
+from services.engine.graphs_weights import has_graph_path
 from services.engine.model import load_model
 from services.engine.noise import Noise
 
@@ -213,6 +216,31 @@ def test_capture_runs_once_then_captures_and_replays(monkeypatch: pytest.MonkeyP
     for _ in range(3):
         eager.run()
     assert log == ["work"] * 3
+
+
+def test_engine_load_takes_the_captured_path_where_it_is_preferred(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `Engine.load` does on a CUDA device, its check against the model's own forward included."""
+    monkeypatch.setattr(engine_module, "has_lean_path", lambda loaded: False)
+    monkeypatch.setattr(engine_module, "prefers_graphs", has_graph_path)
+    directory = tiny_model("qwen3", tmp_path, head_dim=16)
+    built = Engine.load(str(directory), device="cpu")
+    assert isinstance(built._runner, GraphRunner)
+    run = CheckedEngine(built, plain_model(directory))
+    run.step(Feed("a", 0, random_tokens(9, 1), 3), Feed("b", 0, random_tokens(4, 2), 3, (-1, -1, 0)))
+    assert run.worst <= TOLERANCE
+    other = Engine.load(str(tiny_model("gpt2", tmp_path)), device="cpu")
+    assert isinstance(other._runner, GeneralRunner)
+
+
+def test_steps_in_bfloat16_stay_close_to_plain_forward(tmp_path: Path) -> None:
+    directory = tiny_model("llama", tmp_path, head_dim=16, bfloat16=True)
+    built = GraphEngine.build(load_model(str(directory), device="cpu", dtype="bfloat16"))
+    text = random_tokens(40, 1)
+    got = torch.cat([built.step([Feed("a", i, text[i : i + 10], 10)])[0] for i in range(0, 40, 10)])
+    expected = plain_model(directory)(torch.tensor([text])).logits[0]
+    assert (got - expected).abs().mean() <= 0.02 * expected.abs().mean()
 
 
 def test_engine_on_a_cpu_keeps_the_lean_path(tmp_path: Path) -> None:
