@@ -1,7 +1,7 @@
 """Plain and speculative decoding at real sizes on one GPU.
 
-    python -m benchmarks.gpu.run --out DIR            # about nine minutes
-    python -m benchmarks.gpu.run --out DIR --quick    # about three
+    python -m benchmarks.gpu.run --out DIR            # at most nine minutes
+    python -m benchmarks.gpu.run --out DIR --quick    # fewer sizes, one repetition
     python -m benchmarks.gpu.run --out DIR --tiny     # seconds, on a CPU: that it works, no figures
 
 Needs torch, transformers and grpcio. Results are written after each phase, so a run that is cut short
@@ -67,7 +67,7 @@ _TINY = replace(
     copy_bytes=2**20,
     sample=(2, 8),
 )
-# Seconds per phase; they sum to less than nine minutes with what building takes.
+# Seconds per phase; with building, checks and captures they make nine minutes at most.
 _LIMITS = {"products": 40, "decode": 50, "verify": 80, "draft": 50, "speedup": 210, "peers": 40}
 
 
