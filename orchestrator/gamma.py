@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from enum import Enum
 
 from gammaray.metrics import AcceptanceEstimator
 from orchestrator.costs import CostModel
 from orchestrator.cycle import Cycle, Shape
+from orchestrator.fixed_gamma import FixedGamma, Learner, Reason, first_children
 from orchestrator.probing import Family, family
 
 __all__ = ["AdaptiveGamma", "FixedGamma", "Reason"]
@@ -53,70 +53,12 @@ TREE_NODES = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Trees that are considered, within the request's bounds."""
 
 
-class Reason(str, Enum):
-    """Why a shape was chosen."""
-
-    FIXED = "fixed"
-    OFF = "off"
-    NO_DRAFTER = "no drafter"
-    FIRST = "costs unknown"
-    BEST = "best"
-    HELD = "held by hysteresis"
-    EXPLORE = "near best, untried for long"
-    PROBE_PLAIN = "probe of plain decoding"
-    PROBE_CHAIN = "probe of chains"
-    PROBE_TREE = "probe of trees"
-    PROBE_DEEPER = "probe of deeper proposals"
-
-
 _PROBES = {
     Family.PLAIN: Reason.PROBE_PLAIN,
     Family.CHAIN: Reason.PROBE_CHAIN,
     Family.TREE: Reason.PROBE_TREE,
     Family.DEEPER: Reason.PROBE_DEEPER,
 }
-
-
-class _Learner:
-    """What fixed and adaptive controllers learn from a cycle for the other sessions."""
-
-    def __init__(self, costs: CostModel) -> None:
-        self._costs = costs
-        self._has_drafted = False
-
-    def learn(self, cycle: Cycle, kind: Family) -> None:
-        """Pass costs and acceptance on; a wait for the draft counts when the drafter was up to date."""
-        self._costs.observe(cycle, is_warm=self._has_drafted)
-        self._has_drafted = cycle.num_drafted > 0
-        self._costs.acceptance.observe(*_first_children(cycle))
-        if kind is Family.PLAIN or cycle.num_drafted > 0:
-            self._costs.probes.played(kind, self._costs.clock)
-
-
-class FixedGamma:
-    """Always the same shape; implements the cycle's GammaController.
-
-    Args:
-        gamma: The gamma.
-        costs: Learns from these cycles too.
-        max_nodes: Above `gamma` for trees.
-        reason: Why so.
-    """
-
-    def __init__(
-        self, gamma: int, costs: CostModel, max_nodes: int = 0, reason: Reason | None = None
-    ) -> None:
-        reason = reason or (Reason.FIXED if gamma else Reason.OFF)
-        self._shape = Shape(gamma, max_nodes, reason.value)
-        self._learner = _Learner(costs)
-
-    def next_shape(self) -> Shape:
-        """Return the shape of the next cycle's proposal."""
-        return self._shape
-
-    def observe(self, cycle: Cycle) -> None:
-        """Learn from a finished cycle."""
-        self._learner.learn(cycle, family(cycle.shape))
 
 
 class AdaptiveGamma:
@@ -135,7 +77,7 @@ class AdaptiveGamma:
     """
 
     def __init__(self, max_gamma: int, costs: CostModel, max_nodes: int = 0) -> None:
-        self._costs, self._learner = costs, _Learner(costs)
+        self._costs, self._learner = costs, Learner(costs)
         self._acceptance = AcceptanceEstimator(0.975, prior_strength=8.0, fleet=costs.acceptance)
         self._shapes = _shapes(max_gamma, max_nodes)
         self._max_gamma, self._max_nodes = max_gamma, max_nodes
@@ -186,7 +128,7 @@ class AdaptiveGamma:
             self._observe_probe(cycle)
 
     def _observe_tokens(self, cycle: Cycle, kind: Family) -> None:
-        tested, accepted = _first_children(cycle)
+        tested, accepted = first_children(cycle)
         if kind is Family.TREE and cycle.num_drafted > 0 and cycle.shape in self._promises:
             expected, _ = self._promises[cycle.shape]
             self._costs.trees.observe(cycle.shape, cycle.levels, cycle.num_drafted, expected)
@@ -350,16 +292,3 @@ def _shapes(max_gamma: int, max_nodes: int) -> list[Shape]:
     chains = [Shape(gamma) for gamma in range(max_gamma + 1)]
     depths = [depth for depth in TREE_DEPTHS if depth <= max_gamma]
     return chains + [Shape(d, n) for d in depths for n in TREE_NODES if d < n <= max_nodes]
-
-
-def _first_children(cycle: Cycle) -> tuple[int, int]:
-    """Return how many first children were tested and how many of them accepted, down to the first failure.
-
-    Of a chain these are all tokens; of a tree, the chain that it contains.
-    """
-    accepted = 0
-    for _, rank in cycle.levels:
-        if rank != 0:
-            return accepted + 1, accepted
-        accepted += 1
-    return accepted, accepted

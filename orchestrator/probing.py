@@ -5,7 +5,7 @@ probed, and so are deeper proposals of the same family, so that a wrong or outda
 
 What it costs is bounded. A probe is a burst of one to three cycles. Its gap to the last one doubles with each
 probe that confirms the belief, from 8 cycles to 64; after three of these in a row it also waits until the
-expected loss is at most `PROBE_SHARE` of the time since. So after some first bursts the loss is at most 1.5 %
+expected loss is at most `PROBE_SHARE` of the time since. So after some first bursts the loss is at most 1 %
 of the time for each kind: of plain decoding only one kind is probed, of proposals up to three.
 """
 
@@ -18,7 +18,7 @@ from orchestrator.cycle import Shape
 
 __all__ = ["Family", "ProbeSchedule", "family"]
 
-PROBE_SHARE = 0.015
+PROBE_SHARE = 0.01
 """Share of the time that probing one kind may cost."""
 
 MIN_GAP, MAX_GAP = 8, 64
@@ -33,7 +33,7 @@ OWN_PATIENCE = 8
 OVERDUE = 256
 """Cycles after which a single cheap cycle is tried whatever it is expected to cost."""
 
-REFUTED = 1.2
+REFUTED = 1.5
 """A probe that shows a kind so many times as fast as thought has refuted the belief."""
 
 CLOSE = 0.93

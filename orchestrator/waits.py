@@ -22,6 +22,10 @@ HICCUP = 3.0
 SURPRISES = 3
 """So many hiccups in a row, or five times as many waits below a third of what was expected, are a change."""
 
+WELL_KNOWN, LEAP = 6.0, 2.0
+"""Of a shape with less weight than this, what it takes in proportion to a smaller, well known one is believed
+up to twice: stories of former slowness do not keep deeper proposals from being tried."""
+
 STALE, DOUBT = 16.0, 0.1
 """After so many cycles a measurement is old; what a doubt leaves of its weight."""
 
@@ -108,6 +112,7 @@ class WaitTable:
         self._observed_since_fit = self._num_observed = 0
         self._level, self._run, self._seen_at = 1.0, 0, 0.0
         self._spread = FIRST_SPREAD
+        self._rates: list[tuple[float, float]] = []
 
     def observe(self, key: Key, seconds: float, now: float, share: float = 1.0) -> None:
         """Take note of one wait in cycle `now`; `share` is its weight, less than 1 when several report it."""
@@ -176,10 +181,13 @@ class WaitTable:
         flat, first, second = self._plane
         plane = max(flat + first * key[0] + second * key[1], self._floor)
         entry = self._entries.get(key)
-        if entry is None:
-            return plane * self._level
-        weight = entry.weight_at(now)
-        return self._level * (weight * entry.mean + LINE_STRENGTH * plane) / (weight + LINE_STRENGTH)
+        weight, mean = (0.0, 0.0) if entry is None else (entry.weight_at(now), entry.mean)
+        relative = (weight * mean + LINE_STRENGTH * plane) / (weight + LINE_STRENGTH)
+        if weight < WELL_KNOWN:
+            relative = min(
+                [relative, *(LEAP * _size(key) * rate for size, rate in self._rates if size < _size(key))]
+            )
+        return self._level * relative
 
     def trend(self, first: float) -> float | None:
         """Return what all shapes together say of one whose first count is `first`; None while unknown."""
@@ -225,6 +233,9 @@ class WaitTable:
         determinant = xx * zz - xz * xz
         slope_x = max(0.0, (xy * zz - zy * xz) / determinant)
         slope_z = max(0.0, (zy * xx - xy * xz) / determinant)
+        if self._is_proportional:
+            well_known = [(k, e) for k, e in self._entries.items() if e.weight_at(now) >= WELL_KNOWN]
+            self._rates = [(_size(key), entry.mean / _size(key)) for key, entry in well_known]
         self._floor = LEAST_SHARE * min(y for *_, y in rows)
         self._plane = (mean_y - slope_x * mean_x - slope_z * mean_z, slope_x, slope_z)
 
@@ -234,3 +245,7 @@ FLAT_SLOPE = 0.02
 
 NODE_SHARE = 0.05
 """Share of a level that each node beside the longest path is assumed to cost in drafting."""
+
+
+def _size(key: Key) -> float:
+    return key[0] + NODE_SHARE * key[1]

@@ -1,0 +1,82 @@
+"""The controller that always chooses the same, and what every controller learns for the others."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from orchestrator.costs import CostModel
+from orchestrator.cycle import Cycle, Shape
+from orchestrator.probing import Family, family
+
+__all__ = ["FixedGamma", "Learner", "Reason", "first_children"]
+
+
+class Reason(str, Enum):
+    """Why a shape was chosen."""
+
+    FIXED = "fixed"
+    OFF = "off"
+    NO_DRAFTER = "no drafter"
+    FIRST = "costs unknown"
+    BEST = "best"
+    HELD = "held by hysteresis"
+    EXPLORE = "near best, untried for long"
+    PROBE_PLAIN = "probe of plain decoding"
+    PROBE_CHAIN = "probe of chains"
+    PROBE_TREE = "probe of trees"
+    PROBE_DEEPER = "probe of deeper proposals"
+
+
+class Learner:
+    """What fixed and adaptive controllers learn from a cycle for the other sessions."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self._costs = costs
+        self._has_drafted = False
+
+    def learn(self, cycle: Cycle, kind: Family) -> None:
+        """Pass costs and acceptance on; a wait for the draft counts when the drafter was up to date."""
+        self._costs.observe(cycle, is_warm=self._has_drafted)
+        self._has_drafted = cycle.num_drafted > 0
+        self._costs.acceptance.observe(*first_children(cycle))
+        if kind is Family.PLAIN or cycle.num_drafted > 0:
+            self._costs.probes.played(kind, self._costs.clock)
+
+
+class FixedGamma:
+    """Always the same shape; implements the cycle's GammaController.
+
+    Args:
+        gamma: The gamma.
+        costs: Learns from these cycles too.
+        max_nodes: Above `gamma` for trees.
+        reason: Why so.
+    """
+
+    def __init__(
+        self, gamma: int, costs: CostModel, max_nodes: int = 0, reason: Reason | None = None
+    ) -> None:
+        reason = reason or (Reason.FIXED if gamma else Reason.OFF)
+        self._shape = Shape(gamma, max_nodes, reason.value)
+        self._learner = Learner(costs)
+
+    def next_shape(self) -> Shape:
+        """Return the shape of the next cycle's proposal."""
+        return self._shape
+
+    def observe(self, cycle: Cycle) -> None:
+        """Learn from a finished cycle."""
+        self._learner.learn(cycle, family(cycle.shape))
+
+
+def first_children(cycle: Cycle) -> tuple[int, int]:
+    """Return how many first children were tested and how many of them accepted, down to the first failure.
+
+    Of a chain these are all tokens; of a tree, the chain that it contains.
+    """
+    accepted = 0
+    for _, rank in cycle.levels:
+        if rank != 0:
+            return accepted + 1, accepted
+        accepted += 1
+    return accepted, accepted
