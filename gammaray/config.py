@@ -130,6 +130,10 @@ class ClusterSettings(_Settings):
     grpc_port: int = Field(9000, ge=1, le=65535, description="Port of the gRPC API.")
     redis_url: str = Field("", description="Redis to use; empty starts a private redis-server.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the models run.")
+    pin_cores: bool = Field(
+        False,
+        description="Keep each role of workers on cores of its own, where there are as many as workers.",
+    )
     deterministic: bool = Field(
         False, description="Bit-identical logits whatever the batch and gamma (CPU float32 only; slower)."
     )

@@ -29,6 +29,7 @@ from gammaray.errors import DeadlineExceededError, GammarayError, InvalidArgumen
 from orchestrator.cluster_env import private_directory, serve_environment
 from orchestrator.cluster_options import LauncherOptions, announcer, parse_options
 from orchestrator.http_errors import invalid_argument
+from orchestrator.placement import worker_cores
 from orchestrator.preflight import check_port, check_vocabularies, gpu_share
 from orchestrator.readiness import missing_parts
 from orchestrator.reaper import MARK, Guardian, die_with_parent, end_marked
@@ -187,6 +188,10 @@ def _deploy(settings: ClusterSettings, redis_url: str) -> None:
         ),
         "draft": ({"model": settings.draft}, settings.draft_workers),
     }
+    if settings.pin_cores:
+        cores = worker_cores(psutil.Process().cpu_affinity(), settings.target_workers, settings.draft_workers)
+        for role, (own, _) in workers.items():
+            own["cpu_affinity"] = cores[role]
     resources = _worker_resources(settings)
     targets = [
         serve.RunTarget(_build(role, {**shared, **own}, count, resources), f"{_APPLICATION}-{role}", None)
