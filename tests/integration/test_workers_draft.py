@@ -153,9 +153,12 @@ async def test_many_sessions_draft_in_lock_step_what_each_drafts_alone(draft):
 
 async def test_short_proposals_are_answered_before_long_ones(draft):
     long, short = await draft.send([propose_block(PROMPT, 64), propose_block(PROMPT, 1, session_id="t")])
+    answered = []
+    long.add_done_callback(lambda _: answered.append("long"))
+    short.add_done_callback(lambda _: answered.append("short"))
     await asyncio.wait_for(short, 10)
-    assert not long.done()
     assert len((await asyncio.wait_for(long, 10)).proposal.token_ids) == 64
+    assert answered == ["short", "long"]
 
 
 async def test_release_cancels_a_proposal_under_way(draft):
