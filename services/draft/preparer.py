@@ -6,7 +6,6 @@ import logging
 import time
 
 from services.draft.ahead import Ahead
-from services.draft.reading import Reading
 from services.draft.speculation import Speculation
 from services.draft.throttle import Throttle
 from services.draft.tree import Node
@@ -49,21 +48,19 @@ class Preparer:
         """Leave a session alone."""
         self._pending.pop(session_id, None)
 
-    def note_answer(
-        self, reading: Reading, num_forwards: int, foreseen: float | None, forward_s: float
-    ) -> None:
-        """Note a proposal that was answered.
+    def note_answer(self, speculation: Speculation, num_forwards: int, forward_s: float) -> None:
+        """Note that the proposal that was asked for was sent.
 
         Args:
-            reading: The proposal.
+            speculation: Its session's.
             num_forwards: Forwards that it took since it was asked for.
-            foreseen: The probability that it was ready; None when it could not be.
             forward_s: Seconds of a forward.
         """
-        for node in (reading.root, *reading.nodes):
-            if node.is_ahead:
-                node.is_ahead = False
-                self.throttle.stats.used_rows += 1
+        reading, foreseen = speculation.sent, speculation.foreseen
+        assert reading is not None
+        speculation.note_use((reading.root, *reading.nodes))
+        self.throttle.stats.used_rows += speculation.num_used
+        speculation.num_used = 0
         if foreseen is not None:
             saved = max(0, reading.depth - num_forwards)
             self.throttle.looked_up(is_hit=num_forwards == 0, foreseen=foreseen, saved_s=saved * forward_s)

@@ -168,9 +168,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
         speculation, proposal = drafting.speculation, drafting.reading.proposal()
         speculation.sent, speculation.ahead = drafting.reading, None
         if self.preparer is not None:
-            self.preparer.note_answer(
-                drafting.reading, drafting.num_forwards, speculation.foreseen, self._forward_s
-            )
+            self.preparer.note_answer(speculation, drafting.num_forwards, self._forward_s)
             self.preparer.add(speculation)
         return proposal
 

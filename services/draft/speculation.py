@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,11 +38,13 @@ class Speculation:
         ahead: What is prepared behind it.
         foreseen: The probability, as far as the draft could tell, that what is asked for now was prepared;
             None when nothing was asked for before.
+        num_used: Nodes fed ahead that became of use.
     """
 
     def __init__(self, session: Session, max_context: int, top_k: int, bits: int) -> None:
         self.session = session
         self.foreseen: float | None = None
+        self.num_used = 0
         self._max_context, self._top_k, self._bits = max_context, top_k, bits
         self._spec: SessionSpec | None = None
         self._prompt: list[int] = []
@@ -95,12 +97,19 @@ class Speculation:
             assert node.parent is not None
             node = node.parent
         if node is not tree.root:
+            self.note_use(node.path())
             self.sent = self.ahead = None
             moved = tree.move_root(node)
             if moved is not None:
                 engine.keep_path(session.session_id, *moved)
             self._note_output()
         return reached
+
+    def note_use(self, nodes: Iterable[Node]) -> None:
+        """Note that these nodes are part of the text or of a proposal."""
+        for node in nodes:
+            self.num_used += node.is_ahead
+            node.is_ahead = False
 
     def read(self, root: Node, shape: Shape) -> Reading | None:
         """Begin to read the proposal below a node; None where the draft's context ends."""

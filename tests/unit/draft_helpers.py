@@ -1,0 +1,224 @@
+"""A draft worker's scheduler over table-driven logits: exact to the bit, whatever is fed together."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gammaray.errors import GammarayError
+from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from services.draft.outlook import RACE_TEMPERATURE
+from services.draft.scheduler import DraftScheduler
+from services.draft.throttle import Throttle
+from services.engine.engine import Feed
+from services.engine.kv_cache import SessionCache
+from services.engine.noise import Noise
+from services.planning import Limits
+from services.tasks import ProposeTask, Reply, SessionSpec
+
+VOCAB = 40
+CAPACITY = 512
+
+
+class TableEngine:
+    """Logits that depend on a node's last two tokens and position; slots keep a mark of their whole path.
+
+    Attributes:
+        num_steps: Forwards so far.
+        num_rows: Tokens fed so far.
+    """
+
+    vocab_size, max_context, device = VOCAB, 400, torch.device("cpu")
+
+    def __init__(self, seed: int = 0, spread: float = 2.0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.table = spread * torch.randn(VOCAB, VOCAB, VOCAB, generator=generator)
+        self.caches: dict[str, SessionCache] = {}
+        self.num_steps = self.num_rows = 0
+        self.has_space = True
+
+    def step(self, feeds: Sequence[Feed]) -> list[Tensor]:
+        self.num_steps += 1
+        return [self._feed(feed) for feed in feeds]
+
+    def _feed(self, feed: Feed) -> Tensor:
+        cache = self.caches.setdefault(
+            feed.session_id, SessionCache(torch.zeros(1, 1, CAPACITY, 1, dtype=torch.float64))
+        )
+        assert feed.start <= len(cache.tokens)
+        cache.truncate(feed.start, feed.num_kept)
+        assert len(cache.tree_tokens) == feed.num_kept
+        num_chain = len(feed.token_ids) - len(feed.parents or ())
+        rows = []
+        for index, token_id in enumerate(feed.token_ids):
+            if index < num_chain:
+                cache.tokens.append(token_id)
+                slot = len(cache.tokens) - 1
+                path = cache.tokens
+            else:
+                cache.tree_tokens.append(token_id)
+                cache.tree_parents.append(feed.parents[index - num_chain])
+                slot = cache.num_slots - 1
+                path = self.path(cache, len(cache.tree_tokens) - 1)
+            # What attention would see: the marks of all the slots on the path must be in place.
+            before = self._slots(cache, slot)[:-1]
+            marks = [float(cache.data[0, 0, s, 0]) for s in before]
+            assert marks == [mark(path[: i + 1]) for i in range(len(path) - 1)]
+            cache.data[0, 0, slot, 0] = mark(path)
+            rows.append(self.table[path[-2] if len(path) > 1 else 0, path[-1]])
+        self.num_rows += len(rows)
+        return torch.stack(rows)[len(rows) - feed.num_logits :].clone()
+
+    def path(self, cache: SessionCache, node: int) -> list[int]:
+        tokens: list[int] = []
+        while node >= 0:
+            tokens.append(cache.tree_tokens[node])
+            node = cache.tree_parents[node]
+        return cache.tokens[: len(cache.tokens) + node + 1] + tokens[::-1]
+
+    def _slots(self, cache: SessionCache, slot: int) -> list[int]:
+        node, slots = slot - len(cache.tokens), []
+        while node >= 0:
+            slots.append(len(cache.tokens) + node)
+            node = cache.tree_parents[node]
+        return [*range(len(cache.tokens) + node + 1), *slots[::-1]]
+
+    def length(self, session_id: str) -> int:
+        return len(self.tokens(session_id))
+
+    def tokens(self, session_id: str) -> Sequence[int]:
+        cache = self.caches.get(session_id)
+        return () if cache is None else cache.tokens
+
+    def num_nodes(self, session_id: str) -> int:
+        cache = self.caches.get(session_id)
+        return 0 if cache is None else len(cache.tree_tokens)
+
+    def truncate(self, session_id: str, length: int) -> None:
+        if session_id in self.caches:
+            self.caches[session_id].truncate(length)
+
+    def keep_path(self, session_id: str, base: int, path: Sequence[int], keep: Sequence[int] = ()) -> None:
+        self.caches[session_id].keep_path(base, path, keep)
+
+    def has_room(self, session_id: str, num_tokens: int) -> bool:
+        return self.has_space
+
+    def longest_prefix(self, token_ids: Sequence[int]) -> tuple[str, int]:
+        return "", 0
+
+    def release(self, session_id: str) -> None:
+        self.caches.pop(session_id, None)
+
+
+def mark(path: Sequence[int]) -> float:
+    """Return a number that tells paths apart."""
+    return float(hash(tuple(path)) % 2**50)
+
+
+class Open(Throttle):
+    """A throttle that does not look at the clock."""
+
+    is_open = True
+
+
+class Drafter:
+    """A scheduler and the sessions that ask it, in one thread.
+
+    Args:
+        engine: What it runs on.
+        ahead_rows: 0 for no draft-ahead.
+    """
+
+    def __init__(self, engine: TableEngine, ahead_rows: int = 0, max_batch_tokens: int = 64) -> None:
+        self.engine: Any = engine
+        self.scheduler = DraftScheduler(
+            self.engine, Limits(max_batch_tokens, 16), draft_top_k=8, weight_bits=10, ahead_rows=ahead_rows
+        )
+        if self.scheduler.preparer is not None:
+            self.scheduler.preparer.throttle = Open()
+
+    def task(
+        self,
+        tokens: Sequence[int],
+        gamma: int,
+        *,
+        max_nodes: int = 0,
+        method: VerificationMethod = VerificationMethod.COUPLED,
+        params: SamplingParams | None = None,
+        prompt_length: int = 4,
+        eos: tuple[int, ...] = (),
+        session_id: str = "s",
+        stop_threshold: float = 0.0,
+    ) -> ProposeTask:
+        spec = SessionSpec(params or SamplingParams(seed=5), method, prompt_length, eos)
+        return ProposeTask(
+            request_id=0,
+            session_id=session_id,
+            epoch=1,
+            base_position=len(tokens),
+            context_start=0,
+            context=list(tokens),
+            spec=spec,
+            deadline=time.monotonic() + 1e6,
+            deliver=lambda task, reply: None,
+            gamma=gamma,
+            max_nodes=max_nodes,
+            stop_threshold=stop_threshold,
+        )
+
+    def ask(self, tokens: Sequence[int], gamma: int, **fields: Any) -> Reply:
+        """Ask for one proposal and step until it is there."""
+        self.scheduler.submit([self.task(tokens, gamma, **fields)])
+        for _ in range(1000):
+            replies = self.scheduler.step()
+            if replies:
+                ((_, reply),) = replies
+                if isinstance(reply.outcome, GammarayError):
+                    raise reply.outcome
+                return reply
+        raise AssertionError("no answer")
+
+    def idle(self, num_steps: int = 10**6) -> int:
+        """Let it draft ahead for so many forwards, or until it is done; return how many it did."""
+        done = 0
+        while done < num_steps and self.scheduler.has_work:
+            assert self.scheduler.step() == []
+            done += 1
+        return done
+
+
+def outcome(
+    engine: TableEngine,
+    context: list[int],
+    proposal: Proposal,
+    rng: random.Random,
+    params: SamplingParams,
+    method: VerificationMethod = VerificationMethod.COUPLED,
+) -> list[int]:
+    """Return what a target with the draft's taste may emit: a path of the proposal and one more token."""
+    tokens: list[int] = []
+    node = -1
+    while True:
+        children = {
+            proposal.token_ids[index]: index
+            for index in range(len(proposal))
+            if (index - 1 if proposal.parents is None else proposal.parents[index]) == node
+        }
+        before, last = (context + tokens)[-2:]
+        scores = engine.table[before, last]
+        if params.temperature > 0 and method is VerificationMethod.COUPLED:
+            noise = Noise(params.seed or 0, 0, VOCAB).gumbel(len(context) + len(tokens), 1)[0]
+            scores = (scores / params.temperature + noise) / RACE_TEMPERATURE
+        (token,) = rng.choices(range(VOCAB), scores.softmax(-1).tolist())
+        if children and method is not VerificationMethod.COUPLED and rng.random() < 0.7:
+            token = next(iter(children))
+        tokens.append(token)
+        if token not in children:
+            return tokens
+        node = children[token]

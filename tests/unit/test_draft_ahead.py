@@ -1,0 +1,263 @@
+"""Draft-ahead is memoisation: the same proposals, sooner. And it knows when to stop."""
+
+import random
+
+import pytest
+import torch
+from draft_helpers import VOCAB, Drafter, TableEngine, outcome
+
+from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from services.draft.outlook import outlooks
+from services.draft.throttle import MIN_LOOKUPS, MIN_OUTCOME, PAUSE, Throttle
+from services.engine.noise import Noise
+
+COUPLED, REJECTION, NAIVE = (
+    VerificationMethod.COUPLED,
+    VerificationMethod.REJECTION,
+    VerificationMethod.NAIVE,
+)
+PROMPT = [1, 2, 3, 4]
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0, seed=5),
+    "plain": SamplingParams(seed=5),
+    "cool": SamplingParams(temperature=0.6, top_p=0.95, seed=5),
+    "penalties": SamplingParams(temperature=0.9, frequency_penalty=1.5, repetition_penalty=1.2, seed=5),
+    "min-tokens": SamplingParams(temperature=0.0, presence_penalty=0.7, min_tokens=9, seed=5),
+}
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
+@pytest.mark.parametrize("method", list(VerificationMethod))
+def test_ahead_proposals_are_those_that_are_drafted_on_demand(method, params):
+    """With budgets of ahead forwards from none to all, over many cycles: tokens, laws and all."""
+    rng, saved = random.Random(3), 0
+    ahead = Drafter(TableEngine(spread=5.0), ahead_rows=3)
+    fresh = Drafter(TableEngine(spread=5.0))
+    tokens = list(PROMPT)
+    for _ in range(60):
+        fields = {"method": method, "params": params, "eos": (7, 8)}
+        gamma = rng.choice((1, 3, 4, 4, 4))
+        ours = ahead.ask(tokens, gamma, **fields)
+        theirs = fresh.ask(tokens, gamma, **fields)
+        assert ours.outcome == theirs.outcome
+        assert ours.timing.num_forwards <= theirs.timing.num_forwards
+        saved += theirs.timing.num_forwards - ours.timing.num_forwards
+        ahead.idle(rng.choice((0, 1, 3, 10**6)))
+        tokens += outcome(ahead.engine, tokens, ours.outcome, rng, params, method)
+    assert saved > 0
+    assert ahead.scheduler.preparer.throttle.stats.lookups == 59
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (3, 12), (6, 16), (2, 40)], ids=str)
+@pytest.mark.parametrize(
+    "params", [PARAMS["greedy"], PARAMS["plain"], PARAMS["penalties"]], ids=["greedy", "plain", "penalties"]
+)
+def test_ahead_trees_are_those_that_are_drafted_on_demand(params, shape):
+    rng, saved = random.Random(4), 0
+    ahead = Drafter(TableEngine(spread=5.0), ahead_rows=6)
+    fresh = Drafter(TableEngine(spread=5.0))
+    tokens = list(PROMPT)
+    for _ in range(30):
+        ours = ahead.ask(tokens, shape[0], max_nodes=shape[1], params=params)
+        theirs = fresh.ask(tokens, shape[0], max_nodes=shape[1], params=params)
+        assert ours.outcome == theirs.outcome
+        assert len(ours.outcome) <= max(shape)
+        assert ours.outcome.depth <= shape[0]
+        saved += theirs.timing.num_forwards - ours.timing.num_forwards
+        ahead.idle(rng.choice((2, 10**6)))
+        tokens += outcome(ahead.engine, tokens, ours.outcome, rng, params)
+    assert saved > 0
+
+
+def test_tree_level_wider_than_a_forward_comes_in_several():
+    narrow, wide = Drafter(TableEngine(), max_batch_tokens=2), Drafter(TableEngine())
+    ours, theirs = narrow.ask(PROMPT, 4, max_nodes=40), wide.ask(PROMPT, 4, max_nodes=40)
+    assert ours.outcome == theirs.outcome
+    assert len(theirs.outcome) > 10
+    assert ours.timing.num_forwards > theirs.timing.num_forwards == 4
+
+
+def test_ahead_shapes_may_change_between_cycles():
+    rng, ahead, fresh = random.Random(9), Drafter(TableEngine(), ahead_rows=4), Drafter(TableEngine())
+    params = PARAMS["plain"]
+    tokens = list(PROMPT)
+    for _ in range(40):
+        gamma, max_nodes = rng.choice(((1, 0), (4, 0), (4, 12), (6, 8), (2, 3)))
+        ours = ahead.ask(tokens, gamma, max_nodes=max_nodes)
+        assert ours.outcome == fresh.ask(tokens, gamma, max_nodes=max_nodes).outcome
+        ahead.idle(rng.choice((0, 4, 10**6)))
+        tokens += outcome(ahead.engine, tokens, ours.outcome, rng, params)
+
+
+def test_ahead_own_continuation_is_ready_without_a_forward():
+    ahead = Drafter(TableEngine(), ahead_rows=4)
+    first = ahead.ask(PROMPT, 4).outcome
+    # One more than was proposed is the draft's own guess of the bonus.
+    longer = Drafter(TableEngine()).ask(PROMPT, 5).outcome
+    assert longer.token_ids[:4] == first.token_ids
+    ahead.idle()
+    steps = ahead.engine.num_steps
+    reply = ahead.ask([*PROMPT, *longer.token_ids], 4)
+    assert reply.timing.num_forwards == 0
+    assert ahead.engine.num_steps == steps
+    stats = ahead.scheduler.preparer.throttle.stats
+    assert (stats.lookups, stats.hits) == (1, 1)
+    assert stats.used_rows == 5  # the last proposed token, the bonus, and what its proposal needed
+    assert stats.wasted_rows == stats.rows - 5 > 0
+
+
+def test_ahead_likely_runner_ups_at_every_position_are_ready():
+    noise, positions = Noise(5, 0, VOCAB), set()
+    for seed in range(12):
+        engine = TableEngine(seed)
+        proposal = Drafter(engine).ask(PROMPT, 3).outcome.token_ids
+        reached = 1.0
+        for accepted in range(3):
+            tokens = [*PROMPT, *proposal[:accepted]]
+            logits = engine.table[tokens[-2], tokens[-1]]
+            (outlook,) = outlooks(COUPLED, logits[None], noise, [len(tokens)], 8, 10)
+            (best, weight), (second, chance) = outlook.guesses(None)[:2]
+            assert best == proposal[accepted]
+            if reached * chance > 0.15:
+                ahead = Drafter(TableEngine(seed), ahead_rows=8)
+                ahead.ask(PROMPT, 3)
+                ahead.idle()
+                assert ahead.ask([*tokens, second], 3).timing.num_forwards == 0
+                positions.add(accepted)
+            reached *= weight
+    assert positions == {0, 1, 2}
+
+
+def test_ahead_ends_by_itself_and_a_new_request_preempts_it():
+    ahead = Drafter(TableEngine(), ahead_rows=1)
+    ahead.ask(PROMPT, 6)
+    num_ahead = ahead.idle()
+    assert 6 < num_ahead < 100
+    assert not ahead.scheduler.has_work
+    ahead.ask([*PROMPT, 9], 6)
+    ahead.idle(2)
+    assert ahead.scheduler.has_work
+    before = ahead.engine.num_steps
+    # Another session's block runs in the very next forwards, undisturbed.
+    reply = ahead.ask(PROMPT, 3, session_id="t")
+    assert ahead.engine.num_steps - before == 3 == reply.timing.num_forwards
+    assert ahead.idle() > 10
+
+
+def test_ahead_release_ends_it_and_frees_everything():
+    ahead = Drafter(TableEngine(), ahead_rows=4)
+    for name in ("s", "t"):
+        ahead.ask(PROMPT, 4, session_id=name)
+    ahead.idle(2)
+    ahead.scheduler.release(["s"])
+    assert list(ahead.engine.caches) == ["t"]
+    assert ahead.idle() > 0
+    ahead.scheduler.release(["t"])
+    assert not ahead.scheduler.has_work
+    assert not ahead.engine.caches
+    assert not ahead.scheduler._speculations
+
+
+def test_ahead_after_an_eviction_starts_anew():
+    ahead, fresh = Drafter(TableEngine(), ahead_rows=4), Drafter(TableEngine())
+    proposal = ahead.ask(PROMPT, 4).outcome
+    ahead.idle(2)
+    ahead.engine.release("s")
+    assert ahead.idle() == 1  # it looks, and finds nothing to build on
+    tokens = [*PROMPT, *proposal.token_ids[:2], 11]
+    assert ahead.ask(tokens, 4).outcome == fresh.ask(tokens, 4).outcome
+
+
+def test_drafting_goes_on_when_its_cache_is_evicted_under_way():
+    drafter = Drafter(TableEngine())
+    wanted = Drafter(TableEngine()).ask(PROMPT, 6).outcome
+    drafter.scheduler.submit([drafter.task(PROMPT, 6)])
+    for _ in range(3):
+        assert drafter.scheduler.step() == []
+    drafter.engine.release("s")
+    replies = []
+    for _ in range(20):
+        replies += drafter.scheduler.step()
+    assert [reply.outcome for _, reply in replies] == [wanted]
+
+
+def test_ahead_never_takes_room_from_other_sessions():
+    ahead = Drafter(TableEngine(), ahead_rows=4)
+    ahead.engine.has_space = False
+    ahead.ask(PROMPT, 4)
+    steps = ahead.engine.num_steps
+    ahead.idle()
+    assert ahead.engine.num_steps == steps
+
+
+def test_ahead_failing_forward_costs_only_what_was_prepared():
+    ahead = Drafter(TableEngine(), ahead_rows=4)
+    ahead.ask(PROMPT, 4)
+    step, ahead.engine.step = ahead.engine.step, lambda feeds: 1 / 0
+    assert ahead.idle() == 1
+    ahead.engine.step = step
+    assert ahead.ask([*PROMPT, 9], 4).outcome == Drafter(TableEngine()).ask([*PROMPT, 9], 4).outcome
+
+
+def test_ahead_nothing_follows_the_end_of_sequence_or_of_the_context():
+    engine = TableEngine()
+    fresh = Drafter(engine).ask(PROMPT, 1).outcome
+    ahead = Drafter(TableEngine(), ahead_rows=4)
+    assert ahead.ask(PROMPT, 4, eos=fresh.token_ids).outcome == fresh
+    stats = ahead.scheduler.preparer.throttle.stats
+    ahead.idle()
+    chosen = {node.token_id for node in ahead.scheduler._speculations["s"].tree.root.below() if node.outlook}
+    assert fresh.token_ids[0] not in chosen
+    engine = TableEngine()
+    end = Drafter(engine, ahead_rows=4)
+    tokens = [1 + i % 9 for i in range(engine.max_context - 2)]
+    assert len(end.ask(tokens, 4).outcome) == 2
+    end.idle()
+    assert end.ask([*tokens, 3, 4], 4).outcome == Proposal()
+    assert stats.rows > 0
+
+
+def test_rejection_guesses_follow_the_law():
+    noise, law_row = Noise(5, 0, VOCAB), torch.randn(VOCAB, generator=torch.Generator().manual_seed(1))
+    (outlook,) = outlooks(REJECTION, law_row.log_softmax(-1)[None], noise, [9], 8, 10)
+    bonus = dict(outlook.guesses(None))
+    assert sum(bonus.values()) <= 1
+    assert list(bonus.values()) == sorted(bonus.values(), reverse=True)
+    for base in range(4, 9):
+        tested = dict(outlook.guesses(base))
+        chosen = outlook.choose(base)
+        assert tested[chosen] == outlook.confidence(base)
+        assert sum(tested.values()) <= 1 + 1e-9
+        assert all(tested[token] < bonus[token] for token in tested if token != chosen)
+
+
+def test_throttle_closes_when_it_does_not_pay_and_tries_again():
+    throttle = Throttle()
+    for _ in range(MIN_LOOKUPS):
+        assert throttle.is_open
+        throttle.worked(4, stolen_s=1e-3)
+        throttle.looked_up(is_hit=False, foreseen=0.5, saved_s=0.0)
+    assert not throttle.is_open
+    for _ in range(PAUSE):
+        assert not throttle.is_open
+        throttle.looked_up(is_hit=False, foreseen=0.0, saved_s=0.0)
+    assert throttle.is_open
+
+
+@pytest.mark.parametrize(("delay_s", "is_open"), [(0.2e-3, True), (2e-3, False)])
+def test_throttle_weighs_delays_against_forwards_saved(delay_s, is_open):
+    throttle = Throttle()
+    for index in range(3 * MIN_LOOKUPS):
+        throttle.worked(4, stolen_s=0.0)
+        throttle.delayed(delay_s)
+        throttle.looked_up(is_hit=index % 2 == 0, foreseen=0.5, saved_s=1e-3 * (index % 2))
+    assert throttle.is_open is is_open
+
+
+def test_throttle_prepares_for_less_when_hits_are_rarer_than_foreseen():
+    throttle, optimist = Throttle(), Throttle()
+    for index in range(60):
+        throttle.looked_up(is_hit=index % 10 == 0, foreseen=0.8, saved_s=1.0)
+        optimist.looked_up(is_hit=index % 10 != 0, foreseen=0.9, saved_s=1.0)
+    assert throttle.floor > 2 * MIN_OUTCOME
+    assert optimist.floor == pytest.approx(MIN_OUTCOME, rel=0.2)

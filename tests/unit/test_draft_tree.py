@@ -1,0 +1,220 @@
+"""The speculation tree and what is read off it, against brute force over all paths."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from gammaray.types import Proposal, SparseDistribution
+from services.draft.outlook import Guess
+from services.draft.reading import MIN_GROWN, MIN_PROPOSED, Reading, Shape
+from services.draft.tree import IN_CHAIN, Node, SpeculationTree
+
+EOS = (0,)
+
+
+class Fixed:
+    """An outlook with given guesses, whose choice for odd bases is the second."""
+
+    law: SparseDistribution | None = None
+
+    def __init__(self, *guesses: Guess) -> None:
+        self._guesses = guesses
+
+    def choose(self, base: int) -> int:
+        return self._guesses[base % 2 and len(self._guesses) > 1][0]
+
+    def confidence(self, base: int) -> float:
+        return self._guesses[0][1]
+
+    def guesses(self, base: int | None) -> Sequence[Guess]:
+        return self._guesses
+
+
+def random_outlook(rng: random.Random) -> Fixed:
+    weights = sorted((rng.random() ** 3 for _ in range(5)), reverse=True)
+    return Fixed(*((rng.randrange(1, 10**6), weight / sum(weights)) for weight in weights))
+
+
+def opened(root: Node, levels: int, rng: random.Random) -> None:
+    """Open everything down to some depth, as a function of the path alone."""
+    nodes = [root]
+    for _ in range(levels):
+        for node in nodes:
+            node.outlook = random_outlook(rng)
+        nodes = [node.child(token_id) for node in nodes for token_id, _ in node.outlook.guesses(None)]
+
+
+def test_chain_reads_on_as_nodes_open():
+    root = Node(9, 5, None)
+    reading = Reading(root, Shape(3), EOS)
+    node = root
+    for depth in range(3):
+        assert reading.go_on() == [node]
+        assert reading.go_on() == [node]
+        node.outlook = Fixed((10 + depth, 0.5))
+        node = node.child(10 + depth)
+    assert reading.go_on() == []
+    assert reading.proposal() == Proposal((10, 11, 12))
+    assert reading.depth == 3
+    assert [n.position for n in reading.nodes] == [6, 7, 8]
+
+
+def test_chain_of_another_base_may_choose_otherwise():
+    root = Node(9, 5, None)
+    root.outlook = Fixed((10, 0.6), (11, 0.4))
+    root.child(10).outlook = Fixed((12, 0.6), (13, 0.4))
+    assert Reading(root, Shape(1), EOS).go_on() == []
+    reading = Reading(root.child(10), Shape(1), EOS)
+    reading.go_on()
+    assert reading.proposal().token_ids == (13,)
+
+
+@pytest.mark.parametrize(("threshold", "length"), [(0.0, 4), (0.3, 2), (0.45, 2), (0.9, 1)])
+def test_chain_ends_with_the_token_that_crosses_the_threshold(threshold: float, length: int):
+    root = Node(9, 5, None)
+    node = root
+    for token_id in range(1, 5):
+        node.outlook = Fixed((token_id, 0.5))
+        node = node.child(token_id)
+    reading = Reading(root, Shape(4, stop_threshold=threshold), EOS)
+    assert reading.go_on() == []
+    assert len(reading.nodes) == length
+
+
+def test_chain_and_tree_end_with_the_end_of_sequence():
+    root = Node(9, 5, None)
+    root.outlook = Fixed((0, 0.7), (3, 0.3))
+    chain, tree = Reading(root, Shape(4), EOS), Reading(root, Shape(4, 6), EOS)
+    assert chain.go_on() == []
+    assert chain.proposal().token_ids == (0,)
+    assert tree.go_on() == [root.child(3)]
+    assert tree.proposal() == Proposal((0, 3), (-1, -1))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("depth", "max_nodes"), [(3, 4), (3, 8), (4, 16), (2, 60)])
+def test_tree_holds_the_likeliest_nodes(seed: int, depth: int, max_nodes: int):
+    root = Node(9, 5, None)
+    opened(root, depth, random.Random(seed))
+    reading = Reading(root, Shape(depth, max_nodes), EOS)
+    assert reading.go_on() == []
+    assert reading.parents is not None
+
+    everything = []
+    for length in range(1, depth + 1):
+        for ranks in itertools.product(range(5), repeat=length):
+            node, weight, lowest_inner = root, 1.0, 1.0
+            for rank in ranks:
+                lowest_inner = weight
+                token_id, chance = node.outlook.guesses(None)[rank]
+                node, weight = node.child(token_id), weight * chance
+            if weight >= MIN_PROPOSED and lowest_inner >= MIN_GROWN:
+                everything.append((weight, node))
+    best = sorted(everything, key=lambda pair: pair[0], reverse=True)[:max_nodes]
+    assert reading.weights == pytest.approx([weight for weight, _ in best])
+    assert reading.nodes == [node for _, node in best]
+    for index, (node, parent) in enumerate(zip(reading.nodes, reading.parents, strict=True)):
+        assert parent < index
+        assert node.parent is (root if parent < 0 else reading.nodes[parent])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tree_takes_one_forward_per_level_and_ends_at_the_same_nodes(seed: int):
+    rng, root, whole = random.Random(seed), Node(9, 5, None), Node(9, 5, None)
+    opened(whole, 4, rng)
+    reading, wanted = Reading(root, Shape(4, 12), EOS), Reading(whole, Shape(4, 12), EOS)
+    wanted.go_on()
+    twins, levels = {root: whole}, 0
+    while level := reading.go_on():
+        levels += 1
+        for node in level:
+            if node is not root:
+                twins[node] = twins[node.parent].child(node.token_id)
+            node.outlook = twins[node].outlook
+    assert levels <= 4
+    assert reading.proposal() == wanted.proposal()
+
+
+def test_outcomes_are_every_way_out_of_the_proposal():
+    root = Node(9, 5, None)
+    opened(root, 3, random.Random(2))
+    for shape in (Shape(3), Shape(3, 9)):
+        reading = Reading(root, shape, EOS)
+        reading.go_on()
+        ends, leaves = reading.outcomes()
+        # The ends and what goes on behind the open leaves: nothing is lost, nothing counted twice.
+        total = sum(p for p, _, _ in ends) + sum(p for p, _ in leaves)
+        assert total == pytest.approx(1.0)
+        assert {node for _, node in leaves} == {n for n in reading.nodes if n.outlook is None}
+        proposed = {(node.parent, node.token_id) for node in reading.nodes}
+        assert not any((node, token_id) in proposed for _, node, token_id in ends)
+
+
+class Cache:
+    """What the engine holds: a chain of nodes and nodes beside it."""
+
+    def __init__(self, tree: SpeculationTree) -> None:
+        self.chain: list[object] = [None] * tree.root.position + [tree.root]
+        self.beside: list[Node] = []
+
+    def feed(self, tree: SpeculationTree, nodes: list[Node]) -> None:
+        if tree.feeds_chain(nodes):
+            self.chain.append(nodes[0])
+        else:
+            for node, parent in zip(nodes, tree.parents_of(nodes), strict=True):
+                held = self.beside[parent] if parent >= 0 else self.chain[parent]
+                assert held is node.parent
+                self.beside.append(node)
+        tree.fed(nodes)
+
+    def move(self, base: int, path: list[int], keep: list[int]) -> None:
+        self.chain[base:] = [self.beside[place] for place in path]
+        self.beside = [self.beside[place] for place in keep]
+
+    def check(self, tree: SpeculationTree) -> None:
+        """Every fed node below the root is where the tree says, and every slot that counts is known."""
+        assert len(self.chain) == tree.chain_length
+        assert self.beside == tree.beside
+        for node in (tree.root, *tree.root.below()):
+            if node.place == IN_CHAIN:
+                assert self.chain[node.position] is node
+            elif node.place is not None:
+                assert self.beside[node.place] is node
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_tree_moves_its_root_and_knows_where_everything_is(seed: int):
+    rng = random.Random(seed)
+    tree = SpeculationTree(Node(9, 5, None))
+    tree.root_fed()
+    tree.root.outlook = random_outlook(rng)
+    cache = Cache(tree)
+    for _ in range(25):
+        for _ in range(rng.randrange(6)):
+            fed = [n for n in (tree.root, *tree.root.below()) if n.outlook is not None]
+            parents = rng.sample(fed, k=min(len(fed), rng.choice((1, 1, 1, 3))))
+            nodes = [p.child(rng.choice(p.outlook.guesses(None))[0]) for p in parents]
+            nodes = [node for node in dict.fromkeys(nodes) if node.place is None]
+            if nodes:
+                cache.feed(tree, nodes)
+                for node in nodes:
+                    node.outlook = random_outlook(rng)
+                cache.check(tree)
+        fed = [node for node in tree.root.below() if node.place is not None]
+        if fed and rng.random() < 0.5:
+            root = rng.choice(fed)
+            survivors = [node for node in root.below() if node.place is not None]
+            path = [node.token_id for node in root.path()]
+            assert tree.find(path) is root
+            assert tree.find([*path, -1]) is root
+            moved = tree.move_root(root)
+            if moved is not None:
+                cache.move(*moved)
+            assert tree.root is root
+            assert root.parent is None
+            assert all(node.place is not None for node in survivors)
+            cache.check(tree)
