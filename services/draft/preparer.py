@@ -72,19 +72,20 @@ class Preparer:
             self.throttle.delayed(waited)
 
     def step(self) -> None:
-        """Do one forward over the open nodes that are likeliest to be of use."""
+        """Do one forward over the open nodes that are likeliest to be of use, if there are any."""
         self._began, began_cpu = time.monotonic(), time.thread_time()
         chosen = self._choose()
-        if chosen:
-            try:
-                self._forward(chosen)
-            except CacheFullError:
-                self._pending.clear()
-            except Exception:
-                _log.exception("drafting ahead over %d sessions failed", len(chosen))
-                for speculation in chosen:
-                    self._engine.release(speculation.session.session_id)
-                self._pending.clear()
+        if not chosen:
+            return
+        try:
+            self._forward(chosen)
+        except CacheFullError:
+            self._pending.clear()
+        except Exception:
+            _log.exception("drafting ahead over %d sessions failed", len(chosen))
+            for speculation in chosen:
+                self._engine.release(speculation.session.session_id)
+            self._pending.clear()
         self._ended = time.monotonic()
         stolen_s = 0.0
         if self._engine.device.type == "cpu":

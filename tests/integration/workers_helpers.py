@@ -109,7 +109,9 @@ class Driver:
         target: Link to a target worker.
         draft: Link to a draft worker; None decodes with gamma 0.
         params: Sampling parameters, with a seed.
+        max_nodes: Above `gamma` for trees.
         accepted: Accepted tokens so far.
+        proposals: Those that came, when `keep_proposals` is set.
     """
 
     target: Link
@@ -118,6 +120,7 @@ class Driver:
     params: SamplingParams = GREEDY
     method: VerificationMethod = VerificationMethod.COUPLED
     gamma: int = 0
+    max_nodes: int = 0
     session_id: str = "s"
     eos_token_ids: tuple[int, ...] = ()
     stop_threshold: float = 0.0
@@ -125,6 +128,8 @@ class Driver:
     held: dict[bool, int] = field(default_factory=dict)
     accepted: int = 0
     num_needs: int = 0
+    keep_proposals: bool = False
+    proposals: list[Proposal] = field(default_factory=list)
 
     async def generate(self, count: int) -> list[int]:
         """Return `count` emitted tokens, or fewer when one of `eos_token_ids` was emitted."""
@@ -144,10 +149,14 @@ class Driver:
             self.draft,
             draft_pb.ProposeBlock,
             gamma=self.gamma,
+            max_nodes=self.max_nodes,
             stop_threshold=self.stop_threshold,
         )
         assert result.WhichOneof("outcome") == "proposal", result
-        return convert.proposal_from_proto(result.proposal, 2**31)
+        proposal = convert.proposal_from_proto(result.proposal, 2**31)
+        if self.keep_proposals:
+            self.proposals.append(proposal)
+        return proposal
 
     async def verify(self, proposal: Proposal) -> Any:
         """Run the second half of a cycle, commit, and return the verdict."""
