@@ -46,7 +46,7 @@ def check_summary(summary, usage):
 
 
 def test_completion_has_text_usage_and_summary(client):
-    answer = complete(client, max_tokens=32, seed=1, temperature=0.7, ignore_eos=True)
+    answer = complete(client, max_tokens=32, seed=1, temperature=0.7, ignore_eos=True, gammaray={"gamma": 4})
     choice = answer.choices[0]
     assert choice.finish_reason == "length"
     assert choice.text
