@@ -143,8 +143,16 @@ class Speculation:
             self.tree.fed(nodes)
         if self._params is not None:
             logits = self._processed(nodes, logits, self._params)
-        session, positions = self.session, [node.position + 1 for node in nodes]
-        made = outlooks(session.spec.method, logits, session.noise, positions, self._top_k, self._bits)
+        session = self.session
+        made = outlooks(
+            session.spec.method,
+            logits,
+            session.noise,
+            [node.position + 1 for node in nodes],
+            temperature=session.spec.params.temperature,
+            top_k=self._top_k,
+            bits=self._bits,
+        )
         for node, outlook in zip(nodes, made, strict=True):
             node.outlook = outlook
 

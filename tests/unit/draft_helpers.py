@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from services.draft.outlook import RACE_TEMPERATURE
+from services.draft.outlook import race_temperature
 from services.draft.scheduler import DraftScheduler
 from services.draft.throttle import Throttle
 from services.engine.engine import Feed
@@ -214,7 +214,7 @@ def outcome(
         scores = engine.table[before, last]
         if params.temperature > 0 and method is VerificationMethod.COUPLED:
             noise = Noise(params.seed or 0, 0, VOCAB).gumbel(len(context) + len(tokens), 1)[0]
-            scores = (scores / params.temperature + noise) / RACE_TEMPERATURE
+            scores = (scores / params.temperature + noise) / race_temperature(params.temperature)
         (token,) = rng.choices(range(VOCAB), scores.softmax(-1).tolist())
         if children and method is not VerificationMethod.COUPLED and rng.random() < 0.7:
             token = next(iter(children))

@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, TokenOrigin, VerificationMethod
-from services.draft.outlook import outlooks
 from services.draft.sampling import quantise, sample_sparse
-from services.engine.noise import Noise
 from services.target.verification import verify
 
 SAMPLED = SamplingParams()
@@ -284,17 +282,3 @@ def mixed(parts: Iterator[tuple[float, Law]]) -> Law:
 def distance(left: Law, right: Law) -> float:
     """Return the total variation between two laws."""
     return 0.5 * math.fsum(abs(left.get(k, 0.0) - right.get(k, 0.0)) for k in {*left, *right})
-
-
-def propose_token(
-    method: VerificationMethod,
-    log_probs_row: Tensor,
-    noise: Noise | None,
-    base: int,
-    position: int,
-    top_k: int,
-    bits: int,
-) -> tuple[int, SparseDistribution | None, float]:
-    """Return what the draft chooses behind one node, the law it drew from, and its confidence."""
-    (outlook,) = outlooks(method, log_probs_row[None], noise, [position], top_k, bits)
-    return outlook.choose(base), outlook.law, outlook.confidence(base)

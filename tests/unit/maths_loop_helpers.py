@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from maths_helpers import propose_token
+from drafting_helpers import propose_token
 from scipy import stats
 from torch import Tensor
 

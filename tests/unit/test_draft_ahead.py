@@ -115,7 +115,9 @@ def test_ahead_likely_runner_ups_at_every_position_are_ready():
         for accepted in range(3):
             tokens = [*PROMPT, *proposal[:accepted]]
             logits = engine.table[tokens[-2], tokens[-1]]
-            (outlook,) = outlooks(COUPLED, logits[None], noise, [len(tokens)], 8, 10)
+            (outlook,) = outlooks(
+                COUPLED, logits[None], noise, [len(tokens)], temperature=1.0, top_k=8, bits=10
+            )
             (best, weight), (second, chance) = outlook.guesses(None)[:2]
             assert best == proposal[accepted]
             if reached * chance > 0.15:
@@ -219,7 +221,9 @@ def test_ahead_nothing_follows_the_end_of_sequence_or_of_the_context():
 
 def test_rejection_guesses_follow_the_law():
     noise, law_row = Noise(5, 0, VOCAB), torch.randn(VOCAB, generator=torch.Generator().manual_seed(1))
-    (outlook,) = outlooks(REJECTION, law_row.log_softmax(-1)[None], noise, [9], 8, 10)
+    (outlook,) = outlooks(
+        REJECTION, law_row.log_softmax(-1)[None], noise, [9], temperature=1.0, top_k=8, bits=10
+    )
     bonus = dict(outlook.guesses(None))
     assert sum(bonus.values()) <= 1
     assert list(bonus.values()) == sorted(bonus.values(), reverse=True)

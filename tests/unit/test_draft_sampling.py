@@ -6,10 +6,11 @@ from fractions import Fraction
 
 import pytest
 import torch
-from maths_helpers import drawn_tokens, propose_token
+from drafting_helpers import propose_token
+from maths_helpers import drawn_tokens
 
 from gammaray.types import SparseDistribution, VerificationMethod
-from services.draft.outlook import RACE_TEMPERATURE
+from services.draft.outlook import race_temperature
 from services.draft.sampling import quantise, sample_sparse
 from services.engine.noise import Noise
 
@@ -99,7 +100,7 @@ def test_propose_coupled_is_the_race_with_the_shared_noise():
         scores = log_probs + noise.gumbel(position, 1)[0]
         assert law is None
         assert token_id == int(scores.argmax())
-        assert confidence == pytest.approx(float((scores / RACE_TEMPERATURE).softmax(-1)[token_id]))
+        assert confidence == pytest.approx(float((scores / race_temperature(1.0)).softmax(-1)[token_id]))
 
 
 def test_propose_naive_follows_the_draft_and_not_the_shared_noise():
@@ -126,7 +127,7 @@ def test_propose_greedy_takes_raw_logits(method):
     logits = torch.tensor([0.0, 3.0, 3.0, -1.0])
     token_id, law, confidence = propose_token(method, logits, None, 0, 0, 8, 10)
     assert (token_id, law) == (1, None)
-    assert confidence == pytest.approx(float(logits.softmax(-1)[1]))
+    assert confidence == pytest.approx(float((logits / race_temperature(0.0)).softmax(-1)[1]))
 
 
 @pytest.mark.parametrize("method", list(VerificationMethod))

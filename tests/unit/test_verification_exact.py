@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from drafting_helpers import propose_token
 from maths_helpers import (
     Blend,
     TinyModel,
@@ -17,7 +18,6 @@ from maths_helpers import (
     matched_law,
     mixed,
     plain_law,
-    propose_token,
     quantised_drafter,
     rejection_law,
 )

@@ -1,0 +1,25 @@
+"""The draft's choice behind one node, as the tests of the maths want it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gammaray.types import SparseDistribution, VerificationMethod
+from services.draft.outlook import outlooks
+from services.engine.noise import Noise
+
+
+def propose_token(
+    method: VerificationMethod,
+    log_probs_row: Tensor,
+    noise: Noise | None,
+    base: int,
+    position: int,
+    top_k: int,
+    bits: int,
+) -> tuple[int, SparseDistribution | None, float]:
+    """Return what the draft chooses behind one node, the law it drew from, and its confidence."""
+    (outlook,) = outlooks(
+        method, log_probs_row[None], noise, [position], temperature=1.0, top_k=top_k, bits=bits
+    )
+    return outlook.choose(base), outlook.law, outlook.confidence(base)
