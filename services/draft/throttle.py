@@ -11,8 +11,11 @@ from dataclasses import dataclass
 
 __all__ = ["AheadStats", "Throttle"]
 
-DECAY = 0.95
-"""Per lookup: what is remembered is some twenty of them."""
+DECAY, SLOW_DECAY = 0.95, 0.99
+"""Per lookup. Time saved and spent count for some twenty of them, hits foreseen and come for a hundred."""
+
+PRIOR_HITS = 3.0
+"""Hits foreseen that came, as the prior of how good the draft's foresight is."""
 
 MIN_LOOKUPS = 10
 """Before so many lookups nothing is concluded."""
@@ -20,8 +23,8 @@ MIN_LOOKUPS = 10
 PAUSE = 64
 """Lookups to sit out after it did not pay, before it is tried again."""
 
-MIN_OUTCOME = 0.04
-"""Outcomes less likely than this are not prepared for: another row costs about a tenth of a forward."""
+MIN_OUTCOME = 0.03
+"""Outcomes less likely than this are not prepared for: one more row costs about a fifth of a forward."""
 
 
 @dataclass
@@ -54,7 +57,7 @@ class Throttle:
     def __init__(self) -> None:
         self.stats = AheadStats()
         self._saved_s = self._spent_s = 0.0
-        self._hits, self._foreseen = 1.0, 1.0
+        self._hits = self._foreseen = 0.0
         self._num_recent = 0
         self._pause = 0
 
@@ -66,7 +69,8 @@ class Throttle:
     @property
     def floor(self) -> float:
         """Probability from which on an outcome is prepared for: higher when hits are rarer than foreseen."""
-        return MIN_OUTCOME * min(4.0, max(0.5, self._foreseen / self._hits))
+        ratio = (self._foreseen + PRIOR_HITS) / (self._hits + PRIOR_HITS)
+        return MIN_OUTCOME * min(3.0, max(0.5, ratio))
 
     def looked_up(self, *, is_hit: bool, foreseen: float, saved_s: float) -> None:
         """Note a request.
@@ -83,7 +87,8 @@ class Throttle:
             return
         self._saved_s = DECAY * self._saved_s + saved_s
         self._spent_s *= DECAY
-        self._hits, self._foreseen = DECAY * self._hits + is_hit, DECAY * self._foreseen + foreseen
+        self._hits = SLOW_DECAY * self._hits + is_hit
+        self._foreseen = SLOW_DECAY * self._foreseen + foreseen
         self._num_recent += 1
         if self._num_recent >= MIN_LOOKUPS and self._spent_s > self._saved_s:
             self._pause = PAUSE

@@ -260,7 +260,7 @@ def test_throttle_weighs_delays_against_forwards_saved(delay_s, is_open):
 
 def test_throttle_prepares_for_less_when_hits_are_rarer_than_foreseen():
     throttle, optimist = Throttle(), Throttle()
-    for index in range(60):
+    for index in range(100):
         throttle.looked_up(is_hit=index % 10 == 0, foreseen=0.8, saved_s=1.0)
         optimist.looked_up(is_hit=index % 10 != 0, foreseen=0.9, saved_s=1.0)
     assert throttle.floor > 2 * MIN_OUTCOME
