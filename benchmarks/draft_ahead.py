@@ -223,7 +223,7 @@ def _row(run: dict[str, Any]) -> tuple[str, ...]:
     return (
         run["method"],
         f"{run['temperature']:g}",
-        f"{run['gamma']} deep, {run['max_nodes']} nodes" if run["max_nodes"] else f"chain {run['gamma']}",
+        f"tree {run['gamma']}/{run['max_nodes']}" if run["max_nodes"] else f"chain {run['gamma']}",
         "on" if run["window"] else "off",
         f"{run['hit_rate']:.2f}" if run["window"] else "",
         f"{run['tokens_per_cycle']:.2f}",

@@ -1,4 +1,4 @@
-"""The draft-ahead benchmark on the demo pair, small: counts are right, and the claim holds in direction."""
+"""The draft-ahead benchmark on the demo pair, small: it counts what is so, and the claim holds."""
 
 import json
 
