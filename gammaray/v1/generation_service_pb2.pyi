@@ -352,6 +352,11 @@ class SpeculationSummary(_message.Message):
     OTHER_MS_FIELD_NUMBER: _builtins.int
     TOTAL_MS_FIELD_NUMBER: _builtins.int
     SPEEDUP_ESTIMATE_FIELD_NUMBER: _builtins.int
+    MODEL_CYCLES_FIELD_NUMBER: _builtins.int
+    NGRAM_CYCLES_FIELD_NUMBER: _builtins.int
+    PLAIN_CYCLES_FIELD_NUMBER: _builtins.int
+    FALLBACK_CYCLES_FIELD_NUMBER: _builtins.int
+    DRAFT_WORKERS_FIELD_NUMBER: _builtins.int
     cycles: _builtins.int
     """Cycles run."""
     tokens_per_cycle: _builtins.float
@@ -376,6 +381,18 @@ class SpeculationSummary(_message.Message):
     cycle is compared with a plain one of its own moment; about 1 at gamma 0. Absent while the cost of plain
     cycles is unknown, and with one cycle only.
     """
+    model_cycles: _builtins.int
+    """Cycles whose proposal came from a draft worker."""
+    ngram_cycles: _builtins.int
+    """Cycles whose proposal came from prompt lookup in the orchestrator."""
+    plain_cycles: _builtins.int
+    """Cycles without a proposal, chosen or not."""
+    fallback_cycles: _builtins.int
+    """Cycles below the rung of the ladder that the request allows: its drafter was absent, failed, late, or still
+    reading the prompt.
+    """
+    draft_workers: _builtins.int
+    """Draft workers that proposed; above 1 after one was left for another."""
     @_builtins.property
     def accepted_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Entry j: cycles in which j tokens were accepted."""
@@ -394,10 +411,15 @@ class SpeculationSummary(_message.Message):
         other_ms: _builtins.float = ...,
         total_ms: _builtins.float = ...,
         speedup_estimate: _builtins.float | None = ...,
+        model_cycles: _builtins.int = ...,
+        ngram_cycles: _builtins.int = ...,
+        plain_cycles: _builtins.int = ...,
+        fallback_cycles: _builtins.int = ...,
+        draft_workers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_alpha", b"_alpha", "_speedup_estimate", b"_speedup_estimate", "acceptance_rate", b"acceptance_rate", "alpha", b"alpha", "speedup_estimate", b"speedup_estimate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_alpha", b"_alpha", "_speedup_estimate", b"_speedup_estimate", "acceptance_rate", b"acceptance_rate", "accepted_lengths", b"accepted_lengths", "alpha", b"alpha", "cycles", b"cycles", "draft_ms", b"draft_ms", "gamma_mean", b"gamma_mean", "other_ms", b"other_ms", "speedup_estimate", b"speedup_estimate", "tokens_per_cycle", b"tokens_per_cycle", "total_ms", b"total_ms", "verify_ms", b"verify_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_alpha", b"_alpha", "_speedup_estimate", b"_speedup_estimate", "acceptance_rate", b"acceptance_rate", "accepted_lengths", b"accepted_lengths", "alpha", b"alpha", "cycles", b"cycles", "draft_ms", b"draft_ms", "draft_workers", b"draft_workers", "fallback_cycles", b"fallback_cycles", "gamma_mean", b"gamma_mean", "model_cycles", b"model_cycles", "ngram_cycles", b"ngram_cycles", "other_ms", b"other_ms", "plain_cycles", b"plain_cycles", "speedup_estimate", b"speedup_estimate", "tokens_per_cycle", b"tokens_per_cycle", "total_ms", b"total_ms", "verify_ms", b"verify_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__acceptance_rate: _TypeAlias = _typing.Literal["acceptance_rate"]  # noqa: Y015
     _WhichOneofArgType__acceptance_rate: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate"]  # noqa: Y015
@@ -467,6 +489,12 @@ class ProcessStatus(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     HEALTHY_FIELD_NUMBER: _builtins.int
     SESSIONS_FIELD_NUMBER: _builtins.int
+    METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
+    NUM_QUEUED_FIELD_NUMBER: _builtins.int
+    CACHE_BYTES_FIELD_NUMBER: _builtins.int
+    CACHE_BUDGET_BYTES_FIELD_NUMBER: _builtins.int
+    WORKER_TOTALS_FIELD_NUMBER: _builtins.int
+    SPECULATION_TOTALS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """One of orchestrator, draft, target, redis, proxy."""
     pid: _builtins.int
@@ -479,6 +507,22 @@ class ProcessStatus(_message.Message):
     """Whether it answers."""
     sessions: _builtins.int
     """Sessions it holds."""
+    metrics_address: _builtins.str
+    """host:port of its Prometheus endpoint, or empty."""
+    num_queued: _builtins.int
+    """Workers: blocks waiting or running."""
+    cache_bytes: _builtins.int
+    """Workers: bytes of KV cache in use."""
+    cache_budget_bytes: _builtins.int
+    """Workers: upper bound of `cache_bytes`."""
+    @_builtins.property
+    def worker_totals(self) -> _types_pb2.WorkerTotals:
+        """Workers: what they did since their start."""
+
+    @_builtins.property
+    def speculation_totals(self) -> _types_pb2.SpeculationTotals:
+        """Orchestrators: what their cycles came to since their start."""
+
     def __init__(
         self,
         *,
@@ -488,11 +532,24 @@ class ProcessStatus(_message.Message):
         model: _builtins.str = ...,
         healthy: _builtins.bool = ...,
         sessions: _builtins.int = ...,
+        metrics_address: _builtins.str = ...,
+        num_queued: _builtins.int = ...,
+        cache_bytes: _builtins.int = ...,
+        cache_budget_bytes: _builtins.int = ...,
+        worker_totals: _types_pb2.WorkerTotals | None = ...,
+        speculation_totals: _types_pb2.SpeculationTotals | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_speculation_totals", b"_speculation_totals", "_worker_totals", b"_worker_totals", "speculation_totals", b"speculation_totals", "worker_totals", b"worker_totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "healthy", b"healthy", "model", b"model", "pid", b"pid", "role", b"role", "sessions", b"sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_speculation_totals", b"_speculation_totals", "_worker_totals", b"_worker_totals", "address", b"address", "cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "healthy", b"healthy", "metrics_address", b"metrics_address", "model", b"model", "num_queued", b"num_queued", "pid", b"pid", "role", b"role", "sessions", b"sessions", "speculation_totals", b"speculation_totals", "worker_totals", b"worker_totals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__speculation_totals: _TypeAlias = _typing.Literal["speculation_totals"]  # noqa: Y015
+    _WhichOneofArgType__speculation_totals: _TypeAlias = _typing.Literal["_speculation_totals", b"_speculation_totals"]  # noqa: Y015
+    _WhichOneofReturnType__worker_totals: _TypeAlias = _typing.Literal["worker_totals"]  # noqa: Y015
+    _WhichOneofArgType__worker_totals: _TypeAlias = _typing.Literal["_worker_totals", b"_worker_totals"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__speculation_totals) -> _WhichOneofReturnType__speculation_totals | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__worker_totals) -> _WhichOneofReturnType__worker_totals | None: ...
 
 Global___ProcessStatus: _TypeAlias = ProcessStatus  # noqa: Y015

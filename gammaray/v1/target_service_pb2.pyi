@@ -133,6 +133,9 @@ class VerifyResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RESULTS_FIELD_NUMBER: _builtins.int
+    IS_DRAINING_FIELD_NUMBER: _builtins.int
+    is_draining: _builtins.bool
+    """The worker is about to stop: it still answers what it has, and refuses new blocks. Default false."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerifyResult]:
         """Answers, in no particular order."""
@@ -141,10 +144,11 @@ class VerifyResponse(_message.Message):
         self,
         *,
         results: _abc.Iterable[Global___VerifyResult] | None = ...,
+        is_draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_draining", b"is_draining", "results", b"results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -312,6 +316,8 @@ class GetTargetInfoResponse(_message.Message):
     CACHE_BYTES_FIELD_NUMBER: _builtins.int
     CACHE_BUDGET_BYTES_FIELD_NUMBER: _builtins.int
     VOCAB_SHA256_FIELD_NUMBER: _builtins.int
+    TOTALS_FIELD_NUMBER: _builtins.int
+    METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model as it was named at start."""
     vocab_size: _builtins.int
@@ -330,6 +336,12 @@ class GetTargetInfoResponse(_message.Message):
     """Upper bound of `cache_bytes`."""
     vocab_sha256: _builtins.str
     """SHA-256 of the tokenizer's vocabulary (sorted `id token` lines), hex; empty when the model has no tokenizer."""
+    metrics_address: _builtins.str
+    """host:port of its Prometheus endpoint, or empty."""
+    @_builtins.property
+    def totals(self) -> _types_pb2.WorkerTotals:
+        """What it did since its start."""
+
     def __init__(
         self,
         *,
@@ -342,10 +354,12 @@ class GetTargetInfoResponse(_message.Message):
         cache_bytes: _builtins.int = ...,
         cache_budget_bytes: _builtins.int = ...,
         vocab_sha256: _builtins.str = ...,
+        totals: _types_pb2.WorkerTotals | None = ...,
+        metrics_address: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "max_context", b"max_context", "model", b"model", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "pid", b"pid", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "pid", b"pid", "totals", b"totals", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

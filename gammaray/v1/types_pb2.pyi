@@ -121,9 +121,13 @@ class _DrafterKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DrafterKi
     """The draft model on a draft worker."""
     DRAFTER_KIND_NONE: _DrafterKind.ValueType  # 2
     """None: gamma is 0 in every cycle."""
+    DRAFTER_KIND_NGRAM: _DrafterKind.ValueType  # 3
+    """Prompt lookup in the orchestrator: what followed the latest tokens where they stood before."""
 
 class DrafterKind(_DrafterKind, metaclass=_DrafterKindEnumTypeWrapper):
-    """Which drafter may propose for a request."""
+    """Which drafter may propose for a request: the rung of the ladder (model, ngram, none) that it starts on. Where a
+    rung fails, the next one proposes until it is back.
+    """
 
 DRAFTER_KIND_UNSPECIFIED: DrafterKind.ValueType  # 0
 """Server default (model)."""
@@ -131,6 +135,8 @@ DRAFTER_KIND_MODEL: DrafterKind.ValueType  # 1
 """The draft model on a draft worker."""
 DRAFTER_KIND_NONE: DrafterKind.ValueType  # 2
 """None: gamma is 0 in every cycle."""
+DRAFTER_KIND_NGRAM: DrafterKind.ValueType  # 3
+"""Prompt lookup in the orchestrator: what followed the latest tokens where they stood before."""
 Global___DrafterKind: _TypeAlias = DrafterKind  # noqa: Y015
 
 @_typing.final
@@ -524,3 +530,103 @@ class ReleaseSession(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseSession: _TypeAlias = ReleaseSession  # noqa: Y015
+
+@_typing.final
+class WorkerTotals(_message.Message):
+    """What a worker has done since its start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    STEP_BLOCKS_FIELD_NUMBER: _builtins.int
+    STEP_US_FIELD_NUMBER: _builtins.int
+    AHEAD_LOOKUPS_FIELD_NUMBER: _builtins.int
+    AHEAD_HITS_FIELD_NUMBER: _builtins.int
+    steps: _builtins.int
+    """Steps (forwards) over blocks."""
+    step_blocks: _builtins.int
+    """Blocks over all of these steps; over `steps` it is the mean batch size."""
+    step_us: _builtins.int
+    """Microseconds of these steps; over the time that went by it is how busy the worker is."""
+    ahead_lookups: _builtins.int
+    """Proposals that draft-ahead could have prepared; 0 on target workers."""
+    ahead_hits: _builtins.int
+    """Those of them that it had prepared, so that they took no forward."""
+    def __init__(
+        self,
+        *,
+        steps: _builtins.int = ...,
+        step_blocks: _builtins.int = ...,
+        step_us: _builtins.int = ...,
+        ahead_lookups: _builtins.int = ...,
+        ahead_hits: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead_hits", b"ahead_hits", "ahead_lookups", b"ahead_lookups", "step_blocks", b"step_blocks", "step_us", b"step_us", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerTotals: _TypeAlias = WorkerTotals  # noqa: Y015
+
+@_typing.final
+class SpeculationTotals(_message.Message):
+    """What an orchestrator's cycles came to since its start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CYCLES_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    TESTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    EMITTED_TOKENS_FIELD_NUMBER: _builtins.int
+    GAMMA_SUM_FIELD_NUMBER: _builtins.int
+    DECODE_US_FIELD_NUMBER: _builtins.int
+    PLAIN_US_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    FAILED_REQUESTS_FIELD_NUMBER: _builtins.int
+    cycles: _builtins.int
+    """Cycles run, those of gamma 0 included."""
+    drafts: _builtins.int
+    """Proposals with at least one token."""
+    draft_tokens: _builtins.int
+    """Proposed tokens."""
+    tested_tokens: _builtins.int
+    """Proposed tokens put to the test."""
+    accepted_tokens: _builtins.int
+    """Proposed tokens accepted and emitted."""
+    emitted_tokens: _builtins.int
+    """Tokens emitted."""
+    gamma_sum: _builtins.int
+    """Sum of gamma over the cycles: levels of proposal asked for."""
+    decode_us: _builtins.int
+    """Microseconds of the cycles that are compared with plain decoding: those after a completion's first."""
+    plain_us: _builtins.int
+    """Microseconds that their tokens would have taken one by one; over `decode_us` it is the speedup."""
+    requests: _builtins.int
+    """Requests ended, well or not."""
+    failed_requests: _builtins.int
+    """Requests that ended in an error."""
+    def __init__(
+        self,
+        *,
+        cycles: _builtins.int = ...,
+        drafts: _builtins.int = ...,
+        draft_tokens: _builtins.int = ...,
+        tested_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
+        emitted_tokens: _builtins.int = ...,
+        gamma_sum: _builtins.int = ...,
+        decode_us: _builtins.int = ...,
+        plain_us: _builtins.int = ...,
+        requests: _builtins.int = ...,
+        failed_requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cycles", b"cycles", "decode_us", b"decode_us", "draft_tokens", b"draft_tokens", "drafts", b"drafts", "emitted_tokens", b"emitted_tokens", "failed_requests", b"failed_requests", "gamma_sum", b"gamma_sum", "plain_us", b"plain_us", "requests", b"requests", "tested_tokens", b"tested_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpeculationTotals: _TypeAlias = SpeculationTotals  # noqa: Y015
