@@ -57,6 +57,8 @@ def serve_environment(directory: Path, host: str) -> dict[str, str]:
         # Ray's default of 15 makes every worker step back behind any other process of the machine.
         "RAY_worker_niceness": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
+        # Who changes its title must not overwrite its environment: the guardian knows it by a mark in there.
+        "SPT_NOENV": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),

@@ -1,8 +1,9 @@
 """Leaves no process behind, however the launcher ends.
 
 What belongs to a cluster is known by a variable in its environment, which every process hands down to those
-it starts: parents may be long gone. A guardian, a process of its own, waits for the end of the launcher, be
-it by kill -9, and then ends what is left and removes the cluster's directory.
+it starts: parents may be long gone. What descends from such a process belongs to the cluster, too. A
+guardian, a process of its own, waits for the end of the launcher, be it by kill -9, and then ends what is
+left and removes the cluster's directory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -65,38 +66,73 @@ def die_with_parent() -> None:
 
 def end_marked(cluster_id: str, grace_s: float = 2.0) -> int:
     """Terminate, then kill, every process of a cluster; return how many there were."""
-    found = marked(cluster_id)
+    known = set(found := marked(cluster_id))
     _signal_all(found, psutil.Process.terminate)
-    _, alive = psutil.wait_procs(found, timeout=grace_s)
+    psutil.wait_procs(found, timeout=grace_s)
     deadline = time.monotonic() + _KILL_TIMEOUT_S
-    # Again and again: a process that is about to end may start another.
-    while alive and time.monotonic() < deadline:
+    # Again and again: a process that is about to end may start another, and one whose mark is gone is only
+    # known from the look that still saw its parent.
+    while time.monotonic() < deadline:
+        known.update(marked(cluster_id))
+        alive = [process for process in known if _runs(process)]
+        if not alive:
+            break
         _signal_all(alive, psutil.Process.kill)
         psutil.wait_procs(alive, timeout=1.0)
-        alive = marked(cluster_id)
-    return len(found)
+    return len(known)
 
 
 def marked(cluster_id: str) -> list[psutil.Process]:
-    """Return the processes of a cluster; the launcher is none of them, as it set the mark after its start."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if _has_mark(process, cluster_id) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (psutil.Error, OSError):  # it ended, or belongs to somebody else
-            continue
-    return found
+    """Return the processes of a cluster; the launcher is none of them, as it set the mark after its start.
+
+    A process that changes its title may wipe a part of its environment, and Ray starts its agents with the
+    variables in any order: what descends from a marked process therefore belongs too.
+    """
+    processes = {process.pid: process for process in psutil.process_iter() if _runs(process)}
+    parents = {pid: parent for pid, process in processes.items() if (parent := _parent(process)) is not None}
+    belongs = {pid: _has_mark(process, cluster_id) for pid, process in processes.items()}
+    return [process for pid, process in processes.items() if any(belongs[a] for a in _line(pid, parents))]
+
+
+def _line(pid: int, parents: dict[int, int]) -> Iterator[int]:
+    """Yield a process and its ancestors, nearest first."""
+    seen: set[int] = set()  # looked at one after the other, so that a number used again might make a ring
+    while pid in parents and pid not in seen:
+        seen.add(pid)
+        yield pid
+        pid = parents[pid]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def _parent(process: psutil.Process) -> int | None:
+    try:
+        return int(process.ppid())
+    except psutil.Error:  # it ended
+        return None
 
 
 def _has_mark(process: psutil.Process, cluster_id: str) -> bool:
+    mark = f"{MARK}={cluster_id}".encode()
     try:
         # psutil stops at the gap that a process leaves here when it changes its title, as Ray's do.
-        return f"{MARK}={cluster_id}".encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(
-            b"\0"
-        )
+        return mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
     except FileNotFoundError:  # no such thing on this system, or it ended
-        return bool(process.environ().get(MARK) == cluster_id)
+        return _environment(process).get(MARK) == cluster_id
+    except OSError:  # it belongs to somebody else
+        return False
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return dict(process.environ())
+    except (psutil.Error, OSError):
+        return {}
 
 
 def _signal_all(processes: list[psutil.Process], send: Callable[[psutil.Process], None]) -> None:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import time
 import uuid
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,6 +15,7 @@ from cluster_helpers import launch, running_cluster, started_with, wait_until_go
 
 from gammaray import Client
 from orchestrator.preflight import free_ports
+from orchestrator.reaper import MARK
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -35,6 +37,10 @@ def refuse(*options, timeout_s=FAIL_FAST_S):
     return complaint
 
 
+def environment(process):
+    return Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace")
+
+
 def test_several_of_each_serve_and_vanish_with_a_killed_launcher():
     with running_cluster("--target-workers", "2", "--draft-workers", "2", "--orchestrators", "2") as cluster:
         with Client(cluster.grpc) as client:
@@ -45,6 +51,8 @@ def test_several_of_each_serve_and_vanish_with_a_killed_launcher():
         assert roles.count("target") == roles.count("draft") == 2
         below = cluster.processes()
         assert len(below) > 8
+        # The guardian knows Ray's processes by the mark, whatever they do to their titles.
+        assert [p.name() for p in below if p.name().startswith("ray::") and MARK not in environment(p)] == []
         cluster.launcher.send_signal(signal.SIGKILL)
         cluster.launcher.wait(10)
         assert wait_until_gone(below, 20) == []

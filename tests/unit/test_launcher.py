@@ -8,6 +8,7 @@ import sys
 import time
 import uuid
 
+import psutil
 import pytest
 
 from gammaray.errors import InvalidArgumentError
@@ -156,6 +157,23 @@ def test_end_marked_finds_orphans_that_ignore_sigterm():
     assert end_marked(cluster_id, grace_s=0.2) == 1
     assert marked(cluster_id) == []
     assert end_marked(cluster_id) == 0
+
+
+UNMARKED_CHILD = """
+import subprocess, sys, time
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={}).pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_end_marked_finds_a_child_that_lost_the_mark():
+    cluster_id = uuid.uuid4().hex
+    command, environment = [sys.executable, "-c", UNMARKED_CHILD], {**os.environ, MARK: cluster_id}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        child = psutil.Process(int(parent.stdout.readline()))
+        assert {process.pid for process in marked(cluster_id)} == {parent.pid, child.pid}
+        assert end_marked(cluster_id) == 2
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
 GUARDED = """
