@@ -25,35 +25,55 @@ _sym_db = _symbol_database.Default()
 from gammaray.v1 import types_pb2 as gammaray_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$gammaray/v1/generation_service.proto\x12\x0bgammaray.v1\x1a\x17gammaray/v1/types.proto\"b\n\x0bGammaPolicy\x12\x0f\n\x05\x66ixed\x18\x01 \x01(\rH\x00\x12\x12\n\x08\x61\x64\x61ptive\x18\x02 \x01(\x08H\x00\x12\x11\n\tmax_gamma\x18\x03 \x01(\r\x12\x11\n\tmax_nodes\x18\x04 \x01(\rB\x08\n\x06policy\"\xca\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.gammaray.v1.TokenIdsH\x00\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.gammaray.v1.SamplingParams\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x1d\n\x10num_top_logprobs\x18\t \x01(\rH\x02\x88\x01\x01\x12\x35\n\x0cverification\x18\n \x01(\x0e\x32\x1f.gammaray.v1.VerificationMethod\x12\'\n\x05gamma\x18\x0b \x01(\x0b\x32\x18.gammaray.v1.GammaPolicy\x12)\n\x07\x64rafter\x18\x0c \x01(\x0e\x32\x18.gammaray.v1.DrafterKind\x12\x12\n\nsession_id\x18\r \x01(\tB\x08\n\x06promptB\r\n\x0b_max_tokensB\x13\n\x11_num_top_logprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x94\x02\n\x10GenerateResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12)\n\x06tokens\x18\x03 \x03(\x0b\x32\x19.gammaray.v1.EmittedToken\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.gammaray.v1.FinishReason\x12&\n\x05usage\x18\x05 \x01(\x0b\x32\x12.gammaray.v1.UsageH\x00\x88\x01\x01\x12\x35\n\x07summary\x18\x06 \x01(\x0b\x32\x1f.gammaray.v1.SpeculationSummaryH\x01\x88\x01\x01\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x42\x08\n\x06_usageB\n\n\x08_summary\"\xb0\x01\n\x0c\x45mittedToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12(\n\x06origin\x18\x02 \x01(\x0e\x32\x18.gammaray.v1.TokenOrigin\x12\x14\n\x07logprob\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12-\n\x0ctop_logprobs\x18\x04 \x03(\x0b\x32\x17.gammaray.v1.TopLogprob\x12\x13\n\x0btoken_bytes\x18\x05 \x01(\x0c\x42\n\n\x08_logprob\"D\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x13\n\x0btoken_bytes\x18\x03 \x01(\x0c\"\x81\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\"\n\x1a\x61\x63\x63\x65pted_prediction_tokens\x18\x03 \x01(\r\x12\"\n\x1arejected_prediction_tokens\x18\x04 \x01(\r\"\xab\x03\n\x12SpeculationSummary\x12\x0e\n\x06\x63ycles\x18\x01 \x01(\r\x12\x18\n\x10tokens_per_cycle\x18\x02 \x01(\x01\x12\x12\n\x05\x61lpha\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x0f\x61\x63\x63\x65ptance_rate\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x10\x61\x63\x63\x65pted_lengths\x18\x05 \x03(\r\x12\x12\n\ngamma_mean\x18\x06 \x01(\x01\x12\x10\n\x08\x64raft_ms\x18\x07 \x01(\x01\x12\x11\n\tverify_ms\x18\x08 \x01(\x01\x12\x10\n\x08other_ms\x18\t \x01(\x01\x12\x10\n\x08total_ms\x18\n \x01(\x01\x12\x1d\n\x10speedup_estimate\x18\x0b \x01(\x01H\x02\x88\x01\x01\x12\x14\n\x0cmodel_cycles\x18\x0c \x01(\r\x12\x14\n\x0cngram_cycles\x18\r \x01(\r\x12\x14\n\x0cplain_cycles\x18\x0e \x01(\r\x12\x17\n\x0f\x66\x61llback_cycles\x18\x0f \x01(\r\x12\x15\n\rdraft_workers\x18\x10 \x01(\rB\x08\n\x06_alphaB\x12\n\x10_acceptance_rateB\x13\n\x11_speedup_estimate\"\x12\n\x10GetStatusRequest\"B\n\x11GetStatusResponse\x12-\n\tprocesses\x18\x01 \x03(\x0b\x32\x1a.gammaray.v1.ProcessStatus\"\xec\x02\n\rProcessStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0f\n\x07healthy\x18\x05 \x01(\x08\x12\x10\n\x08sessions\x18\x06 \x01(\r\x12\x17\n\x0fmetrics_address\x18\x07 \x01(\t\x12\x12\n\nnum_queued\x18\x08 \x01(\r\x12\x13\n\x0b\x63\x61\x63he_bytes\x18\t \x01(\x04\x12\x1a\n\x12\x63\x61\x63he_budget_bytes\x18\n \x01(\x04\x12\x35\n\rworker_totals\x18\x0b \x01(\x0b\x32\x19.gammaray.v1.WorkerTotalsH\x00\x88\x01\x01\x12?\n\x12speculation_totals\x18\x0c \x01(\x0b\x32\x1e.gammaray.v1.SpeculationTotalsH\x01\x88\x01\x01\x42\x10\n\x0e_worker_totalsB\x15\n\x13_speculation_totals2\xaa\x01\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.gammaray.v1.GenerateRequest\x1a\x1d.gammaray.v1.GenerateResponse0\x01\x12J\n\tGetStatus\x12\x1d.gammaray.v1.GetStatusRequest\x1a\x1e.gammaray.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$gammaray/v1/generation_service.proto\x12\x0bgammaray.v1\x1a\x17gammaray/v1/types.proto\"b\n\x0bGammaPolicy\x12\x0f\n\x05\x66ixed\x18\x01 \x01(\rH\x00\x12\x12\n\x08\x61\x64\x61ptive\x18\x02 \x01(\x08H\x00\x12\x11\n\tmax_gamma\x18\x03 \x01(\r\x12\x11\n\tmax_nodes\x18\x04 \x01(\rB\x08\n\x06policy\"\x98\x04\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.gammaray.v1.TokenIdsH\x00\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.gammaray.v1.SamplingParams\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x1d\n\x10num_top_logprobs\x18\t \x01(\rH\x02\x88\x01\x01\x12\x35\n\x0cverification\x18\n \x01(\x0e\x32\x1f.gammaray.v1.VerificationMethod\x12\'\n\x05gamma\x18\x0b \x01(\x0b\x32\x18.gammaray.v1.GammaPolicy\x12)\n\x07\x64rafter\x18\x0c \x01(\x0e\x32\x18.gammaray.v1.DrafterKind\x12\x12\n\nsession_id\x18\r \x01(\t\x12\x0c\n\x04turn\x18\x0e \x01(\r\x12\x18\n\x0bresume_from\x18\x0f \x01(\rH\x03\x88\x01\x01\x12\x14\n\x0ckeep_cache_s\x18\x10 \x01(\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x13\n\x11_num_top_logprobsB\x0e\n\x0c_resume_from\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xb2\x02\n\x10GenerateResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12)\n\x06tokens\x18\x03 \x03(\x0b\x32\x19.gammaray.v1.EmittedToken\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.gammaray.v1.FinishReason\x12&\n\x05usage\x18\x05 \x01(\x0b\x32\x12.gammaray.v1.UsageH\x00\x88\x01\x01\x12\x35\n\x07summary\x18\x06 \x01(\x0b\x32\x1f.gammaray.v1.SpeculationSummaryH\x01\x88\x01\x01\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x0e\n\x06offset\x18\x08 \x01(\r\x12\x0c\n\x04turn\x18\t \x01(\rB\x08\n\x06_usageB\n\n\x08_summary\"\xb0\x01\n\x0c\x45mittedToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12(\n\x06origin\x18\x02 \x01(\x0e\x32\x18.gammaray.v1.TokenOrigin\x12\x14\n\x07logprob\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12-\n\x0ctop_logprobs\x18\x04 \x03(\x0b\x32\x17.gammaray.v1.TopLogprob\x12\x13\n\x0btoken_bytes\x18\x05 \x01(\x0c\x42\n\n\x08_logprob\"D\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x13\n\x0btoken_bytes\x18\x03 \x01(\x0c\"\x81\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\"\n\x1a\x61\x63\x63\x65pted_prediction_tokens\x18\x03 \x01(\r\x12\"\n\x1arejected_prediction_tokens\x18\x04 \x01(\r\"\xab\x03\n\x12SpeculationSummary\x12\x0e\n\x06\x63ycles\x18\x01 \x01(\r\x12\x18\n\x10tokens_per_cycle\x18\x02 \x01(\x01\x12\x12\n\x05\x61lpha\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x0f\x61\x63\x63\x65ptance_rate\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x10\x61\x63\x63\x65pted_lengths\x18\x05 \x03(\r\x12\x12\n\ngamma_mean\x18\x06 \x01(\x01\x12\x10\n\x08\x64raft_ms\x18\x07 \x01(\x01\x12\x11\n\tverify_ms\x18\x08 \x01(\x01\x12\x10\n\x08other_ms\x18\t \x01(\x01\x12\x10\n\x08total_ms\x18\n \x01(\x01\x12\x1d\n\x10speedup_estimate\x18\x0b \x01(\x01H\x02\x88\x01\x01\x12\x14\n\x0cmodel_cycles\x18\x0c \x01(\r\x12\x14\n\x0cngram_cycles\x18\r \x01(\r\x12\x14\n\x0cplain_cycles\x18\x0e \x01(\r\x12\x17\n\x0f\x66\x61llback_cycles\x18\x0f \x01(\r\x12\x15\n\rdraft_workers\x18\x10 \x01(\rB\x08\n\x06_alphaB\x12\n\x10_acceptance_rateB\x13\n\x11_speedup_estimate\"\x82\x02\n\x0bSessionInfo\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04turn\x18\x02 \x01(\r\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.gammaray.v1.SessionState\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.gammaray.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x16\n\x0e\x65mitted_tokens\x18\x06 \x01(\r\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\r\n\x05\x65poch\x18\x08 \x01(\r\x12\x12\n\ncreated_ms\x18\t \x01(\x04\x12\x15\n\rexpires_in_ms\x18\n \x01(\x04\"\'\n\x11GetSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"j\n\x12GetSessionResponse\x12)\n\x07session\x18\x01 \x01(\x0b\x32\x18.gammaray.v1.SessionInfo\x12)\n\x06tokens\x18\x02 \x03(\x0b\x32\x19.gammaray.v1.EmittedToken\"$\n\x13ListSessionsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"B\n\x14ListSessionsResponse\x12*\n\x08sessions\x18\x01 \x03(\x0b\x32\x18.gammaray.v1.SessionInfo\"*\n\x14\x44\x65leteSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"(\n\x15\x44\x65leteSessionResponse\x12\x0f\n\x07\x65xisted\x18\x01 \x01(\x08\"#\n\rCancelRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\";\n\x0e\x43\x61ncelResponse\x12)\n\x07session\x18\x01 \x01(\x0b\x32\x18.gammaray.v1.SessionInfo\"\x12\n\x10GetStatusRequest\"B\n\x11GetStatusResponse\x12-\n\tprocesses\x18\x01 \x03(\x0b\x32\x1a.gammaray.v1.ProcessStatus\"\xec\x02\n\rProcessStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0f\n\x07healthy\x18\x05 \x01(\x08\x12\x10\n\x08sessions\x18\x06 \x01(\r\x12\x17\n\x0fmetrics_address\x18\x07 \x01(\t\x12\x12\n\nnum_queued\x18\x08 \x01(\r\x12\x13\n\x0b\x63\x61\x63he_bytes\x18\t \x01(\x04\x12\x1a\n\x12\x63\x61\x63he_budget_bytes\x18\n \x01(\x04\x12\x35\n\rworker_totals\x18\x0b \x01(\x0b\x32\x19.gammaray.v1.WorkerTotalsH\x00\x88\x01\x01\x12?\n\x12speculation_totals\x18\x0c \x01(\x0b\x32\x1e.gammaray.v1.SpeculationTotalsH\x01\x88\x01\x01\x42\x10\n\x0e_worker_totalsB\x15\n\x13_speculation_totals*\x80\x01\n\x0cSessionState\x12\x1d\n\x19SESSION_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15SESSION_STATE_RUNNING\x10\x01\x12\x1a\n\x16SESSION_STATE_DETACHED\x10\x02\x12\x1a\n\x16SESSION_STATE_FINISHED\x10\x03\x32\xe9\x03\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.gammaray.v1.GenerateRequest\x1a\x1d.gammaray.v1.GenerateResponse0\x01\x12J\n\tGetStatus\x12\x1d.gammaray.v1.GetStatusRequest\x1a\x1e.gammaray.v1.GetStatusResponse\x12M\n\nGetSession\x12\x1e.gammaray.v1.GetSessionRequest\x1a\x1f.gammaray.v1.GetSessionResponse\x12S\n\x0cListSessions\x12 .gammaray.v1.ListSessionsRequest\x1a!.gammaray.v1.ListSessionsResponse\x12V\n\rDeleteSession\x12!.gammaray.v1.DeleteSessionRequest\x1a\".gammaray.v1.DeleteSessionResponse\x12\x41\n\x06\x43\x61ncel\x12\x1a.gammaray.v1.CancelRequest\x1a\x1b.gammaray.v1.CancelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gammaray.v1.generation_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SESSIONSTATE']._serialized_start=3018
+  _globals['_SESSIONSTATE']._serialized_end=3146
   _globals['_GAMMAPOLICY']._serialized_start=78
   _globals['_GAMMAPOLICY']._serialized_end=176
   _globals['_GENERATEREQUEST']._serialized_start=179
-  _globals['_GENERATEREQUEST']._serialized_end=637
-  _globals['_TOKENIDS']._serialized_start=639
-  _globals['_TOKENIDS']._serialized_end=662
-  _globals['_GENERATERESPONSE']._serialized_start=665
-  _globals['_GENERATERESPONSE']._serialized_end=941
-  _globals['_EMITTEDTOKEN']._serialized_start=944
-  _globals['_EMITTEDTOKEN']._serialized_end=1120
-  _globals['_TOPLOGPROB']._serialized_start=1122
-  _globals['_TOPLOGPROB']._serialized_end=1190
-  _globals['_USAGE']._serialized_start=1193
-  _globals['_USAGE']._serialized_end=1322
-  _globals['_SPECULATIONSUMMARY']._serialized_start=1325
-  _globals['_SPECULATIONSUMMARY']._serialized_end=1752
-  _globals['_GETSTATUSREQUEST']._serialized_start=1754
-  _globals['_GETSTATUSREQUEST']._serialized_end=1772
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1774
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1840
-  _globals['_PROCESSSTATUS']._serialized_start=1843
-  _globals['_PROCESSSTATUS']._serialized_end=2207
-  _globals['_GENERATIONSERVICE']._serialized_start=2210
-  _globals['_GENERATIONSERVICE']._serialized_end=2380
+  _globals['_GENERATEREQUEST']._serialized_end=715
+  _globals['_TOKENIDS']._serialized_start=717
+  _globals['_TOKENIDS']._serialized_end=740
+  _globals['_GENERATERESPONSE']._serialized_start=743
+  _globals['_GENERATERESPONSE']._serialized_end=1049
+  _globals['_EMITTEDTOKEN']._serialized_start=1052
+  _globals['_EMITTEDTOKEN']._serialized_end=1228
+  _globals['_TOPLOGPROB']._serialized_start=1230
+  _globals['_TOPLOGPROB']._serialized_end=1298
+  _globals['_USAGE']._serialized_start=1301
+  _globals['_USAGE']._serialized_end=1430
+  _globals['_SPECULATIONSUMMARY']._serialized_start=1433
+  _globals['_SPECULATIONSUMMARY']._serialized_end=1860
+  _globals['_SESSIONINFO']._serialized_start=1863
+  _globals['_SESSIONINFO']._serialized_end=2121
+  _globals['_GETSESSIONREQUEST']._serialized_start=2123
+  _globals['_GETSESSIONREQUEST']._serialized_end=2162
+  _globals['_GETSESSIONRESPONSE']._serialized_start=2164
+  _globals['_GETSESSIONRESPONSE']._serialized_end=2270
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=2272
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=2308
+  _globals['_LISTSESSIONSRESPONSE']._serialized_start=2310
+  _globals['_LISTSESSIONSRESPONSE']._serialized_end=2376
+  _globals['_DELETESESSIONREQUEST']._serialized_start=2378
+  _globals['_DELETESESSIONREQUEST']._serialized_end=2420
+  _globals['_DELETESESSIONRESPONSE']._serialized_start=2422
+  _globals['_DELETESESSIONRESPONSE']._serialized_end=2462
+  _globals['_CANCELREQUEST']._serialized_start=2464
+  _globals['_CANCELREQUEST']._serialized_end=2499
+  _globals['_CANCELRESPONSE']._serialized_start=2501
+  _globals['_CANCELRESPONSE']._serialized_end=2560
+  _globals['_GETSTATUSREQUEST']._serialized_start=2562
+  _globals['_GETSTATUSREQUEST']._serialized_end=2580
+  _globals['_GETSTATUSRESPONSE']._serialized_start=2582
+  _globals['_GETSTATUSRESPONSE']._serialized_end=2648
+  _globals['_PROCESSSTATUS']._serialized_start=2651
+  _globals['_PROCESSSTATUS']._serialized_end=3015
+  _globals['_GENERATIONSERVICE']._serialized_start=3149
+  _globals['_GENERATIONSERVICE']._serialized_end=3638
 # @@protoc_insertion_point(module_scope)

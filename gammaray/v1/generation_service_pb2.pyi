@@ -8,6 +8,7 @@ from gammaray.v1 import types_pb2 as _types_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -18,6 +19,34 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _SessionState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SessionStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SessionState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SESSION_STATE_UNSPECIFIED: _SessionState.ValueType  # 0
+    """Never sent."""
+    SESSION_STATE_RUNNING: _SessionState.ValueType  # 1
+    """An orchestrator works on it."""
+    SESSION_STATE_DETACHED: _SessionState.ValueType  # 2
+    """Nobody works on it: its client went away or its orchestrator died. It waits to be resumed, until it expires."""
+    SESSION_STATE_FINISHED: _SessionState.ValueType  # 3
+    """It has a finish reason."""
+
+class SessionState(_SessionState, metaclass=_SessionStateEnumTypeWrapper):
+    """What became of the current turn of a session."""
+
+SESSION_STATE_UNSPECIFIED: SessionState.ValueType  # 0
+"""Never sent."""
+SESSION_STATE_RUNNING: SessionState.ValueType  # 1
+"""An orchestrator works on it."""
+SESSION_STATE_DETACHED: SessionState.ValueType  # 2
+"""Nobody works on it: its client went away or its orchestrator died. It waits to be resumed, until it expires."""
+SESSION_STATE_FINISHED: SessionState.ValueType  # 3
+"""It has a finish reason."""
+Global___SessionState: _TypeAlias = SessionState  # noqa: Y015
 
 @_typing.final
 class GammaPolicy(_message.Message):
@@ -74,6 +103,9 @@ class GenerateRequest(_message.Message):
     GAMMA_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
+    RESUME_FROM_FIELD_NUMBER: _builtins.int
+    KEEP_CACHE_S_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model; empty means the one served."""
     text: _builtins.str
@@ -90,6 +122,18 @@ class GenerateRequest(_message.Message):
     """Which drafter may propose. Default model."""
     session_id: _builtins.str
     """Name of the session to create; empty: the server draws one. 1 to 128 of [A-Za-z0-9_.-]."""
+    turn: _builtins.int
+    """Turn of the session. 0 begins the session; t > 0 continues a session whose turn t - 1 has finished: the prompt
+    is appended to its prompt and emitted tokens. Needs `session_id`. Range [0, 2^31). Default 0.
+    """
+    resume_from: _builtins.int
+    """Resume the turn: the number of its emitted tokens that the client has; the stream goes on behind them. A turn
+    that is not there yet is begun, if this is 0 and there is a prompt. The other fields must be those it was begun
+    with, or the prompt is left out and they are ignored. Needs `session_id`. FAILED_PRECONDITION when the
+    session is at another turn, was begun by another request, or has fewer tokens.
+    """
+    keep_cache_s: _builtins.float
+    """Seconds to keep the workers' caches after the turn has finished, for the next one. Range [0, 3600]. Default 0."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids of the target's vocabulary."""
@@ -126,21 +170,28 @@ class GenerateRequest(_message.Message):
         gamma: Global___GammaPolicy | None = ...,
         drafter: _types_pb2.DrafterKind.ValueType = ...,
         session_id: _builtins.str = ...,
+        turn: _builtins.int = ...,
+        resume_from: _builtins.int | None = ...,
+        keep_cache_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_top_logprobs", b"_num_top_logprobs", "gamma", b"gamma", "max_tokens", b"max_tokens", "num_top_logprobs", b"num_top_logprobs", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_top_logprobs", b"_num_top_logprobs", "_resume_from", b"_resume_from", "gamma", b"gamma", "max_tokens", b"max_tokens", "num_top_logprobs", b"num_top_logprobs", "prompt", b"prompt", "resume_from", b"resume_from", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_top_logprobs", b"_num_top_logprobs", "drafter", b"drafter", "gamma", b"gamma", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model", b"model", "num_top_logprobs", b"num_top_logprobs", "prompt", b"prompt", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_top_logprobs", b"_num_top_logprobs", "_resume_from", b"_resume_from", "drafter", b"drafter", "gamma", b"gamma", "ignore_eos", b"ignore_eos", "keep_cache_s", b"keep_cache_s", "max_tokens", b"max_tokens", "model", b"model", "num_top_logprobs", b"num_top_logprobs", "prompt", b"prompt", "resume_from", b"resume_from", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids", "turn", b"turn", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__num_top_logprobs: _TypeAlias = _typing.Literal["num_top_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_top_logprobs: _TypeAlias = _typing.Literal["_num_top_logprobs", b"_num_top_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__resume_from: _TypeAlias = _typing.Literal["resume_from"]  # noqa: Y015
+    _WhichOneofArgType__resume_from: _TypeAlias = _typing.Literal["_resume_from", b"_resume_from"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_top_logprobs) -> _WhichOneofReturnType__num_top_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__resume_from) -> _WhichOneofReturnType__resume_from | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
@@ -183,6 +234,8 @@ class GenerateResponse(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     SUMMARY_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The session."""
     text: _builtins.str
@@ -191,6 +244,10 @@ class GenerateResponse(_message.Message):
     """Set in the last piece."""
     seed: _builtins.int
     """The seed in use."""
+    offset: _builtins.int
+    """Number of tokens of the turn before this piece: `offset` + number of `tokens` is what to resume from."""
+    turn: _builtins.int
+    """Turn of the session."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmittedToken]:
         """Tokens emitted since the last piece, with where they came from."""
@@ -213,10 +270,12 @@ class GenerateResponse(_message.Message):
         usage: Global___Usage | None = ...,
         summary: Global___SpeculationSummary | None = ...,
         seed: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        turn: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_summary", b"_summary", "_usage", b"_usage", "summary", b"summary", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_summary", b"_summary", "_usage", b"_usage", "finish_reason", b"finish_reason", "seed", b"seed", "session_id", b"session_id", "summary", b"summary", "text", b"text", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_summary", b"_summary", "_usage", b"_usage", "finish_reason", b"finish_reason", "offset", b"offset", "seed", b"seed", "session_id", b"session_id", "summary", b"summary", "text", b"text", "tokens", b"tokens", "turn", b"turn", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__summary: _TypeAlias = _typing.Literal["summary"]  # noqa: Y015
     _WhichOneofArgType__summary: _TypeAlias = _typing.Literal["_summary", b"_summary"]  # noqa: Y015
@@ -435,6 +494,252 @@ class SpeculationSummary(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__speedup_estimate) -> _WhichOneofReturnType__speedup_estimate | None: ...
 
 Global___SpeculationSummary: _TypeAlias = SpeculationSummary  # noqa: Y015
+
+@_typing.final
+class SessionInfo(_message.Message):
+    """A session as the store knows it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    EMITTED_TOKENS_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    CREATED_MS_FIELD_NUMBER: _builtins.int
+    EXPIRES_IN_MS_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Its name."""
+    turn: _builtins.int
+    """The current turn, from 0."""
+    state: Global___SessionState.ValueType
+    """What became of that turn."""
+    finish_reason: _types_pb2.FinishReason.ValueType
+    """Why the turn ended; UNSPECIFIED while it has not."""
+    prompt_tokens: _builtins.int
+    """Tokens of the turn's prompt, the turns before included."""
+    emitted_tokens: _builtins.int
+    """Tokens emitted in the turn."""
+    seed: _builtins.int
+    """The seed in use."""
+    epoch: _builtins.int
+    """Fencing number of the owner: grows with each takeover."""
+    created_ms: _builtins.int
+    """Milliseconds since 1970 at which the session was begun."""
+    expires_in_ms: _builtins.int
+    """Milliseconds until the session expires, as of now."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        turn: _builtins.int = ...,
+        state: Global___SessionState.ValueType = ...,
+        finish_reason: _types_pb2.FinishReason.ValueType = ...,
+        prompt_tokens: _builtins.int = ...,
+        emitted_tokens: _builtins.int = ...,
+        seed: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        created_ms: _builtins.int = ...,
+        expires_in_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_ms", b"created_ms", "emitted_tokens", b"emitted_tokens", "epoch", b"epoch", "expires_in_ms", b"expires_in_ms", "finish_reason", b"finish_reason", "prompt_tokens", b"prompt_tokens", "seed", b"seed", "session_id", b"session_id", "state", b"state", "turn", b"turn"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionInfo: _TypeAlias = SessionInfo  # noqa: Y015
+
+@_typing.final
+class GetSessionRequest(_message.Message):
+    """Asks for one session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Its name."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSessionRequest: _TypeAlias = GetSessionRequest  # noqa: Y015
+
+@_typing.final
+class GetSessionResponse(_message.Message):
+    """One session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def session(self) -> Global___SessionInfo:
+        """The session."""
+
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmittedToken]:
+        """The tokens emitted in its current turn."""
+
+    def __init__(
+        self,
+        *,
+        session: Global___SessionInfo | None = ...,
+        tokens: _abc.Iterable[Global___EmittedToken] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSessionResponse: _TypeAlias = GetSessionResponse  # noqa: Y015
+
+@_typing.final
+class ListSessionsRequest(_message.Message):
+    """Asks for the caller's sessions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: _builtins.int
+    limit: _builtins.int
+    """Upper bound of sessions in the answer. Range [1, 1000]; 0 means 100."""
+    def __init__(
+        self,
+        *,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSessionsRequest: _TypeAlias = ListSessionsRequest  # noqa: Y015
+
+@_typing.final
+class ListSessionsResponse(_message.Message):
+    """Sessions, the latest first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionInfo]:
+        """The sessions."""
+
+    def __init__(
+        self,
+        *,
+        sessions: _abc.Iterable[Global___SessionInfo] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sessions", b"sessions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSessionsResponse: _TypeAlias = ListSessionsResponse  # noqa: Y015
+
+@_typing.final
+class DeleteSessionRequest(_message.Message):
+    """Asks to forget a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Its name."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteSessionRequest: _TypeAlias = DeleteSessionRequest  # noqa: Y015
+
+@_typing.final
+class DeleteSessionResponse(_message.Message):
+    """What deleting did."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXISTED_FIELD_NUMBER: _builtins.int
+    existed: _builtins.bool
+    """Whether there was such a session."""
+    def __init__(
+        self,
+        *,
+        existed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["existed", b"existed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteSessionResponse: _TypeAlias = DeleteSessionResponse  # noqa: Y015
+
+@_typing.final
+class CancelRequest(_message.Message):
+    """Asks to end the current turn of a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """The session."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelRequest: _TypeAlias = CancelRequest  # noqa: Y015
+
+@_typing.final
+class CancelResponse(_message.Message):
+    """What cancelling did."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def session(self) -> Global___SessionInfo:
+        """The session afterwards: finished, by this call or before."""
+
+    def __init__(
+        self,
+        *,
+        session: Global___SessionInfo | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelResponse: _TypeAlias = CancelResponse  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):

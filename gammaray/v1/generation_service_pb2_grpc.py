@@ -45,6 +45,26 @@ class GenerationServiceStub:
                 request_serializer=gammaray_dot_v1_dot_generation__service__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=gammaray_dot_v1_dot_generation__service__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.GetSession = channel.unary_unary(
+                '/gammaray.v1.GenerationService/GetSession',
+                request_serializer=gammaray_dot_v1_dot_generation__service__pb2.GetSessionRequest.SerializeToString,
+                response_deserializer=gammaray_dot_v1_dot_generation__service__pb2.GetSessionResponse.FromString,
+                _registered_method=True)
+        self.ListSessions = channel.unary_unary(
+                '/gammaray.v1.GenerationService/ListSessions',
+                request_serializer=gammaray_dot_v1_dot_generation__service__pb2.ListSessionsRequest.SerializeToString,
+                response_deserializer=gammaray_dot_v1_dot_generation__service__pb2.ListSessionsResponse.FromString,
+                _registered_method=True)
+        self.DeleteSession = channel.unary_unary(
+                '/gammaray.v1.GenerationService/DeleteSession',
+                request_serializer=gammaray_dot_v1_dot_generation__service__pb2.DeleteSessionRequest.SerializeToString,
+                response_deserializer=gammaray_dot_v1_dot_generation__service__pb2.DeleteSessionResponse.FromString,
+                _registered_method=True)
+        self.Cancel = channel.unary_unary(
+                '/gammaray.v1.GenerationService/Cancel',
+                request_serializer=gammaray_dot_v1_dot_generation__service__pb2.CancelRequest.SerializeToString,
+                response_deserializer=gammaray_dot_v1_dot_generation__service__pb2.CancelResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer:
@@ -54,7 +74,7 @@ class GenerationServiceServicer:
     def Generate(self, request, context):
         """Generate streams one completion. Fails with INVALID_ARGUMENT (details name the field),
         RESOURCE_EXHAUSTED (details carry a retry delay), UNAVAILABLE (no target worker; retry),
-        DEADLINE_EXCEEDED. Cancelling the call frees the session's caches.
+        DEADLINE_EXCEEDED. Cancelling the call frees the session's caches; `resume_from` takes it up again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -62,6 +82,35 @@ class GenerationServiceServicer:
 
     def GetStatus(self, request, context):
         """GetStatus lists the processes of the cluster.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetSession(self, request, context):
+        """GetSession tells what the store knows of a session. NOT_FOUND when there is none, or it has expired.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSessions(self, request, context):
+        """ListSessions lists the caller's sessions, the latest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteSession(self, request, context):
+        """DeleteSession ends a session and forgets it, on the workers too. One that is not there is fine.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cancel(self, request, context):
+        """Cancel ends the current turn of a session for good: whoever streams it gets FINISH_REASON_CANCELLED within a
+        cycle. Cancelling the Generate call instead frees the caches, but the turn can still be resumed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -79,6 +128,26 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=gammaray_dot_v1_dot_generation__service__pb2.GetStatusRequest.FromString,
                     response_serializer=gammaray_dot_v1_dot_generation__service__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'GetSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSession,
+                    request_deserializer=gammaray_dot_v1_dot_generation__service__pb2.GetSessionRequest.FromString,
+                    response_serializer=gammaray_dot_v1_dot_generation__service__pb2.GetSessionResponse.SerializeToString,
+            ),
+            'ListSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSessions,
+                    request_deserializer=gammaray_dot_v1_dot_generation__service__pb2.ListSessionsRequest.FromString,
+                    response_serializer=gammaray_dot_v1_dot_generation__service__pb2.ListSessionsResponse.SerializeToString,
+            ),
+            'DeleteSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteSession,
+                    request_deserializer=gammaray_dot_v1_dot_generation__service__pb2.DeleteSessionRequest.FromString,
+                    response_serializer=gammaray_dot_v1_dot_generation__service__pb2.DeleteSessionResponse.SerializeToString,
+            ),
+            'Cancel': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cancel,
+                    request_deserializer=gammaray_dot_v1_dot_generation__service__pb2.CancelRequest.FromString,
+                    response_serializer=gammaray_dot_v1_dot_generation__service__pb2.CancelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -136,6 +205,114 @@ class GenerationService:
             '/gammaray.v1.GenerationService/GetStatus',
             gammaray_dot_v1_dot_generation__service__pb2.GetStatusRequest.SerializeToString,
             gammaray_dot_v1_dot_generation__service__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gammaray.v1.GenerationService/GetSession',
+            gammaray_dot_v1_dot_generation__service__pb2.GetSessionRequest.SerializeToString,
+            gammaray_dot_v1_dot_generation__service__pb2.GetSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gammaray.v1.GenerationService/ListSessions',
+            gammaray_dot_v1_dot_generation__service__pb2.ListSessionsRequest.SerializeToString,
+            gammaray_dot_v1_dot_generation__service__pb2.ListSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gammaray.v1.GenerationService/DeleteSession',
+            gammaray_dot_v1_dot_generation__service__pb2.DeleteSessionRequest.SerializeToString,
+            gammaray_dot_v1_dot_generation__service__pb2.DeleteSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cancel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gammaray.v1.GenerationService/Cancel',
+            gammaray_dot_v1_dot_generation__service__pb2.CancelRequest.SerializeToString,
+            gammaray_dot_v1_dot_generation__service__pb2.CancelResponse.FromString,
             options,
             channel_credentials,
             insecure,

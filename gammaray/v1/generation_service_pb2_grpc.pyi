@@ -36,10 +36,20 @@ class GenerationServiceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_generation_service_pb2.GenerateRequest, _generation_service_pb2.GenerateResponse]
     """Generate streams one completion. Fails with INVALID_ARGUMENT (details name the field),
     RESOURCE_EXHAUSTED (details carry a retry delay), UNAVAILABLE (no target worker; retry),
-    DEADLINE_EXCEEDED. Cancelling the call frees the session's caches.
+    DEADLINE_EXCEEDED. Cancelling the call frees the session's caches; `resume_from` takes it up again.
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.GetStatusRequest, _generation_service_pb2.GetStatusResponse]
     """GetStatus lists the processes of the cluster."""
+    GetSession: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.GetSessionRequest, _generation_service_pb2.GetSessionResponse]
+    """GetSession tells what the store knows of a session. NOT_FOUND when there is none, or it has expired."""
+    ListSessions: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.ListSessionsRequest, _generation_service_pb2.ListSessionsResponse]
+    """ListSessions lists the caller's sessions, the latest first."""
+    DeleteSession: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.DeleteSessionRequest, _generation_service_pb2.DeleteSessionResponse]
+    """DeleteSession ends a session and forgets it, on the workers too. One that is not there is fine."""
+    Cancel: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.CancelRequest, _generation_service_pb2.CancelResponse]
+    """Cancel ends the current turn of a session for good: whoever streams it gets FINISH_REASON_CANCELLED within a
+    cycle. Cancelling the Generate call instead frees the caches, but the turn can still be resumed.
+    """
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
@@ -49,10 +59,20 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     Generate: _aio.UnaryStreamMultiCallable[_generation_service_pb2.GenerateRequest, _generation_service_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generate streams one completion. Fails with INVALID_ARGUMENT (details name the field),
     RESOURCE_EXHAUSTED (details carry a retry delay), UNAVAILABLE (no target worker; retry),
-    DEADLINE_EXCEEDED. Cancelling the call frees the session's caches.
+    DEADLINE_EXCEEDED. Cancelling the call frees the session's caches; `resume_from` takes it up again.
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.GetStatusRequest, _generation_service_pb2.GetStatusResponse]  # type: ignore[assignment]
     """GetStatus lists the processes of the cluster."""
+    GetSession: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.GetSessionRequest, _generation_service_pb2.GetSessionResponse]  # type: ignore[assignment]
+    """GetSession tells what the store knows of a session. NOT_FOUND when there is none, or it has expired."""
+    ListSessions: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.ListSessionsRequest, _generation_service_pb2.ListSessionsResponse]  # type: ignore[assignment]
+    """ListSessions lists the caller's sessions, the latest first."""
+    DeleteSession: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.DeleteSessionRequest, _generation_service_pb2.DeleteSessionResponse]  # type: ignore[assignment]
+    """DeleteSession ends a session and forgets it, on the workers too. One that is not there is fine."""
+    Cancel: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.CancelRequest, _generation_service_pb2.CancelResponse]  # type: ignore[assignment]
+    """Cancel ends the current turn of a session for good: whoever streams it gets FINISH_REASON_CANCELLED within a
+    cycle. Cancelling the Generate call instead frees the caches, but the turn can still be resumed.
+    """
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     """Generates text with the target model's own distribution, faster."""
@@ -65,7 +85,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_generation_service_pb2.GenerateResponse], _abc.AsyncIterator[_generation_service_pb2.GenerateResponse]]:
         """Generate streams one completion. Fails with INVALID_ARGUMENT (details name the field),
         RESOURCE_EXHAUSTED (details carry a retry delay), UNAVAILABLE (no target worker; retry),
-        DEADLINE_EXCEEDED. Cancelling the call frees the session's caches.
+        DEADLINE_EXCEEDED. Cancelling the call frees the session's caches; `resume_from` takes it up again.
         """
 
     @_abc_1.abstractmethod
@@ -75,5 +95,39 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generation_service_pb2.GetStatusResponse, _abc.Awaitable[_generation_service_pb2.GetStatusResponse]]:
         """GetStatus lists the processes of the cluster."""
+
+    @_abc_1.abstractmethod
+    def GetSession(
+        self,
+        request: _generation_service_pb2.GetSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_service_pb2.GetSessionResponse, _abc.Awaitable[_generation_service_pb2.GetSessionResponse]]:
+        """GetSession tells what the store knows of a session. NOT_FOUND when there is none, or it has expired."""
+
+    @_abc_1.abstractmethod
+    def ListSessions(
+        self,
+        request: _generation_service_pb2.ListSessionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_service_pb2.ListSessionsResponse, _abc.Awaitable[_generation_service_pb2.ListSessionsResponse]]:
+        """ListSessions lists the caller's sessions, the latest first."""
+
+    @_abc_1.abstractmethod
+    def DeleteSession(
+        self,
+        request: _generation_service_pb2.DeleteSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_service_pb2.DeleteSessionResponse, _abc.Awaitable[_generation_service_pb2.DeleteSessionResponse]]:
+        """DeleteSession ends a session and forgets it, on the workers too. One that is not there is fine."""
+
+    @_abc_1.abstractmethod
+    def Cancel(
+        self,
+        request: _generation_service_pb2.CancelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_service_pb2.CancelResponse, _abc.Awaitable[_generation_service_pb2.CancelResponse]]:
+        """Cancel ends the current turn of a session for good: whoever streams it gets FINISH_REASON_CANCELLED within a
+        cycle. Cancelling the Generate call instead frees the caches, but the turn can still be resumed.
+        """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
