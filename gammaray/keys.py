@@ -1,0 +1,196 @@
+"""API keys: how they are made, how they are kept, and who they belong to.
+
+A key is `gr_<id>_<secret>`: the id (8 hex digits) may be shown and logged, the secret (256 random bits) is
+shown once, when the key is made. The key file holds the SHA-256 of the whole key. A slow hash such as scrypt
+protects secrets that people choose, by making each guess expensive; 256 random bits cannot be guessed at any
+price, while a slow hash on every request would let strangers keep the server busy.
+
+Several keys may name one tenant: to rotate, make a second key, move the clients over, revoke the first. The
+tenant's sessions stay its own all the while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gammaray.errors import InvalidArgumentError, NotFoundError
+
+__all__ = [
+    "ApiKey",
+    "create_key",
+    "hash_key",
+    "is_tenant",
+    "key_id_of",
+    "make_secret",
+    "read_keys",
+    "revoke_key",
+]
+
+TENANT = r"[a-z0-9][a-z0-9-]{0,31}"
+MAX_FILE_BYTES = 16 * 2**20
+_KEY = re.compile(r"gr_([0-9a-f]{8})_[A-Za-z0-9_-]{43}")
+
+
+class ApiKey(BaseModel):
+    """One entry of the key file; nothing in it is secret enough to act with.
+
+    Args:
+        id: The part of the key that may be shown.
+        tenant: Whom it belongs to: 1 to 32 of a-z 0-9 and -.
+        sha256: Of the whole key, in hex.
+        created_at: When it was made.
+        note: What people want to remember of it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
+    tenant: Annotated[str, Field(pattern=f"^{TENANT}$")]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    created_at: datetime
+    note: Annotated[str, Field(max_length=256)] = ""
+
+    def matches(self, key: str) -> bool:
+        """Whether `key` is this one; takes as long for a wrong one as for the right one."""
+        return hmac.compare_digest(self.sha256, hash_key(key))
+
+
+class _KeyFile(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal[1] = 1
+    keys: tuple[ApiKey, ...] = ()
+
+
+def hash_key(key: str) -> str:
+    """Return what is kept of a key."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def make_secret() -> str:
+    """Return a new key; it is good once its hash is in a key file."""
+    return f"gr_{secrets.token_hex(4)}_{secrets.token_urlsafe(32)}"
+
+
+def key_id_of(key: str) -> str | None:
+    """Return the id of a key, None for what is no key of ours."""
+    match = _KEY.fullmatch(key)
+    return match[1] if match else None
+
+
+def is_tenant(name: str) -> bool:
+    """Whether `name` may be a tenant's."""
+    return re.fullmatch(TENANT, name) is not None
+
+
+def read_keys(path: Path) -> tuple[ApiKey, ...]:
+    """Return the keys of a file.
+
+    Raises:
+        InvalidArgumentError: It cannot be read, or is no key file; says where, and never what stands there.
+    """
+    allowed = "a key file, as `gammaray keys create` makes it"
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise InvalidArgumentError("api_keys_file", f"{path}, which is too large", allowed)
+        keys = _KeyFile.model_validate_json(path.read_bytes()).keys
+    except OSError as error:
+        raise InvalidArgumentError("api_keys_file", f"{path} ({error.strerror})", allowed) from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise InvalidArgumentError(
+            "api_keys_file", f"{path}, wrong at {where}: {first['msg']}", allowed
+        ) from None
+    if len({key.id for key in keys}) != len(keys):
+        raise InvalidArgumentError("api_keys_file", f"{path}, with one id twice", allowed)
+    return keys
+
+
+def create_key(path: Path, tenant: str, note: str = "") -> tuple[ApiKey, str]:
+    """Add a key to a file, which is made where it is missing; return its entry and the key itself.
+
+    Raises:
+        InvalidArgumentError: No such tenant can be, or the file cannot be used.
+    """
+    if not is_tenant(tenant):
+        raise InvalidArgumentError("tenant", tenant, "1 to 32 of a-z 0-9 and -, not - first")
+    if len(note) > 256:
+        raise InvalidArgumentError("note", f"{len(note)} characters", "at most 256")
+    with _locked(path):
+        keys = read_keys(path) if path.exists() else ()
+        secret = make_secret()
+        while any(key.id == key_id_of(secret) for key in keys):
+            secret = make_secret()
+        created_at = datetime.now(timezone.utc).replace(microsecond=0)
+        key = ApiKey(
+            id=key_id_of(secret) or "",
+            tenant=tenant,
+            sha256=hash_key(secret),
+            created_at=created_at,
+            note=note,
+        )
+        _write(path, (*keys, key))
+    return key, secret
+
+
+def revoke_key(path: Path, key_id: str) -> ApiKey:
+    """Take a key out of a file and return its entry; servers notice within a second.
+
+    Raises:
+        NotFoundError: It is not there.
+        InvalidArgumentError: The file cannot be used.
+    """
+    with _locked(path):
+        keys = read_keys(path)
+        found = next((key for key in keys if key.id == key_id), None)
+        if found is None:
+            raise NotFoundError(f"no key {key_id!r} in {path}")
+        _write(path, [key for key in keys if key.id != key_id])
+    return found
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keep other writers of the file out: two commands at once must not lose one of their keys."""
+    import fcntl  # not on Windows, where this module must be importable
+
+    try:
+        directory = os.open(path.parent, os.O_RDONLY)
+    except OSError as error:
+        raise InvalidArgumentError(
+            "api_keys_file", f"{path} ({error.strerror})", "a file in a directory that is there"
+        ) from None
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(directory)
+
+
+def _write(path: Path, keys: Sequence[ApiKey]) -> None:
+    """Replace the file in one step, so that a server never reads half of it; readable by its owner alone."""
+    text = _KeyFile(keys=tuple(keys)).model_dump_json(indent=2) + "\n"
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(handle)
+        os.replace(name, path)
+    except OSError as error:
+        raise InvalidArgumentError(
+            "api_keys_file", f"{path} ({error.strerror})", "a file that can be written"
+        ) from None

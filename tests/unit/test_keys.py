@@ -1,0 +1,202 @@
+"""API keys: the file, the command, and who is let in with what."""
+
+import json
+import math
+import os
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from gammaray.cli import main
+from gammaray.errors import InvalidArgumentError, NotFoundError, UnauthenticatedError
+from gammaray.keys import create_key, hash_key, make_secret, read_keys, revoke_key
+from orchestrator import access
+from orchestrator.access import ANONYMOUS, PRIORITY_HEADER, TIMEOUT_HEADER, Authenticator, Caller
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "keys.json"
+
+
+@pytest.fixture(autouse=True)
+def look_at_once(monkeypatch):
+    monkeypatch.setattr(access, "RELOAD_PERIOD_S", 0.0)
+
+
+def bearer(key):
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_create_key_file_holds_no_secret_and_belongs_to_its_owner(path):
+    key, secret = create_key(path, "acme", "laptop")
+    assert secret not in path.read_text()
+    assert secret.split("_", 2)[2] not in path.read_text()
+    assert os.stat(path).st_mode & 0o077 == 0
+    assert read_keys(path) == (key,)
+    assert key.matches(secret)
+    assert not key.matches(secret[:-1])
+    assert not key.matches(make_secret())
+
+
+def test_create_key_many_have_different_ids_and_leave_no_other_file(path):
+    made = [create_key(path, "acme") for _ in range(20)]
+    assert len({key.id for key, _ in made}) == 20
+    assert len({secret for _, secret in made}) == 20
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("tenant", ["", "A", "a:b", "a b", "-a", "a" * 33, "é"])
+def test_create_key_odd_tenant_is_refused(path, tenant):
+    with pytest.raises(InvalidArgumentError, match="tenant"):
+        create_key(path, tenant)
+    assert not path.exists()
+
+
+def test_revoke_key_unknown_is_told(path):
+    key, _ = create_key(path, "acme")
+    with pytest.raises(NotFoundError):
+        revoke_key(path, "00000000")
+    assert revoke_key(path, key.id) == key
+    assert read_keys(path) == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        '{"version": 2}',
+        '{"keys": [{"id": "zz"}]}',
+        '{"keys": [], "secret": "hunter2"}',
+        "\xff",
+    ],
+)
+def test_read_keys_malformed_file_is_refused_without_its_content(path, text):
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(InvalidArgumentError, match="api_keys_file") as caught:
+        read_keys(path)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_command_creates_lists_and_revokes(path):
+    run = CliRunner().invoke
+    made = run(main, ["keys", "create", "-f", str(path), "-t", "acme", "--note", "ci"])
+    assert made.exit_code == 0
+    secret = made.stdout.strip()
+    listed = run(main, ["keys", "list", "-f", str(path), "--json"])
+    (entry,) = json.loads(listed.stdout)["keys"]
+    assert (entry["tenant"], entry["note"]) == ("acme", "ci")
+    assert entry.keys() == {"id", "tenant", "created_at", "note"}
+    table = run(main, ["keys", "list", "-f", str(path)])
+    assert entry["id"] in table.stdout
+    assert Authenticator(path).identify(bearer(secret)).tenant == "acme"
+    assert run(main, ["keys", "revoke", "-f", str(path), entry["id"]]).exit_code == 0
+    assert run(main, ["keys", "revoke", "-f", str(path), entry["id"]]).exit_code == 1
+    assert run(main, ["keys", "list", "-f", str(path.parent / "none.json")]).exit_code == 2
+
+
+def test_identify_open_door_lets_everybody_in_as_nobody():
+    assert Authenticator().identify({}) == ANONYMOUS
+    assert Authenticator().identify(bearer("whatever")) == ANONYMOUS
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": ""},
+        {"authorization": "Bearer"},
+        {"authorization": "Bearer "},
+        {"authorization": "Basic dXNlcjpwYXNz"},
+        bearer("sk-something"),
+        bearer(make_secret()),
+        bearer("gr_" + "é" * 52),
+    ],
+)
+def test_identify_without_a_good_key_is_refused(path, headers):
+    create_key(path, "acme")
+    with pytest.raises(UnauthenticatedError) as caught:
+        Authenticator(path).identify(headers)
+    given = headers.get("authorization", "").partition(" ")[2]
+    assert not given or given not in str(caught.value)
+
+
+def test_identify_secret_of_another_id_is_refused(path):
+    (_, first), (_, second) = create_key(path, "acme"), create_key(path, "beta")
+    swapped = "_".join([*first.split("_", 2)[:2], second.split("_", 2)[2]])
+    with pytest.raises(UnauthenticatedError):
+        Authenticator(path).identify(bearer(swapped))
+
+
+def test_rotation_takes_effect_without_a_restart(path):
+    old, old_secret = create_key(path, "acme")
+    door = Authenticator(path)
+    _, new_secret = create_key(path, "acme")
+    assert door.identify(bearer(new_secret)).tenant == "acme"
+    assert door.identify(bearer(old_secret)).tenant == "acme"
+    revoke_key(path, old.id)
+    with pytest.raises(UnauthenticatedError, match=old.id):
+        door.identify(bearer(old_secret))
+    assert door.identify(bearer(new_secret)).tenant == "acme"
+
+
+@pytest.mark.parametrize("spoil", [lambda path: path.unlink(), lambda path: path.write_text("{")])
+def test_key_file_that_breaks_leaves_the_keys_as_they_were(path, spoil, caplog):
+    _, secret = create_key(path, "acme")
+    door = Authenticator(path)
+    spoil(path)
+    assert door.identify(bearer(secret)).tenant == "acme"
+    assert "stay as they were" in caplog.text
+    with pytest.raises(UnauthenticatedError):
+        door.identify(bearer(make_secret()))
+
+
+def test_authenticator_without_a_key_does_not_start(path):
+    key, _ = create_key(path, "acme")
+    revoke_key(path, key.id)
+    with pytest.raises(InvalidArgumentError, match="at least one key"):
+        Authenticator(path)
+    with pytest.raises(InvalidArgumentError, match="api_keys_file"):
+        Authenticator(path.parent / "none.json")
+
+
+def test_identify_further_key_is_good_beside_the_file(path):
+    create_key(path, "acme")
+    secret = make_secret()
+    door = Authenticator(path, {"probe": hash_key(secret)})
+    assert door.identify(bearer(secret)).tenant == "probe"
+    with pytest.raises(UnauthenticatedError):
+        door.identify(bearer(make_secret()))
+
+
+def test_identify_reads_deadline_and_priority():
+    before = time.monotonic()
+    caller = Authenticator().identify({TIMEOUT_HEADER: "1500", PRIORITY_HEADER: "-3"})
+    assert caller.priority == -3
+    assert before + 1.4 < caller.deadline < time.monotonic() + 1.6
+    assert Authenticator().identify({}).deadline == math.inf
+
+
+@pytest.mark.parametrize("name", [TIMEOUT_HEADER, PRIORITY_HEADER])
+@pytest.mark.parametrize("text", ["", "x", "1.5", "-", "--1", "11e3", "9" * 30, "²", "-11"])
+def test_identify_odd_header_names_it(name, text):
+    with pytest.raises(InvalidArgumentError) as caught:
+        Authenticator().identify({name: text})
+    assert caught.value.field == name
+
+
+def test_qualified_names_of_tenants_never_meet():
+    tenants = [Caller(tenant) for tenant in ("", "a", "a-b", "b")]
+    names = ["", "a", "b", "a-b", "a.b", "-", "a_"]
+    qualified = {caller.qualify(name) for caller in tenants for name in names}
+    assert len(qualified) == len(tenants) * len(names)
+    assert all(caller.public(caller.qualify(name)) == name for caller in tenants for name in names)
+
+
+@pytest.mark.parametrize("name", ["b:x", "a:b:x", "../x", "x" * 129])
+def test_qualify_name_with_a_tenant_in_it_is_refused(name):
+    with pytest.raises(InvalidArgumentError, match="session_id"):
+        Caller("a").qualify(name)
