@@ -22,6 +22,7 @@ import grpc
 
 from gammaray import convert
 from gammaray.completion import Completion
+from gammaray.convert_processes import process_from_proto
 from gammaray.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -114,7 +115,7 @@ class AsyncClient:
             GammarayError: The subclass that fits.
         """
         answer = await self._transport.unary("GetStatus", pb.GetStatusRequest(), timeout_s)
-        return [convert.process_from_proto(process) for process in answer.processes]
+        return [process_from_proto(process) for process in answer.processes]
 
     async def wait_ready(
         self, timeout_s: float = 60.0, *, roles: Collection[str] = ("target",)

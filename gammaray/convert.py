@@ -239,18 +239,6 @@ def chunk_from_proto(message: gen.GenerateResponse) -> t.Chunk:
     )
 
 
-def process_to_proto(process: t.ProcessStatus) -> gen.ProcessStatus:
-    """Return the wire form of a process's status."""
-    return gen.ProcessStatus(**vars(process))
-
-
-def process_from_proto(message: gen.ProcessStatus) -> t.ProcessStatus:
-    """Return the process status of a wire message."""
-    return t.ProcessStatus(
-        message.role, message.pid, message.address, message.model, message.healthy, message.sessions
-    )
-
-
 def _token_to_proto(token: t.EmittedToken) -> gen.EmittedToken:
     return gen.EmittedToken(
         token_id=token.token_id,

@@ -14,6 +14,7 @@ from enum import Enum
 
 from gammaray.checks import check_encodable, check_int, check_number, check_session_id, check_token_ids
 from gammaray.errors import InvalidArgumentError
+from gammaray.processes import ProcessStatus
 
 __all__ = [
     "ADAPTIVE",
@@ -325,15 +326,3 @@ class Chunk:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     summary: SpeculationSummary | None = None
-
-
-@dataclass(frozen=True)
-class ProcessStatus:
-    """One process of the cluster; `role` is orchestrator, draft, target, redis or proxy."""
-
-    role: str
-    pid: int
-    address: str
-    model: str
-    healthy: bool
-    sessions: int

@@ -10,7 +10,8 @@ from typing import Protocol
 
 import grpc
 
-from gammaray.convert import chunk_to_proto, process_to_proto, request_from_proto
+from gammaray.convert import chunk_to_proto, request_from_proto
+from gammaray.convert_processes import process_to_proto
 from gammaray.errors import GammarayError, InternalError
 from gammaray.rpc_errors import DETAILS_KEY, error_to_status
 from gammaray.types import ProcessStatus

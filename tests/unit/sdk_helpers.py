@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager, contextmanager
 import grpc
 from grpc_status import rpc_status
 
-from gammaray.convert import chunk_to_proto, process_to_proto
+from gammaray.convert import chunk_to_proto
+from gammaray.convert_processes import process_to_proto
 from gammaray.errors import GammarayError
 from gammaray.rpc_errors import error_to_status
 from gammaray.transport import RetryPolicy

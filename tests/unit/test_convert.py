@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from gammaray import InternalError, InvalidArgumentError, convert
 from gammaray import types as t
+from gammaray.convert_processes import process_from_proto, process_to_proto
+from gammaray.processes import SpeculationTotals, WorkerTotals
 from gammaray.v1 import generation_service_pb2 as gen
 from gammaray.v1 import types_pb2 as pb
 
@@ -135,9 +137,19 @@ def test_proposal_there_and_back_loses_nothing(proposal):
     assert convert.proposal_from_proto(over_the_wire(convert.proposal_to_proto(proposal)), VOCAB) == proposal
 
 
-@given(st.builds(t.ProcessStatus, text, counts, text, text, st.booleans(), counts))
+def totals(kind):
+    return st.none() | st.builds(kind, **{field.name: counts for field in dataclasses.fields(kind)})
+
+
+@given(
+    st.builds(
+        t.ProcessStatus,
+        *(text, counts, text, text, st.booleans(), counts, text, counts, counts, counts),
+        *(totals(WorkerTotals), totals(SpeculationTotals)),
+    )
+)
 def test_process_there_and_back_loses_nothing(process):
-    assert convert.process_from_proto(over_the_wire(convert.process_to_proto(process))) == process
+    assert process_from_proto(over_the_wire(process_to_proto(process))) == process
 
 
 def test_request_empty_message_takes_the_documented_defaults():
