@@ -1,0 +1,159 @@
+"""OpenTelemetry of one process, from the standard `OTEL_*` variables alone; without them nothing is set up.
+
+A signal is exported when an endpoint is named for it (`OTEL_EXPORTER_OTLP_ENDPOINT`, or the one with the
+signal's name in it) or its exporter is (`OTEL_TRACES_EXPORTER=otlp`). Everything else, such as sampler,
+headers, certificates, batching and `OTEL_SDK_DISABLED`, is read by the SDK itself. Providers belong to the
+process's `Telemetry` and are never global: Ray Serve may have set a global one, which would win.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+from gammaray.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import SpanProcessor
+    from opentelemetry.trace import Tracer
+
+__all__ = ["SHUTDOWN_TIMEOUT_S", "Telemetry", "exports", "process_resource"]
+
+_log = logging.getLogger(__name__)
+
+SHUTDOWN_TIMEOUT_S = 2.0
+"""How long an ending process waits for its last spans and samples to be sent."""
+
+MAX_QUEUED = 16_384
+"""Spans and bundles that wait to be sent, unless OTEL_BSP_MAX_QUEUE_SIZE says otherwise."""
+
+Signal = Literal["traces", "metrics"]
+
+
+def exports(signal: Signal) -> bool:
+    """Return whether the environment asks for the OTLP export of a signal.
+
+    Raises:
+        InvalidArgumentError: It asks for an exporter or a protocol that is not here.
+    """
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return False
+    name = signal.upper()
+    exporter = os.environ.get(f"OTEL_{name}_EXPORTER", "").strip().lower()
+    if exporter not in ("", "otlp", "none") and signal == "traces":
+        raise InvalidArgumentError(f"OTEL_{name}_EXPORTER", exporter, "otlp or none")
+    endpoints = ("OTEL_EXPORTER_OTLP_ENDPOINT", f"OTEL_EXPORTER_OTLP_{name}_ENDPOINT")
+    is_wanted = exporter == "otlp" or (
+        not exporter and any(os.environ.get(variable) for variable in endpoints)
+    )
+    if is_wanted:
+        _check_protocol(name)
+    return is_wanted
+
+
+def _check_protocol(name: str) -> None:
+    for variable in (f"OTEL_EXPORTER_OTLP_{name}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        protocol = os.environ.get(variable, "").strip().lower()
+        if protocol not in ("", "grpc"):
+            raise InvalidArgumentError(variable, protocol, "grpc")
+        if protocol:
+            return
+
+
+def process_resource(role: str) -> Resource:
+    """Return what identifies this process; `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` win.
+
+    Args:
+        role: orchestrator, draft or target; the service's name is `gammaray-<role>`.
+    """
+    from opentelemetry.sdk.resources import Attributes, OTELResourceDetector, Resource
+
+    from gammaray import __version__
+
+    host, pid = socket.gethostname(), os.getpid()
+    own: Attributes = {
+        "service.name": f"gammaray-{role}",
+        "service.namespace": "gammaray",
+        "service.version": __version__,
+        "service.instance.id": f"{host}:{pid}",
+        "host.name": host,
+        "process.pid": pid,
+    }
+    return Resource.create(own).merge(OTELResourceDetector().detect())
+
+
+class Telemetry:
+    """What a process exports; made once, before it serves.
+
+    Args:
+        role: orchestrator, draft or target.
+
+    Attributes:
+        tracer: Makes spans, sampled as `OTEL_TRACES_SAMPLER` says; None when traces are not exported.
+        processor: Takes ended spans, those of `gammaray.spans` included; None when traces are not exported.
+
+    Raises:
+        InvalidArgumentError: The environment asks for what is not here.
+    """
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.tracer: Tracer | None = None
+        self.processor: SpanProcessor | None = None
+        self._endings: list[Callable[[], object]] = []
+        if exports("traces"):
+            self._set_up_traces()
+
+    def on_shutdown(self, ending: Callable[[], object]) -> None:
+        """Have `ending` called at shutdown, in a thread; it flushes and closes one provider."""
+        self._endings.append(ending)
+
+    async def shutdown(self, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> bool:
+        """Send what waits and close the exporters; return whether that was done in time.
+
+        What is not done by then, because a collector does not answer, ends with the process.
+        """
+        endings, self._endings = self._endings, []
+        if not endings:
+            return True
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def run() -> None:
+            for ending in endings:
+                try:
+                    ending()
+                except Exception:
+                    _log.exception("telemetry could not be closed")
+            try:
+                loop.call_soon_threadsafe(done.set)
+            except RuntimeError:  # the loop did not wait for us
+                return
+
+        # A daemon: threads of an executor would keep the process from ending.
+        threading.Thread(target=run, name="telemetry-shutdown", daemon=True).start()
+        try:
+            await asyncio.wait_for(done.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+    def _set_up_traces(self) -> None:
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        from gammaray import __version__
+        from gammaray.spans import Exporter
+
+        resource = process_resource(self.role)
+        queued = None if "OTEL_BSP_MAX_QUEUE_SIZE" in os.environ else MAX_QUEUED
+        self.processor = BatchSpanProcessor(Exporter(resource), max_queue_size=queued)
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        provider.add_span_processor(self.processor)
+        self.tracer = provider.get_tracer("gammaray", __version__)
+        self.on_shutdown(provider.shutdown)
