@@ -858,3 +858,204 @@ class ProcessStatus(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__worker_totals) -> _WhichOneofReturnType__worker_totals | None: ...
 
 Global___ProcessStatus: _TypeAlias = ProcessStatus  # noqa: Y015
+
+@_typing.final
+class GetSessionTraceRequest(_message.Message):
+    """Asks for the cycles of a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """The session."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSessionTraceRequest: _TypeAlias = GetSessionTraceRequest  # noqa: Y015
+
+@_typing.final
+class GetSessionTraceResponse(_message.Message):
+    """The cycles of a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CYCLES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def cycles(self) -> _containers.RepeatedCompositeFieldContainer[Global___CycleRecord]:
+        """Its cycles, oldest first, those of all its turns and owners; at most 4,096 of each. Those of the last second of
+        a session that still runs may be missing.
+        """
+
+    def __init__(
+        self,
+        *,
+        cycles: _abc.Iterable[Global___CycleRecord] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cycles", b"cycles"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSessionTraceResponse: _TypeAlias = GetSessionTraceResponse  # noqa: Y015
+
+@_typing.final
+class CycleRecord(_message.Message):
+    """What one cycle did and where its time went."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_US_FIELD_NUMBER: _builtins.int
+    TOTAL_US_FIELD_NUMBER: _builtins.int
+    PROPOSE_US_FIELD_NUMBER: _builtins.int
+    VERIFY_US_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    BASE_POSITION_FIELD_NUMBER: _builtins.int
+    GAMMA_FIELD_NUMBER: _builtins.int
+    GAMMA_REASON_FIELD_NUMBER: _builtins.int
+    DRAFTED_FIELD_NUMBER: _builtins.int
+    TESTED_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    EMITTED_FIELD_NUMBER: _builtins.int
+    NEXT_ORIGIN_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
+    DRAFT_FAILED_FIELD_NUMBER: _builtins.int
+    DRAFT_AHEAD_HIT_FIELD_NUMBER: _builtins.int
+    DRAFT_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    start_us: _builtins.int
+    """Microseconds since 1970 at which it began, by its orchestrator's clock."""
+    total_us: _builtins.int
+    """Microseconds from its beginning to its end: propose, verify and everything else."""
+    propose_us: _builtins.int
+    """Microseconds waited for the proposal."""
+    verify_us: _builtins.int
+    """Microseconds waited for the verdict."""
+    turn: _builtins.int
+    """Turn of the session."""
+    epoch: _builtins.int
+    """Fencing number of the session's owner."""
+    base_position: _builtins.int
+    """Number of committed tokens that it built on."""
+    gamma: _builtins.int
+    """Draft tokens asked for: depth of the proposal."""
+    gamma_reason: _builtins.str
+    """Why the controller chose this gamma, in a few words."""
+    drafted: _builtins.int
+    """Nodes of the proposal."""
+    tested: _builtins.int
+    """Proposed tokens put to the test."""
+    accepted: _builtins.int
+    """Proposed tokens that the target agreed with."""
+    emitted: _builtins.int
+    """Tokens emitted."""
+    next_origin: _types_pb2.TokenOrigin.ValueType
+    """The target's own token at the end: correction or bonus; UNSPECIFIED when the completion ended before it."""
+    drafter: _types_pb2.DrafterKind.ValueType
+    """Who proposed: the rung of the ladder."""
+    draft_failed: _builtins.bool
+    """Whether the drafter failed, was late or was absent."""
+    draft_ahead_hit: _builtins.bool
+    """Whether the proposal had been prepared ahead, so that it took no forward."""
+    @_builtins.property
+    def draft(self) -> Global___WorkerCall:
+        """The draft worker's part; absent when none was asked."""
+
+    @_builtins.property
+    def target(self) -> Global___WorkerCall:
+        """The target worker's part; absent when none answered."""
+
+    def __init__(
+        self,
+        *,
+        start_us: _builtins.int = ...,
+        total_us: _builtins.int = ...,
+        propose_us: _builtins.int = ...,
+        verify_us: _builtins.int = ...,
+        turn: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        base_position: _builtins.int = ...,
+        gamma: _builtins.int = ...,
+        gamma_reason: _builtins.str = ...,
+        drafted: _builtins.int = ...,
+        tested: _builtins.int = ...,
+        accepted: _builtins.int = ...,
+        emitted: _builtins.int = ...,
+        next_origin: _types_pb2.TokenOrigin.ValueType = ...,
+        drafter: _types_pb2.DrafterKind.ValueType = ...,
+        draft_failed: _builtins.bool = ...,
+        draft_ahead_hit: _builtins.bool = ...,
+        draft: Global___WorkerCall | None = ...,
+        target: Global___WorkerCall | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_draft", b"_draft", "_target", b"_target", "draft", b"draft", "target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft", b"_draft", "_target", b"_target", "accepted", b"accepted", "base_position", b"base_position", "draft", b"draft", "draft_ahead_hit", b"draft_ahead_hit", "draft_failed", b"draft_failed", "drafted", b"drafted", "drafter", b"drafter", "emitted", b"emitted", "epoch", b"epoch", "gamma", b"gamma", "gamma_reason", b"gamma_reason", "next_origin", b"next_origin", "propose_us", b"propose_us", "start_us", b"start_us", "target", b"target", "tested", b"tested", "total_us", b"total_us", "turn", b"turn", "verify_us", b"verify_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__draft: _TypeAlias = _typing.Literal["draft"]  # noqa: Y015
+    _WhichOneofArgType__draft: _TypeAlias = _typing.Literal["_draft", b"_draft"]  # noqa: Y015
+    _WhichOneofReturnType__target: _TypeAlias = _typing.Literal["target"]  # noqa: Y015
+    _WhichOneofArgType__target: _TypeAlias = _typing.Literal["_target", b"_target"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__draft) -> _WhichOneofReturnType__draft | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__target) -> _WhichOneofReturnType__target | None: ...
+
+Global___CycleRecord: _TypeAlias = CycleRecord  # noqa: Y015
+
+@_typing.final
+class WorkerCall(_message.Message):
+    """What a worker was asked in one cycle."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    REFED_TOKENS_FIELD_NUMBER: _builtins.int
+    REQUEST_BYTES_FIELD_NUMBER: _builtins.int
+    RESPONSE_BYTES_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """host:port of the worker that answered last."""
+    blocks: _builtins.int
+    """Blocks sent: above 1 after the worker asked for tokens it lacked, or was left for another one."""
+    refed_tokens: _builtins.int
+    """Tokens sent again because a worker had lost or evicted them."""
+    request_bytes: _builtins.int
+    """Bytes of the blocks."""
+    response_bytes: _builtins.int
+    """Bytes of the answers."""
+    error: _builtins.str
+    """Class of the last failure, or empty."""
+    @_builtins.property
+    def timing(self) -> _types_pb2.WorkerTiming:
+        """Where the worker's time went for its last answer."""
+
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+        refed_tokens: _builtins.int = ...,
+        request_bytes: _builtins.int = ...,
+        response_bytes: _builtins.int = ...,
+        timing: _types_pb2.WorkerTiming | None = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "error", b"error", "refed_tokens", b"refed_tokens", "request_bytes", b"request_bytes", "response_bytes", b"response_bytes", "timing", b"timing"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerCall: _TypeAlias = WorkerCall  # noqa: Y015

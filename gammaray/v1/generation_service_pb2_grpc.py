@@ -45,6 +45,11 @@ class GenerationServiceStub:
                 request_serializer=gammaray_dot_v1_dot_generation__service__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=gammaray_dot_v1_dot_generation__service__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.GetSessionTrace = channel.unary_unary(
+                '/gammaray.v1.GenerationService/GetSessionTrace',
+                request_serializer=gammaray_dot_v1_dot_generation__service__pb2.GetSessionTraceRequest.SerializeToString,
+                response_deserializer=gammaray_dot_v1_dot_generation__service__pb2.GetSessionTraceResponse.FromString,
+                _registered_method=True)
         self.GetSession = channel.unary_unary(
                 '/gammaray.v1.GenerationService/GetSession',
                 request_serializer=gammaray_dot_v1_dot_generation__service__pb2.GetSessionRequest.SerializeToString,
@@ -82,6 +87,14 @@ class GenerationServiceServicer:
 
     def GetStatus(self, request, context):
         """GetStatus lists the processes of the cluster.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetSessionTrace(self, request, context):
+        """GetSessionTrace tells what each cycle of a session did and where its time went, from the session's own records:
+        no tracing backend is needed. NOT_FOUND when there is no such session, or it has expired.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,6 +141,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=gammaray_dot_v1_dot_generation__service__pb2.GetStatusRequest.FromString,
                     response_serializer=gammaray_dot_v1_dot_generation__service__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'GetSessionTrace': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSessionTrace,
+                    request_deserializer=gammaray_dot_v1_dot_generation__service__pb2.GetSessionTraceRequest.FromString,
+                    response_serializer=gammaray_dot_v1_dot_generation__service__pb2.GetSessionTraceResponse.SerializeToString,
             ),
             'GetSession': grpc.unary_unary_rpc_method_handler(
                     servicer.GetSession,
@@ -205,6 +223,33 @@ class GenerationService:
             '/gammaray.v1.GenerationService/GetStatus',
             gammaray_dot_v1_dot_generation__service__pb2.GetStatusRequest.SerializeToString,
             gammaray_dot_v1_dot_generation__service__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSessionTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gammaray.v1.GenerationService/GetSessionTrace',
+            gammaray_dot_v1_dot_generation__service__pb2.GetSessionTraceRequest.SerializeToString,
+            gammaray_dot_v1_dot_generation__service__pb2.GetSessionTraceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,10 @@ class GenerationServiceStub:
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.GetStatusRequest, _generation_service_pb2.GetStatusResponse]
     """GetStatus lists the processes of the cluster."""
+    GetSessionTrace: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.GetSessionTraceRequest, _generation_service_pb2.GetSessionTraceResponse]
+    """GetSessionTrace tells what each cycle of a session did and where its time went, from the session's own records:
+    no tracing backend is needed. NOT_FOUND when there is no such session, or it has expired.
+    """
     GetSession: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.GetSessionRequest, _generation_service_pb2.GetSessionResponse]
     """GetSession tells what the store knows of a session. NOT_FOUND when there is none, or it has expired."""
     ListSessions: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.ListSessionsRequest, _generation_service_pb2.ListSessionsResponse]
@@ -63,6 +67,10 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.GetStatusRequest, _generation_service_pb2.GetStatusResponse]  # type: ignore[assignment]
     """GetStatus lists the processes of the cluster."""
+    GetSessionTrace: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.GetSessionTraceRequest, _generation_service_pb2.GetSessionTraceResponse]  # type: ignore[assignment]
+    """GetSessionTrace tells what each cycle of a session did and where its time went, from the session's own records:
+    no tracing backend is needed. NOT_FOUND when there is no such session, or it has expired.
+    """
     GetSession: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.GetSessionRequest, _generation_service_pb2.GetSessionResponse]  # type: ignore[assignment]
     """GetSession tells what the store knows of a session. NOT_FOUND when there is none, or it has expired."""
     ListSessions: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.ListSessionsRequest, _generation_service_pb2.ListSessionsResponse]  # type: ignore[assignment]
@@ -95,6 +103,16 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generation_service_pb2.GetStatusResponse, _abc.Awaitable[_generation_service_pb2.GetStatusResponse]]:
         """GetStatus lists the processes of the cluster."""
+
+    @_abc_1.abstractmethod
+    def GetSessionTrace(
+        self,
+        request: _generation_service_pb2.GetSessionTraceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_service_pb2.GetSessionTraceResponse, _abc.Awaitable[_generation_service_pb2.GetSessionTraceResponse]]:
+        """GetSessionTrace tells what each cycle of a session did and where its time went, from the session's own records:
+        no tracing backend is needed. NOT_FOUND when there is no such session, or it has expired.
+        """
 
     @_abc_1.abstractmethod
     def GetSession(
