@@ -14,7 +14,7 @@ import grpc
 
 from gammaray.errors import DeadlineExceededError, GammarayError, UnavailableError
 from gammaray.v1 import types_pb2 as pb
-from orchestrator.backoff import Backoff
+from orchestrator.backoff import Backoff, Patience
 from orchestrator.wire import BlockT, ResultT, WorkerInfo, WorkerProtocol
 
 __all__ = ["WorkerLink"]
@@ -34,8 +34,15 @@ _EOF: Any = vars(grpc.aio)["EOF"]  # the type stubs lack it
 
 CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 500),
+    # This is also how long an attempt to connect may take: with less a busy worker is never reached, and one
+    # that was stopped takes the attempt that waits for it as soon as it goes on.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+    # A process that was stopped, or a machine that vanished, is noticed after the sum of the two: gRPC itself
+    # answers, so that a worker that computes for long does answer.
+    ("grpc.keepalive_time_ms", 1_000),
+    ("grpc.keepalive_timeout_ms", 1_500),
+    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),  # a dead connection of one link must not slow down the next one
@@ -61,6 +68,8 @@ class WorkerLink(Generic[BlockT, ResultT]):
         refusal: Why the worker is refused, or None.
         sessions: Sessions attached to this link.
         backoff: Pauses the use of a worker that is connected and yet late.
+        patience: How long its answers are waited for.
+        is_draining: Whether the worker is about to stop: what is in flight is answered, nothing new is taken.
     """
 
     def __init__(
@@ -77,13 +86,15 @@ class WorkerLink(Generic[BlockT, ResultT]):
         self.refusal: GammarayError | None = None
         self.sessions: set[str] = set()
         self.backoff = Backoff()
+        self.patience = Patience()
+        self.is_draining = False
         self._protocol = protocol
         self._check, self._on_change = check, on_change
         self._is_up = False
         self._ids = itertools.count(1)
         self._pending: dict[int, asyncio.Future[ResultT]] = {}
         self._blocks: list[BlockT] = []
-        self._releases: list[str] = []
+        self._releases: list[pb.ReleaseSession] = []
         self._has_output = asyncio.Event()
         self._failures = 0
         self._task: asyncio.Task[None] | None = None
@@ -96,7 +107,7 @@ class WorkerLink(Generic[BlockT, ResultT]):
     @property
     def is_usable(self) -> bool:
         """Whether calls should be made now."""
-        return self._is_up and self.backoff.ready
+        return self._is_up and not self.is_draining and self.backoff.ready
 
     def start(self) -> None:
         """Begin to connect, and keep the link up until `close`."""
@@ -131,11 +142,11 @@ class WorkerLink(Generic[BlockT, ResultT]):
             timer.cancel()
             self._pending.pop(request_id, None)
 
-    def release(self, session_id: str) -> None:
-        """Tell the worker that a session has ended; returns at once."""
+    def release(self, session_id: str, epoch: int = 0) -> None:
+        """Tell the worker that a session has ended for this owner (0: for any); returns at once."""
         self.sessions.discard(session_id)
         if self._is_up:
-            self._releases.append(session_id)
+            self._releases.append(pb.ReleaseSession(session_id=session_id, epoch=epoch))
             self._has_output.set()
 
     def _expire(self, request_id: int, timeout_s: float) -> None:
@@ -165,7 +176,8 @@ class WorkerLink(Generic[BlockT, ResultT]):
                 asyncio.create_task(work)
                 for work in (self._write_frames(call), self._read_frames(call), self._watch(channel))
             ]
-            self._is_up = True
+            self._is_up, self.is_draining = True, False
+            self.backoff.succeeded()  # another process, or one that was held up and goes on
             self._on_change()
             try:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -198,15 +210,20 @@ class WorkerLink(Generic[BlockT, ResultT]):
             if blocks and size > MAX_FRAME_BYTES:
                 break
             blocks.append(self._blocks.pop(0))
-        return self._protocol.make_frame(blocks, [pb.ReleaseSession(session_id=s) for s in releases])
+        return self._protocol.make_frame(blocks, releases)
 
     async def _read_frames(self, call: Any) -> None:
         while (frame := await call.read()) is not _EOF:
             self._failures = 0
             for result in frame.results:
                 future = self._pending.get(result.request_id)
-                if future is not None and not future.done():
+                if future is None:
+                    self.backoff.lives()
+                elif not future.done():
                     future.set_result(result)
+            if frame.is_draining and not self.is_draining:
+                self.is_draining = True
+                self._on_change()
         raise UnavailableError(f"the {self.role} worker at {self.address} ended the stream")
 
     async def _watch(self, channel: grpc.aio.Channel) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
+from dataclasses import replace
+from enum import Enum
 from typing import Generic
 
 from google.rpc import status_pb2
@@ -30,7 +32,7 @@ from orchestrator.session import Session
 from orchestrator.wire import BlockT, ResultT
 from orchestrator.workers import WorkerPool
 
-__all__ = ["RemoteDrafter", "RemoteVerifier", "session_spec"]
+__all__ = ["Readiness", "RemoteDrafter", "RemoteVerifier", "session_spec"]
 
 MAX_FEEDS = 4
 """A worker that still lacks tokens after this many feeds in a row is broken (an eviction explains one)."""
@@ -38,8 +40,16 @@ MAX_FEEDS = 4
 LONG_CONTEXT = 64
 """Tokens that a draft worker lacks from which on the cycle does not wait for it to read them."""
 
-MAX_FAILOVERS = 3
-"""Target workers that may die under one cycle before the request fails."""
+RETRY_PAUSE_S = 0.05
+"""Between attempts at a target worker that is there and fails at once."""
+
+
+class Readiness(Enum):
+    """Whether a draft worker can propose for a session now."""
+
+    READY = "ready"
+    READING = "reading"
+    ABSENT = "absent"
 
 
 class _Remote(ABC, Generic[BlockT, ResultT]):
@@ -57,7 +67,7 @@ class _Remote(ABC, Generic[BlockT, ResultT]):
     def release(self, session: Session) -> None:
         """Free what the worker holds of the session; returns at once."""
         if self._link is not None:
-            self._link.release(session.session_id)
+            self._link.release(session.session_id, session.epoch)
             self._link = None
 
     def _attach(self, session: Session, link: WorkerLink[BlockT, ResultT]) -> None:
@@ -109,16 +119,16 @@ _DraftLink = WorkerLink[draft_pb.ProposeBlock, draft_pb.ProposeResult]
 
 
 class RemoteDrafter(_Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
-    """Proposes through a draft worker; implements the cycle's Drafter.
+    """Proposes through a draft worker, another one when it fails; implements the cycle's Drafter.
 
-    After a failure the session pauses drafting for a multiple of the time it lost, so that a broken drafter
-    costs a bounded share of the speed. A long prompt is fed in the background, while the target reads it too:
-    until then proposals are empty, and the first token comes as early as without a drafter.
+    A worker that is late is left alone for a multiple of the time it cost, by all sessions; one that fails for
+    this session only, by this one. A long prompt is fed in the background, while the target reads it too: until
+    then proposals are empty, and the first token comes as early as without a drafter.
 
     Args:
         pool: The draft workers.
         spec: What they must know of the session.
-        timeout_s: Deadline of one proposal.
+        timeout_s: Upper bound of the deadline of one proposal, which follows what they took of late.
         prefill_timeout_s: Deadline of reading a long prompt.
         vocab_size: The target's; proposals with other tokens are refused.
     """
@@ -136,23 +146,35 @@ class RemoteDrafter(_Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
         self._timeout_s, self._prefill_timeout_s = timeout_s, prefill_timeout_s
         self._vocab_size = vocab_size
         self._shape = Shape(0)
-        self._backoff = Backoff()
+        self._pauses: dict[str, Backoff] = {}
         self._prefill: asyncio.Task[object] | None = None
+
+    def prepare(self, session: Session) -> Readiness:
+        """Choose a worker, have it read what it lacks when that is long, and tell whether it can propose."""
+        if self._prefill is not None and not self._prefill.done():
+            return Readiness.READING
+        link = self._link if self._link is not None and self._suits(self._link) else self._pool.pick(self._suits)
+        if link is None:
+            return Readiness.ABSENT
+        self._attach(session, link)
+        if session.num_committed - self._num_known < LONG_CONTEXT:
+            return Readiness.READY
+        self._prefill = asyncio.create_task(self._read(session, link))
+        return Readiness.READING
 
     async def propose(self, session: Session, shape: Shape) -> Proposal:
         """Return a proposal within `shape`, less deep near the end of the draft model's context.
 
         Raises:
-            UnavailableError: No draft worker, or drafting pauses after failures.
+            UnavailableError: There is no draft worker that can be used now.
             GammarayError: The worker failed or was late.
         """
-        if self._prefill is not None and not self._prefill.done():
+        readiness = self.prepare(session)
+        if readiness is Readiness.READING:
             return Proposal()
-        link = self._choose(session)
-        if session.num_committed - self._num_known < LONG_CONTEXT:
-            return await self._draft(session, link, shape, self._timeout_s)
-        self._prefill = asyncio.create_task(self._read(session, link))
-        return Proposal()
+        if readiness is Readiness.ABSENT or self._link is None:
+            raise UnavailableError("no draft worker can be used now")
+        return await self._draft(session, self._link, shape, self._link.patience.wait_s(self._timeout_s))
 
     def release(self, session: Session) -> None:
         """Free what the worker holds of the session; returns at once."""
@@ -161,17 +183,11 @@ class RemoteDrafter(_Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
             self._prefill = None
         super().release(session)
 
-    def _choose(self, session: Session) -> _DraftLink:
-        if not self._backoff.ready:
-            raise UnavailableError("drafting pauses after a failure")
-        link = self._link if self._link is not None and self._link.is_usable else self._pool.pick()
-        if link is None:
-            raise UnavailableError("no draft worker is connected")
-        self._attach(session, link)
-        return link
+    def _suits(self, link: _DraftLink) -> bool:
+        return link.is_usable and (link.address not in self._pauses or self._pauses[link.address].ready)
 
     async def _read(self, session: Session, link: _DraftLink) -> None:
-        """Have the worker read the committed tokens; a failure shows in the backoff."""
+        """Have the worker read the committed tokens; a failure shows in the pauses."""
         with contextlib.suppress(GammarayError):
             await self._draft(session, link, Shape(1), self._prefill_timeout_s)
 
@@ -180,21 +196,29 @@ class RemoteDrafter(_Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
         self._shape = shape.clipped(max_context - session.num_committed)
         if self._shape.depth <= 0:
             return Proposal()
+        link.backoff.trying(self._timeout_s)
         start = time.monotonic()
         try:
             result = await self._ask(session, link, timeout_s)
             proposal = proposal_from_proto(result.proposal, self._vocab_size)
         except GammarayError as error:
-            self._backoff.failed(time.monotonic() - start)
-            if isinstance(error, DeadlineExceededError):
-                link.backoff.failed(time.monotonic() - start)  # spares the other sessions the same wait
-            if not link.is_up:
-                self._detach(session)
+            self._note_failure(session, link, error, time.monotonic() - start)
             raise
-        self._backoff.succeeded()
+        if timeout_s <= self._timeout_s:  # reading a prompt takes longer than any proposal
+            link.patience.observe(time.monotonic() - start)
+        self._pauses.pop(link.address, None)
         link.backoff.succeeded()
         self._num_known = self._base_position
-        return proposal
+        return replace(proposal, worker=link.address)
+
+    def _note_failure(self, session: Session, link: _DraftLink, error: GammarayError, lost_s: float) -> None:
+        if not link.is_up:
+            self._detach(session)  # it will be another process when it is back
+        elif isinstance(error, DeadlineExceededError):
+            link.backoff.failed(lost_s)  # spares the other sessions the same wait
+            link.patience.observe(lost_s)
+        else:
+            self._pauses.setdefault(link.address, Backoff()).failed(lost_s)
 
     def _block(self, session: Session) -> draft_pb.ProposeBlock:
         return draft_pb.ProposeBlock(gamma=self._shape.depth, max_nodes=self._shape.max_nodes)
@@ -230,23 +254,45 @@ class RemoteVerifier(_Remote[target_pb.VerifyBlock, target_pb.VerifyResult]):
             GammarayError: What the worker answered.
         """
         self._proposal = proposal
-        for failover in range(MAX_FAILOVERS + 1):
+        deadline: float | None = None
+        while True:
             link = self._link
-            if link is None or not link.is_up:
-                self._detach(session)
-                link = await self._pool.wait(self._wait_s)
+            if link is None or not link.is_up or link.is_draining:
+                left_s = self._wait_s if deadline is None else max(0.0, deadline - time.monotonic())
+                link = await self._pool.wait(left_s)
             self._attach(session, link)
+            start = time.monotonic()
             try:
                 result = await self._ask(session, link, self._timeout_s)
-            except UnavailableError:
-                self._detach(session)
-                if failover == MAX_FAILOVERS:
+            except (UnavailableError, DeadlineExceededError) as error:
+                self._leave(session, link, error, time.monotonic() - start)
+                deadline = deadline or time.monotonic() + self._wait_s
+                if time.monotonic() >= deadline:
                     raise
+                await asyncio.sleep(RETRY_PAUSE_S)
                 continue
+            link.backoff.succeeded()
             # The worker's cache holds the accepted tokens; its own last token was never fed.
             self._num_known = self._base_position + len(result.verdict.accepted_path)
             return _verdict(result.verdict, result.timing)
-        raise AssertionError("unreachable: the last failover raises")
+
+    def _leave(
+        self,
+        session: Session,
+        link: WorkerLink[target_pb.VerifyBlock, target_pb.VerifyResult],
+        error: GammarayError,
+        lost_s: float,
+    ) -> None:
+        """Go away from a worker that failed.
+
+        Raises:
+            DeadlineExceededError: It is late, and there is no other.
+        """
+        self._detach(session)
+        if isinstance(error, DeadlineExceededError):
+            link.backoff.failed(lost_s)
+            if self._pool.pick() is None:
+                raise error
 
     def _block(self, session: Session) -> target_pb.VerifyBlock:
         return target_pb.VerifyBlock(

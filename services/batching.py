@@ -10,7 +10,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Generic
 
@@ -25,6 +25,7 @@ from gammaray.errors import (
 )
 from services.engine.engine import Engine, Feed
 from services.engine.errors import CacheFullError
+from services.load import LoadCounters
 from services.planning import Limits, Running, TaskT, plan
 from services.sessions import Session, SessionTable
 from services.tasks import NeedTokens, Reply, Task, Timing
@@ -53,6 +54,7 @@ class Scheduler(ABC, Generic[TaskT]):
         self._waiting: dict[str, deque[TaskT]] = {}
         self._running: dict[str, Running[TaskT]] = {}
         self._replies: list[tuple[TaskT, Reply]] = []
+        self._block_s = self._busy_s = 0.0
         self.sessions = SessionTable(
             MAX_SESSIONS, engine.vocab_size, str(engine.device), self._running.__contains__, self._forget
         )
@@ -75,15 +77,31 @@ class Scheduler(ABC, Generic[TaskT]):
         """Blocks waiting or running."""
         return len(self._running) + sum(map(len, self._waiting.values()))
 
+    def load(self) -> LoadCounters:
+        """Return the counters of its load so far."""
+        stats = self.engine.stats()
+        cache_use = stats.cache_bytes / stats.cache_budget_bytes
+        return LoadCounters(block_s=self._block_s, busy_s=self._busy_s, cache_use=cache_use)
+
     def submit(self, tasks: Iterable[TaskT]) -> None:
         """Queue blocks; those of one session are served one after another."""
         for task in tasks:
             self._waiting.setdefault(task.session_id, deque()).append(task)
 
-    def release(self, session_ids: Iterable[str]) -> None:
-        """End sessions: their caches are freed and blocks of theirs that are under way are cancelled."""
-        for session_id in session_ids:
-            self._end(session_id, CancelledError(f"session {session_id} was released"))
+    def release(self, session_ids: Sequence[str], epochs: Sequence[int] = ()) -> None:
+        """End sessions: their caches are freed and blocks of theirs that are under way are cancelled.
+
+        Args:
+            session_ids: Their names.
+            epochs: Of the owner that ends each, 0 for anybody. A newer owner keeps its session. None: all 0.
+        """
+        for session_id, epoch in zip(session_ids, epochs or [0] * len(session_ids), strict=True):
+            if epoch == 0 or epoch >= self._newest_epoch(session_id):
+                self._end(session_id, CancelledError(f"session {session_id} was released"))
+
+    def _newest_epoch(self, session_id: str) -> int:
+        waiting = max((task.epoch for task in self._waiting.get(session_id, ())), default=0)
+        return max(waiting, self.sessions.epoch(session_id))
 
     def fail_all(self, error: GammarayError) -> None:
         """Answer every block with `error` and forget every session."""
@@ -177,6 +195,7 @@ class Scheduler(ABC, Generic[TaskT]):
         cost = Timing(
             0, _elapsed_us(began), forward_us, len(batch), sum(len(f.token_ids) for _, f in batch), 1
         )
+        self._busy_s += cost.compute_us * 1e-6
         for running, _ in batch:
             running.timing.add(cost)
         for running, outcome in done:
@@ -215,6 +234,7 @@ class Scheduler(ABC, Generic[TaskT]):
             self._reply(running.task, error, running.timing)
 
     def _reply(self, task: TaskT, outcome: object, timing: Timing | None = None) -> None:
+        self._block_s += time.monotonic() - task.arrived
         reply = Reply(task.request_id, task.session_id, outcome, timing or Timing())
         self._replies.append((task, reply))
 

@@ -59,9 +59,9 @@ class EngineThread:
         """Queue blocks; each is answered through its `deliver`."""
         self._inbox.put(lambda scheduler: scheduler.submit(tasks))
 
-    def release(self, session_ids: Sequence[str]) -> None:
-        """Free the caches of sessions."""
-        self._inbox.put(lambda scheduler: scheduler.release(session_ids))
+    def release(self, session_ids: Sequence[str], epochs: Sequence[int] = ()) -> None:
+        """Free the caches of sessions, see `Scheduler.release`."""
+        self._inbox.put(lambda scheduler: scheduler.release(session_ids, epochs))
 
     async def call(self, function: Callable[[Scheduler[Any]], T]) -> T:
         """Run `function` between two steps and return its result.

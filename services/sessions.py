@@ -136,6 +136,11 @@ class SessionTable:
         self._give_noise(session)
         return session
 
+    def epoch(self, session_id: str) -> int:
+        """Return the newest epoch seen of a session, 0 for an unknown one."""
+        session = self._sessions.get(session_id)
+        return session.epoch if session is not None else 0
+
     def drop(self, session_id: str) -> None:
         """Forget a session; an unknown one is ignored."""
         self._with_noise.pop(session_id, None)

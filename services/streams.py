@@ -129,7 +129,8 @@ class BlockStream:
 
     def _take(self, frame: Frame) -> None:
         if frame.releases:
-            self._streams.engine.release([release.session_id for release in frame.releases])
+            ended = list(frame.releases)
+            self._streams.engine.release([r.session_id for r in ended], [r.epoch for r in ended])
         tasks = list(self._parse_all(frame.blocks))
         if tasks:
             self._streams.engine.submit(tasks)

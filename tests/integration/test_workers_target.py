@@ -251,3 +251,12 @@ async def test_deterministic_mode_is_bit_identical_alone_and_in_a_batch(model):
             r.verdict.SerializeToString() for r in batch
         ]
         assert batch[0].timing.batch_size == 6
+
+
+async def test_target_release_of_a_former_owner_is_ignored(target):
+    await target.ask(verify_block(PROMPT, session_id="mine", epoch=3))
+    await target.release("mine", epoch=2)
+    await target.ask(verify_block(PROMPT, session_id="other", epoch=1))  # behind the release
+    assert (await target.info()).num_sessions == 2
+    await target.release("mine", epoch=3)
+    await target.until(lambda info: info.num_sessions == 1)

@@ -50,7 +50,7 @@ class Link:
         self.frame_sizes: list[int] = []
 
     async def send(
-        self, blocks: Iterable[Any] = (), releases: Iterable[str] = ()
+        self, blocks: Iterable[Any] = (), releases: Iterable[str] = (), epoch: int = 0
     ) -> list[asyncio.Future[Any]]:
         """Send one frame and return the futures of its answers."""
         request = target_pb.VerifyRequest if self.is_target else draft_pb.ProposeRequest
@@ -60,7 +60,7 @@ class Link:
             block.request_id = self._next_id
             futures.append(asyncio.get_running_loop().create_future())
             self._answers[self._next_id] = futures[-1]
-        ended = [types.ReleaseSession(session_id=session_id) for session_id in releases]
+        ended = [types.ReleaseSession(session_id=session_id, epoch=epoch) for session_id in releases]
         async with self._writing:  # gRPC takes one write at a time.
             await self.call.write(request(blocks=blocks, releases=ended))
         return futures
@@ -71,9 +71,9 @@ class Link:
         answers = await asyncio.wait_for(asyncio.gather(*futures), ANSWER_TIMEOUT_S)
         return answers[0] if len(answers) == 1 else answers
 
-    async def release(self, *session_ids: str) -> None:
-        """End sessions."""
-        await self.send(releases=session_ids)
+    async def release(self, *session_ids: str, epoch: int = 0) -> None:
+        """End sessions, as the owner of an epoch or as anybody (0)."""
+        await self.send(releases=session_ids, epoch=epoch)
 
     async def info(self) -> Any:
         """Ask the worker about itself."""
