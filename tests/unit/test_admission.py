@@ -1,0 +1,205 @@
+"""Admission: bounded, fair between tenants, and leaving nothing behind however a wait ends."""
+
+import asyncio
+import random
+import time
+
+import pytest
+
+from gammaray.errors import DeadlineExceededError, ResourceExhaustedError
+from orchestrator.access import Caller
+from orchestrator.admission import MAX_RETRY_S, MIN_RETRY_S, Admission
+
+
+async def ticks():
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+class Requests:
+    """Requests that hold their place until they are told to end; `served` is who got one, in order."""
+
+    def __init__(self, capacity=1, max_waiting=100, max_wait_s=30.0):
+        self.admission = Admission(capacity, max_waiting, max_wait_s)
+        self.served = []
+        self.refused = []
+        self._ends = []
+
+    async def ask(self, name, tenant="", **fields):
+        task = asyncio.create_task(self._run(name, Caller(tenant, **fields)))
+        await ticks()
+        return task
+
+    async def _run(self, name, caller):
+        try:
+            async with self.admission.place(caller):
+                self.served.append(name)
+                end = asyncio.Event()
+                self._ends.append(end)
+                await end.wait()
+        except (ResourceExhaustedError, DeadlineExceededError) as error:
+            self.refused.append((name, error))
+
+    async def end_one(self):
+        self._ends.pop(0).set()
+        await ticks()
+
+    async def end_all(self):
+        while self._ends:
+            await self.end_one()
+        assert (self.admission.num_running, self.admission.num_waiting) == (0, 0)
+        assert not self.admission._tenants
+
+
+async def test_place_free_is_given_at_once():
+    requests = Requests(capacity=2)
+    await requests.ask("1")
+    await requests.ask("2")
+    await requests.ask("3")
+    assert requests.served == ["1", "2"]
+    assert (requests.admission.num_running, requests.admission.num_waiting) == (2, 1)
+    await requests.end_all()
+    assert requests.served == ["1", "2", "3"]
+
+
+async def test_tenants_take_turns_however_many_requests_one_throws_in():
+    requests = Requests()
+    for index in range(6):
+        await requests.ask(f"a{index}", "a")
+    await requests.ask("b0", "b")
+    await requests.ask("b1", "b")
+    await requests.ask("c0", "c")
+    await requests.end_all()
+    assert requests.served == ["a0", "b0", "c0", "a1", "b1", "a2", "a3", "a4", "a5"]
+
+
+async def test_place_goes_to_the_tenant_that_holds_fewest():
+    requests = Requests(capacity=4)
+    for index in range(6):
+        await requests.ask(f"a{index}", "a")
+    for index in range(3):
+        await requests.ask(f"b{index}", "b")
+    await requests.end_one()
+    await requests.end_one()
+    assert requests.served == ["a0", "a1", "a2", "a3", "b0", "b1"]
+    await requests.end_all()
+
+
+async def test_priority_orders_within_a_tenant_only():
+    requests = Requests()
+    await requests.ask("first", "a")
+    await requests.ask("low", "a", priority=-1)
+    await requests.ask("high", "a", priority=5)
+    await requests.ask("other", "b", priority=-10)
+    await requests.end_all()
+    assert requests.served == ["first", "other", "high", "low"]
+
+
+async def test_full_queue_turns_away_with_a_delay():
+    requests = Requests(max_waiting=1)
+    await requests.ask("1")
+    await requests.ask("2")
+    await requests.ask("3")
+    ((name, error),) = requests.refused
+    assert name == "3"
+    assert isinstance(error, ResourceExhaustedError)
+    assert MIN_RETRY_S <= error.retry_after_s <= MAX_RETRY_S
+    await requests.end_all()
+    assert requests.served == ["1", "2"]
+
+
+async def test_full_queue_makes_room_at_the_flooders_cost():
+    requests = Requests(max_waiting=3)
+    for index in range(4):
+        await requests.ask(f"a{index}", "a")
+    await requests.ask("b0", "b")
+    assert [name for name, _ in requests.refused] == ["a3"]
+    await requests.ask("a4", "a")
+    assert [name for name, _ in requests.refused] == ["a3", "a4"]
+    await requests.end_all()
+    assert requests.served == ["a0", "b0", "a1", "a2"]
+
+
+async def test_no_queue_turns_away_what_cannot_run():
+    requests = Requests(max_waiting=0)
+    await requests.ask("1", "a")
+    await requests.ask("2", "b")
+    assert [name for name, _ in requests.refused] == ["2"]
+    await requests.end_all()
+
+
+async def test_wait_is_bounded():
+    requests = Requests(max_wait_s=0.05)
+    await requests.ask("1")
+    await asyncio.wait_for(await requests.ask("2"), 5)
+    ((name, error),) = requests.refused
+    assert (name, type(error)) == ("2", ResourceExhaustedError)
+    await requests.end_all()
+
+
+async def test_deadline_of_the_caller_ends_the_wait():
+    requests = Requests()
+    await requests.ask("1")
+    await asyncio.wait_for(await requests.ask("2", deadline=time.monotonic() + 0.05), 5)
+    await requests.ask("3", deadline=time.monotonic() - 1)
+    assert [(name, type(error)) for name, error in requests.refused] == [
+        ("2", DeadlineExceededError),
+        ("3", DeadlineExceededError),
+    ]
+    await requests.end_all()
+
+
+async def test_cancelled_wait_leaves_no_trace():
+    requests = Requests()
+    await requests.ask("1", "a")
+    waiting = await requests.ask("2", "b")
+    waiting.cancel()
+    await asyncio.wait([waiting], timeout=5)
+    assert requests.admission.num_waiting == 0
+    await requests.end_all()
+    assert requests.served == ["1"]
+
+
+async def test_cancelled_the_moment_its_turn_comes_passes_it_on():
+    requests = Requests()
+    await requests.ask("1", "a")
+    second = await requests.ask("2", "b")
+    await requests.ask("3", "c")
+    requests._ends.pop(0).set()
+    await asyncio.sleep(0)  # the place is handed over, its new holder has not run yet
+    second.cancel()
+    await ticks()
+    assert requests.served[-1] == "3"
+    await requests.end_all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_any_story_keeps_the_bounds_and_ends_empty(seed):
+    rng = random.Random(seed)
+    admission, running, most, tasks = Admission(3, 5, 0.02), 0, 0, []
+
+    async def request(tenant):
+        nonlocal running, most
+        try:
+            async with admission.place(Caller(tenant, priority=rng.randrange(3))):
+                running += 1
+                most = max(most, running)
+                try:
+                    await asyncio.sleep(rng.uniform(0, 0.01))
+                finally:
+                    running -= 1
+        except ResourceExhaustedError:
+            pass
+
+    for _ in range(200):
+        tasks.append(asyncio.create_task(request(rng.choice("abc"))))
+        if rng.random() < 0.3:
+            rng.choice(tasks).cancel()
+        if rng.random() < 0.5:
+            await asyncio.sleep(0.001)
+        assert admission.num_running <= 3
+        assert admission.num_waiting <= 5
+    await asyncio.wait(tasks, timeout=20)
+    assert all(task.done() and (task.cancelled() or task.exception() is None) for task in tasks)
+    assert most == 3
+    assert (admission.num_running, admission.num_waiting, admission._tenants) == (0, 0, {})
