@@ -73,7 +73,7 @@ class Admission:
 
     @property
     def retry_after_s(self) -> float:
-        """When a place may be free for one who comes back, in seconds: by how long places were held lately."""
+        """When a place may be free again, in seconds: by how long places were held lately."""
         expected = self._held_s * (self._num_waiting + 1) / self._capacity
         return min(MAX_RETRY_S, max(MIN_RETRY_S, expected))
 
@@ -111,22 +111,27 @@ class Admission:
 
     async def _wait(self, ticket: _Ticket, tenant: _Tenant, caller: Caller) -> None:
         left_s = caller.deadline - time.monotonic()
+
+        def expire() -> None:
+            if not ticket.turn.done():
+                self._drop(ticket, tenant)
+                ticket.turn.set_exception(
+                    DeadlineExceededError("the caller's deadline came while the request waited")
+                    if left_s <= self._max_wait_s
+                    else self._exhausted(f"no place within {self._max_wait_s:g} s")
+                )
+
+        # Not wait_for: before Python 3.12 it swallows a cancellation that comes together with the turn.
+        timer = asyncio.get_running_loop().call_later(min(self._max_wait_s, left_s), expire)
         try:
-            await asyncio.wait_for(asyncio.shield(ticket.turn), min(self._max_wait_s, left_s))
-        except asyncio.TimeoutError:
-            if ticket.turn.done() and not ticket.turn.cancelled() and ticket.turn.exception() is None:
-                return  # its turn came at the last moment
-            self._drop(ticket, tenant)
-            if left_s <= self._max_wait_s:
-                raise DeadlineExceededError(
-                    "the request still waited when the caller's deadline came"
-                ) from None
-            raise self._exhausted(f"no place within {self._max_wait_s:g} s") from None
+            await ticket.turn
         except asyncio.CancelledError:
-            if ticket.turn.done() and not ticket.turn.cancelled() and ticket.turn.exception() is None:
-                self._leave(caller.tenant)
             self._drop(ticket, tenant)
+            if not ticket.turn.cancelled() and ticket.turn.exception() is None:
+                self._leave(caller.tenant)  # its turn had come
             raise
+        finally:
+            timer.cancel()
 
     def _make_room(self, tenant: _Tenant) -> None:
         """Have room in the queue for one more of `tenant`, at the cost of one who has more there.
@@ -163,12 +168,15 @@ class Admission:
         self._tenants[name].num_running -= 1
         self._num_running -= 1
         waiting = [tenant for tenant in self._tenants.values() if tenant.waiting]
-        if waiting and self._num_running < self._capacity:
-            tenant = min(waiting, key=lambda other: (other.num_running, other.last_served))
-            ticket = heapq.heappop(tenant.waiting)
-            self._num_waiting -= 1
-            self._serve(tenant)
-            ticket.turn.set_result(None)
+        for tenant in sorted(waiting, key=lambda other: (other.num_running, other.last_served)):
+            while tenant.waiting:
+                ticket = heapq.heappop(tenant.waiting)
+                self._num_waiting -= 1
+                if not ticket.turn.done():  # else it was cancelled just now
+                    self._serve(tenant)
+                    ticket.turn.set_result(None)
+                    self._forget_idle(name)
+                    return
         self._forget_idle(name)
 
     def _forget_idle(self, name: str) -> None:
