@@ -15,16 +15,14 @@ from ray import serve
 from ray.serve import Application
 
 from gammaray.config import OrchestratorSettings
+from gammaray.serving import APPLICATIONS
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.grpc_api import GenerationServicer, RpcContext
 from orchestrator.http_api import create_app
 from orchestrator.proxies import find_proxies
 from orchestrator.service import Orchestrator
 
-__all__ = ["GRPC_SERVICERS", "OrchestratorDeployment", "build"]
-
-GRPC_SERVICERS = ["gammaray.v1.generation_service_pb2_grpc.add_GenerationServiceServicer_to_server"]
-"""What Serve's gRPC options must name for the gRPC methods below to be reachable."""
+__all__ = ["OrchestratorDeployment", "build"]
 
 # Above the orchestrator's own limit, which refuses with a delay to come back after, while Serve would let
 # requests wait without end.
@@ -65,7 +63,7 @@ def build(settings: Mapping[str, Any], num_replicas: int = 1) -> Application:
         num_replicas: Number of orchestrators, each with workers' streams of its own.
     """
     configure = serve.deployment(
-        name="Orchestrator",
+        name=APPLICATIONS["orchestrator"].deployment,
         num_replicas=num_replicas,
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
         ray_actor_options={"num_cpus": 0},  # it waits more than it computes

@@ -6,6 +6,7 @@ import secrets
 import tempfile
 from pathlib import Path
 
+from gammaray.serving import SERVE_ENVIRONMENT
 from orchestrator.preflight import free_ports
 
 __all__ = ["private_directory", "serve_environment"]
@@ -23,15 +24,14 @@ def private_directory() -> Path:
 def serve_environment(directory: Path, host: str) -> dict[str, str]:
     """Return the variables for a cluster of its own, that shares no port, file or token with another.
 
-    HAProxy in front, since Serve's own proxy loses client cancellations and costs several times as much per
-    message.
+    They are `SERVE_ENVIRONMENT` and what keeps clusters on one machine apart.
     """
     metrics, stats, fallback_http, fallback_grpc = free_ports(host, 4)
     haproxy = directory / "h"
     # Replicas of clusters on one host look for free ports in the same order; start each elsewhere.
     first = 20_000 + 20 * secrets.randbelow(200)
     return {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        **SERVE_ENVIRONMENT,
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "metrics.sock"),
@@ -49,17 +49,9 @@ def serve_environment(directory: Path, host: str) -> dict[str, str]:
         "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(first + 5_500),
         # Long enough for HAProxy to hear of it; the default of 30 s makes every shutdown time out.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
-        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "3",
-        # One event loop per replica: with a second one each cycle takes some 5 to 12 % longer (the GIL).
-        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-        # Ray's default of 15 makes every worker step back behind any other process of the machine.
-        "RAY_worker_niceness": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
         # Who changes its title must not overwrite its environment: the guardian knows it by a mark in there.
         "SPT_NOENV": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
     }

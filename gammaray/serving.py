@@ -1,0 +1,166 @@
+"""What runs as which Ray Serve application: one place for names, builders, settings and the environment.
+
+`gammaray up` deploys by it on one machine, and the Helm chart's Serve configuration is made from it and read
+back by it. Nothing here imports Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gammaray.config import (
+    ClusterSettings,
+    DraftSettings,
+    OrchestratorSettings,
+    TargetSettings,
+    WorkerSettings,
+)
+from gammaray.transport import APPLICATION
+
+__all__ = [
+    "APPLICATIONS",
+    "GRPC_SERVICERS",
+    "SERVE_ENVIRONMENT",
+    "WORKER_PORT",
+    "ServeApplication",
+    "role_settings",
+    "serve_document",
+]
+
+GRPC_SERVICERS: Final = ("gammaray.v1.generation_service_pb2_grpc.add_GenerationServiceServicer_to_server",)
+"""What Serve's gRPC options must name for the public API to be reachable."""
+
+WORKER_PORT: Final = 50051
+"""Port of a worker's gRPC server where each worker has a network address of its own, as in a pod."""
+
+SERVE_ENVIRONMENT: Final[Mapping[str, str]] = {
+    # Serve's own proxy loses client cancellations and costs several times as much per message.
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "3",
+    # One event loop per replica: with a second one each cycle takes some 5 to 12 % longer (the GIL).
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    # Ray's default of 15 makes every worker step back behind any other process of the machine.
+    "RAY_worker_niceness": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # See services/__init__.py: fewer threads per message.
+    "GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener",
+}
+"""Variables that every process of every Ray node must have before Ray and gRPC are imported."""
+
+
+@dataclass(frozen=True)
+class ServeApplication:
+    """One application of a cluster.
+
+    Args:
+        role: What its replicas are.
+        name: Name in Serve.
+        deployment: Name of its one deployment.
+        import_path: `module:function` that builds it from its settings alone, as a Serve configuration needs.
+        settings: Class of these settings.
+        route_prefix: Where its HTTP API lies; None when it has none.
+        resource: Logical Ray resource of which each node for this role has one and each replica takes one.
+    """
+
+    role: str
+    name: str
+    deployment: str
+    import_path: str
+    settings: type[OrchestratorSettings] | type[WorkerSettings]
+    route_prefix: str | None
+    resource: str
+
+
+APPLICATIONS: Final[Mapping[str, ServeApplication]] = {
+    application.role: application
+    for application in (
+        ServeApplication(
+            "target",
+            f"{APPLICATION}-target",
+            "TargetWorker",
+            "services.serve_builders:target",
+            TargetSettings,
+            None,
+            "gammaray_target",
+        ),
+        ServeApplication(
+            "draft",
+            f"{APPLICATION}-draft",
+            "DraftWorker",
+            "services.serve_builders:draft",
+            DraftSettings,
+            None,
+            "gammaray_draft",
+        ),
+        ServeApplication(
+            "orchestrator",
+            APPLICATION,
+            "Orchestrator",
+            "orchestrator.serve_builders:orchestrator",
+            OrchestratorSettings,
+            "/",
+            "gammaray_orchestrator",
+        ),
+    )
+}
+"""Every application, by role, in the order in which they start."""
+
+
+def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
+    """Return what a cluster's settings say of each role's own; the rest is the environment's and defaults."""
+    worker: dict[str, Any] = {"device": cluster.device}
+    return {
+        "target": {"model": cluster.target, "deterministic": cluster.deterministic, **worker},
+        "draft": {"model": cluster.draft, **worker},
+        "orchestrator": {"model": cluster.target},
+    }
+
+
+def serve_document(cluster: ClusterSettings) -> dict[str, Any]:
+    """Return the Serve configuration of a cluster of several machines, each of which is there for one role.
+
+    Redis is named by the environment (GAMMARAY_REDIS_URL), since its address may hold a password.
+    """
+    replicas = {
+        "target": cluster.target_workers,
+        "draft": cluster.draft_workers,
+        "orchestrator": cluster.orchestrators,
+    }
+    reachable = {"listen": f"0.0.0.0:{WORKER_PORT}"}
+    own = role_settings(cluster)
+    return {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": "0.0.0.0", "port": cluster.http_port},
+        "grpc_options": {"port": cluster.grpc_port, "grpc_servicer_functions": list(GRPC_SERVICERS)},
+        "applications": [
+            _application(
+                application,
+                own[role] | (reachable if issubclass(application.settings, WorkerSettings) else {}),
+                replicas[role],
+            )
+            for role, application in APPLICATIONS.items()
+            if replicas[role]
+        ],
+    }
+
+
+def _application(application: ServeApplication, settings: dict[str, Any], replicas: int) -> dict[str, Any]:
+    return {
+        "name": application.name,
+        "route_prefix": application.route_prefix,
+        "import_path": application.import_path,
+        "args": settings,
+        "deployments": [
+            {
+                "name": application.deployment,
+                "num_replicas": replicas,
+                # A worker's port is fixed, and orchestrators are spread for their own sake.
+                "max_replicas_per_node": 1,
+                "ray_actor_options": {"num_cpus": 0, "resources": {application.resource: 1}},
+            }
+        ],
+    }
