@@ -6,12 +6,21 @@ Each field is read from its constructor argument, else from the environment vari
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-__all__ = ["ClusterSettings", "DraftSettings", "OrchestratorSettings", "TargetSettings", "WorkerSettings"]
+from gammaray.pools import PoolSize
+
+__all__ = [
+    "ClusterSettings",
+    "DraftSettings",
+    "OrchestratorSettings",
+    "ScalingSettings",
+    "TargetSettings",
+    "WorkerSettings",
+]
 
 DEMO_PAIR = "demo"
 """Model name that stands for the pair that ships with gammaray (its target or its draft, by role)."""
@@ -56,7 +65,9 @@ class WorkerSettings(_Settings):
     deterministic: bool = Field(
         False, description="Bit-identical logits whatever the batch and gamma (CPU float32 only; slower)."
     )
-    lean: bool = Field(True, description="Use the lean forward where the architecture allows.")
+    lean: bool = Field(
+        True, description="Use the compiled kernel (CPU) or CUDA graphs where they cover the architecture."
+    )
     drain_timeout_s: float = Field(
         10.0, ge=0, description="How long running blocks may finish after SIGTERM, in seconds."
     )
@@ -114,8 +125,58 @@ class OrchestratorSettings(_Settings):
     )
     max_prompt_bytes: int = Field(2**20, ge=1, description="Largest prompt, in bytes of UTF-8.")
     max_concurrent_requests: int = Field(
-        256, ge=1, description="Requests in flight per replica; more are refused."
+        256, ge=1, description="Requests in flight per replica; more wait, their tenants in turn."
     )
+    max_waiting_requests: int = Field(
+        256, ge=0, description="Requests that wait for a place per replica; more are refused."
+    )
+    max_wait_s: float = Field(
+        30.0, gt=0, description="How long a request waits for a place before it is refused, in seconds."
+    )
+    max_body_mb: int = Field(
+        256, ge=16, description="Upper bound of all HTTP bodies held at once, in MiB; more are refused."
+    )
+    api_keys_file: str = Field(
+        "",
+        description="Key file of `gammaray keys`; empty asks nobody for a key. Read again when it changes.",
+    )
+    probe_key_sha256: str = Field(
+        "",
+        pattern=r"^([0-9a-f]{64})?$",
+        description="SHA-256 of one more key, for whoever watches over the cluster.",
+    )
+
+
+class ScalingSettings(_Settings):
+    """When pools of workers grow and shrink between their bounds; see `services.scaling` for the rules."""
+
+    target_load: float = Field(
+        8.0, gt=0, description="Blocks in flight per target worker from which on another one is wanted."
+    )
+    draft_load: float = Field(
+        4.0, gt=0, description="Blocks in flight per draft worker from which on another one is wanted."
+    )
+    min_gain: float = Field(
+        1.0, ge=0, description="Tokens per second a drafter must gain, beyond plain decoding, to be kept."
+    )
+    retry_s: float = Field(
+        60.0, gt=0, description="Pause after a drafter that did not pay, doubling up to 16-fold, in seconds."
+    )
+    scale_up_delay_s: float = Field(
+        3.0, ge=0, description="How long more workers must be wanted before they come, in seconds."
+    )
+    scale_down_delay_s: float = Field(
+        60.0, ge=0, description="How long fewer workers must be wanted before one goes, in seconds."
+    )
+    report_interval_s: float = Field(
+        1.0, gt=0, description="How often a worker reports its load, in seconds; decisions see ten reports."
+    )
+
+
+def _at_least_one(size: PoolSize) -> PoolSize:
+    if size.minimum < 1:
+        raise ValueError(f"got {size}, allowed: at least 1 target worker at all times")
+    return size
 
 
 class ClusterSettings(_Settings):
@@ -123,8 +184,12 @@ class ClusterSettings(_Settings):
 
     target: str = Field(DEMO_PAIR, min_length=1, description="Target model.")
     draft: str = Field(DEMO_PAIR, min_length=1, description="Draft model.")
-    target_workers: int = Field(1, ge=1, le=64, description="Number of target workers.")
-    draft_workers: int = Field(1, ge=0, le=64, description="Number of draft workers.")
+    target_workers: Annotated[PoolSize, AfterValidator(_at_least_one)] = Field(
+        "1", validate_default=True, description="Number of target workers, N or MIN:MAX to scale between."
+    )
+    draft_workers: PoolSize = Field(
+        "1", validate_default=True, description="Number of draft workers, N or MIN:MAX to scale between."
+    )
     orchestrators: int = Field(1, ge=1, le=64, description="Number of orchestrator replicas.")
     http_port: int = Field(8000, ge=1, le=65535, description="Port of the OpenAI-compatible HTTP API.")
     grpc_port: int = Field(9000, ge=1, le=65535, description="Port of the gRPC API.")

@@ -23,9 +23,10 @@ from typing import Any, NoReturn
 import psutil
 from pydantic import ValidationError
 
+from gammaray import transport
 from gammaray.config import ClusterSettings
 from gammaray.errors import DeadlineExceededError, GammarayError, InvalidArgumentError, UnavailableError
-from gammaray.serving import APPLICATIONS, GRPC_SERVICERS, role_settings
+from gammaray.pools import PoolSize
 from orchestrator.cluster_env import private_directory, serve_environment
 from orchestrator.cluster_options import LauncherOptions, announcer, parse_options
 from orchestrator.http_errors import invalid_argument
@@ -39,6 +40,7 @@ __all__ = ["main"]
 
 HOST = "127.0.0.1"
 _WORKER_BUILDERS = {"target": "services.app:build_target", "draft": "services.app:build_draft"}
+_APPLICATION = transport.APPLICATION
 _ESSENTIAL = ("gcs_server", "raylet", "redis-server")
 _RAY_TRIES = 2
 _POLL_S = 0.1
@@ -85,7 +87,7 @@ def serve_cluster(options: LauncherOptions, started: ExitStack, announce: Callab
     settings, deadline = options.cluster, time.monotonic() + options.start_timeout_s
     check_port("http_port", HOST, settings.http_port)
     check_port("grpc_port", HOST, settings.grpc_port)
-    check_vocabularies(settings.target, settings.draft if settings.draft_workers else settings.target)
+    check_vocabularies(settings.target, settings.draft if settings.draft_workers.maximum else settings.target)
     if settings.redis_url:
         check_redis(settings.redis_url)
 
@@ -136,12 +138,14 @@ def _start_ray(directory: Path, started: ExitStack) -> None:
 def _start_serve(settings: ClusterSettings) -> None:
     from ray import serve
 
+    from orchestrator.app import GRPC_SERVICERS
+
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
         serve.start(
             proxy_location="HeadOnly",
             http_options={"host": HOST, "port": settings.http_port},
-            grpc_options={"port": settings.grpc_port, "grpc_servicer_functions": list(GRPC_SERVICERS)},
+            grpc_options={"port": settings.grpc_port, "grpc_servicer_functions": GRPC_SERVICERS},
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
     except Exception as error:
@@ -177,25 +181,31 @@ def _deploy(settings: ClusterSettings, redis_url: str) -> None:
 
     from orchestrator.app import build
 
-    shared, of_role = {"redis_url": redis_url}, role_settings(settings)
-    workers: dict[str, tuple[dict[str, Any], int]] = {
-        "target": (of_role["target"], settings.target_workers),
-        "draft": (of_role["draft"], settings.draft_workers),
+    shared = {"redis_url": redis_url, "device": settings.device}
+    workers: dict[str, tuple[dict[str, Any], PoolSize]] = {
+        "target": (
+            {"model": settings.target, "deterministic": settings.deterministic},
+            settings.target_workers,
+        ),
+        "draft": ({"model": settings.draft}, settings.draft_workers),
     }
     if settings.pin_cores:
-        cores = worker_cores(psutil.Process().cpu_affinity(), settings.target_workers, settings.draft_workers)
+        most = settings.target_workers.maximum, settings.draft_workers.maximum
+        cores = worker_cores(psutil.Process().cpu_affinity(), *most)
         for role, (own, _) in workers.items():
             own["cpu_affinity"] = cores[role]
     resources = _worker_resources(settings)
+    # Targets report their load also where only the drafters scale: an empty pool of those learns from it.
+    scaling = {} if any(size.is_elastic for _, size in workers.values()) else None
     targets = [
-        serve.RunTarget(_build(role, {**shared, **own}, count, resources), APPLICATIONS[role].name, None)
-        for role, (own, count) in workers.items()
-        if count
+        serve.RunTarget(
+            _build(role, {**shared, **own}, size, resources, scaling), f"{_APPLICATION}-{role}", None
+        )
+        for role, (own, size) in workers.items()
+        if size.maximum
     ]
-    orchestrator = {**shared, **of_role["orchestrator"]}
-    targets.append(
-        serve.RunTarget(build(orchestrator, settings.orchestrators), APPLICATIONS["orchestrator"].name, "/")
-    )
+    orchestrator = {"redis_url": redis_url, "model": settings.target}
+    targets.append(serve.RunTarget(build(orchestrator, settings.orchestrators), _APPLICATION, "/"))
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
@@ -203,14 +213,20 @@ def _worker_resources(settings: ClusterSettings) -> dict[str, Any]:
     import ray
 
     num_gpus = 0 if settings.device == "cpu" else int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
-    num_workers = settings.target_workers + settings.draft_workers
+    num_workers = settings.target_workers.maximum + settings.draft_workers.maximum
     return {"num_cpus": 0, "num_gpus": gpu_share(num_gpus, num_workers)}
 
 
-def _build(role: str, settings: dict[str, Any], num_replicas: int, resources: dict[str, Any]) -> Any:
+def _build(
+    role: str,
+    settings: dict[str, Any],
+    size: PoolSize,
+    resources: dict[str, Any],
+    scaling: dict[str, Any] | None,
+) -> Any:
     module, _, function = _WORKER_BUILDERS[role].partition(":")
     try:
-        return getattr(importlib.import_module(module), function)(settings, num_replicas, resources)
+        return getattr(importlib.import_module(module), function)(settings, size, resources, scaling)
     except ValidationError as error:  # what the environment says of settings that are not the cluster's
         raise invalid_argument(error) from None
 

@@ -26,7 +26,11 @@ def missing_parts(settings: ClusterSettings, host: str) -> str:
         except GammarayError as error:
             return f"an answer of the gRPC API ({error})"
         healthy = Counter(process.role for process in processes if process.healthy)
-        wanted = {"target": settings.target_workers, "draft": settings.draft_workers, "redis": 1}
+        wanted = {
+            "target": settings.target_workers.minimum,
+            "draft": settings.draft_workers.minimum,
+            "redis": 1,
+        }
         for role, count in wanted.items():
             if healthy[role] < count:
                 return f"{count - healthy[role]} more {role} process"

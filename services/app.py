@@ -7,20 +7,29 @@ registry.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Coroutine
 from typing import Any
 
 import ray.util
 from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
-from gammaray.config import DraftSettings, TargetSettings, WorkerSettings
+from gammaray.config import DraftSettings, ScalingSettings, TargetSettings, WorkerSettings
 from gammaray.errors import InvalidArgumentError
+from gammaray.pools import PoolSize
 from services.server import is_wildcard, split_address
 
 __all__ = ["build_draft", "build_target"]
 
 # Room for the replica's own end after the worker has drained.
 _SHUTDOWN_MARGIN_S = 5.0
+_POLICIES = {
+    "DraftWorker": "services.scaling_policy:DraftPolicy",
+    "TargetWorker": "services.scaling_policy:TargetPolicy",
+}
+_NUM_REPORTS = 10
+"""Reports that a decision looks back on."""
 
 
 class _Replica:
@@ -53,6 +62,10 @@ class _Replica:
         """Raise when the replica must be replaced; called by Serve."""
         self._worker.check()
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the load since the last call; called by Serve when the pool may scale."""
+        return (await self._worker.load()).as_metrics()
+
     def __del__(self) -> Coroutine[Any, Any, bool] | None:
         """Drain; Serve awaits what this returns. Python itself may call it again, and then it is over."""
         worker, self._worker = getattr(self, "_worker", None), None
@@ -78,40 +91,54 @@ class TargetWorkerReplica(_Replica):
 
 
 def build_draft(
-    settings: dict[str, Any], num_replicas: int = 1, ray_actor_options: dict[str, Any] | None = None
+    settings: dict[str, Any],
+    num_replicas: int | str | PoolSize = 1,
+    ray_actor_options: dict[str, Any] | None = None,
+    scaling: dict[str, Any] | None = None,
 ) -> serve.Application:
     """Return the application that runs draft workers.
 
     Args:
         settings: Fields of DraftSettings; what is missing comes from the environment or the defaults.
-        num_replicas: Number of workers.
+        num_replicas: Number of workers, N or MIN:MAX.
         ray_actor_options: Resources of each, beside no CPU share: by default any machine will do.
+        scaling: Fields of ScalingSettings: the pool reports its load and keeps between its bounds. None:
+            it does so only where the bounds differ, with the defaults.
 
     Raises:
         pydantic.ValidationError: A bad setting.
+        ValueError: A bad number of workers.
         InvalidArgumentError: Several workers on one port.
     """
+    size = PoolSize.parse(num_replicas)
     return _build(
-        "DraftWorker", DraftWorkerReplica, DraftSettings(**settings), num_replicas, ray_actor_options
+        "DraftWorker", DraftWorkerReplica, DraftSettings(**settings), size, ray_actor_options, scaling
     )
 
 
 def build_target(
-    settings: dict[str, Any], num_replicas: int = 1, ray_actor_options: dict[str, Any] | None = None
+    settings: dict[str, Any],
+    num_replicas: int | str | PoolSize = 1,
+    ray_actor_options: dict[str, Any] | None = None,
+    scaling: dict[str, Any] | None = None,
 ) -> serve.Application:
     """Return the application that runs target workers.
 
     Args:
         settings: Fields of TargetSettings; what is missing comes from the environment or the defaults.
-        num_replicas: Number of workers.
+        num_replicas: Number of workers, N or MIN:MAX.
         ray_actor_options: Resources of each, beside no CPU share: by default any machine will do.
+        scaling: Fields of ScalingSettings: the pool reports its load and keeps between its bounds. None:
+            it does so only where the bounds differ, with the defaults.
 
     Raises:
         pydantic.ValidationError: A bad setting.
+        ValueError: A bad number of workers.
         InvalidArgumentError: Several workers on one port.
     """
+    size = PoolSize.parse(num_replicas)
     return _build(
-        "TargetWorker", TargetWorkerReplica, TargetSettings(**settings), num_replicas, ray_actor_options
+        "TargetWorker", TargetWorkerReplica, TargetSettings(**settings), size, ray_actor_options, scaling
     )
 
 
@@ -119,21 +146,42 @@ def _build(
     name: str,
     replica: type[_Replica],
     settings: WorkerSettings,
-    num_replicas: int,
+    size: PoolSize,
     ray_actor_options: dict[str, Any] | None,
+    scaling: dict[str, Any] | None,
 ) -> serve.Application:
     _, port = split_address("listen", settings.listen)
-    if port and num_replicas > 1:
-        raise InvalidArgumentError("listen", settings.listen, f"port 0 with {num_replicas} workers")
+    if port and size.maximum > 1:
+        raise InvalidArgumentError("listen", settings.listen, f"port 0 with {size} workers")
+    count: dict[str, Any] = {"num_replicas": size.minimum}
+    if scaling is not None or size.is_elastic:
+        count = {"autoscaling_config": _autoscaling(name, size, ScalingSettings(**(scaling or {})))}
     deployment = serve.deployment(
         replica,
         name=name,
-        num_replicas=num_replicas,
         ray_actor_options={"num_cpus": 0, **(ray_actor_options or {})},
         health_check_period_s=2.0,
         health_check_timeout_s=10.0,
         # No request ever comes through Serve: the worker itself waits for its blocks.
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=settings.drain_timeout_s + _SHUTDOWN_MARGIN_S,
+        **count,
     )
     return deployment.bind(settings)
+
+
+def _autoscaling(name: str, size: PoolSize, scaling: ScalingSettings) -> AutoscalingConfig:
+    return AutoscalingConfig(
+        min_replicas=size.minimum,
+        # A pool that may be empty begins with one, so that it can show whether it pays.
+        initial_replicas=max(1, size.minimum),
+        max_replicas=size.maximum,
+        metrics_interval_s=scaling.report_interval_s,
+        look_back_period_s=_NUM_REPORTS * scaling.report_interval_s,
+        upscale_delay_s=scaling.scale_up_delay_s,
+        downscale_delay_s=scaling.scale_down_delay_s,
+        policy=AutoscalingPolicy(
+            policy_function=_POLICIES[name],
+            policy_kwargs={"settings": json.loads(scaling.model_dump_json())},
+        ),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 from abc import ABC, abstractmethod
@@ -15,6 +16,7 @@ from services.batching import Scheduler
 from services.engine.engine import Engine
 from services.engine.model import resolve_model
 from services.engine_thread import EngineThread
+from services.load import LoadReport, LoadReporter
 from services.messages import Model
 from services.planning import Limits
 from services.registry import Announcer, WorkerEntry
@@ -27,6 +29,7 @@ __all__ = ["Worker"]
 # What a stream that has nothing left to answer may still take to end after the drain.
 _CLOSE_GRACE_S = 0.5
 _STEP_TIMEOUT_S = 30.0
+_LOAD_TIMEOUT_S = 5.0
 
 SettingsT = TypeVar("SettingsT", bound=WorkerSettings)
 
@@ -49,6 +52,7 @@ class Worker(ABC, Generic[SettingsT]):
         self._server: GrpcServer | None = None
         self._announcer: Announcer | None = None
         self._model: Model | None = None
+        self._load_reporter = LoadReporter()
 
     @property
     def _limits(self) -> Limits:
@@ -94,6 +98,16 @@ class Worker(ABC, Generic[SettingsT]):
         """
         if not self._engine.is_alive:
             raise UnavailableError(f"the {self.role} worker's engine has stopped")
+
+    async def load(self) -> LoadReport:
+        """Return the load since the last call.
+
+        Raises:
+            UnavailableError: The engine's thread has ended.
+            asyncio.TimeoutError: A step takes too long.
+        """
+        counters = await asyncio.wait_for(self._engine.call(lambda s: s.load()), _LOAD_TIMEOUT_S)
+        return self._load_reporter.report(counters)
 
     async def stop(self) -> bool:
         """Leave the registry, refuse new blocks, finish the running ones; returns whether all did in time."""

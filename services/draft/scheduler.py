@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import Tensor
 
 from gammaray.types import Proposal, VerificationMethod
 from services.batching import Scheduler
+from services.draft.gain import GainMeter
 from services.draft.preparer import Preparer
 from services.draft.reading import Reading, Shape
 from services.draft.speculation import Speculation
 from services.draft.tree import Node
 from services.engine.engine import Engine, Feed
+from services.load import LoadCounters
 from services.planning import Limits, Running
 from services.sessions import Session
 from services.tasks import ProposeTask, Reply
@@ -85,6 +87,15 @@ class DraftScheduler(Scheduler[ProposeTask]):
         )
         self._speculations: dict[str, Speculation] = {}
         self._forward_s = 0.0
+        self._gain = GainMeter()
+
+    def load(self) -> LoadCounters:
+        """Return the counters of its load so far, hits of draft-ahead and the tokens gained included."""
+        counters = replace(super().load(), gained=self._gain.gained)
+        if self.preparer is None:
+            return counters
+        stats = self.preparer.throttle.stats
+        return replace(counters, lookups=stats.lookups, hits=stats.hits)
 
     @property
     def has_work(self) -> bool:
@@ -111,6 +122,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
         return super().step()
 
     def _forget(self, session_id: str) -> None:
+        self._gain.drop(session_id)
         self._speculations.pop(session_id, None)
         if self.preparer is not None:
             self.preparer.drop(session_id)
@@ -130,6 +142,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
 
     def _start(self, task: ProposeTask, session: Session) -> Running[ProposeTask] | Proposal:
         speculation = self._speculations[task.session_id]
+        self._gain.asked(task.session_id, session.tokens, task.arrived)
         # Only the walk of coupled verification takes trees.
         max_nodes = task.max_nodes if session.spec.method is VerificationMethod.COUPLED else 0
         reading = speculation.read(speculation.tree.root, Shape(task.gamma, max_nodes, task.stop_threshold))
@@ -167,6 +180,8 @@ class DraftScheduler(Scheduler[ProposeTask]):
     def _finish(self, drafting: _Drafting) -> Proposal:
         speculation, proposal = drafting.speculation, drafting.reading.proposal()
         speculation.sent, speculation.ahead = drafting.reading, None
+        task = drafting.task
+        self._gain.sent(task.session_id, proposal, task.base_position, task.arrived, time.monotonic())
         if self.preparer is not None:
             self.preparer.note_answer(speculation, drafting.num_forwards, self._forward_s)
             self.preparer.add(speculation)

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from gammaray.errors import InvalidArgumentError
+from gammaray.pools import PoolSize
 from orchestrator.cluster_env import private_directory, serve_environment
 from orchestrator.cluster_options import parse_options
 from orchestrator.preflight import check_port, check_vocabularies, free_ports, gpu_share, vocab_size
@@ -34,13 +35,14 @@ def test_options_left_out_take_the_defaults(monkeypatch):
 
 def test_options_given_are_taken(monkeypatch):
     monkeypatch.setenv("GAMMARAY_GRPC_PORT", "9100")
-    line = "--target a --draft b --draft-workers 2 --target-workers 3 --orchestrators 4 --http-port 81"
+    line = "--target a --draft b --draft-workers 0:2 --target-workers 3 --orchestrators 4 --http-port 81"
     options = parse_options(
         [*line.split(), "--redis-url", "redis://h:1/0", "--deterministic", "--wait-ready"]
     )
     cluster = options.cluster
     assert (cluster.target, cluster.draft) == ("a", "b")
-    assert (cluster.draft_workers, cluster.target_workers, cluster.orchestrators) == (2, 3, 4)
+    sizes = cluster.draft_workers, cluster.target_workers
+    assert (*sizes, cluster.orchestrators) == (PoolSize(0, 2), PoolSize(3), 4)
     assert (cluster.http_port, cluster.grpc_port, cluster.redis_url) == (81, 9100, "redis://h:1/0")
     assert cluster.deterministic
     assert options.wait_ready
@@ -52,6 +54,8 @@ def test_options_given_are_taken(monkeypatch):
         ("--http-port 0", "http_port"),
         ("--http-port x", "http_port"),
         ("--draft-workers -1", "draft_workers"),
+        ("--draft-workers 3:1", "draft_workers"),
+        ("--target-workers 0:2", "target_workers"),
         ("--device tpu", "device"),
         ("--target=", "target"),
     ],

@@ -1,0 +1,73 @@
+"""How loaded a worker is: counters that its scheduler keeps, and rates between two looks at them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+
+__all__ = ["LoadCounters", "LoadReport", "LoadReporter"]
+
+
+@dataclass
+class LoadCounters:
+    """Sums since the start of the worker.
+
+    Attributes:
+        block_s: Seconds from arrival to answer, over all blocks answered.
+        busy_s: Seconds spent in steps that served blocks.
+        lookups: Proposals asked for that draft-ahead may have had ready; 0 for a target worker.
+        hits: Those that it had ready.
+        gained: Tokens gained by drafting, beyond what the target had emitted alone in the same time.
+        cache_use: Share of the KV cache budget that is taken; no sum, the state of the moment.
+    """
+
+    block_s: float = 0.0
+    busy_s: float = 0.0
+    lookups: int = 0
+    hits: int = 0
+    gained: float = 0.0
+    cache_use: float = 0.0
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """The load over a while.
+
+    Attributes:
+        in_flight: Blocks waiting or worked on, on average (the sum of their stays per second, Little's law).
+        busy: Share of the time in steps that served blocks.
+        hit_rate: Share of the proposals asked for that were ready; 0 when none was asked for.
+        gained: Tokens per second gained by drafting; negative when it cost more than it gave.
+        cache_use: Share of the KV cache budget that is taken.
+    """
+
+    in_flight: float
+    busy: float
+    hit_rate: float
+    gained: float
+    cache_use: float
+
+    def as_metrics(self) -> dict[str, float]:
+        """Return the fields by name, as Serve wants them."""
+        return asdict(self)
+
+
+class LoadReporter:
+    """Turns counters into rates between two calls; the first one covers the time since it was made."""
+
+    def __init__(self) -> None:
+        self._before, self._since = LoadCounters(), time.monotonic()
+
+    def report(self, now: LoadCounters) -> LoadReport:
+        """Return the load since the last call."""
+        at, before = time.monotonic(), self._before
+        seconds = max(at - self._since, 1e-3)
+        lookups = now.lookups - before.lookups
+        self._before, self._since = now, at
+        return LoadReport(
+            in_flight=(now.block_s - before.block_s) / seconds,
+            busy=min(1.0, (now.busy_s - before.busy_s) / seconds),
+            hit_rate=(now.hits - before.hits) / lookups if lookups > 0 else 0.0,
+            gained=(now.gained - before.gained) / seconds,
+            cache_use=now.cache_use,
+        )

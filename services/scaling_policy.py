@@ -1,0 +1,68 @@
+"""The rules of `services.scaling` as Serve calls them, in its controller, with what the workers reported.
+
+Both pools' policies run in that one process. The draft pool must know whether there is anybody to draft for
+even while it has no worker to ask, so the target pool's policy leaves its load where the other one finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from gammaray.config import ScalingSettings
+from services.load import LoadReport
+from services.scaling import DraftMemory, Pool, wanted_drafters, wanted_targets
+
+__all__ = ["DraftPolicy", "TargetPolicy"]
+
+_MEMORY = "gammaray"
+_demand = 0.0  # blocks in flight at the target workers, as their policy saw them last
+
+
+class _Policy:
+    """Base: made once by Serve from JSON values, then called with an AutoscalingContext.
+
+    Args:
+        settings: Fields of ScalingSettings.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = ScalingSettings(**settings)
+
+
+class TargetPolicy(_Policy):
+    """For target workers."""
+
+    def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
+        """Return the wanted number of replicas and the state to keep."""
+        global _demand
+        pool = _pool(context)
+        _demand = pool.in_flight
+        return wanted_targets(pool, self._settings), {}
+
+
+class DraftPolicy(_Policy):
+    """For draft workers."""
+
+    def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
+        """Return the wanted number of replicas and the state to keep."""
+        memory = DraftMemory(**context.policy_state.get(_MEMORY, {}))
+        number, memory = wanted_drafters(
+            _pool(context), _demand, memory, self._settings, context.current_time
+        )
+        return number, {_MEMORY: asdict(memory)}
+
+
+def _pool(context: Any) -> Pool:
+    by_name = context.aggregated_metrics or {}
+    names = [field.name for field in fields(LoadReport)]
+    complete = [
+        replica for replica in context.running_replicas if all(replica in by_name.get(n, ()) for n in names)
+    ]
+    return Pool(
+        wanted=context.target_num_replicas,
+        reports=[LoadReport(**{name: by_name[name][replica] for name in names}) for replica in complete],
+        minimum=context.capacity_adjusted_min_replicas,
+        maximum=context.capacity_adjusted_max_replicas,
+    )
