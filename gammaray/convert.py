@@ -22,7 +22,11 @@ _FINISH = {
     t.FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     t.FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
 }
-_DRAFTERS = {t.DrafterKind.MODEL: pb.DRAFTER_KIND_MODEL, t.DrafterKind.NONE: pb.DRAFTER_KIND_NONE}
+_DRAFTERS = {
+    t.DrafterKind.MODEL: pb.DRAFTER_KIND_MODEL,
+    t.DrafterKind.NGRAM: pb.DRAFTER_KIND_NGRAM,
+    t.DrafterKind.NONE: pb.DRAFTER_KIND_NONE,
+}
 _METHODS_BACK = {v: k for k, v in _METHODS.items()}
 _ORIGINS_BACK = {v: k for k, v in _ORIGINS.items()}
 _FINISH_BACK = {v: k for k, v in _FINISH.items()}
@@ -168,6 +172,9 @@ def request_to_proto(request: t.GenerationRequest) -> gen.GenerateRequest:
         gamma=gen.GammaPolicy(max_gamma=request.gamma.max_gamma, max_nodes=request.gamma.max_nodes),
         drafter=_DRAFTERS[request.drafter],
         session_id=request.session_id,
+        turn=request.turn,
+        resume_from=request.resume_from,
+        keep_cache_s=request.keep_cache_s,
     )
     if request.gamma.fixed is None:
         message.gamma.adaptive = True
@@ -175,7 +182,7 @@ def request_to_proto(request: t.GenerationRequest) -> gen.GenerateRequest:
         message.gamma.fixed = request.gamma.fixed
     if isinstance(request.prompt, str):
         message.text = request.prompt
-    else:
+    elif request.prompt:
         message.token_ids.ids.extend(request.prompt)
     return message
 
@@ -204,6 +211,9 @@ def request_from_proto(message: gen.GenerateRequest) -> t.GenerationRequest:
         gamma=t.GammaPolicy(fixed, message.gamma.max_gamma, message.gamma.max_nodes),
         drafter=_DRAFTERS_BACK.get(message.drafter, t.DrafterKind.MODEL),
         session_id=message.session_id,
+        turn=message.turn,
+        resume_from=message.resume_from if message.HasField("resume_from") else None,
+        keep_cache_s=message.keep_cache_s,
     )
     request.validate()
     return request
@@ -215,7 +225,9 @@ def chunk_to_proto(chunk: t.Chunk) -> gen.GenerateResponse:
         session_id=chunk.session_id,
         text=chunk.text,
         seed=chunk.seed,
-        tokens=[_token_to_proto(token) for token in chunk.tokens],
+        tokens=[token_to_proto(token) for token in chunk.tokens],
+        offset=chunk.offset,
+        turn=chunk.turn,
     )
     if chunk.finish_reason is not None:
         message.finish_reason = _FINISH[chunk.finish_reason]
@@ -231,15 +243,18 @@ def chunk_from_proto(message: gen.GenerateResponse) -> t.Chunk:
     return t.Chunk(
         session_id=message.session_id,
         text=message.text,
-        tokens=tuple(_token_from_proto(token) for token in message.tokens),
+        tokens=tuple(token_from_proto(token) for token in message.tokens),
         seed=message.seed,
         finish_reason=_FINISH_BACK.get(message.finish_reason),
         usage=_usage_from_proto(message.usage) if message.HasField("usage") else None,
         summary=_summary_from_proto(message.summary) if message.HasField("summary") else None,
+        offset=message.offset,
+        turn=message.turn,
     )
 
 
-def _token_to_proto(token: t.EmittedToken) -> gen.EmittedToken:
+def token_to_proto(token: t.EmittedToken) -> gen.EmittedToken:
+    """Return the wire form of an emitted token."""
     return gen.EmittedToken(
         token_id=token.token_id,
         origin=_ORIGINS[token.origin],
@@ -249,7 +264,8 @@ def _token_to_proto(token: t.EmittedToken) -> gen.EmittedToken:
     )
 
 
-def _token_from_proto(message: gen.EmittedToken) -> t.EmittedToken:
+def token_from_proto(message: gen.EmittedToken) -> t.EmittedToken:
+    """Return the emitted token of a wire message."""
     return t.EmittedToken(
         token_id=message.token_id,
         origin=origin_from_proto(message.origin),
@@ -281,4 +297,9 @@ def _summary_from_proto(message: gen.SpeculationSummary) -> t.SpeculationSummary
         other_ms=message.other_ms,
         total_ms=message.total_ms,
         speedup_estimate=message.speedup_estimate if message.HasField("speedup_estimate") else None,
+        model_cycles=message.model_cycles,
+        ngram_cycles=message.ngram_cycles,
+        plain_cycles=message.plain_cycles,
+        fallback_cycles=message.fallback_cycles,
+        draft_workers=message.draft_workers,
     )

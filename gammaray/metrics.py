@@ -17,7 +17,7 @@ import operator
 from dataclasses import dataclass, field
 
 from gammaray.theory import expected_tokens_of
-from gammaray.types import SpeculationSummary
+from gammaray.types import DrafterKind, SpeculationSummary
 
 __all__ = ["AcceptanceEstimator", "SpeculationCounters"]
 
@@ -37,6 +37,9 @@ class SpeculationCounters:
         verify_s: Seconds waited for verdicts.
         decode_s: Seconds of the cycles after the first.
         plain_s: Seconds that the tokens of these would have taken one by one.
+        cycles_by_drafter: Cycles by who proposed; NONE where nothing was proposed.
+        fallbacks: Cycles without the drafter that the request allows.
+        draft_workers: Addresses of the draft workers that proposed.
     """
 
     cycles: int = 0
@@ -49,6 +52,9 @@ class SpeculationCounters:
     verify_s: float = 0.0
     decode_s: float = 0.0
     plain_s: float = 0.0
+    cycles_by_drafter: dict[DrafterKind, int] = field(default_factory=lambda: dict.fromkeys(DrafterKind, 0))
+    fallbacks: int = 0
+    draft_workers: set[str] = field(default_factory=set)
 
     def observe(
         self,
@@ -61,6 +67,9 @@ class SpeculationCounters:
         verify_s: float,
         cycle_s: float = 0.0,
         plain_cycle_s: float | None = None,
+        drafter: DrafterKind = DrafterKind.MODEL,
+        draft_worker: str = "",
+        is_fallback: bool = False,
     ) -> None:
         """Count one cycle.
 
@@ -73,6 +82,9 @@ class SpeculationCounters:
             verify_s: Seconds waited for the verdict.
             cycle_s: Seconds of the whole cycle.
             plain_cycle_s: Seconds of a cycle at gamma 0 at that moment, or None when that is unknown.
+            drafter: Who proposed, where anything was proposed.
+            draft_worker: Its address, "" for none.
+            is_fallback: Whether the drafter that the request allows could not propose.
         """
         if self.cycles > 0 and plain_cycle_s is not None:
             self.decode_s += cycle_s
@@ -86,6 +98,10 @@ class SpeculationCounters:
         self.verify_s += verify_s
         self.accepted_lengths += [0] * (accepted + 1 - len(self.accepted_lengths))
         self.accepted_lengths[accepted] += 1
+        self.cycles_by_drafter[drafter if gamma > 0 else DrafterKind.NONE] += 1
+        self.fallbacks += is_fallback
+        if gamma > 0 and draft_worker:
+            self.draft_workers.add(draft_worker)
 
     @property
     def alpha(self) -> float | None:
@@ -134,6 +150,11 @@ class SpeculationCounters:
             other_ms=max(0.0, total_s - self.draft_s - self.verify_s) * 1e3,
             total_ms=total_s * 1e3,
             speedup_estimate=self.speedup_estimate,
+            model_cycles=self.cycles_by_drafter[DrafterKind.MODEL],
+            ngram_cycles=self.cycles_by_drafter[DrafterKind.NGRAM],
+            plain_cycles=self.cycles_by_drafter[DrafterKind.NONE],
+            fallback_cycles=self.fallbacks,
+            draft_workers=len(self.draft_workers),
         )
 
 

@@ -61,8 +61,10 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int | None
     verification: VerificationMethod | Literal["coupled", "rejection", "naive"]
     gamma: GammaPolicy | Literal["adaptive"] | int
-    drafter: DrafterKind | Literal["model", "none"]
+    drafter: DrafterKind | Literal["model", "ngram", "none"]
     session_id: str
+    turn: int
+    keep_cache_s: float
     model: str
 
 

@@ -40,6 +40,7 @@ __all__ = [
 MAX_GAMMA = 64
 MAX_NODES = 256
 MAX_TOP_LOGPROBS = 20
+MAX_KEEP_CACHE_S = 3600
 
 
 class VerificationMethod(str, Enum):
@@ -67,9 +68,10 @@ class FinishReason(str, Enum):
 
 
 class DrafterKind(str, Enum):
-    """Which drafter may propose."""
+    """Which drafter may propose: the rung of the ladder model, ngram, none on which a request starts."""
 
     MODEL = "model"
+    NGRAM = "ngram"
     NONE = "none"
 
 
@@ -156,11 +158,17 @@ class Proposal:
         parents: Index of each node's parent, -1 for children of the committed prefix; None for a chain.
         draft_distributions: The law each token was drawn from; only for rejection verification above
             temperature 0.
+        drafter: Who proposed. This and what follows is not on the wire.
+        worker: host:port of the draft worker, "" for none.
+        is_fallback: Whether the drafter that the request allows was absent, failed or late.
     """
 
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] | None = None
     draft_distributions: tuple[SparseDistribution, ...] | None = None
+    drafter: DrafterKind = field(default=DrafterKind.MODEL, compare=False)
+    worker: str = field(default="", compare=False)
+    is_fallback: bool = field(default=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -222,6 +230,10 @@ class GenerationRequest:
         gamma: How gamma is chosen.
         drafter: Which drafter may propose.
         session_id: Name of the session; empty lets the server draw one.
+        turn: Turn of the session; above 0 its finished turn before is continued with the prompt.
+        resume_from: Resume the turn behind this many of its tokens; None begins it. With it the prompt may be
+            left out, and otherwise the request must be the one that began the turn.
+        keep_cache_s: Seconds that the workers keep their caches for the next turn, in [0, 3600].
     """
 
     prompt: str | tuple[int, ...]
@@ -236,6 +248,9 @@ class GenerationRequest:
     gamma: GammaPolicy = ADAPTIVE
     drafter: DrafterKind = DrafterKind.MODEL
     session_id: str = ""
+    turn: int = 0
+    resume_from: int | None = None
+    keep_cache_s: float = 0.0
 
     def validate(self) -> None:
         """Check what can be checked without the model.
@@ -243,7 +258,8 @@ class GenerationRequest:
         Raises:
             InvalidArgumentError: Names the first wrong field.
         """
-        if not self.prompt:
+        self._check_session()
+        if not self.prompt and self.resume_from is None:
             raise InvalidArgumentError("prompt", "an empty prompt", "at least one token")
         if isinstance(self.prompt, str) and len(self.prompt) > 2**20:
             raise InvalidArgumentError("prompt", f"{len(self.prompt)} characters", f"at most {2**20}")
@@ -265,7 +281,15 @@ class GenerationRequest:
                     "stop", f"a string of {len(text)} characters", "1 to 256 characters"
                 )
             check_encodable("stop", text)
+
+    def _check_session(self) -> None:
         check_session_id(self.session_id)
+        check_int("turn", self.turn, 0, 2**31 - 1)
+        check_number("keep_cache_s", self.keep_cache_s, 0, MAX_KEEP_CACHE_S)
+        if self.resume_from is not None:
+            check_int("resume_from", self.resume_from, 0, 2**31 - 1)
+        if not self.session_id and (self.turn > 0 or self.resume_from is not None):
+            raise InvalidArgumentError("session_id", "no name", "the name of the session to go on with")
 
 
 @dataclass(frozen=True)
@@ -313,11 +337,19 @@ class SpeculationSummary:
     other_ms: float
     total_ms: float
     speedup_estimate: float | None
+    model_cycles: int = 0
+    ngram_cycles: int = 0
+    plain_cycles: int = 0
+    fallback_cycles: int = 0
+    draft_workers: int = 0
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a completion; the last one carries `finish_reason`, `usage` and `summary`."""
+    """A piece of a completion; the last one carries `finish_reason`, `usage` and `summary`.
+
+    `offset` counts the turn's tokens before this piece; offset + len(tokens) is what to resume from.
+    """
 
     session_id: str
     text: str
@@ -326,3 +358,5 @@ class Chunk:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     summary: SpeculationSummary | None = None
+    offset: int = 0
+    turn: int = 0

@@ -63,6 +63,9 @@ class Progress:
             verify_s=cycle.verify_s,
             cycle_s=cycle.total_s,
             plain_cycle_s=plain_cycle_s,
+            drafter=cycle.drafter,
+            draft_worker=cycle.draft_worker,
+            is_fallback=cycle.is_fallback,
         )
 
     def _token(self, cycle: Cycle, index: int) -> EmittedToken:

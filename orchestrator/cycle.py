@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from gammaray.errors import GammarayError, InternalError, InvalidArgumentError
-from gammaray.types import FinishReason, Proposal, TokenOrigin
+from gammaray.types import DrafterKind, FinishReason, Proposal, TokenOrigin
 from orchestrator.session import Session
 from orchestrator.walk import Level, walk
 
@@ -126,6 +126,9 @@ class Cycle:
         shape: What was asked for, with the controller's reason; its depth is `gamma`.
         levels: What verification met on its way down the proposal.
         timing: Where the target worker's time went; None when it did not say.
+        drafter: Who proposed; NONE when nothing was proposed.
+        draft_worker: Address of the draft worker that proposed, "" for none.
+        is_fallback: Whether the drafter that the request allows could not propose.
     """
 
     gamma: int
@@ -145,6 +148,9 @@ class Cycle:
     shape: Shape = Shape(0)
     levels: tuple[Level, ...] = ()
     timing: VerifyTiming | None = None
+    drafter: DrafterKind = DrafterKind.NONE
+    draft_worker: str = ""
+    is_fallback: bool = False
 
 
 class Drafter(Protocol):
@@ -240,6 +246,9 @@ async def run_cycle(
         shape=shape,
         levels=walk(proposal, verdict.accepted_path),
         timing=verdict.timing,
+        drafter=proposal.drafter if proposal else DrafterKind.NONE,
+        draft_worker=proposal.worker if proposal else "",
+        is_fallback=draft_failed or proposal.is_fallback,
     )
     controller.observe(cycle)
     return cycle

@@ -63,7 +63,7 @@ class GammarayOptions(_Strict):
         gamma: Draft length, 0 to 64, or "adaptive".
         max_gamma: Upper bound of an adaptive gamma; 0 is the server's.
         max_nodes: Upper bound of a proposal's nodes, above gamma for trees; 0 is the server's choice.
-        drafter: Which drafter may propose.
+        drafter: Which drafter may propose: "model", "ngram" (prompt lookup) or "none" (gamma 0).
         session_id: Name of the session; empty lets the server draw one. Only with one choice.
     """
 
@@ -71,7 +71,7 @@ class GammarayOptions(_Strict):
     gamma: int | Literal["adaptive"] = "adaptive"
     max_gamma: int = 0
     max_nodes: int = 0
-    drafter: Literal["model", "none"] = "model"
+    drafter: Literal["model", "ngram", "none"] = "model"
     session_id: str = ""
 
     @field_validator("gamma", mode="plain")

@@ -59,6 +59,13 @@ class ChoiceState:
                 "total": summary.total_ms,
             },
             "speedup_estimate": summary.speedup_estimate,
+            "cycles_by_drafter": {
+                "model": summary.model_cycles,
+                "ngram": summary.ngram_cycles,
+                "none": summary.plain_cycles,
+            },
+            "fallback_cycles": summary.fallback_cycles,
+            "draft_workers": summary.draft_workers,
         }
 
 

@@ -14,34 +14,28 @@ from google.rpc import status_pb2
 
 from gammaray.convert import (
     method_to_proto,
-    origin_from_proto,
     proposal_from_proto,
-    proposal_to_proto,
     sampling_to_proto,
 )
 from gammaray.errors import DeadlineExceededError, GammarayError, InternalError, UnavailableError
 from gammaray.rpc_errors import error_from_status
 from gammaray.types import Proposal
 from gammaray.v1 import draft_service_pb2 as draft_pb
-from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.backoff import Backoff
-from orchestrator.cycle import Shape, TokenLogprobs, Verdict, VerifyTiming
+from orchestrator.cycle import Shape
 from orchestrator.links import WorkerLink
 from orchestrator.session import Session
 from orchestrator.wire import BlockT, ResultT
 from orchestrator.workers import WorkerPool
 
-__all__ = ["Readiness", "RemoteDrafter", "RemoteVerifier", "session_spec"]
+__all__ = ["Readiness", "Remote", "RemoteDrafter", "session_spec"]
 
 MAX_FEEDS = 4
 """A worker that still lacks tokens after this many feeds in a row is broken (an eviction explains one)."""
 
 LONG_CONTEXT = 64
 """Tokens that a draft worker lacks from which on the cycle does not wait for it to read them."""
-
-RETRY_PAUSE_S = 0.05
-"""Between attempts at a target worker that is there and fails at once."""
 
 
 class Readiness(Enum):
@@ -52,7 +46,7 @@ class Readiness(Enum):
     ABSENT = "absent"
 
 
-class _Remote(ABC, Generic[BlockT, ResultT]):
+class Remote(ABC, Generic[BlockT, ResultT]):
     """One session's place on the workers of one role.
 
     Tracks how many committed tokens the attached worker holds, so that a block carries only the others.
@@ -118,12 +112,12 @@ class _Remote(ABC, Generic[BlockT, ResultT]):
 _DraftLink = WorkerLink[draft_pb.ProposeBlock, draft_pb.ProposeResult]
 
 
-class RemoteDrafter(_Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
+class RemoteDrafter(Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
     """Proposes through a draft worker, another one when it fails; implements the cycle's Drafter.
 
-    A worker that is late is left alone for a multiple of the time it cost, by all sessions; one that fails for
-    this session only, by this one. A long prompt is fed in the background, while the target reads it too: until
-    then proposals are empty, and the first token comes as early as without a drafter.
+    A worker that is late is left alone for a multiple of the time it cost, by all sessions; one that fails
+    for this session only, by this one. A long prompt is fed in the background, while the target reads it too:
+    until then proposals are empty, and the first token comes as early as without a drafter.
 
     Args:
         pool: The draft workers.
@@ -153,7 +147,9 @@ class RemoteDrafter(_Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
         """Choose a worker, have it read what it lacks when that is long, and tell whether it can propose."""
         if self._prefill is not None and not self._prefill.done():
             return Readiness.READING
-        link = self._link if self._link is not None and self._suits(self._link) else self._pool.pick(self._suits)
+        link = (
+            self._link if self._link is not None and self._suits(self._link) else self._pool.pick(self._suits)
+        )
         if link is None:
             return Readiness.ABSENT
         self._attach(session, link)
@@ -224,82 +220,6 @@ class RemoteDrafter(_Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
         return draft_pb.ProposeBlock(gamma=self._shape.depth, max_nodes=self._shape.max_nodes)
 
 
-class RemoteVerifier(_Remote[target_pb.VerifyBlock, target_pb.VerifyResult]):
-    """Verifies through a target worker, another one when it dies; implements the cycle's Verifier.
-
-    Args:
-        pool: The target workers.
-        spec: What they must know of the session.
-        timeout_s: Deadline of one verification.
-        wait_s: How long to wait for a target worker to be there.
-    """
-
-    def __init__(
-        self,
-        pool: WorkerPool[target_pb.VerifyBlock, target_pb.VerifyResult],
-        spec: pb.SessionSpec,
-        *,
-        timeout_s: float,
-        wait_s: float,
-    ) -> None:
-        super().__init__(pool, spec)
-        self._timeout_s, self._wait_s = timeout_s, wait_s
-        self._proposal = Proposal()
-
-    async def verify(self, session: Session, proposal: Proposal) -> Verdict:
-        """Return the target's verdict.
-
-        Raises:
-            UnavailableError: No target worker in time, or they keep dying.
-            GammarayError: What the worker answered.
-        """
-        self._proposal = proposal
-        deadline: float | None = None
-        while True:
-            link = self._link
-            if link is None or not link.is_up or link.is_draining:
-                left_s = self._wait_s if deadline is None else max(0.0, deadline - time.monotonic())
-                link = await self._pool.wait(left_s)
-            self._attach(session, link)
-            start = time.monotonic()
-            try:
-                result = await self._ask(session, link, self._timeout_s)
-            except (UnavailableError, DeadlineExceededError) as error:
-                self._leave(session, link, error, time.monotonic() - start)
-                deadline = deadline or time.monotonic() + self._wait_s
-                if time.monotonic() >= deadline:
-                    raise
-                await asyncio.sleep(RETRY_PAUSE_S)
-                continue
-            link.backoff.succeeded()
-            # The worker's cache holds the accepted tokens; its own last token was never fed.
-            self._num_known = self._base_position + len(result.verdict.accepted_path)
-            return _verdict(result.verdict, result.timing)
-
-    def _leave(
-        self,
-        session: Session,
-        link: WorkerLink[target_pb.VerifyBlock, target_pb.VerifyResult],
-        error: GammarayError,
-        lost_s: float,
-    ) -> None:
-        """Go away from a worker that failed.
-
-        Raises:
-            DeadlineExceededError: It is late, and there is no other.
-        """
-        self._detach(session)
-        if isinstance(error, DeadlineExceededError):
-            link.backoff.failed(lost_s)
-            if self._pool.pick() is None:
-                raise error
-
-    def _block(self, session: Session) -> target_pb.VerifyBlock:
-        return target_pb.VerifyBlock(
-            proposal=proposal_to_proto(self._proposal), num_top_logprobs=session.num_top_logprobs
-        )
-
-
 def session_spec(session: Session, eos_token_ids: frozenset[int]) -> pb.SessionSpec:
     """Return what workers must know of a session beside its tokens."""
     return pb.SessionSpec(
@@ -307,22 +227,4 @@ def session_spec(session: Session, eos_token_ids: frozenset[int]) -> pb.SessionS
         verification=method_to_proto(session.method),
         prompt_length=len(session.prompt),
         eos_token_ids=sorted(eos_token_ids | session.stop_token_ids),
-    )
-
-
-def _verdict(message: target_pb.Verdict, timing: pb.WorkerTiming) -> Verdict:
-    return Verdict(
-        accepted_path=tuple(message.accepted_path),
-        next_token_id=message.next_token_id,
-        next_origin=origin_from_proto(message.next_origin),
-        num_tested=message.num_tested,
-        logprobs=tuple(
-            TokenLogprobs(entry.logprob, tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True)))
-            for entry in message.logprobs
-        ),
-        timing=VerifyTiming(
-            timing.queue_us * 1e-6, timing.compute_us * 1e-6, timing.batch_size, timing.batch_tokens
-        )
-        if timing.batch_tokens > 0
-        else None,
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from gammaray.config import OrchestratorSettings
 from gammaray.convert import request_to_proto
-from gammaray.errors import GammarayError, ResourceExhaustedError, UnavailableError
+from gammaray.errors import GammarayError, UnavailableError
 from gammaray.types import (
     Chunk,
     DrafterKind,
@@ -21,15 +21,19 @@ from gammaray.types import (
     ProcessStatus,
     VerificationMethod,
 )
+from orchestrator.access import ANONYMOUS, Caller
+from orchestrator.admission import Admission
 from orchestrator.completion import Progress
 from orchestrator.costs import CostModel
 from orchestrator.cycle import GammaController
+from orchestrator.deadline import within
 from orchestrator.fleet import Fleet
 from orchestrator.gamma import AdaptiveGamma, FixedGamma, Reason
 from orchestrator.pipeline import run_cycles
 from orchestrator.redis_calls import Redis, answer, connect
 from orchestrator.registry import RedisRegistry
-from orchestrator.remote import RemoteDrafter, RemoteVerifier, session_spec
+from orchestrator.remote import RemoteDrafter, session_spec
+from orchestrator.remote_target import RemoteVerifier
 from orchestrator.requests import check_request, open_session
 from orchestrator.session import Session
 from orchestrator.store import RedisStore
@@ -62,7 +66,9 @@ class Orchestrator:
         self._settings, self._redis, self._tokenizer = settings, redis, tokenizer
         self._store = RedisStore(redis, settings.session_ttl_s)
         self._costs = CostModel()
-        self._num_active = 0
+        self._admission = Admission(
+            settings.max_concurrent_requests, settings.max_waiting_requests, settings.max_wait_s
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._fleet = Fleet(
             RedisRegistry(redis),
@@ -91,13 +97,15 @@ class Orchestrator:
         orchestrator._fit_context()
         return orchestrator
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+    async def generate(
+        self, request: GenerationRequest, caller: Caller = ANONYMOUS
+    ) -> AsyncGenerator[Chunk, None]:
         """Stream one completion, a chunk per cycle; closing the iterator cancels it and frees the caches.
 
         Raises:
             NotFoundError: Another model is asked for.
             InvalidArgumentError: Names the field that is wrong.
-            ResourceExhaustedError: Too many requests in flight.
+            ResourceExhaustedError: Too many requests run and wait; says when to come back.
             FailedPreconditionError: A session of this name exists.
             UnavailableError: No target worker or no Redis.
             DeadlineExceededError: A verification took too long.
@@ -108,21 +116,16 @@ class Orchestrator:
             vocab_size=self.vocab_size,
             max_prompt_bytes=self._settings.max_prompt_bytes,
         )
-        if self._num_active >= self._settings.max_concurrent_requests:
-            raise ResourceExhaustedError(
-                f"{self._num_active} requests are in flight, at most {self._settings.max_concurrent_requests}"
-            )
-        self._num_active += 1
-        try:
+        async with self._admission.place(caller):
             self._fit_context()
-            session = await open_session(request, self._tokenizer, self.max_context)
+            session = await open_session(request, self._tokenizer, self.max_context, caller)
             stored = request_to_proto(replace(request, sampling=session.params)).SerializeToString()
             await self._store.create(session, stored)
             async with contextlib.aclosing(self._run(session, request)) as chunks:
-                async for chunk in chunks:
+                async for chunk in within(caller.deadline, chunks):
+                    if caller.tenant:
+                        chunk = replace(chunk, session_id=caller.public(chunk.session_id))
                     yield chunk
-        finally:
-            self._num_active -= 1
 
     async def _run(self, session: Session, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         settings = self._settings
@@ -176,7 +179,9 @@ class Orchestrator:
 
     async def status(self) -> list[ProcessStatus]:
         """Return the state of this orchestrator, its workers and Redis."""
-        own = ProcessStatus("orchestrator", os.getpid(), "", self.model_name, True, self._num_active)
+        own = ProcessStatus(
+            "orchestrator", os.getpid(), "", self.model_name, True, self._admission.num_running
+        )
         return [own, *self._fleet.status(), await self._redis_status()]
 
     async def close(self) -> None:

@@ -1,0 +1,119 @@
+"""Verifier of one session, on a target worker, and on another one when that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from gammaray.convert import origin_from_proto, proposal_to_proto
+from gammaray.errors import DeadlineExceededError, GammarayError, UnavailableError
+from gammaray.types import Proposal
+from gammaray.v1 import target_service_pb2 as target_pb
+from gammaray.v1 import types_pb2 as pb
+from orchestrator.cycle import TokenLogprobs, Verdict, VerifyTiming
+from orchestrator.links import WorkerLink
+from orchestrator.remote import Remote
+from orchestrator.session import Session
+from orchestrator.workers import WorkerPool
+
+__all__ = ["RemoteVerifier"]
+
+RETRY_PAUSE_S = 0.05
+"""Between attempts at a target worker that is there and fails at once."""
+
+
+class RemoteVerifier(Remote[target_pb.VerifyBlock, target_pb.VerifyResult]):
+    """Verifies through a target worker, another one when it dies; implements the cycle's Verifier.
+
+    Args:
+        pool: The target workers.
+        spec: What they must know of the session.
+        timeout_s: Deadline of one verification.
+        wait_s: How long to wait for a target worker to be there.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool[target_pb.VerifyBlock, target_pb.VerifyResult],
+        spec: pb.SessionSpec,
+        *,
+        timeout_s: float,
+        wait_s: float,
+    ) -> None:
+        super().__init__(pool, spec)
+        self._timeout_s, self._wait_s = timeout_s, wait_s
+        self._proposal = Proposal()
+
+    async def verify(self, session: Session, proposal: Proposal) -> Verdict:
+        """Return the target's verdict.
+
+        Raises:
+            UnavailableError: No target worker in time, or they keep dying.
+            GammarayError: What the worker answered.
+        """
+        self._proposal = proposal
+        deadline: float | None = None
+        while True:
+            link = self._link
+            if link is None or not link.is_up or link.is_draining:
+                left_s = self._wait_s if deadline is None else max(0.0, deadline - time.monotonic())
+                link = await self._pool.wait(left_s)
+            self._attach(session, link)
+            start = time.monotonic()
+            try:
+                result = await self._ask(session, link, self._timeout_s)
+            except (UnavailableError, DeadlineExceededError) as error:
+                self._leave(session, link, error, time.monotonic() - start)
+                deadline = deadline or time.monotonic() + self._wait_s
+                if time.monotonic() >= deadline:
+                    raise
+                await asyncio.sleep(RETRY_PAUSE_S)
+                continue
+            link.backoff.succeeded()
+            # The worker's cache holds the accepted tokens; its own last token was never fed.
+            self._num_known = self._base_position + len(result.verdict.accepted_path)
+            return _verdict(result.verdict, result.timing)
+
+    def _leave(
+        self,
+        session: Session,
+        link: WorkerLink[target_pb.VerifyBlock, target_pb.VerifyResult],
+        error: GammarayError,
+        lost_s: float,
+    ) -> None:
+        """Go away from a worker that failed.
+
+        Raises:
+            DeadlineExceededError: It is late, and there is no other.
+        """
+        if link.is_up:
+            self.release(session)
+        else:
+            self._detach(session)
+        if isinstance(error, DeadlineExceededError):
+            link.backoff.failed(lost_s)
+            if self._pool.pick() is None:
+                raise error
+
+    def _block(self, session: Session) -> target_pb.VerifyBlock:
+        return target_pb.VerifyBlock(
+            proposal=proposal_to_proto(self._proposal), num_top_logprobs=session.num_top_logprobs
+        )
+
+
+def _verdict(message: target_pb.Verdict, timing: pb.WorkerTiming) -> Verdict:
+    return Verdict(
+        accepted_path=tuple(message.accepted_path),
+        next_token_id=message.next_token_id,
+        next_origin=origin_from_proto(message.next_origin),
+        num_tested=message.num_tested,
+        logprobs=tuple(
+            TokenLogprobs(entry.logprob, tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True)))
+            for entry in message.logprobs
+        ),
+        timing=VerifyTiming(
+            timing.queue_us * 1e-6, timing.compute_us * 1e-6, timing.batch_size, timing.batch_tokens
+        )
+        if timing.batch_tokens > 0
+        else None,
+    )
