@@ -43,6 +43,8 @@ def test_request_every_option_lands_in_its_field():
         "gamma": 6,
         "drafter": "none",
         "session_id": "mine",
+        "turn": 2,
+        "keep_cache_s": 1.5,
         "model": "demo",
     }
     assert options.keys() == GenerateOptions.__annotations__.keys()
@@ -60,6 +62,8 @@ def test_request_every_option_lands_in_its_field():
         gamma=GammaPolicy(6),
         drafter=DrafterKind.NONE,
         session_id="mine",
+        turn=2,
+        keep_cache_s=1.5,
     )
 
 
