@@ -1,182 +1,296 @@
-"""Every span, attribute and metric name of gammaray, with its meaning. Names only: nothing is measured here.
+"""Every span and attribute of gammaray's traces: name, type, unit and meaning.
 
 Where OpenTelemetry's semantic conventions for generative AI have a name, that name is used; all others start
-with `gammaray.`. Durations are in seconds unless the name says otherwise, as the conventions want it.
-
-Ratios are made by the reader, from counters. In PromQL dots become underscores, counters end in `_total` and
-each stands in `rate(...[5m])`:
-
-    alpha                   gammaray_accepted_tokens / gammaray_tested_tokens
-    acceptance rate         gammaray_accepted_tokens / gammaray_draft_tokens
-    tokens per cycle        gammaray_emitted_tokens / gammaray_cycles
-    acceptance at index j   gammaray_accepted_per_position{gammaray_position="j"} / gammaray_drafts
-    draft-ahead hit rate    gammaray_draft_ahead_hits / gammaray_draft_ahead_lookups
+with `gammaray.`. `docs/telemetry.md` is made of this module. Metrics have `gammaray.metric_catalog`.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Literal
 
-# Spans. A generate holds cycles, a cycle one propose and one verify, each with a client and a server side.
+__all__ = ["ATTRIBUTES", "SPANS", "Attribute", "Span"]
+
+AttributeType = Literal["string", "boolean", "int", "double", "string[]"]
+
+
+class Attribute(str):
+    """The name of an attribute, which knows what it stands for.
+
+    Args:
+        name: The name itself.
+        type: Type of its values.
+        unit: Unit of its values as UCUM has it; empty without one.
+        meaning: What it says.
+    """
+
+    type: AttributeType
+    unit: str
+    meaning: str
+
+    def __new__(cls, name: str, type: AttributeType, unit: str, meaning: str) -> Attribute:
+        attribute = str.__new__(cls, name)
+        attribute.type, attribute.unit, attribute.meaning = type, unit, meaning
+        return attribute
+
+
+@dataclass(frozen=True)
+class Span:
+    """One kind of span.
+
+    Args:
+        name: Its name; the two sides of a call share one.
+        kind: The side, or internal.
+        process: Who makes it: orchestrator, draft or target.
+        parent: Name of the span around it, empty for none of ours.
+        meaning: What its time is.
+        always: Attributes that each has.
+        sometimes: Attributes that some have, as their meaning says.
+    """
+
+    name: str
+    kind: Literal["server", "client", "internal"]
+    process: str
+    parent: str
+    meaning: str
+    always: tuple[Attribute, ...] = ()
+    sometimes: tuple[Attribute, ...] = ()
+
+
+# Of the semantic conventions, on the span of a generation.
+
+OPERATION_NAME: Final = Attribute("gen_ai.operation.name", "string", "", "Always `text_completion`.")
+PROVIDER_NAME: Final = Attribute("gen_ai.provider.name", "string", "", "Always `gammaray`.")
+REQUEST_MODEL: Final = Attribute(
+    "gen_ai.request.model", "string", "", "The model asked for, where one was named."
+)
+RESPONSE_MODEL: Final = Attribute("gen_ai.response.model", "string", "", "The target model that served.")
+CONVERSATION_ID: Final = Attribute(
+    "gen_ai.conversation.id", "string", "", "The session, which later turns continue."
+)
+REQUEST_MAX_TOKENS: Final = Attribute(
+    "gen_ai.request.max_tokens", "int", "{token}", "Upper bound of emitted tokens."
+)
+REQUEST_TEMPERATURE: Final = Attribute("gen_ai.request.temperature", "double", "", "Sampling temperature.")
+REQUEST_TOP_P: Final = Attribute("gen_ai.request.top_p", "double", "", "Nucleus mass, where it is below 1.")
+REQUEST_TOP_K: Final = Attribute(
+    "gen_ai.request.top_k", "int", "", "Number of most likely tokens kept, where limited."
+)
+REQUEST_SEED: Final = Attribute(
+    "gen_ai.request.seed", "string", "", "Seed, where the client gave one; decimal: it may exceed 63 bits."
+)
+REQUEST_STOP: Final = Attribute(
+    "gen_ai.request.stop_sequences", "string[]", "", "Stop strings, where there are any."
+)
+FINISH_REASONS: Final = Attribute(
+    "gen_ai.response.finish_reasons", "string[]", "", "Why it ended, where it did: stop, length or cancelled."
+)
+INPUT_TOKENS: Final = Attribute(
+    "gen_ai.usage.input_tokens", "int", "{token}", "Tokens of the prompt, where it came to an end."
+)
+OUTPUT_TOKENS: Final = Attribute(
+    "gen_ai.usage.output_tokens", "int", "{token}", "Tokens emitted, where it came to an end."
+)
+ERROR_TYPE: Final = Attribute("error.type", "string", "", "Class of the error, where it failed.")
+
+# Of the session.
+
+SESSION_ID: Final = Attribute("gammaray.session.id", "string", "", "The session.")
+EPOCH: Final = Attribute(
+    "gammaray.session.epoch", "int", "", "Fencing number of the session's owner: grows with each takeover."
+)
+TURN: Final = Attribute("gammaray.session.turn", "int", "", "Turn of the session, from 0.")
+RESUMED_FROM: Final = Attribute(
+    "gammaray.session.resumed_from",
+    "int",
+    "{token}",
+    "Emitted tokens that the client had, where it resumed; the span links to the former owner's.",
+)
+VERIFICATION: Final = Attribute(
+    "gammaray.verification", "string", "", "Verification method: coupled, rejection or naive."
+)
+
+# Of a cycle.
+
+CYCLE_INDEX: Final = Attribute(
+    "gammaray.cycle.index", "int", "", "Number of the cycle in its generation, from 0."
+)
+CYCLES: Final = Attribute("gammaray.cycles", "int", "{cycle}", "Cycles that were run.")
+BASE_POSITION: Final = Attribute(
+    "gammaray.base_position", "int", "{token}", "Committed tokens that the cycle builds on."
+)
+GAMMA: Final = Attribute("gammaray.gamma", "int", "{token}", "Draft tokens asked for: depth of the proposal.")
+GAMMA_REASON: Final = Attribute("gammaray.gamma.reason", "string", "", "Why the controller chose this gamma.")
+DRAFTER: Final = Attribute(
+    "gammaray.drafter", "string", "", "Rung of the ladder that proposed: model, ngram or none."
+)
+DRAFT_FAILED: Final = Attribute(
+    "gammaray.drafter.failed", "boolean", "", "Whether the drafter was absent, late or wrong."
+)
+DRAFT_AHEAD_HIT: Final = Attribute(
+    "gammaray.draft_ahead.hit",
+    "boolean",
+    "",
+    "Whether the proposal had been prepared ahead, so that it took no forward.",
+)
+DRAFTED: Final = Attribute("gammaray.drafted_tokens", "int", "{token}", "Nodes of the proposal.")
+TESTED: Final = Attribute(
+    "gammaray.tested_tokens",
+    "int",
+    "{token}",
+    "Proposed tokens put to the test: the accepted ones, plus one where a test failed.",
+)
+ACCEPTED: Final = Attribute(
+    "gammaray.accepted_tokens", "int", "{token}", "Proposed tokens that the target agreed with."
+)
+EMITTED: Final = Attribute("gammaray.emitted_tokens", "int", "{token}", "Tokens that were emitted.")
+NEXT_ORIGIN: Final = Attribute(
+    "gammaray.next_token.origin",
+    "string",
+    "",
+    "The target's own token: correction or bonus; absent where the completion ended before it.",
+)
+
+# Of a worker.
+
+WORKER_ADDRESS: Final = Attribute(
+    "gammaray.worker.address", "string", "", "host:port of the worker that answered last."
+)
+BLOCKS: Final = Attribute(
+    "gammaray.worker.blocks",
+    "int",
+    "{block}",
+    "Blocks sent: above 1 after the worker asked for tokens it lacked, or was left for another.",
+)
+REFED_TOKENS: Final = Attribute(
+    "gammaray.worker.refed_tokens", "int", "{token}", "Tokens sent again since a worker lacked them."
+)
+REQUEST_BYTES: Final = Attribute(
+    "gammaray.worker.request_bytes", "int", "By", "Bytes of the blocks on the wire, without their frame."
+)
+RESPONSE_BYTES: Final = Attribute(
+    "gammaray.worker.response_bytes", "int", "By", "Bytes of the answers on the wire, without their frame."
+)
+QUEUE_MS: Final = Attribute(
+    "gammaray.worker.queue_ms", "double", "ms", "From the block's arrival at the worker to its first step."
+)
+COMPUTE_MS: Final = Attribute(
+    "gammaray.worker.compute_ms",
+    "double",
+    "ms",
+    "The engine steps that served the block, which the batch shares.",
+)
+FORWARD_MS: Final = Attribute("gammaray.worker.forward_ms", "double", "ms", "Model forwards in these steps.")
+STEPS: Final = Attribute("gammaray.worker.steps", "int", "{step}", "Engine steps that served the block.")
+BATCH_SIZE: Final = Attribute(
+    "gammaray.worker.batch_size", "int", "{session}", "Sessions in the largest batch that served the block."
+)
+BATCH_TOKENS: Final = Attribute(
+    "gammaray.worker.batch_tokens", "int", "{token}", "Tokens fed in these steps, over the whole batch."
+)
+NEEDS_FROM: Final = Attribute(
+    "gammaray.worker.needs_from",
+    "int",
+    "{token}",
+    "Position from which the worker lacks tokens, where it asked for them instead.",
+)
+
+_TIMING = (QUEUE_MS, COMPUTE_MS, FORWARD_MS, BATCH_SIZE, BATCH_TOKENS)
+_CALL = (WORKER_ADDRESS, BLOCKS, REFED_TOKENS, REQUEST_BYTES, RESPONSE_BYTES)
+_BLOCK = (SESSION_ID, EPOCH, BASE_POSITION, DRAFTED, REQUEST_BYTES, RESPONSE_BYTES, STEPS, *_TIMING)
 
 SPAN_GENERATE: Final = "gammaray.generate"
-"""One completion, from the request's arrival to the last chunk."""
+SPAN_OPEN: Final = "gammaray.session.open"
 SPAN_CYCLE: Final = "gammaray.cycle"
-"""One propose, one verify, one commit."""
 SPAN_PROPOSE: Final = "gammaray.draft.propose"
-"""One proposal: the client side waits for it, the server side makes it."""
 SPAN_VERIFY: Final = "gammaray.target.verify"
-"""One verification: the client side waits for it, the server side makes it."""
 SPAN_COMMIT: Final = "gammaray.session.commit"
-"""Writing the emitted tokens of a cycle to the session store."""
 
-# Attributes of the semantic conventions, on SPAN_GENERATE.
+SPANS: Final = (
+    Span(
+        *(SPAN_GENERATE, "server", "orchestrator", ""),
+        "One completion, from the request's arrival to the last piece; child of the caller's `traceparent`.",
+        (
+            OPERATION_NAME,
+            PROVIDER_NAME,
+            RESPONSE_MODEL,
+            REQUEST_MAX_TOKENS,
+            REQUEST_TEMPERATURE,
+            VERIFICATION,
+        ),
+        (
+            *(
+                REQUEST_MODEL,
+                REQUEST_TOP_P,
+                REQUEST_TOP_K,
+                REQUEST_SEED,
+                REQUEST_STOP,
+                CONVERSATION_ID,
+                SESSION_ID,
+            ),
+            *(TURN, RESUMED_FROM, FINISH_REASONS, INPUT_TOKENS, OUTPUT_TOKENS, CYCLES, ERROR_TYPE),
+        ),
+    ),
+    Span(
+        *(SPAN_OPEN, "internal", "orchestrator", SPAN_GENERATE),
+        "From the request's arrival to the first cycle: admission, tokenising, creating the session.",
+        (SESSION_ID, EPOCH),
+    ),
+    Span(
+        *(SPAN_CYCLE, "internal", "orchestrator", SPAN_GENERATE),
+        "One propose and one verify; its tokens are committed while the next one runs.",
+        (
+            *(
+                SESSION_ID,
+                EPOCH,
+                CYCLE_INDEX,
+                BASE_POSITION,
+                VERIFICATION,
+                GAMMA,
+                GAMMA_REASON,
+                DRAFTER,
+                DRAFT_FAILED,
+            ),
+            *(DRAFTED, TESTED, ACCEPTED, EMITTED),
+        ),
+        (NEXT_ORIGIN, ERROR_TYPE),
+    ),
+    Span(
+        *(SPAN_PROPOSE, "client", "orchestrator", SPAN_CYCLE),
+        "Waiting for the proposal, re-feeds included. Reading a long prompt beside the first cycles is one "
+        "too, under the generation.",
+        _CALL,
+        (DRAFT_AHEAD_HIT, *_TIMING, ERROR_TYPE),
+    ),
+    Span(
+        *(SPAN_PROPOSE, "internal", "orchestrator", SPAN_CYCLE),
+        "The same without a draft worker: prompt lookup, or nobody was there.",
+    ),
+    Span(
+        *(SPAN_PROPOSE, "server", "draft", SPAN_PROPOSE),
+        "One block, from its arrival at the draft worker to its answer.",
+        (*_BLOCK, GAMMA, DRAFT_AHEAD_HIT),
+        (NEEDS_FROM, ERROR_TYPE),
+    ),
+    Span(
+        *(SPAN_VERIFY, "client", "orchestrator", SPAN_CYCLE),
+        "Waiting for the verdict, re-feeds and other targets included.",
+        _CALL,
+        (*_TIMING, ERROR_TYPE),
+    ),
+    Span(
+        *(SPAN_VERIFY, "server", "target", SPAN_VERIFY),
+        "One block, from its arrival at the target worker to its answer.",
+        _BLOCK,
+        (TESTED, ACCEPTED, NEXT_ORIGIN, NEEDS_FROM, ERROR_TYPE),
+    ),
+    Span(
+        *(SPAN_COMMIT, "internal", "orchestrator", SPAN_GENERATE),
+        "From a cycle's end until its tokens are stored.",
+        (CYCLE_INDEX, EMITTED),
+    ),
+)
+"""The spans of a trace, outermost first."""
 
-OPERATION_NAME: Final = "gen_ai.operation.name"
-"""What was asked for: chat or text_completion."""
-PROVIDER_NAME: Final = "gen_ai.provider.name"
-"""Always gammaray."""
-REQUEST_MODEL: Final = "gen_ai.request.model"
-"""Name of the model as the client gave it."""
-RESPONSE_MODEL: Final = "gen_ai.response.model"
-"""Name of the target model that served."""
-RESPONSE_ID: Final = "gen_ai.response.id"
-"""Id of the response: the session's."""
-CONVERSATION_ID: Final = "gen_ai.conversation.id"
-"""The session, which later turns may continue."""
-REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
-"""Upper bound of emitted tokens."""
-REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
-"""Sampling temperature."""
-REQUEST_TOP_P: Final = "gen_ai.request.top_p"
-"""Nucleus mass."""
-REQUEST_TOP_K: Final = "gen_ai.request.top_k"
-"""Number of most likely tokens kept."""
-REQUEST_FREQUENCY_PENALTY: Final = "gen_ai.request.frequency_penalty"
-"""Frequency penalty."""
-REQUEST_PRESENCE_PENALTY: Final = "gen_ai.request.presence_penalty"
-"""Presence penalty."""
-REQUEST_SEED: Final = "gen_ai.request.seed"
-"""Seed as the client gave it; absent when the server drew one."""
-REQUEST_STOP_SEQUENCES: Final = "gen_ai.request.stop_sequences"
-"""Stop strings."""
-REQUEST_CHOICE_COUNT: Final = "gen_ai.request.choice.count"
-"""Number of samples asked for, when not 1."""
-RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
-"""Why each sample ended: stop, length or cancelled."""
-USAGE_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
-"""Tokens of the prompt."""
-USAGE_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
-"""Tokens emitted."""
-TOKEN_TYPE: Final = "gen_ai.token.type"
-"""On METRIC_TOKEN_USAGE: input or output."""
-ERROR_TYPE: Final = "error.type"
-"""Name of the error class, on spans and durations of what failed."""
-
-# Attributes of gammaray's own.
-
-SESSION_ID: Final = "gammaray.session.id"
-"""The session, on every span below SPAN_GENERATE."""
-EPOCH: Final = "gammaray.session.epoch"
-"""Fencing epoch of the session's owner."""
-BASE_POSITION: Final = "gammaray.base_position"
-"""Number of committed tokens that a cycle builds on."""
-VERIFICATION: Final = "gammaray.verification"
-"""Verification method: coupled, rejection or naive."""
-DRAFTER: Final = "gammaray.drafter"
-"""Who proposed: model or none."""
-GAMMA: Final = "gammaray.gamma"
-"""Draft tokens asked for in a cycle."""
-GAMMA_REASON: Final = "gammaray.gamma.reason"
-"""Why the controller chose this gamma, in a few words."""
-NUM_DRAFTED: Final = "gammaray.drafted_tokens"
-"""Tokens of the proposal, at most gamma."""
-NUM_TESTED: Final = "gammaray.tested_tokens"
-"""Proposed tokens put to the test: the accepted ones, plus one when a test failed."""
-NUM_ACCEPTED: Final = "gammaray.accepted_tokens"
-"""Proposed tokens that stood."""
-NUM_EMITTED: Final = "gammaray.emitted_tokens"
-"""Tokens that a cycle added to the output."""
-TOKEN_ORIGIN: Final = "gammaray.token.origin"
-"""On METRIC_EMITTED_TOKENS: accepted, correction or bonus."""
-POSITION: Final = "gammaray.position"
-"""On METRIC_ACCEPTED_PER_POSITION: index in the proposal, from 0."""
-WORKER_ADDRESS: Final = "gammaray.worker.address"
-"""host:port of the worker that a span or sample is about."""
-WORKER_ROLE: Final = "gammaray.worker.role"
-"""draft or target."""
-QUEUE_MS: Final = "gammaray.worker.queue_ms"
-"""Milliseconds a block waited before its first forward."""
-FORWARD_MS: Final = "gammaray.worker.forward_ms"
-"""Milliseconds of model forwards that served a block."""
-BATCH_SIZE: Final = "gammaray.worker.batch_size"
-"""Sessions in the batch that served a block."""
-REFED_TOKENS: Final = "gammaray.refed_tokens"
-"""Committed tokens sent again because a worker had lost or evicted them."""
-
-# Metrics of the semantic conventions. Buckets of the per-token ones are fine below 10 ms.
-
-METRIC_REQUEST_DURATION: Final = "gen_ai.server.request.duration"
-"""Histogram, s: a completion from arrival to last chunk."""
-METRIC_TIME_TO_FIRST_TOKEN: Final = "gen_ai.server.time_to_first_token"
-"""Histogram, s: from arrival to the first emitted token."""
-METRIC_TIME_PER_OUTPUT_TOKEN: Final = "gen_ai.server.time_per_output_token"
-"""Histogram, s: time after the first token over the number of further tokens, one sample per completion."""
-METRIC_TOKEN_USAGE: Final = "gen_ai.client.token.usage"
-"""Histogram, {token}: tokens per completion by TOKEN_TYPE."""
-
-# Counters of speculation; the ratios they feed stand in the module's docstring.
-
-METRIC_CYCLES: Final = "gammaray.cycles"
-"""Counter: cycles run, those of gamma 0 included."""
-METRIC_DRAFTS: Final = "gammaray.drafts"
-"""Counter: proposals with at least one token."""
-METRIC_DRAFT_TOKENS: Final = "gammaray.draft_tokens"
-"""Counter: tokens proposed."""
-METRIC_TESTED_TOKENS: Final = "gammaray.tested_tokens"
-"""Counter: proposed tokens put to the test."""
-METRIC_ACCEPTED_TOKENS: Final = "gammaray.accepted_tokens"
-"""Counter: proposed tokens accepted."""
-METRIC_ACCEPTED_PER_POSITION: Final = "gammaray.accepted_per_position"
-"""Counter by POSITION: proposals whose token at this index was accepted."""
-METRIC_EMITTED_TOKENS: Final = "gammaray.emitted_tokens"
-"""Counter by TOKEN_ORIGIN: tokens emitted."""
-METRIC_DRAFTER_FALLBACKS: Final = "gammaray.drafter.fallbacks"
-"""Counter by DRAFTER: cycles that went on without the drafter the request allows."""
-METRIC_REFED_TOKENS: Final = "gammaray.refed_tokens"
-"""Counter by WORKER_ROLE: committed tokens sent again because a worker lacked them."""
-METRIC_DRAFT_AHEAD_LOOKUPS: Final = "gammaray.draft_ahead.lookups"
-"""Counter: proposals asked of a draft worker that drafts ahead."""
-METRIC_DRAFT_AHEAD_HITS: Final = "gammaray.draft_ahead.hits"
-"""Counter: those of them that had been prepared."""
-
-# Distributions and states.
-
-METRIC_GAMMA: Final = "gammaray.gamma"
-"""Histogram: gamma per cycle."""
-METRIC_TOKENS_PER_CYCLE: Final = "gammaray.tokens_per_cycle"
-"""Histogram: emitted tokens per cycle."""
-METRIC_CYCLE_DURATION: Final = "gammaray.cycle.duration"
-"""Histogram, s: one cycle."""
-METRIC_PROPOSE_DURATION: Final = "gammaray.draft.propose.duration"
-"""Histogram, s: waiting for one proposal."""
-METRIC_VERIFY_DURATION: Final = "gammaray.target.verify.duration"
-"""Histogram, s: waiting for one verification."""
-METRIC_COMMIT_DURATION: Final = "gammaray.session.commit.duration"
-"""Histogram, s: writing one cycle's tokens to the session store."""
-METRIC_ACTIVE_SESSIONS: Final = "gammaray.sessions.active"
-"""Up-down counter: sessions being generated for (orchestrator) or cached (worker)."""
-METRIC_QUEUE_DEPTH: Final = "gammaray.worker.queue_depth"
-"""Gauge: blocks waiting in a worker."""
-METRIC_BATCH_SIZE: Final = "gammaray.worker.batch_size"
-"""Histogram: sessions per step."""
-METRIC_BATCH_TOKENS: Final = "gammaray.worker.batch_tokens"
-"""Histogram: tokens fed per step."""
-METRIC_STEP_DURATION: Final = "gammaray.worker.step.duration"
-"""Histogram, s: one step of an engine."""
-METRIC_CACHE_BYTES: Final = "gammaray.worker.cache.bytes"
-"""Gauge, By: KV cache in use."""
-METRIC_CACHE_EVICTIONS: Final = "gammaray.worker.cache.evictions"
-"""Counter: sessions whose cache was evicted."""
-METRIC_WIRE_BYTES: Final = "gammaray.worker.wire.bytes"
-"""Counter by WORKER_ROLE: bytes of worker frames, both ways."""
+ATTRIBUTES: Final = tuple(value for value in list(vars().values()) if isinstance(value, Attribute))
+"""All attributes."""
