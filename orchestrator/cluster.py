@@ -23,10 +23,10 @@ from typing import Any, NoReturn
 import psutil
 from pydantic import ValidationError
 
-from gammaray import transport
 from gammaray.config import ClusterSettings
 from gammaray.errors import DeadlineExceededError, GammarayError, InvalidArgumentError, UnavailableError
 from gammaray.pools import PoolSize
+from gammaray.serving import APPLICATIONS, GRPC_SERVICERS, role_settings
 from orchestrator.cluster_env import private_directory, serve_environment
 from orchestrator.cluster_options import LauncherOptions, announcer, parse_options
 from orchestrator.http_errors import invalid_argument
@@ -40,7 +40,6 @@ __all__ = ["main"]
 
 HOST = "127.0.0.1"
 _WORKER_BUILDERS = {"target": "services.app:build_target", "draft": "services.app:build_draft"}
-_APPLICATION = transport.APPLICATION
 _ESSENTIAL = ("gcs_server", "raylet", "redis-server")
 _RAY_TRIES = 2
 _POLL_S = 0.1
@@ -138,14 +137,12 @@ def _start_ray(directory: Path, started: ExitStack) -> None:
 def _start_serve(settings: ClusterSettings) -> None:
     from ray import serve
 
-    from orchestrator.app import GRPC_SERVICERS
-
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
         serve.start(
             proxy_location="HeadOnly",
             http_options={"host": HOST, "port": settings.http_port},
-            grpc_options={"port": settings.grpc_port, "grpc_servicer_functions": GRPC_SERVICERS},
+            grpc_options={"port": settings.grpc_port, "grpc_servicer_functions": list(GRPC_SERVICERS)},
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
     except Exception as error:
@@ -181,13 +178,10 @@ def _deploy(settings: ClusterSettings, redis_url: str) -> None:
 
     from orchestrator.app import build
 
-    shared = {"redis_url": redis_url, "device": settings.device}
+    shared, of_role = {"redis_url": redis_url}, role_settings(settings)
     workers: dict[str, tuple[dict[str, Any], PoolSize]] = {
-        "target": (
-            {"model": settings.target, "deterministic": settings.deterministic},
-            settings.target_workers,
-        ),
-        "draft": ({"model": settings.draft}, settings.draft_workers),
+        "target": (of_role["target"], settings.target_workers),
+        "draft": (of_role["draft"], settings.draft_workers),
     }
     if settings.pin_cores:
         most = settings.target_workers.maximum, settings.draft_workers.maximum
@@ -196,16 +190,18 @@ def _deploy(settings: ClusterSettings, redis_url: str) -> None:
             own["cpu_affinity"] = cores[role]
     resources = _worker_resources(settings)
     # Targets report their load also where only the drafters scale: an empty pool of those learns from it.
-    scaling = {} if any(size.is_elastic for _, size in workers.values()) else None
+    scaling: dict[str, Any] | None = {} if any(size.is_elastic for _, size in workers.values()) else None
     targets = [
         serve.RunTarget(
-            _build(role, {**shared, **own}, size, resources, scaling), f"{_APPLICATION}-{role}", None
+            _build(role, {**shared, **own}, size, resources, scaling), APPLICATIONS[role].name, None
         )
         for role, (own, size) in workers.items()
         if size.maximum
     ]
-    orchestrator = {"redis_url": redis_url, "model": settings.target}
-    targets.append(serve.RunTarget(build(orchestrator, settings.orchestrators), _APPLICATION, "/"))
+    orchestrator = {**shared, **of_role["orchestrator"]}
+    targets.append(
+        serve.RunTarget(build(orchestrator, settings.orchestrators), APPLICATIONS["orchestrator"].name, "/")
+    )
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 

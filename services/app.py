@@ -7,14 +7,13 @@ registry.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Coroutine
 from typing import Any
 
 import ray.util
 from ray import serve
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
+from gammaray.autoscaling import autoscaling_config
 from gammaray.config import DraftSettings, ScalingSettings, TargetSettings, WorkerSettings
 from gammaray.errors import InvalidArgumentError
 from gammaray.pools import PoolSize
@@ -24,12 +23,7 @@ __all__ = ["build_draft", "build_target"]
 
 # Room for the replica's own end after the worker has drained.
 _SHUTDOWN_MARGIN_S = 5.0
-_POLICIES = {
-    "DraftWorker": "services.scaling_policy:DraftPolicy",
-    "TargetWorker": "services.scaling_policy:TargetPolicy",
-}
-_NUM_REPORTS = 10
-"""Reports that a decision looks back on."""
+_DEPLOYMENTS = {"draft": "DraftWorker", "target": "TargetWorker"}
 
 
 class _Replica:
@@ -111,9 +105,7 @@ def build_draft(
         InvalidArgumentError: Several workers on one port.
     """
     size = PoolSize.parse(num_replicas)
-    return _build(
-        "DraftWorker", DraftWorkerReplica, DraftSettings(**settings), size, ray_actor_options, scaling
-    )
+    return _build("draft", DraftWorkerReplica, DraftSettings(**settings), size, ray_actor_options, scaling)
 
 
 def build_target(
@@ -137,13 +129,11 @@ def build_target(
         InvalidArgumentError: Several workers on one port.
     """
     size = PoolSize.parse(num_replicas)
-    return _build(
-        "TargetWorker", TargetWorkerReplica, TargetSettings(**settings), size, ray_actor_options, scaling
-    )
+    return _build("target", TargetWorkerReplica, TargetSettings(**settings), size, ray_actor_options, scaling)
 
 
 def _build(
-    name: str,
+    role: str,
     replica: type[_Replica],
     settings: WorkerSettings,
     size: PoolSize,
@@ -155,10 +145,10 @@ def _build(
         raise InvalidArgumentError("listen", settings.listen, f"port 0 with {size} workers")
     count: dict[str, Any] = {"num_replicas": size.minimum}
     if scaling is not None or size.is_elastic:
-        count = {"autoscaling_config": _autoscaling(name, size, ScalingSettings(**(scaling or {})))}
+        count = {"autoscaling_config": autoscaling_config(role, size, ScalingSettings(**(scaling or {})))}
     deployment = serve.deployment(
         replica,
-        name=name,
+        name=_DEPLOYMENTS[role],
         ray_actor_options={"num_cpus": 0, **(ray_actor_options or {})},
         health_check_period_s=2.0,
         health_check_timeout_s=10.0,
@@ -168,20 +158,3 @@ def _build(
         **count,
     )
     return deployment.bind(settings)
-
-
-def _autoscaling(name: str, size: PoolSize, scaling: ScalingSettings) -> AutoscalingConfig:
-    return AutoscalingConfig(
-        min_replicas=size.minimum,
-        # A pool that may be empty begins with one, so that it can show whether it pays.
-        initial_replicas=max(1, size.minimum),
-        max_replicas=size.maximum,
-        metrics_interval_s=scaling.report_interval_s,
-        look_back_period_s=_NUM_REPORTS * scaling.report_interval_s,
-        upscale_delay_s=scaling.scale_up_delay_s,
-        downscale_delay_s=scaling.scale_down_delay_s,
-        policy=AutoscalingPolicy(
-            policy_function=_POLICIES[name],
-            policy_kwargs={"settings": json.loads(scaling.model_dump_json())},
-        ),
-    )
