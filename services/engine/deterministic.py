@@ -4,19 +4,19 @@ With `Engine.load(..., deterministic=True)` the same tokens give bit-identical l
 one by one, in chunks of any size, as a proposal of any gamma and as nodes of a tree. So the tokens drawn
 do not depend on gamma, the drafter or the load, not even where two logits are within rounding.
 
-Matrix products, sums and elementwise functions choose kernels, and so roundings, by shape. The mode fixes
-what a row meets: attention goes in the shapes of `services.engine.blocks`; products go through kernels that
-treat a row alike whatever their number (FBGEMM's float16 weights and oneDNN's packed float32 ones on the
-lean path, oneDNN's with `FixedRows` on the general one); on the general path steps are filled up to whole
-vectors of rows. Nothing of this is promised by the libraries. Therefore every load in this mode feeds 80
-positions in these ways, and refuses the model when a bit differs.
+The compiled kernel (`services.engine.native`) is like that in any mode: every sum of a row runs over the same
+numbers in the same order. On the general path matrix products, sums and elementwise functions choose kernels,
+and so roundings, by shape; the mode fixes what a row meets: attention goes in the shapes of
+`services.engine.blocks`, products go through oneDNN's kernels with `FixedRows`, which treat a row alike
+whatever their number, and steps are filled up to whole vectors of rows. Nothing of this is promised by the
+libraries. Therefore every load in this mode feeds 80 positions in these ways, and refuses the model when a
+bit differs.
 
 Where it ends: float32 on a CPU with one arithmetic thread; anything else is refused. It says nothing about
 two machines, or two versions of torch, agreeing. Measured on an AMD EPYC 9004 (AVX-512) with torch 2.13,
-hundreds of positions: Llama, Mistral, Qwen2 and Qwen3 (lean and general path), Mixtral, Gemma2, Gemma3, Phi3,
-GPT-2, GPT-NeoX, OPT, DeepSeek-V3 and GPT-OSS (general path; experts one by one, which is slow, and only with
-intermediate sizes that are multiples of 32). The lean path keeps to these shapes in any mode: there a model
-with bfloat16 weights gives the same bits without the flag, except for trees.
+hundreds of positions: Llama, Mistral, Qwen2 and Qwen3 (kernel and general path), Mixtral, Gemma2, Gemma3,
+Phi3, GPT-2, GPT-NeoX, OPT, DeepSeek-V3 and GPT-OSS (general path; experts one by one, which is slow, and only
+with intermediate sizes that are multiples of 32).
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ from services.engine.general import GeneralRunner
 from services.engine.graphs import GraphRunner
 from services.engine.graphs_weights import build_graph_model, prefers_graphs
 from services.engine.kv_cache import CacheShape, CacheStore
-from services.engine.lean import LeanRunner
-from services.engine.lean_weights import build_lean, has_lean_path
 from services.engine.model import load_model
+from services.engine.native.runner import NativeRunner
+from services.engine.native.weights import build_native, has_native_path
 from services.engine.probe import probe_model
 
 __all__ = ["Engine", "EngineStats", "Feed", "Runner"]
@@ -102,7 +102,7 @@ class Engine:
             cache_budget_bytes: Upper bound of all sessions' keys and values together.
             deterministic: Logits do not depend, to the last bit, on what else is in a step; see
                 `services.engine.deterministic` for what is covered.
-            lean: Use the lean path where the architecture has one.
+            lean: Use the compiled kernel (CPU) or CUDA graphs where they cover the architecture.
 
         Raises:
             UnsupportedModelError: It cannot be served exactly; the reason is in the error.
@@ -116,9 +116,8 @@ class Engine:
         layout = probe_model(loaded)
         rows, dim = layout.kv_heads, layout.kv_dim
         runner: Runner
-        if lean and has_lean_path(loaded):
-            weights = build_lean(loaded, layout.windows, layout.vocab_size, invariant=deterministic)
-            runner = LeanRunner(weights, exact_trees=deterministic)
+        if lean and has_native_path(loaded):
+            runner = NativeRunner(build_native(loaded, layout.windows, layout.vocab_size))
             rows, dim = 2 * rows, dim // 2
         elif lean and not deterministic and prefers_graphs(loaded):
             runner = GraphRunner(build_graph_model(loaded, layout.vocab_size))

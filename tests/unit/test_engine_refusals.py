@@ -18,8 +18,8 @@ from services.engine import probe
 from services.engine.attention import LayerInput
 from services.engine.engine import Engine
 from services.engine.errors import UnsupportedModelError
-from services.engine.lean_attention import LeanAttention
 from services.engine.model import resolve_model
+from services.engine.native.weights import NativeModel
 
 NOT_THROUGH_INTERFACE = "0 of 3 layers attend through"
 UNSUPPORTED = {
@@ -96,7 +96,7 @@ def test_load_general_path_that_differs_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def test_load_lean_path_that_differs_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LeanAttention, "_mask", lambda *_: None)
+    monkeypatch.setattr(NativeModel, "rotation", lambda self, count: (torch.ones(64, 4), torch.ones(64, 4)))
     with pytest.raises(UnsupportedModelError, match="differ from the model's own"):
         Engine.load(str(tiny_model("llama", tmp_path)))
 

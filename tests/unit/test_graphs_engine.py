@@ -222,7 +222,7 @@ def test_engine_load_takes_the_captured_path_where_it_is_preferred(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What `Engine.load` does on a CUDA device, its check against the model's own forward included."""
-    monkeypatch.setattr(engine_module, "has_lean_path", lambda loaded: False)
+    monkeypatch.setattr(engine_module, "has_native_path", lambda loaded: False)
     monkeypatch.setattr(engine_module, "prefers_graphs", has_graph_path)
     directory = tiny_model("qwen3", tmp_path, head_dim=16)
     built = Engine.load(str(directory), device="cpu")
@@ -246,4 +246,4 @@ def test_steps_in_bfloat16_stay_close_to_plain_forward(tmp_path: Path) -> None:
 def test_engine_on_a_cpu_keeps_the_lean_path(tmp_path: Path) -> None:
     """Captured steps are for CUDA devices; the CPU has its own kernels."""
     engine = Engine.load(str(tiny_model("llama", tmp_path)), device="cpu")
-    assert type(engine._runner).__name__ == "LeanRunner"
+    assert type(engine._runner).__name__ == "NativeRunner"

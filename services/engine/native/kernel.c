@@ -1,0 +1,391 @@
+/* A forward of Llama-like models on one CPU core, in one call and in float32 arithmetic.
+ *
+ * What one row (one token) gets does not depend on the rows that come with it, to the last bit: every sum
+ * runs over the same numbers in the same order, whatever the number of rows, the batch or the shape of a tree.
+ * A product adds up inputs one by one, per output, in one accumulator; attention walks a token's own path from
+ * its first position to its last.
+ *
+ * Weights lie in panels of PANEL outputs: for each input the PANEL weights side by side, float32 or bfloat16.
+ * A vector of bfloat16 holds two vectors' worth: the low halves of its 32-bit lanes are the first, the high
+ * halves the second, so that a shift or a mask makes float32 numbers of them, without rounding.
+ *
+ * Plain GCC/Clang vector extensions; the same file is compiled once per instruction set, see setup.py.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define PANEL_VECTORS 4
+#define MAX_ROWS 6
+#elif defined(__AVX2__)
+#define LANES 8
+#define PANEL_VECTORS 2
+#define MAX_ROWS 6
+#else
+#define LANES 4
+#define PANEL_VECTORS 2
+#define MAX_ROWS 4
+#endif
+#define PANEL (PANEL_VECTORS * LANES)
+#define MAX_HEAD_VECTORS (256 / LANES)
+#define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vf __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+typedef struct {
+    const void *panels; /* [ceil(outputs / PANEL), inputs, PANEL] */
+    const float *bias;  /* [outputs] or NULL */
+    int32_t is_bfloat16;
+    int32_t outputs;
+    int32_t inputs;
+} gr_matrix;
+
+typedef struct {
+    gr_matrix qkv, out, gate_up, down;
+    const float *attention_norm, *mlp_norm; /* [hidden] */
+    const float *query_norm, *key_norm;     /* [head_dim] or NULL */
+    int32_t window;                         /* positions a row sees, itself included; 0: all */
+} gr_layer;
+
+typedef struct {
+    int32_t hidden, intermediate, heads, kv_heads, head_dim, layers;
+    float scaling, norm_eps;
+    const float *embedding; /* [vocab, hidden] */
+    const float *last_norm; /* [hidden] */
+    gr_matrix head;         /* outputs: vocab */
+    const gr_layer *layer;
+} gr_model;
+
+typedef struct {
+    float *cache;             /* [layers, 2 kv_heads, capacity, head_dim]: keys' heads, then values' */
+    int64_t capacity;
+    int64_t slot;             /* slot of the first row; the others follow */
+    int32_t count;            /* rows */
+} gr_segment;
+
+typedef struct {
+    int32_t rows, segments, wanted;
+    const gr_segment *segment;  /* their rows in order, side by side */
+    const int32_t *token;       /* [rows] */
+    const int32_t *position;    /* [rows] */
+    const int32_t *num_chain;   /* [rows]: position p < num_chain lies in slot p */
+    const int32_t *path_offset; /* [rows]: position num_chain + i lies in slot path[path_offset + i] */
+    const int32_t *path;
+    const int32_t *logit_row;   /* [wanted] */
+    const float *cos, *sin;     /* [positions, head_dim / 2] */
+    float *scratch;             /* gr_scratch_size() numbers */
+    float *logits;              /* [wanted, vocab] */
+} gr_batch;
+
+INLINE vf splat(float value) { return value - (vf){}; }
+INLINE vf load(const float *from) { return *(const vf *)from; }
+INLINE void store(float *to, vf value) { *(vf *)to = value; }
+
+INLINE vf select(vi where, vf yes, vf no) { return (vf)(((vi)yes & where) | ((vi)no & ~where)); }
+
+INLINE vi lane_numbers(void) {
+#if LANES == 16
+    return (vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#elif LANES == 8
+    return (vi){0, 1, 2, 3, 4, 5, 6, 7};
+#else
+    return (vi){0, 1, 2, 3};
+#endif
+}
+
+INLINE float sum_of(vf v) {
+#pragma GCC unroll 4
+    for (int width = LANES / 2; width; width /= 2) {
+        vi other = lane_numbers() ^ width;
+        v += __builtin_shuffle(v, other);
+    }
+    return v[0];
+}
+
+/* exp for x <= 0 or moderate x, to about 1e-7 of the result: 2^n times a polynomial, after Cephes. */
+INLINE vf vector_exp(vf x) {
+    const vf low = splat(-87.0f), high = splat(88.0f), magic = splat(12582912.0f);
+    x = select(x < low, low, x);
+    x = select(x > high, high, x);
+    vf n = (x * 1.44269504088896341f + magic) - magic;
+    x = x - n * 0.693359375f;
+    x = x + n * 2.12194440e-4f;
+    vf y = splat(1.9875691500e-4f);
+    y = y * x + 1.3981999507e-3f;
+    y = y * x + 8.3334519073e-3f;
+    y = y * x + 4.1665795894e-2f;
+    y = y * x + 1.6666665459e-1f;
+    y = y * x + 5.0000001201e-1f;
+    y = y * x * x + x + 1.0f;
+    vi exponent = (__builtin_convertvector(n, vi) + 127) << 23;
+    return y * (vf)exponent;
+}
+
+/* ---- products ---- */
+
+INLINE void weights_at(const void *panel, int64_t input, int is_bfloat16, vf w[PANEL_VECTORS]) {
+    if (is_bfloat16) {
+        const uint16_t *p = (const uint16_t *)panel + input * PANEL;
+#pragma GCC unroll 8
+        for (int j = 0; j < PANEL_VECTORS / 2; j++) {
+            vu pair = *(const vu *)(p + 2 * LANES * j);
+            w[2 * j] = (vf)(pair << 16);
+            w[2 * j + 1] = (vf)(pair & 0xffff0000u);
+        }
+    } else {
+        const float *p = (const float *)panel + input * PANEL;
+#pragma GCC unroll 8
+        for (int j = 0; j < PANEL_VECTORS; j++) w[j] = load(p + LANES * j);
+    }
+}
+
+/* PANEL outputs of `rows` rows; `rows` and `is_bfloat16` are constants where this is inlined. */
+INLINE void panel_product(const int rows, const int is_bfloat16, const void *panel, const gr_matrix *m,
+                          const float *x, int64_t x_stride, float *y, int64_t y_stride, int first, int add) {
+    vf sum[MAX_ROWS][PANEL_VECTORS], w[PANEL_VECTORS];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int j = 0; j < PANEL_VECTORS; j++) sum[r][j] = splat(0);
+    for (int64_t k = 0; k < m->inputs; k++) {
+        if (rows > 2) { /* arithmetic would wait for memory; with fewer rows the hardware's own fetching does */
+            const char *ahead = (const char *)panel + (k + 24) * PANEL * (is_bfloat16 ? 2 : 4);
+            __builtin_prefetch(ahead);
+            __builtin_prefetch(ahead + 64);
+        }
+        weights_at(panel, k, is_bfloat16, w);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            vf value = splat(x[r * x_stride + k]);
+#pragma GCC unroll 8
+            for (int j = 0; j < PANEL_VECTORS; j++) sum[r][j] += value * w[j];
+        }
+    }
+    int left = m->outputs - first;
+    for (int r = 0; r < rows; r++) {
+        float out[PANEL];
+        for (int j = 0; j < PANEL_VECTORS; j++) store(out + LANES * j, sum[r][j]);
+        float *to = y + r * y_stride + first;
+        int count = left < PANEL ? left : PANEL;
+        if (m->bias)
+            for (int i = 0; i < count; i++) out[i] += m->bias[first + i];
+        if (add)
+            for (int i = 0; i < count; i++) to[i] += out[i];
+        else
+            memcpy(to, out, count * sizeof(float));
+    }
+}
+
+#define TILE(rows, half)                                                                                   \
+    case rows:                                                                                             \
+        panel_product(rows, half, panel, m, x, x_stride, y, y_stride, first, add);                         \
+        break;
+
+#if MAX_ROWS == 6
+#define LARGE_TILES(half) TILE(5, half) TILE(6, half)
+#else
+#define LARGE_TILES(half)
+#endif
+
+#define PRODUCT(name, half)                                                                                \
+    static void name(const gr_matrix *m, int rows, const float *x, int64_t x_stride, float *y,             \
+                     int64_t y_stride, const void *panel, int first, int add) {                            \
+        switch (rows) {                                                                                    \
+            TILE(1, half) TILE(2, half) TILE(3, half) TILE(4, half) LARGE_TILES(half)                      \
+        }                                                                                                  \
+    }
+PRODUCT(tile_float32, 0)
+PRODUCT(tile_bfloat16, 1)
+
+/* y = x W^T + b, or y += ... */
+static void product(const gr_matrix *m, int rows, const float *x, int64_t x_stride, float *y, int64_t y_stride,
+                    int add) {
+    const char *panel = m->panels;
+    int64_t size = (int64_t)m->inputs * PANEL * (m->is_bfloat16 ? 2 : 4);
+    for (int first = 0; first < m->outputs; first += PANEL, panel += size) {
+        for (int row = 0; row < rows;) {
+            /* 7 rows are 4 + 3 rather than 6 + 1. */
+            int left = rows - row, tiles = (left + MAX_ROWS - 1) / MAX_ROWS, count = (left + tiles - 1) / tiles;
+            (m->is_bfloat16 ? tile_bfloat16 : tile_float32)(m, count, x + row * x_stride, x_stride,
+                                                            y + row * y_stride, y_stride, panel, first, add);
+            row += count;
+        }
+    }
+}
+
+/* ---- the rest of a layer ---- */
+
+static void rms_norm(const float *x, const float *weight, float *y, int size, float eps) {
+    vf squares = splat(0);
+    float tail = 0;
+    int i = 0;
+    for (; i + LANES <= size; i += LANES) squares += load(x + i) * load(x + i);
+    for (; i < size; i++) tail += x[i] * x[i];
+    float scale = 1.0f / sqrtf((sum_of(squares) + tail) / size + eps);
+    for (i = 0; i < size; i++) y[i] = x[i] * scale * weight[i];
+}
+
+static void rotate(float *head, const float *cos, const float *sin, int half, float scale) {
+    for (int i = 0; i < half; i++) {
+        float a = head[i], b = head[i + half];
+        head[i] = (a * cos[i] - b * sin[i]) * scale;
+        head[i + half] = (b * cos[i] + a * sin[i]) * scale;
+    }
+}
+
+static void gate(float *gate_up, int size) {
+    float *up = gate_up + size;
+    int i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        vf g = load(gate_up + i);
+        store(gate_up + i, g / (1.0f + vector_exp(-g)) * load(up + i));
+    }
+    if (i < size) { /* the same arithmetic for the rest */
+        float rest[LANES] = {0};
+        memcpy(rest, gate_up + i, (size - i) * sizeof(float));
+        vf g = load(rest);
+        store(rest, g / (1.0f + vector_exp(-g)));
+        for (int j = 0; i + j < size; j++) gate_up[i + j] = rest[j] * up[i + j];
+    }
+}
+
+typedef struct {
+    int32_t first, last, num_chain; /* positions first..last */
+    const int32_t *path;
+} view;
+
+INLINE int64_t slot_of(const view *v, int32_t position) {
+    return position < v->num_chain ? position : v->path[position - v->num_chain];
+}
+
+/* The j-th vector of a head of `dim` numbers, filled up with zeros at the head's end. */
+INLINE vf load_part(const float *head, int j, int dim) {
+    if ((j + 1) * LANES <= dim) return load(head + j * LANES);
+    float part[LANES] = {0};
+    memcpy(part, head + j * LANES, (dim - j * LANES) * sizeof(float));
+    return load(part);
+}
+
+/* One query head over its path: out = softmax(q . keys) values. `dim` may be a constant where this is inlined. */
+INLINE void attend(const int dim, const float *query, const float *keys, const float *values, const view *v,
+                   float *scores, float *out) {
+    const int vectors = (dim + LANES - 1) / LANES;
+    int count = v->last - v->first + 1;
+    vf q[MAX_HEAD_VECTORS], sum[MAX_HEAD_VECTORS], total = splat(0);
+    for (int j = 0; j < vectors; j++) q[j] = load_part(query, j, dim);
+    float largest = -INFINITY;
+    for (int i = 0; i < count; i++) {
+        const float *key = keys + slot_of(v, v->first + i) * dim;
+        vf product = q[0] * load_part(key, 0, dim);
+#pragma GCC unroll 16
+        for (int j = 1; j < vectors; j++) product += q[j] * load_part(key, j, dim);
+        scores[i] = sum_of(product);
+        if (scores[i] > largest) largest = scores[i];
+    }
+    for (int i = count; i % LANES; i++) scores[i] = -INFINITY;
+    for (int i = 0; i < count; i += LANES) {
+        vf score = load(scores + i);
+        vf e = select(score == splat(-INFINITY), splat(0), vector_exp(score - largest));
+        store(scores + i, e);
+        total += e;
+    }
+    for (int j = 0; j < vectors; j++) sum[j] = splat(0);
+    for (int i = 0; i < count; i++) {
+        const float *value = values + slot_of(v, v->first + i) * dim;
+        vf weight = splat(scores[i]);
+#pragma GCC unroll 16
+        for (int j = 0; j < vectors; j++) sum[j] += weight * load_part(value, j, dim);
+    }
+    vf scale = splat(1.0f / sum_of(total));
+    for (int j = 0; j < vectors; j++) {
+        float part[LANES];
+        store(part, sum[j] * scale);
+        int left = dim - j * LANES;
+        memcpy(out + j * LANES, part, (left < LANES ? left : LANES) * sizeof(float));
+    }
+}
+
+static void attend_head(int dim, const float *query, const float *keys, const float *values, const view *v,
+                        float *scores, float *out) {
+    if (dim == 64)
+        attend(64, query, keys, values, v, scores, out);
+    else if (dim == 128)
+        attend(128, query, keys, values, v, scores, out);
+    else
+        attend(dim, query, keys, values, v, scores, out);
+}
+
+/* Keys and values of a segment's rows go to the cache, then each row attends. */
+static void attention(const gr_model *m, const gr_batch *b, const gr_layer *layer, int index,
+                      const gr_segment *s, int first_row, float *qkv, float *mixed, float *scores) {
+    int dim = m->head_dim, half = dim / 2, width = (m->heads + 2 * m->kv_heads) * dim;
+    int group = m->heads / m->kv_heads;
+    int64_t head_size = s->capacity * dim;
+    float *cache = s->cache + (int64_t)index * 2 * m->kv_heads * head_size;
+    for (int r = 0; r < s->count; r++) {
+        float *row = qkv + (int64_t)(first_row + r) * width;
+        const float *cos = b->cos + (int64_t)b->position[first_row + r] * half;
+        const float *sin = b->sin + (int64_t)b->position[first_row + r] * half;
+        for (int h = 0; h < m->heads + m->kv_heads; h++) {
+            const float *norm = h < m->heads ? layer->query_norm : layer->key_norm;
+            if (norm) rms_norm(row + h * dim, norm, row + h * dim, dim, m->norm_eps);
+            rotate(row + h * dim, cos, sin, half, h < m->heads ? m->scaling : 1.0f);
+        }
+        for (int h = 0; h < 2 * m->kv_heads; h++)
+            memcpy(cache + h * head_size + (s->slot + r) * dim, row + (m->heads + h) * dim, dim * sizeof(float));
+    }
+    for (int r = 0; r < s->count; r++) {
+        int row = first_row + r, position = b->position[row];
+        view v = {0, position, b->num_chain[row], b->path + b->path_offset[row]};
+        if (layer->window && position >= layer->window) v.first = position - layer->window + 1;
+        for (int h = 0; h < m->heads; h++) {
+            const float *keys = cache + h / group * head_size;
+            attend_head(dim, qkv + (int64_t)row * width + h * dim, keys, keys + m->kv_heads * head_size,
+                        &v, scores, mixed + ((int64_t)row * m->heads + h) * dim);
+        }
+    }
+}
+
+
+EXPORT int32_t gr_panel(void) { return PANEL; }
+EXPORT int32_t gr_lanes(void) { return LANES; }
+
+/* Numbers of scratch that a forward of `rows` rows up to `position` needs. */
+EXPORT int64_t gr_scratch_size(const gr_model *m, int32_t rows, int32_t position) {
+    int64_t width = (m->heads + 2 * m->kv_heads) * m->head_dim;
+    int64_t per_row = 2 * m->hidden + width + m->heads * m->head_dim + 2 * m->intermediate;
+    return rows * per_row + position + 1 + 2 * LANES;
+}
+
+/* Fills the rows' slots of the caches, and the logits of the wanted rows. */
+EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
+    int hidden = m->hidden, inner = m->intermediate, rows = b->rows;
+    int width = (m->heads + 2 * m->kv_heads) * m->head_dim, mixed_width = m->heads * m->head_dim;
+    float *x = b->scratch, *h = x + (int64_t)rows * hidden, *qkv = h + (int64_t)rows * hidden;
+    float *mixed = qkv + (int64_t)rows * width, *gate_up = mixed + (int64_t)rows * mixed_width;
+    float *scores = gate_up + (int64_t)rows * 2 * inner;
+    for (int r = 0; r < rows; r++)
+        memcpy(x + (int64_t)r * hidden, m->embedding + (int64_t)b->token[r] * hidden, hidden * sizeof(float));
+    for (int i = 0; i < m->layers; i++) {
+        const gr_layer *layer = m->layer + i;
+        for (int r = 0; r < rows; r++)
+            rms_norm(x + (int64_t)r * hidden, layer->attention_norm, h + (int64_t)r * hidden, hidden, m->norm_eps);
+        product(&layer->qkv, rows, h, hidden, qkv, width, 0);
+        for (int s = 0, row = 0; s < b->segments; row += b->segment[s++].count)
+            attention(m, b, layer, i, b->segment + s, row, qkv, mixed, scores);
+        product(&layer->out, rows, mixed, mixed_width, x, hidden, 1);
+        for (int r = 0; r < rows; r++)
+            rms_norm(x + (int64_t)r * hidden, layer->mlp_norm, h + (int64_t)r * hidden, hidden, m->norm_eps);
+        product(&layer->gate_up, rows, h, hidden, gate_up, 2 * inner, 0);
+        for (int r = 0; r < rows; r++) gate(gate_up + (int64_t)r * 2 * inner, inner);
+        product(&layer->down, rows, gate_up, 2 * inner, x, hidden, 1);
+    }
+    for (int w = 0; w < b->wanted; w++)
+        rms_norm(x + (int64_t)b->logit_row[w] * hidden, m->last_norm, h + (int64_t)w * hidden, hidden, m->norm_eps);
+    product(&m->head, b->wanted, h, hidden, b->logits, m->head.outputs, 0);
+}

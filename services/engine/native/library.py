@@ -1,0 +1,124 @@
+"""Finding the compiled kernel, and its structures as `kernel.c` declares them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sysconfig
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+__all__ = [
+    "BatchArguments",
+    "LayerWeights",
+    "MatrixWeights",
+    "ModelWeights",
+    "SegmentArguments",
+    "load_library",
+]
+
+# By what torch calls the processor's instruction set; setup.py builds one library for each.
+_VARIANTS = {"AVX512": "_kernel_v4", "AVX2": "_kernel_v3"}
+_BASE = "_kernel"
+
+
+class MatrixWeights(Structure):
+    """`gr_matrix`."""
+
+    _fields_ = (
+        ("panels", c_void_p),
+        ("bias", c_void_p),
+        ("is_bfloat16", c_int32),
+        ("outputs", c_int32),
+        ("inputs", c_int32),
+    )
+
+
+class LayerWeights(Structure):
+    """`gr_layer`."""
+
+    _fields_ = (
+        ("qkv", MatrixWeights),
+        ("out", MatrixWeights),
+        ("gate_up", MatrixWeights),
+        ("down", MatrixWeights),
+        ("attention_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("window", c_int32),
+    )
+
+
+class ModelWeights(Structure):
+    """`gr_model`."""
+
+    _fields_ = (
+        ("hidden", c_int32),
+        ("intermediate", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("layers", c_int32),
+        ("scaling", c_float),
+        ("norm_eps", c_float),
+        ("embedding", c_void_p),
+        ("last_norm", c_void_p),
+        ("head", MatrixWeights),
+        ("layer", POINTER(LayerWeights)),
+    )
+
+
+class SegmentArguments(Structure):
+    """`gr_segment`."""
+
+    _fields_ = (("cache", c_void_p), ("capacity", c_int64), ("slot", c_int64), ("count", c_int32))
+
+
+class BatchArguments(Structure):
+    """`gr_batch`."""
+
+    _fields_ = (
+        ("rows", c_int32),
+        ("segments", c_int32),
+        ("wanted", c_int32),
+        ("segment", c_void_p),
+        ("token", c_void_p),
+        ("position", c_void_p),
+        ("num_chain", c_void_p),
+        ("path_offset", c_void_p),
+        ("path", c_void_p),
+        ("logit_row", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("scratch", c_void_p),
+        ("logits", c_void_p),
+    )
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL | None:
+    """Return the kernel for this processor, None where it was not built (no C compiler at installation)."""
+    name = _VARIANTS.get(torch.backends.cpu.get_cpu_capability(), _BASE)
+    return open_library(name) or open_library(_BASE)
+
+
+@functools.cache
+def open_library(stem: str) -> ctypes.CDLL | None:
+    """Return one variant of the kernel, None where it was not built."""
+    path = Path(__file__).with_name(f"{stem}{sysconfig.get_config_var('EXT_SUFFIX')}")
+    return _declared(ctypes.CDLL(str(path))) if path.exists() else None
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    library.gr_panel.restype = c_int32
+    library.gr_panel.argtypes = ()
+    library.gr_lanes.restype = c_int32
+    library.gr_lanes.argtypes = ()
+    library.gr_scratch_size.restype = c_int64
+    library.gr_scratch_size.argtypes = (POINTER(ModelWeights), c_int32, c_int32)
+    library.gr_forward.restype = None
+    library.gr_forward.argtypes = (POINTER(ModelWeights), POINTER(BatchArguments))
+    return library

@@ -1,0 +1,171 @@
+"""Weights of Llama-like models, laid out for `kernel.c`.
+
+Query, key and value rows are one matrix, gate and up another. Weights that bfloat16 holds without loss, as
+nearly all published ones, keep half the bytes; others stay float32. Either way the arithmetic is float32's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from services.engine.model import LoadedModel
+from services.engine.native.library import LayerWeights, MatrixWeights, ModelWeights, load_library
+
+__all__ = ["NativeModel", "build_native", "has_native_path", "pack_panels"]
+
+_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+# Largest head the kernel keeps in registers and on its stack.
+_MAX_HEAD_DIM = 256
+
+
+@dataclass
+class NativeModel:
+    """A model as the kernel sees it.
+
+    Attributes:
+        library: The kernel.
+        weights: Its structure; points into `kept`.
+        vocab_size: Number of logits.
+        head_dim: Length of a head.
+        rotary: Gives cos and sin.
+        max_context: Positions lie below it.
+        kept: Owners of the memory that `weights` points to.
+    """
+
+    library: ctypes.CDLL
+    weights: ModelWeights
+    vocab_size: int
+    head_dim: int
+    rotary: nn.Module
+    max_context: int
+    kept: list[object] = field(default_factory=list)
+
+    def rotation(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [positions, head_dim / 2] of the first `count` positions that the context has."""
+        # Past the model's context some kinds of rotation would change for all positions.
+        positions = torch.arange(min(count, self.max_context))[None]
+        cos, sin = self.rotary(torch.zeros(1, dtype=torch.float32), positions)
+        half = self.head_dim // 2
+        return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+
+
+def has_native_path(loaded: LoadedModel) -> bool:
+    """Whether the kernel is there and covers the model: Llama, Mistral, Qwen2 or Qwen3 in float32."""
+    config, library = loaded.config, load_library()
+    if library is None or config.model_type not in _MODEL_TYPES or config.hidden_act != "silu":
+        return False
+    head_dim = loaded.module.model.layers[0].self_attn.head_dim
+    return (
+        loaded.dtype == torch.float32
+        and loaded.device.type == "cpu"
+        and head_dim % 2 == 0
+        and head_dim <= _MAX_HEAD_DIM
+    )
+
+
+@torch.no_grad()
+def build_native(loaded: LoadedModel, windows: Sequence[int | None], vocab_size: int) -> NativeModel:
+    """Lay out the weights of a model that `has_native_path`.
+
+    Args:
+        loaded: The model.
+        windows: Sliding window of each layer, None for full attention.
+        vocab_size: How many logits are served.
+    """
+    library = load_library()
+    assert library is not None
+    config, body = loaded.config, loaded.module.model
+    attention = body.layers[0].self_attn
+    output = loaded.module.get_output_embeddings()
+    model = NativeModel(
+        library, ModelWeights(), vocab_size, attention.head_dim, body.rotary_emb, loaded.max_context
+    )
+    packer = _Packer(library.gr_panel(), library.gr_lanes(), model.kept)
+    layers = (LayerWeights * len(windows))(
+        *(_layer(packer, layer, window) for layer, window in zip(body.layers, windows, strict=True))
+    )
+    model.kept.append(layers)
+    weights = model.weights
+    weights.hidden, weights.intermediate = config.hidden_size, config.intermediate_size
+    weights.heads, weights.kv_heads = config.num_attention_heads, config.num_key_value_heads
+    weights.head_dim, weights.layers = attention.head_dim, len(windows)
+    weights.scaling, weights.norm_eps = attention.scaling, config.rms_norm_eps
+    weights.embedding = packer.vector(loaded.module.get_input_embeddings().weight)
+    weights.last_norm = packer.vector(body.norm.weight)
+    weights.head = packer.matrix([(output.weight[:vocab_size], output.bias)])
+    weights.layer = layers
+    return model
+
+
+def pack_panels(weight: Tensor, panel: int, lanes: int) -> Tensor:
+    """Lay out a float32 weight [outputs, inputs] as panels [ceil(outputs / panel), inputs, panel].
+
+    Args:
+        weight: The matrix.
+        panel: Outputs side by side.
+        lanes: Of a vector; bfloat16 panels pair up vectors, see `kernel.c`.
+
+    Returns:
+        bfloat16 where that loses nothing, else float32.
+    """
+    outputs, inputs = weight.shape
+    missing = -outputs % panel
+    panels = nn.functional.pad(weight, (0, 0, 0, missing)).view(-1, panel, inputs).transpose(1, 2)
+    half = panels.bfloat16()
+    if not torch.equal(half.float(), panels):
+        return panels.contiguous()
+    return half.unflatten(2, (-1, 2, lanes)).transpose(3, 4).flatten(2).contiguous()
+
+
+@dataclass
+class _Packer:
+    panel: int
+    lanes: int
+    kept: list[object]
+
+    def vector(self, values: Tensor | None) -> int | None:
+        """Address of a float32 copy."""
+        if values is None:
+            return None
+        copy = values.detach().float().clone().contiguous()
+        self.kept.append(copy)
+        return copy.data_ptr()
+
+    def matrix(self, parts: Sequence[tuple[Tensor, Tensor | None]]) -> MatrixWeights:
+        """One matrix of the outputs of several."""
+        weight = torch.cat([part.float() for part, _ in parts])
+        panels = pack_panels(weight, self.panel, self.lanes)
+        self.kept.append(panels)
+        bias = None
+        if any(part is not None for _, part in parts):
+            bias = torch.cat(
+                [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts]
+            )
+        return MatrixWeights(
+            panels.data_ptr(), self.vector(bias), panels.dtype == torch.bfloat16, *weight.shape
+        )
+
+
+def _layer(packer: _Packer, layer: nn.Module, window: int | None) -> LayerWeights:
+    attention, mlp = layer.self_attn, layer.mlp
+
+    def fused(*maps: nn.Linear) -> MatrixWeights:
+        return packer.matrix([(one.weight, one.bias) for one in maps])
+
+    query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    return LayerWeights(
+        fused(attention.q_proj, attention.k_proj, attention.v_proj),
+        fused(attention.o_proj),
+        fused(mlp.gate_proj, mlp.up_proj),
+        fused(mlp.down_proj),
+        packer.vector(layer.input_layernorm.weight),
+        packer.vector(layer.post_attention_layernorm.weight),
+        packer.vector(None if query_norm is None else query_norm.weight),
+        packer.vector(None if key_norm is None else key_norm.weight),
+        window or 0,
+    )

@@ -1,0 +1,138 @@
+"""The compiled kernel against the general path, on every instruction set this machine has."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from engine_helpers import CheckedEngine, plain_model, random_tokens, tiny_model
+
+from services.engine import engine as engine_module
+from services.engine.engine import Engine, Feed
+from services.engine.general import GeneralRunner
+from services.engine.model import LoadedModel, resolve_model
+from services.engine.native import library, weights
+from services.engine.native.runner import NativeRunner
+from services.engine.native.weights import pack_panels
+
+
+def scripted_steps() -> list[list[Feed]]:
+    """Prefill over several blocks, then what draft and target do all day, then trees."""
+    tree = (-1, -1, 0, 0, 1, 2)
+    return [
+        [Feed("a", 0, random_tokens(150, 1, 2048), 3), Feed("b", 0, random_tokens(63, 2, 2048), 1)],
+        [Feed("a", 150, random_tokens(1, 3, 2048), 1)],
+        [Feed("a", 151, random_tokens(9, 4, 2048), 9)],
+        [Feed("a", 155, random_tokens(5, 5, 2048), 5), Feed("b", 63, random_tokens(2, 6, 2048), 2)],
+        [Feed("a", 160, random_tokens(7, 7, 2048), 7, tree), Feed("b", 65, random_tokens(17, 8, 2048), 17)],
+        [Feed("b", 70, random_tokens(1, 9, 2048), 0)],
+    ]
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_native_path_demo_pair_matches_general_path(role: str) -> None:
+    native = Engine.load(resolve_model("demo", role))
+    general = Engine.load(resolve_model("demo", role), lean=False)
+    assert isinstance(native._runner, NativeRunner)
+    worst = 0.0
+    for feeds in scripted_steps():
+        for one, other in zip(native.step(feeds), general.step(feeds), strict=True):
+            worst = max(worst, (one - other).abs().max().item() if one.numel() else 0.0)
+    assert worst <= 1e-4
+
+
+@pytest.mark.parametrize("arch", ["llama-bias", "qwen2", "qwen3", "mistral"])
+def test_native_path_bfloat16_weights_stay_exact(arch: str, tmp_path: Path) -> None:
+    """Published weights are bfloat16: they take half-size panels, without loss."""
+    directory = tiny_model(arch, tmp_path, bfloat16=True)
+    engine = Engine.load(str(directory))
+    assert isinstance(engine._runner, NativeRunner)
+    assert engine._runner._model.weights.layer[0].qkv.is_bfloat16
+    run = CheckedEngine(engine, plain_model(directory))
+    run.step(Feed("a", 0, random_tokens(70, 1), 70))
+    run.step(Feed("a", 70, random_tokens(1, 2), 1))
+    run.step(Feed("a", 71, random_tokens(3, 3), 3, (-1, -1, 1)), Feed("b", 0, [5], 1))
+    assert run.worst <= 1e-4
+
+
+def variants() -> list[str]:
+    """The kernels that this machine can run."""
+    runs = {"AVX512": ("_kernel_v4", "_kernel_v3"), "AVX2": ("_kernel_v3",)}
+    return [*runs.get(torch.backends.cpu.get_cpu_capability(), ()), "_kernel"]
+
+
+@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_native_path_every_instruction_set_exact(
+    variant: str, bfloat16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of 8 numbers: shorter than a vector of AVX-512, and so handled apart."""
+    monkeypatch.setattr(weights, "load_library", lambda: library.open_library(variant))
+    directory = tiny_model("qwen3", tmp_path, bfloat16=bfloat16)
+    engine = Engine.load(str(directory), deterministic=True)
+    assert isinstance(engine._runner, NativeRunner)
+    run = CheckedEngine(engine, plain_model(directory))
+    run.step(Feed("a", 0, random_tokens(70, 1), 70))
+    run.step(Feed("a", 70, random_tokens(3, 3), 3, (-1, -1, 1)), Feed("b", 0, [5], 1))
+    assert run.worst <= 1e-4
+
+
+def test_pack_panels_places_each_weight() -> None:
+    weight = torch.randn(50, 7, generator=torch.Generator().manual_seed(0))
+    full = pack_panels(weight, 32, 16)
+    assert full.shape == (2, 7, 32)
+    assert full.dtype == torch.float32
+    assert torch.equal(full.transpose(1, 2).reshape(64, 7)[:50], weight)
+    assert not full.transpose(1, 2).reshape(64, 7)[50:].any()
+    half = pack_panels(weight.bfloat16().float(), 32, 16)
+    assert half.dtype == torch.bfloat16
+    # The low halves of 32-bit lanes are outputs 0..15, the high halves outputs 16..31.
+    assert torch.equal(half[0, 3, 0::2].float(), weight[:16, 3].bfloat16().float())
+    assert torch.equal(half[1, 3, 1::2][:2].float(), weight[48:, 3].bfloat16().float())
+
+
+def test_native_path_absent_takes_the_general_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installation without a C compiler has no kernel."""
+    monkeypatch.setattr(weights, "load_library", lambda: None)
+    engine = Engine.load(str(tiny_model("llama", tmp_path)))
+    assert isinstance(engine._runner, GeneralRunner)
+
+
+def test_native_path_large_logits_of_attention_exact(tmp_path: Path) -> None:
+    """Scores far apart: the exponential's ends."""
+    directory = tiny_model("llama", tmp_path, gain=6.0)
+    text, plain = random_tokens(100, 1), plain_model(directory)
+    run = CheckedEngine(Engine.load(str(directory)), plain)
+    run.step(Feed("a", 0, text, 100))
+    assert run.worst <= 1e-4 * plain(torch.tensor([text])).logits.abs().max()
+
+
+def test_native_path_dynamic_rotation_stays_that_of_the_context(tmp_path: Path) -> None:
+    """Asked for positions past the context, dynamic rotary embedding would change all of them."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    directory = tiny_model("llama", tmp_path, rope_parameters=rope)
+    run = CheckedEngine(Engine.load(str(directory)), plain_model(directory))
+    run.step(Feed("a", 0, random_tokens(126, 1), 3))
+    run.step(Feed("a", 126, random_tokens(2, 2), 2))
+    run.step(Feed("a", 20, random_tokens(2, 2), 2))
+    assert run.worst <= 1e-4
+
+
+def test_native_path_does_not_keep_the_loaded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the laid out weights stay in memory."""
+    loaded: list[weakref.ref[torch.nn.Module]] = []
+    right = engine_module.load_model
+
+    def load(name: str, **settings: str) -> LoadedModel:
+        model = right(name, **settings)
+        loaded.append(weakref.ref(model.module))
+        return model
+
+    monkeypatch.setattr(engine_module, "load_model", load)
+    engine = Engine.load(str(tiny_model("llama", tmp_path)))
+    gc.collect()
+    assert loaded[0]() is None
+    assert engine.num_layers == 3
