@@ -125,42 +125,30 @@ def serve_document(cluster: ClusterSettings) -> dict[str, Any]:
 
     Redis is named by the environment (GAMMARAY_REDIS_URL), since its address may hold a password.
     """
-    replicas = {
-        "target": cluster.target_workers,
-        "draft": cluster.draft_workers,
-        "orchestrator": cluster.orchestrators,
-    }
-    reachable = {"listen": f"0.0.0.0:{WORKER_PORT}"}
     own = role_settings(cluster)
+    reachable = {"listen": f"0.0.0.0:{WORKER_PORT}"}
+    args = {
+        "target": {"settings": own["target"] | reachable, "workers": str(cluster.target_workers)},
+        "draft": {"settings": own["draft"] | reachable, "workers": str(cluster.draft_workers)},
+        "orchestrator": {"settings": own["orchestrator"], "replicas": cluster.orchestrators},
+    }
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": "0.0.0.0", "port": cluster.http_port},
         "grpc_options": {"port": cluster.grpc_port, "grpc_servicer_functions": list(GRPC_SERVICERS)},
         "applications": [
-            _application(
-                application,
-                own[role] | (reachable if issubclass(application.settings, WorkerSettings) else {}),
-                replicas[role],
-            )
-            for role, application in APPLICATIONS.items()
-            if replicas[role]
-        ],
-    }
-
-
-def _application(application: ServeApplication, settings: dict[str, Any], replicas: int) -> dict[str, Any]:
-    return {
-        "name": application.name,
-        "route_prefix": application.route_prefix,
-        "import_path": application.import_path,
-        "args": settings,
-        "deployments": [
             {
-                "name": application.deployment,
-                "num_replicas": replicas,
-                # A worker's port is fixed, and orchestrators are spread for their own sake.
-                "max_replicas_per_node": 1,
-                "ray_actor_options": {"num_cpus": 0, "resources": {application.resource: 1}},
+                "name": application.name,
+                "route_prefix": application.route_prefix,
+                "import_path": application.import_path,
+                "args": args[role],
+                "deployments": [
+                    {
+                        "name": application.deployment,
+                        "ray_actor_options": {"num_cpus": 0, "resources": {application.resource: 1}},
+                    }
+                ],
             }
+            for role, application in APPLICATIONS.items()
         ],
     }
