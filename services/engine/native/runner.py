@@ -22,7 +22,7 @@ class NativeRunner:
     def __init__(self, model: NativeModel) -> None:
         self._model = model
         self._scratch = torch.empty(0)
-        self._cos, self._sin = model.rotation(0)
+        self._cos, self._sin = model.rotation(1)
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the logits [wanted rows, vocab_size] in float32; writes the new keys and values."""

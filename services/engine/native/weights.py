@@ -46,7 +46,7 @@ class NativeModel:
     kept: list[object] = field(default_factory=list)
 
     def rotation(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [positions, head_dim / 2] of the first `count` positions that the context has."""
+        """Return cos and sin [positions, head_dim / 2] of the first `count` positions of the context."""
         # Past the model's context some kinds of rotation would change for all positions.
         positions = torch.arange(min(count, self.max_context))[None]
         cos, sin = self.rotary(torch.zeros(1, dtype=torch.float32), positions)
