@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 from gammaray.types import Chunk, GenerationRequest, ProcessStatus
+from orchestrator.access import ANONYMOUS, Caller
 
 __all__ = ["Backend"]
 
@@ -17,7 +18,9 @@ class Backend(Protocol):
     max_context: int
     vocab_size: int
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+    def generate(
+        self, request: GenerationRequest, caller: Caller = ANONYMOUS
+    ) -> AsyncGenerator[Chunk, None]:
         """Yield the completion piece by piece; closing the iterator cancels it.
 
         Raises:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from gammaray.checks import check_token_ids
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from gammaray.types import GenerationRequest
+from orchestrator.access import ANONYMOUS, Caller
 from orchestrator.detokenizer import Detokenizer
 from orchestrator.session import Session
 from orchestrator.tokenizer import Tokenizer
@@ -42,8 +43,12 @@ def check_request(
     check_token_ids("stop_token_ids", request.stop_token_ids, vocab_size)
 
 
-async def open_session(request: GenerationRequest, tokenizer: Tokenizer, max_context: int) -> Session:
+async def open_session(
+    request: GenerationRequest, tokenizer: Tokenizer, max_context: int, caller: Caller = ANONYMOUS
+) -> Session:
     """Return the session of a checked request: prompt tokenised, seed drawn, length clipped to the context.
+
+    Its name is the caller's qualified one.
 
     Raises:
         InvalidArgumentError: The prompt has no token, or leaves no room in the context.
@@ -61,7 +66,7 @@ async def open_session(request: GenerationRequest, tokenizer: Tokenizer, max_con
     if params.seed is None:
         params = replace(params, seed=secrets.randbits(64))
     return Session(
-        session_id=request.session_id or uuid.uuid4().hex,
+        session_id=caller.qualify(request.session_id or uuid.uuid4().hex),
         prompt=prompt,
         params=params,
         method=request.verification,

@@ -26,7 +26,6 @@ from orchestrator.admission import Admission
 from orchestrator.completion import Progress
 from orchestrator.costs import CostModel
 from orchestrator.cycle import GammaController
-from orchestrator.deadline import within
 from orchestrator.fleet import Fleet
 from orchestrator.gamma import AdaptiveGamma, FixedGamma, Reason
 from orchestrator.pipeline import run_cycles
@@ -119,10 +118,11 @@ class Orchestrator:
         async with self._admission.place(caller):
             self._fit_context()
             session = await open_session(request, self._tokenizer, self.max_context, caller)
+            session.deadline = caller.deadline
             stored = request_to_proto(replace(request, sampling=session.params)).SerializeToString()
             await self._store.create(session, stored)
             async with contextlib.aclosing(self._run(session, request)) as chunks:
-                async for chunk in within(caller.deadline, chunks):
+                async for chunk in chunks:
                     if caller.tenant:
                         chunk = replace(chunk, session_id=caller.public(chunk.session_id))
                     yield chunk

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -40,6 +41,7 @@ class Session:
     Attributes:
         token_ids: The committed tokens: prompt, then emitted. Positions are absolute.
         finish_reason: Set once the completion has ended.
+        deadline: `time.monotonic()` past which nobody waits for the completion.
     """
 
     session_id: str
@@ -54,6 +56,7 @@ class Session:
     epoch: int = 1
     token_ids: list[int] = field(init=False)
     finish_reason: FinishReason | None = field(init=False, default=None)
+    deadline: float = field(init=False, default=math.inf)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt)

@@ -242,7 +242,7 @@ async def test_service_ended_request_frees_the_workers(orchestrator, how):
     stored = await RedisStore(orchestrator._redis, 60).read(name)
     wanted = FinishReason.LENGTH if how == "finished" else FinishReason.CANCELLED
     assert stored.finish_reason is wanted
-    assert orchestrator._num_active == 0
+    assert orchestrator._admission.num_running == 0
 
 
 async def test_service_status_names_every_process(orchestrator, workers, redis_server):

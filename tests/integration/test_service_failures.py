@@ -70,11 +70,13 @@ async def test_service_bad_request_is_refused_and_leaves_nothing(orchestrator, f
     with pytest.raises(error, match=wanted):
         await complete(orchestrator, dataclasses.replace(GenerationRequest("x", max_tokens=4), **fields))
     assert await orchestrator._redis.dbsize() == keys
-    assert orchestrator._num_active == 0
+    assert orchestrator._admission.num_running == 0
 
 
 async def test_service_too_many_requests_are_refused_with_a_delay(redis_server, target):
-    async with running(redis_server, target.address, "", max_concurrent_requests=2) as orchestrator:
+    async with running(
+        redis_server, target.address, "", max_concurrent_requests=2, max_waiting_requests=0
+    ) as orchestrator:
         request = GenerationRequest(PROMPTS[0], max_tokens=500, ignore_eos=True)
         async with aclosing(orchestrator.generate(request)) as one:
             async with aclosing(orchestrator.generate(request)) as two:
