@@ -42,11 +42,13 @@ class Shape:
         depth: Upper bound of the longest path, in tokens: gamma. 0 is plain decoding.
         max_nodes: Upper bound of nodes; up to `depth` it means a chain, above it a tree may come.
         reason: Why the controller chose it.
+        is_fallback: Whether the drafter that the request allows cannot propose.
     """
 
     depth: int
     max_nodes: int = 0
     reason: str = field(default="", compare=False)
+    is_fallback: bool = field(default=False, compare=False)
 
     def clipped(self, depth: int) -> Shape:
         """Return the shape with at most `depth` levels."""
@@ -248,7 +250,7 @@ async def run_cycle(
         timing=verdict.timing,
         drafter=proposal.drafter if proposal else DrafterKind.NONE,
         draft_worker=proposal.worker if proposal else "",
-        is_fallback=draft_failed or proposal.is_fallback,
+        is_fallback=draft_failed or proposal.is_fallback or shape.is_fallback,
     )
     controller.observe(cycle)
     return cycle

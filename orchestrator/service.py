@@ -15,23 +15,19 @@ from gammaray.convert import request_to_proto
 from gammaray.errors import GammarayError, UnavailableError
 from gammaray.types import (
     Chunk,
-    DrafterKind,
     FinishReason,
     GenerationRequest,
     ProcessStatus,
-    VerificationMethod,
 )
 from orchestrator.access import ANONYMOUS, Caller
 from orchestrator.admission import Admission
 from orchestrator.completion import Progress
-from orchestrator.costs import CostModel
-from orchestrator.cycle import GammaController
+from orchestrator.drafting import Drafting
 from orchestrator.fleet import Fleet
-from orchestrator.gamma import AdaptiveGamma, FixedGamma, Reason
 from orchestrator.pipeline import run_cycles
 from orchestrator.redis_calls import Redis, answer, connect
 from orchestrator.registry import RedisRegistry
-from orchestrator.remote import RemoteDrafter, session_spec
+from orchestrator.remote import session_spec
 from orchestrator.remote_target import RemoteVerifier
 from orchestrator.requests import check_request, open_session
 from orchestrator.session import Session
@@ -64,7 +60,6 @@ class Orchestrator:
         self.vocab_size = tokenizer.vocab_size
         self._settings, self._redis, self._tokenizer = settings, redis, tokenizer
         self._store = RedisStore(redis, settings.session_ttl_s)
-        self._costs = CostModel()
         self._admission = Admission(
             settings.max_concurrent_requests, settings.max_waiting_requests, settings.max_wait_s
         )
@@ -75,6 +70,7 @@ class Orchestrator:
             target_addresses=settings.target_addresses,
             draft_addresses=settings.draft_addresses,
         )
+        self._drafting = Drafting(settings, self._fleet.drafts, tokenizer.vocab_size)
 
     @classmethod
     async def start(cls, settings: OrchestratorSettings) -> Orchestrator:
@@ -130,31 +126,24 @@ class Orchestrator:
     async def _run(self, session: Session, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         settings = self._settings
         spec = session_spec(session, self._tokenizer.eos_token_ids)
-        drafter = RemoteDrafter(
-            self._fleet.drafts,
-            spec,
-            timeout_s=settings.propose_timeout_s,
-            prefill_timeout_s=settings.verify_timeout_s,
-            vocab_size=self.vocab_size,
-        )
+        ladder = self._drafting.ladder(session, request, spec)
         verifier = RemoteVerifier(
             self._fleet.targets, spec, timeout_s=settings.verify_timeout_s, wait_s=settings.worker_wait_s
         )
-        controller = self._controller(request)
         progress = Progress(session, self._tokenizer)
-        cycles = run_cycles(session, drafter, verifier, self._store, controller)
+        cycles = run_cycles(session, ladder, verifier, self._store, ladder)
         try:
             async with contextlib.aclosing(cycles):
                 async for cycle in cycles:
                     if cycle.finish_reason is not None:
-                        drafter.release(session)
+                        ladder.release(session)
                         verifier.release(session)
-                    yield progress.chunk(cycle, self._costs.plain_cycle_s)
+                    yield progress.chunk(cycle, self._drafting.plain_cycle_s)
         except (GeneratorExit, asyncio.CancelledError):
             self._in_background(self._store.finish(session, FinishReason.CANCELLED))
             raise
         finally:
-            drafter.release(session)
+            ladder.release(session)
             verifier.release(session)
 
     def encode(self, text: str) -> list[int]:
@@ -189,20 +178,6 @@ class Orchestrator:
         await self._fleet.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._redis.aclose()
-
-    def _controller(self, request: GenerationRequest) -> GammaController:
-        policy = request.gamma
-        if request.drafter is DrafterKind.NONE:
-            return FixedGamma(0, self._costs, reason=Reason.NO_DRAFTER)
-        if policy.fixed is not None:
-            return FixedGamma(policy.fixed, self._costs, policy.max_nodes)
-        # Only sample-and-match walks trees, at any temperature.
-        takes_trees = request.verification is VerificationMethod.COUPLED
-        return AdaptiveGamma(
-            policy.max_gamma or self._settings.max_gamma,
-            self._costs,
-            (policy.max_nodes or self._settings.max_nodes) if takes_trees else 0,
-        )
 
     def _fit_context(self) -> None:
         """Workers may be set to less context than the model has."""

@@ -1,0 +1,69 @@
+"""Who drafts for a session and how much: the ladder of a request, and what its rungs learn of the replica."""
+
+from __future__ import annotations
+
+from gammaray.config import OrchestratorSettings
+from gammaray.types import DrafterKind, GenerationRequest, VerificationMethod
+from gammaray.v1 import draft_service_pb2 as draft_pb
+from gammaray.v1 import types_pb2 as pb
+from orchestrator.costs import CostModel
+from orchestrator.cycle import GammaController
+from orchestrator.gamma import AdaptiveGamma, FixedGamma, Reason
+from orchestrator.ladder import Ladder
+from orchestrator.remote import RemoteDrafter
+from orchestrator.session import Session
+from orchestrator.workers import WorkerPool
+
+__all__ = ["Drafting"]
+
+
+class Drafting:
+    """Makes the ladders of a replica's sessions, which share what they learn of costs and acceptance.
+
+    Args:
+        settings: Deadlines and bounds.
+        pool: The draft workers.
+        vocab_size: The target's.
+    """
+
+    def __init__(
+        self,
+        settings: OrchestratorSettings,
+        pool: WorkerPool[draft_pb.ProposeBlock, draft_pb.ProposeResult],
+        vocab_size: int,
+    ) -> None:
+        self._settings, self._pool, self._vocab_size = settings, pool, vocab_size
+        self.costs = {DrafterKind.MODEL: CostModel(), DrafterKind.NGRAM: CostModel()}
+
+    @property
+    def plain_cycle_s(self) -> float | None:
+        """Seconds of a cycle at gamma 0 at this moment; None while unknown."""
+        found = (costs.plain_cycle_s for costs in self.costs.values())
+        return next((seconds for seconds in found if seconds is not None), None)
+
+    def ladder(self, session: Session, request: GenerationRequest, spec: pb.SessionSpec) -> Ladder:
+        """Return the drafter and controller of a session."""
+        remote = RemoteDrafter(
+            self._pool,
+            spec,
+            timeout_s=self._settings.propose_timeout_s,
+            prefill_timeout_s=self._settings.verify_timeout_s,
+            vocab_size=self._vocab_size,
+        )
+        if request.drafter is DrafterKind.NONE:
+            plain = FixedGamma(0, self.costs[DrafterKind.MODEL], reason=Reason.NO_DRAFTER)
+            return Ladder(session, DrafterKind.NONE, remote, {DrafterKind.NONE: plain})
+        controllers = {rung: self._controller(rung, request) for rung in self.costs}
+        return Ladder(session, request.drafter, remote, controllers)
+
+    def _controller(self, rung: DrafterKind, request: GenerationRequest) -> GammaController:
+        policy, costs = request.gamma, self.costs[rung]
+        if policy.fixed is not None:
+            return FixedGamma(policy.fixed, costs, policy.max_nodes)
+        # Only sample-and-match walks trees, at any temperature; prompt lookup proposes chains.
+        takes_trees = request.verification is VerificationMethod.COUPLED and rung is DrafterKind.MODEL
+        return AdaptiveGamma(
+            policy.max_gamma or self._settings.max_gamma,
+            costs,
+            (policy.max_nodes or self._settings.max_nodes) if takes_trees else 0,
+        )

@@ -1,0 +1,82 @@
+"""The ladder of drafters of one session: a draft worker, another one, prompt lookup, gamma 0.
+
+A cycle goes on at once with what the next rung has when its drafter fails, and later cycles stay there
+while no draft worker can be used; they climb back with the first one that can. Which rung proposes follows
+from past cycles and failures, never from the noise of a token to come, so that all verification methods stay
+exact.
+
+Each rung has its own controller of gamma: acceptance and costs of one say nothing of the other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+from gammaray.errors import GammarayError
+from gammaray.types import DrafterKind, Proposal
+from orchestrator.cycle import Cycle, GammaController, Shape
+from orchestrator.ngram import NgramDrafter
+from orchestrator.remote import Readiness, RemoteDrafter
+from orchestrator.session import Session
+
+__all__ = ["Ladder"]
+
+_log = logging.getLogger(__name__)
+
+
+class Ladder:
+    """Implements the cycle's Drafter and its GammaController, which must be the same object.
+
+    Args:
+        session: The session.
+        top: The rung that the request allows.
+        remote: Proposes through draft workers.
+        controllers: Of each rung from `top` down.
+
+    Attributes:
+        rung: Where the cycle stands that runs or ran last.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        top: DrafterKind,
+        remote: RemoteDrafter,
+        controllers: Mapping[DrafterKind, GammaController],
+    ) -> None:
+        self._session, self._top = session, top
+        self._remote, self._ngram = remote, NgramDrafter()
+        self._controllers = controllers
+        self._has_fallen = False
+        self.rung = top
+
+    def next_shape(self) -> Shape:
+        """Choose the rung of the next cycle, and return the shape that its controller wants."""
+        self.rung, self._has_fallen, is_fallback = self._top, False, False
+        if self._top is DrafterKind.MODEL:
+            readiness = self._remote.prepare(self._session)
+            if readiness is not Readiness.READY:
+                self.rung, is_fallback = DrafterKind.NGRAM, readiness is Readiness.ABSENT
+        shape = self._controllers[self.rung].next_shape()
+        return replace(shape, is_fallback=True) if is_fallback else shape
+
+    async def propose(self, session: Session, shape: Shape) -> Proposal:
+        """Return the proposal of this cycle's rung, or of the next one below when that fails."""
+        if self.rung is DrafterKind.MODEL:
+            try:
+                return await self._remote.propose(session, shape)
+            except GammarayError as error:
+                _log.debug("session %s falls a rung: %s", session.session_id, error)
+                self._has_fallen = True
+        return replace(self._ngram.look_up(session, shape.depth), is_fallback=self._has_fallen)
+
+    def observe(self, cycle: Cycle) -> None:
+        """Learn from a finished cycle; one that fell a rung tells about neither."""
+        if not self._has_fallen:
+            self._controllers[self.rung].observe(cycle)
+
+    def release(self, session: Session) -> None:
+        """Free what a draft worker holds of the session; returns at once."""
+        self._remote.release(session)
