@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gammaray.config import ScalingSettings
 from services.load import LoadReport
@@ -85,10 +85,12 @@ class DraftMemory:
     """What is remembered of drafters that did not pay.
 
     Args:
+        refused: As many drafters did not pay; 0 when nothing is remembered.
         paused_until: No drafter is added before then, in the caller's seconds.
         failures: Pauses in a row.
     """
 
+    refused: int = 0
     paused_until: float = 0.0
     failures: int = 0
 
@@ -126,9 +128,9 @@ def wanted_drafters(
         return pool.clip(int(begins)), memory
     if pool.in_flight > 0 and pool.is_settled:
         if sum(report.gained for report in pool.reports) < settings.min_gain * pool.wanted:
-            return pool.clip(pool.wanted - 1), _pause(memory, settings, now)
-        if memory.failures and now >= memory.paused_until:
-            memory = DraftMemory()  # it pays, after all
+            return pool.clip(pool.wanted - 1), _pause(memory, pool.wanted, settings, now)
+        if pool.wanted >= memory.refused:
+            memory = DraftMemory()  # as many pay after all: it was a passing weakness, or another load
     ready = min(pool.mean("hit_rate"), MAX_HIT_RATE)
     number = _by_load(pool, settings.draft_load, pool.in_flight / (1 - ready))
     if now < memory.paused_until:
@@ -146,8 +148,8 @@ def _by_load(pool: Pool, load: float, load_without_hits: float) -> int:
     return pool.wanted
 
 
-def _pause(memory: DraftMemory, settings: ScalingSettings, now: float) -> DraftMemory:
+def _pause(memory: DraftMemory, refused: int, settings: ScalingSettings, now: float) -> DraftMemory:
     """Push the end of the pause ahead; a pause that was over before counts as another failure."""
     failures = memory.failures + (now >= memory.paused_until)
     pause_s = settings.retry_s * 2.0 ** min(failures - 1, MAX_DOUBLINGS)
-    return replace(memory, paused_until=now + pause_s, failures=failures)
+    return DraftMemory(refused, now + pause_s, failures)

@@ -1,0 +1,177 @@
+"""How many workers a pool should have, from what its workers report."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from gammaray.config import ScalingSettings
+from gammaray.errors import InvalidArgumentError
+from gammaray.pools import PoolSize
+from orchestrator.cluster_options import parse_options
+from services.load import LoadCounters, LoadReport, LoadReporter
+from services.scaling import DraftMemory, Pool, wanted_drafters, wanted_targets
+from services.scaling_policy import DraftPolicy, TargetPolicy
+
+SETTINGS = ScalingSettings(target_load=8, draft_load=4, min_gain=1, retry_s=60)
+FRESH = DraftMemory()
+
+
+def report(in_flight=0.0, busy=0.9, hit_rate=0.0, gained=100.0, cache_use=0.0):
+    return LoadReport(in_flight, busy, hit_rate, gained, cache_use)
+
+
+def pool(*reports, wanted=None, minimum=0, maximum=8):
+    return Pool(len(reports) if wanted is None else wanted, reports, minimum, maximum)
+
+
+def drafters(given, memory=FRESH, demand=1.0, now=0.0):
+    return wanted_drafters(given, demand, memory, SETTINGS, now)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "wanted"),
+    [([0], 1), ([7.9], 1), ([8.1], 2), ([40], 5), ([80], 8), ([8, 8], 2), ([3, 3], 2), ([2.7, 2.7], 1)],
+    ids=["idle", "full", "above", "far above", "bound", "both full", "within the band", "fits into one"],
+)
+def test_targets_follow_the_blocks_in_flight_with_a_dead_band(in_flight, wanted):
+    assert wanted_targets(pool(*map(report, in_flight), minimum=1), SETTINGS) == wanted
+
+
+def test_growth_by_load_is_stable_where_it_ends():
+    for total in range(1, 60):
+        count = 1
+        for _ in range(20):
+            shares = [report(total / count)] * count
+            count = wanted_targets(pool(*shares, minimum=1), SETTINGS)
+        shares = [report(total / count)] * count
+        assert wanted_targets(pool(*shares, minimum=1), SETTINGS) == count, total
+
+
+def test_idle_workers_with_blocks_in_flight_get_no_company():
+    assert wanted_targets(pool(report(30, busy=0.1), minimum=1), SETTINGS) == 1
+
+
+def test_target_whose_cache_is_full_gets_another_one_that_stays():
+    assert wanted_targets(pool(report(1, cache_use=0.9), minimum=1), SETTINGS) == 2
+    halves = [report(0.5, cache_use=0.45)] * 2
+    assert wanted_targets(pool(*halves, minimum=1), SETTINGS) == 2
+    assert wanted_targets(pool(*[report(0.5, cache_use=0.2)] * 2, minimum=1), SETTINGS) == 1
+
+
+def test_nothing_grows_while_workers_start_but_shrinking_goes_on():
+    assert wanted_targets(pool(report(40), wanted=2, minimum=1), SETTINGS) == 2
+    assert wanted_targets(pool(report(0), wanted=3, minimum=1), SETTINGS) == 2
+
+
+def test_drafters_grow_by_load_and_shrink_one_at_a_time():
+    assert drafters(pool(report(9)))[0] == 3
+    assert drafters(pool(*[report(0.5)] * 3))[0] == 2
+    assert drafters(pool(report(0), minimum=1))[0] == 1
+    assert drafters(pool(report(0), minimum=0))[0] == 0
+
+
+def test_ready_proposals_count_as_load_when_drafters_would_go():
+    assert drafters(pool(*[report(0.6)] * 2, minimum=1))[0] == 1
+    assert drafters(pool(*[report(0.6, hit_rate=0.8)] * 2, minimum=1))[0] == 2
+
+
+def test_drafter_that_does_not_pay_goes_and_is_tried_again_after_growing_pauses():
+    bad, good = pool(report(2, gained=0.5)), pool(report(2, gained=50.0))
+    number, memory = drafters(bad, now=0)
+    assert (number, memory) == (0, DraftMemory(refused=1, paused_until=60, failures=1))
+    empty = pool(maximum=3)
+    assert drafters(empty, memory, now=59) == (0, memory)
+    assert drafters(empty, memory, now=61) == (1, memory)
+    number, memory = drafters(bad, memory, now=70)
+    assert (number, memory) == (0, DraftMemory(refused=1, paused_until=190, failures=2))
+    # The wish must last before Serve acts: it is one failure all the same, and the pause runs from its end.
+    assert drafters(bad, memory, now=80) == (0, DraftMemory(refused=1, paused_until=200, failures=2))
+    number, memory = drafters(good, memory, now=201)
+    assert (number, memory) == (1, FRESH)
+
+
+def test_one_of_several_drafters_goes_when_their_mean_does_not_pay():
+    mixed = pool(report(2, gained=2.5), report(2, gained=0.1), report(2, gained=0.1), minimum=1)
+    assert drafters(mixed)[0] == 2
+    assert drafters(pool(report(2, gained=-5), minimum=1))[0] == 1
+
+
+def test_pause_keeps_a_pool_with_a_minimum_from_growing():
+    memory = DraftMemory(refused=2, paused_until=100, failures=1)
+    assert drafters(pool(report(9), minimum=1), memory, now=50) == (1, memory)
+    assert drafters(pool(report(9), minimum=1), memory, now=101) == (3, memory)
+
+
+def test_passing_weakness_of_drafters_that_stayed_is_forgotten():
+    _, memory = drafters(pool(report(2, gained=0), minimum=1))
+    assert drafters(pool(report(9), minimum=1), memory, now=1) == (3, FRESH)
+
+
+def test_empty_pool_begins_when_there_is_somebody_to_draft_for():
+    assert drafters(pool(), demand=0.0)[0] == 0
+    assert drafters(pool(), demand=0.2)[0] == 1
+
+
+def context(reports, wanted, bounds, state, now=0.0):
+    names = ("in_flight", "busy", "hit_rate", "gained", "cache_use")
+    metrics = {name: {i: getattr(r, name) for i, r in enumerate(reports)} for name in names}
+    return SimpleNamespace(
+        aggregated_metrics=metrics,
+        running_replicas=list(range(len(reports))),
+        target_num_replicas=wanted,
+        capacity_adjusted_min_replicas=bounds[0],
+        capacity_adjusted_max_replicas=bounds[1],
+        policy_state=state,
+        current_time=now,
+    )
+
+
+def test_policies_share_the_demand_and_keep_their_memory_in_serves_state():
+    settings = SETTINGS.model_dump(mode="json")
+    target, draft = TargetPolicy(settings), DraftPolicy(settings)
+    assert target(context([report(0)], 1, (1, 1), {})) == (1, {})
+    assert draft(context([], 0, (0, 2), {}))[0] == 0
+    target(context([report(3)], 1, (1, 1), {}))
+    assert draft(context([], 0, (0, 2), {}))[0] == 1
+    number, state = draft(context([report(2, gained=0)], 1, (0, 2), {}, now=5.0))
+    assert number == 0
+    assert draft(context([], 0, (0, 2), {**state, "decision_counter": 3}, now=64.0))[0] == 0
+    assert draft(context([], 0, (0, 2), state, now=66.0))[0] == 1
+
+
+def test_policy_waits_for_replicas_that_have_not_reported():
+    target = TargetPolicy(SETTINGS.model_dump(mode="json"))
+    given = context([report(40)], 2, (1, 4), {})
+    given.running_replicas = [0, 1]
+    assert target(given)[0] == 2
+
+
+def test_reporter_turns_sums_into_rates(monkeypatch):
+    clock = iter([10.0, 14.0, 16.0])
+    monkeypatch.setattr("services.load.time.monotonic", lambda: next(clock))
+    reporter = LoadReporter()
+    first = reporter.report(LoadCounters(8.0, 2.0, 10, 4, 40.0, 0.5))
+    assert first == LoadReport(in_flight=2.0, busy=0.5, hit_rate=0.4, gained=10.0, cache_use=0.5)
+    second = reporter.report(LoadCounters(8.0, 2.0, 10, 4, 38.0, 0.25))
+    assert second == LoadReport(in_flight=0.0, busy=0.0, hit_rate=0.0, gained=-1.0, cache_use=0.25)
+
+
+@pytest.mark.parametrize("text", ["2", "0:3", "1:1", "0"])
+def test_pool_size_reads_what_it_writes(text):
+    size = PoolSize.parse(text)
+    assert PoolSize.parse(str(size)) == size
+    assert size.is_elastic == (text == "0:3")
+
+
+@pytest.mark.parametrize("value", ["", "x", "-1", "2:1", "0:65", "1:2:3", "1.5", True, None])
+def test_pool_size_refuses_what_it_cannot_be(value):
+    with pytest.raises(ValueError, match=r"got .*allowed: "):
+        PoolSize.parse(value)
+
+
+def test_pool_size_comes_from_the_environment_too(monkeypatch):
+    monkeypatch.setenv("GAMMARAY_DRAFT_WORKERS", "0:3")
+    assert parse_options([]).cluster.draft_workers == PoolSize(0, 3)
+    monkeypatch.setenv("GAMMARAY_DRAFT_WORKERS", "many")
+    with pytest.raises(InvalidArgumentError, match=r"draft_workers.*N or MIN:MAX"):
+        parse_options([])
