@@ -1,0 +1,94 @@
+"""The numbers behind the metrics of one process.
+
+An OpenTelemetry counter takes 3 to 6 us per sample here, one of prometheus_client 0.4 and a histogram 0.8; a
+cycle moves some twenty of them. So what counts is an attribute that is added to, and what Prometheus and OTLP
+want is made of it when they ask. A counter or histogram is written by one thread; any may read it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias, TypeVar
+
+from gammaray.metric_catalog import Kind, Metric, by_name
+
+__all__ = ["Counter", "Histogram", "Meter", "Series"]
+
+
+class Counter:
+    """A sum that only grows; add to `value`."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: float = 0
+
+
+class Histogram:
+    """How many values fell into each bucket, and their sum.
+
+    Args:
+        bounds: Upper bounds of the buckets, rising; one more bucket takes what is above.
+    """
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+Source: TypeAlias = Callable[[], float]
+_ValueT = TypeVar("_ValueT", bound="Counter | Histogram | Callable[[], float]")
+Series: TypeAlias = "tuple[dict[str, str], Counter | Histogram | Source]"
+
+
+class Meter:
+    """The metrics of one process; each series is asked for once and kept by whoever writes it."""
+
+    def __init__(self) -> None:
+        self._series: dict[str, dict[tuple[str, ...], Counter | Histogram | Source]] = {}
+
+    def counter(self, name: str, **labels: str) -> Counter:
+        """Return the counter of a series."""
+        return self._add(name, Kind.COUNTER, labels, Counter())
+
+    def histogram(self, name: str, **labels: str) -> Histogram:
+        """Return the histogram of a series."""
+        return self._add(name, Kind.HISTOGRAM, labels, Histogram(by_name(name).buckets))
+
+    def gauge(self, name: str, read: Source, **labels: str) -> None:
+        """Have `read` called for the value of a series when somebody asks; in any thread."""
+        self._add(name, Kind.GAUGE, labels, read)
+
+    def observed(self, name: str, read: Source, **labels: str) -> None:
+        """Have `read` called for a counter that somebody else keeps."""
+        self._add(name, Kind.COUNTER, labels, read)
+
+    def read(self) -> Iterator[tuple[Metric, list[Series]]]:
+        """Yield each metric that has series, with them."""
+        for name, series in list(self._series.items()):
+            metric = by_name(name)
+            yield (
+                metric,
+                [(dict(zip(metric.labels, key, strict=True)), value) for key, value in list(series.items())],
+            )
+
+    def _add(self, name: str, kind: Kind, labels: Mapping[str, str], value: _ValueT) -> _ValueT:
+        metric = by_name(name)
+        if metric.kind is not kind or set(labels) != set(metric.labels):
+            raise ValueError(
+                f"{name} is a {metric.kind.value} of {metric.labels}, not a {kind.value} of {labels}"
+            )
+        key = tuple(labels[label] for label in metric.labels)
+        if key in self._series.setdefault(name, {}):
+            raise ValueError(f"{name}{labels} is there already")
+        self._series[name][key] = value
+        return value

@@ -1,0 +1,47 @@
+"""How the metrics of a process get out: scraped by Prometheus, and pushed over OTLP when asked for."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gammaray import __version__
+from gammaray.meter import Meter
+from gammaray.otel import exports
+from gammaray.scrape import MetricsServer
+
+__all__ = ["MetricsExport"]
+
+
+class MetricsExport:
+    """Exports a meter until it is stopped.
+
+    Args:
+        meter: The process's.
+        role: orchestrator, draft or target.
+        model: What it serves.
+        listen: host:port of the Prometheus endpoint, see `MetricsServer`; empty: none.
+
+    Attributes:
+        address: host:port where others reach the endpoint; empty without one.
+
+    Raises:
+        InvalidArgumentError: A bad address, or one that is taken; a bad `OTEL_*` variable.
+    """
+
+    def __init__(self, meter: Meter, *, role: str, model: str, listen: str) -> None:
+        meter.gauge("gammaray.info", lambda: 1.0, role=role, model=model, version=__version__)
+        is_pushed = exports("metrics")
+        self._server = MetricsServer(meter, listen) if listen else None
+        self.address = self._server.address if self._server is not None else ""
+        self._push = None
+        if is_pushed:
+            from gammaray.metric_push import MetricsPush  # the SDK, which takes its time to import
+
+            self._push = MetricsPush(meter, role)
+
+    async def stop(self) -> None:
+        """Push a last time and stop; takes at most some three seconds."""
+        for part in (self._push, self._server):
+            if part is not None:
+                await asyncio.to_thread(part.stop)
+        self._push = self._server = None

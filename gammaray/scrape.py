@@ -1,0 +1,124 @@
+"""The Prometheus endpoint of a process: a small HTTP server in a thread of its own."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+from wsgiref.simple_server import WSGIServer
+
+from gammaray.errors import InvalidArgumentError
+from gammaray.meter import Histogram, Meter
+from gammaray.metric_catalog import Kind
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric as Family
+
+__all__ = ["METRICS_PORT", "MetricsServer", "registry"]
+
+METRICS_PORT = 9464
+"""Port of the endpoint where each process has a network address of its own, as in a pod: OpenTelemetry's."""
+
+_FORM = re.compile(r"(?P<host>.+):(?P<first>\d{1,5})(?:-(?P<last>\d{1,5}))?")
+_ALLOWED = "host:port or host:first-last, or nothing"
+_WILDCARDS = ("0.0.0.0", "::", "[::]")
+
+
+class MetricsServer:
+    """Serves a meter's numbers, and those of the process itself (memory, processor time, open files).
+
+    Args:
+        meter: What to serve.
+        listen: host:port; port 0 takes a free one, a range `first-last` its first free one.
+
+    Raises:
+        InvalidArgumentError: No such address, or no port of it is free.
+    """
+
+    def __init__(self, meter: Meter, listen: str) -> None:
+        from prometheus_client import start_http_server
+
+        match = _FORM.fullmatch(listen)
+        first = int(match["first"]) if match else 0
+        last = int(match["last"] or first) if match else 0
+        if match is None or not 0 <= first <= last <= 65535:
+            raise InvalidArgumentError("metrics_listen", listen, _ALLOWED)
+        self._server: WSGIServer
+        self._thread: threading.Thread
+        for port in range(first, last + 1):
+            try:
+                self._server, self._thread = start_http_server(port, match["host"], registry(meter))
+                break
+            except OSError as error:
+                if port == last:
+                    raise InvalidArgumentError("metrics_listen", listen, f"a free port ({error})") from error
+        self.address = f"{_reachable(match['host'])}:{self._server.server_port}"
+
+    def stop(self) -> None:
+        """Stop serving; waits for at most a second."""
+        threading.Thread(target=self._server.shutdown, daemon=True).start()
+        self._thread.join(1.0)
+        self._server.server_close()
+
+
+def registry(meter: Meter) -> CollectorRegistry:
+    """Return what prometheus_client exposes: the numbers of `meter` and of the process."""
+    from prometheus_client import CollectorRegistry, ProcessCollector
+
+    found = CollectorRegistry()
+    ProcessCollector(registry=found)
+    found.register(_Collector(meter))
+    return found
+
+
+class _Collector:
+    """Makes prometheus_client's families of a meter's numbers."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def describe(self) -> Iterator[Family]:
+        """Return nothing: asking for names must not read gauges whose owners are not there yet."""
+        return iter(())
+
+    def collect(self) -> Iterator[Family]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        for metric, series in self._meter.read():
+            names = metric.labels
+            if metric.kind is Kind.HISTOGRAM:
+                histogram = HistogramMetricFamily(metric.family, metric.meaning, labels=names)
+                for labels, value in series:
+                    assert isinstance(value, Histogram)
+                    histogram.add_metric(list(labels.values()), _buckets(value), value.total)
+                yield histogram
+                continue
+            kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+            family = kind(metric.family, metric.meaning, labels=names)
+            for labels, value in series:
+                assert not isinstance(value, Histogram)
+                family.add_metric(list(labels.values()), value() if callable(value) else value.value)
+            yield family
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Return pairs of an upper bound and the number of values up to it."""
+    total, pairs = 0, []
+    for bound, count in zip((*map(str, histogram.bounds), "+Inf"), list(histogram.counts), strict=True):
+        total += count
+        pairs.append((bound, float(total)))
+    return pairs
+
+
+def _reachable(host: str) -> str:
+    """Return where others reach what listens on `host`."""
+    if host not in _WILDCARDS:
+        return host
+    name = socket.gethostname()
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return name
