@@ -29,7 +29,7 @@ __all__ = [
     "serve_document",
 ]
 
-GRPC_SERVICERS: Final = ("gammaray.v1.generation_service_pb2_grpc.add_GenerationServiceServicer_to_server",)
+GRPC_SERVICERS: Final = ("orchestrator.grpc_handlers.add_generation_service",)
 """What Serve's gRPC options must name for the public API to be reachable."""
 
 WORKER_PORT: Final = 50051
@@ -127,11 +127,14 @@ def serve_document(cluster: ClusterSettings) -> dict[str, Any]:
     """
     own = role_settings(cluster)
     reachable = {"listen": f"0.0.0.0:{WORKER_PORT}"}
+    pools = {"target": cluster.target_workers, "draft": cluster.draft_workers}
+    # Targets report their load also where only the drafters scale: an empty pool of those learns from it.
+    scaling: dict[str, Any] = {"scaling": {}} if any(pool.is_elastic for pool in pools.values()) else {}
     args = {
-        "target": {"settings": own["target"] | reachable, "workers": str(cluster.target_workers)},
-        "draft": {"settings": own["draft"] | reachable, "workers": str(cluster.draft_workers)},
-        "orchestrator": {"settings": own["orchestrator"], "replicas": cluster.orchestrators},
+        role: {"settings": own[role] | reachable, "workers": str(pool), **scaling}
+        for role, pool in pools.items()
     }
+    args["orchestrator"] = {"settings": own["orchestrator"], "replicas": cluster.orchestrators}
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": "0.0.0.0", "port": cluster.http_port},

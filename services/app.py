@@ -89,6 +89,7 @@ def build_draft(
     num_replicas: int | str | PoolSize = 1,
     ray_actor_options: dict[str, Any] | None = None,
     scaling: dict[str, Any] | None = None,
+    one_per_node: bool = False,
 ) -> serve.Application:
     """Return the application that runs draft workers.
 
@@ -98,6 +99,7 @@ def build_draft(
         ray_actor_options: Resources of each, beside no CPU share: by default any machine will do.
         scaling: Fields of ScalingSettings: the pool reports its load and keeps between its bounds. None:
             it does so only where the bounds differ, with the defaults.
+        one_per_node: Never put two workers on one Ray node, so that all can listen on the same port.
 
     Raises:
         pydantic.ValidationError: A bad setting.
@@ -105,7 +107,9 @@ def build_draft(
         InvalidArgumentError: Several workers on one port.
     """
     size = PoolSize.parse(num_replicas)
-    return _build("draft", DraftWorkerReplica, DraftSettings(**settings), size, ray_actor_options, scaling)
+    return _build(
+        "draft", DraftWorkerReplica, DraftSettings(**settings), size, ray_actor_options, scaling, one_per_node
+    )
 
 
 def build_target(
@@ -113,6 +117,7 @@ def build_target(
     num_replicas: int | str | PoolSize = 1,
     ray_actor_options: dict[str, Any] | None = None,
     scaling: dict[str, Any] | None = None,
+    one_per_node: bool = False,
 ) -> serve.Application:
     """Return the application that runs target workers.
 
@@ -122,6 +127,7 @@ def build_target(
         ray_actor_options: Resources of each, beside no CPU share: by default any machine will do.
         scaling: Fields of ScalingSettings: the pool reports its load and keeps between its bounds. None:
             it does so only where the bounds differ, with the defaults.
+        one_per_node: Never put two workers on one Ray node, so that all can listen on the same port.
 
     Raises:
         pydantic.ValidationError: A bad setting.
@@ -129,7 +135,15 @@ def build_target(
         InvalidArgumentError: Several workers on one port.
     """
     size = PoolSize.parse(num_replicas)
-    return _build("target", TargetWorkerReplica, TargetSettings(**settings), size, ray_actor_options, scaling)
+    return _build(
+        "target",
+        TargetWorkerReplica,
+        TargetSettings(**settings),
+        size,
+        ray_actor_options,
+        scaling,
+        one_per_node,
+    )
 
 
 def _build(
@@ -139,13 +153,16 @@ def _build(
     size: PoolSize,
     ray_actor_options: dict[str, Any] | None,
     scaling: dict[str, Any] | None,
+    one_per_node: bool,
 ) -> serve.Application:
     _, port = split_address("listen", settings.listen)
-    if port and size.maximum > 1:
+    if port and size.maximum > 1 and not one_per_node:
         raise InvalidArgumentError("listen", settings.listen, f"port 0 with {size} workers")
     count: dict[str, Any] = {"num_replicas": size.minimum}
     if scaling is not None or size.is_elastic:
         count = {"autoscaling_config": autoscaling_config(role, size, ScalingSettings(**(scaling or {})))}
+    if one_per_node:
+        count["max_replicas_per_node"] = 1
     deployment = serve.deployment(
         replica,
         name=_DEPLOYMENTS[role],

@@ -1,30 +1,34 @@
-"""Builders of the workers' applications as a Serve configuration calls them: with the settings alone.
+"""Builders of the workers' applications as a Serve configuration calls them.
 
-How many replicas there are and what each takes of its node is said by the configuration itself.
+Their `args` are those of `gammaray.effective.WorkerArguments`; what a worker takes of its node is said by the
+configuration's `ray_actor_options`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from gammaray.effective import WorkerArguments
 from services.app import build_draft, build_target
 
 __all__ = ["draft", "target"]
 
 
 def draft(args: dict[str, Any]) -> Any:
-    """Return the application of draft workers; `args` are fields of DraftSettings.
+    """Return the application of draft workers.
 
     Raises:
-        pydantic.ValidationError: A bad setting.
+        pydantic.ValidationError: A bad argument or setting.
     """
-    return build_draft(args)
+    given = WorkerArguments(**args)
+    return build_draft(given.settings, given.workers, scaling=given.scaling, one_per_node=True)
 
 
 def target(args: dict[str, Any]) -> Any:
-    """Return the application of target workers; `args` are fields of TargetSettings.
+    """Return the application of target workers.
 
     Raises:
-        pydantic.ValidationError: A bad setting.
+        pydantic.ValidationError: A bad argument or setting.
     """
-    return build_target(args)
+    given = WorkerArguments(**args)
+    return build_target(given.settings, given.workers, scaling=given.scaling, one_per_node=True)

@@ -1,0 +1,56 @@
+"""`gammaray config`: print the settings that a cluster runs with, secrets left out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TextIO
+
+import click
+import yaml
+from pydantic import ValidationError
+
+from gammaray.config import ClusterSettings
+from gammaray.effective import effective_of_serve, effective_settings
+from gammaray.errors import InvalidArgumentError
+from gammaray.serving import serve_document
+
+__all__ = ["config"]
+
+
+@click.command()
+@click.argument("file", type=click.File(), required=False)
+@click.option(
+    "--serve", is_flag=True, help="Print the Ray Serve configuration of a cluster of many machines."
+)
+@click.option("--format", "form", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True)
+def config(file: TextIO | None, serve: bool, form: str) -> None:
+    """Print the effective settings of every process; what is wrong in them is told by name.
+
+    Without FILE they are those of `gammaray up` in this environment (GAMMARAY_*). FILE is a Ray Serve
+    configuration, as in the chart's ConfigMap; - reads standard input.
+    """
+    if file is not None and serve:
+        raise click.UsageError("FILE and --serve exclude each other")
+    document = effective_of_serve(_parsed(file)) if file is not None else _own(serve)
+    if form == "json":
+        click.echo(json.dumps(document, indent=2))
+    else:
+        click.echo(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), nl=False)
+
+
+def _own(serve: bool) -> dict[str, Any]:
+    given: dict[str, Any] = {}  # nothing: all is the environment's or a default
+    try:
+        cluster = ClusterSettings(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise InvalidArgumentError(name, first.get("input"), first["msg"]) from None
+    return serve_document(cluster) if serve else effective_settings(cluster)
+
+
+def _parsed(file: TextIO) -> Any:
+    try:
+        return yaml.safe_load(file)
+    except yaml.YAMLError as error:
+        raise InvalidArgumentError("FILE", file.name, f"YAML or JSON ({error})") from None
