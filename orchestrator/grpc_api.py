@@ -17,6 +17,7 @@ from gammaray.rpc_errors import DETAILS_KEY, error_to_status
 from gammaray.types import ProcessStatus
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.backend import Backend
+from orchestrator.grpc_handlers import Malformed, readable
 
 __all__ = ["GenerationServicer", "RpcContext"]
 
@@ -54,11 +55,11 @@ class GenerationServicer:
         self._backend, self._find_proxies = backend, find_proxies
 
     async def generate(
-        self, request: pb.GenerateRequest, context: RpcContext
+        self, request: pb.GenerateRequest | Malformed, context: RpcContext
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Stream one completion; cancelling the call cancels it."""
         try:
-            chunks = self._backend.generate(request_from_proto(request))
+            chunks = self._backend.generate(request_from_proto(readable(request)))
             async with aclosing(chunks):
                 async for chunk in chunks:
                     yield chunk_to_proto(chunk)

@@ -81,6 +81,16 @@ def test_bad_call_names_the_field_in_its_details(stub, fields, field):
     assert error_from_rpc(caught.value).field == field
 
 
+def test_call_with_invalid_utf8_names_the_field(cluster):
+    method = pb.DESCRIPTOR.services_by_name["GenerationService"].methods_by_name["Generate"]
+    with grpc.insecure_channel(cluster.grpc) as channel:
+        generate = channel.unary_stream(f"/{method.containing_service.full_name}/{method.name}")
+        with pytest.raises(grpc.RpcError) as caught:  # field 2 is `text`
+            list(generate(b"\x12\x02\xff\xfe", timeout=60))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error_from_rpc(caught.value).field == "text"
+
+
 def test_call_for_an_unknown_model_is_not_found(stub):
     with pytest.raises(grpc.RpcError, match="gpt-9") as caught:
         list(stub.Generate(pb.GenerateRequest(text="x", model="gpt-9"), timeout=60))

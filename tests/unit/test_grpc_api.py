@@ -13,6 +13,7 @@ from gammaray.rpc_errors import DETAILS_KEY, error_from_status
 from gammaray.types import FinishReason, ProcessStatus
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.grpc_api import GenerationServicer
+from orchestrator.grpc_handlers import Malformed
 
 
 class Context:
@@ -57,6 +58,16 @@ async def test_generate_bad_field_is_named_in_the_details():
     assert isinstance(context.error, InvalidArgumentError)
     assert context.error.field == "top_p"
     assert context.details == str(context.error)
+
+
+async def test_generate_request_that_could_not_be_read_is_refused():
+    context = Context()
+    request = Malformed("text", "invalid UTF-8", "text in UTF-8")
+    assert [
+        response async for response in GenerationServicer(ScriptedBackend()).generate(request, context)
+    ] == []
+    assert context.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert context.error.field == "text"
 
 
 async def test_generate_exhausted_says_when_to_come_back():
