@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gammaray.checks import check_session_id
+from gammaray.config import OrchestratorSettings
 from gammaray.errors import InvalidArgumentError, UnauthenticatedError
 from gammaray.keys import ApiKey, hash_key, key_id_of, read_keys
 
-__all__ = ["ANONYMOUS", "PRIORITY_HEADER", "TIMEOUT_HEADER", "Authenticator", "Caller"]
+__all__ = ["ANONYMOUS", "PRIORITY_HEADER", "TIMEOUT_HEADER", "Authenticator", "Caller", "open_door"]
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,9 @@ PRIORITY_HEADER = "gammaray-priority"
 MAX_PRIORITY = 10
 MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000
 RELOAD_PERIOD_S = 0.5
+
+PROBE_TENANT = "gammaray-probe"
+"""Whom the launcher's own key belongs to."""
 
 _SEPARATOR = ":"  # in no tenant's and in no session's name
 
@@ -154,6 +158,18 @@ class Authenticator:
         if self._version is not None:
             _log.warning("%d API keys were read again from %s", len(self._keys), self._path)
         self._version = version
+
+
+def open_door(settings: OrchestratorSettings) -> Authenticator:
+    """Return the authenticator that an orchestrator's settings ask for.
+
+    Raises:
+        InvalidArgumentError: The key file cannot be read, or holds no key.
+    """
+    if not settings.api_keys_file:
+        return Authenticator()
+    probe = {PROBE_TENANT: settings.probe_key_sha256} if settings.probe_key_sha256 else {}
+    return Authenticator(Path(settings.api_keys_file), probe)
 
 
 def _version(path: Path) -> tuple[int, int, int] | None:

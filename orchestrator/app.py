@@ -17,6 +17,7 @@ from ray.serve import Application
 from gammaray.config import OrchestratorSettings
 from gammaray.serving import APPLICATIONS
 from gammaray.v1 import generation_service_pb2 as pb
+from orchestrator.access import open_door
 from orchestrator.grpc_api import GenerationServicer, RpcContext
 from orchestrator.http_api import create_app
 from orchestrator.proxies import find_proxies
@@ -39,8 +40,14 @@ class OrchestratorDeployment:
     async def __serve_build_asgi_app__(self) -> FastAPI:
         # Serve awaits this after the constructor and before any request, in the loop that serves them.
         orchestrator = await Orchestrator.start(self._settings)
-        self._servicer = GenerationServicer(orchestrator, find_proxies)
-        return create_app(orchestrator, close=orchestrator.close)
+        authenticator = open_door(self._settings)
+        self._servicer = GenerationServicer(orchestrator, find_proxies, authenticator)
+        return create_app(
+            orchestrator,
+            close=orchestrator.close,
+            authenticator=authenticator,
+            max_bodies_bytes=self._settings.max_body_mb << 20,
+        )
 
     async def Generate(
         self, request: pb.GenerateRequest, grpc_context: RpcContext

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from gammaray.errors import GammarayError, InternalError
 from gammaray.rpc_errors import DETAILS_KEY, error_to_status
 from gammaray.types import ProcessStatus
 from gammaray.v1 import generation_service_pb2 as pb
+from orchestrator.access import Authenticator, Caller
 from orchestrator.backend import Backend
 from orchestrator.grpc_handlers import Malformed, readable
 
@@ -26,6 +27,10 @@ _logger = logging.getLogger(__name__)
 
 class RpcContext(Protocol):
     """What is used of a call's context: both grpc.aio's and Ray Serve's have it."""
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
+        """Return what the caller sent beside the request."""
+        ...
 
     def set_code(self, code: grpc.StatusCode) -> None:
         """Set the status that the call ends with."""
@@ -49,17 +54,25 @@ class GenerationServicer:
     Args:
         backend: What generates.
         find_proxies: Finds the processes in front of this one; it may take its time.
+        authenticator: Knows the API keys; None lets everybody in.
     """
 
-    def __init__(self, backend: Backend, find_proxies: Callable[[], list[ProcessStatus]] = list) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        find_proxies: Callable[[], list[ProcessStatus]] = list,
+        authenticator: Authenticator | None = None,
+    ) -> None:
         self._backend, self._find_proxies = backend, find_proxies
+        self._authenticator = authenticator or Authenticator()
 
     async def generate(
         self, request: pb.GenerateRequest | Malformed, context: RpcContext
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Stream one completion; cancelling the call cancels it."""
         try:
-            chunks = self._backend.generate(request_from_proto(readable(request)))
+            caller = self._caller(context)
+            chunks = self._backend.generate(request_from_proto(readable(request)), caller)
             async with aclosing(chunks):
                 async for chunk in chunks:
                     yield chunk_to_proto(chunk)
@@ -69,12 +82,22 @@ class GenerationServicer:
     async def get_status(self, _: pb.GetStatusRequest, context: RpcContext) -> pb.GetStatusResponse:
         """List the processes of the cluster."""
         try:
+            self._caller(context)
             processes = await self._backend.status()
             processes.extend(await asyncio.to_thread(self._find_proxies))
         except Exception as error:
             fail(context, error)
             return pb.GetStatusResponse()
         return pb.GetStatusResponse(processes=[process_to_proto(process) for process in processes])
+
+    def _caller(self, context: RpcContext) -> Caller:
+        """Return who calls; every method asks first.
+
+        Raises:
+            UnauthenticatedError: A stranger.
+        """
+        metadata = context.invocation_metadata() or ()
+        return self._authenticator.identify({k: v for k, v in metadata if isinstance(v, str)})
 
 
 def fail(context: RpcContext, error: Exception) -> None:

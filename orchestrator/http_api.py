@@ -13,13 +13,11 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
 from gammaray.errors import CancelledError, NotFoundError, UnavailableError
+from orchestrator.access import Authenticator, Caller
 from orchestrator.backend import Backend
-from orchestrator.http_errors import (
-    BodyTooLargeError,
-    as_gammaray_error,
-    error_response,
-    install_handlers,
-)
+from orchestrator.http_access import AccessControl, caller_of
+from orchestrator.http_bodies import MAX_BODY_BYTES, Bodies
+from orchestrator.http_errors import as_gammaray_error, error_response, install_handlers
 from orchestrator.http_models import ChatRequest, CompletionRequest, parse_body
 from orchestrator.http_requests import ChoicePlan, chat_choices, completion_choices
 from orchestrator.http_responses import ChatResponse, CompletionResponse, Response
@@ -27,19 +25,22 @@ from orchestrator.http_stream import EventStream, generate_all
 
 __all__ = ["MAX_BODY_BYTES", "create_app"]
 
-MAX_BODY_BYTES = 8 * 2**20
-"""Largest request body: room for the largest prompt (1 MiB) with every character escaped."""
-
-_MAX_DRAINED_BYTES = 8 * MAX_BODY_BYTES
-"""How much of a body that is too large is read, so that its sender gets to see the answer."""
+_MAX_BODIES_BYTES = 256 * 2**20
 
 
-def create_app(backend: Backend, close: Callable[[], Awaitable[None]] | None = None) -> FastAPI:
+def create_app(
+    backend: Backend,
+    close: Callable[[], Awaitable[None]] | None = None,
+    authenticator: Authenticator | None = None,
+    max_bodies_bytes: int = _MAX_BODIES_BYTES,
+) -> FastAPI:
     """Return the ASGI application.
 
     Args:
         backend: What generates.
         close: Awaited when the application shuts down.
+        authenticator: Knows the API keys; None lets everybody in.
+        max_bodies_bytes: Upper bound of all request bodies held at once.
     """
 
     @asynccontextmanager
@@ -50,29 +51,33 @@ def create_app(backend: Backend, close: Callable[[], Awaitable[None]] | None = N
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     install_handlers(app)
-    _add_generation(app, backend)
+    app.add_middleware(AccessControl, authenticator=authenticator or Authenticator())
+    _add_generation(app, backend, Bodies(max_bodies_bytes))
     _add_information(app, backend)
     return app
 
 
-def _add_generation(app: FastAPI, backend: Backend) -> None:
+def _add_generation(app: FastAPI, backend: Backend, bodies: Bodies) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request) -> fastapi.Response:
         async def answer() -> fastapi.Response:
-            body = parse_body(CompletionRequest, await _read_body(request))
+            async with bodies.read(request) as data:
+                body = parse_body(CompletionRequest, data)
             plans = completion_choices(body, backend.max_context, backend.decode)
             response = CompletionResponse(backend.model_name, plans)
-            return await _generate(backend, plans, response, body)
+            return await _generate(backend, plans, response, body, caller_of(request))
 
         return await _guarded(answer)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> fastapi.Response:
         async def answer() -> fastapi.Response:
-            body = parse_body(ChatRequest, await _read_body(request))
+            async with bodies.read(request) as data:
+                body = parse_body(ChatRequest, data)
             prompt = backend.render_chat([message.model_dump() for message in body.messages])
             plans = chat_choices(body, prompt, backend.max_context)
-            return await _generate(backend, plans, ChatResponse(backend.model_name, plans), body)
+            response = ChatResponse(backend.model_name, plans)
+            return await _generate(backend, plans, response, body, caller_of(request))
 
         return await _guarded(answer)
 
@@ -115,13 +120,17 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
 
 
 async def _generate(
-    backend: Backend, plans: list[ChoicePlan], response: Response, body: CompletionRequest | ChatRequest
+    backend: Backend,
+    plans: list[ChoicePlan],
+    response: Response,
+    body: CompletionRequest | ChatRequest,
+    caller: Caller,
 ) -> fastapi.Response:
     requests = [plan.request for plan in plans]
     if body.stream:
         with_usage = body.stream_options.include_usage
-        return await EventStream.open(backend, requests, response, with_usage=with_usage)
-    async with generate_all(backend, requests) as pieces:
+        return await EventStream.open(backend, requests, response, with_usage=with_usage, caller=caller)
+    async with generate_all(backend, requests, caller) as pieces:
         async for index, chunk in pieces:
             response.states[index].add(chunk)
     return JSONResponse(response.whole())
@@ -135,22 +144,3 @@ async def _guarded(answer: Callable[[], Awaitable[fastapi.Response]]) -> fastapi
         return fastapi.Response(status_code=CancelledError.http_status)  # nobody reads it
     except Exception as error:
         return error_response(as_gammaray_error(error))
-
-
-async def _read_body(request: Request) -> bytes:
-    """Return the body.
-
-    Raises:
-        BodyTooLargeError: It is above `MAX_BODY_BYTES`.
-    """
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size <= MAX_BODY_BYTES:
-            parts.append(part)
-        elif size > _MAX_DRAINED_BYTES:
-            break
-    if size > MAX_BODY_BYTES:
-        raise BodyTooLargeError(f"the body is over {MAX_BODY_BYTES} bytes, the most this server reads")
-    return b"".join(parts)

@@ -1,9 +1,11 @@
 """Errors as OpenAI's error object; the only place that knows HTTP statuses.
 
 400  a field is wrong (`param` names it), malformed JSON, invalid UTF-8, a prompt that is too long
-404  unknown model or path
+401  no API key, or a wrong one
+404  unknown model, path or session
+408  the body did not come in time
 413  a body above `MAX_BODY_BYTES`
-429  too many requests in flight; `Retry-After` says when to come back
+429  too many requests run and wait; `Retry-After` says when to come back
 503  no target worker; `Retry-After` as above
 504  it took too long
 """
@@ -26,6 +28,7 @@ from gammaray.errors import (
     InternalError,
     InvalidArgumentError,
     ResourceExhaustedError,
+    UnauthenticatedError,
     UnavailableError,
 )
 
@@ -34,7 +37,12 @@ __all__ = ["BodyTooLargeError", "as_gammaray_error", "error_body", "install_hand
 _logger = logging.getLogger(__name__)
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-_CODES = {404: "model_not_found", 413: "request_too_large", 429: "rate_limit_exceeded"}
+_CODES = {
+    401: "invalid_api_key",
+    404: "model_not_found",
+    413: "request_too_large",
+    429: "rate_limit_exceeded",
+}
 # Fields whose HTTP name is not that of the request type.
 _HTTP_NAMES = {
     "gamma": "gammaray.gamma",
@@ -113,6 +121,8 @@ def _headers(error: GammarayError) -> Mapping[str, str] | None:
         return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
     if isinstance(error, UnavailableError):
         return {"Retry-After": "1"}
+    if isinstance(error, UnauthenticatedError):
+        return {"WWW-Authenticate": "Bearer"}
     return None
 
 

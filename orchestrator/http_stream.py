@@ -14,6 +14,7 @@ from starlette.types import Send
 
 from gammaray.errors import InternalError
 from gammaray.types import Chunk, GenerationRequest
+from orchestrator.access import ANONYMOUS, Caller
 from orchestrator.backend import Backend
 from orchestrator.http_errors import as_gammaray_error, error_body
 from orchestrator.http_responses import Response
@@ -33,7 +34,9 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 @asynccontextmanager
-async def generate_all(backend: Backend, requests: Sequence[GenerationRequest]) -> AsyncIterator[Pieces]:
+async def generate_all(
+    backend: Backend, requests: Sequence[GenerationRequest], caller: Caller = ANONYMOUS
+) -> AsyncIterator[Pieces]:
     """Run the generations at once; leaving the context cancels those that still run.
 
     Each runs in a task of its own, so that cancelling the caller leaves it free to tidy up. The first failure
@@ -42,7 +45,7 @@ async def generate_all(backend: Backend, requests: Sequence[GenerationRequest]) 
     queue: _Queue = asyncio.Queue()
     slots = asyncio.Semaphore(_MAX_HELD)
     tasks = [
-        asyncio.create_task(_pump(backend, request, index, queue, slots))
+        asyncio.create_task(_pump(backend.generate(request, caller), index, queue, slots))
         for index, request in enumerate(requests)
     ]
     try:
@@ -55,11 +58,11 @@ async def generate_all(backend: Backend, requests: Sequence[GenerationRequest]) 
 
 
 async def _pump(
-    backend: Backend, request: GenerationRequest, index: int, queue: _Queue, slots: asyncio.Semaphore
+    generation: AsyncGenerator[Chunk, None], index: int, queue: _Queue, slots: asyncio.Semaphore
 ) -> None:
     end: Exception | None = InternalError("the generation was cut off")
     try:
-        async with aclosing(backend.generate(request)) as chunks:
+        async with aclosing(generation) as chunks:
             async for chunk in chunks:
                 await slots.acquire()
                 queue.put_nowait((index, chunk))
@@ -92,14 +95,20 @@ class EventStream(StreamingResponse):
 
     @classmethod
     async def open(
-        cls, backend: Backend, requests: Sequence[GenerationRequest], response: Response, *, with_usage: bool
+        cls,
+        backend: Backend,
+        requests: Sequence[GenerationRequest],
+        response: Response,
+        *,
+        with_usage: bool,
+        caller: Caller = ANONYMOUS,
     ) -> EventStream:
         """Start the generations and wait for the first piece.
 
         Raises:
             GammarayError: The first failure, if it comes before the first piece.
         """
-        events = _events(backend, requests, response, with_usage)
+        events = _events(backend, requests, response, with_usage, caller)
         first = await anext(events)
         return cls(_chain(first, events), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
@@ -121,9 +130,13 @@ async def _chain(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenera
 
 
 async def _events(
-    backend: Backend, requests: Sequence[GenerationRequest], response: Response, with_usage: bool
+    backend: Backend,
+    requests: Sequence[GenerationRequest],
+    response: Response,
+    with_usage: bool,
+    caller: Caller,
 ) -> AsyncGenerator[bytes, None]:
-    async with generate_all(backend, requests) as pieces:
+    async with generate_all(backend, requests, caller) as pieces:
         openings: Sequence[bytes] | None = [_event(event) for event in response.openings()]
         try:
             async for index, chunk in pieces:

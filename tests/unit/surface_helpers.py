@@ -18,6 +18,7 @@ from gammaray.types import (
     TopLogprob,
     Usage,
 )
+from orchestrator.access import ANONYMOUS, Caller
 
 SUMMARY = SpeculationSummary(2, 1.5, 0.5, 0.25, (1, 1), 2.0, 1.0, 2.0, 0.5, 3.5, None, 1, 1, 0, 1, 1)
 PIECES = (b"caf", b"\xc3", b"\xa9")
@@ -43,14 +44,18 @@ class ScriptedBackend:
         healthy: bool = True,
     ) -> None:
         self.requests: list[GenerationRequest] = []
+        self.callers: list[Caller] = []
         self.num_open = 0
         self._before, self._pieces, self._healthy = before, pieces, healthy
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+    async def generate(
+        self, request: GenerationRequest, caller: Caller = ANONYMOUS
+    ) -> AsyncGenerator[Chunk, None]:
         if request.model not in ("", self.model_name):
             raise NotFoundError(f"no model {request.model!r}")
         request.validate()
         self.requests.append(request)
+        self.callers.append(caller)
         self.num_open += 1
         try:
             pieces = self._pieces[: request.max_tokens]

@@ -19,8 +19,12 @@ from orchestrator.grpc_handlers import Malformed
 class Context:
     """Records how a call ended."""
 
-    def __init__(self):
+    def __init__(self, **metadata):
         self.code, self.details, self.trailers = None, "", []
+        self._metadata = [(name.replace("_", "-"), value) for name, value in metadata.items()]
+
+    def invocation_metadata(self):
+        return self._metadata
 
     def set_code(self, code):
         self.code = code

@@ -1,0 +1,78 @@
+"""Reading request bodies within bounds: of one body, of all at once, and of time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import ClassVar
+
+import grpc
+from fastapi import Request
+
+from gammaray.errors import GammarayError, ResourceExhaustedError
+from orchestrator.http_errors import BodyTooLargeError
+
+__all__ = ["MAX_BODY_BYTES", "Bodies", "BodyTooSlowError"]
+
+MAX_BODY_BYTES = 8 * 2**20
+"""Largest request body: room for the largest prompt (1 MiB) with every character escaped."""
+
+BODY_TIMEOUT_S = 60.0
+"""How long a client may take to send its body."""
+
+_MAX_DRAINED_BYTES = 8 * MAX_BODY_BYTES
+"""How much of a body that is too large is read, so that its sender gets to see the answer."""
+
+
+class BodyTooSlowError(GammarayError):
+    """A request body did not come in time."""
+
+    status: ClassVar[grpc.StatusCode] = grpc.StatusCode.DEADLINE_EXCEEDED
+    http_status: ClassVar[int] = 408
+
+
+class Bodies:
+    """The request bodies that are held at this moment.
+
+    Args:
+        max_bytes: Upper bound of them all.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytes]:
+        """Read the body of a request, which counts until the context is left.
+
+        Raises:
+            BodyTooLargeError: It is above `MAX_BODY_BYTES`.
+            BodyTooSlowError: It takes its sender too long.
+            ResourceExhaustedError: There is no room beside the bodies of others.
+        """
+        parts: list[bytes] = []
+        try:
+            try:
+                await asyncio.wait_for(self._collect(request, parts), BODY_TIMEOUT_S)
+            except asyncio.TimeoutError:
+                raise BodyTooSlowError(f"the body took longer than {BODY_TIMEOUT_S:g} s to come") from None
+            yield b"".join(parts)
+        finally:
+            self.num_bytes -= sum(map(len, parts))
+
+    async def _collect(self, request: Request, parts: list[bytes]) -> None:
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > _MAX_DRAINED_BYTES:
+                break
+            if size > MAX_BODY_BYTES:
+                continue
+            if self.num_bytes + len(part) > self._max_bytes:
+                raise ResourceExhaustedError(f"{self.num_bytes} bytes of other requests' bodies are held")
+            parts.append(part)
+            self.num_bytes += len(part)
+        if size > MAX_BODY_BYTES:
+            raise BodyTooLargeError(f"the body is over {MAX_BODY_BYTES} bytes, the most this server reads")

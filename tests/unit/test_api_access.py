@@ -1,0 +1,152 @@
+"""Keys on both public APIs: strangers get nowhere, callers are told apart, bodies are bounded."""
+
+import asyncio
+
+import grpc
+import httpx
+import pytest
+from surface_helpers import ScriptedBackend
+from test_grpc_api import Context
+
+from gammaray.errors import ResourceExhaustedError, UnauthenticatedError
+from gammaray.keys import create_key, make_secret
+from gammaray.v1 import generation_service_pb2 as pb
+from orchestrator import http_bodies
+from orchestrator.access import PRIORITY_HEADER, Authenticator
+from orchestrator.grpc_api import GenerationServicer
+from orchestrator.http_access import PUBLIC_PATHS
+from orchestrator.http_api import create_app
+
+PROMPT = {"prompt": "x"}
+
+
+@pytest.fixture
+def door(tmp_path):
+    path = tmp_path / "keys.json"
+    keys = [create_key(path, tenant)[1] for tenant in ("acme", "beta")]
+    return Authenticator(path), keys
+
+
+def client(app):
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+def bearer(key, **headers):
+    return {"authorization": f"Bearer {key}", **headers}
+
+
+async def test_http_every_route_but_the_public_ones_needs_a_key(door):
+    authenticator, _ = door
+    app = create_app(ScriptedBackend(), authenticator=authenticator)
+    routes = [
+        (method, route.path)
+        for route in app.routes
+        for method in sorted(getattr(route, "methods", None) or ["GET"])
+    ]
+    assert len(routes) >= 6
+    async with client(app) as http:
+        for method, path in [*routes, ("GET", "/no/such/path"), ("POST", "/v1/none")]:
+            answer = await http.request(method, path)
+            if path in PUBLIC_PATHS:
+                assert answer.status_code == 200, path
+                continue
+            assert answer.status_code == 401, (method, path)
+            assert answer.headers["www-authenticate"] == "Bearer"
+            if method != "HEAD":
+                assert answer.json()["error"]["type"] == "authentication_error"
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+async def test_http_wrong_key_is_not_repeated_in_the_answer(door):
+    app = create_app(ScriptedBackend(), authenticator=door[0])
+    secret = make_secret()
+    async with client(app) as http:
+        answer = await http.post("/v1/completions", json=PROMPT, headers=bearer(secret))
+    assert answer.status_code == 401
+    assert secret not in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_http_caller_reaches_the_backend(door, stream, path):
+    authenticator, (_, beta) = door
+    backend = ScriptedBackend()
+    body = {**PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    async with client(create_app(backend, authenticator=authenticator)) as http:
+        headers = bearer(beta, **{PRIORITY_HEADER: "4"})
+        answer = await http.post(path, json={**body, "stream": stream}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    (caller,) = backend.callers
+    assert (caller.tenant, caller.priority) == ("beta", 4)
+
+
+async def test_http_odd_header_of_ours_is_named():
+    async with client(create_app(ScriptedBackend())) as http:
+        answer = await http.post("/v1/completions", json=PROMPT, headers={PRIORITY_HEADER: "high"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == PRIORITY_HEADER
+
+
+async def test_http_bodies_of_all_together_are_bounded():
+    release = asyncio.Event()
+
+    async def slow_body():
+        yield b'{"prompt": "'
+        yield b"x" * 1000
+        await release.wait()
+        yield b'"}'
+
+    app = create_app(ScriptedBackend(), max_bodies_bytes=1500)
+    async with client(app) as http:
+        first = asyncio.create_task(http.post("/v1/completions", content=slow_body()))
+        await asyncio.sleep(0.05)
+        second = await http.post("/v1/completions", json={"prompt": "y" * 1000})
+        assert second.status_code == 429
+        assert int(second.headers["retry-after"]) >= 1
+        release.set()
+        assert (await asyncio.wait_for(first, 10)).status_code == 200
+        third = await http.post("/v1/completions", json={"prompt": "y" * 1000})
+        assert third.status_code == 200
+
+
+async def test_http_body_that_does_not_end_is_given_up(monkeypatch):
+    monkeypatch.setattr(http_bodies, "BODY_TIMEOUT_S", 0.05)
+
+    async def endless_body():
+        yield b"{"
+        await asyncio.sleep(30)
+
+    async with client(create_app(ScriptedBackend())) as http:
+        answer = await asyncio.wait_for(http.post("/v1/completions", content=endless_body()), 10)
+    assert answer.status_code == 408
+
+
+async def test_http_no_place_says_when_to_come_back():
+    def before(request, number):
+        raise ResourceExhaustedError("full", retry_after_s=6.2)
+
+    async with client(create_app(ScriptedBackend(before))) as http:
+        answer = await http.post("/v1/completions", json=PROMPT)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
+
+
+async def test_grpc_stranger_is_unauthenticated_on_every_method(door):
+    servicer = GenerationServicer(ScriptedBackend(), authenticator=door[0])
+    for metadata in ({}, bearer(make_secret()), {"authorization": b"Bearer x"}):
+        context = Context(**metadata)
+        assert [r async for r in servicer.generate(pb.GenerateRequest(text="x"), context)] == []
+        assert context.code is grpc.StatusCode.UNAUTHENTICATED
+        assert isinstance(context.error, UnauthenticatedError)
+        context = Context(**metadata)
+        assert not (await servicer.get_status(pb.GetStatusRequest(), context)).processes
+        assert context.code is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_grpc_caller_reaches_the_backend(door):
+    authenticator, (acme, _) = door
+    backend = ScriptedBackend()
+    servicer = GenerationServicer(backend, authenticator=authenticator)
+    context = Context(**bearer(acme))
+    assert [r async for r in servicer.generate(pb.GenerateRequest(text="x"), context)]
+    assert context.code is None
+    assert backend.callers[0].tenant == "acme"
