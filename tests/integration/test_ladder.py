@@ -1,0 +1,204 @@
+"""The ladder on scripted workers: down within a cycle, up by itself, lossless on every rung."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from fleet_helpers import clients, emitted, fleet_of
+from scripted_workers import PROMPT, VOCAB, NoStore, Steady, continuation, make_session, scripted, until
+
+from gammaray.types import DrafterKind, Proposal, TokenOrigin
+from gammaray.v1 import types_pb2 as pb
+from orchestrator.cycle import Shape, Verdict, run_cycle
+from orchestrator.ladder import Ladder
+
+pytestmark = pytest.mark.integration
+
+RUNGS = (DrafterKind.MODEL, DrafterKind.NGRAM)
+
+
+def ladder_of(fleet, session, top=DrafterKind.MODEL, gamma=3, **options):
+    drafter, verifier = clients(fleet, session, **options)
+    controllers = {rung: Steady(0 if rung is DrafterKind.NONE else gamma) for rung in DrafterKind}
+    return Ladder(session, top, drafter, controllers), verifier
+
+
+async def one_cycle(session, ladder, verifier):
+    return await run_cycle(session, ladder, verifier, NoStore(), ladder)
+
+
+async def run(session, ladder, verifier):
+    cycles = []
+    while session.finish_reason is None:
+        cycles.append(await one_cycle(session, ladder, verifier))
+    return cycles
+
+
+class Repeats:
+    """A target that says 1, 2, 3, 1, 2, 3 ... whatever came before."""
+
+    async def verify(self, session, proposal):
+        base, path = session.num_committed, []
+        for node, token_id in enumerate(proposal.token_ids):
+            if token_id != (base + node) % 3:
+                return Verdict(tuple(path), (base + node) % 3, TokenOrigin.CORRECTION, node + 1)
+            path.append(node)
+        return Verdict(tuple(path), (base + len(path)) % 3, TokenOrigin.BONUS, len(path))
+
+
+@pytest.mark.parametrize("top", DrafterKind)
+async def test_ladder_stays_lossless_from_every_rung(top):
+    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
+        session = make_session(max_tokens=60)
+        cycles = await run(session, *ladder_of(fleet, session, top))
+        assert emitted(session) == continuation(PROMPT, 60)
+        assert (len(draft.blocks) > 0) is (top is DrafterKind.MODEL)
+        assert {cycle.drafter for cycle in cycles} <= {top, DrafterKind.NONE}
+        assert not any(cycle.is_fallback for cycle in cycles)
+
+
+async def test_ladder_ngram_is_accepted_where_the_text_repeats():
+    async with fleet_of() as fleet:
+        session = make_session(max_tokens=60, prompt=(0, 1, 2, 0, 1, 2))
+        ladder, _ = ladder_of(fleet, session)
+        cycles = await run(session, ladder, Repeats())
+        assert emitted_after(session, 6) == [i % 3 for i in range(60)]
+        assert all(cycle.is_fallback for cycle in cycles)
+        assert sum(cycle.num_accepted for cycle in cycles) > 30
+        assert {cycle.drafter for cycle in cycles[:-1]} == {DrafterKind.NGRAM}
+
+
+def emitted_after(session, num_prompt):
+    return session.token_ids[num_prompt:]
+
+
+async def test_ladder_falls_in_the_cycle_that_lost_its_drafter_and_climbs_back():
+    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
+        session = make_session(max_tokens=100_000)
+        ladder, verifier = ladder_of(fleet, session, propose_timeout_s=0.3)
+        for _ in range(5):
+            assert (await one_cycle(session, ladder, verifier)).drafter is DrafterKind.MODEL
+        await draft.stop()
+        lost = [await one_cycle(session, ladder, verifier) for _ in range(20)]
+        assert all(cycle.is_fallback for cycle in lost[1:])
+        assert max(cycle.total_s for cycle in lost) < 0.3 + 0.25 + 0.3
+        assert DrafterKind.MODEL not in {cycle.drafter for cycle in lost[1:]}
+        await draft.start()
+        deadline = time.monotonic() + 5
+        while (cycle := await one_cycle(session, ladder, verifier)).drafter is not DrafterKind.MODEL:
+            assert time.monotonic() < deadline, "it never climbed back"
+            await asyncio.sleep(0.01)
+        assert not cycle.is_fallback
+        assert emitted(session) == continuation(PROMPT, session.num_emitted)
+
+
+async def test_ladder_stopped_drafter_costs_one_deadline_and_is_used_as_soon_as_it_goes_on():
+    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
+        session = make_session(max_tokens=100_000)
+        ladder, verifier = ladder_of(fleet, session, propose_timeout_s=0.3)
+        for _ in range(5):
+            await one_cycle(session, ladder, verifier)
+        draft.runs.clear()
+        lost = [await one_cycle(session, ladder, verifier) for _ in range(30)]
+        assert sum(cycle.total_s > 0.3 for cycle in lost) == 1, "one deadline, not a pause per cycle"
+        assert all(cycle.is_fallback for cycle in lost)
+        draft.runs.set()
+        start = time.monotonic()
+        while (await one_cycle(session, ladder, verifier)).drafter is not DrafterKind.MODEL:
+            assert time.monotonic() - start < 1.0, "its late answers say that it goes on"
+            await asyncio.sleep(0.01)
+
+
+async def test_ladder_sessions_that_fail_together_do_not_shut_the_drafter_out():
+    """Eight sessions that are late at the same time are one failure, not eight in a row: 30 s without."""
+    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
+        sessions = [make_session(f"s{index}", max_tokens=100_000) for index in range(8)]
+        pairs = [ladder_of(fleet, session, propose_timeout_s=0.2) for session in sessions]
+
+        async def cycle_of_all():
+            cycles = [one_cycle(s, *pair) for s, pair in zip(sessions, pairs, strict=True)]
+            return await asyncio.gather(*cycles)
+
+        draft.on_block = lambda block: None  # held up, without a late answer
+        assert all(cycle.is_fallback for cycle in await cycle_of_all())
+        draft.on_block = draft.work
+        start = time.monotonic()
+        while not all(cycle.drafter is DrafterKind.MODEL for cycle in await cycle_of_all()):
+            assert time.monotonic() - start < 5.0
+            await asyncio.sleep(0.05)
+
+
+async def test_ladder_drafter_that_is_always_late_is_asked_ever_more_rarely():
+    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
+        sessions = [make_session(f"s{index}", max_tokens=100_000) for index in range(4)]
+        pairs = [ladder_of(fleet, session, propose_timeout_s=0.05) for session in sessions]
+        draft.delay_s = 0.5
+        start, lost_s, cycles = time.monotonic(), 0.0, 0
+        while time.monotonic() - start < 4:
+            done = await asyncio.gather(*(one_cycle(s, *p) for s, p in zip(sessions, pairs, strict=True)))
+            lost_s += sum(cycle.draft_s for cycle in done)
+            cycles += len(done)
+            await asyncio.sleep(0.005)
+        assert cycles > 100
+        assert lost_s < 4 * 0.35 + 3 * 0.4, "after the first deadline of all, one session at a time tries"
+
+
+async def test_ladder_error_of_one_session_does_not_stop_the_others_or_another_worker():
+    async with scripted("target", "draft", "draft") as (target, *drafts), fleet_of(target, *drafts) as fleet:
+        for draft in drafts[:1]:
+            draft.on_block = lambda b, d=draft: d.result(b, error=pb.BlockError(code=13, message="broken"))
+        sessions = [make_session(f"s{index}", max_tokens=200) for index in range(4)]
+        all_cycles = await asyncio.gather(*(run(s, *ladder_of(fleet, s)) for s in sessions))
+        for cycles in all_cycles:
+            workers = {cycle.draft_worker for cycle in cycles if cycle.draft_worker}
+            assert workers == {drafts[1].address}
+            assert sum(cycle.is_fallback for cycle in cycles) <= 5
+
+
+async def test_ladder_long_prompt_is_looked_up_while_the_drafter_reads_it():
+    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
+        prompt = tuple(i % VOCAB for i in range(500))
+        draft.runs.clear()
+        session = make_session(max_tokens=2000, prompt=prompt)
+        ladder, verifier = ladder_of(fleet, session)
+        cycles = [await one_cycle(session, ladder, verifier) for _ in range(4)]
+        assert cycles[0].drafter is DrafterKind.NGRAM
+        assert not any(cycle.is_fallback for cycle in cycles)
+        draft.runs.set()
+        await until(lambda: ladder._remote._prefill.done())
+        assert (await one_cycle(session, ladder, verifier)).drafter is DrafterKind.MODEL
+
+
+async def test_ladder_controller_of_a_rung_learns_only_of_its_own_cycles():
+    class Watching(Steady):
+        def __init__(self, gamma):
+            super().__init__(gamma)
+            self.seen = []
+
+        def next_shape(self):
+            return Shape(self.gamma, reason="mine")
+
+        def observe(self, cycle):
+            self.seen.append(cycle)
+
+    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
+        session = make_session(max_tokens=100_000)
+        drafter, verifier = clients(fleet, session, propose_timeout_s=0.2)
+        controllers = {rung: Watching(3) for rung in RUNGS}
+        ladder = Ladder(session, DrafterKind.MODEL, drafter, controllers)
+        for _ in range(4):
+            await one_cycle(session, ladder, verifier)
+        draft.on_block = lambda block: None
+        fell = await one_cycle(session, ladder, verifier)
+        below = await one_cycle(session, ladder, verifier)
+        assert len(controllers[DrafterKind.MODEL].seen) == 4
+        assert controllers[DrafterKind.NGRAM].seen == [below]
+        assert fell.is_fallback
+        assert below.shape.reason == "mine"
+        assert below.shape.is_fallback
+
+
+def test_proposals_are_equal_whoever_made_them():
+    assert Proposal((1,), drafter=DrafterKind.NGRAM, worker="a:1") == Proposal((1,))

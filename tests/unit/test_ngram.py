@@ -1,0 +1,91 @@
+"""Prompt lookup: what it finds, and that its proposals leave every verification method exact."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from cycle_helpers import make_session
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gammaray.errors import UnavailableError
+from gammaray.types import DrafterKind, SamplingParams, VerificationMethod
+from orchestrator.cycle import Shape
+from orchestrator.ngram import LONGEST, SHORTEST, NgramDrafter
+from services.engine.noise import Noise
+from services.target.verification import verify
+
+
+def session_with(tokens, **options):
+    session = make_session(**options)
+    session.token_ids = list(tokens)
+    return session
+
+
+@pytest.mark.parametrize(
+    ("tokens", "depth", "expected"),
+    [
+        pytest.param([1, 2, 3, 4, 9, 1, 2], 2, (3, 4), id="bigram"),
+        pytest.param([1, 2, 3, 1, 2, 4, 9, 1, 2], 1, (4,), id="latest-wins"),
+        pytest.param([5, 1, 2, 3, 6, 1, 2, 4, 5, 1, 2], 1, (3,), id="longest-wins"),
+        pytest.param([1, 2, 3, 9, 1, 2], 64, (3, 9, 1, 2), id="ends-with-the-sequence"),
+        pytest.param([7, 7, 7], 3, (7,), id="overlap"),
+        pytest.param([1, 2, 3, 4], 4, (), id="new"),
+        pytest.param([1, 2, 1], 4, (), id="one-token-says-nothing"),
+        pytest.param([1], 4, (), id="too-short"),
+    ],
+)
+def test_ngram_proposes_what_followed(tokens, depth, expected):
+    proposal = NgramDrafter().look_up(session_with(tokens), depth)
+    assert (proposal.token_ids, proposal.drafter) == (expected, DrafterKind.NGRAM)
+    assert proposal.parents is proposal.draft_distributions is None
+
+
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.integers(1, 8), st.integers(0, 2**32))
+def test_ngram_index_grows_as_if_built_at_once(tokens, depth, seed):
+    grown, session, chance = NgramDrafter(), session_with([]), random.Random(seed)
+    end = 0
+    while end < len(tokens):
+        end = min(len(tokens), end + chance.randint(1, 5))
+        session.token_ids = tokens[:end]
+        proposal = grown.look_up(session, depth)
+        assert proposal == NgramDrafter().look_up(session, depth)
+        assert proposal.token_ids == slow_lookup(tokens[:end], depth)
+
+
+def slow_lookup(tokens, depth):
+    for length in range(LONGEST, SHORTEST - 1, -1):
+        for end in range(len(tokens) - 1, length - 1, -1):
+            if length < len(tokens) and tokens[end - length : end] == tokens[-length:]:
+                return tuple(tokens[end : end + depth])
+    return ()
+
+
+async def test_ngram_as_a_drafter_says_when_it_has_nothing():
+    with pytest.raises(UnavailableError):
+        await NgramDrafter().propose(session_with([1, 2, 3]), Shape(4))
+    assert (await NgramDrafter().propose(session_with([1, 2, 3, 1, 2]), Shape(4))).token_ids == (3, 1, 2)
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("method", VerificationMethod)
+def test_ngram_proposals_leave_the_targets_law(method):
+    """The first emitted token has the target's law, whatever prompt lookup proposed (chi square, seeded)."""
+    law = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05], dtype=torch.float64)
+    session = session_with([2, 1, 0, 3, 2, 1], method=method)
+    proposal = NgramDrafter().look_up(session, 2)
+    assert proposal.token_ids == (0, 3)
+    assert (proposal.draft_distributions is not None) is (method is VerificationMethod.REJECTION)
+    counts, samples = [0] * len(law), 1500
+    for seed in range(samples):
+        params = SamplingParams(seed=seed)
+        noise = Noise(seed, 0, len(law))
+        verdict = verify(method, law.log().expand(3, -1), proposal, params, noise, len(session.token_ids))
+        accepted = [proposal.token_ids[node] for node in verdict.accepted_path]
+        counts[[*accepted, verdict.next_token_id][0]] += 1
+    chi_square = sum(
+        (n - samples * p) ** 2 / (samples * p) for n, p in zip(counts, law.tolist(), strict=True)
+    )
+    assert chi_square < 18.5  # 4 degrees of freedom: passed by chance once in a thousand seeds
