@@ -25,6 +25,7 @@ class ChoiceState:
     text: list[str] = field(default_factory=list)
     tokens: list[EmittedToken] = field(default_factory=list)
     session_id: str = ""
+    seed: int = 0
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     summary: SpeculationSummary | None = None
@@ -34,6 +35,7 @@ class ChoiceState:
         self.text.append(chunk.text)
         self.tokens.extend(chunk.tokens)
         self.session_id = chunk.session_id
+        self.seed = chunk.seed
         self.finish_reason = chunk.finish_reason
         self.usage = chunk.usage
         self.summary = chunk.summary
@@ -44,6 +46,7 @@ class ChoiceState:
         assert summary is not None, "the last chunk carries the summary"
         return {
             "session_id": self.session_id,
+            "seed": self.seed,
             "cycles": summary.cycles,
             "tokens_per_cycle": summary.tokens_per_cycle,
             "alpha": summary.alpha,

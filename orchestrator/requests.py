@@ -64,7 +64,8 @@ async def open_session(
         )
     params = request.sampling
     if params.seed is None:
-        params = replace(params, seed=secrets.randbits(64))
+        # Clients are told it; 53 bits survive even those that read JSON numbers as doubles.
+        params = replace(params, seed=secrets.randbits(53))
     return Session(
         session_id=caller.qualify(request.session_id or uuid.uuid4().hex),
         prompt=prompt,

@@ -10,6 +10,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytes
 PROMPT = "def read_lines(path):\n"
 FIELDS = {
     "session_id",
+    "seed",
     "cycles",
     "tokens_per_cycle",
     "alpha",
@@ -20,6 +21,9 @@ FIELDS = {
     "token_ids",
     "time_ms",
     "speedup_estimate",
+    "cycles_by_drafter",
+    "fallback_cycles",
+    "draft_workers",
 }
 
 
@@ -54,6 +58,13 @@ def test_completion_has_text_usage_and_summary(client):
     assert answer.usage.completion_tokens_details.accepted_prediction_tokens > 0
     check_summary(answer.gammaray, answer.usage)
     assert answer.gammaray["alpha"] > 0.4
+
+
+def test_completion_seed_that_was_drawn_reproduces_the_text(client):
+    first = complete(client, max_tokens=24, temperature=1.0, ignore_eos=True)
+    again = complete(client, max_tokens=24, temperature=1.0, ignore_eos=True, seed=first.gammaray["seed"])
+    assert again.gammaray["token_ids"] == first.gammaray["token_ids"]
+    assert again.gammaray["seed"] == first.gammaray["seed"]
 
 
 def test_completion_gamma_zero_drafts_nothing(client):

@@ -1,53 +1,10 @@
-"""The OpenAI-compatible API over a scripted orchestrator: requests, responses, streams."""
+"""The OpenAI-compatible API over a scripted orchestrator: requests and responses."""
 
-import asyncio
-import json
-
-import httpx
 import pytest
-from surface_helpers import SUMMARY, ScriptedBackend
+from http_helpers import CHAT, GAMMARAY, call, complete
+from surface_helpers import ScriptedBackend
 
-from gammaray.errors import UnavailableError
 from gammaray.types import DrafterKind, GammaPolicy, SamplingParams, VerificationMethod
-from orchestrator.http_api import create_app
-
-GAMMARAY = {
-    "session_id": "s0",
-    "cycles": SUMMARY.cycles,
-    "tokens_per_cycle": SUMMARY.tokens_per_cycle,
-    "alpha": SUMMARY.alpha,
-    "acceptance_rate": SUMMARY.acceptance_rate,
-    "accepted_lengths": [1, 1],
-    "gamma_mean": SUMMARY.gamma_mean,
-    "origins": ["accepted"] * 3,
-    "token_ids": [1, 2, 3],
-    "time_ms": {"draft": 1.0, "verify": 2.0, "other": 0.5, "total": 3.5},
-    "speedup_estimate": None,
-    "cycles_by_drafter": {"model": 1, "ngram": 1, "none": 0},
-    "fallback_cycles": 1,
-    "draft_workers": 1,
-}
-CHAT = [{"role": "user", "content": "hi"}]
-
-
-async def call(backend, method="POST", path="/v1/completions", **options):
-    transport = httpx.ASGITransport(create_app(backend))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        return await client.request(method, path, **options)
-
-
-async def complete(backend, path="/v1/completions", **body):
-    return await call(backend, path=path, json=body)
-
-
-async def events(backend, path="/v1/completions", **body):
-    answer = await complete(backend, path, stream=True, **body)
-    assert answer.status_code == 200
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    *parts, end = answer.text.split("\n\n")
-    assert end == ""
-    assert all(part.startswith("data: ") for part in parts)
-    return [part.removeprefix("data: ") for part in parts]
 
 
 async def test_completion_returns_text_usage_and_gammaray():
@@ -153,6 +110,7 @@ async def test_samples_have_their_index_and_their_own_gammaray():
     assert {request.sampling.seed for request in backend.requests} == {5}
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
     assert [choice["gammaray"]["session_id"] for choice in body["choices"]] == ["s0", "s1", "s2"]
+    assert {choice["gammaray"]["seed"] for choice in body["choices"]} == {5}
     assert body["gammaray"] == body["choices"][0]["gammaray"]
     assert body["usage"]["prompt_tokens"] == 5
     assert body["usage"]["completion_tokens"] == 9
@@ -226,126 +184,6 @@ async def test_chat_messages_go_through_the_template():
     assert backend.requests[0].prompt == "system: be\nuser: ab\n"
     assert body["object"] == "chat.completion"
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "café", "refusal": None}
-
-
-async def test_stream_holds_partial_characters_and_ends_with_gammaray_and_done():
-    *chunks, done = await events(ScriptedBackend(), prompt="x")
-    first, last = map(json.loads, chunks)
-    assert done == "[DONE]"
-    assert [first["choices"][0]["text"], last["choices"][0]["text"]] == ["caf", "é"]
-    assert first["choices"][0]["finish_reason"] is None
-    assert last["choices"][0]["finish_reason"] == "stop"
-    assert "gammaray" not in first
-    assert last["gammaray"] == GAMMARAY
-    assert first["id"] == last["id"]
-
-
-async def test_stream_with_usage_ends_with_usage():
-    *_, usage, done = await events(ScriptedBackend(), prompt="x", stream_options={"include_usage": True})
-    assert done == "[DONE]"
-    assert json.loads(usage)["choices"] == []
-    assert json.loads(usage)["usage"]["total_tokens"] == 8
-    assert json.loads(usage)["gammaray"] == GAMMARAY
-
-
-async def test_stream_of_samples_interleaves_and_finishes_each():
-    *chunks, done = await events(ScriptedBackend(), prompt="x", n=2)
-    assert done == "[DONE]"
-    parsed = [json.loads(chunk)["choices"][0] for chunk in chunks]
-    for index in (0, 1):
-        own = [choice for choice in parsed if choice["index"] == index]
-        assert "".join(choice["text"] for choice in own) == "café"
-        assert [choice["finish_reason"] for choice in own] == [None, "stop"]
-
-
-async def test_stream_of_chat_begins_with_the_role():
-    role, first, last, _ = await events(ScriptedBackend(), "/v1/chat/completions", messages=CHAT)
-    deltas = [json.loads(event)["choices"][0]["delta"] for event in (role, first, last)]
-    assert deltas == [{"role": "assistant", "content": ""}, {"content": "caf"}, {"content": "é"}]
-
-
-async def test_stream_with_logprobs_tells_of_every_token():
-    *chunks, _ = await events(ScriptedBackend(), prompt="x", logprobs=0)
-    offsets = [json.loads(chunk)["choices"][0]["logprobs"]["text_offset"] for chunk in chunks]
-    assert offsets == [[0], [3], [4]]
-
-
-def fail_at(chunk):
-    def before(request, number):
-        if number == chunk:
-            raise UnavailableError("no target worker")
-
-    return before
-
-
-async def test_stream_error_before_the_first_piece_is_an_ordinary_error():
-    answer = await complete(ScriptedBackend(fail_at(0)), prompt="x", stream=True)
-    assert answer.status_code == 503
-    assert answer.json()["error"]["message"] == "no target worker"
-
-
-async def test_stream_error_midway_is_the_last_event():
-    first, error = await events(ScriptedBackend(fail_at(1)), prompt="x")
-    assert json.loads(first)["choices"][0]["text"] == "caf"
-    assert json.loads(error)["error"]["message"] == "no target worker"
-
-
-async def test_failing_sample_stops_the_others():
-    def before(request, number):
-        if request.sampling.sample_index == 1:
-            raise UnavailableError("gone")
-        return asyncio.sleep(30)
-
-    backend = ScriptedBackend(before)
-    answer = await asyncio.wait_for(complete(backend, prompt="x", n=3), 10)
-    assert answer.status_code == 503
-    assert backend.num_open == 0
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_vanished_client_ends_the_generation(stream):
-    running = [asyncio.Event(), asyncio.Event()]
-
-    def before(request, number):
-        if number == 1:
-            running[request.sampling.sample_index].set()
-            return asyncio.sleep(30)
-
-    backend = ScriptedBackend(before)
-    body = json.dumps({"prompt": "x", "n": 2, "stream": stream}).encode()
-    gone, started = asyncio.Event(), asyncio.Event()
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive():
-        if messages:
-            return messages.pop()
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message):
-        started.set()
-
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "path": "/v1/completions",
-        "raw_path": b"/v1/completions",
-        "query_string": b"",
-        "headers": [],
-    }
-    serving = asyncio.create_task(create_app(backend)(scope, receive, send))
-    for sample in running:
-        await asyncio.wait_for(sample.wait(), 10)
-    if stream:
-        await asyncio.wait_for(started.wait(), 10)
-        gone.set()
-        await asyncio.wait_for(serving, 10)
-    else:  # before the response begins it is the server that watches the connection
-        serving.cancel()
-        await asyncio.wait([serving], timeout=10)
-    assert backend.num_open == 0
 
 
 async def test_models_lists_the_one_served():

@@ -1,0 +1,147 @@
+"""The OpenAI-compatible API over a scripted orchestrator: streams, and generations that end early."""
+
+import asyncio
+import json
+
+import pytest
+from http_helpers import CHAT, GAMMARAY, complete, events
+from surface_helpers import ScriptedBackend
+
+from gammaray.errors import UnavailableError
+from orchestrator.http_api import create_app
+
+
+async def test_stream_holds_partial_characters_and_ends_with_gammaray_and_done():
+    *chunks, done = await events(ScriptedBackend(), prompt="x")
+    first, last = map(json.loads, chunks)
+    assert done == "[DONE]"
+    assert [first["choices"][0]["text"], last["choices"][0]["text"]] == ["caf", "é"]
+    assert first["choices"][0]["finish_reason"] is None
+    assert last["choices"][0]["finish_reason"] == "stop"
+    assert "gammaray" not in first
+    assert last["gammaray"] == GAMMARAY
+    assert first["id"] == last["id"]
+
+
+async def test_stream_with_usage_ends_with_usage():
+    *_, usage, done = await events(ScriptedBackend(), prompt="x", stream_options={"include_usage": True})
+    assert done == "[DONE]"
+    assert json.loads(usage)["choices"] == []
+    assert json.loads(usage)["usage"]["total_tokens"] == 8
+    assert json.loads(usage)["gammaray"] == GAMMARAY
+
+
+async def test_stream_of_samples_interleaves_and_finishes_each():
+    *chunks, done = await events(ScriptedBackend(), prompt="x", n=2)
+    assert done == "[DONE]"
+    parsed = [json.loads(chunk)["choices"][0] for chunk in chunks]
+    for index in (0, 1):
+        own = [choice for choice in parsed if choice["index"] == index]
+        assert "".join(choice["text"] for choice in own) == "café"
+        assert [choice["finish_reason"] for choice in own] == [None, "stop"]
+
+
+async def test_stream_of_chat_begins_with_the_role():
+    role, first, last, _ = await events(ScriptedBackend(), "/v1/chat/completions", messages=CHAT)
+    deltas = [json.loads(event)["choices"][0]["delta"] for event in (role, first, last)]
+    assert deltas == [{"role": "assistant", "content": ""}, {"content": "caf"}, {"content": "é"}]
+
+
+async def test_stream_with_logprobs_tells_of_every_token():
+    *chunks, _ = await events(ScriptedBackend(), prompt="x", logprobs=0)
+    offsets = [json.loads(chunk)["choices"][0]["logprobs"]["text_offset"] for chunk in chunks]
+    assert offsets == [[0], [3], [4]]
+
+
+def fail_at(chunk):
+    def before(request, number):
+        if number == chunk:
+            raise UnavailableError("no target worker")
+
+    return before
+
+
+async def test_stream_error_before_the_first_piece_is_an_ordinary_error():
+    answer = await complete(ScriptedBackend(fail_at(0)), prompt="x", stream=True)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "no target worker"
+
+
+async def test_stream_error_midway_is_the_last_event():
+    first, error = await events(ScriptedBackend(fail_at(1)), prompt="x")
+    assert json.loads(first)["choices"][0]["text"] == "caf"
+    assert json.loads(error)["error"]["message"] == "no target worker"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("failing", [0, 1, 15])
+async def test_failing_sample_stops_the_others(failing, stream):
+    def before(request, number):
+        if request.sampling.sample_index == failing:
+            raise UnavailableError("gone")
+        return asyncio.sleep(30)
+
+    backend = ScriptedBackend(before)
+    answer = await asyncio.wait_for(complete(backend, prompt="x", n=16, stream=stream), 10)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "gone"
+    assert backend.num_open == 0
+
+
+async def test_stream_of_samples_ends_with_the_failure_of_the_first():
+    def before(request, number):
+        if request.sampling.sample_index == 0 and number == 1:
+            raise UnavailableError("gone")
+        return asyncio.sleep(30 * number)
+
+    backend = ScriptedBackend(before)
+    *pieces, error = await asyncio.wait_for(events(backend, prompt="x", n=4), 10)
+    assert {json.loads(piece)["choices"][0]["text"] for piece in pieces} == {"caf"}
+    assert json.loads(error)["error"]["message"] == "gone"
+    assert backend.num_open == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_vanished_client_ends_the_generation(stream):
+    running = [asyncio.Event(), asyncio.Event()]
+
+    def before(request, number):
+        if number == 1:
+            running[request.sampling.sample_index].set()
+            return asyncio.sleep(30)
+
+    backend = ScriptedBackend(before)
+    body = json.dumps({"prompt": "x", "n": 2, "stream": stream}).encode()
+    gone, started = asyncio.Event(), asyncio.Event()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        started.set()
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": "/v1/completions",
+        "raw_path": b"/v1/completions",
+        "query_string": b"",
+        "headers": [],
+    }
+    serving = asyncio.create_task(create_app(backend)(scope, receive, send))
+    for sample in running:
+        await asyncio.wait_for(sample.wait(), 10)
+    if stream:
+        await asyncio.wait_for(started.wait(), 10)
+        gone.set()
+        await asyncio.wait_for(serving, 10)
+    else:  # before the response begins it is the server that watches the connection
+        serving.cancel()
+        await asyncio.wait([serving], timeout=10)
+    assert backend.num_open == 0
