@@ -1,7 +1,10 @@
 """The OpenAI-compatible API over a scripted orchestrator: requests and responses."""
 
+import asyncio
+import json
+
 import pytest
-from http_helpers import CHAT, GAMMARAY, call, complete
+from http_helpers import CHAT, GAMMARAY, call, complete, events
 from surface_helpers import ScriptedBackend
 
 from gammaray.types import DrafterKind, GammaPolicy, SamplingParams, VerificationMethod
