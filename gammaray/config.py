@@ -32,7 +32,15 @@ class _Settings(BaseSettings):
     )
 
 
-class WorkerSettings(_Settings):
+class _ServingSettings(_Settings):
+    metrics_listen: str = Field(
+        "127.0.0.1:0",
+        description="host:port of the Prometheus endpoint; port 0 takes a free one, a range like 9464-9479 "
+        "its first free one, empty: none.",
+    )
+
+
+class WorkerSettings(_ServingSettings):
     """What draft and target workers have in common."""
 
     model: str = Field(
@@ -93,7 +101,7 @@ class DraftSettings(WorkerSettings):
     )
 
 
-class OrchestratorSettings(_Settings):
+class OrchestratorSettings(_ServingSettings):
     """An orchestrator replica."""
 
     model: str = Field(

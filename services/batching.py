@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Generic
+from typing import ClassVar, Generic
 
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from gammaray.errors import (
 from services.engine.engine import Engine, Feed
 from services.engine.errors import CacheFullError
 from services.load import LoadCounters
+from services.meter import WorkerMeter
 from services.planning import Limits, Running, TaskT, plan
 from services.sessions import Session, SessionTable
 from services.tasks import NeedTokens, Reply, Task, Timing
@@ -47,14 +48,21 @@ class Scheduler(ABC, Generic[TaskT]):
     Args:
         engine: The model and its cache.
         limits: Bounds of one forward.
+
+    Attributes:
+        meter: What is counted.
     """
+
+    role: ClassVar[str]
 
     def __init__(self, engine: Engine, limits: Limits) -> None:
         self.engine, self.limits = engine, limits
         self._waiting: dict[str, deque[TaskT]] = {}
         self._running: dict[str, Running[TaskT]] = {}
         self._replies: list[tuple[TaskT, Reply]] = []
-        self._block_s = self._busy_s = 0.0
+        self._block_s = 0.0
+        self.meter = WorkerMeter(self.role)
+        self.meter.watch(self)
         self.sessions = SessionTable(
             MAX_SESSIONS, engine.vocab_size, str(engine.device), self._running.__contains__, self._forget
         )
@@ -74,14 +82,14 @@ class Scheduler(ABC, Generic[TaskT]):
 
     @property
     def num_queued(self) -> int:
-        """Blocks waiting or running."""
-        return len(self._running) + sum(map(len, self._waiting.values()))
+        """Blocks waiting or running; may be asked for in any thread."""
+        return len(self._running) + sum(map(len, tuple(self._waiting.values())))
 
     def load(self) -> LoadCounters:
         """Return the counters of its load so far."""
         stats = self.engine.stats()
         cache_use = stats.cache_bytes / stats.cache_budget_bytes
-        return LoadCounters(block_s=self._block_s, busy_s=self._busy_s, cache_use=cache_use)
+        return LoadCounters(block_s=self._block_s, busy_s=self.meter.step_s.total, cache_use=cache_use)
 
     def submit(self, tasks: Iterable[TaskT]) -> None:
         """Queue blocks; those of one session are served one after another."""
@@ -183,6 +191,7 @@ class Scheduler(ABC, Generic[TaskT]):
             if not running.is_started:
                 running.is_started = True
                 running.timing.queue_us = int((now - running.task.arrived) * 1e6)
+                self.meter.waited(now - running.task.arrived)
         results = self._run_engine(batch)
         if results is None:
             return
@@ -195,7 +204,7 @@ class Scheduler(ABC, Generic[TaskT]):
         cost = Timing(
             0, _elapsed_us(began), forward_us, len(batch), sum(len(f.token_ids) for _, f in batch), 1
         )
-        self._busy_s += cost.compute_us * 1e-6
+        self.meter.step(cost.compute_us * 1e-6, len(batch), cost.batch_tokens)
         for running, _ in batch:
             running.timing.add(cost)
         for running, outcome in done:
@@ -235,6 +244,7 @@ class Scheduler(ABC, Generic[TaskT]):
 
     def _reply(self, task: TaskT, outcome: object, timing: Timing | None = None) -> None:
         self._block_s += time.monotonic() - task.arrived
+        self.meter.answered(outcome)
         reply = Reply(task.request_id, task.session_id, outcome, timing or Timing())
         self._replies.append((task, reply))
 

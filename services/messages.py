@@ -27,12 +27,14 @@ class Model:
     Args:
         name: As it was named at start.
         vocab_sha256: Fingerprint of the tokenizer's vocabulary; empty without a tokenizer.
+        metrics_address: host:port of the Prometheus endpoint; empty: none.
     """
 
     name: str
     vocab_size: int
     max_context: int
     vocab_sha256: str
+    metrics_address: str = ""
 
 
 def task_fields(block: Any, default_timeout_ms: int, deliver: Deliver) -> dict[str, Any]:
@@ -87,13 +89,14 @@ def fill_result(result: Any, reply: Reply) -> None:
 async def describe(model: Model, engine: EngineThread) -> dict[str, Any]:
     """Return the fields that GetDraftInfoResponse and GetTargetInfoResponse share."""
 
-    def measure(scheduler: Scheduler[Any]) -> dict[str, int]:
+    def measure(scheduler: Scheduler[Any]) -> dict[str, Any]:
         stats = scheduler.engine.stats()
         return {
             "num_sessions": stats.num_sessions,
             "num_queued": scheduler.num_queued,
             "cache_bytes": stats.cache_bytes,
             "cache_budget_bytes": stats.cache_budget_bytes,
+            "totals": types_pb2.WorkerTotals(**vars(scheduler.meter.totals)),
         }
 
     return {
@@ -102,5 +105,6 @@ async def describe(model: Model, engine: EngineThread) -> dict[str, Any]:
         "max_context": model.max_context,
         "pid": os.getpid(),
         "vocab_sha256": model.vocab_sha256,
+        "metrics_address": model.metrics_address,
         **await engine.call(measure),
     }

@@ -41,6 +41,7 @@ class WorkerEntry:
     pid: int
     vocab_size: int
     max_context: int
+    metrics_address: str = ""
     started_at: float = field(default_factory=time.time)
 
 

@@ -6,18 +6,21 @@ import asyncio
 import gc
 import os
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 from transformers.utils.logging import disable_progress_bar
 
 from gammaray.config import WorkerSettings
 from gammaray.errors import InvalidArgumentError, UnavailableError
+from gammaray.metrics_export import MetricsExport
 from services.batching import Scheduler
 from services.engine.engine import Engine
 from services.engine.model import resolve_model
 from services.engine_thread import EngineThread
 from services.load import LoadReport, LoadReporter
 from services.messages import Model
+from services.meter import WorkerMeter
 from services.planning import Limits
 from services.registry import Announcer, WorkerEntry
 from services.server import GrpcServer, is_wildcard, split_address
@@ -52,6 +55,8 @@ class Worker(ABC, Generic[SettingsT]):
         self._server: GrpcServer | None = None
         self._announcer: Announcer | None = None
         self._model: Model | None = None
+        self._meter: WorkerMeter | None = None
+        self._metrics: MetricsExport | None = None
         self._load_reporter = LoadReporter()
 
     @property
@@ -78,9 +83,14 @@ class Worker(ABC, Generic[SettingsT]):
         bind_cores(settings.cpu_affinity)
         await self._engine.start()
         assert self._model is not None
+        assert self._meter is not None
         # What was loaded stays: keep the collector from walking through it in the middle of a cycle.
         gc.collect()
         gc.freeze()
+        self._metrics = MetricsExport(
+            self._meter.meter, role=self.role, model=settings.model, listen=settings.metrics_listen
+        )
+        self._model = replace(self._model, metrics_address=self._metrics.address)
         self._streams = Streams(self._engine)
         self._server = GrpcServer([self.service_name])
         self._add_servicer(self._server.server, self._streams, self._model)
@@ -122,6 +132,8 @@ class Worker(ABC, Generic[SettingsT]):
             await self._server.stop(_CLOSE_GRACE_S)
         if self._engine.is_alive:
             is_clean = await self._engine.stop(_STEP_TIMEOUT_S) and is_clean
+        if self._metrics is not None:
+            await self._metrics.stop()
         return is_clean
 
     def _load(self) -> Scheduler[Any]:
@@ -138,7 +150,9 @@ class Worker(ABC, Generic[SettingsT]):
             lean=settings.lean,
         )
         self._model = Model(settings.model, engine.vocab_size, engine.max_context, vocab_sha256(path))
-        return self._scheduler(engine)
+        scheduler = self._scheduler(engine)
+        self._meter = scheduler.meter
+        return scheduler
 
     def _entry(self, model: Model) -> WorkerEntry:
         return WorkerEntry(
@@ -148,6 +162,7 @@ class Worker(ABC, Generic[SettingsT]):
             pid=os.getpid(),
             vocab_size=model.vocab_size,
             max_context=model.max_context,
+            metrics_address=model.metrics_address,
         )
 
     def _advertised(self) -> str:

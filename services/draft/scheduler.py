@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -77,11 +78,15 @@ class DraftScheduler(Scheduler[ProposeTask]):
         preparer: Draft-ahead, and its counters.
     """
 
+    role: ClassVar[str] = "draft"
+
     def __init__(
         self, engine: Engine, limits: Limits, *, draft_top_k: int, weight_bits: int, ahead_rows: int
     ) -> None:
         super().__init__(engine, limits)
         self.preparer = Preparer(engine, ahead_rows) if ahead_rows > 0 else None
+        if self.preparer is not None:
+            self.meter.watch_ahead(self.preparer.throttle.stats)
         self._speculate = partial(
             Speculation, max_context=engine.max_context, top_k=draft_top_k, bits=weight_bits
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -36,6 +37,8 @@ class VerifyOutcome:
 
 class TargetScheduler(Scheduler[VerifyTask]):
     """Feeds the committed tokens that are not cached and then a whole proposal, and judges it."""
+
+    role: ClassVar[str] = "target"
 
     def _start(self, task: VerifyTask, session: Session) -> Running[VerifyTask]:
         proposal = task.proposal

@@ -21,6 +21,7 @@ from workers_helpers import Link, propose_block, running, verify_block
 
 from gammaray.config import DraftSettings, TargetSettings
 from services.standalone import run
+from services.streams import NOTICE_S
 
 pytestmark = [
     pytest.mark.integration,
@@ -131,18 +132,37 @@ async def test_options_and_environment_reach_a_worker_that_sigint_ends(model):
         await link.close()
 
 
-async def test_draining_worker_refuses_new_blocks_and_says_not_serving(model):
+async def test_draining_worker_says_so_and_then_refuses_new_blocks(model):
     async with running("target", model, max_batch_tokens=16, prefill_chunk=16) as (link, worker):
         health = health_pb2_grpc.HealthStub(link.channel)
         watch = health.Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        (first,) = await link.send([verify_block(random_tokens(1000, seed=1), session_id="long")])
+        blocks = [verify_block(random_tokens(1000, seed=i), session_id=f"long{i}") for i in range(20)]
+        pending = await link.send(blocks)
         await link.until(lambda info: info.num_queued > 0)
+        assert not link.is_told_to_leave
         stopping = asyncio.create_task(worker.stop())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await link.until(lambda info: info.is_draining)
+        await asyncio.sleep(2 * NOTICE_S)
+        assert link.is_told_to_leave
         late = await link.ask(verify_block(PROMPT))
         assert late.error.code == UNAVAILABLE
-        assert (await asyncio.wait_for(first, EXIT_TIMEOUT_S)).WhichOneof("outcome") == "verdict"
+        answers = await asyncio.wait_for(asyncio.gather(*pending), EXIT_TIMEOUT_S)
+        assert {answer.WhichOneof("outcome") for answer in answers} == {"verdict"}
+        assert await stopping
+
+
+async def test_block_under_way_when_the_worker_begins_to_leave_is_answered(model):
+    async with running("draft", model) as (link, worker):
+        await link.ask(propose_block(PROMPT, 2))
+        stopping = asyncio.create_task(worker.stop())
+        await link.until(lambda info: info.is_draining)
+        assert (await link.ask(propose_block(PROMPT, 2))).WhichOneof("outcome") == "proposal"
+        other = Link(worker.address, "draft")
+        with pytest.raises(grpc.aio.AioRpcError, match="shutting down"):
+            await other.call.read()
+        await other.close()
         assert await stopping
 
 
@@ -171,6 +191,7 @@ async def test_registry_entry_appears_is_renewed_and_disappears(model, redis_por
             "pid": os.getpid(),
             "vocab_size": 97,
             "max_context": 1024,
+            "metrics_address": (await link.info()).metrics_address,
         }
         async with Redis(port=redis_port) as redis:
             assert 0 < await redis.pttl(key) <= 5000

@@ -1,0 +1,91 @@
+"""What a worker counts: steps, batches, waits, blocks, and the state of its cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gammaray.errors import GammarayError
+from gammaray.meter import Meter
+from gammaray.processes import WorkerTotals
+from services.tasks import NeedTokens
+
+if TYPE_CHECKING:
+    from services.batching import Scheduler
+    from services.draft.throttle import AheadStats
+
+__all__ = ["WorkerMeter"]
+
+
+class WorkerMeter:
+    """The metrics of one worker; written by the engine's thread.
+
+    Args:
+        role: draft or target.
+
+    Attributes:
+        meter: Where they are.
+        step_s: Seconds of the steps that served blocks.
+    """
+
+    def __init__(self, role: str) -> None:
+        self.meter = meter = Meter()
+        self.step_s = meter.histogram("gammaray.worker.step.duration", role=role)
+        self._role = role
+        self._blocks = meter.histogram("gammaray.worker.step.blocks", role=role)
+        self._tokens = meter.counter("gammaray.worker.step.tokens", role=role)
+        self._queue_s = meter.histogram("gammaray.worker.queue.time", role=role)
+        self._outcomes = {
+            outcome: meter.counter("gammaray.worker.blocks", role=role, outcome=outcome)
+            for outcome in ("done", "need", "error")
+        }
+        self._ahead: AheadStats | None = None
+
+    def watch(self, scheduler: Scheduler[Any]) -> None:
+        """Have the state of a scheduler and its cache read when somebody asks."""
+        meter, role, engine = self.meter, self._role, scheduler.engine
+        meter.gauge("gammaray.worker.queue_depth", lambda: scheduler.num_queued, role=role)
+        meter.gauge("gammaray.worker.sessions", lambda: engine.stats().num_sessions, role=role)
+        meter.gauge("gammaray.worker.cache.used", lambda: engine.stats().cache_bytes, role=role)
+        meter.gauge("gammaray.worker.cache.budget", lambda: engine.stats().cache_budget_bytes, role=role)
+        meter.observed("gammaray.worker.cache.evictions", lambda: engine.stats().num_evictions, role=role)
+
+    def watch_ahead(self, stats: AheadStats) -> None:
+        """Have the counters of draft-ahead read when somebody asks."""
+        self._ahead = stats
+        self.meter.observed("gammaray.draft_ahead.lookups", lambda: stats.lookups)
+        self.meter.observed("gammaray.draft_ahead.hits", lambda: stats.hits)
+        self.meter.observed("gammaray.draft_ahead.rows", lambda: stats.used_rows, use="used")
+        self.meter.observed("gammaray.draft_ahead.rows", lambda: stats.wasted_rows, use="wasted")
+
+    def waited(self, seconds: float) -> None:
+        """Count the wait of one block before its first step."""
+        self._queue_s.observe(seconds)
+
+    def step(self, seconds: float, num_blocks: int, num_tokens: int) -> None:
+        """Count one step."""
+        self.step_s.observe(seconds)
+        self._blocks.observe(num_blocks)
+        self._tokens.value += num_tokens
+
+    def answered(self, outcome: object) -> None:
+        """Count the answer to one block."""
+        kind = (
+            "error"
+            if isinstance(outcome, GammarayError)
+            else "need"
+            if isinstance(outcome, NeedTokens)
+            else "done"
+        )
+        self._outcomes[kind].value += 1
+
+    @property
+    def totals(self) -> WorkerTotals:
+        """What the worker has done so far."""
+        ahead = self._ahead
+        return WorkerTotals(
+            steps=sum(self._blocks.counts),
+            step_blocks=int(self._blocks.total),
+            step_us=int(self.step_s.total * 1e6),
+            ahead_lookups=ahead.lookups if ahead is not None else 0,
+            ahead_hits=ahead.hits if ahead is not None else 0,
+        )
