@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from redis.exceptions import (
 
 from gammaray.errors import InternalError, InvalidArgumentError, UnavailableError
 
-__all__ = ["BatchedScript", "Redis", "answer", "connect"]
+__all__ = ["BatchedScript", "Redis", "answer", "connect", "without_password"]
 
 T = TypeVar("T")
 
@@ -50,7 +51,14 @@ def connect(redis_url: str) -> Redis:
         )
         return Redis.from_pool(pool)
     except ValueError as error:
-        raise InvalidArgumentError("redis_url", redis_url, "redis://host:port/db") from error
+        raise InvalidArgumentError(
+            "redis_url", without_password(redis_url), "redis://host:port/db"
+        ) from error
+
+
+def without_password(redis_url: str) -> str:
+    """Return what may be shown of a URL."""
+    return re.sub(r"//[^/@]*@", "//...@", redis_url)
 
 
 async def answer(call: Awaitable[T]) -> T:

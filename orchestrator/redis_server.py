@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -16,6 +18,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from gammaray.errors import InvalidArgumentError, UnavailableError
+from orchestrator.redis_calls import without_password
 
 __all__ = ["RedisServer", "check_redis"]
 
@@ -38,20 +41,20 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 class RedisServer:
-    """A redis-server on a free loopback port; a context manager that stops it.
+    """A redis-server on a free loopback port, with a password; a context manager that stops it.
 
     It keeps nothing on disk: it lives as long as the cluster it was started for, and nobody would read a file
     afterwards. Sessions that must outlive the machine need a Redis of their own.
 
     Attributes:
-        url: For clients.
+        url: For clients. Holds the password, which other users of the machine do not have.
         pid: Process id.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: int, password: str) -> None:
         """Wrap a running server; use `start`."""
         self._process = process
-        self.url = f"redis://127.0.0.1:{port}/0"
+        self.url = f"redis://:{password}@127.0.0.1:{port}/0"
         self.pid = process.pid
 
     @classmethod
@@ -69,8 +72,8 @@ class RedisServer:
         binary = _binary()
         directory.mkdir(parents=True, exist_ok=True)
         for _ in range(NUM_TRIES):  # somebody else may take the port between our look and its bind
-            port = _free_port()
-            server = cls(_launch(binary, port, directory), port)
+            port, password = _free_port(), secrets.token_urlsafe(32)
+            server = cls(_launch(binary, port, directory, password), port, password)
             if server._answers():
                 return server
             server.stop()
@@ -124,7 +127,7 @@ def check_redis(redis_url: str) -> None:
             retry=Retry(NoBackoff(), 0),
         )
     except ValueError:
-        raise InvalidArgumentError("redis_url", redis_url, "redis://host:port/db") from None
+        raise InvalidArgumentError("redis_url", without_password(redis_url), "redis://host:port/db") from None
     try:
         client.ping()
     except redis.RedisError as error:  # names host and port, not the password
@@ -133,24 +136,24 @@ def check_redis(redis_url: str) -> None:
         client.close()
 
 
-def _launch(binary: str, port: int, directory: Path) -> subprocess.Popen[bytes]:
-    options = {
-        "--bind": "127.0.0.1",
-        "--port": str(port),
-        "--dir": str(directory),
-        "--save": "",
-        "--appendonly": "no",
-        "--loglevel": "warning",
-    }
-    arguments = [part for option in options.items() for part in option]
+def _launch(binary: str, port: int, directory: Path, password: str) -> subprocess.Popen[bytes]:
+    # The password goes through a pipe: anybody may read the arguments of a process.
+    config = (
+        f"bind 127.0.0.1\nport {port}\nrequirepass {password}\n"
+        f'dir "{directory}"\nsave ""\nappendonly no\nloglevel warning\n'
+    )
     # A session of its own: Ctrl-C in a terminal must reach the starter alone, which stops things in order.
-    return subprocess.Popen(
-        [sys.executable, "-c", _LAUNCHER, str(os.getpid()), binary, *arguments],
-        stdin=subprocess.DEVNULL,
+    process = subprocess.Popen(
+        [sys.executable, "-c", _LAUNCHER, str(os.getpid()), binary, "-"],
+        stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:  # it may have ended already
+        process.stdin.write(config.encode())
+    return process
 
 
 def _binary() -> str:

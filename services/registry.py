@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import Awaitable
@@ -68,7 +69,8 @@ class Announcer:
                 retry=Retry(NoBackoff(), 1),
             )
         except ValueError as error:
-            raise InvalidArgumentError("redis_url", redis_url, "redis://host:port/db") from error
+            shown = re.sub(r"//[^/@]*@", "//...@", redis_url)  # without the password
+            raise InvalidArgumentError("redis_url", shown, "redis://host:port/db") from error
         self._task: asyncio.Task[None] | None = None
         self._is_reachable = True
 

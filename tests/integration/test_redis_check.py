@@ -1,7 +1,10 @@
 """A Redis that cannot be used is told before a cluster starts on it."""
 
 import time
+from pathlib import Path
+from urllib.parse import urlsplit
 
+import psutil
 import pytest
 from redis_helpers import running_redis
 
@@ -29,3 +32,27 @@ def test_redis_that_is_not_there_is_told_soon_without_the_password():
         check_redis(f"redis://:secret@127.0.0.1:{port}/0")
     assert time.monotonic() - began < 2
     assert "secret" not in str(caught.value)
+
+
+def test_redis_url_that_makes_no_sense_is_told_without_its_password():
+    with pytest.raises(InvalidArgumentError) as caught:
+        check_redis("http://user:secret@127.0.0.1:1/0")
+    assert "secret" not in str(caught.value)
+
+
+def test_private_redis_lets_no_stranger_in():
+    with running_redis() as server:
+        parts = urlsplit(server.url)
+        for stranger in (f"redis://127.0.0.1:{parts.port}/0", f"redis://:guess@127.0.0.1:{parts.port}/0"):
+            with pytest.raises(UnavailableError):
+                check_redis(stranger)
+
+
+def test_private_redis_keeps_its_password_out_of_arguments_and_files():
+    with running_redis() as server:
+        password = urlsplit(server.url).password
+        assert password
+        process = psutil.Process(server.pid)
+        assert password not in " ".join(process.cmdline())
+        files = [path for path in Path(process.cwd()).rglob("*") if path.is_file()]
+        assert not any(password.encode() in path.read_bytes() for path in files)

@@ -237,7 +237,7 @@ def test_redis_server_stops_and_leaves_nothing(tmp_path):
 def test_redis_server_from_the_wheel(tmp_path, monkeypatch):
     monkeypatch.setattr(redis_server.shutil, "which", lambda name: None)
     with RedisServer.start(tmp_path) as server:
-        assert server.url.startswith("redis://127.0.0.1:")
+        assert "@127.0.0.1:" in server.url
 
 
 def test_redis_server_that_does_not_come_up_is_reported(tmp_path, monkeypatch):
