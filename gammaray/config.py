@@ -165,7 +165,8 @@ class ScalingSettings(_Settings):
         4.0, gt=0, description="Blocks in flight per draft worker from which on another one is wanted."
     )
     min_gain: float = Field(
-        1.0, ge=0, description="Tokens per second a drafter must gain, beyond plain decoding, to be kept."
+        1.0,
+        description="Tokens per second a drafter must gain, beyond plain decoding, to be kept; below 0: may lose.",
     )
     retry_s: float = Field(
         60.0, gt=0, description="Pause after a drafter that did not pay, doubling up to 16-fold, in seconds."
