@@ -171,12 +171,14 @@ class WorkerLink(Generic[BlockT, ResultT]):
     async def _connect_once(self) -> None:
         async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
             await self._refresh_info(channel)
+            if self.is_draining:
+                raise UnavailableError(f"the {self.role} worker at {self.address} is about to stop")
             call = self._protocol.open_stream(channel)
             tasks = [
                 asyncio.create_task(work)
                 for work in (self._write_frames(call), self._read_frames(call), self._watch(channel))
             ]
-            self._is_up, self.is_draining = True, False
+            self._is_up = True
             self.backoff.succeeded()  # another process, or one that was held up and goes on
             self._on_change()
             try:
@@ -244,6 +246,7 @@ class WorkerLink(Generic[BlockT, ResultT]):
             self._refuse(error)
             raise
         self.info, self.refusal = info, None
+        self.is_draining = info.is_draining
 
     def _refuse(self, error: GammarayError) -> None:
         if str(error) != str(self.refusal):

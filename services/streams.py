@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -20,6 +21,9 @@ __all__ = ["MAX_IN_FLIGHT", "BlockStream", "Streams"]
 
 MAX_IN_FLIGHT = 4096
 """Blocks of one stream that wait or run; more are refused, so that a flood cannot fill the memory."""
+
+NOTICE_S = 0.2
+"""How long blocks are still taken after clients were told to go elsewhere, for those already under way."""
 
 _log = logging.getLogger(__name__)
 Deliver = Callable[[Task, Reply], None]
@@ -35,11 +39,16 @@ class Frame(Protocol):
 
 
 class Streams:
-    """The open streams of a worker."""
+    """The open streams of a worker.
+
+    Attributes:
+        is_leaving: Whether clients are told to go elsewhere.
+        is_draining: Whether new blocks are refused.
+    """
 
     def __init__(self, engine: EngineThread) -> None:
         self.engine = engine
-        self.is_draining = False
+        self.is_leaving = self.is_draining = False
         self._open: set[BlockStream] = set()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -67,15 +76,26 @@ class Streams:
                 self._empty.set()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new blocks, wait for the running ones; return whether all streams ended in time."""
+        """Tell clients to leave, finish what they sent; return whether all streams ended in time.
+
+        Blocks that were under way when the notice went out are taken, for a moment; later ones are refused.
+        """
+        deadline = time.monotonic() + timeout_s
+        self.is_leaving = True
+        self._wake_all()
+        if self._open:
+            await asyncio.sleep(min(NOTICE_S, timeout_s))
         self.is_draining = True
-        for stream in self._open:
-            stream.wake()
+        self._wake_all()
         try:
-            await asyncio.wait_for(self._empty.wait(), timeout_s)
+            await asyncio.wait_for(self._empty.wait(), max(0.0, deadline - time.monotonic()))
         except asyncio.TimeoutError:
             return False
         return True
+
+    def _wake_all(self) -> None:
+        for stream in self._open:
+            stream.wake()
 
 
 class BlockStream:
@@ -86,7 +106,7 @@ class BlockStream:
         self._pending: set[Task] = set()
         self._outbox: list[Reply] = []
         self._ready, self._written = asyncio.Event(), asyncio.Event()
-        self._is_read = False
+        self._is_read = self._is_told = False
 
     def wake(self) -> None:
         """Look again whether there is something to write or the end is reached."""
@@ -98,14 +118,19 @@ class BlockStream:
             task.cancelled = True
 
     async def run(self, requests: AsyncIterator[Frame]) -> AsyncGenerator[list[Reply], None]:
-        """Yield replies until the client has ended the stream, or the worker drains, and all is answered."""
+        """Yield replies until the client has ended the stream, or the worker drains, and all is answered.
+
+        A frame without replies is the notice that the worker is leaving.
+        """
         reader = asyncio.create_task(self._read(requests))
         try:
             while not self._is_finished():
                 await self._ready.wait()
                 self._ready.clear()
                 replies, self._outbox = self._outbox, []
-                if replies:
+                must_tell = self._streams.is_leaving and not self._is_told
+                if replies or must_tell:
+                    self._is_told = self._streams.is_leaving
                     yield replies
                     self._written.set()
         finally:

@@ -318,6 +318,7 @@ class GetTargetInfoResponse(_message.Message):
     VOCAB_SHA256_FIELD_NUMBER: _builtins.int
     TOTALS_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
+    IS_DRAINING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model as it was named at start."""
     vocab_size: _builtins.int
@@ -338,6 +339,8 @@ class GetTargetInfoResponse(_message.Message):
     """SHA-256 of the tokenizer's vocabulary (sorted `id token` lines), hex; empty when the model has no tokenizer."""
     metrics_address: _builtins.str
     """host:port of its Prometheus endpoint, or empty."""
+    is_draining: _builtins.bool
+    """The worker is about to stop: it takes no new stream. Default false."""
     @_builtins.property
     def totals(self) -> _types_pb2.WorkerTotals:
         """What it did since its start."""
@@ -356,10 +359,11 @@ class GetTargetInfoResponse(_message.Message):
         vocab_sha256: _builtins.str = ...,
         totals: _types_pb2.WorkerTotals | None = ...,
         metrics_address: _builtins.str = ...,
+        is_draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "pid", b"pid", "totals", b"totals", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "is_draining", b"is_draining", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "pid", b"pid", "totals", b"totals", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -37,15 +37,18 @@ class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
         self, request_iterator: AsyncIterator[pb.ProposeRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.ProposeResponse]:
         """Serve proposals for many sessions over one stream."""
+        if self._streams.is_leaving:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
         async with aclosing(self._streams.serve(request_iterator, self._parse)) as frames:
             async for replies in frames:
-                yield pb.ProposeResponse(results=map(_result, replies))
+                yield pb.ProposeResponse(results=map(_result, replies), is_draining=self._streams.is_leaving)
 
     async def GetDraftInfo(
         self, request: pb.GetDraftInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetDraftInfoResponse:
         """Tell what the worker serves and how loaded it is."""
-        return pb.GetDraftInfoResponse(**await describe(self._model, self._streams.engine))
+        info = await describe(self._model, self._streams.engine)
+        return pb.GetDraftInfoResponse(**info, is_draining=self._streams.is_leaving)
 
     def _parse(self, block: pb.ProposeBlock, deliver: Deliver) -> ProposeTask:
         if block.max_nodes > MAX_NODES:

@@ -39,15 +39,18 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
         self, request_iterator: AsyncIterator[pb.VerifyRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.VerifyResponse]:
         """Serve verifications for many sessions over one stream."""
+        if self._streams.is_leaving:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
         async with aclosing(self._streams.serve(request_iterator, self._parse)) as frames:
             async for replies in frames:
-                yield pb.VerifyResponse(results=map(_result, replies))
+                yield pb.VerifyResponse(results=map(_result, replies), is_draining=self._streams.is_leaving)
 
     async def GetTargetInfo(
         self, request: pb.GetTargetInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetTargetInfoResponse:
         """Tell what the worker serves and how loaded it is."""
-        return pb.GetTargetInfoResponse(**await describe(self._model, self._streams.engine))
+        info = await describe(self._model, self._streams.engine)
+        return pb.GetTargetInfoResponse(**info, is_draining=self._streams.is_leaving)
 
     def _parse(self, block: pb.VerifyBlock, deliver: Deliver) -> VerifyTask:
         model = self._model

@@ -49,6 +49,7 @@ class ScriptedWorker:
         runs: While it is cleared, every call stays unanswered.
         frames: The request frames, as they came.
         held: Committed tokens by session.
+        is_draining: Whether it tells its peers that it is about to stop.
         released: Sessions that were released.
     """
 
@@ -61,6 +62,7 @@ class ScriptedWorker:
         self.num_streams = 0
         self.num_needs = 0
         self.delay_s = 0.0
+        self.is_draining = False
         self.runs = asyncio.Event()
         self.runs.set()
         self.on_block: Callable[[Any], Any] = lambda block: self.work(block)
@@ -106,11 +108,14 @@ class ScriptedWorker:
 
     async def GetTargetInfo(self, request, context):
         await self.runs.wait()
-        return target_pb.GetTargetInfoResponse(**self._info, num_sessions=len(self.held))
+        return target_pb.GetTargetInfoResponse(**self._about())
 
     async def GetDraftInfo(self, request, context):
         await self.runs.wait()
-        return draft_pb.GetDraftInfoResponse(**self._info, num_sessions=len(self.held))
+        return draft_pb.GetDraftInfoResponse(**self._about())
+
+    def _about(self) -> dict[str, Any]:
+        return {**self._info, "num_sessions": len(self.held), "is_draining": self.is_draining}
 
     async def _serve(self, requests, response_type):
         self.num_streams += 1
@@ -128,7 +133,7 @@ class ScriptedWorker:
                 self.held.pop(release.session_id, None)
                 self.specs.pop(release.session_id, None)
             if results:
-                yield response_type(results=results)
+                yield response_type(results=results, is_draining=self.is_draining)
 
     def work(self, block: Any) -> Any:
         """Answer a block as a good worker does."""
@@ -207,7 +212,7 @@ class NoText:
 class NoStore:
     """A store for sessions whose storage does not matter."""
 
-    async def append(self, session, token_ids, origins) -> None:
+    async def append(self, session, token_ids, origins, logprobs=()) -> None:
         pass
 
 
