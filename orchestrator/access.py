@@ -48,12 +48,16 @@ class Caller:
         key_id: The key it came with, which may be logged.
         priority: Among the tenant's own waiting requests; higher goes first.
         deadline: `time.monotonic()` past which nobody waits for the answer.
+        traceparent: W3C trace context that the request came with, or empty.
+        tracestate: What belongs to it.
     """
 
     tenant: str = ""
     key_id: str = ""
     priority: int = 0
     deadline: float = math.inf
+    traceparent: str = ""
+    tracestate: str = ""
 
     @property
     def prefix(self) -> str:
@@ -118,6 +122,8 @@ class Authenticator:
             key_id=key_id,
             priority=_number(headers, PRIORITY_HEADER, -MAX_PRIORITY, MAX_PRIORITY) or 0,
             deadline=math.inf if timeout_ms is None else time.monotonic() + timeout_ms / 1000,
+            traceparent=headers.get("traceparent", ""),
+            tracestate=headers.get("tracestate", ""),
         )
 
     def _tenant(self, authorization: str) -> tuple[str, str]:

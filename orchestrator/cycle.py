@@ -131,6 +131,7 @@ class Cycle:
         drafter: Who proposed; NONE when nothing was proposed.
         draft_worker: Address of the draft worker that proposed, "" for none.
         is_fallback: Whether the drafter that the request allows could not propose.
+        started: `time.perf_counter()` at its beginning.
     """
 
     gamma: int
@@ -153,6 +154,7 @@ class Cycle:
     drafter: DrafterKind = DrafterKind.NONE
     draft_worker: str = ""
     is_fallback: bool = False
+    started: float = 0.0
 
 
 class Drafter(Protocol):
@@ -251,6 +253,7 @@ async def run_cycle(
         drafter=proposal.drafter if proposal else DrafterKind.NONE,
         draft_worker=proposal.worker if proposal else "",
         is_fallback=draft_failed or proposal.is_fallback or shape.is_fallback,
+        started=start,
     )
     controller.observe(cycle)
     return cycle

@@ -23,6 +23,7 @@ from gammaray.types import Proposal
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.backoff import Backoff
+from orchestrator.calls import Call
 from orchestrator.cycle import Shape
 from orchestrator.links import WorkerLink
 from orchestrator.session import Session
@@ -64,6 +65,21 @@ class Remote(ABC, Generic[BlockT, ResultT]):
             self._link.release(session.session_id, session.epoch)
             self._link = None
 
+    def leave(self, session: Session) -> None:
+        """Let the worker keep what it holds of the session, for whoever goes on with it."""
+        self._detach(session)
+
+    def prefer(self, session: Session, address: str) -> None:
+        """Use the worker at an address if it can be used: it may hold the session's cache."""
+        link = self._pool.links.get(address)
+        if link is not None and link.is_usable:
+            self._attach(session, link)
+
+    @property
+    def address(self) -> str:
+        """host:port of the worker in use, "" for none."""
+        return self._link.address if self._link is not None else ""
+
     def _attach(self, session: Session, link: WorkerLink[BlockT, ResultT]) -> None:
         if link is not self._link:
             self.release(session)
@@ -78,6 +94,22 @@ class Remote(ABC, Generic[BlockT, ResultT]):
 
     async def _ask(self, session: Session, link: WorkerLink[BlockT, ResultT], timeout_s: float) -> ResultT:
         """Send the cycle's block, with ever more context as long as the worker asks for it."""
+        if session.calls is None:
+            return await self._feed(session, link, timeout_s)
+        call = session.calls.call(link.role, link.address)
+        try:
+            return await self._feed(session, link, timeout_s, call)
+        except GammarayError as error:
+            call.failed(error)
+            raise
+
+    async def _feed(
+        self,
+        session: Session,
+        link: WorkerLink[BlockT, ResultT],
+        timeout_s: float,
+        call: Call | None = None,
+    ) -> ResultT:
         deadline = time.monotonic() + timeout_s
         for _ in range(MAX_FEEDS):
             block = self._block(session)
@@ -89,7 +121,11 @@ class Remote(ABC, Generic[BlockT, ResultT]):
             block.context.token_ids.extend(session.token_ids[self._num_known :])
             if self._num_known == 0:
                 block.spec.CopyFrom(self._spec)
+            if call is not None:
+                call.sent(block)
             result = await link.call(block, left_s)
+            if call is not None:
+                call.answered(result)
             outcome = result.WhichOneof("outcome")
             if outcome == "error":
                 raise error_from_status(
@@ -178,6 +214,13 @@ class RemoteDrafter(Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
             self._prefill.cancel()
             self._prefill = None
         super().release(session)
+
+    def leave(self, session: Session) -> None:
+        """Let the worker keep what it holds of the session, for whoever goes on with it."""
+        if self._prefill is not None:
+            self._prefill.cancel()
+            self._prefill = None
+        super().leave(session)
 
     def _suits(self, link: _DraftLink) -> bool:
         return link.is_usable and (link.address not in self._pauses or self._pauses[link.address].ready)

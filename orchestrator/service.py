@@ -13,6 +13,7 @@ from typing import Any
 from gammaray.config import OrchestratorSettings
 from gammaray.convert import request_to_proto
 from gammaray.errors import GammarayError, UnavailableError
+from gammaray.otel import Telemetry
 from gammaray.types import (
     Chunk,
     FinishReason,
@@ -33,6 +34,8 @@ from orchestrator.requests import check_request, open_session
 from orchestrator.session import Session
 from orchestrator.store import RedisStore
 from orchestrator.tokenizer import Tokenizer, resolve_model, served_name
+from orchestrator.trace_store import RedisTraceStore
+from orchestrator.tracing import Tracing, traced
 
 __all__ = ["Orchestrator"]
 
@@ -63,6 +66,8 @@ class Orchestrator:
         self._admission = Admission(
             settings.max_concurrent_requests, settings.max_waiting_requests, settings.max_wait_s
         )
+        records = RedisTraceStore(redis, settings.session_ttl_s)
+        self.tracing = Tracing(Telemetry("orchestrator"), records, self.model_name)
         self._tasks: set[asyncio.Task[None]] = set()
         self._fleet = Fleet(
             RedisRegistry(redis),
@@ -92,6 +97,7 @@ class Orchestrator:
         orchestrator._fit_context()
         return orchestrator
 
+    @traced
     async def generate(
         self, request: GenerationRequest, caller: Caller = ANONYMOUS
     ) -> AsyncGenerator[Chunk, None]:
@@ -131,14 +137,17 @@ class Orchestrator:
             self._fleet.targets, spec, timeout_s=settings.verify_timeout_s, wait_s=settings.worker_wait_s
         )
         progress = Progress(session, self._tokenizer)
-        cycles = run_cycles(session, ladder, verifier, self._store, ladder)
+        journal = self.tracing.journal(session, self._in_background)
+        cycles = run_cycles(session, ladder, verifier, self._store, journal.watch(ladder))
         try:
-            async with contextlib.aclosing(cycles):
-                async for cycle in cycles:
-                    if cycle.finish_reason is not None:
-                        ladder.release(session)
-                        verifier.release(session)
-                    yield progress.chunk(cycle, self._drafting.plain_cycle_s)
+            with journal:
+                async with contextlib.aclosing(cycles):
+                    async for cycle in cycles:
+                        journal.stored()
+                        if cycle.finish_reason is not None:
+                            ladder.release(session)
+                            verifier.release(session)
+                        yield progress.chunk(cycle, self._drafting.plain_cycle_s)
         except (GeneratorExit, asyncio.CancelledError):
             self._in_background(self._store.finish(session, FinishReason.CANCELLED))
             raise
@@ -177,6 +186,7 @@ class Orchestrator:
         """Close every connection; requests in flight fail with UnavailableError."""
         await self._fleet.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.tracing.shutdown()
         await self._redis.aclose()
 
     def _fit_context(self) -> None:

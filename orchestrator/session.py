@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gammaray.types import FinishReason, SamplingParams, VerificationMethod
+from orchestrator.calls import Call
 
-__all__ = ["Session", "TextStream"]
+__all__ = ["CallLog", "Session", "TextStream"]
 
 
 class TextStream(Protocol):
@@ -20,6 +21,13 @@ class TextStream(Protocol):
 
     def take(self, *, final: bool) -> str:
         """Return the text that is complete and not yet taken; all that is left when `final`."""
+
+
+class CallLog(Protocol):
+    """Takes down what workers are asked; `orchestrator.journal.Journal` is the real one."""
+
+    def call(self, role: str, address: str) -> Call:
+        """Return the note of what a worker is asked in this cycle."""
 
 
 @dataclass
@@ -37,11 +45,13 @@ class Session:
         stop_token_ids: Further tokens that end it.
         num_top_logprobs: None for no log-probabilities, else how many alternatives per token.
         epoch: Fencing number of the owner: workers and store refuse older ones.
+        turn: Turn of the session, from 0; the prompt holds the turns before.
 
     Attributes:
         token_ids: The committed tokens: prompt, then emitted. Positions are absolute.
         finish_reason: Set once the completion has ended.
         deadline: `time.monotonic()` past which nobody waits for the completion.
+        calls: Where to note what workers are asked; None for nowhere.
     """
 
     session_id: str
@@ -54,9 +64,11 @@ class Session:
     stop_token_ids: frozenset[int] = frozenset()
     num_top_logprobs: int | None = None
     epoch: int = 1
+    turn: int = 0
     token_ids: list[int] = field(init=False)
     finish_reason: FinishReason | None = field(init=False, default=None)
     deadline: float = field(init=False, default=math.inf)
+    calls: CallLog | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt)

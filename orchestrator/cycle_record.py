@@ -1,0 +1,86 @@
+"""From a cycle to the record that is kept of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from gammaray.convert import origin_to_proto
+from gammaray.types import DrafterKind, TokenOrigin
+from gammaray.v1 import generation_service_pb2 as pb
+from gammaray.v1 import types_pb2
+from orchestrator.calls import Call, worker_call
+from orchestrator.cycle import Cycle
+from orchestrator.session import Session
+
+__all__ = ["cycle_record", "failed_record"]
+
+_DRAFTERS = {
+    DrafterKind.MODEL: types_pb2.DRAFTER_KIND_MODEL,
+    DrafterKind.NGRAM: types_pb2.DRAFTER_KIND_NGRAM,
+    DrafterKind.NONE: types_pb2.DRAFTER_KIND_NONE,
+}
+
+
+def cycle_record(
+    session: Session, cycle: Cycle, base_position: int, draft: Call | None, target: Call | None, clock_ns: int
+) -> pb.CycleRecord:
+    """Return the record of a cycle.
+
+    Args:
+        session: Its session.
+        cycle: What it did.
+        base_position: Committed tokens that it built on.
+        draft: What the draft worker was asked, None for nothing.
+        target: The same of the target worker.
+        clock_ns: Nanoseconds since 1970 at which `time.perf_counter()` was 0.
+    """
+    record = pb.CycleRecord(
+        start_us=(clock_ns + round(cycle.started * 1e9)) // 1000,
+        total_us=int(cycle.total_s * 1e6),
+        propose_us=int(cycle.draft_s * 1e6),
+        verify_us=int(cycle.verify_s * 1e6),
+        turn=session.turn,
+        epoch=session.epoch,
+        base_position=base_position,
+        gamma=cycle.gamma,
+        gamma_reason=cycle.shape.reason,
+        drafted=cycle.num_drafted,
+        tested=cycle.num_tested,
+        accepted=cycle.num_accepted,
+        emitted=len(cycle.token_ids),
+        drafter=_DRAFTERS[cycle.drafter],
+        draft_failed=cycle.draft_failed,
+    )
+    if cycle.origins and cycle.origins[-1] is not TokenOrigin.ACCEPTED:
+        record.next_origin = origin_to_proto(cycle.origins[-1])
+    if draft is not None and draft.blocks:
+        record.draft.CopyFrom(worker_call(draft))
+        answer = draft.results[-1] if draft.results else None
+        if answer is not None and answer.proposal.token_ids:
+            record.draft_ahead_hit = answer.num_forwards == 0
+    if target is not None and target.blocks:
+        record.target.CopyFrom(worker_call(target))
+    return record
+
+
+def failed_record(session: Session, calls: Mapping[str, Call], clock_ns: int) -> pb.CycleRecord:
+    """Return the record of a cycle that failed under way, of a sampled session, whose calls have times."""
+    now = time.perf_counter()
+    start = min(call.began or now for call in calls.values())
+    record = pb.CycleRecord(
+        start_us=(clock_ns + round(start * 1e9)) // 1000,
+        total_us=int((now - start) * 1e6),
+        turn=session.turn,
+        epoch=session.epoch,
+        base_position=session.num_committed,
+    )
+    for role, call in calls.items():
+        took_us = int(((call.ended or now) - (call.began or now)) * 1e6)
+        if role == "draft":
+            record.propose_us, record.gamma = took_us, call.blocks[0].gamma if call.blocks else 0
+            record.draft.CopyFrom(worker_call(call))
+        else:
+            record.verify_us = took_us
+            record.target.CopyFrom(worker_call(call))
+    return record

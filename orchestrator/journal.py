@@ -1,0 +1,198 @@
+"""What the cycles of a session did: gathered for the price of a few references, written down behind them.
+
+Every session has a journal. Its records go to the store, where `gammaray trace` finds them, and become the
+spans of its cycles when the session is sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+from gammaray.errors import GammarayError
+from gammaray.v1 import generation_service_pb2 as pb
+from orchestrator.calls import Call
+from orchestrator.cycle import Cycle, GammaController, Shape
+from orchestrator.cycle_record import cycle_record, failed_record
+from orchestrator.session import Session
+from orchestrator.session_trace import CycleBundle, ReadingBundle, SessionTrace
+
+__all__ = ["MAX_RECORDS", "Journal", "RecordStore"]
+
+_log = logging.getLogger(__name__)
+
+MAX_RECORDS = 4096
+"""Cycles of one turn and owner that are kept in the store; a trace has them all."""
+
+FLUSH_CYCLES, FLUSH_S = 32, 1.0
+"""Records wait for so many cycles, or so long, before they are written down."""
+
+_SLICE = 4
+"""Records made before the cycles of other sessions get their turn."""
+
+
+class RecordStore(Protocol):
+    """Where records go."""
+
+    async def append(self, session_id: str, records: bytes) -> None:
+        """Add records, a serialised GetSessionTraceResponse, to those of a session.
+
+        Raises:
+            UnavailableError: The store cannot be reached.
+        """
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One cycle, as it was when it ended.
+
+    Args:
+        index: Number of the cycle, from 0.
+        cycle: What it did.
+        base_position: Committed tokens that it built on.
+        draft: What the draft worker was asked; None when it was not, or still reads.
+        target: What the target worker was asked.
+        stored: `time.perf_counter()` when its tokens were stored; 0 when that was not noted.
+    """
+
+    index: int
+    cycle: Cycle
+    base_position: int
+    draft: Call | None
+    target: Call | None
+    stored: float = 0.0
+
+
+class Journal:
+    """The journal of one session with one owner.
+
+    Args:
+        session: The session.
+        store: Where the records go.
+        in_background: Runs a coroutine beside the cycles, to its end.
+        trace: What its spans belong to; None when it is not sampled.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        store: RecordStore,
+        in_background: Callable[[Coroutine[Any, Any, None]], None],
+        trace: SessionTrace | None = None,
+    ) -> None:
+        self._session, self._store, self._trace = session, store, trace
+        self._in_background = in_background
+        self._clock_ns = time.time_ns() - time.perf_counter_ns()
+        self._calls: dict[str, Call] = {}
+        self._readings: list[tuple[int, Call]] = []
+        self._entries: list[_Entry] = []
+        self._num_cycles = self._num_stored = 0
+        self._flushed = 0.0
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.finish(error)
+
+    def watch(self, controller: GammaController) -> GammaController:
+        """Return the controller, which tells the journal of every cycle too."""
+        return _Watched(controller, self)
+
+    def call(self, role: str, address: str) -> Call:
+        """Return the note of what a worker is asked in this cycle."""
+        call = self._calls.get(role)
+        if call is None:
+            trace = self._trace
+            parent = None if trace is None else trace.parent_of(role, self._num_cycles)
+            call = self._calls[role] = Call(parent)
+        call.address, call.error = address, ""
+        return call
+
+    def observe(self, cycle: Cycle) -> None:
+        """Note a cycle that has ended."""
+        draft = self._calls.pop("draft", None)
+        if draft is not None and not draft.is_over:  # it reads a long prompt beside the cycles
+            self._readings.append((self._num_cycles, draft))
+            if self._trace is not None:
+                self._trace.readings.add(self._num_cycles)
+            draft = None
+        base_position = self._session.num_committed - len(cycle.token_ids)
+        target = self._calls.pop("target", None)
+        self._entries.append(_Entry(self._num_cycles, cycle, base_position, draft, target))
+        self._num_cycles += 1
+
+    def stored(self) -> None:
+        """Note that the tokens of the next cycle in turn are stored."""
+        index = self._num_stored - (self._num_cycles - len(self._entries))
+        self._num_stored += 1
+        if self._trace is not None:
+            self._entries[index].stored = time.perf_counter()
+        started = self._entries[index].cycle.started
+        if index + 1 >= FLUSH_CYCLES or started - self._flushed > FLUSH_S:
+            self._flushed = started
+            self._flush(index + 1)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Write down what is left; returns at once.
+
+        Args:
+            error: What ended the generation, and perhaps a cycle on its way.
+        """
+        self._flush(len(self._entries))
+        trace = self._trace
+        if trace is None:
+            return
+        trace.num_cycles = self._num_cycles
+        for index, call in self._readings:
+            trace.put(ReadingBundle(trace, index, call, self._clock_ns))
+        if self._calls and error is not None:
+            record = failed_record(self._session, self._calls, self._clock_ns)
+            trace.put(CycleBundle(trace, self._num_cycles, record, error=type(error).__name__))
+
+    def _flush(self, count: int) -> None:
+        entries, self._entries = self._entries[:count], self._entries[count:]
+        if entries:
+            self._in_background(self._write(entries))
+
+    async def _write(self, entries: Sequence[_Entry]) -> None:
+        session, trace = self._session, self._trace
+        answer = pb.GetSessionTraceResponse()
+        for number, entry in enumerate(entries, start=1):
+            record = cycle_record(
+                session, entry.cycle, entry.base_position, entry.draft, entry.target, self._clock_ns
+            )
+            if entry.index < MAX_RECORDS:
+                answer.cycles.append(record)
+            if trace is not None:
+                stored_ns = self._clock_ns + round(entry.stored * 1e9) if entry.stored else 0
+                trace.put(CycleBundle(trace, entry.index, record, stored_ns=stored_ns))
+            if number % _SLICE == 0:
+                await asyncio.sleep(0)
+        if answer.cycles:
+            try:
+                await self._store.append(session.session_id, answer.SerializeToString())
+            except GammarayError as error:
+                _log.debug("records of session %s are lost: %s", session.session_id, error)
+
+
+class _Watched:
+    """A controller whose journal learns of each cycle."""
+
+    def __init__(self, controller: GammaController, journal: Journal) -> None:
+        self._controller, self._journal = controller, journal
+        self.next_shape: Callable[[], Shape] = controller.next_shape
+
+    def observe(self, cycle: Cycle) -> None:
+        self._controller.observe(cycle)
+        self._journal.observe(cycle)

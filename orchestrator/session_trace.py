@@ -1,0 +1,241 @@
+"""The spans of one sampled session: which ids they have, and how they are written from its records."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from gammaray import telemetry as t
+from gammaray.v1 import generation_service_pb2 as pb
+from gammaray.v1 import types_pb2
+from orchestrator.calls import Call, worker_call
+from orchestrator.session import Session
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import SpanProcessor
+    from opentelemetry.trace import Span, SpanContext
+
+__all__ = ["CycleBundle", "ReadingBundle", "SessionTrace"]
+
+_INTERNAL, _CLIENT = 1, 3
+_STATUS_ERROR = 2
+_FLAGS = 0x101
+"""Sampled, and the parent is known not to be remote."""
+
+_CYCLE, _PROPOSE, _VERIFY, _COMMIT = range(4)
+"""The spans of one cycle, by their place among its four ids."""
+
+_ORIGINS = {types_pb2.TOKEN_ORIGIN_CORRECTION: "correction", types_pb2.TOKEN_ORIGIN_BONUS: "bonus"}
+_DRAFTERS = {types_pb2.DRAFTER_KIND_MODEL: "model", types_pb2.DRAFTER_KIND_NGRAM: "ngram"}
+
+
+class SessionTrace:
+    """What the spans of a session have in common.
+
+    Ids of its cycles' spans are consecutive numbers from a random one on, so that a block can name its parent
+    long before the parent is made.
+
+    Args:
+        span: The span of the generation.
+        processor: Takes the others.
+        started_ns: When the generation began, in nanoseconds since 1970.
+
+    Attributes:
+        span: The span of the generation.
+        context: Its context.
+        num_cycles: Cycles that were run; set at the end.
+        readings: Cycles whose propose span is that of a long prompt being read.
+    """
+
+    def __init__(self, span: Span, processor: SpanProcessor, started_ns: int) -> None:
+        self.span, self.context = span, span.get_span_context()
+        self.started_ns = started_ns
+        self.num_cycles = 0
+        self.readings: set[int] = set()
+        self.common: dict[str, str | int] = {}
+        self.verification = ""
+        self._processor = processor
+        self._first_id = secrets.randbits(64)
+        self._trace_id = self.context.trace_id.to_bytes(16, "big")
+        self._root_id = self.context.span_id.to_bytes(8, "big")
+        self._prefix = f"00-{self.context.trace_id:032x}-"
+
+    @property
+    def traceparent(self) -> str:
+        """The context of the generation's span, as other processes are told of it."""
+        return f"{self._prefix}{self.context.span_id:016x}-01"
+
+    def bind(self, session: Session) -> None:
+        """Tell which session it is, once that is known."""
+        self.common = {t.SESSION_ID: session.session_id, t.EPOCH: session.epoch}
+        self.verification = session.method.value
+        self.span.set_attribute(t.SESSION_ID, session.session_id)
+        self.span.set_attribute(t.CONVERSATION_ID, session.session_id)
+
+    def put(self, bundle: CycleBundle | ReadingBundle) -> None:
+        """Queue spans for export."""
+        from gammaray.spans import put
+
+        put(self._processor, bundle)
+
+    def parent_of(self, role: str, index: int) -> str:
+        """Return the `traceparent` for blocks to a worker in cycle number `index`."""
+        return f"{self._prefix}{self._id(index, _PROPOSE if role == 'draft' else _VERIFY):016x}-01"
+
+    def add(
+        self, spans: Any, name: str, index: int, part: int, start_ns: int, end_ns: int, kind: int = _INTERNAL
+    ) -> Any:
+        """Add a span of cycle number `index` to a repeated field and return its attributes."""
+        of_cycle = part in (_PROPOSE, _VERIFY) and name != t.SPAN_OPEN
+        parent = self._id(index, _CYCLE).to_bytes(8, "big") if of_cycle else self._root_id
+        return spans.add(
+            trace_id=self._trace_id,
+            span_id=self._id(index, part).to_bytes(8, "big"),
+            parent_span_id=parent,
+            name=name,
+            kind=kind,
+            start_time_unix_nano=start_ns,
+            end_time_unix_nano=end_ns,
+            flags=_FLAGS,
+        )
+
+    def _id(self, index: int, part: int) -> int:
+        return (self._first_id + 4 * index + part) % 2**64 or 2**63
+
+
+class CycleBundle:
+    """The spans of one cycle.
+
+    Args:
+        trace: What they belong to.
+        index: Number of the cycle, from 0.
+        record: What it did.
+        stored_ns: When its tokens were stored, in nanoseconds since 1970; 0 when they were not.
+        error: Class of the error that ended it, or empty.
+    """
+
+    __slots__ = ("_error", "_index", "_record", "_stored_ns", "_trace")
+
+    def __init__(
+        self, trace: SessionTrace, index: int, record: pb.CycleRecord, *, stored_ns: int = 0, error: str = ""
+    ) -> None:
+        self._trace, self._index, self._record = trace, index, record
+        self._stored_ns, self._error = stored_ns, error
+
+    @property
+    def context(self) -> SpanContext:
+        """The generation's."""
+        return self._trace.context
+
+    def encode(self, spans: Any) -> None:
+        """Add the spans to a repeated field of OTLP spans."""
+        trace, record = self._trace, self._record
+        start = record.start_us * 1000
+        end = start + record.total_us * 1000
+        if self._index == 0:
+            # Its id is that before the first cycle's.
+            opened = trace.add(
+                spans, t.SPAN_OPEN, -1, _COMMIT, trace.started_ns, max(start, trace.started_ns)
+            )
+            _write(opened, trace.common)
+        self._encode_cycle(trace.add(spans, t.SPAN_CYCLE, self._index, _CYCLE, start, end))
+        proposed = start + record.propose_us * 1000
+        if record.HasField("draft") or (record.gamma and self._index not in trace.readings):
+            kind = _CLIENT if record.HasField("draft") else _INTERNAL
+            span = trace.add(spans, t.SPAN_PROPOSE, self._index, _PROPOSE, start, proposed, kind)
+            if record.HasField("draft"):
+                _write_call(span, record.draft)
+                span.attributes.add(key=t.DRAFT_AHEAD_HIT).value.bool_value = record.draft_ahead_hit
+        if record.HasField("target"):
+            verified = proposed + record.verify_us * 1000
+            span = trace.add(spans, t.SPAN_VERIFY, self._index, _VERIFY, proposed, verified, _CLIENT)
+            _write_call(span, record.target)
+        if self._stored_ns:
+            span = trace.add(spans, t.SPAN_COMMIT, self._index, _COMMIT, end, max(end, self._stored_ns))
+            _write(span, {t.CYCLE_INDEX: self._index, t.EMITTED: record.emitted})
+
+    def _encode_cycle(self, span: Any) -> None:
+        trace, record = self._trace, self._record
+        values: dict[str, str | int] = {
+            **trace.common,
+            t.CYCLE_INDEX: self._index,
+            t.BASE_POSITION: record.base_position,
+            t.VERIFICATION: trace.verification,
+            t.GAMMA: record.gamma,
+            t.GAMMA_REASON: record.gamma_reason,
+            t.DRAFTER: _DRAFTERS.get(record.drafter, "none"),
+            t.DRAFTED: record.drafted,
+            t.TESTED: record.tested,
+            t.ACCEPTED: record.accepted,
+            t.EMITTED: record.emitted,
+        }
+        if record.next_origin:
+            values[t.NEXT_ORIGIN] = _ORIGINS[record.next_origin]
+        _write(span, values)
+        span.attributes.add(key=t.DRAFT_FAILED).value.bool_value = record.draft_failed
+        if self._error:
+            _write_error(span, self._error)
+
+
+class ReadingBundle:
+    """The span of a draft worker that reads a long prompt beside the cycles.
+
+    Args:
+        trace: What it belongs to.
+        index: Number of the cycle in which it began.
+        call: What was asked.
+        clock_ns: Nanoseconds since 1970 at which `time.perf_counter()` was 0.
+    """
+
+    __slots__ = ("_call", "_clock_ns", "_index", "_trace")
+
+    def __init__(self, trace: SessionTrace, index: int, call: Call, clock_ns: int) -> None:
+        self._trace, self._index, self._call, self._clock_ns = trace, index, call, clock_ns
+
+    @property
+    def context(self) -> SpanContext:
+        """The generation's."""
+        return self._trace.context
+
+    def encode(self, spans: Any) -> None:
+        """Add the span to a repeated field of OTLP spans."""
+        call, trace = self._call, self._trace
+        began = self._clock_ns + round(call.began * 1e9)
+        ended = self._clock_ns + round((call.ended or call.began) * 1e9)
+        span = trace.add(spans, t.SPAN_PROPOSE, self._index, _PROPOSE, began, ended, _CLIENT)
+        span.parent_span_id = trace.context.span_id.to_bytes(8, "big")
+        _write_call(span, worker_call(call))
+
+
+def _write(span: Any, values: dict[str, str | int]) -> None:
+    entries = span.attributes
+    for key, value in values.items():
+        if isinstance(value, str):
+            entries.add(key=key).value.string_value = value
+        else:
+            entries.add(key=key).value.int_value = value
+
+
+def _write_call(span: Any, call: pb.WorkerCall) -> None:
+    values: dict[str, str | int] = {
+        t.WORKER_ADDRESS: call.address,
+        t.BLOCKS: call.blocks,
+        t.REFED_TOKENS: call.refed_tokens,
+        t.REQUEST_BYTES: call.request_bytes,
+        t.RESPONSE_BYTES: call.response_bytes,
+    }
+    if call.HasField("timing"):
+        timing = call.timing
+        values[t.BATCH_SIZE], values[t.BATCH_TOKENS] = timing.batch_size, timing.batch_tokens
+        entries = span.attributes
+        entries.add(key=t.QUEUE_MS).value.double_value = timing.queue_us / 1e3
+        entries.add(key=t.COMPUTE_MS).value.double_value = timing.compute_us / 1e3
+        entries.add(key=t.FORWARD_MS).value.double_value = timing.forward_us / 1e3
+    _write(span, values)
+    if call.error:
+        _write_error(span, call.error)
+
+
+def _write_error(span: Any, error: str) -> None:
+    span.status.code = _STATUS_ERROR
+    span.attributes.add(key=t.ERROR_TYPE).value.string_value = error

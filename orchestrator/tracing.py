@@ -1,0 +1,216 @@
+"""The span of a generation: its parent, whether it is sampled, and what it says at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+from opentelemetry.context import Context
+from opentelemetry.trace import SpanKind, Status, StatusCode, get_current_span
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from gammaray import telemetry as t
+from gammaray.errors import GammarayError
+from gammaray.otel import Telemetry
+from gammaray.types import Chunk, FinishReason, GenerationRequest
+from gammaray.v1 import generation_service_pb2 as pb
+from orchestrator.access import ANONYMOUS, Caller
+from orchestrator.journal import Journal
+from orchestrator.session import Session
+from orchestrator.session_trace import SessionTrace
+from orchestrator.trace_store import RedisTraceStore
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+__all__ = ["Tracing", "traced"]
+
+_log = logging.getLogger(__name__)
+
+_PROPAGATOR = TraceContextTextMapPropagator()
+_CURRENT: ContextVar[SessionTrace | None] = ContextVar("gammaray_trace", default=None)
+
+
+class _Traced(Protocol):
+    """What `traced` asks of the object whose method it wraps."""
+
+    @property
+    def tracing(self) -> Tracing: ...
+
+
+MethodT = TypeVar("MethodT", bound=Callable[..., AsyncGenerator[Chunk, None]])
+
+
+def traced(method: MethodT) -> MethodT:
+    """Wrap a method that generates: a span around each call.
+
+    Without an exporter the method's own iterator is returned.
+    """
+
+    @functools.wraps(method)
+    def generate(
+        self: _Traced, request: GenerationRequest, caller: Caller = ANONYMOUS
+    ) -> AsyncGenerator[Chunk, None]:
+        chunks = method(self, request, caller)
+        return self.tracing.follow(request, caller, chunks) if self.tracing.is_on else chunks
+
+    return cast(MethodT, generate)
+
+
+class Tracing:
+    """Begins the traces of an orchestrator; the decision to sample one is made here, once per session.
+
+    Args:
+        telemetry: The process's.
+        store: Knows which span served a session before.
+        model_name: The target model that is served.
+    """
+
+    def __init__(self, telemetry: Telemetry, store: RedisTraceStore, model_name: str) -> None:
+        self.is_on = telemetry.tracer is not None
+        self._telemetry = telemetry
+        self._tracer, self._processor = telemetry.tracer, telemetry.processor
+        self._store, self._model_name = store, model_name
+
+    async def follow(
+        self, request: GenerationRequest, caller: Caller, chunks: AsyncGenerator[Chunk, None]
+    ) -> AsyncGenerator[Chunk, None]:
+        """Yield the chunks; the span lasts from here to the last of them."""
+        async with aclosing(chunks):
+            trace = await self._begin(request, caller)
+            _CURRENT.set(trace)
+            if trace is None:
+                async for chunk in chunks:
+                    yield chunk
+                return
+            last: Chunk | None = None
+            error: BaseException | None = None
+            try:
+                async for chunk in chunks:
+                    last = chunk
+                    yield chunk
+            except BaseException as failure:
+                error = failure
+                await chunks.aclose()  # its end is part of the generation's
+                raise
+            finally:
+                _end(trace, last, error)
+
+    def journal(
+        self, session: Session, in_background: Callable[[Coroutine[Any, Any, None]], None]
+    ) -> Journal:
+        """Open the journal of a session, in a `traced` method.
+
+        Args:
+            session: The session, whose calls it takes down.
+            in_background: Runs a coroutine beside the cycles, to its end.
+        """
+        trace = _CURRENT.get()
+        if trace is not None:
+            trace.bind(session)
+            in_background(self._link(trace, session.session_id))
+        session.calls = journal = Journal(session, self._store, in_background, trace)
+        return journal
+
+    async def records(self, session_id: str) -> pb.GetSessionTraceResponse:
+        """Return the records of a session.
+
+        Raises:
+            NotFoundError: There are none.
+            UnavailableError: Redis cannot be reached.
+        """
+        return await self._store.read(session_id)
+
+    async def shutdown(self) -> None:
+        """Send the spans that wait, within a deadline."""
+        await self._telemetry.shutdown()
+
+    async def _link(self, trace: SessionTrace, session_id: str) -> None:
+        """Note which span serves a session now, and link it to the one that did before."""
+        try:
+            before = _parse(await self._store.serve(session_id, trace.traceparent))
+        except GammarayError as error:
+            _log.debug("session %s: the trace before this one is not known: %s", session_id, error)
+            return
+        if before is not None:
+            trace.span.add_link(get_current_span(before).get_span_context())
+
+    async def _begin(self, request: GenerationRequest, caller: Caller) -> SessionTrace | None:
+        assert self._tracer is not None
+        assert self._processor is not None
+        started_ns = time.time_ns()
+        parent = _parse(caller.traceparent, caller.tracestate)
+        if parent is None and request.resume_from is not None:
+            # The decision was made when the turn began: an unsampled one has left nothing.
+            parent = await self._served_by(caller.qualify(request.session_id))
+            if parent is None and request.resume_from > 0:
+                return None
+        span = self._tracer.start_span(
+            t.SPAN_GENERATE, context=parent or Context(), kind=SpanKind.SERVER, start_time=started_ns
+        )
+        if not span.is_recording():
+            return None
+        span.set_attributes(_request_attributes(request, self._model_name))
+        return SessionTrace(span, self._processor, started_ns)
+
+    async def _served_by(self, session_id: str) -> Context | None:
+        try:
+            return _parse(await self._store.serving(session_id))
+        except GammarayError:
+            return None
+
+
+def _parse(traceparent: str, tracestate: str = "") -> Context | None:
+    if not traceparent:
+        return None
+    carrier = {"traceparent": traceparent, "tracestate": tracestate}
+    context = _PROPAGATOR.extract(carrier, Context())
+    return context if get_current_span(context).get_span_context().is_valid else None
+
+
+def _request_attributes(request: GenerationRequest, model_name: str) -> dict[str, Any]:
+    sampling = request.sampling
+    attributes: dict[str, Any] = {
+        t.OPERATION_NAME: "text_completion",
+        t.PROVIDER_NAME: "gammaray",
+        t.RESPONSE_MODEL: model_name,
+        t.REQUEST_MAX_TOKENS: request.max_tokens,
+        t.REQUEST_TEMPERATURE: float(sampling.temperature),
+        t.VERIFICATION: request.verification.value,
+        t.TURN: request.turn,
+    }
+    if request.model:
+        attributes[t.REQUEST_MODEL] = request.model
+    if sampling.top_p < 1:
+        attributes[t.REQUEST_TOP_P] = float(sampling.top_p)
+    if sampling.top_k:
+        attributes[t.REQUEST_TOP_K] = sampling.top_k
+    if sampling.seed is not None:
+        attributes[t.REQUEST_SEED] = str(sampling.seed)
+    if request.stop:
+        attributes[t.REQUEST_STOP] = list(request.stop)
+    if request.resume_from is not None:
+        attributes[t.RESUMED_FROM] = request.resume_from
+    return attributes
+
+
+def _end(trace: SessionTrace, last: Chunk | None, error: BaseException | None) -> None:
+    span: Span = trace.span
+    span.set_attribute(t.CYCLES, trace.num_cycles)
+    if last is not None and last.finish_reason is not None:
+        span.set_attribute(t.FINISH_REASONS, [last.finish_reason.value])
+    elif isinstance(error, (GeneratorExit, asyncio.CancelledError)):
+        span.set_attribute(t.FINISH_REASONS, [FinishReason.CANCELLED.value])
+    elif error is not None:
+        span.set_attribute(t.ERROR_TYPE, type(error).__name__)
+        span.set_status(Status(StatusCode.ERROR, str(error)))
+    if last is not None and last.usage is not None:
+        span.set_attribute(t.INPUT_TOKENS, last.usage.prompt_tokens)
+        span.set_attribute(t.OUTPUT_TOKENS, last.usage.completion_tokens)
+    span.end()
