@@ -235,7 +235,9 @@ class RemoteDrafter(Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
         self._shape = shape.clipped(max_context - session.num_committed)
         if self._shape.depth <= 0:
             return Proposal()
-        link.backoff.trying(self._timeout_s)
+        is_reading = timeout_s > self._timeout_s  # which takes longer than any proposal, and proves less
+        if not is_reading:
+            link.backoff.trying(self._timeout_s)
         start = time.monotonic()
         try:
             result = await self._ask(session, link, timeout_s)
@@ -243,10 +245,10 @@ class RemoteDrafter(Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
         except GammarayError as error:
             self._note_failure(session, link, error, time.monotonic() - start)
             raise
-        if timeout_s <= self._timeout_s:  # reading a prompt takes longer than any proposal
+        if not is_reading:
             link.patience.observe(time.monotonic() - start)
-        self._pauses.pop(link.address, None)
-        link.backoff.succeeded()
+            self._pauses.pop(link.address, None)
+            link.backoff.succeeded()
         self._num_known = self._base_position
         return replace(proposal, worker=link.address)
 

@@ -142,7 +142,8 @@ async def test_ladder_drafter_that_is_always_late_is_asked_ever_more_rarely():
             cycles += len(done)
             await asyncio.sleep(0.005)
         assert cycles > 100
-        assert len(draft.blocks) <= 4 + 3, "after the first deadline of all, one session at a time tries"
+        proposals = [block for block in draft.blocks if block.timeout_ms <= 50]
+        assert len(proposals) <= 4 + 3, "after the first deadline of all, one session at a time tries"
 
 
 async def test_ladder_error_of_one_session_does_not_stop_the_others_or_another_worker():
