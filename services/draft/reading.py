@@ -2,6 +2,11 @@
 
 What is read is the chain of the draft's own choices, or for wide shapes the nodes that the target most likely
 walks through. What is still open on the way is reported, to be fed first.
+
+A chain whose laws are shipped (rejection verification above temperature 0) takes as many forwards wherever it
+ends. Were it answered sooner once an end of sequence is drawn, a proposal with one would be in time for a
+deadline more often than another, and what is late is not tested: the tokens that are tested would no longer
+follow the law that is shipped with them.
 """
 
 from __future__ import annotations
@@ -56,7 +61,8 @@ class Reading:
         self.nodes: list[Node] = []
         self.weights: list[float] = []
         self.parents: list[int] | None = [] if shape.max_nodes > shape.depth else None
-        self._is_ended = False
+        self._is_ended = self._is_read = False
+        self._beyond: list[Node] = []  # drafted behind the proposal's end, for the time that it takes
 
     def go_on(self) -> list[Node]:
         """Read as far as the tree goes; return the open nodes it ends at, none when all is read."""
@@ -117,21 +123,24 @@ class Reading:
 
     def _read_chain(self) -> list[Node]:
         base, shape = self.root.position + 1, self.shape
-        while not self._is_ended:
-            tip = self.nodes[-1] if self.nodes else self.root
+        while len(self.nodes) + len(self._beyond) < shape.depth and not self._is_read:
+            tip = (self._beyond or self.nodes or [self.root])[-1]
             outlook = tip.outlook
             if outlook is None:
                 return [tip]
-            token_id = outlook.choose(base)
-            self.nodes.append(tip.child(token_id))
+            following = tip.child(outlook.choose(base))
+            if self._is_ended:
+                self._beyond.append(following)
+                continue
+            self.nodes.append(following)
             if shape.stop_threshold:
                 # Dropping nothing that was drawn keeps every method lossless: each token's place in the
                 # proposal is decided before it is drawn.
                 before = self.weights[-1] if self.weights else 1.0
                 self.weights.append(before * outlook.confidence(base))
                 self._is_ended = self.weights[-1] < shape.stop_threshold
-            if len(self.nodes) >= shape.depth or token_id in self._eos:
-                self._is_ended = True
+            self._is_ended |= following.token_id in self._eos
+            self._is_read = self._is_ended and outlook.law is None
         return []
 
     def _read_tree(self) -> list[Node]:

@@ -10,7 +10,7 @@ Row 0 of the log-probabilities follows the committed tokens and row i + 1 follow
 r decides stands at absolute position base_position + depth of the row (0 for row 0), and is drawn with the
 noise of that position.
 
-Methods, all exact for the processed distribution p whatever the draft does:
+Methods, all exact for the processed distribution p:
 
 * coupled (arXiv 2408.07978): the target draws its own token, argmax(log p + gumbel), with noise that the
   draft knows as well; a node is accepted when it is that token. Trees are a walk.
@@ -18,6 +18,13 @@ Methods, all exact for the processed distribution p whatever the draft does:
 * rejection (arXiv 2211.17192, 2302.01318): a token y drawn from the shipped law q is accepted with
   probability min(1, p(y) / q(y)); else the correction is drawn from (p - q)+ with the full p. Chains only.
 * greedy: at temperature 0 all methods accept y while y = argmax p.
+
+Whom they trust. With coupled, naive and greedy verification the target draws its tokens without looking at
+the proposal: they are exact whatever a drafter sends, be it broken or hostile. Rejection is exact only when
+each token was drawn from the very law that is shipped with it, and when neither the drafter nor a deadline
+picks among proposals by what was drawn. A drafter that ships one law and draws from another shifts the law
+of the text, and no test on this side could tell from single draws. Use rejection with drafters you run
+yourself.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from services.draft.reading import MIN_GROWN, MIN_PROPOSED, Reading, Shape
 from services.draft.tree import IN_CHAIN, Node, SpeculationTree
 
 EOS = (0,)
+LAW = SparseDistribution((0, 1, 2), (2, 1, 1), 2)
 
 
 class Fixed:
@@ -93,6 +94,26 @@ def test_chain_and_tree_end_with_the_end_of_sequence():
     assert chain.proposal().token_ids == (0,)
     assert tree.go_on() == [root.child(3)]
     assert tree.proposal() == Proposal((0, 3), (-1, -1))
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.6])
+@pytest.mark.parametrize("chain", list(itertools.product((0, 1, 2), repeat=3)))
+def test_chain_with_laws_takes_as_long_whatever_was_drawn(chain: tuple[int, ...], threshold: float):
+    root = Node(9, 5, None)
+    reading = Reading(root, Shape(3, stop_threshold=threshold), EOS)
+    for num_opened, token_id in enumerate(chain):
+        (tip,) = reading.go_on()
+        assert tip.position == root.position + num_opened
+        tip.outlook = Fixed((token_id, 0.9 if token_id == 1 else 0.5))
+        tip.outlook.law = LAW
+    assert reading.go_on() == []
+    proposal = reading.proposal()
+    ended = [
+        index for index, token_id in enumerate(chain) if token_id in EOS or (threshold and token_id == 2)
+    ]
+    length = ended[0] + 1 if ended else 3
+    assert proposal.token_ids == chain[:length]
+    assert len(proposal.draft_distributions or ()) == length
 
 
 @pytest.mark.parametrize("seed", range(6))
