@@ -38,6 +38,11 @@ class _ServingSettings(_Settings):
         description="host:port of the Prometheus endpoint; port 0 takes a free one, a range like 9464-9479 "
         "its first free one, empty: none.",
     )
+    tls_ca: str = Field(
+        "", description="PEM file of the authority for TLS between orchestrators and workers; empty: no TLS."
+    )
+    tls_cert: str = Field("", description="PEM file of the own certificate, see `gammaray certs`.")
+    tls_key: str = Field("", description="PEM file of its private key.")
 
 
 class WorkerSettings(_ServingSettings):
@@ -48,7 +53,9 @@ class WorkerSettings(_ServingSettings):
     )
     listen: str = Field("127.0.0.1:0", description="host:port of the gRPC server; port 0 takes a free one.")
     advertise: str = Field("", description="host:port that orchestrators dial; empty is the bound address.")
-    redis_url: str = Field("", description="Registry to announce this worker in; empty: do not announce.")
+    redis_url: str = Field(
+        "", repr=False, description="Registry to announce this worker in; empty: do not announce."
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where the model runs; auto prefers CUDA."
     )
@@ -110,7 +117,9 @@ class OrchestratorSettings(_ServingSettings):
         description="The target model: its tokenizer and configuration are read here.",
     )
     served_model_name: str = Field("", description="Name that clients use; empty: derived from `model`.")
-    redis_url: str = Field("redis://127.0.0.1:6379/0", description="Session store and worker registry.")
+    redis_url: str = Field(
+        "redis://127.0.0.1:6379/0", repr=False, description="Session store and worker registry."
+    )
     target_addresses: str = Field(
         "", description="Comma-separated host:port of target workers, beside those of the registry."
     )
@@ -166,7 +175,7 @@ class ScalingSettings(_Settings):
     )
     min_gain: float = Field(
         1.0,
-        description="Tokens per second a drafter must gain, beyond plain decoding, to be kept; below 0: may lose.",
+        description="Tokens per second, beyond plain decoding, that a drafter must gain to stay; any number.",
     )
     retry_s: float = Field(
         60.0, gt=0, description="Pause after a drafter that did not pay, doubling up to 16-fold, in seconds."
@@ -202,7 +211,19 @@ class ClusterSettings(_Settings):
     orchestrators: int = Field(1, ge=1, le=64, description="Number of orchestrator replicas.")
     http_port: int = Field(8000, ge=1, le=65535, description="Port of the OpenAI-compatible HTTP API.")
     grpc_port: int = Field(9000, ge=1, le=65535, description="Port of the gRPC API.")
-    redis_url: str = Field("", description="Redis to use; empty starts a private redis-server.")
+    redis_url: str = Field("", repr=False, description="Redis to use; empty starts a private redis-server.")
+    host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="Address of both APIs; one that others reach needs api_keys_file, or no_auth.",
+    )
+    api_keys_file: str = Field(
+        "", description="Key file of `gammaray keys`; every caller must have a key of it. Empty: nobody must."
+    )
+    no_auth: bool = Field(False, description="Serve other machines without asking anybody for a key.")
+    worker_tls: bool = Field(
+        False, description="Mutual TLS between orchestrators and workers, by certificates made at start."
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the models run.")
     pin_cores: bool = Field(
         False,
