@@ -40,7 +40,7 @@ __all__ = ["main"]
 
 HOST = "127.0.0.1"
 _WORKER_BUILDERS = {"target": "services.app:build_target", "draft": "services.app:build_draft"}
-_ESSENTIAL = ("gcs_server", "raylet", "redis-server")
+_ESSENTIAL = ("gcs_server", "raylet")
 _RAY_TRIES = 2
 _POLL_S = 0.1
 _HOPELESS = re.compile(r"[\w.]*(UnsupportedModelError|InvalidArgumentError)\b")
@@ -97,11 +97,11 @@ def serve_cluster(options: LauncherOptions, started: ExitStack, announce: Callab
     os.environ.pop("RAY_ADDRESS", None)  # always a cluster of its own
     _start_ray(directory, started)
     _start_serve(settings)
-    redis_url = settings.redis_url or _start_redis(directory, started)
-    _deploy(settings, redis_url)
+    redis = None if settings.redis_url else _start_redis(directory, started)
+    _deploy(settings, settings.redis_url if redis is None else redis.url)
     _wait_until_healthy(settings, deadline)
     announce()
-    _watch()
+    _watch(redis)
 
 
 def _start_ray(directory: Path, started: ExitStack) -> None:
@@ -159,10 +159,10 @@ def _stop_ray() -> None:
         ray.shutdown()
 
 
-def _start_redis(directory: Path, started: ExitStack) -> str:
+def _start_redis(directory: Path, started: ExitStack) -> RedisServer:
     server = RedisServer.start(directory / "redis")
     started.callback(server.stop)
-    return server.url
+    return server
 
 
 def _silence() -> None:
@@ -260,18 +260,20 @@ def _reason(application: Any) -> str:
     return str((errors or [line for line in lines if line] or ["no reason given"])[-1])
 
 
-def _watch() -> NoReturn:
-    """Wait for a signal, or for one of the processes that nobody restarts to end.
+def _watch(redis: RedisServer | None) -> NoReturn:
+    """Wait for a signal, or for one of the processes that nobody restarts to end; restart the private Redis.
 
     Raises:
-        UnavailableError: One of them ended.
+        UnavailableError: One of them ended, or Redis does so again and again.
     """
     essential = {p: p.name() for p in psutil.Process().children() if p.name() in _ESSENTIAL}
     while True:
         for process, name in essential.items():
             if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
                 raise UnavailableError(f"{name} (process {process.pid}) ended, and nothing restarts it")
-        time.sleep(1.0)
+        if redis is not None and not redis.is_running:
+            redis.revive()
+        time.sleep(_POLL_S)
 
 
 def _stop(signum: int, _: FrameType | None) -> None:

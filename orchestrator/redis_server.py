@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from types import TracebackType
 
@@ -27,6 +28,8 @@ STOP_TIMEOUT_S = 5.0
 CHECK_TIMEOUT_S = 5.0
 POLL_S = 0.01
 NUM_TRIES = 5
+MAX_REVIVALS, REVIVALS_PER_S = 10, 10.0
+"""A server that ends this often in so many seconds is given up."""
 
 # Runs before redis-server takes the process over: when the process that started it dies, however that comes,
 # the kernel ends it too (PR_SET_PDEATHSIG = 1; the setting survives exec). Linux only; elsewhere it runs on.
@@ -43,17 +46,20 @@ os.execv(sys.argv[2], sys.argv[2:])
 class RedisServer:
     """A redis-server on a free loopback port, with a password; a context manager that stops it.
 
-    It keeps nothing on disk: it lives as long as the cluster it was started for, and nobody would read a file
-    afterwards. Sessions that must outlive the machine need a Redis of their own.
+    What it was told is in its directory before it answers, so that `revive` brings all of it back after the
+    process died. It lives as long as the cluster it was started for: sessions that must outlive the machine
+    need a Redis of their own.
 
     Attributes:
         url: For clients. Holds the password, which other users of the machine do not have.
         pid: Process id.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, password: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], directory: Path, port: int, password: str) -> None:
         """Wrap a running server; use `start`."""
-        self._process = process
+        self._process, self._directory = process, directory
+        self._port, self._password = port, password
+        self._revived_at: deque[float] = deque(maxlen=MAX_REVIVALS)
         self.url = f"redis://:{password}@127.0.0.1:{port}/0"
         self.pid = process.pid
 
@@ -73,20 +79,46 @@ class RedisServer:
         directory.mkdir(parents=True, exist_ok=True)
         for _ in range(NUM_TRIES):  # somebody else may take the port between our look and its bind
             port, password = _free_port(), secrets.token_urlsafe(32)
-            server = cls(_launch(binary, port, directory, password), port, password)
+            server = cls(_launch(binary, port, directory, password), directory, port, password)
             if server._answers():
                 return server
             server.stop()
         raise UnavailableError(f"{binary} did not come up in {NUM_TRIES} tries")
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the process is there."""
+        return self._process.poll() is None
+
+    def revive(self) -> None:
+        """Start it again after it ended, with all it held, where it was.
+
+        Raises:
+            UnavailableError: It does not come up, or ends again and again.
+        """
+        now = time.monotonic()
+        if len(self._revived_at) == MAX_REVIVALS and now - self._revived_at[0] < REVIVALS_PER_S:
+            raise UnavailableError(
+                f"redis-server ended {MAX_REVIVALS} times within {REVIVALS_PER_S:g} s, last with status "
+                f"{self._process.poll()}"
+            )
+        self._revived_at.append(now)
+        self._process = _launch(_binary(), self._port, self._directory, self._password)
+        self.pid = self._process.pid
+        if not self._answers():
+            self.stop()
+            raise UnavailableError("redis-server ended and does not come up again")
+
     def stop(self) -> None:
-        """Stop the server; once is enough, twice is fine."""
+        """Stop the server and remove its files; once is enough, twice is fine."""
         self._process.terminate()
         try:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(STOP_TIMEOUT_S)
+        shutil.rmtree(self._directory / "appendonlydir", ignore_errors=True)
+        (self._directory / "appendonly.aof").unlink(missing_ok=True)  # where Redis 6 has it
 
     def __enter__(self) -> RedisServer:
         return self
@@ -140,7 +172,10 @@ def _launch(binary: str, port: int, directory: Path, password: str) -> subproces
     # The password goes through a pipe: anybody may read the arguments of a process.
     config = (
         f"bind 127.0.0.1\nport {port}\nrequirepass {password}\n"
-        f'dir "{directory}"\nsave ""\nappendonly no\nloglevel warning\n'
+        f'dir "{directory}"\nsave ""\nloglevel warning\n'
+        # Written before each answer, and never put off as with "everysec": kill -9 loses nothing. What a
+        # machine's crash would lose is lost with the cluster anyway.
+        "appendonly yes\nappendfsync no\n"
     )
     # A session of its own: Ctrl-C in a terminal must reach the starter alone, which stops things in order.
     process = subprocess.Popen(
