@@ -1,0 +1,58 @@
+"""The private Redis outlives its process: what it answered is there after kill -9."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+import redis
+from redis_helpers import running_redis
+
+from gammaray.errors import UnavailableError
+from orchestrator import redis_server
+
+pytestmark = pytest.mark.integration
+
+
+def push(client, value):
+    try:
+        return client.execute_command("RPUSH", "tokens", value) > 0
+    except redis.ConnectionError:
+        return False
+
+
+def kill(server):
+    os.kill(server.pid, signal.SIGKILL)
+    server._process.wait(10)
+
+
+def test_redis_killed_in_the_middle_of_writing_has_all_it_answered_when_it_is_back():
+    with running_redis() as server:
+        url, first, answered = server.url, server.pid, 0
+        client = redis.Redis.from_url(url)
+        timer = threading.Timer(0.3, kill, [server])
+        timer.start()
+        while push(client, answered):
+            answered += 1
+        timer.join()
+        assert not server.is_running
+        server.revive()
+        assert server.is_running
+        assert (server.url, server.pid != first) == (url, True)
+        there = redis.Redis.from_url(url).lrange("tokens", 0, -1)
+        # One more may be there: its answer was lost.
+        assert [int(value) for value in there] in (list(range(answered)), list(range(answered + 1)))
+        assert answered > 10
+
+
+def test_redis_that_ends_again_and_again_is_given_up(monkeypatch):
+    monkeypatch.setattr(redis_server, "MAX_REVIVALS", 2)
+    with running_redis() as server:
+        for _ in range(2):
+            kill(server)
+            server.revive()
+        kill(server)
+        with pytest.raises(UnavailableError, match="2 times within"):
+            server.revive()
