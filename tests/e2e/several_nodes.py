@@ -1,0 +1,150 @@
+"""A cluster of five emulated nodes on this machine, in a process of its own: `python several_nodes.py`.
+
+A head with the orchestrator, two nodes of small GPUs for drafters, two of large ones for targets; the GPUs
+are custom resources. Prints `ready GRPC_ADDRESS`, then answers commands on standard input in lines of JSON:
+
+    placement      the nodes of each role's running replicas
+    kill NODE      ends a node as a power cut would; answers when it is gone
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from gammaray.config import OrchestratorSettings
+from orchestrator.cluster_env import private_directory, serve_environment
+from orchestrator.preflight import free_ports
+from orchestrator.reaper import MARK, Guardian, die_with_parent
+from orchestrator.redis_server import RedisServer
+
+HOST = "127.0.0.1"
+MEMORY = 80 * 2**20
+NODES = {
+    "small-a": {"small_gpu": 2},
+    "small-b": {"small_gpu": 1},
+    "large-a": {"large_gpu": 1},
+    "large-b": {"large_gpu": 1},
+}
+SCALING = {
+    "draft_load": 1.0,
+    "min_gain": -1e9,  # cores are shared: whether drafting pays here is not the question
+    "scale_up_delay_s": 0.5,
+    "scale_down_delay_s": 1.0,
+    "report_interval_s": 0.3,
+}
+
+
+def main() -> None:
+    """Start everything, serve commands, stop everything."""
+    die_with_parent()
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def answer(value: object) -> None:
+        print(value, file=answers, flush=True)
+
+    with ExitStack() as started:
+        directory = private_directory()
+        started.callback(Guardian(directory.name, directory).dismiss)
+        os.environ.update({MARK: directory.name, **serve_environment(directory, HOST)})
+        http_port, grpc_port = free_ports(HOST, 2)
+        redis = started.enter_context(RedisServer.start(directory / "redis"))
+        nodes, cluster = start_nodes(directory, started)
+        deploy(redis.url, http_port, grpc_port, started)
+        answer(f"ready {HOST}:{grpc_port}")
+        for line in sys.stdin:
+            command, _, name = line.strip().partition(" ")
+            if command == "placement":
+                answer(json.dumps(placement({node.node_id: name for name, node in nodes.items()})))
+            elif command == "kill":
+                cluster.remove_node(nodes.pop(name), allow_graceful=False)
+                answer(json.dumps("gone"))
+
+
+def start_nodes(directory: Path, started: ExitStack) -> tuple[dict[str, Any], Any]:
+    """Start the head and the other nodes; return these by name, and the cluster."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    # Each node has a loopback address of its own, and not 127.0.0.1: Ray would take the machine's for that.
+    head = {"node_ip_address": "127.0.0.2", "object_store_memory": MEMORY}
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={
+            **head,
+            "temp_dir": str(directory / "ray"),
+            "resources": {"head": 1},
+            "include_dashboard": False,
+        },
+    )
+    started.callback(cluster.shutdown)
+    nodes = {"head": cluster.head_node} | {
+        name: cluster.add_node(
+            wait=False, resources=has, node_ip_address=f"127.0.0.{number}", object_store_memory=MEMORY
+        )
+        for number, (name, has) in enumerate(NODES.items(), start=3)
+    }
+    cluster.wait_for_nodes(60)
+    ray.init(address=cluster.address, _node_ip_address=head["node_ip_address"], log_to_driver=False)
+    started.callback(ray.shutdown)
+    return nodes, cluster
+
+
+def deploy(redis_url: str, http_port: int, grpc_port: int, started: ExitStack) -> None:
+    """Deploy all roles, each to its nodes, and wait until they run."""
+    from ray import serve
+
+    from gammaray.serving import APPLICATIONS, GRPC_SERVICERS
+    from orchestrator.app import OrchestratorDeployment
+    from services.app import build_draft, build_target
+
+    serve.start(
+        proxy_location="HeadOnly",
+        http_options={"host": HOST, "port": http_port},
+        grpc_options={"port": grpc_port, "grpc_servicer_functions": list(GRPC_SERVICERS)},
+    )
+    started.callback(serve.shutdown)
+    worker = {"redis_url": redis_url, "device": "cpu", "drain_timeout_s": 5.0}
+    drafter = {**worker, "draft_ahead": False}  # so that load is what is asked for, and not what is foreseen
+    settings = OrchestratorSettings(redis_url=redis_url, worker_wait_s=60.0)
+    orchestrator = serve.deployment(
+        name="Orchestrator",
+        max_ongoing_requests=100,
+        ray_actor_options={"num_cpus": 0, "resources": {"head": 1}},
+    )(OrchestratorDeployment)
+    small, large = ({"resources": {kind: 1}} for kind in ("small_gpu", "large_gpu"))
+    targets = [
+        serve.RunTarget(build_target(worker, 2, large, SCALING), APPLICATIONS["target"].name, None),
+        serve.RunTarget(build_draft(drafter, "1:3", small, SCALING), APPLICATIONS["draft"].name, None),
+        serve.RunTarget(
+            orchestrator.bind(settings.model_dump(mode="json")), APPLICATIONS["orchestrator"].name, "/"
+        ),
+    ]
+    serve.run_many(targets, wait_for_ingress_deployment_creation=False)
+
+
+def placement(names: dict[str, str]) -> dict[str, list[str]]:
+    """Return the nodes of the running replicas of each deployment."""
+    import ray
+    from ray.serve.context import _get_global_client
+
+    client: Any = _get_global_client()
+    details = ray.get(client._controller.get_serve_instance_details.remote(), timeout=30)
+    return {
+        name: sorted(
+            names.get(replica["node_id"], "gone")
+            for replica in deployment["replicas"]
+            if replica["state"] == "RUNNING"
+        )
+        for application in details["applications"].values()
+        for name, deployment in application["deployments"].items()
+    }
+
+
+if __name__ == "__main__":
+    main()
