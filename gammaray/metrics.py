@@ -208,6 +208,15 @@ class AcceptanceEstimator:
         self._tested = [count * factor for count in self._tested]
 
     @property
+    def counts(self) -> tuple[list[float], list[float]]:
+        """Accepted and tested tokens by depth, decayed."""
+        return list(self._accepted), list(self._tested)
+
+    def recall(self, accepted: list[float], tested: list[float]) -> None:
+        """Take over the counts of an estimator of the same session, of the same length."""
+        self._accepted, self._tested = list(accepted), list(tested)
+
+    @property
     def alpha(self) -> float:
         """Alpha pooled over depths."""
         prior = self._prior_alpha if self._fleet is None else self._fleet.alpha

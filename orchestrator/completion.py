@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from dataclasses import replace
 
 from gammaray.metrics import SpeculationCounters
-from gammaray.types import Chunk, EmittedToken, TokenOrigin, TopLogprob, Usage
-from orchestrator.cycle import Cycle, TokenLogprobs
+from gammaray.types import Chunk, EmittedToken, FinishReason, TokenOrigin, TopLogprob, Usage
+from orchestrator.cycle import Cycle
+from orchestrator.records import StoredToken
 from orchestrator.session import Session
 from orchestrator.tokenizer import Tokenizer
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "emitted_token"]
 
 
 class Progress:
@@ -20,41 +23,64 @@ class Progress:
     or tested ones.
 
     Args:
-        session: The session; its first cycle starts now.
+        session: The session; its next cycle starts now.
         tokenizer: The target's.
+        offset: Emitted tokens that the client has already.
+        counters: What earlier owners counted.
+        elapsed_s: Seconds that they took.
+
+    Attributes:
+        counters: What was counted so far.
     """
 
-    def __init__(self, session: Session, tokenizer: Tokenizer) -> None:
-        self._session, self._tokenizer = session, tokenizer
-        self._counters = SpeculationCounters()
-        self._start = time.perf_counter()
+    def __init__(
+        self,
+        session: Session,
+        tokenizer: Tokenizer,
+        offset: int = 0,
+        counters: SpeculationCounters | None = None,
+        elapsed_s: float = 0.0,
+    ) -> None:
+        self._session, self._tokenizer, self._offset = session, tokenizer, offset
+        self.counters = counters or SpeculationCounters()
+        self._start = time.perf_counter() - elapsed_s
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds from the first cycle on."""
+        return time.perf_counter() - self._start
 
     def chunk(self, cycle: Cycle, plain_cycle_s: float | None) -> Chunk:
         """Return the piece of the completion that a cycle emitted; the last one has usage and summary."""
         self._count(cycle, plain_cycle_s)
-        tokens = tuple(self._token(cycle, index) for index in range(len(cycle.token_ids)))
-        session = self._session
-        seed = session.params.seed or 0
-        if cycle.finish_reason is None:
-            return Chunk(session.session_id, cycle.text, tokens, seed)
-        return Chunk(
-            session.session_id,
-            cycle.text,
-            tokens,
-            seed,
-            finish_reason=cycle.finish_reason,
-            usage=Usage(
-                prompt_tokens=len(session.prompt),
-                completion_tokens=session.num_emitted,
-                accepted_prediction_tokens=self._counters.accepted,
-                rejected_prediction_tokens=self._counters.drafted - self._counters.accepted,
-            ),
-            summary=self._counters.summary(time.perf_counter() - self._start),
+        logprobs = cycle.logprobs or (None,) * len(cycle.token_ids)
+        tokens = zip(cycle.token_ids, cycle.origins, logprobs, strict=True)
+        return self.piece(tokens, cycle.text, cycle.finish_reason)
+
+    def piece(
+        self, tokens: Iterable[StoredToken], text: str, finish_reason: FinishReason | None = None
+    ) -> Chunk:
+        """Return the next tokens as a piece, without counting; the last one has usage and summary."""
+        emitted = tuple(emitted_token(token, self._tokenizer) for token in tokens)
+        session, offset = self._session, self._offset
+        self._offset += len(emitted)
+        piece = Chunk(
+            session.session_id, text, emitted, session.params.seed or 0, offset=offset, turn=session.turn
         )
+        if finish_reason is None:
+            return piece
+        usage = Usage(
+            prompt_tokens=len(session.prompt),
+            completion_tokens=self._offset,
+            accepted_prediction_tokens=self.counters.accepted,
+            rejected_prediction_tokens=self.counters.drafted - self.counters.accepted,
+        )
+        summary = self.counters.summary(self.elapsed_s)
+        return replace(piece, finish_reason=finish_reason, usage=usage, summary=summary)
 
     def _count(self, cycle: Cycle, plain_cycle_s: float | None) -> None:
         emitted = len(cycle.token_ids)
-        self._counters.observe(
+        self.counters.observe(
             gamma=cycle.num_drafted,
             tested=min(cycle.num_tested, emitted),
             accepted=sum(origin is TokenOrigin.ACCEPTED for origin in cycle.origins),
@@ -68,10 +94,12 @@ class Progress:
             is_fallback=cycle.is_fallback,
         )
 
-    def _token(self, cycle: Cycle, index: int) -> EmittedToken:
-        token_id, token_bytes = cycle.token_ids[index], self._tokenizer.token_bytes
-        if not cycle.logprobs:
-            return EmittedToken(token_id, cycle.origins[index], token_bytes(token_id))
-        logprobs: TokenLogprobs = cycle.logprobs[index]
-        top = tuple(TopLogprob(other, logprob, token_bytes(other)) for other, logprob in logprobs.top)
-        return EmittedToken(token_id, cycle.origins[index], token_bytes(token_id), logprobs.logprob, top)
+
+def emitted_token(token: StoredToken, tokenizer: Tokenizer) -> EmittedToken:
+    """Return a committed token as the client gets it."""
+    token_id, origin, logprobs = token
+    token_bytes = tokenizer.token_bytes
+    if logprobs is None:
+        return EmittedToken(token_id, origin, token_bytes(token_id))
+    top = tuple(TopLogprob(other, logprob, token_bytes(other)) for other, logprob in logprobs.top)
+    return EmittedToken(token_id, origin, token_bytes(token_id), logprobs.logprob, top)

@@ -184,7 +184,11 @@ class SessionStore(Protocol):
     """Holds what must outlive this process."""
 
     def append(
-        self, session: Session, token_ids: Sequence[int], origins: Sequence[TokenOrigin]
+        self,
+        session: Session,
+        token_ids: Sequence[int],
+        origins: Sequence[TokenOrigin],
+        logprobs: Sequence[TokenLogprobs] = (),
     ) -> Coroutine[Any, Any, None]:
         """Store the tokens that end the session's committed ones, and its `finish_reason`.
 
@@ -192,6 +196,7 @@ class SessionStore(Protocol):
 
         Raises:
             FailedPreconditionError: The session has another owner by now.
+            CancelledError: It was cancelled.
             UnavailableError: The store cannot be reached.
         """
 
@@ -230,7 +235,7 @@ async def run_cycle(
     token_ids, origins = _emitted(session, proposal, verdict)
     kept = session.commit(token_ids)
     text = session.text.take(final=session.finish_reason is not None)
-    await store.append(session, token_ids[:kept], origins[:kept])
+    await store.append(session, token_ids[:kept], origins[:kept], verdict.logprobs[:kept])
 
     cycle = Cycle(
         gamma=shape.depth,

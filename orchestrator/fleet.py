@@ -7,6 +7,7 @@ import logging
 from typing import Protocol
 
 from gammaray.errors import GammarayError, InvalidArgumentError, UnavailableError
+from gammaray.tls import TlsFiles
 from gammaray.types import ProcessStatus
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import target_service_pb2 as target_pb
@@ -41,17 +42,24 @@ class Fleet:
         vocab_size: Number of token ids of the served model.
         target_addresses: Comma-separated host:port of target workers, beside the registry's.
         draft_addresses: The same for draft workers.
+        tls: What to show the workers; None is plain text.
     """
 
     def __init__(
-        self, registry: Registry, vocab_size: int, *, target_addresses: str = "", draft_addresses: str = ""
+        self,
+        registry: Registry,
+        vocab_size: int,
+        *,
+        target_addresses: str = "",
+        draft_addresses: str = "",
+        tls: TlsFiles | None = None,
     ) -> None:
         self._registry, self._vocab_size = registry, vocab_size
         self.targets: WorkerPool[target_pb.VerifyBlock, target_pb.VerifyResult] = WorkerPool(
-            TARGET, _split(target_addresses), self._check_target
+            TARGET, _split(target_addresses), self._check_target, tls
         )
         self.drafts: WorkerPool[draft_pb.ProposeBlock, draft_pb.ProposeResult] = WorkerPool(
-            DRAFT, _split(draft_addresses), self._check_draft
+            DRAFT, _split(draft_addresses), self._check_draft, tls
         )
         self._task: asyncio.Task[None] | None = None
 
@@ -80,6 +88,12 @@ class Fleet:
             if link.is_up and link.info is not None
         ]
         return min(lengths, default=None)
+
+    def release(self, session_id: str, epoch: int) -> None:
+        """Have all workers free what they hold of a session, but for newer epochs; returns at once."""
+        for links in (self.targets.links, self.drafts.links):
+            for link in links.values():
+                link.release(session_id, epoch)
 
     def status(self) -> list[ProcessStatus]:
         """Return the state of each worker."""

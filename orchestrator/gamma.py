@@ -74,11 +74,14 @@ class AdaptiveGamma:
         max_gamma: Upper bound of the depth.
         costs: Shared by the sessions of this replica.
         max_nodes: Upper bound of the nodes; up to 1 for chains only.
+
+    Attributes:
+        acceptance: This session's, shrunk towards the fleet's.
     """
 
     def __init__(self, max_gamma: int, costs: CostModel, max_nodes: int = 0) -> None:
         self._costs, self._learner = costs, Learner(costs)
-        self._acceptance = AcceptanceEstimator(0.975, prior_strength=8.0, fleet=costs.acceptance)
+        self.acceptance = AcceptanceEstimator(0.975, prior_strength=8.0, fleet=costs.acceptance)
         self._shapes = _shapes(max_gamma, max_nodes)
         self._max_gamma, self._max_nodes = max_gamma, max_nodes
         self._speeds: Mapping[Shape, float] = {}
@@ -133,9 +136,9 @@ class AdaptiveGamma:
             expected, _ = self._promises[cycle.shape]
             self._costs.trees.observe(cycle.shape, cycle.levels, cycle.num_drafted, expected)
         if tested:
-            self._acceptance.observe(tested, accepted)
+            self.acceptance.observe(tested, accepted)
         elif kind is Family.PLAIN:
-            self._acceptance.fade(FADE)
+            self.acceptance.fade(FADE)
 
     def _observe_probe(self, cycle: Cycle) -> None:
         """Count down the burst; at its end look at what it changed."""
@@ -166,8 +169,8 @@ class AdaptiveGamma:
         The others' loss enters as seconds of this session's cycle, against what it costs them now: then a
         shape is faster than the present one just when all sessions together get more tokens per second.
         """
-        by_depth = self._acceptance.by_depth(self._max_gamma)
-        survival = self._acceptance.survival(self._max_gamma)
+        by_depth = self.acceptance.by_depth(self._max_gamma)
+        survival = self.acceptance.survival(self._max_gamma)
         costs, speeds = self._costs, dict[Shape, float]()
         weight, usual = self._weight(), costs.burden_s(self._usual_nodes())
         sizes: dict[int, list[float]] = {}

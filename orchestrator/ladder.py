@@ -17,6 +17,8 @@ from dataclasses import replace
 from gammaray.errors import GammarayError
 from gammaray.types import DrafterKind, Proposal
 from orchestrator.cycle import Cycle, GammaController, Shape
+from orchestrator.gamma import AdaptiveGamma
+from orchestrator.heritage import Counts, Heritage
 from orchestrator.ngram import NgramDrafter
 from orchestrator.remote import Readiness, RemoteDrafter
 from orchestrator.session import Session
@@ -76,6 +78,29 @@ class Ladder:
         """Learn from a finished cycle; one that fell a rung tells about neither."""
         if not self._has_fallen:
             self._controllers[self.rung].observe(cycle)
+
+    @property
+    def acceptance(self) -> dict[DrafterKind, Counts]:
+        """What the adaptive controllers know of the session's acceptance, by rung."""
+        adaptive = ((r, c) for r, c in self._controllers.items() if isinstance(c, AdaptiveGamma))
+        return {rung: controller.acceptance.counts for rung, controller in adaptive}
+
+    def recall(self, heritage: Heritage) -> None:
+        """Go on with what a former owner of the session knew, and where it drafted."""
+        for rung, controller in self._controllers.items():
+            if rung in heritage.acceptance and isinstance(controller, AdaptiveGamma):
+                controller.acceptance.recall(*heritage.acceptance[rung])
+        if self._top is DrafterKind.MODEL:
+            self._remote.prefer(self._session, heritage.draft)
+
+    @property
+    def draft_address(self) -> str:
+        """host:port of the draft worker in use, "" for none."""
+        return self._remote.address
+
+    def leave(self, session: Session) -> None:
+        """Let a draft worker keep what it holds of the session; returns at once."""
+        self._remote.leave(session)
 
     def release(self, session: Session) -> None:
         """Free what a draft worker holds of the session; returns at once."""

@@ -8,7 +8,15 @@ from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Any
 
 from gammaray.types import TokenOrigin
-from orchestrator.cycle import Cycle, Drafter, GammaController, SessionStore, Verifier, run_cycle
+from orchestrator.cycle import (
+    Cycle,
+    Drafter,
+    GammaController,
+    SessionStore,
+    TokenLogprobs,
+    Verifier,
+    run_cycle,
+)
 from orchestrator.session import Session
 
 __all__ = ["run_cycles"]
@@ -67,10 +75,14 @@ class _Ahead:
             self._found.set()
 
     def append(
-        self, session: Session, token_ids: Sequence[int], origins: Sequence[TokenOrigin]
+        self,
+        session: Session,
+        token_ids: Sequence[int],
+        origins: Sequence[TokenOrigin],
+        logprobs: Sequence[TokenLogprobs] = (),
     ) -> Coroutine[Any, Any, None]:
         """Prepare the write, which `take` does; returns an empty one."""
-        self._write = self._store.append(session, token_ids, origins)
+        self._write = self._store.append(session, token_ids, origins, logprobs)
         return _nothing()
 
     async def take(self) -> Cycle | None:

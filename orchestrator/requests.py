@@ -15,7 +15,7 @@ from orchestrator.detokenizer import Detokenizer
 from orchestrator.session import Session
 from orchestrator.tokenizer import Tokenizer
 
-__all__ = ["check_request", "open_session"]
+__all__ = ["check_request", "make_session", "open_session"]
 
 LONG_TEXT = 8192
 """Characters from which on a prompt is tokenised in a thread, so that other sessions go on meanwhile."""
@@ -44,44 +44,61 @@ def check_request(
 
 
 async def open_session(
-    request: GenerationRequest, tokenizer: Tokenizer, max_context: int, caller: Caller = ANONYMOUS
+    request: GenerationRequest,
+    tokenizer: Tokenizer,
+    max_context: int,
+    caller: Caller = ANONYMOUS,
+    before: tuple[int, ...] = (),
+    seed: int | None = None,
 ) -> Session:
     """Return the session of a checked request: prompt tokenised, seed drawn, length clipped to the context.
 
-    Its name is the caller's qualified one.
+    Its name is the caller's qualified one. The prompt follows the tokens of `before`, the session's turns so
+    far, whose seed goes on where the request names none.
 
     Raises:
         InvalidArgumentError: The prompt has no token, or leaves no room in the context.
     """
-    prompt = await _prompt_ids(request.prompt, tokenizer)
-    if not prompt:
+    own = await _prompt_ids(request.prompt, tokenizer, is_start=not before)
+    if not own:
         raise InvalidArgumentError("prompt", "a text without tokens", "at least one token")
+    prompt = before + own
     if len(prompt) >= max_context:
         raise InvalidArgumentError(
             "prompt",
             f"{len(prompt)} tokens",
             f"at most {max_context - 1} tokens, one less than the model's context of {max_context}",
         )
-    params = request.sampling
-    if params.seed is None:
-        # Clients are told it; 53 bits survive even those that read JSON numbers as doubles.
-        params = replace(params, seed=secrets.randbits(53))
+    if request.sampling.seed is None:
+        seed = secrets.randbits(64) if seed is None else seed
+        request = replace(request, sampling=replace(request.sampling, seed=seed))
+    name = caller.qualify(request.session_id or uuid.uuid4().hex)
+    return make_session(name, request, prompt, min(request.max_tokens, max_context - len(prompt)), tokenizer)
+
+
+def make_session(
+    name: str, request: GenerationRequest, prompt: tuple[int, ...], max_tokens: int, tokenizer: Tokenizer
+) -> Session:
+    """Return the session of a request whose seed is set, for a prompt of at least one token."""
     return Session(
-        session_id=caller.qualify(request.session_id or uuid.uuid4().hex),
+        session_id=name,
         prompt=prompt,
-        params=params,
+        params=request.sampling,
         method=request.verification,
-        max_tokens=min(request.max_tokens, max_context - len(prompt)),
+        max_tokens=max_tokens,
         text=Detokenizer(tokenizer, prompt, request.stop),
         eos_token_ids=frozenset() if request.ignore_eos else tokenizer.eos_token_ids,
         stop_token_ids=frozenset(request.stop_token_ids),
         num_top_logprobs=request.num_top_logprobs,
+        turn=request.turn,
     )
 
 
-async def _prompt_ids(prompt: str | tuple[int, ...], tokenizer: Tokenizer) -> tuple[int, ...]:
+async def _prompt_ids(
+    prompt: str | tuple[int, ...], tokenizer: Tokenizer, *, is_start: bool
+) -> tuple[int, ...]:
     if not isinstance(prompt, str):
         return prompt
     if len(prompt) < LONG_TEXT:
-        return tuple(tokenizer.encode(prompt))
-    return tuple(await asyncio.to_thread(tokenizer.encode, prompt))
+        return tuple(tokenizer.encode(prompt, is_start=is_start))
+    return tuple(await asyncio.to_thread(tokenizer.encode, prompt, is_start=is_start))

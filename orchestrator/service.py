@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from gammaray.config import OrchestratorSettings
-from gammaray.convert import request_to_proto
-from gammaray.errors import GammarayError, UnavailableError
+from gammaray.errors import CancelledError, GammarayError
 from gammaray.otel import Telemetry
+from gammaray.tls import tls_files
 from gammaray.types import (
     Chunk,
     FinishReason,
@@ -24,14 +23,21 @@ from orchestrator.access import ANONYMOUS, Caller
 from orchestrator.admission import Admission
 from orchestrator.completion import Progress
 from orchestrator.drafting import Drafting
+from orchestrator.fencing import FencedVerifier
 from orchestrator.fleet import Fleet
+from orchestrator.heritage import Heritage
+from orchestrator.ladder import Ladder
+from orchestrator.leases import Keeper
+from orchestrator.meter import OrchestratorMeter, metered
 from orchestrator.pipeline import run_cycles
 from orchestrator.redis_calls import Redis, answer, connect
 from orchestrator.registry import RedisRegistry
 from orchestrator.remote import session_spec
 from orchestrator.remote_target import RemoteVerifier
-from orchestrator.requests import check_request, open_session
-from orchestrator.session import Session
+from orchestrator.requests import check_request
+from orchestrator.session_calls import SessionCalls
+from orchestrator.sessions import Opened, Opener
+from orchestrator.status import StatusBoard
 from orchestrator.store import RedisStore
 from orchestrator.tokenizer import Tokenizer, resolve_model, served_name
 from orchestrator.trace_store import RedisTraceStore
@@ -44,7 +50,8 @@ _log = logging.getLogger(__name__)
 SETTLE_S = 3.0
 """How long a start waits for the workers that are known to connect."""
 
-STATUS_TIMEOUT_S = 1.0
+HERITAGE_PERIOD = 4
+"""Cycles after which is stored again what an heir of a session should know."""
 
 
 class Orchestrator:
@@ -54,6 +61,7 @@ class Orchestrator:
         model_name: Name under which the target model is served.
         max_context: Longest prompt plus completion, in tokens.
         vocab_size: Number of token ids.
+        sessions: What callers may ask and do about their sessions.
     """
 
     def __init__(self, settings: OrchestratorSettings, redis: Redis, tokenizer: Tokenizer) -> None:
@@ -67,15 +75,21 @@ class Orchestrator:
             settings.max_concurrent_requests, settings.max_waiting_requests, settings.max_wait_s
         )
         records = RedisTraceStore(redis, settings.session_ttl_s)
+        self.meter = OrchestratorMeter()
         self.tracing = Tracing(Telemetry("orchestrator"), records, self.model_name)
+        self._opener = Opener(self._store, tokenizer)
         self._tasks: set[asyncio.Task[None]] = set()
         self._fleet = Fleet(
             RedisRegistry(redis),
             tokenizer.vocab_size,
             target_addresses=settings.target_addresses,
             draft_addresses=settings.draft_addresses,
+            tls=tls_files(settings),
         )
         self._drafting = Drafting(settings, self._fleet.drafts, tokenizer.vocab_size)
+        self._board = StatusBoard(self.meter, self._admission, self._fleet, redis, self.model_name)
+        self._keeper = Keeper(self._store, self._fleet.release)
+        self.sessions = SessionCalls(self._store, tokenizer, self._fleet.release)
 
     @classmethod
     async def start(cls, settings: OrchestratorSettings) -> Orchestrator:
@@ -91,12 +105,15 @@ class Orchestrator:
             tokenizer = await asyncio.to_thread(Tokenizer, resolve_model(settings.model))
             orchestrator = cls(settings, redis, tokenizer)
             await orchestrator._fleet.start(SETTLE_S)
+            await orchestrator._board.start(settings.metrics_listen)
         except BaseException:
             await redis.aclose()
             raise
         orchestrator._fit_context()
+        orchestrator._keeper.start()
         return orchestrator
 
+    @metered
     @traced
     async def generate(
         self, request: GenerationRequest, caller: Caller = ANONYMOUS
@@ -119,39 +136,71 @@ class Orchestrator:
         )
         async with self._admission.place(caller):
             self._fit_context()
-            session = await open_session(request, self._tokenizer, self.max_context, caller)
-            session.deadline = caller.deadline
-            stored = request_to_proto(replace(request, sampling=session.params)).SerializeToString()
-            await self._store.create(session, stored)
-            async with contextlib.aclosing(self._run(session, request)) as chunks:
+            opened = await self._opener.open(request, self.max_context, caller)
+            opened.session.deadline = caller.deadline
+            async with contextlib.aclosing(self._stream(opened)) as chunks:
                 async for chunk in chunks:
                     if caller.tenant:
                         chunk = replace(chunk, session_id=caller.public(chunk.session_id))
                     yield chunk
 
-    async def _run(self, session: Session, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        settings = self._settings
+    async def _stream(self, opened: Opened) -> AsyncGenerator[Chunk, None]:
+        """Yield what the client lacks of what is committed, then what new cycles emit."""
+        session, heritage = opened.session, opened.heritage
+        progress = Progress(session, self._tokenizer, opened.offset, heritage.counters, heritage.elapsed_s)
+        has_ended = False
+        try:
+            with self._keeper.holding(session):
+                for chunk in opened.replay(progress):
+                    yield chunk
+                if session.finish_reason is None:
+                    async with contextlib.aclosing(self._run(opened, progress)) as chunks:
+                        async for chunk in chunks:
+                            has_ended = chunk.finish_reason is not None
+                            yield chunk
+        finally:
+            if opened.ended is None:
+                self._keeper.let_go(session, has_ended=has_ended)
+
+    async def _run(self, opened: Opened, progress: Progress) -> AsyncGenerator[Chunk, None]:
+        settings, session = self._settings, opened.session
         spec = session_spec(session, self._tokenizer.eos_token_ids)
-        ladder = self._drafting.ladder(session, request, spec)
+        ladder = self._drafting.ladder(session, opened.request, spec)
         verifier = RemoteVerifier(
             self._fleet.targets, spec, timeout_s=settings.verify_timeout_s, wait_s=settings.worker_wait_s
         )
-        progress = Progress(session, self._tokenizer)
+        ladder.recall(opened.heritage)
+        verifier.prefer(session, opened.heritage.target)
+        fenced = FencedVerifier(verifier, self._store.renew)
         journal = self.tracing.journal(session, self._in_background)
-        cycles = run_cycles(session, ladder, verifier, self._store, journal.watch(ladder))
+        cycles = run_cycles(session, ladder, fenced, self._store, journal.watch(ladder))
         try:
             with journal:
                 async with contextlib.aclosing(cycles):
                     async for cycle in cycles:
                         journal.stored()
+                        plain_cycle_s = self._drafting.plain_cycle_s
+                        self.meter.cycle(cycle, plain_cycle_s)
                         if cycle.finish_reason is not None:
-                            ladder.release(session)
-                            verifier.release(session)
-                        yield progress.chunk(cycle, self._drafting.plain_cycle_s)
-        except (GeneratorExit, asyncio.CancelledError):
-            self._in_background(self._store.finish(session, FinishReason.CANCELLED))
-            raise
+                            self._free(opened, ladder, verifier)
+                        chunk = progress.chunk(cycle, plain_cycle_s)
+                        if progress.counters.cycles % HERITAGE_PERIOD == 1:
+                            session.state = _heritage(progress, ladder, verifier).to_bytes()
+                        yield chunk
+        except CancelledError:
+            yield progress.piece((), "", FinishReason.CANCELLED)
         finally:
+            ladder.release(session)
+            verifier.release(session)
+
+    def _free(self, opened: Opened, ladder: Ladder, verifier: RemoteVerifier) -> None:
+        """Free the workers' caches of a turn that has ended, now or when its client wants it."""
+        session, keep_s = opened.session, opened.request.keep_cache_s
+        if keep_s > 0:
+            ladder.leave(session)
+            verifier.leave(session)
+            self._keeper.release_later(session, keep_s)
+        else:
             ladder.release(session)
             verifier.release(session)
 
@@ -176,15 +225,14 @@ class Orchestrator:
         return self._tokenizer.render_chat(messages)
 
     async def status(self) -> list[ProcessStatus]:
-        """Return the state of this orchestrator, its workers and Redis."""
-        own = ProcessStatus(
-            "orchestrator", os.getpid(), "", self.model_name, True, self._admission.num_running
-        )
-        return [own, *self._fleet.status(), await self._redis_status()]
+        """Return the state of this orchestrator, the others, its workers and Redis."""
+        return await self._board.all()
 
     async def close(self) -> None:
         """Close every connection; requests in flight fail with UnavailableError."""
+        await self._board.stop()
         await self._fleet.close()
+        await self._keeper.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.tracing.shutdown()
         await self._redis.aclose()
@@ -204,11 +252,12 @@ class Orchestrator:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _redis_status(self) -> ProcessStatus:
-        where = self._redis.connection_pool.connection_kwargs
-        address = f"{where.get('host', '')}:{where.get('port', '')}"
-        try:
-            info = await asyncio.wait_for(answer(self._redis.info("server")), STATUS_TIMEOUT_S)
-        except (UnavailableError, asyncio.TimeoutError):
-            return ProcessStatus("redis", 0, address, "", False, 0)
-        return ProcessStatus("redis", int(info.get("process_id", 0)), address, "", True, 0)
+
+def _heritage(progress: Progress, ladder: Ladder, verifier: RemoteVerifier) -> Heritage:
+    return Heritage(
+        counters=progress.counters,
+        elapsed_s=progress.elapsed_s,
+        acceptance=ladder.acceptance,
+        target=verifier.address,
+        draft=ladder.draft_address,
+    )

@@ -50,6 +50,7 @@ class Session:
     Attributes:
         token_ids: The committed tokens: prompt, then emitted. Positions are absolute.
         finish_reason: Set once the completion has ended.
+        state: What an heir should know, to be stored with the next commit.
         deadline: `time.monotonic()` past which nobody waits for the completion.
         calls: Where to note what workers are asked; None for nowhere.
     """
@@ -67,6 +68,7 @@ class Session:
     turn: int = 0
     token_ids: list[int] = field(init=False)
     finish_reason: FinishReason | None = field(init=False, default=None)
+    state: bytes = field(init=False, default=b"")
     deadline: float = field(init=False, default=math.inf)
     calls: CallLog | None = field(init=False, default=None)
 

@@ -3,169 +3,171 @@
 Per session two keys, which expire together; `{id}` keeps them on one node of a Redis cluster:
 
 * `gammaray:session:{id}` (hash): `request` (a serialised GenerateRequest), `prompt` (token ids, uint32 each),
-  `seed`, `epoch`, and `finish_reason` once it has ended.
-* `gammaray:session:{id}:tokens` (string, append-only): the emitted tokens, five bytes each: token id (uint32,
-  little endian) and origin.
+  `seed`, `max_tokens` and `num_top` of the current `turn`; `epoch`, the fencing number of its owner; `lease`,
+  the time (ms) until which the owner is taken to be alive, absent when there is none; `size`, the bytes of
+  the tokens; `state`, what an heir should know (`orchestrator.heritage`); `finish_reason` once it has ended.
+* `gammaray:session:{id}:tokens` (string, append-only): the turn's emitted tokens, see `orchestrator.records`.
+
+Beside them `gammaray:running` (set): sessions that somebody works on, or worked on when it died; and
+`gammaray:sessions:<tenant>` (sorted set): a tenant's sessions by their last sign of life.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+import asyncio
+import uuid
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
 
-from gammaray.errors import FailedPreconditionError, NotFoundError
-from gammaray.types import FinishReason, TokenOrigin
+from gammaray.errors import CancelledError, FailedPreconditionError, InternalError, NotFoundError
+from gammaray.types import TokenOrigin
+from orchestrator import store_scripts as scripts
+from orchestrator.cycle import TokenLogprobs
+from orchestrator.records import TokenRecords
 from orchestrator.redis_calls import BatchedScript, answer
 from orchestrator.session import Session
+from orchestrator.stored import StoredSession, fields_of, index_of, keys_of, parse, tenant_of
 
-__all__ = ["RedisStore", "StoredSession"]
+__all__ = ["LEASE_S", "RedisStore", "StoredSession"]
 
-_TOKEN = struct.Struct("<IB")
-_ORIGINS = (TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS)
-_CODE = {origin: code for code, origin in enumerate(_ORIGINS)}
-
-_CREATE = """
-if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
-redis.call('HSET', KEYS[1], 'request', ARGV[1], 'prompt', ARGV[2], 'seed', ARGV[3], 'epoch', ARGV[4])
-redis.call('EXPIRE', KEYS[1], ARGV[5])
-return 1
-"""
-
-# Answers the number of bytes stored, or why nothing was: -1 no session, -2 another owner, -3 wrong offset.
-# A commit that is there already is answered as done: its first answer was lost on the way.
-_COMMIT = """
-local epoch = redis.call('HGET', KEYS[1], 'epoch')
-if not epoch then return -1 end
-if tonumber(epoch) ~= tonumber(ARGV[1]) then return -2 end
-local offset, length = tonumber(ARGV[2]), redis.call('STRLEN', KEYS[2])
-if length ~= offset then
-  local replayed = length == offset + #ARGV[3] and redis.call('GETRANGE', KEYS[2], offset, -1) == ARGV[3]
-  if not replayed then return -3 end
-else
-  length = redis.call('APPEND', KEYS[2], ARGV[3])
-end
-if ARGV[5] ~= '' then redis.call('HSET', KEYS[1], 'finish_reason', ARGV[5]) end
-redis.call('EXPIRE', KEYS[1], ARGV[4])
-redis.call('EXPIRE', KEYS[2], ARGV[4])
-return length
-"""
-
-_FINISH = """
-local epoch = redis.call('HGET', KEYS[1], 'epoch')
-if not epoch or tonumber(epoch) ~= tonumber(ARGV[1]) then return 0 end
-redis.call('HSETNX', KEYS[1], 'finish_reason', ARGV[2])
-return 1
-"""
-
-_TAKE_OVER = """
-if redis.call('EXISTS', KEYS[1]) == 0 then return -1 end
-return redis.call('HINCRBY', KEYS[1], 'epoch', 1)
-"""
-
-
-@dataclass(frozen=True)
-class StoredSession:
-    """What the store knows of a session.
-
-    Args:
-        request: The request as it was given to `create`, a serialised GenerateRequest.
-        prompt: Token ids of the prompt.
-        seed: The seed in use.
-        epoch: Fencing number of the owner.
-        token_ids: The emitted tokens.
-        origins: Where each came from.
-        finish_reason: None while it is not finished.
-    """
-
-    request: bytes
-    prompt: tuple[int, ...]
-    seed: int
-    epoch: int
-    token_ids: tuple[int, ...]
-    origins: tuple[TokenOrigin, ...]
-    finish_reason: FinishReason | None
+RUNNING = "gammaray:running"
+LEASE_S = 10.0
+"""How long an owner that gives no sign of life is taken to be alive."""
 
 
 class RedisStore:
-    """Implements the cycle's SessionStore; every method is one round trip, which commits of one time share.
+    """Implements the cycle's SessionStore; a commit is one round trip, which those of one time share.
 
     Args:
         redis: A connected client.
         ttl_s: Seconds that a session stays after its last change.
+        lease_s: Seconds that an owner is taken to be alive without a sign of life.
     """
 
-    def __init__(self, redis: Redis, ttl_s: int) -> None:
-        self._redis, self._ttl_s = redis, ttl_s
-        self._create = redis.register_script(_CREATE)
-        self._commit = BatchedScript(redis, _COMMIT)
-        self._finish = redis.register_script(_FINISH)
-        self._take_over = redis.register_script(_TAKE_OVER)
+    def __init__(self, redis: Redis, ttl_s: int, lease_s: float = LEASE_S) -> None:
+        self._redis, self._ttl_s, self._lease_ms = redis, ttl_s, round(lease_s * 1e3)
+        self._create = redis.register_script(scripts.CREATE)
+        self._next_turn = redis.register_script(scripts.NEXT_TURN)
+        self._take_over = redis.register_script(scripts.TAKE_OVER)
+        self._cancel = redis.register_script(scripts.CANCEL)
+        self._commit = BatchedScript(redis, scripts.COMMIT)
+        self._renew = BatchedScript(redis, scripts.RENEW)
+        self._detach = BatchedScript(redis, scripts.DETACH)
+        self._reap = BatchedScript(redis, scripts.REAP)
+        self._touch = BatchedScript(redis, scripts.TOUCH)
 
     async def create(self, session: Session, request: bytes) -> None:
-        """Store a new session.
+        """Store a new session, owned by the caller at epoch 1.
 
         Raises:
             FailedPreconditionError: There is one of this name.
             UnavailableError: Redis cannot be reached.
         """
-        prompt = struct.pack(f"<{len(session.prompt)}I", *session.prompt)
-        seed = session.params.seed or 0
-        created = await answer(
-            self._create(
-                keys=_keys(session.session_id), args=[request, prompt, seed, session.epoch, self._ttl_s]
-            )
-        )
-        if not created:
+        args = [uuid.uuid4().hex, self._ttl_s, self._lease_ms, *fields_of(session, request)]
+        if not await answer(self._create(keys=keys_of(session.session_id), args=args)):
             raise FailedPreconditionError(f"session {session.session_id} exists already")
+        session.epoch = 1
+        await self._run(session.session_id)
+
+    async def next_turn(self, session: Session, request: bytes, before: StoredSession) -> None:
+        """Begin the turn behind `before`, which has finished; sets the session's epoch.
+
+        Raises:
+            FailedPreconditionError: It is not as `before` says any more.
+            NotFoundError: The session was deleted or has expired.
+            UnavailableError: Redis cannot be reached.
+        """
+        args = [uuid.uuid4().hex, self._ttl_s, self._lease_ms, before.epoch, *fields_of(session, request)]
+        epoch = int(await answer(self._next_turn(keys=keys_of(session.session_id), args=args)))
+        if epoch == 0:
+            raise FailedPreconditionError(f"session {session.session_id} went on from turn {before.turn}")
+        session.epoch = _checked(epoch, session.session_id)
+        await self._run(session.session_id)
 
     def append(
-        self, session: Session, token_ids: Sequence[int], origins: Sequence[TokenOrigin]
+        self,
+        session: Session,
+        token_ids: Sequence[int],
+        origins: Sequence[TokenOrigin],
+        logprobs: Sequence[TokenLogprobs] = (),
     ) -> Coroutine[Any, Any, None]:
         """Store the tokens that end the session's committed ones, and its `finish_reason`, all as of now.
 
         Raises:
             FailedPreconditionError: Another owner, or other tokens than those stored before.
+            CancelledError: The turn was cancelled.
             NotFoundError: The session was deleted or has expired.
+            InternalError: Redis lost tokens.
             UnavailableError: Redis cannot be reached.
         """
-        data = b"".join(_TOKEN.pack(t, _CODE[origin]) for t, origin in zip(token_ids, origins, strict=True))
+        records = TokenRecords(session.num_top_logprobs)
+        data = records.pack(token_ids, origins, logprobs)
         reason = session.finish_reason.value if session.finish_reason else ""
-        return self._append(
-            session.session_id, session.epoch, session.num_emitted - len(token_ids), data, reason
-        )
+        offset = (session.num_emitted - len(token_ids)) * records.size
+        state, session.state = session.state, b""
+        args = [session.epoch, offset, data, self._ttl_s, reason, state]
+        return self._append(session.session_id, args, session.num_emitted - len(token_ids))
 
-    async def _append(self, session_id: str, epoch: int, start: int, data: bytes, reason: str) -> None:
-        args = [epoch, start * _TOKEN.size, data, self._ttl_s, reason]
-        stored = await answer(self._commit.call(_keys(session_id), args))
-        if stored == -1:
-            raise NotFoundError(f"session {session_id} was deleted or has expired")
-        if stored == -2:
-            raise FailedPreconditionError(f"session {session_id} has another owner by now")
-        if stored == -3:
-            raise FailedPreconditionError(f"session {session_id} does not end at token {start}")
+    async def _append(self, session_id: str, args: list[Any], start: int) -> None:
+        _checked(int(await answer(self._commit.call(keys_of(session_id), args))), session_id, start)
 
-    async def finish(self, session: Session, reason: FinishReason) -> None:
-        """Mark a session as ended, unless it is already or has another owner.
+    async def renew(self, session: Session) -> None:
+        """Tell that the owner still works on the session.
+
+        Raises:
+            GammarayError: As `append`.
+        """
+        await self.renew_as(session.session_id, session.epoch)
+
+    async def renew_as(self, session_id: str, epoch: int) -> None:
+        """Tell that the owner of an epoch still works on a session; otherwise as `renew`."""
+        args = [epoch, self._ttl_s, self._lease_ms]
+        _checked(int(await answer(self._renew.call(keys_of(session_id), args))), session_id)
+        await self._run(session_id)
+
+    async def detach(self, session: Session) -> None:
+        """Let go of a session, which then waits to be resumed; nothing if somebody else owns it by now.
 
         Raises:
             UnavailableError: Redis cannot be reached.
         """
-        await answer(self._finish(keys=_keys(session.session_id)[:1], args=[session.epoch, reason.value]))
+        args = [session.epoch, self._ttl_s, session.state]
+        if await answer(self._detach.call(keys_of(session.session_id), args)) > 0:
+            await self.stopped(session.session_id)
+
+    async def stopped(self, session_id: str) -> None:
+        """Take note that nobody works on a session any more.
+
+        Raises:
+            UnavailableError: Redis cannot be reached.
+        """
+        await asyncio.gather(answer(self._redis.srem(RUNNING, session_id)), self._seen(session_id))
 
     async def take_over(self, session_id: str) -> int:
         """Become the owner: return the new epoch, from which on commits of the former owner are refused.
+
+        A finished session needs no owner; it keeps its epoch.
 
         Raises:
             NotFoundError: No such session.
             UnavailableError: Redis cannot be reached.
         """
-        epoch = int(await answer(self._take_over(keys=_keys(session_id)[:1])))
-        if epoch < 0:
-            raise NotFoundError(f"no session {session_id}")
+        args = [self._ttl_s, self._lease_ms]
+        epoch = _checked(int(await answer(self._take_over(keys=keys_of(session_id), args=args))), session_id)
+        await self._run(session_id)
+        return epoch
+
+    async def cancel(self, session_id: str) -> int:
+        """End the session's turn, unless it has ended; return the epoch from which on nobody commits.
+
+        Raises:
+            NotFoundError: No such session.
+            UnavailableError: Redis cannot be reached.
+        """
+        epoch = _checked(int(await answer(self._cancel(keys=keys_of(session_id)[:1]))), session_id)
+        await self.stopped(session_id)
         return epoch
 
     async def read(self, session_id: str) -> StoredSession:
@@ -173,38 +175,96 @@ class RedisStore:
 
         Raises:
             NotFoundError: No such session.
+            InternalError: Redis lost tokens.
             UnavailableError: Redis cannot be reached.
         """
-        head, tokens = _keys(session_id)
-        pipeline = self._redis.pipeline(transaction=True)
-        pipeline.hgetall(head)
-        pipeline.get(tokens)
-        fields, data = await answer(pipeline.execute())
-        if not fields:
+        (found,) = await self._read([session_id])
+        if found is None:
             raise NotFoundError(f"no session {session_id}")
-        emitted = list(_TOKEN.iter_unpack(data or b""))
-        prompt = fields[b"prompt"]
-        return StoredSession(
-            request=fields[b"request"],
-            prompt=struct.unpack(f"<{len(prompt) // 4}I", prompt),
-            seed=int(fields[b"seed"]),
-            epoch=int(fields[b"epoch"]),
-            token_ids=tuple(token_id for token_id, _ in emitted),
-            origins=tuple(_ORIGINS[code] for _, code in emitted),
-            finish_reason=FinishReason(fields[b"finish_reason"].decode())
-            if b"finish_reason" in fields
-            else None,
-        )
+        if not found.is_whole:
+            raise InternalError(f"session {session_id}: Redis lost tokens of it")
+        return found
 
-    async def delete(self, session_id: str) -> None:
-        """Forget a session; none of that name is fine.
+    async def recent(self, tenant: str, limit: int) -> list[StoredSession]:
+        """Return a tenant's sessions, the one with the latest sign of life first.
 
         Raises:
             UnavailableError: Redis cannot be reached.
         """
-        await answer(self._redis.delete(*_keys(session_id)))
+        names = await answer(self._redis.zrevrange(index_of(tenant), 0, limit - 1))
+        found = await self._read([_text(name) for name in names])
+        return [session for session in found if session is not None]
+
+    async def running(self) -> list[str]:
+        """Return the sessions that somebody works on, or did until it died.
+
+        Raises:
+            UnavailableError: Redis cannot be reached.
+        """
+        return [_text(name) for name in await answer(self._redis.smembers(RUNNING))]
+
+    async def reap(self, session_id: str) -> int | None:
+        """Let go of a session whose owner gives no sign of life.
+
+        Returns:
+            The epoch of the owner that is no more, -1 where the session is no more, None while it is alive.
+
+        Raises:
+            UnavailableError: Redis cannot be reached.
+        """
+        epoch = int(await answer(self._reap.call(keys_of(session_id)[:1], [self._lease_ms])))
+        if epoch == 0:
+            return None
+        await answer(self._redis.srem(RUNNING, session_id))
+        return epoch
+
+    async def delete(self, session_id: str) -> bool:
+        """Forget a session; return whether there was one of that name.
+
+        Raises:
+            UnavailableError: Redis cannot be reached.
+        """
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.delete(*keys_of(session_id))
+        pipeline.srem(RUNNING, session_id)
+        pipeline.zrem(index_of(tenant_of(session_id)), session_id)
+        return bool((await answer(pipeline.execute()))[0])
+
+    async def _run(self, session_id: str) -> None:
+        await asyncio.gather(answer(self._redis.sadd(RUNNING, session_id)), self._seen(session_id))
+
+    async def _seen(self, session_id: str) -> None:
+        await answer(self._touch.call([index_of(tenant_of(session_id))], [session_id, self._ttl_s]))
+
+    async def _read(self, session_ids: Iterable[str]) -> list[StoredSession | None]:
+        names = list(session_ids)
+        pipeline = self._redis.pipeline(transaction=True)
+        pipeline.time()
+        for name in names:
+            head, tokens = keys_of(name)
+            pipeline.hgetall(head)
+            pipeline.get(tokens)
+            pipeline.pttl(head)
+        (seconds, micros), *rest = await answer(pipeline.execute())
+        now_ms = seconds * 1000 + micros // 1000
+        rows = zip(names, rest[::3], rest[1::3], rest[2::3], strict=True)
+        return [parse(name, h, data or b"", ttl, now_ms) if h else None for name, h, data, ttl in rows]
 
 
-def _keys(session_id: str) -> list[str]:
-    head = f"gammaray:session:{{{session_id}}}"
-    return [head, f"{head}:tokens"]
+def _checked(result: int, session_id: str, start: int = 0) -> int:
+    """Return what a script answered, or raise what it means."""
+    if result == scripts.GONE:
+        raise NotFoundError(f"session {session_id} was deleted or has expired, if there ever was one")
+    if result == scripts.OTHER_OWNER:
+        raise FailedPreconditionError(f"session {session_id} has another owner by now")
+    if result == scripts.WRONG_OFFSET:
+        raise FailedPreconditionError(f"session {session_id} does not end at token {start}")
+    if result == scripts.CANCELLED:
+        raise CancelledError(f"session {session_id} was cancelled")
+    if result == scripts.LOST:
+        raise InternalError(f"session {session_id}: Redis lost tokens of it")
+    return result
+
+
+def _text(name: Any) -> str:
+    return str(name, "utf-8")

@@ -72,8 +72,8 @@ class Tokenizer:
         self._special_ids = frozenset(special) | frozenset(self._tokenizer.all_special_ids)
         self._bytes: dict[int, bytes] = {}
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, with the special tokens that belong in front of it.
+    def encode(self, text: str, *, is_start: bool = True) -> list[int]:
+        """Return the token ids of `text`, with the special tokens that belong in front where it is a start.
 
         Raises:
             InvalidArgumentError: Lone surrogates, which are no Unicode text.
@@ -84,7 +84,7 @@ class Tokenizer:
             raise InvalidArgumentError(
                 "prompt", f"invalid Unicode ({error.reason})", "valid Unicode"
             ) from None
-        token_ids: list[int] = self._tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
+        token_ids: list[int] = self._tokenizer(text, add_special_tokens=is_start, verbose=False)["input_ids"]
         bos = self._tokenizer.bos_token_id
         if bos is not None and token_ids[:2] == [bos, bos]:
             return token_ids[1:]  # a chat template had written it already

@@ -238,10 +238,11 @@ async def test_service_ended_request_frees_the_workers(orchestrator, how):
     while await sessions_on_workers(orchestrator) > 0:
         assert time.monotonic() < deadline, "the workers still hold the session"
         await asyncio.sleep(0.05)
-    await asyncio.gather(*orchestrator._tasks)
+    await asyncio.gather(*orchestrator._keeper._tasks)
     stored = await RedisStore(orchestrator._redis, 60).read(name)
-    wanted = FinishReason.LENGTH if how == "finished" else FinishReason.CANCELLED
-    assert stored.finish_reason is wanted
+    # A client that went away may come back, see test_resume.py.
+    assert stored.finish_reason is (FinishReason.LENGTH if how == "finished" else None)
+    assert not stored.is_running
     assert orchestrator._admission.num_running == 0
 
 

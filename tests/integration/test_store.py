@@ -16,6 +16,7 @@ from scripted_workers import PROMPT, make_session
 
 import orchestrator.redis_server as redis_server
 from gammaray.errors import (
+    CancelledError,
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
@@ -89,9 +90,10 @@ async def test_store_stale_owner_is_refused(store):
     assert await store.take_over("s") == 2
     with pytest.raises(FailedPreconditionError, match="another owner"):
         await commit(store, session, [3])
-    await store.finish(session, FinishReason.CANCELLED)
+    await store.detach(session)
     stored = await store.read("s")
     assert (stored.token_ids, stored.finish_reason, stored.epoch) == ((1, 2), None, 2)
+    assert stored.is_running
 
     heir = make_session(epoch=2)
     heir.token_ids += [1, 2]
@@ -144,13 +146,21 @@ async def test_store_two_owners_race_one_wins(store):
     assert len((await store.read("s")).token_ids) == 1
 
 
-async def test_store_cancelled_session_is_marked(store):
+async def test_store_cancelled_turn_takes_no_commit_and_tells_its_owner(store):
     session = make_session()
     await store.create(session, b"")
     await commit(store, session, [1])
-    await store.finish(session, FinishReason.CANCELLED)
-    assert (await store.read("s")).finish_reason is FinishReason.CANCELLED
-    await store.finish(make_session("nobody"), FinishReason.CANCELLED)
+    assert await store.cancel("s") == 2
+    with pytest.raises(CancelledError, match="s was cancelled"):
+        await commit(store, session, [2])
+    with pytest.raises(CancelledError):
+        await store.renew(session)
+    stored = await store.read("s")
+    assert (stored.token_ids, stored.finish_reason) == ((1,), FinishReason.CANCELLED)
+    assert not stored.is_running
+    assert await store.cancel("s") == 2
+    with pytest.raises(NotFoundError):
+        await store.cancel("nobody")
 
 
 async def test_store_commit_is_one_command(store, redis):
@@ -161,7 +171,7 @@ async def test_store_commit_is_one_command(store, redis):
     total = (await redis.info("stats"))["total_commands_processed"]
     await commit(store, session, [2])
     assert (await redis.info("commandstats"))["cmdstat_evalsha"]["calls"] == before + 1
-    scripted = 5  # what the script itself runs: HGET, STRLEN, APPEND, two EXPIREs
+    scripted = 6  # what the script itself runs: HMGET, STRLEN, APPEND, HSET, two EXPIREs
     assert (await redis.info("stats"))["total_commands_processed"] - total <= 1 + scripted + 2
 
 

@@ -83,7 +83,7 @@ class ListStore:
         self.origins: list[TokenOrigin] = []
 
     async def append(
-        self, session: Session, token_ids: Sequence[int], origins: Sequence[TokenOrigin]
+        self, session: Session, token_ids: Sequence[int], origins: Sequence[TokenOrigin], logprobs=()
     ) -> None:
         if self.error is not None:
             raise self.error

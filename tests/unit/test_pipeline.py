@@ -31,7 +31,7 @@ class GatedStore(ListStore):
         self.gate = asyncio.Event()
         self.num_running = 0
 
-    async def append(self, session, token_ids, origins):
+    async def append(self, session, token_ids, origins, logprobs=()):
         self.num_running += 1
         assert self.num_running == 1, "writes are never concurrent"
         await self.gate.wait()
@@ -98,7 +98,7 @@ async def test_pipeline_runs_at_most_one_cycle_ahead_of_the_consumer():
 
 async def test_pipeline_failed_write_hides_its_cycle_and_stops():
     class Fenced(ListStore):
-        async def append(self, session, token_ids, origins):
+        async def append(self, session, token_ids, origins, logprobs=()):
             if len(self.token_ids) >= 3:
                 raise FailedPreconditionError("another owner")
             await super().append(session, token_ids, origins)

@@ -1,0 +1,96 @@
+"""Sessions as clients see them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from gammaray.errors import InternalError
+from gammaray.types import FinishReason
+from gammaray.v1 import generation_service_pb2 as pb
+from gammaray.v1 import types_pb2
+
+__all__ = ["SessionInfo", "SessionState", "info_from_proto", "info_to_proto"]
+
+
+class SessionState(str, Enum):
+    """What became of the current turn of a session.
+
+    A detached one was left by its client or its orchestrator; it waits to be resumed until it expires.
+    """
+
+    RUNNING = "running"
+    DETACHED = "detached"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    """A session as the store knows it.
+
+    Args:
+        session_id: Its name.
+        turn: The current turn, from 0.
+        state: What became of that turn.
+        finish_reason: Why the turn ended; None while it has not.
+        prompt_tokens: Tokens of the turn's prompt, the turns before included.
+        emitted_tokens: Tokens emitted in the turn.
+        seed: The seed in use.
+        epoch: Fencing number of the owner: grows with each takeover.
+        created_ms: Unix time at which the session was begun, in milliseconds.
+        expires_in_ms: Milliseconds until it expires.
+    """
+
+    session_id: str
+    turn: int
+    state: SessionState
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    emitted_tokens: int
+    seed: int
+    epoch: int
+    created_ms: int
+    expires_in_ms: int
+
+
+_STATES = {
+    SessionState.RUNNING: pb.SESSION_STATE_RUNNING,
+    SessionState.DETACHED: pb.SESSION_STATE_DETACHED,
+    SessionState.FINISHED: pb.SESSION_STATE_FINISHED,
+}
+_STATES_BACK = {value: state for state, value in _STATES.items()}
+_REASONS = {
+    FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: types_pb2.FINISH_REASON_CANCELLED,
+}
+_REASONS_BACK = {value: reason for reason, value in _REASONS.items()}
+
+
+def info_to_proto(info: SessionInfo) -> pb.SessionInfo:
+    """Return the wire form of a session."""
+    reason = info.finish_reason
+    fields = vars(info) | {"state": _STATES[info.state], "finish_reason": _REASONS[reason] if reason else 0}
+    return pb.SessionInfo(**fields)
+
+
+def info_from_proto(message: pb.SessionInfo) -> SessionInfo:
+    """Return the session of a wire message.
+
+    Raises:
+        InternalError: It is in a state that this version does not know.
+    """
+    if message.state not in _STATES_BACK:
+        raise InternalError(f"the server sent session state {message.state}, allowed: {sorted(_STATES_BACK)}")
+    return SessionInfo(
+        session_id=message.session_id,
+        turn=message.turn,
+        state=_STATES_BACK[message.state],
+        finish_reason=_REASONS_BACK.get(message.finish_reason),
+        prompt_tokens=message.prompt_tokens,
+        emitted_tokens=message.emitted_tokens,
+        seed=message.seed,
+        epoch=message.epoch,
+        created_ms=message.created_ms,
+        expires_in_ms=message.expires_in_ms,
+    )

@@ -1,0 +1,84 @@
+"""What the owner of a session leaves to the next one, so that a takeover does not start cold."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from gammaray.metrics import SpeculationCounters
+from gammaray.types import DrafterKind
+
+__all__ = ["Counts", "Heritage"]
+
+_log = logging.getLogger(__name__)
+
+Counts = tuple[list[float], list[float]]
+"""Accepted and tested tokens by depth, decayed: what alpha is estimated from."""
+
+
+@dataclass(frozen=True)
+class Heritage:
+    """Advice only: without it tokens are the same, and come a little slower at first.
+
+    Args:
+        counters: Of the turn so far; up to a few cycles before the takeover are missing.
+        elapsed_s: Seconds from the turn's first cycle on, takeovers left out.
+        acceptance: Of the session, by rung of the ladder.
+        target: host:port of the target worker that holds the session's cache.
+        draft: The same of the draft worker.
+    """
+
+    counters: SpeculationCounters = field(default_factory=SpeculationCounters)
+    elapsed_s: float = 0.0
+    acceptance: Mapping[DrafterKind, Counts] = field(default_factory=dict)
+    target: str = ""
+    draft: str = ""
+
+    def to_bytes(self) -> bytes:
+        """Return a form to store."""
+        counters = vars(self.counters) | {
+            "cycles_by_drafter": {k.value: count for k, count in self.counters.cycles_by_drafter.items()},
+            "draft_workers": sorted(self.counters.draft_workers),
+        }
+        acceptance = {
+            rung.value: [[round(count, 4) for count in side] for side in counts]
+            for rung, counts in self.acceptance.items()
+        }
+        body = {"counters": counters, "elapsed_s": self.elapsed_s, "acceptance": acceptance}
+        return json.dumps({**body, "target": self.target, "draft": self.draft}).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Heritage:
+        """Return what is stored; nothing known where that makes no sense."""
+        if not data:
+            return cls()
+        try:
+            body = json.loads(data)
+            acceptance = {
+                DrafterKind(rung): ([float(x) for x in accepted], [float(x) for x in tested])
+                for rung, (accepted, tested) in body["acceptance"].items()
+                if len(accepted) == len(tested)
+            }
+            return cls(
+                _counters(body["counters"]),
+                float(body["elapsed_s"]),
+                acceptance,
+                str(body["target"]),
+                str(body["draft"]),
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            _log.warning("what the former owner of a session left cannot be read: %r", error)
+            return cls()
+
+
+def _counters(body: dict[str, Any]) -> SpeculationCounters:
+    known = {field.name for field in fields(SpeculationCounters)}
+    given = {name: value for name, value in body.items() if name in known}
+    given["cycles_by_drafter"] = dict.fromkeys(DrafterKind, 0) | {
+        DrafterKind(name): int(count) for name, count in given["cycles_by_drafter"].items()
+    }
+    given["draft_workers"] = set(given["draft_workers"])
+    return SpeculationCounters(**given)

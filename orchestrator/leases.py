@@ -1,0 +1,113 @@
+"""Signs of life of the sessions that this process owns, and what is done about those of owners that died."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from gammaray.errors import GammarayError, UnavailableError
+from orchestrator.session import Session
+from orchestrator.store import LEASE_S, RedisStore
+
+__all__ = ["Keeper"]
+
+_log = logging.getLogger(__name__)
+
+
+class Keeper:
+    """Renews the leases of held sessions, and reaps those that nobody renews.
+
+    Reaping frees the workers' caches. The session itself stays until it expires: its client may still come
+    back. An owner that was only slow finds its session still its own, and feeds the workers again.
+
+    Args:
+        store: Where sessions are kept.
+        release: Has all workers free what they hold of a session, but for newer epochs (0: for any).
+        lease_s: Seconds that the store gives an owner.
+    """
+
+    def __init__(
+        self, store: RedisStore, release: Callable[[str, int], None], lease_s: float = LEASE_S
+    ) -> None:
+        self._store, self._release, self._lease_s = store, release, lease_s
+        self._held: dict[str, int] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loops: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to renew and to reap."""
+        loops = ((self._renew_all, self._lease_s / 3), (self._reap_all, self._lease_s / 2))
+        self._loops = [asyncio.create_task(_repeat(work, period_s)) for work, period_s in loops]
+
+    async def close(self) -> None:
+        """Stop, after what was begun in the background."""
+        for task in self._loops:
+            task.cancel()
+        await asyncio.gather(*self._loops, *self._tasks, return_exceptions=True)
+
+    @contextmanager
+    def holding(self, session: Session) -> Iterator[None]:
+        """Renew the lease of a session meanwhile."""
+        name, epoch = session.session_id, session.epoch
+        self._held[name] = epoch
+        try:
+            yield
+        finally:
+            if self._held.get(name) == epoch:  # else a later owner in this process holds it
+                del self._held[name]
+
+    def let_go(self, session: Session, *, has_ended: bool) -> None:
+        """Tell the store that nobody works on a session any more; returns at once."""
+        if has_ended:
+            self._in_background(self._store.stopped(session.session_id))
+        else:
+            self._in_background(self._store.detach(session))
+
+    def release_later(self, session: Session, delay_s: float) -> None:
+        """Free the workers' caches of a session after a while, unless it has gone on by then."""
+        loop = asyncio.get_running_loop()
+        loop.call_later(delay_s, self._release, session.session_id, session.epoch)
+
+    async def _renew_all(self) -> None:
+        async def renew(name: str, epoch: int) -> None:
+            try:
+                await self._store.renew_as(name, epoch)
+            except UnavailableError:
+                raise
+            except GammarayError as error:  # its owner finds out with its next commit
+                _log.info("not renewed: %s", error)
+
+        await asyncio.gather(*(renew(name, epoch) for name, epoch in list(self._held.items())))
+
+    async def _reap_all(self) -> None:
+        for name in await self._store.running():
+            if name in self._held:
+                continue
+            epoch = await self._store.reap(name)
+            if epoch is not None:
+                _log.info("session %s is nobody's", name)
+                self._release(name, max(0, epoch))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        async def run() -> None:
+            try:
+                await work
+            except GammarayError as error:
+                _log.warning("a session could not be let go of in the store: %s", error)
+
+        task = asyncio.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _repeat(work: Callable[[], Coroutine[Any, Any, None]], period_s: float) -> None:
+    while True:
+        await asyncio.sleep(period_s * random.uniform(0.8, 1.2))
+        try:
+            await work()
+        except GammarayError as error:
+            _log.warning("leases: %s", error)

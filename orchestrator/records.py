@@ -1,0 +1,71 @@
+"""Emitted tokens as bytes: records of one size per session, so that a token's place follows from its number.
+
+A record is the token id (uint32, little endian) and its origin (one byte). Where log-probabilities were asked
+for, the token's own (float64) follows and then k most likely tokens with theirs, absent ones as id 2^32 - 1.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from gammaray.types import TokenOrigin
+from orchestrator.cycle import TokenLogprobs
+
+__all__ = ["StoredToken", "TokenRecords"]
+
+StoredToken = tuple[int, TokenOrigin, TokenLogprobs | None]
+"""Token id, where it came from, and how likely it was when that was asked for."""
+
+_ORIGINS = (TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS)
+_CODE = {origin: code for code, origin in enumerate(_ORIGINS)}
+_ABSENT = 2**32 - 1
+
+
+class TokenRecords:
+    """Packs and unpacks the tokens of one session.
+
+    Args:
+        num_top_logprobs: None for no log-probabilities, else how many alternatives per token.
+
+    Attributes:
+        size: Bytes of one record.
+    """
+
+    def __init__(self, num_top_logprobs: int | None) -> None:
+        self._num_top = num_top_logprobs
+        self._plain = num_top_logprobs is None
+        self._struct = struct.Struct("<IB" if num_top_logprobs is None else "<IBd" + "Id" * num_top_logprobs)
+        self.size = self._struct.size
+
+    def pack(
+        self, token_ids: Sequence[int], origins: Sequence[TokenOrigin], logprobs: Sequence[TokenLogprobs]
+    ) -> bytes:
+        """Return the records of tokens; `logprobs` has one entry per token when they were asked for."""
+        if self._plain:
+            return b"".join(
+                self._struct.pack(token_id, _CODE[origin])
+                for token_id, origin in zip(token_ids, origins, strict=True)
+            )
+        return b"".join(
+            self._struct.pack(token_id, _CODE[origin], entry.logprob, *self._top(entry))
+            for token_id, origin, entry in zip(token_ids, origins, logprobs, strict=True)
+        )
+
+    def unpack(self, data: bytes) -> tuple[StoredToken, ...]:
+        """Return the tokens of whole records; what is left of a torn one at the end is ignored."""
+        whole = len(data) - len(data) % self.size
+        return tuple(map(self._token, self._struct.iter_unpack(data[:whole])))
+
+    def _top(self, entry: TokenLogprobs) -> list[float]:
+        assert self._num_top is not None
+        pairs = [*entry.top[: self._num_top]]
+        pairs += [(_ABSENT, 0.0)] * (self._num_top - len(pairs))
+        return [value for pair in pairs for value in pair]
+
+    def _token(self, fields: tuple[int, ...]) -> StoredToken:
+        token_id, code, *rest = fields
+        if self._plain:
+            return token_id, _ORIGINS[code], None
+        top = tuple((i, p) for i, p in zip(rest[1::2], rest[2::2], strict=True) if i != _ABSENT)
+        return token_id, _ORIGINS[code], TokenLogprobs(rest[0], top)

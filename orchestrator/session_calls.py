@@ -1,0 +1,105 @@
+"""What callers may ask and do about their sessions.
+
+Whose session is whose is decided in one place: a name reaches the store only through `Caller.qualify`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gammaray.checks import check_int
+from gammaray.errors import InvalidArgumentError
+from gammaray.sessions import SessionInfo, SessionState
+from gammaray.types import EmittedToken
+from orchestrator.access import Caller
+from orchestrator.completion import emitted_token
+from orchestrator.store import RedisStore
+from orchestrator.stored import StoredSession
+from orchestrator.tokenizer import Tokenizer
+
+__all__ = ["MAX_LISTED", "SessionCalls"]
+
+MAX_LISTED = 1000
+DEFAULT_LISTED = 100
+
+
+class SessionCalls:
+    """Get, list, cancel and delete.
+
+    Args:
+        store: Where sessions are kept.
+        tokenizer: The target's.
+        release: Has all workers free what they hold of a session, but for newer epochs (0: for any).
+    """
+
+    def __init__(self, store: RedisStore, tokenizer: Tokenizer, release: Callable[[str, int], None]) -> None:
+        self._store, self._tokenizer, self._release = store, tokenizer, release
+
+    async def get(self, session_id: str, caller: Caller) -> tuple[SessionInfo, tuple[EmittedToken, ...]]:
+        """Return a session and the tokens emitted in its current turn.
+
+        Raises:
+            InvalidArgumentError: It is no name of a session.
+            NotFoundError: The caller has no such session (any more).
+            UnavailableError: Redis cannot be reached.
+        """
+        stored = await self._store.read(_qualified(session_id, caller))
+        tokens = tuple(emitted_token(token, self._tokenizer) for token in stored.tokens)
+        return _info(stored, caller), tokens
+
+    async def recent(self, limit: int, caller: Caller) -> list[SessionInfo]:
+        """Return the caller's sessions, the one with the latest sign of life first.
+
+        Raises:
+            InvalidArgumentError: `limit` is not in [0, 1000]; 0 means 100.
+            UnavailableError: Redis cannot be reached.
+        """
+        check_int("limit", limit, 0, MAX_LISTED)
+        found = await self._store.recent(caller.tenant, limit or DEFAULT_LISTED)
+        return [_info(stored, caller) for stored in found]
+
+    async def cancel(self, session_id: str, caller: Caller) -> SessionInfo:
+        """End the session's current turn for good, unless it has ended; return the session afterwards.
+
+        Raises:
+            InvalidArgumentError: It is no name of a session.
+            NotFoundError: The caller has no such session (any more).
+            UnavailableError: Redis cannot be reached.
+        """
+        name = _qualified(session_id, caller)
+        self._release(name, await self._store.cancel(name))
+        return _info(await self._store.read(name), caller)
+
+    async def delete(self, session_id: str, caller: Caller) -> bool:
+        """Forget a session, on the workers too; return whether there was one.
+
+        Raises:
+            InvalidArgumentError: It is no name of a session.
+            UnavailableError: Redis cannot be reached.
+        """
+        name = _qualified(session_id, caller)
+        existed = await self._store.delete(name)
+        self._release(name, 0)
+        return existed
+
+
+def _qualified(session_id: str, caller: Caller) -> str:
+    if not session_id:
+        raise InvalidArgumentError("session_id", "no name", "the name of a session")
+    return caller.qualify(session_id)
+
+
+def _info(stored: StoredSession, caller: Caller) -> SessionInfo:
+    state = SessionState.RUNNING if stored.is_running else SessionState.DETACHED
+    return SessionInfo(
+        session_id=caller.public(stored.session_id),
+        turn=stored.turn,
+        state=state if stored.finish_reason is None else SessionState.FINISHED,
+        finish_reason=stored.finish_reason,
+        prompt_tokens=len(stored.prompt),
+        emitted_tokens=len(stored.tokens),
+        seed=stored.seed,
+        epoch=stored.epoch,
+        created_ms=stored.created_ms,
+        expires_in_ms=stored.expires_ms,
+    )

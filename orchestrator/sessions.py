@@ -1,0 +1,200 @@
+"""Sessions from request to owner: begun, resumed, continued; and what can be asked of them.
+
+A client that comes back is the signal to take its session over: nobody waits for a lease to run out. Two
+owners never commit both, as the store knows one epoch. Leases only tell which sessions nobody cares for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from gammaray.convert import request_from_proto, request_to_proto
+from gammaray.errors import FailedPreconditionError, InternalError, NotFoundError
+from gammaray.types import Chunk, FinishReason, GenerationRequest
+from gammaray.v1 import generation_service_pb2 as pb
+from orchestrator.access import ANONYMOUS, Caller
+from orchestrator.completion import Progress
+from orchestrator.heritage import Heritage
+from orchestrator.records import StoredToken
+from orchestrator.requests import make_session, open_session
+from orchestrator.session import Session
+from orchestrator.store import RedisStore
+from orchestrator.stored import StoredSession
+from orchestrator.tokenizer import Tokenizer
+
+__all__ = ["Opened", "Opener"]
+
+REPLAY_TOKENS = 64
+"""Tokens of one piece when a client is told what was committed while it was away."""
+
+OPEN_TRIES = 3
+"""Looks at the store before the state of a session is taken for what it is: others may change it."""
+
+
+@dataclass
+class Opened:
+    """A session that this process owns now, or whose turn has ended.
+
+    Args:
+        session: The session; at its prompt until `replay` has run.
+        request: The request that began the turn.
+        tokens: What former owners committed.
+        offset: How many of these the client has.
+        ended: Why the turn has ended, if it has.
+        heritage: What the former owner left.
+    """
+
+    session: Session
+    request: GenerationRequest
+    tokens: tuple[StoredToken, ...] = ()
+    offset: int = 0
+    ended: FinishReason | None = None
+    heritage: Heritage = field(default_factory=Heritage)
+
+    def replay(self, progress: Progress) -> Iterator[Chunk]:
+        """Bring the session to the last committed token; yield what the client does not have yet.
+
+        The detokeniser reads all tokens again, so that the text goes on where the client's ends: bytes of an
+        incomplete character, and text that may become a stop string, are held back as before.
+        """
+        session, tokens = self.session, self.tokens
+        session.commit([token_id for token_id, _, _ in tokens[: self.offset]])
+        session.text.take(final=False)
+        for start in range(self.offset, len(tokens), REPLAY_TOKENS):
+            piece = tokens[start : start + REPLAY_TOKENS]
+            session.commit([token_id for token_id, _, _ in piece])
+            is_last = start + len(piece) == len(tokens)
+            if not (is_last and self.ended):
+                yield progress.piece(piece, session.text.take(final=False))
+            else:
+                yield self._last(progress, piece)
+        if session.num_emitted != len(tokens):
+            raise InternalError(
+                f"session {session.session_id}: {len(tokens)} tokens are stored, some behind the end"
+            )
+        session.finish_reason = self.ended
+        if self.ended and self.offset == len(tokens):
+            yield self._last(progress, ())
+
+    def _last(self, progress: Progress, piece: tuple[StoredToken, ...]) -> Chunk:
+        # What a cancelled turn held back is never shown, and a client that has all tokens has all text.
+        final = bool(piece) and self.ended is not FinishReason.CANCELLED
+        return progress.piece(piece, self.session.text.take(final=final), self.ended)
+
+
+class Opener:
+    """Begins, resumes and continues sessions.
+
+    Args:
+        store: Where they are kept.
+        tokenizer: The target's.
+    """
+
+    def __init__(self, store: RedisStore, tokenizer: Tokenizer) -> None:
+        self._store, self._tokenizer = store, tokenizer
+
+    async def open(self, request: GenerationRequest, max_context: int, caller: Caller = ANONYMOUS) -> Opened:
+        """Return the session that a checked request is about, owned by this process unless it has ended.
+
+        Raises:
+            InvalidArgumentError: The prompt has no token, or leaves no room in the context.
+            NotFoundError: There is no such session (any more).
+            FailedPreconditionError: It is not in the state that the request is about.
+            UnavailableError: Redis cannot be reached.
+        """
+        if request.turn == 0 and request.resume_from is None:
+            return await self._begin(request, max_context, caller)
+        name = caller.qualify(request.session_id)
+        for attempt in range(OPEN_TRIES):
+            try:
+                return await self._go_on(name, request, max_context, caller)
+            except FailedPreconditionError:
+                if attempt == OPEN_TRIES - 1:
+                    raise
+        raise AssertionError("unreachable: the last attempt raises")
+
+    async def _go_on(self, name: str, request: GenerationRequest, max_context: int, caller: Caller) -> Opened:
+        try:
+            stored = await self._store.read(name)
+        except NotFoundError:
+            # The first attempt of this client may have ended before anything was stored.
+            if request.turn == 0 and request.resume_from == 0 and request.prompt:
+                return await self._begin(request, max_context, caller)
+            raise
+        if stored.turn == request.turn:
+            return await self._resume(request, stored)
+        has_not_begun = request.resume_from in (None, 0) and request.prompt
+        if stored.turn == request.turn - 1 and stored.finish_reason is not None and has_not_begun:
+            return await self._continue(request, stored, max_context, caller)
+        state = "has finished" if stored.finish_reason else "has not finished"
+        raise FailedPreconditionError(
+            f"turn of session {request.session_id}: got {request.turn}, turn {stored.turn} {state}"
+        )
+
+    async def _begin(self, request: GenerationRequest, max_context: int, caller: Caller) -> Opened:
+        session = await open_session(request, self._tokenizer, max_context, caller)
+        await self._store.create(session, _serialised(request, session))
+        return Opened(session, request)
+
+    async def _continue(
+        self, request: GenerationRequest, stored: StoredSession, max_context: int, caller: Caller
+    ) -> Opened:
+        before = stored.prompt + stored.token_ids
+        session = await open_session(
+            request, self._tokenizer, max_context, caller, before=before, seed=stored.seed
+        )
+        await self._store.next_turn(session, _serialised(request, session), stored)
+        left = Heritage.from_bytes(stored.state)  # the counts of the turn before are its own
+        heritage = Heritage(acceptance=left.acceptance, target=left.target, draft=left.draft)
+        return Opened(session, request, heritage=heritage)
+
+    async def _resume(self, request: GenerationRequest, stored: StoredSession) -> Opened:
+        if request.resume_from is None:
+            raise FailedPreconditionError(
+                f"session {request.session_id} has begun turn {request.turn} already"
+            )
+        began = _began(stored)
+        if request.prompt and not _same(request, began):
+            raise FailedPreconditionError(
+                f"turn {request.turn} of session {request.session_id} was begun by another request"
+            )
+        if stored.finish_reason is None:
+            epoch = await self._store.take_over(stored.session_id)
+            stored = await self._store.read(stored.session_id)
+            if stored.turn != request.turn or (stored.epoch != epoch and stored.finish_reason is None):
+                raise FailedPreconditionError(f"session {request.session_id} has another owner by now")
+        if request.resume_from > len(stored.tokens):
+            raise FailedPreconditionError(
+                f"resume_from of session {request.session_id}: got {request.resume_from}, allowed: up to "
+                f"{len(stored.tokens)}, the tokens of turn {stored.turn}"
+            )
+        session = make_session(stored.session_id, began, stored.prompt, stored.max_tokens, self._tokenizer)
+        session.epoch = stored.epoch
+        return Opened(
+            session,
+            began,
+            stored.tokens,
+            request.resume_from,
+            stored.finish_reason,
+            Heritage.from_bytes(stored.state),
+        )
+
+
+def _serialised(request: GenerationRequest, session: Session) -> bytes:
+    """Return the request as it is stored: with the seed in use, and without what is the call's own."""
+    stored = replace(request, sampling=session.params, resume_from=None)
+    return request_to_proto(stored).SerializeToString()
+
+
+def _began(stored: StoredSession) -> GenerationRequest:
+    return request_from_proto(pb.GenerateRequest.FromString(stored.request))
+
+
+def _same(request: GenerationRequest, began: GenerationRequest) -> bool:
+    """Whether a request may be the one that began a turn; the seed may have been drawn for it."""
+    sampling = request.sampling
+    if sampling.seed is None:
+        sampling = replace(sampling, seed=began.sampling.seed)
+    own = replace(request, sampling=sampling, resume_from=None, session_id="", max_tokens=1)
+    return own == replace(began, session_id="", max_tokens=1)
