@@ -17,6 +17,7 @@ from gammaray.config import (
     TargetSettings,
     WorkerSettings,
 )
+from gammaray.scrape import METRICS_PORT
 from gammaray.transport import APPLICATION
 
 __all__ = [
@@ -126,7 +127,8 @@ def serve_document(cluster: ClusterSettings) -> dict[str, Any]:
     Redis is named by the environment (GAMMARAY_REDIS_URL), since its address may hold a password.
     """
     own = role_settings(cluster)
-    reachable = {"listen": f"0.0.0.0:{WORKER_PORT}"}
+    scraped = {"metrics_listen": f"0.0.0.0:{METRICS_PORT}"}
+    reachable = {"listen": f"0.0.0.0:{WORKER_PORT}", **scraped}
     pools = {"target": cluster.target_workers, "draft": cluster.draft_workers}
     # Targets report their load also where only the drafters scale: an empty pool of those learns from it.
     scaling: dict[str, Any] = {"scaling": {}} if any(pool.is_elastic for pool in pools.values()) else {}
@@ -134,7 +136,7 @@ def serve_document(cluster: ClusterSettings) -> dict[str, Any]:
         role: {"settings": own[role] | reachable, "workers": str(pool), **scaling}
         for role, pool in pools.items()
     }
-    args["orchestrator"] = {"settings": own["orchestrator"], "replicas": cluster.orchestrators}
+    args["orchestrator"] = {"settings": own["orchestrator"] | scraped, "replicas": cluster.orchestrators}
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": "0.0.0.0", "port": cluster.http_port},
@@ -153,5 +155,6 @@ def serve_document(cluster: ClusterSettings) -> dict[str, Any]:
                 ],
             }
             for role, application in APPLICATIONS.items()
+            if role not in pools or pools[role].maximum
         ],
     }

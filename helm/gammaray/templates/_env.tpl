@@ -1,0 +1,92 @@
+{{/* Environment of every Ray container: (dict "root" $ "component" name "env" further). */}}
+{{- define "gammaray.env" -}}
+{{- $values := .root.Values -}}
+{{- $generated := include "gammaray.generated" .root | fromYaml -}}
+{{- range $name, $value := $generated.environment }}
+- name: {{ $name }}
+  value: {{ $value | quote }}
+{{- end }}
+# The only places that can be written to, since the root is read-only.
+- name: HOME
+  value: /tmp
+- name: TRITON_CACHE_DIR
+  value: /tmp/triton
+- name: HF_HOME
+  value: /models/huggingface
+{{ include "gammaray.redisEnv" .root }}
+{{- with $values.huggingFaceTokenSecret }}
+{{- if .name }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
+{{- end }}
+{{- end }}
+{{ include "gammaray.telemetryEnv" .root }}
+{{- with .env }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Where the session store is. */}}
+{{- define "gammaray.redisEnv" -}}
+{{- with .Values.redis.urlSecret -}}
+{{- if .name -}}
+- name: GAMMARAY_REDIS_URL
+  valueFrom:
+    secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
+{{- else -}}
+# Not REDIS_PASSWORD: that is what Ray reads for its own Redis.
+- name: SESSION_STORE_PASSWORD
+  valueFrom:
+    secretKeyRef: {{ include "gammaray.redisPasswordRef" $ }}
+- name: GAMMARAY_REDIS_URL
+  value: redis://:$(SESSION_STORE_PASSWORD)@{{ include "gammaray.fullname" $ }}-redis:6379/0
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Secret and key with the bundled Redis' password. */}}
+{{- define "gammaray.redisPasswordRef" -}}
+{{- $given := .Values.redis.passwordSecret -}}
+{{- if $given.name -}}
+{name: {{ $given.name }}, key: {{ $given.key }}}
+{{- else -}}
+{name: {{ include "gammaray.fullname" . }}-redis, key: password}
+{{- end -}}
+{{- end -}}
+
+{{/* Where spans and metrics are sent; nothing without an endpoint. */}}
+{{- define "gammaray.telemetryEnv" -}}
+{{- with include "gammaray.otlpEndpoint" . -}}
+- name: OTEL_EXPORTER_OTLP_ENDPOINT
+  value: {{ . | quote }}
+- name: OTEL_TRACES_SAMPLER
+  value: parentbased_traceidratio
+- name: OTEL_TRACES_SAMPLER_ARG
+  value: {{ $.Values.telemetry.traceShare | quote }}
+{{- if not (or $.Values.telemetry.collector.enabled $.Values.telemetry.otlpEndpoint) }}
+# Jaeger takes no metrics.
+- name: OTEL_METRICS_EXPORTER
+  value: none
+{{- end }}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: POD_NAMESPACE
+  valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
+- name: NODE_NAME
+  valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
+- name: OTEL_RESOURCE_ATTRIBUTES
+  value: k8s.pod.name=$(POD_NAME),k8s.namespace.name=$(POD_NAMESPACE),k8s.node.name=$(NODE_NAME)
+{{- end -}}
+{{- end -}}
+
+{{- define "gammaray.otlpEndpoint" -}}
+{{- $telemetry := .Values.telemetry -}}
+{{- if $telemetry.collector.enabled -}}
+http://{{ include "gammaray.fullname" . }}-collector:4317
+{{- else if $telemetry.otlpEndpoint -}}
+{{- $telemetry.otlpEndpoint -}}
+{{- else if $telemetry.jaeger.enabled -}}
+http://{{ include "gammaray.fullname" . }}-jaeger:4317
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,77 @@
+{{/* Prefix of the names of all resources; room is left for what Ray and StatefulSets append. */}}
+{{- define "gammaray.fullname" -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- $full := .Release.Name -}}
+{{- if not (contains $name .Release.Name) -}}
+{{- $full = printf "%s-%s" .Release.Name $name -}}
+{{- end -}}
+{{- default $full .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* Labels of every resource. */}}
+{{- define "gammaray.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Values.image.tag | default .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end -}}
+
+{{/*
+What selects the pods of a component: (dict "root" $ "component" name). Ray pods must not have the label
+app.kubernetes.io/name: KubeRay selects the head by its own value of it.
+*/}}
+{{- define "gammaray.selector" -}}
+app.kubernetes.io/part-of: gammaray
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{/* What selects every Ray pod of the release, and nothing else. */}}
+{{- define "gammaray.raySelector" -}}
+app.kubernetes.io/part-of: gammaray
+app.kubernetes.io/instance: {{ .Release.Name }}
+gammaray.io/ray: "true"
+{{- end -}}
+
+{{/* Image of one of gammaray's: (dict "root" $ "name" name). */}}
+{{- define "gammaray.image" -}}
+{{- $image := .root.Values.image -}}
+{{- with $image.registry }}{{ trimSuffix "/" . }}/{{ end -}}
+{{ .name }}:{{ $image.tag | default .root.Chart.AppVersion }}
+{{- end -}}
+
+{{- define "gammaray.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "gammaray.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What was generated from the Python package: names, ports, environment and the base Serve configuration. */}}
+{{- define "gammaray.generated" -}}
+{{- .Files.Get "files/gammaray.yaml" -}}
+{{- end -}}
+
+{{/* "true" when any pool may change its number of workers. */}}
+{{- define "gammaray.scales" -}}
+{{- if or (contains ":" (toString .Values.draft.workers)) (contains ":" (toString .Values.target.workers)) -}}
+true
+{{- end -}}
+{{- end -}}
+
+{{/* Secret with the certificate of Ingress or Gateway; empty: no TLS. */}}
+{{- define "gammaray.tlsSecret" -}}
+{{- if .Values.tls.secretName -}}
+{{- .Values.tls.secretName -}}
+{{- else if .Values.tls.certManager.enabled -}}
+{{- include "gammaray.fullname" . }}-tls
+{{- end -}}
+{{- end -}}
+
+{{/* Secret with a certificate for mutual TLS: (dict "root" $ "holder" "orchestrator" or "worker"). */}}
+{{- define "gammaray.workerTlsSecret" -}}
+{{- $given := get .root.Values.workerTls (printf "%sSecret" .holder) -}}
+{{- default (printf "%s-%s-tls" (include "gammaray.fullname" .root) .holder) $given -}}
+{{- end -}}

@@ -1,0 +1,42 @@
+{{/* Peers: Ray pods of the release, or those of one component: (dict "root" $ "component" name). */}}
+{{- define "gammaray.from" -}}
+- podSelector:
+    matchLabels:
+      {{- if .component }}
+      {{- include "gammaray.selector" . | nindent 6 }}
+      {{- else }}
+      {{- include "gammaray.raySelector" .root | nindent 6 }}
+      {{- end }}
+{{- end -}}
+
+{{/* What Ray's processes need of each other on every node: raylet, objects, agents, core workers. */}}
+{{- define "gammaray.rayInternals" -}}
+- from: {{- include "gammaray.from" (dict "root" .) | nindent 4 }}
+  ports:
+    - {port: 6380, endPort: 6383}
+    - {port: 52365}
+    - {port: 10002, endPort: 19999}
+{{- end -}}
+
+{{/* Scraping of gammaray's and of Ray's metrics. */}}
+{{- define "gammaray.scraping" -}}
+{{- with .Values.networkPolicy.monitoring }}
+- from: {{- toYaml . | nindent 4 }}
+  ports:
+    - {port: 8080}
+    - {port: {{ (include "gammaray.generated" $ | fromYaml).ports.metrics }}}
+{{- end }}
+{{- end -}}
+
+{{/* Metadata and head of the spec of the policy of one component. */}}
+{{- define "gammaray.policy" -}}
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  name: {{ include "gammaray.fullname" .root }}-{{ .component }}
+  labels: {{- include "gammaray.labels" .root | nindent 4 }}
+spec:
+  podSelector:
+    matchLabels: {{- include "gammaray.selector" . | nindent 6 }}
+  policyTypes: [Ingress]
+{{- end -}}

@@ -1,0 +1,37 @@
+{{/* The Serve configuration: the generated one with this release's models, numbers, devices and settings. */}}
+{{- define "gammaray.serveConfig" -}}
+{{- $generated := include "gammaray.generated" . | fromYaml -}}
+{{- $serve := $generated.serve -}}
+{{- $applications := list -}}
+{{- range $application := $serve.applications -}}
+{{- $role := get $generated.roles $application.name -}}
+{{- $values := get $.Values $role -}}
+{{- $args := $application.args -}}
+{{- $deployment := first $application.deployments -}}
+{{- $settings := $args.settings -}}
+{{- if eq $role "orchestrator" -}}
+{{- $_ := set $args "replicas" ($values.replicas | int) -}}
+{{- $_ := set $settings "model" $.Values.models.target -}}
+{{- if $.Values.apiKeysSecret.name -}}
+{{- $_ := set $settings "api_keys_file" (printf "/etc/gammaray/keys/%s" $.Values.apiKeysSecret.key) -}}
+{{- end -}}
+{{- else -}}
+{{- $_ := set $args "workers" (toString $values.workers) -}}
+{{- if include "gammaray.scales" $ -}}
+{{- $_ := set $args "scaling" $.Values.scaling -}}
+{{- end -}}
+{{- $_ := set $settings "model" (get $.Values.models $role) -}}
+{{- $_ := set $settings "device" (ternary "cuda" "cpu" (gt (int $values.gpus) 0)) -}}
+{{- $_ := set $deployment.ray_actor_options "num_gpus" (int $values.gpus) -}}
+{{- end -}}
+{{- if $.Values.workerTls.enabled -}}
+{{- $settings = mergeOverwrite $settings (dict "tls_ca" "/etc/gammaray/tls/ca.crt" "tls_cert" "/etc/gammaray/tls/tls.crt" "tls_key" "/etc/gammaray/tls/tls.key") -}}
+{{- end -}}
+{{- $_ := set $args "settings" (mergeOverwrite $settings $values.settings) -}}
+{{- if ne (toString $values.workers) "0" -}}
+{{- $applications = append $applications $application -}}
+{{- end -}}
+{{- end -}}
+{{- $_ := set $serve "applications" $applications -}}
+{{- toYaml $serve -}}
+{{- end -}}

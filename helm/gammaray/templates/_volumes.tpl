@@ -1,0 +1,50 @@
+{{/* Volumes of a Ray pod: (dict "root" $ "component" name "values" pod values). */}}
+{{- define "gammaray.volumes" -}}
+{{- $values := .root.Values -}}
+- name: tmp
+  emptyDir: {sizeLimit: {{ .values.tmpSize }}}
+- name: models
+  {{- if $values.modelCache.enabled }}
+  persistentVolumeClaim:
+    claimName: {{ $values.modelCache.existingClaim | default (printf "%s-models" (include "gammaray.fullname" .root)) }}
+  {{- else }}
+  emptyDir: {}
+  {{- end }}
+{{- if eq .component "head" }}
+- name: serve
+  configMap:
+    name: {{ include "gammaray.fullname" .root }}-serve
+{{- end }}
+{{- if and (eq .component "orchestrator") $values.apiKeysSecret.name }}
+- name: api-keys
+  secret:
+    secretName: {{ $values.apiKeysSecret.name }}
+{{- end }}
+{{- if and $values.workerTls.enabled (ne .component "head") }}
+{{- $holder := ternary "orchestrator" "worker" (eq .component "orchestrator") }}
+- name: worker-tls
+  secret:
+    secretName: {{ include "gammaray.workerTlsSecret" (dict "root" .root "holder" $holder) }}
+{{- end }}
+{{- with .values.volumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Where they are mounted. */}}
+{{- define "gammaray.volumeMounts" -}}
+- {name: tmp, mountPath: /tmp}
+- {name: models, mountPath: /models}
+{{- if eq .component "head" }}
+- {name: serve, mountPath: /etc/gammaray, readOnly: true}
+{{- end }}
+{{- if and (eq .component "orchestrator") .root.Values.apiKeysSecret.name }}
+- {name: api-keys, mountPath: /etc/gammaray/keys, readOnly: true}
+{{- end }}
+{{- if and .root.Values.workerTls.enabled (ne .component "head") }}
+- {name: worker-tls, mountPath: /etc/gammaray/tls, readOnly: true}
+{{- end }}
+{{- with .values.volumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,74 @@
+"""Makes the JSON schema of the chart's values: their own shape, and the settings classes of the package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from values_doc import Value
+
+from gammaray.config import DraftSettings, OrchestratorSettings, ScalingSettings, TargetSettings
+
+__all__ = ["values_schema"]
+
+SETTINGS = (OrchestratorSettings, DraftSettings, TargetSettings, ScalingSettings)
+ROLES = ("head", "orchestrator", "draft", "target")
+
+_OF_CHART = {
+    *("model", "device", "listen", "advertise", "redis_url", "api_keys_file", "metrics_listen"),
+    *("tls_ca", "tls_cert", "tls_key", "target_addresses", "draft_addresses"),
+}
+"""Settings that the chart gives by itself; values must not."""
+
+_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
+
+
+def values_schema(values: list[Value]) -> dict[str, Any]:
+    """Return the schema: unknown keys are refused, but in maps that are Kubernetes' own."""
+    top: dict[str, Any] = {"type": "object", "additionalProperties": False, "properties": {}}
+    for value in values:
+        parent = top
+        for key in value.path[:-1]:
+            parent = parent["properties"][key]
+        parent["properties"][value.path[-1]] = _schema_of(value)
+    for role in ROLES:
+        _inherit(top["properties"][role], top["properties"]["pods"])
+    # Helm itself passes this one to every chart.
+    top["properties"]["global"] = {"type": "object"}
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "Values of the gammaray chart",
+        **top,
+        "$defs": {settings.__name__: _settings_schema(settings) for settings in SETTINGS},
+    }
+
+
+def _schema_of(value: Value) -> dict[str, Any]:
+    if value.is_section:
+        return {"type": "object", "additionalProperties": False, "properties": {}}
+    if "$ref" in value.constraints:
+        return {"description": value.text, "allOf": [value.constraints]}
+    schema = {"description": value.text, "type": _TYPES[type(value.default)]}
+    if value.path[-1].endswith("Secret"):
+        schema |= {
+            "additionalProperties": False,
+            "properties": {"name": {"type": "string"}, "key": {"type": "string", "minLength": 1}},
+        }
+    return schema | value.constraints
+
+
+def _inherit(role: dict[str, Any], pods: dict[str, Any]) -> None:
+    """Let a role override what all pods have."""
+    role["properties"] = {**pods["properties"], **role["properties"]}
+
+
+def _settings_schema(settings: type[Any]) -> dict[str, Any]:
+    schema: dict[str, Any] = settings.model_json_schema()
+    properties = {name: entry for name, entry in schema["properties"].items() if name not in _OF_CHART}
+    for entry in properties.values():
+        entry.pop("title", None)
+    return {
+        "type": "object",
+        "description": f"Fields of {settings.__name__} in gammaray/config.py.",
+        "additionalProperties": False,
+        "properties": properties,
+    }
