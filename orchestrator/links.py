@@ -13,6 +13,7 @@ from typing import Any, Generic
 import grpc
 
 from gammaray.errors import DeadlineExceededError, GammarayError, UnavailableError
+from gammaray.tls import TlsFiles, dial
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.backoff import Backoff, Patience
 from orchestrator.wire import BlockT, ResultT, WorkerInfo, WorkerProtocol
@@ -30,6 +31,9 @@ ANSWER_GRACE_S = 0.25
 MAX_FRAME_BYTES = 2**20
 """Frames stay well below gRPC's default receive limit of 4 MiB; one block alone may be larger."""
 
+MAX_ANSWER_BYTES = 64 * 2**20
+"""Largest frame that a worker may answer with; one that sends more loses the connection."""
+
 _EOF: Any = vars(grpc.aio)["EOF"]  # the type stubs lack it
 
 CHANNEL_OPTIONS = (
@@ -43,7 +47,7 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 1_000),
     ("grpc.keepalive_timeout_ms", 1_500),
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     ("grpc.max_send_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),  # a dead connection of one link must not slow down the next one
 )
@@ -62,6 +66,7 @@ class WorkerLink(Generic[BlockT, ResultT]):
         check: Called with what the worker says about itself, on connecting and every two seconds; raises
             GammarayError to refuse the worker.
         on_change: Called when the link came up, went down, or was refused.
+        tls: What to show the worker; None is plain text.
 
     Attributes:
         info: What the worker last said about itself; None before the first connection.
@@ -79,6 +84,7 @@ class WorkerLink(Generic[BlockT, ResultT]):
         *,
         check: Callable[[WorkerInfo], None],
         on_change: Callable[[], None],
+        tls: TlsFiles | None = None,
     ) -> None:
         self.address = address
         self.role = protocol.role
@@ -89,7 +95,7 @@ class WorkerLink(Generic[BlockT, ResultT]):
         self.patience = Patience()
         self.is_draining = False
         self._protocol = protocol
-        self._check, self._on_change = check, on_change
+        self._check, self._on_change, self._tls = check, on_change, tls
         self._is_up = False
         self._ids = itertools.count(1)
         self._pending: dict[int, asyncio.Future[ResultT]] = {}
@@ -169,7 +175,7 @@ class WorkerLink(Generic[BlockT, ResultT]):
             await asyncio.sleep(delay * random.uniform(0.5, 1.5))
 
     async def _connect_once(self) -> None:
-        async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+        async with dial(self.address, self._tls, CHANNEL_OPTIONS) as channel:
             await self._refresh_info(channel)
             if self.is_draining:
                 raise UnavailableError(f"the {self.role} worker at {self.address} is about to stop")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Generic
 
 from gammaray.errors import GammarayError, UnavailableError
+from gammaray.tls import TlsFiles
 from gammaray.types import ProcessStatus
 from orchestrator.links import WorkerLink
 from orchestrator.wire import BlockT, ResultT, WorkerInfo, WorkerProtocol
@@ -24,6 +25,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
         protocol: Their service.
         static: Addresses that are always tried, beside those given to `announce`.
         check: Raises GammarayError for a worker that must not be used.
+        tls: What to show the workers; None is plain text.
     """
 
     def __init__(
@@ -31,11 +33,12 @@ class WorkerPool(Generic[BlockT, ResultT]):
         protocol: WorkerProtocol[BlockT, ResultT],
         static: Iterable[str],
         check: Callable[[WorkerInfo], None],
+        tls: TlsFiles | None = None,
     ) -> None:
         self.role = protocol.role
         self.links: dict[str, WorkerLink[BlockT, ResultT]] = {}
         self._protocol, self._static = protocol, frozenset(static)
-        self._check = check
+        self._check, self._tls = check, tls
         self._misses: dict[str, int] = {}
         self._changed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
@@ -46,7 +49,9 @@ class WorkerPool(Generic[BlockT, ResultT]):
         for address in addresses | self._static:
             self._misses[address] = 0
             if address not in self.links:
-                link = WorkerLink(self._protocol, address, check=self._check, on_change=self._changed.set)
+                link = WorkerLink(
+                    self._protocol, address, check=self._check, on_change=self._changed.set, tls=self._tls
+                )
                 self.links[address] = link
                 link.start()
         for address in self.links.keys() - addresses - self._static:

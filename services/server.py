@@ -10,11 +10,14 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
-from gammaray.errors import InvalidArgumentError
+from gammaray.errors import InvalidArgumentError, UnauthenticatedError
+from gammaray.tls import TlsFiles, check_peer, server_credentials
 
-__all__ = ["MAX_MESSAGE_BYTES", "GrpcServer", "is_wildcard", "split_address"]
+__all__ = ["MAX_MESSAGE_BYTES", "GrpcServer", "is_wildcard", "refuse_strangers", "split_address"]
 
 MAX_MESSAGE_BYTES = 16 << 20
+MAX_RPCS = 512
+"""Calls open at once, most of them streams of orchestrators; more are refused."""
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -37,12 +40,13 @@ class GrpcServer:
 
     Args:
         service_names: Full names of the services it will serve.
+        tls: What to show orchestrators, of whom the same is asked; None is plain text.
     """
 
-    def __init__(self, service_names: Sequence[str]) -> None:
-        self._names = ("", *service_names)
+    def __init__(self, service_names: Sequence[str], tls: TlsFiles | None = None) -> None:
+        self._names, self._tls = ("", *service_names), tls
         self._health = health_aio.HealthServicer()
-        self.server = grpc.aio.server(options=_OPTIONS)
+        self.server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_RPCS)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflected = (*service_names, HEALTH_SERVICE, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(reflected, self.server)
@@ -55,7 +59,10 @@ class GrpcServer:
         """
         host, _ = split_address("listen", listen)
         try:
-            port = self.server.add_insecure_port(listen)
+            if self._tls is None:
+                port = self.server.add_insecure_port(listen)
+            else:
+                port = self.server.add_secure_port(listen, server_credentials(self._tls))
         except RuntimeError as error:
             raise InvalidArgumentError("listen", listen, "an address that can be bound") from error
         await self.server.start()
@@ -72,6 +79,14 @@ class GrpcServer:
     async def stop(self, grace_s: float) -> None:
         """Close the port; calls that are still open after `grace_s` seconds are cancelled."""
         await self.server.stop(grace_s)
+
+
+async def refuse_strangers(context: grpc.aio.ServicerContext) -> None:
+    """End a call that comes over TLS from somebody else than an orchestrator."""
+    try:
+        check_peer(context)
+    except UnauthenticatedError as error:
+        await context.abort(error.status, str(error))
 
 
 def split_address(field: str, address: str) -> tuple[str, int]:

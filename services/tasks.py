@@ -12,6 +12,9 @@ from gammaray.types import MAX_GAMMA, Proposal, SamplingParams, VerificationMeth
 
 __all__ = ["NeedTokens", "ProposeTask", "Reply", "SessionSpec", "Task", "Timing", "VerifyTask"]
 
+MAX_SESSION_ID = 256
+"""Longest name of a session, in characters: a tenant's name and the 128 that its own may have."""
+
 
 @dataclass(frozen=True, slots=True)
 class SessionSpec:
@@ -72,8 +75,8 @@ class Task:
         Raises:
             InvalidArgumentError: Names the first wrong field.
         """
-        if not 1 <= len(self.session_id) <= 128:
-            raise InvalidArgumentError("session_id", self.session_id, "1 to 128 characters")
+        if not 1 <= len(self.session_id) <= MAX_SESSION_ID:
+            raise InvalidArgumentError("session_id", self.session_id, f"1 to {MAX_SESSION_ID} characters")
         if not 1 <= self.base_position <= max_context:
             raise InvalidArgumentError("base_position", self.base_position, f"1 to {max_context}")
         end = self.context_start + len(self.context)

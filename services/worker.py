@@ -14,6 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from gammaray.config import WorkerSettings
 from gammaray.errors import InvalidArgumentError, UnavailableError
 from gammaray.metrics_export import MetricsExport
+from gammaray.tls import tls_files
 from services.batching import Scheduler
 from services.engine.engine import Engine
 from services.engine.model import resolve_model
@@ -92,7 +93,7 @@ class Worker(ABC, Generic[SettingsT]):
         )
         self._model = replace(self._model, metrics_address=self._metrics.address)
         self._streams = Streams(self._engine)
-        self._server = GrpcServer([self.service_name])
+        self._server = GrpcServer([self.service_name], tls_files(settings))
         self._add_servicer(self._server.server, self._streams, self._model)
         self.address = await self._server.start(settings.listen)
         if settings.redis_url:

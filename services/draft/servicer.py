@@ -14,6 +14,7 @@ from gammaray.types import MAX_NODES, Proposal
 from gammaray.v1 import draft_service_pb2 as pb
 from gammaray.v1 import draft_service_pb2_grpc
 from services.messages import Model, describe, fill_result, task_fields
+from services.server import refuse_strangers
 from services.streams import Deliver, Streams
 from services.tasks import ProposeTask, Reply
 
@@ -37,6 +38,7 @@ class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
         self, request_iterator: AsyncIterator[pb.ProposeRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.ProposeResponse]:
         """Serve proposals for many sessions over one stream."""
+        await refuse_strangers(context)
         if self._streams.is_leaving:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
         async with aclosing(self._streams.serve(request_iterator, self._parse)) as frames:
@@ -47,6 +49,7 @@ class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
         self, request: pb.GetDraftInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetDraftInfoResponse:
         """Tell what the worker serves and how loaded it is."""
+        await refuse_strangers(context)
         info = await describe(self._model, self._streams.engine)
         return pb.GetDraftInfoResponse(**info, is_draining=self._streams.is_leaving)
 

