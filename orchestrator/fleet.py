@@ -8,7 +8,6 @@ from typing import Protocol
 
 from gammaray.errors import GammarayError, InvalidArgumentError, UnavailableError
 from gammaray.tls import TlsFiles
-from gammaray.tls import TlsFiles
 from gammaray.types import ProcessStatus
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import target_service_pb2 as target_pb
@@ -43,7 +42,6 @@ class Fleet:
         vocab_size: Number of token ids of the served model.
         target_addresses: Comma-separated host:port of target workers, beside the registry's.
         draft_addresses: The same for draft workers.
-        tls: What to show the workers; None is plain text.
         tls: What to show the workers; None is plain text.
     """
 

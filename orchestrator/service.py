@@ -13,7 +13,6 @@ from gammaray.config import OrchestratorSettings
 from gammaray.errors import CancelledError, GammarayError
 from gammaray.otel import Telemetry
 from gammaray.tls import tls_files
-from gammaray.tls import tls_files
 from gammaray.types import (
     Chunk,
     FinishReason,
