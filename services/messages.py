@@ -14,6 +14,7 @@ from services.batching import Scheduler
 from services.engine_thread import EngineThread
 from services.streams import Deliver
 from services.tasks import NeedTokens, Reply, SessionSpec
+from services.tracing import sampled_parent
 
 __all__ = ["Model", "describe", "fill_result", "task_fields"]
 
@@ -55,6 +56,7 @@ def task_fields(block: Any, default_timeout_ms: int, deliver: Deliver) -> dict[s
         "deadline": now + (block.timeout_ms or default_timeout_ms) / 1000,
         "deliver": deliver,
         "arrived": now,
+        "traceparent": sampled_parent(block.trace.traceparent) if block.HasField("trace") else "",
     }
 
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from gammaray.errors import GammarayError, InternalError, ResourceExhaustedError, UnavailableError
 from services.engine_thread import EngineThread
 from services.tasks import Reply, Task
+from services.tracing import BlockTracer
 
 __all__ = ["MAX_IN_FLIGHT", "BlockStream", "Streams"]
 
@@ -46,8 +47,8 @@ class Streams:
         is_draining: Whether new blocks are refused.
     """
 
-    def __init__(self, engine: EngineThread) -> None:
-        self.engine = engine
+    def __init__(self, engine: EngineThread, tracer: BlockTracer | None = None) -> None:
+        self.engine, self.tracer = engine, tracer
         self.is_leaving = self.is_draining = False
         self._open: set[BlockStream] = set()
         self._empty = asyncio.Event()
@@ -187,3 +188,5 @@ class BlockStream:
         self._pending.discard(task)
         self._outbox.append(reply)
         self._ready.set()
+        if task.traceparent and self._streams.tracer is not None:
+            self._streams.tracer.answered(task, reply)

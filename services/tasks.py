@@ -55,6 +55,7 @@ class Task:
         deadline: `time.monotonic()` past which nobody waits for the answer.
         deliver: Takes the reply; called in the event loop.
         cancelled: Set by the event loop when the stream is gone; the work is dropped at the next step.
+        traceparent: Of the span that waits for the answer; empty when the session is not sampled.
     """
 
     request_id: int
@@ -68,6 +69,7 @@ class Task:
     deliver: Callable[[Any, Reply], None]
     arrived: float = field(default_factory=time.monotonic)
     cancelled: bool = False
+    traceparent: str = ""
 
     def validate(self, vocab_size: int, max_context: int) -> None:
         """Check what needs no knowledge of the session.

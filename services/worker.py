@@ -14,6 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from gammaray.config import WorkerSettings
 from gammaray.errors import InvalidArgumentError, UnavailableError
 from gammaray.metrics_export import MetricsExport
+from gammaray.otel import Telemetry
 from gammaray.tls import tls_files
 from services.batching import Scheduler
 from services.engine.engine import Engine
@@ -26,6 +27,7 @@ from services.planning import Limits
 from services.registry import Announcer, WorkerEntry
 from services.server import GrpcServer, is_wildcard, split_address
 from services.streams import Streams
+from services.tracing import BlockTracer
 from services.vocabulary import vocab_sha256
 
 __all__ = ["Worker"]
@@ -58,6 +60,7 @@ class Worker(ABC, Generic[SettingsT]):
         self._model: Model | None = None
         self._meter: WorkerMeter | None = None
         self._metrics: MetricsExport | None = None
+        self._telemetry: Telemetry | None = None
         self._load_reporter = LoadReporter()
 
     @property
@@ -85,6 +88,8 @@ class Worker(ABC, Generic[SettingsT]):
         await self._engine.start()
         assert self._model is not None
         assert self._meter is not None
+        self._telemetry = Telemetry(self.role)
+        tracer = BlockTracer(self._telemetry.processor) if self._telemetry.processor is not None else None
         # What was loaded stays: keep the collector from walking through it in the middle of a cycle.
         gc.collect()
         gc.freeze()
@@ -92,7 +97,7 @@ class Worker(ABC, Generic[SettingsT]):
             self._meter.meter, role=self.role, model=settings.model, listen=settings.metrics_listen
         )
         self._model = replace(self._model, metrics_address=self._metrics.address)
-        self._streams = Streams(self._engine)
+        self._streams = Streams(self._engine, tracer)
         self._server = GrpcServer([self.service_name], tls_files(settings))
         self._add_servicer(self._server.server, self._streams, self._model)
         self.address = await self._server.start(settings.listen)
@@ -135,6 +140,8 @@ class Worker(ABC, Generic[SettingsT]):
             is_clean = await self._engine.stop(_STEP_TIMEOUT_S) and is_clean
         if self._metrics is not None:
             await self._metrics.stop()
+        if self._telemetry is not None:
+            await self._telemetry.shutdown()
         return is_clean
 
     def _load(self) -> Scheduler[Any]:

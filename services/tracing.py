@@ -1,0 +1,119 @@
+"""The worker's side of a sampled session's spans: one per block, written down after its answer has left."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry.trace import SpanContext, TraceFlags
+
+from gammaray import telemetry as t
+from gammaray.errors import GammarayError
+from gammaray.types import Proposal
+from services.tasks import NeedTokens, ProposeTask, Reply, Task, VerifyTask
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import SpanProcessor
+
+__all__ = ["BlockTracer", "sampled_parent"]
+
+_TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f][13579bdf]")
+_SAMPLED = SpanContext(1, 1, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+_SERVER, _STATUS_ERROR = 2, 2
+
+
+def sampled_parent(traceparent: str) -> str:
+    """Return a block's `traceparent`, or an empty text when it is not sampled or none at all."""
+    return traceparent if _TRACEPARENT.fullmatch(traceparent) else ""
+
+
+class BlockTracer:
+    """Queues the spans of blocks for export.
+
+    Args:
+        processor: The process's.
+    """
+
+    def __init__(self, processor: SpanProcessor) -> None:
+        from gammaray.spans import put
+
+        self._processor, self._put = processor, put
+
+    def answered(self, task: Task, reply: Reply) -> None:
+        """Note that a block of a sampled session was answered now."""
+        self._put(self._processor, _BlockBundle(task, reply, time.time_ns(), time.monotonic()))
+
+
+class _BlockBundle:
+    """The span of one block.
+
+    Args:
+        task: The block.
+        reply: Its answer.
+        end_ns: When it was answered, in nanoseconds since 1970.
+        ended: The same as `time.monotonic()`.
+    """
+
+    __slots__ = ("_end_ns", "_ended", "_reply", "_task")
+
+    context = _SAMPLED
+
+    def __init__(self, task: Task, reply: Reply, end_ns: int, ended: float) -> None:
+        self._task, self._reply, self._end_ns, self._ended = task, reply, end_ns, ended
+
+    def encode(self, spans: Any) -> None:
+        """Add the span to a repeated field of OTLP spans."""
+        task, timing, outcome = self._task, self._reply.timing, self._reply.outcome
+        span = spans.add(
+            trace_id=bytes.fromhex(task.traceparent[3:35]),
+            span_id=secrets.token_bytes(8),
+            parent_span_id=bytes.fromhex(task.traceparent[36:52]),
+            name=t.SPAN_PROPOSE if isinstance(task, ProposeTask) else t.SPAN_VERIFY,
+            kind=_SERVER,
+            start_time_unix_nano=self._end_ns - round((self._ended - task.arrived) * 1e9),
+            end_time_unix_nano=self._end_ns,
+            flags=0x301,  # sampled, and the parent is known to be remote
+        )
+        entries = span.attributes
+        entries.add(key=t.SESSION_ID).value.string_value = task.session_id
+        for key, milliseconds in (
+            (t.QUEUE_MS, timing.queue_us / 1e3),
+            (t.COMPUTE_MS, timing.compute_us / 1e3),
+            (t.FORWARD_MS, timing.forward_us / 1e3),
+        ):
+            entries.add(key=key).value.double_value = milliseconds
+        for key, number in _counts(task, self._reply).items():
+            entries.add(key=key).value.int_value = number
+        if isinstance(task, ProposeTask):
+            is_hit = isinstance(outcome, Proposal) and len(outcome) > 0 and timing.num_forwards == 0
+            entries.add(key=t.DRAFT_AHEAD_HIT).value.bool_value = is_hit
+        elif not isinstance(outcome, (NeedTokens, GammarayError)):
+            origin = outcome.verdict.next_origin.value
+            entries.add(key=t.NEXT_ORIGIN).value.string_value = origin
+        if isinstance(outcome, GammarayError):
+            span.status.code = _STATUS_ERROR
+            entries.add(key=t.ERROR_TYPE).value.string_value = type(outcome).__name__
+
+
+def _counts(task: Task, reply: Reply) -> dict[str, int]:
+    timing, outcome = reply.timing, reply.outcome
+    counts = {
+        t.EPOCH: task.epoch,
+        t.BASE_POSITION: task.base_position,
+        t.STEPS: timing.num_forwards,
+        t.BATCH_SIZE: timing.batch_size,
+        t.BATCH_TOKENS: timing.batch_tokens,
+        t.DRAFTED: len(outcome) if isinstance(outcome, Proposal) else 0,
+    }
+    if isinstance(task, ProposeTask):
+        counts[t.GAMMA] = task.gamma
+    if isinstance(outcome, NeedTokens):
+        counts[t.NEEDS_FROM] = outcome.position
+    elif isinstance(task, VerifyTask):
+        counts[t.DRAFTED] = len(task.proposal)
+        if not isinstance(outcome, GammarayError):
+            counts[t.TESTED] = outcome.verdict.num_tested
+            counts[t.ACCEPTED] = len(outcome.verdict.accepted_path)
+    return counts
