@@ -157,6 +157,9 @@ class OrchestratorSettings(_ServingSettings):
         "",
         description="Key file of `gammaray keys`; empty asks nobody for a key. Read again when it changes.",
     )
+    local_only: bool = Field(
+        False, description="Refuse gRPC callers of other machines, whatever the port is bound to."
+    )
     probe_key_sha256: str = Field(
         "",
         pattern=r"^([0-9a-f]{64})?$",

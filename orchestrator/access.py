@@ -36,6 +36,8 @@ RELOAD_PERIOD_S = 0.5
 PROBE_TENANT = "gammaray-probe"
 """Whom the launcher's own key belongs to."""
 
+# Serve binds the gRPC ports of its replicas, behind the proxy, to every interface.
+_LOCAL_PEERS = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:")
 _SEPARATOR = ":"  # in no tenant's and in no session's name
 
 
@@ -88,13 +90,19 @@ class Authenticator:
         path: The key file; None lets everybody in, as the one nameless tenant. It is read again when it
             changes. One that cannot be read any more leaves the keys as they were.
         extra: Hashes of further keys by tenant, which no file holds.
+        local_only: Refuse who calls from another machine.
 
     Raises:
         InvalidArgumentError: The file cannot be read, or holds no key.
     """
 
-    def __init__(self, path: Path | None = None, extra: Mapping[str, str] | None = None) -> None:
-        self._path, self._extra = path, dict(extra or {})
+    def __init__(
+        self,
+        path: Path | None = None,
+        extra: Mapping[str, str] | None = None,
+        local_only: bool = False,
+    ) -> None:
+        self._path, self._extra, self._local_only = path, dict(extra or {}), local_only
         self._keys: dict[str, ApiKey] = {}
         self._version: tuple[int, int, int] | None = None
         self._look_at = -math.inf
@@ -108,13 +116,19 @@ class Authenticator:
         """Whether callers need no key."""
         return self._path is None
 
-    def identify(self, headers: Mapping[str, str]) -> Caller:
+    def identify(self, headers: Mapping[str, str], peer: str = "") -> Caller:
         """Return the caller of a request with these headers or metadata (names in lower case).
 
+        Args:
+            headers: By name.
+            peer: Where the call comes from, as gRPC tells it; empty when the port is bound to what it should.
+
         Raises:
-            UnauthenticatedError: A key is needed, and there is none or a wrong one.
+            UnauthenticatedError: A key is needed, and there is none or a wrong one; or a call from elsewhere.
             InvalidArgumentError: A header of ours makes no sense.
         """
+        if self._local_only and peer and not peer.startswith(_LOCAL_PEERS):
+            raise UnauthenticatedError("this cluster serves its own machine only, as it asks for no keys")
         tenant, key_id = self._tenant(headers.get("authorization", ""))
         timeout_ms = _number(headers, TIMEOUT_HEADER, 1, MAX_TIMEOUT_MS)
         return Caller(
@@ -173,9 +187,9 @@ def open_door(settings: OrchestratorSettings) -> Authenticator:
         InvalidArgumentError: The key file cannot be read, or holds no key.
     """
     if not settings.api_keys_file:
-        return Authenticator()
+        return Authenticator(local_only=settings.local_only)
     probe = {PROBE_TENANT: settings.probe_key_sha256} if settings.probe_key_sha256 else {}
-    return Authenticator(Path(settings.api_keys_file), probe)
+    return Authenticator(Path(settings.api_keys_file), probe, settings.local_only)
 
 
 def _version(path: Path) -> tuple[int, int, int] | None:

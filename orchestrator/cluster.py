@@ -29,6 +29,7 @@ from gammaray.pools import PoolSize
 from gammaray.serving import APPLICATIONS, GRPC_SERVICERS, role_settings
 from orchestrator.cluster_env import private_directory, serve_environment
 from orchestrator.cluster_options import LauncherOptions, announcer, parse_options
+from orchestrator.cluster_trust import Trust, arrange_trust, check_access, reachable
 from orchestrator.http_errors import invalid_argument
 from orchestrator.placement import worker_cores
 from orchestrator.preflight import check_port, check_vocabularies, gpu_share
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     complaints = os.fdopen(os.dup(sys.stderr.fileno()), "w")
     try:
         options = parse_options(argv)
-        announce = announcer(options, HOST)
+        announce = announcer(options, reachable(options.cluster.host))
         if options.die_with_parent:
             die_with_parent()
         _on_signals(_stop)
@@ -84,8 +85,9 @@ def serve_cluster(options: LauncherOptions, started: ExitStack, announce: Callab
         GammarayError: What stood in the way, or broke later.
     """
     settings, deadline = options.cluster, time.monotonic() + options.start_timeout_s
-    check_port("http_port", HOST, settings.http_port)
-    check_port("grpc_port", HOST, settings.grpc_port)
+    check_access(settings)
+    check_port("http_port", settings.host, settings.http_port)
+    check_port("grpc_port", settings.host, settings.grpc_port)
     check_vocabularies(settings.target, settings.draft if settings.draft_workers.maximum else settings.target)
     if settings.redis_url:
         check_redis(settings.redis_url)
@@ -98,8 +100,9 @@ def serve_cluster(options: LauncherOptions, started: ExitStack, announce: Callab
     _start_ray(directory, started)
     _start_serve(settings)
     redis = None if settings.redis_url else _start_redis(directory, started)
-    _deploy(settings, settings.redis_url if redis is None else redis.url)
-    _wait_until_healthy(settings, deadline)
+    trust = arrange_trust(settings, directory)
+    _deploy(settings, settings.redis_url if redis is None else redis.url, trust)
+    _wait_until_healthy(settings, deadline, trust.api_key)
     announce()
     _watch(redis)
 
@@ -141,7 +144,7 @@ def _start_serve(settings: ClusterSettings) -> None:
     try:
         serve.start(
             proxy_location="HeadOnly",
-            http_options={"host": HOST, "port": settings.http_port},
+            http_options={"host": settings.host, "port": settings.http_port},
             grpc_options={"port": settings.grpc_port, "grpc_servicer_functions": list(GRPC_SERVICERS)},
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
@@ -172,7 +175,7 @@ def _silence() -> None:
             os.dup2(nowhere.fileno(), stream.fileno())
 
 
-def _deploy(settings: ClusterSettings, redis_url: str) -> None:
+def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust) -> None:
     """Deploy the applications; they start at the same time."""
     from ray import serve
 
@@ -193,12 +196,14 @@ def _deploy(settings: ClusterSettings, redis_url: str) -> None:
     scaling: dict[str, Any] | None = {} if any(size.is_elastic for _, size in workers.values()) else None
     targets = [
         serve.RunTarget(
-            _build(role, {**shared, **own}, size, resources, scaling), APPLICATIONS[role].name, None
+            _build(role, {**shared, **trust.worker, **own}, size, resources, scaling),
+            APPLICATIONS[role].name,
+            None,
         )
         for role, (own, size) in workers.items()
         if size.maximum
     ]
-    orchestrator = {**shared, **of_role["orchestrator"]}
+    orchestrator = {**shared, **trust.orchestrator, **of_role["orchestrator"]}
     targets.append(
         serve.RunTarget(build(orchestrator, settings.orchestrators), APPLICATIONS["orchestrator"].name, "/")
     )
@@ -227,7 +232,7 @@ def _build(
         raise invalid_argument(error) from None
 
 
-def _wait_until_healthy(settings: ClusterSettings, deadline: float) -> None:
+def _wait_until_healthy(settings: ClusterSettings, deadline: float, api_key: str | None) -> None:
     """Wait until both APIs answer and know of every worker.
 
     Raises:
@@ -245,7 +250,7 @@ def _wait_until_healthy(settings: ClusterSettings, deadline: float) -> None:
             if application.status == "DEPLOY_FAILED" or _HOPELESS.match(reason):
                 raise UnavailableError(f"{name} cannot start: {reason}")
         waiting = [name for name, application in applications.items() if application.status != "RUNNING"]
-        missing = ", ".join(waiting) or missing_parts(settings, HOST)
+        missing = ", ".join(waiting) or missing_parts(settings, reachable(settings.host), api_key)
         if not missing:
             return
         time.sleep(_POLL_S)

@@ -32,6 +32,10 @@ class RpcContext(Protocol):
         """Return what the caller sent beside the request."""
         ...
 
+    def peer(self) -> str:
+        """Return where the call comes from."""
+        ...
+
     def set_code(self, code: grpc.StatusCode) -> None:
         """Set the status that the call ends with."""
         ...
@@ -97,7 +101,8 @@ class GenerationServicer:
             UnauthenticatedError: A stranger.
         """
         metadata = context.invocation_metadata() or ()
-        return self._authenticator.identify({k: v for k, v in metadata if isinstance(v, str)})
+        headers = {name: value for name, value in metadata if isinstance(value, str)}
+        return self._authenticator.identify(headers, context.peer())
 
 
 def fail(context: RpcContext, error: Exception) -> None:

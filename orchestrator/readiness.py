@@ -14,14 +14,14 @@ __all__ = ["missing_parts"]
 _TIMEOUT_S = 5.0
 
 
-def missing_parts(settings: ClusterSettings, host: str) -> str:
+def missing_parts(settings: ClusterSettings, host: str, api_key: str | None = None) -> str:
     """Return what does not serve yet, in words; nothing when all does."""
     if not _http_answers(f"http://{host}:{settings.http_port}/health"):
         return "a healthy HTTP API"
     # Each orchestrator finds the workers for itself, and a new connection goes to the next one.
     for _ in range(1 if settings.orchestrators == 1 else 2 * settings.orchestrators):
         try:
-            with Client(f"{host}:{settings.grpc_port}") as client:
+            with Client(f"{host}:{settings.grpc_port}", api_key=api_key) as client:
                 processes = client.status(timeout_s=_TIMEOUT_S)
         except GammarayError as error:
             return f"an answer of the gRPC API ({error})"

@@ -26,6 +26,9 @@ class Context:
     def invocation_metadata(self):
         return self._metadata
 
+    def peer(self):
+        return "ipv4:127.0.0.1:5"
+
     def set_code(self, code):
         self.code = code
 

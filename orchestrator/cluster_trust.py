@@ -1,0 +1,90 @@
+"""Whom a cluster on one machine lets in: who may call it, and how its own processes know each other."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gammaray.config import ClusterSettings
+from gammaray.errors import InvalidArgumentError
+from gammaray.keys import hash_key, make_secret, read_keys
+from gammaray.tls import TlsFiles
+
+__all__ = ["Trust", "arrange_trust", "check_access", "is_loopback", "reachable"]
+
+
+@dataclass(frozen=True)
+class Trust:
+    """What the launcher hands to the processes it starts.
+
+    Args:
+        orchestrator: Fields of OrchestratorSettings.
+        worker: Fields of WorkerSettings.
+        api_key: The launcher's own key; None where none is asked for.
+    """
+
+    orchestrator: Mapping[str, Any]
+    worker: Mapping[str, Any]
+    api_key: str | None
+
+
+def check_access(settings: ClusterSettings) -> None:
+    """Check, before anything starts, that nobody is let in by mistake.
+
+    Raises:
+        InvalidArgumentError: Others can reach the APIs and need no key, or the key file is of no use.
+    """
+    if settings.api_keys_file:
+        if settings.no_auth:
+            raise InvalidArgumentError("no_auth", "true beside api_keys_file", "one of the two")
+        if not read_keys(Path(settings.api_keys_file)):
+            raise InvalidArgumentError("api_keys_file", f"{settings.api_keys_file} without keys", "some key")
+    elif not is_loopback(settings.host) and not settings.no_auth:
+        raise InvalidArgumentError(
+            "host",
+            f"{settings.host}, which others can reach, without api_keys_file",
+            "a loopback address; or make keys with `gammaray keys create`; or say --no-auth",
+        )
+
+
+def arrange_trust(settings: ClusterSettings, directory: Path) -> Trust:
+    """Return keys and certificates for a cluster; what is made lies in its own `directory`."""
+    orchestrator: dict[str, Any] = {}
+    worker: dict[str, Any] = {}
+    api_key = None
+    if settings.api_keys_file:
+        api_key = make_secret()
+        orchestrator["api_keys_file"] = str(Path(settings.api_keys_file).absolute())
+        orchestrator["probe_key_sha256"] = hash_key(api_key)
+    elif is_loopback(settings.host):
+        orchestrator["local_only"] = True
+    if settings.worker_tls:
+        from gammaray.certs import make_certificates
+
+        files = make_certificates(directory / "tls")
+        orchestrator |= _fields(files["orchestrator"])
+        worker |= _fields(files["worker"])
+    return Trust(orchestrator, worker, api_key)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def reachable(host: str) -> str:
+    """Return the address at which this machine reaches a server bound to `host`."""
+    try:
+        return "127.0.0.1" if ipaddress.ip_address(host.strip("[]")).is_unspecified else host
+    except ValueError:
+        return host
+
+
+def _fields(files: TlsFiles) -> dict[str, str]:
+    return {f"tls_{name}": str(path) for name, path in asdict(files).items()}

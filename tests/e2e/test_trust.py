@@ -1,0 +1,118 @@
+"""A cluster that asks for keys and speaks TLS to its workers, as strangers and tenants see it."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import httpx
+import openai
+import psutil
+import pytest
+from cluster_helpers import Cluster, running_cluster
+
+from gammaray import Client, UnauthenticatedError
+from gammaray.keys import create_key, revoke_key
+from gammaray.v1 import target_service_pb2, target_service_pb2_grpc
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+PROMPT = "def read_lines(path):"
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory):
+    return tmp_path_factory.mktemp("trust") / "keys.json"
+
+
+@pytest.fixture(scope="module")
+def keys(key_file):
+    return {tenant: create_key(key_file, tenant) for tenant in ("acme", "beta")}
+
+
+@pytest.fixture(scope="module")
+def guarded(keys, key_file):
+    with running_cluster("--api-keys-file", str(key_file), "--worker-tls") as cluster:
+        yield cluster
+
+
+def test_stranger_gets_nothing_over_either_api(guarded: Cluster):
+    for api_key in (None, "gr_00000000_" + "x" * 43):
+        with Client(guarded.grpc, api_key=api_key) as client:
+            with pytest.raises(UnauthenticatedError):
+                client.complete(PROMPT, max_tokens=2)
+            with pytest.raises(UnauthenticatedError):
+                client.status()
+    with httpx.Client(base_url=guarded.http) as http:
+        assert http.get("/health").status_code == 200
+        for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/v1/none")):
+            answer = http.request(method, path)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_tenant_completes_over_both_apis(guarded: Cluster, keys):
+    _, secret = keys["acme"]
+    with Client(guarded.grpc, api_key=secret) as client:
+        completion = client.complete(PROMPT, max_tokens=8, seed=1, session_id="mine", ignore_eos=True)
+        assert len(completion.tokens) == 8
+        assert completion.session_id == "mine"
+    official = openai.OpenAI(base_url=f"{guarded.http}/v1", api_key=secret, max_retries=0)
+    assert official.completions.create(model="", prompt=PROMPT, max_tokens=4).usage.completion_tokens == 4
+
+
+def test_tenants_have_sessions_of_one_name_each(guarded: Cluster, keys):
+    for tenant in ("acme", "beta"):
+        with Client(guarded.grpc, api_key=keys[tenant][1]) as client:
+            assert client.complete(PROMPT, max_tokens=2, session_id="shared").session_id == "shared"
+
+
+def test_worker_ports_refuse_strangers(guarded: Cluster, keys):
+    with Client(guarded.grpc, api_key=keys["acme"][1]) as client:
+        (address,) = [process.address for process in client.status() if process.role == "target"]
+    with grpc.insecure_channel(address) as channel:
+        stub = target_service_pb2_grpc.TargetServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.GetTargetInfo(target_service_pb2.GetTargetInfoRequest(), timeout=5)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_no_secret_in_arguments_environment_or_logs(guarded: Cluster, keys):
+    (redis,) = [process for process in guarded.processes() if process.name() == "redis-server"]
+    secrets = [secret for _, secret in keys.values()]
+    with Client(guarded.grpc, api_key=secrets[0]) as client:
+        status = repr(client.status())
+    assert not any(secret in status for secret in secrets)
+    assert "@" not in status
+    for process in [psutil.Process(guarded.launcher.pid), *guarded.processes()]:
+        try:
+            told = " ".join(process.cmdline()) + Path(f"/proc/{process.pid}/environ").read_text(
+                errors="ignore"
+            )
+        except (psutil.Error, OSError):
+            continue  # it ended
+        assert not any(secret in told for secret in secrets), process
+        assert "redis://" not in " ".join(process.cmdline()), process
+    for log in (Path(redis.cwd()).parent / "ray").rglob("*.log"):
+        text = log.read_text(errors="ignore")
+        assert not any(secret in text for secret in secrets), log
+        assert "redis://:" not in text, log
+
+
+def test_revoked_key_is_refused_within_a_second(guarded: Cluster, key_file):
+    key, secret = create_key(key_file, "gamma")
+    with Client(guarded.grpc, api_key=secret) as client:
+        time.sleep(1.0)
+        assert client.complete(PROMPT, max_tokens=2).tokens
+        revoke_key(key_file, key.id)
+        time.sleep(1.0)
+        with pytest.raises(UnauthenticatedError, match=key.id):
+            client.complete(PROMPT, max_tokens=2)
+
+
+def test_open_door_to_other_machines_is_refused_at_once():
+    command = [sys.executable, "-m", "orchestrator.cluster", "--host", "0.0.0.0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "gammaray keys create" in done.stderr

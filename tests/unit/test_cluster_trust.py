@@ -1,0 +1,83 @@
+"""What the launcher makes of who may call, before anything starts."""
+
+import pytest
+
+from gammaray.config import ClusterSettings, OrchestratorSettings, WorkerSettings
+from gammaray.errors import InvalidArgumentError, UnauthenticatedError
+from gammaray.keys import create_key, hash_key
+from orchestrator.access import Authenticator, open_door
+from orchestrator.cluster_trust import arrange_trust, check_access, is_loopback, reachable
+
+
+@pytest.fixture
+def keys(tmp_path):
+    path = tmp_path / "keys.json"
+    create_key(path, "acme")
+    return str(path)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "[::1]", "localhost"])
+def test_check_access_loopback_needs_no_keys(host):
+    assert is_loopback(host)
+    check_access(ClusterSettings(host=host))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "10.0.0.1", "example.org"])
+def test_check_access_other_addresses_need_keys_or_a_word(host, keys):
+    with pytest.raises(InvalidArgumentError, match=r"host: got .*allowed: .*gammaray keys create"):
+        check_access(ClusterSettings(host=host))
+    check_access(ClusterSettings(host=host, api_keys_file=keys))
+    check_access(ClusterSettings(host=host, no_auth=True))
+
+
+def test_check_access_useless_key_file_is_told(keys, tmp_path):
+    with pytest.raises(InvalidArgumentError, match="no_auth"):
+        check_access(ClusterSettings(api_keys_file=keys, no_auth=True))
+    with pytest.raises(InvalidArgumentError, match="api_keys_file"):
+        check_access(ClusterSettings(api_keys_file=str(tmp_path / "none")))
+    empty = tmp_path / "empty.json"
+    empty.write_text('{"version": 1, "keys": []}')
+    with pytest.raises(InvalidArgumentError, match="api_keys_file"):
+        check_access(ClusterSettings(api_keys_file=str(empty)))
+
+
+def test_arrange_trust_gives_the_launcher_a_key_of_its_own(keys, tmp_path):
+    trust = arrange_trust(ClusterSettings(api_keys_file=keys), tmp_path)
+    assert trust.api_key is not None
+    settings = OrchestratorSettings(**trust.orchestrator)
+    assert settings.probe_key_sha256 == hash_key(trust.api_key)
+    assert trust.api_key not in repr(settings)
+    caller = open_door(settings).identify({"authorization": f"Bearer {trust.api_key}"})
+    assert caller.tenant == "gammaray-probe"
+
+
+def test_arrange_trust_without_keys_stays_on_this_machine(tmp_path):
+    trust = arrange_trust(ClusterSettings(), tmp_path)
+    assert (trust.api_key, dict(trust.worker)) == (None, {})
+    door = open_door(OrchestratorSettings(**trust.orchestrator))
+    for peer in ("", "ipv4:127.0.0.1:5", "ipv6:[::1]:5", "ipv6:%5B::1%5D:5", "unix:"):
+        assert door.identify({}, peer).tenant == ""
+    for peer in ("ipv4:10.0.0.1:5", "ipv6:[fe80::1]:5", "ipv4:128.0.0.1:127"):
+        with pytest.raises(UnauthenticatedError):
+            door.identify({}, peer)
+    assert Authenticator().identify({}, "ipv4:10.0.0.1:5").tenant == ""
+
+
+def test_arrange_trust_makes_certificates_when_asked(tmp_path):
+    trust = arrange_trust(ClusterSettings(worker_tls=True), tmp_path)
+    assert WorkerSettings(**trust.worker).tls_cert.endswith("worker.pem")
+    assert OrchestratorSettings(**trust.orchestrator).tls_cert.endswith("orchestrator.pem")
+
+
+@pytest.mark.parametrize(
+    ("host", "address"), [("0.0.0.0", "127.0.0.1"), ("10.0.0.1", "10.0.0.1"), ("localhost", "localhost")]
+)
+def test_reachable_is_where_this_machine_dials(host, address):
+    assert reachable(host) == address
+
+
+def test_settings_do_not_show_the_password_of_redis():
+    url = "redis://:hunter2@h:1/0"
+    for settings in (ClusterSettings(redis_url=url), OrchestratorSettings(redis_url=url)):
+        assert "hunter2" not in repr(settings)
+        assert "hunter2" not in str(settings)
