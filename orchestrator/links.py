@@ -16,6 +16,7 @@ from gammaray.errors import DeadlineExceededError, GammarayError, UnavailableErr
 from gammaray.tls import TlsFiles, dial
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.backoff import Backoff, Patience
+from orchestrator.traffic import Traffic
 from orchestrator.wire import BlockT, ResultT, WorkerInfo, WorkerProtocol
 
 __all__ = ["WorkerLink"]
@@ -72,6 +73,7 @@ class WorkerLink(Generic[BlockT, ResultT]):
         info: What the worker last said about itself; None before the first connection.
         refusal: Why the worker is refused, or None.
         sessions: Sessions attached to this link.
+        traffic: Bytes sent and received.
         backoff: Pauses the use of a worker that is connected and yet late.
         patience: How long its answers are waited for.
         is_draining: Whether the worker is about to stop: what is in flight is answered, nothing new is taken.
@@ -91,6 +93,7 @@ class WorkerLink(Generic[BlockT, ResultT]):
         self.info: WorkerInfo | None = None
         self.refusal: GammarayError | None = None
         self.sessions: set[str] = set()
+        self.traffic = Traffic()
         self.backoff = Backoff()
         self.patience = Patience()
         self.is_draining = False
@@ -203,7 +206,9 @@ class WorkerLink(Generic[BlockT, ResultT]):
             await self._has_output.wait()
             self._has_output.clear()
             while self._blocks or self._releases:
-                await call.write(self._next_frame())
+                frame = self._next_frame()
+                self.traffic.sent += frame.ByteSize()
+                await call.write(frame)
 
     def _next_frame(self) -> Any:
         releases, self._releases = self._releases, []
@@ -223,6 +228,7 @@ class WorkerLink(Generic[BlockT, ResultT]):
     async def _read_frames(self, call: Any) -> None:
         while (frame := await call.read()) is not _EOF:
             self._failures = 0
+            self.traffic.received += frame.ByteSize()
             for result in frame.results:
                 future = self._pending.get(result.request_id)
                 if future is None:

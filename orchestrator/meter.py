@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from functools import partial
 from types import TracebackType
+from typing import Protocol, TypeVar, cast
 
 from gammaray.errors import GammarayError
 from gammaray.meter import Counter, Meter
 from gammaray.processes import SpeculationTotals
-from gammaray.types import DrafterKind, FinishReason, TokenOrigin
+from gammaray.types import Chunk, DrafterKind, FinishReason, GenerationRequest, TokenOrigin
+from orchestrator.access import ANONYMOUS, Caller
+from orchestrator.admission import Admission
 from orchestrator.cycle import Cycle
+from orchestrator.fleet import Fleet
 
-__all__ = ["OrchestratorMeter", "RequestMeter"]
+__all__ = ["OrchestratorMeter", "RequestMeter", "metered"]
 
 _PARTS = ("draft", "target_queue", "target_step", "target_wire", "other")
 _GOOD = tuple(reason.value for reason in FinishReason)
@@ -32,7 +40,7 @@ class OrchestratorMeter:
         self.drafted = meter.counter(f"{prefix}draft_tokens")
         self.tested = meter.counter(f"{prefix}tested_tokens")
         self.accepted = meter.counter(f"{prefix}accepted_tokens")
-        self.positions: list[Counter] = []
+        self._positions: list[Counter] = []
         self.tokens = {kind: meter.counter("gammaray.tokens", origin=kind.value) for kind in TokenOrigin}
         self.cycles = {kind: meter.counter("gammaray.cycles", rung=kind.value) for kind in DrafterKind}
         self.fallbacks = meter.counter("gammaray.cycle.fallbacks")
@@ -41,6 +49,7 @@ class OrchestratorMeter:
         self.parts = tuple(meter.counter("gammaray.cycle.time", part=part) for part in _PARTS)
         self.decode_s = meter.counter("gammaray.decode.time")
         self.plain_s = meter.counter("gammaray.decode.plain_time")
+        self.resumes = meter.counter("gammaray.resumes")
         self.prompt_tokens = meter.counter("gammaray.prompt.tokens")
         self.request_s = meter.histogram("gammaray.request.duration")
         self.first_token_s = meter.histogram("gammaray.time_to_first_token")
@@ -50,9 +59,48 @@ class OrchestratorMeter:
         for outcome in _GOOD:
             self.outcome(outcome)
 
-    def request(self) -> RequestMeter:
+    def watch(self, admission: Admission, fleet: Fleet) -> None:
+        """Have the state of admission, workers and their links read when somebody asks."""
+        meter = self.meter
+        meter.gauge("gammaray.requests.active", lambda: admission.num_running)
+        meter.gauge("gammaray.requests.waiting", lambda: admission.num_waiting)
+        for pool in (fleet.drafts, fleet.targets):
+            role, traffic = pool.role, pool.traffic
+            meter.gauge("gammaray.workers", partial(getattr, pool, "num_up"), role=role)
+            for direction in ("sent", "received"):
+                read = partial(getattr, traffic, direction)
+                meter.observed("gammaray.wire", read, role=role, direction=direction)
+
+    def request(self, request: GenerationRequest) -> RequestMeter:
         """Return the meter of a request that arrives now."""
-        return RequestMeter(self)
+        return RequestMeter(self, is_resume=request.resume_from is not None)
+
+    def cycle(self, cycle: Cycle, plain_cycle_s: float | None) -> None:
+        """Count a cycle as the client is told of it: without what stood behind the end of the completion.
+
+        Args:
+            cycle: What it did.
+            plain_cycle_s: Seconds of a cycle at gamma 0 at this moment; None while that is unknown.
+        """
+        emitted = len(cycle.token_ids)
+        accepted = cycle.origins.count(TokenOrigin.ACCEPTED)
+        self.cycles[cycle.drafter].value += 1
+        self.fallbacks.value += cycle.is_fallback
+        if cycle.num_drafted > 0:
+            self.drafts.value += 1
+            self.drafted.value += cycle.num_drafted
+            self.tested.value += min(cycle.num_tested, emitted)
+            self.accepted.value += accepted
+            self._accepted_up_to(accepted)
+        self.tokens[TokenOrigin.ACCEPTED].value += accepted
+        if emitted > accepted:
+            self.tokens[cycle.origins[-1]].value += emitted - accepted
+        self.gamma.observe(cycle.gamma)
+        self.duration.observe(cycle.total_s)
+        _split(self.parts, cycle)
+        if not cycle.is_first and plain_cycle_s is not None:
+            self.decode_s.value += cycle.total_s
+            self.plain_s.value += emitted * plain_cycle_s
 
     def outcome(self, name: str) -> Counter:
         """Return the counter of requests that ended in one way."""
@@ -60,9 +108,8 @@ class OrchestratorMeter:
             self._outcomes[name] = self.meter.counter("gammaray.requests", outcome=name)
         return self._outcomes[name]
 
-    def accepted_at(self, num_accepted: int) -> None:
-        """Count one accepted token at each of the first `num_accepted` positions of a proposal."""
-        positions = self.positions
+    def _accepted_up_to(self, num_accepted: int) -> None:
+        positions = self._positions
         while len(positions) < num_accepted:
             name = "gammaray.spec_decode.num_accepted_tokens_per_pos"
             positions.append(self.meter.counter(name, position=str(len(positions))))
@@ -93,55 +140,31 @@ class RequestMeter:
 
     Args:
         shared: The orchestrator's meter.
+        is_resume: Whether a client comes back to a session.
     """
 
-    def __init__(self, shared: OrchestratorMeter) -> None:
-        self._shared = shared
+    def __init__(self, shared: OrchestratorMeter, *, is_resume: bool) -> None:
+        self._shared, self._is_resume = shared, is_resume
         self._arrived = time.perf_counter()
         self._first = self._last = 0.0
-        self._num_cycles = self._num_later = 0
+        self._num_later = 0
         self._finish: FinishReason | None = None
+        shared.resumes.value += is_resume
 
-    def cycle(self, cycle: Cycle, *, tested: int, accepted: int, plain_cycle_s: float | None) -> None:
-        """Count a cycle whose chunk is about to be delivered.
-
-        Args:
-            cycle: What it did.
-            tested: Proposed tokens that were put to the test, as the client is told.
-            accepted: Those of them that were emitted.
-            plain_cycle_s: Seconds of a cycle at gamma 0 at this moment; None while that is unknown.
-        """
-        shared, emitted = self._shared, len(cycle.token_ids)
-        shared.cycles[cycle.drafter].value += 1
-        shared.fallbacks.value += cycle.is_fallback
-        if cycle.num_drafted > 0:
-            shared.drafts.value += 1
-            shared.drafted.value += cycle.num_drafted
-            shared.tested.value += tested
-            shared.accepted.value += accepted
-            shared.accepted_at(accepted)
-        shared.tokens[TokenOrigin.ACCEPTED].value += accepted
-        if emitted > accepted:
-            shared.tokens[cycle.origins[-1]].value += emitted - accepted
-        shared.gamma.observe(cycle.gamma)
-        _split(shared.parts, cycle)
-        shared.duration.observe(cycle.total_s)
-        if self._num_cycles > 0 and plain_cycle_s is not None:
-            shared.decode_s.value += cycle.total_s
-            shared.plain_s.value += emitted * plain_cycle_s
-        self._deliver(emitted)
-        self._finish = cycle.finish_reason
-
-    def _deliver(self, num_tokens: int) -> None:
+    def deliver(self, chunk: Chunk) -> None:
+        """Count a chunk that is about to be delivered."""
         now = time.perf_counter()
-        if self._num_cycles == 0:
-            self._first = now
-            self._shared.first_token_s.observe(now - self._arrived)
-        else:
+        if self._first:
             self._shared.between_s.observe(now - self._last)
-            self._num_later += num_tokens
+            self._num_later += len(chunk.tokens)
+        else:
+            self._first = now
+            if not self._is_resume:
+                self._shared.first_token_s.observe(now - self._arrived)
         self._last = now
-        self._num_cycles += 1
+        self._finish = chunk.finish_reason
+        if chunk.usage is not None:
+            self._shared.prompt_tokens.value += chunk.usage.prompt_tokens
 
     def __enter__(self) -> RequestMeter:
         return self
@@ -150,13 +173,39 @@ class RequestMeter:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         shared = self._shared
-        if self._finish is not None:
-            shared.outcome(self._finish.value).value += 1
-            shared.request_s.observe(time.perf_counter() - self._arrived)
-            if self._num_later > 0:
-                shared.per_token_s.observe((self._last - self._first) / self._num_later)
-        else:
+        if self._finish is None:
             shared.outcome(_outcome_of(error)).value += 1
+            return
+        shared.outcome(self._finish.value).value += 1
+        shared.request_s.observe(time.perf_counter() - self._arrived)
+        if self._num_later > 0:
+            shared.per_token_s.observe((self._last - self._first) / self._num_later)
+
+
+class _Metered(Protocol):
+    """What `metered` asks of the object whose method it wraps."""
+
+    @property
+    def meter(self) -> OrchestratorMeter: ...
+
+
+MethodT = TypeVar("MethodT", bound=Callable[..., AsyncGenerator[Chunk, None]])
+
+
+def metered(method: MethodT) -> MethodT:
+    """Wrap a method that generates: its requests, latencies and outcomes are counted."""
+
+    @functools.wraps(method)
+    async def generate(
+        self: _Metered, request: GenerationRequest, caller: Caller = ANONYMOUS
+    ) -> AsyncGenerator[Chunk, None]:
+        with self.meter.request(request) as meter:
+            async with aclosing(method(self, request, caller)) as chunks:
+                async for chunk in chunks:
+                    meter.deliver(chunk)
+                    yield chunk
+
+    return cast(MethodT, generate)
 
 
 def _split(parts: tuple[Counter, ...], cycle: Cycle) -> None:

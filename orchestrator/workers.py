@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Generic
 
+from gammaray.convert_processes import worker_totals_from_proto
 from gammaray.errors import GammarayError, UnavailableError
 from gammaray.tls import TlsFiles
 from gammaray.types import ProcessStatus
 from orchestrator.links import WorkerLink
+from orchestrator.traffic import Traffic
 from orchestrator.wire import BlockT, ResultT, WorkerInfo, WorkerProtocol
 
 __all__ = ["WorkerPool"]
@@ -36,6 +38,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
         tls: TlsFiles | None = None,
     ) -> None:
         self.role = protocol.role
+        self.traffic = Traffic()
         self.links: dict[str, WorkerLink[BlockT, ResultT]] = {}
         self._protocol, self._static = protocol, frozenset(static)
         self._check, self._tls = check, tls
@@ -52,6 +55,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
                 link = WorkerLink(
                     self._protocol, address, check=self._check, on_change=self._changed.set, tls=self._tls
                 )
+                link.traffic = self.traffic
                 self.links[address] = link
                 link.start()
         for address in self.links.keys() - addresses - self._static:
@@ -108,17 +112,30 @@ class WorkerPool(Generic[BlockT, ResultT]):
 
     def status(self) -> list[ProcessStatus]:
         """Return the state of each worker."""
-        return [
-            ProcessStatus(
-                role=self.role,
-                pid=link.info.pid if link.info else 0,
-                address=link.address,
-                model=link.info.model if link.info else "",
-                healthy=link.is_up,
-                sessions=link.info.num_sessions if link.info else 0,
-            )
-            for link in self.links.values()
-        ]
+        return [self._status(link) for link in self.links.values()]
+
+    @property
+    def num_up(self) -> int:
+        """Connected workers; may be asked for in any thread."""
+        return sum(link.is_up for link in tuple(self.links.values()))
+
+    def _status(self, link: WorkerLink[BlockT, ResultT]) -> ProcessStatus:
+        info = link.info
+        if info is None:
+            return ProcessStatus(self.role, 0, link.address, "", link.is_up, 0)
+        return ProcessStatus(
+            self.role,
+            info.pid,
+            link.address,
+            info.model,
+            link.is_up,
+            info.num_sessions,
+            metrics_address=info.metrics_address,
+            num_queued=info.num_queued,
+            cache_bytes=info.cache_bytes,
+            cache_budget_bytes=info.cache_budget_bytes,
+            worker_totals=worker_totals_from_proto(info.totals),
+        )
 
     async def close(self) -> None:
         """Close all links; nobody waits for a worker any more."""

@@ -129,6 +129,12 @@ REQUESTS = (
         "Requests that wait for a place: scale orchestrators or targets when it lasts.",
     ),
     Metric(
+        *("gammaray.resumes", Kind.COUNTER, "{request}", ORCHESTRATOR),
+        "Requests with which a client came back to a session, after its stream broke.",
+        "sum(rate(gammaray_resumes_total[5m]))",
+        "Resumes per second.",
+    ),
+    Metric(
         *("gammaray.prompt.tokens", Kind.COUNTER, "{token}", ORCHESTRATOR),
         "Tokens of prompts.",
         "sum(rate(gammaray_prompt_tokens_total[5m]))",

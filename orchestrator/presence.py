@@ -1,0 +1,100 @@
+"""The orchestrators of a cluster know of each other: each announces its state in the registry."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from gammaray.convert_processes import process_from_proto, process_to_proto
+from gammaray.errors import UnavailableError
+from gammaray.processes import ProcessStatus
+from gammaray.v1 import generation_service_pb2 as pb
+
+__all__ = ["Presence", "PresenceStore"]
+
+_log = logging.getLogger(__name__)
+
+REFRESH_S = 1.0
+ENTRY_S = 5.0
+"""How long an entry lives that nobody renews: an orchestrator that dies without a word is gone soon after."""
+
+
+class PresenceStore(Protocol):
+    """Where orchestrators announce themselves; `RedisRegistry` is one."""
+
+    async def announce(self, name: str, state: bytes, ttl_s: float) -> None:
+        """Store an orchestrator's state for a while.
+
+        Raises:
+            UnavailableError: The registry cannot be reached.
+        """
+
+    async def withdraw(self, name: str) -> None:
+        """Delete an orchestrator's state.
+
+        Raises:
+            UnavailableError: The registry cannot be reached.
+        """
+
+    async def orchestrators(self) -> dict[str, bytes]:
+        """Return the state of each orchestrator.
+
+        Raises:
+            UnavailableError: The registry cannot be reached.
+        """
+
+
+class Presence:
+    """Announces one orchestrator, and finds the others.
+
+    Args:
+        store: Where.
+        state: Returns the orchestrator's state.
+    """
+
+    def __init__(self, store: PresenceStore, state: Callable[[], ProcessStatus]) -> None:
+        self._store, self._state = store, state
+        self._name = uuid.uuid4().hex[:12]
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Announce now and from now on; a dead registry does no harm."""
+        await self._announce()
+        self._task = asyncio.create_task(self._keep_alive(), name="orchestrator presence")
+
+    async def others(self) -> list[ProcessStatus]:
+        """Return the state of the other orchestrators; none while the registry does not answer."""
+        try:
+            entries = await self._store.orchestrators()
+        except UnavailableError:
+            return []
+        entries.pop(self._name, None)
+        return [process for _, process in sorted((name, _parse(state)) for name, state in entries.items())]
+
+    async def stop(self) -> None:
+        """Withdraw the announcement."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            with contextlib.suppress(UnavailableError):
+                await self._store.withdraw(self._name)
+
+    async def _keep_alive(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            await self._announce()
+
+    async def _announce(self) -> None:
+        state: Any = process_to_proto(self._state()).SerializeToString()
+        try:
+            await self._store.announce(self._name, state, ENTRY_S)
+        except UnavailableError as error:
+            _log.debug("the registry does not answer: %s", error)
+
+
+def _parse(state: bytes) -> ProcessStatus:
+    return process_from_proto(pb.ProcessStatus.FromString(state))

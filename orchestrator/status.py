@@ -1,0 +1,86 @@
+"""What an orchestrator tells of itself and of the cluster: status, metrics, its presence in the registry."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from gammaray.errors import UnavailableError
+from gammaray.metrics_export import MetricsExport
+from gammaray.processes import ProcessStatus
+from orchestrator.admission import Admission
+from orchestrator.fleet import Fleet
+from orchestrator.meter import OrchestratorMeter
+from orchestrator.presence import Presence
+from orchestrator.redis_calls import Redis, answer
+from orchestrator.registry import RedisRegistry
+
+__all__ = ["StatusBoard"]
+
+TIMEOUT_S = 1.0
+
+
+class StatusBoard:
+    """The state of an orchestrator and of the cluster as it sees it.
+
+    Args:
+        meter: The orchestrator's.
+        admission: Knows which requests run and wait.
+        fleet: Its workers.
+        redis: A connected client.
+        model_name: Name under which the target model is served.
+    """
+
+    def __init__(
+        self, meter: OrchestratorMeter, admission: Admission, fleet: Fleet, redis: Redis, model_name: str
+    ) -> None:
+        self._meter, self._admission, self._fleet = meter, admission, fleet
+        self._redis, self._model_name = redis, model_name
+        self._presence = Presence(RedisRegistry(redis), self.own)
+        self._export: MetricsExport | None = None
+        meter.watch(admission, fleet)
+
+    async def start(self, metrics_listen: str) -> None:
+        """Serve metrics, and let the other orchestrators know.
+
+        Raises:
+            InvalidArgumentError: The address of the metrics cannot be used; or a bad `OTEL_*` variable.
+        """
+        self._export = MetricsExport(
+            self._meter.meter, role="orchestrator", model=self._model_name, listen=metrics_listen
+        )
+        await self._presence.start()
+
+    def own(self) -> ProcessStatus:
+        """Return the state of this orchestrator."""
+        return ProcessStatus(
+            "orchestrator",
+            os.getpid(),
+            "",
+            self._model_name,
+            True,
+            self._admission.num_running,
+            metrics_address=self._export.address if self._export is not None else "",
+            num_queued=self._admission.num_waiting,
+            speculation_totals=self._meter.totals,
+        )
+
+    async def all(self) -> list[ProcessStatus]:
+        """Return the state of this orchestrator, of the others, of its workers and of Redis."""
+        others, redis = await asyncio.gather(self._presence.others(), self._redis_status())
+        return [self.own(), *others, *self._fleet.status(), redis]
+
+    async def stop(self) -> None:
+        """Withdraw, send the last metrics, stop serving them."""
+        await self._presence.stop()
+        if self._export is not None:
+            await self._export.stop()
+
+    async def _redis_status(self) -> ProcessStatus:
+        where = self._redis.connection_pool.connection_kwargs
+        address = f"{where.get('host', '')}:{where.get('port', '')}"
+        try:
+            info = await asyncio.wait_for(answer(self._redis.info("server")), TIMEOUT_S)
+        except (UnavailableError, asyncio.TimeoutError):
+            return ProcessStatus("redis", 0, address, "", False, 0)
+        return ProcessStatus("redis", int(info.get("process_id", 0)), address, "", True, 0)
