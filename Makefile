@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test lint protos bench clean
+.PHONY: install demo test lint protos bench chaos clean
 install: $(STAMP)
 
 # torch goes first and by exact version: the plain PyPI build would bring gigabytes of CUDA.
@@ -31,6 +31,9 @@ protos: install  ## regenerate gammaray/v1 from protos/
 
 bench: install  ## plain decoding, gammaray, transformers generate, assisted and prompt lookup in one run
 	$(BIN)/python -m benchmarks.run
+
+chaos: install  ## kill and stop every kind of process under load for five minutes; ARGS="--minutes N --seed S"
+	$(BIN)/python tests/chaos $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info

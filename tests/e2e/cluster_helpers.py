@@ -83,11 +83,11 @@ class Cluster:
 
 
 @contextmanager
-def running_cluster(*options: str) -> Iterator[Cluster]:
-    """Start a cluster on free ports and stop it in the end; its own complaints go to the test's stderr."""
+def running_cluster(*options: str, stderr: int | None = None) -> Iterator[Cluster]:
+    """Start a cluster on free ports and stop it in the end; its own complaints go to `stderr`."""
     http_port, grpc_port = free_ports("127.0.0.1", 2)
     ports = ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
-    launcher = launch("--wait-ready", "--die-with-parent", *ports, *options)
+    launcher = launch("--wait-ready", "--die-with-parent", *ports, *options, stderr=stderr)
     try:
         cluster = _wait_ready(launcher)
         assert (cluster.http, cluster.grpc) == (f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}")

@@ -1,0 +1,104 @@
+"""How long the streams paused after each strike, and when the victim was back."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Event", "Row", "pause_s", "rows", "usual_pause_s"]
+
+WINDOW_S = 0.5
+"""A pause that begins this long after a strike is still its doing."""
+
+
+@dataclass
+class Event:
+    """A strike that was carried out.
+
+    Attributes:
+        label: What was struck and how.
+        at: When, on the monotonic clock.
+        killed: Roles of the processes that were killed.
+        stop_s: Longest time that one of its processes was stopped.
+        back_at: When replacements of all killed processes served; None when nobody saw that, or none was.
+        pauses_s: Of each stream.
+    """
+
+    label: str
+    at: float
+    killed: tuple[str, ...] = ()
+    stop_s: float = 0.0
+    back_at: float | None = None
+    pauses_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; times in seconds.
+
+    Args:
+        label: What was struck and how.
+        strikes: How often.
+        kills: Processes killed in these.
+        pause_median_s, pause_max_s: Over the strikes, of the stream that paused longest.
+        back_median_s, back_max_s: Until a replacement of the victim served; None when nothing was killed.
+        late_max_s: Longest that a stream still paused after that.
+        stop_median_s: How long a process was stopped.
+    """
+
+    label: str
+    strikes: int
+    kills: int
+    pause_median_s: float
+    pause_max_s: float
+    back_median_s: float | None
+    back_max_s: float | None
+    late_max_s: float | None
+    stop_median_s: float
+
+
+def pause_s(arrivals: Sequence[float], at: float) -> float:
+    """Return how long a stream paused because of what happened at a time.
+
+    That is its longest gap between tokens that reaches into the half second after it, counted from then on.
+    """
+    first = max(0, bisect.bisect_right(arrivals, at) - 1)
+    last = bisect.bisect_right(arrivals, at + WINDOW_S)
+    times = [max(at, time) for time in arrivals[first : last + 1]]
+    return max((b - a for a, b in itertools.pairwise(times)), default=0.0)
+
+
+def usual_pause_s(arrivals: Iterable[Sequence[float]], at: float) -> float:
+    """Return what `pause_s` says of a moment at which nothing happened, of the worst stream."""
+    return max(pause_s(times, at) for times in arrivals)
+
+
+def rows(events: Sequence[Event]) -> list[Row]:
+    """Return the table, a row per kind of strike."""
+    return [
+        _row(label, [e for e in events if e.label == label]) for label in sorted({e.label for e in events})
+    ]
+
+
+def _row(label: str, events: Sequence[Event]) -> Row:
+    worst = [max(event.pauses_s, default=0.0) for event in events]
+    back = [event.back_at - event.at for event in events if event.back_at is not None]
+    late = [
+        max(0.0, pause - (event.back_at - event.at))
+        for event, pause in zip(events, worst, strict=True)
+        if event.back_at is not None
+    ]
+    return Row(
+        label,
+        len(events),
+        sum(len(event.killed) for event in events),
+        statistics.median(worst),
+        max(worst),
+        statistics.median(back) if back else None,
+        max(back, default=None),
+        max(late, default=None),
+        statistics.median(event.stop_s for event in events),
+    )

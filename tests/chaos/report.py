@@ -1,0 +1,103 @@
+"""What a run came to: for people, and as JSON."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+from pauses import Row, rows
+from run import Options, Outcome
+
+__all__ = ["as_json", "table"]
+
+HEAD = (
+    "victim",
+    "strikes",
+    "kills",
+    "pause median",
+    "max",
+    "back median",
+    "max",
+    "pause after back",
+    "stopped",
+)
+
+
+def table(outcome: Outcome) -> str:
+    """Return the table of recovery times and the verdict."""
+    lines = [HEAD, *(_cells(row) for row in rows(outcome.events))]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    tally = outcome.tally
+    text += [
+        "",
+        "A pause is the longest gap between tokens of the stream that paused longest; while nothing happened "
+        f"the longest was {outcome.usual_pause_s:.2f} s.",
+        "",
+        f"{len(outcome.events)} strikes, {outcome.num_kills} kills in {outcome.seconds:.0f} s: "
+        f"{tally.finished} streams finished ({tally.num_tokens} tokens), {len(tally.lost)} lost, "
+        f"{len(tally.wrong)} with lost, repeated or changed tokens",
+        *(f"lost: {error}" for error in tally.lost),
+        *(f"wrong: {difference}" for difference in tally.wrong),
+    ]
+    return "\n".join(text)
+
+
+def as_json(outcome: Outcome, options: Options, command: str) -> str:
+    """Return the result with where and how it came about."""
+    result: dict[str, Any] = {
+        "command": command,
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": _commit(),
+        "hardware": {
+            "cpu": platform.processor() or platform.machine(),
+            "cores": psutil.cpu_count(),
+            "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        },
+        "python": platform.python_version(),
+        "options": asdict(options),
+        "strikes": len(outcome.events),
+        "kills": outcome.num_kills,
+        "seconds": outcome.seconds,
+        "streams": {
+            "finished": outcome.tally.finished,
+            "lost": outcome.tally.lost,
+            "wrong": outcome.tally.wrong,
+            "tokens": outcome.tally.num_tokens,
+        },
+        "usual_pause_s": outcome.usual_pause_s,
+        "recovery": [asdict(row) for row in rows(outcome.events)],
+    }
+    return json.dumps(result, indent=1) + "\n"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.label,
+        str(row.strikes),
+        str(row.kills),
+        *map(_seconds, (row.pause_median_s, row.pause_max_s, row.back_median_s, row.back_max_s)),
+        _seconds(row.late_max_s),
+        _seconds(row.stop_median_s or None),
+    )
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} s"
+
+
+def _commit() -> str:
+    root = Path(__file__).resolve().parents[2]
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip()

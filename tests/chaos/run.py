@@ -1,0 +1,149 @@
+"""A run: load, strikes in an order that the seed decides, and what the streams made of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import psutil
+from cluster_helpers import Cluster
+from load import Load, Tally, asks, reference
+from pauses import Event, pause_s, usual_pause_s
+from victims import Action, Blow, Strike, find, plan, strike
+from watch import Watch
+
+__all__ = ["Options", "Outcome", "run"]
+
+CLUSTER = ("--orchestrators", "2", "--draft-workers", "2", "--target-workers", "2", "--deterministic")
+MOVE_TIMEOUT_S = 30.0
+SETTLE_S = 0.3
+"""Tokens that were under way when something was struck come within this."""
+
+END_TIMEOUT_S = 90.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run is like.
+
+    Args:
+        seconds: How long strikes go on.
+        seed: Of their order, pauses and choices.
+        streams: Streams at one time.
+        max_tokens: Tokens of each completion.
+        pause_s: Bounds of the seconds between the moment all streams move again and the next strike.
+        stop_s: Bounds of the seconds that a process is stopped.
+        max_strikes: Ends the run earlier.
+    """
+
+    seconds: float = 300.0
+    seed: int = 0
+    streams: int = 16
+    max_tokens: int = 400
+    pause_s: tuple[float, float] = (0.3, 2.0)
+    stop_s: tuple[float, float] = (0.5, 4.0)
+    max_strikes: int = 10_000
+
+
+@dataclass
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        tally: What became of the streams.
+        events: The strikes.
+        usual_pause_s: What `pause_s` says of moments at which nothing happened.
+        seconds: How long strikes went on.
+    """
+
+    tally: Tally
+    events: list[Event] = field(default_factory=list)
+    usual_pause_s: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def num_kills(self) -> int:
+        """Processes that were killed."""
+        return sum(len(event.killed) for event in self.events)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether no stream was lost, and none lost, repeated or changed a token."""
+        return not self.tally.lost and not self.tally.wrong and self.tally.finished > 0
+
+
+async def run(cluster: Cluster, options: Options, say: Callable[[str], None]) -> Outcome:
+    """Run chaos on a cluster that nobody else uses."""
+    wanted = asks(options.streams, options.max_tokens)
+    say(f"{len(wanted)} streams of {options.max_tokens} tokens, first undisturbed ...")
+    expected = await reference(cluster.grpc, wanted)
+    load, watch = Load(cluster.grpc, expected), Watch(cluster.grpc)
+    watching = asyncio.create_task(watch.run())
+    outcome = Outcome(load.tally)
+    load.start()
+    try:
+        await _until_all_move(load, time.monotonic())
+        calm = time.monotonic()
+        await asyncio.sleep(2.0)
+        outcome.usual_pause_s = max(usual_pause_s(load.arrivals, calm + 0.1 * step) for step in range(10))
+        start = time.monotonic()
+        for blows in plan(options.seed, options.pause_s, options.stop_s):
+            await asyncio.sleep(blows.after_s)
+            if time.monotonic() - start > options.seconds or len(outcome.events) >= options.max_strikes:
+                break
+            event = await _carry_out(cluster.launcher.pid, blows)
+            outcome.events.append(event)
+            await _until_all_move(load, event.at + max(SETTLE_S, event.stop_s))
+            say(f"{event.at - start:6.1f} s  {_describe(blows)}: {_sums(load)}")
+        outcome.seconds = time.monotonic() - start
+        await load.end(END_TIMEOUT_S)
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+    for event in outcome.events:
+        event.pauses_s = tuple(pause_s(times, event.at) for times in load.arrivals)
+        back = [watch.back_at(role, event.at) for role in event.killed]
+        event.back_at = max((at for at in back if at is not None), default=None) if None not in back else None
+    return outcome
+
+
+async def _carry_out(launcher_pid: int, blows: Strike) -> Event:
+    """Strike, and wait until what was stopped goes on."""
+    found = await asyncio.to_thread(lambda: [find(blow.role, launcher_pid) for blow in blows.blows])
+    event = Event(blows.label, time.monotonic())
+    struck: list[tuple[Blow, psutil.Process]] = []
+    for blow, processes in zip(blows.blows, found, strict=True):
+        if (victim := strike(processes, blow)) is not None:
+            struck.append((blow, victim))
+    stopped = sorted(
+        ((blow.stop_s, victim) for blow, victim in struck if blow.action is Action.STOP),
+        key=lambda pair: pair[0],
+    )
+    for stop_s, victim in stopped:
+        await asyncio.sleep(max(0.0, event.at + stop_s - time.monotonic()))
+        if victim.is_running():
+            victim.resume()
+        event.stop_s = stop_s
+    event.killed = tuple(blow.role for blow, _ in struck if blow.action is Action.KILL)
+    return event
+
+
+async def _until_all_move(load: Load, moment: float) -> None:
+    """Wait until tokens came on every stream since a moment, or it takes too long."""
+    deadline = time.monotonic() + MOVE_TIMEOUT_S
+    while not load.all_moved_since(moment) and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+
+
+def _describe(blows: Strike) -> str:
+    return ", ".join(
+        f"{blow.role} {blow.action.value}" + (f" {blow.stop_s:.1f} s" if blow.action is Action.STOP else "")
+        for blow in blows.blows
+    )
+
+
+def _sums(load: Load) -> str:
+    tally = load.tally
+    return f"{tally.finished} finished, {len(tally.lost)} lost, {len(tally.wrong)} wrong"

@@ -1,0 +1,84 @@
+"""A minute of chaos: every role killed, nothing lost; and the harness itself sees losses."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "e2e"))
+
+from cluster_helpers import running_cluster
+from load import Said, difference
+from pauses import Event, pause_s, rows
+from run import CLUSTER, Options, run
+from victims import ROLES, Action, plan
+
+SEED = 17
+"""Whose first eight strikes kill every role, and several at once."""
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+def test_chaos_loses_repeats_and_changes_nothing(capsys):
+    options = Options(seconds=60, seed=SEED, streams=6, max_tokens=200, stop_s=(0.5, 2.0), max_strikes=8)
+    with running_cluster(*CLUSTER, stderr=subprocess.DEVNULL) as cluster:
+        outcome = asyncio.run(run(cluster, options, print))
+    assert outcome.tally.lost == []
+    assert outcome.tally.wrong == []
+    assert outcome.tally.finished >= options.streams
+    assert outcome.num_kills >= 4
+
+
+def test_chaos_plan_depends_on_the_seed_alone_and_strikes_everybody():
+    first, second, other = (
+        list(itertools.islice(plan(seed, (0, 1), (0, 1)), 40)) for seed in (SEED, SEED, 4)
+    )
+    assert first == second != other
+    struck = {(blow.role, blow.action) for strike in first[:20] for blow in strike.blows}
+    assert struck == {(role, action) for role in ROLES for action in Action}
+    assert any(len(strike.blows) == len(ROLES) for strike in first[:20])
+    assert all(len({blow.role for blow in strike.blows}) == len(strike.blows) for strike in first)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        pytest.param((1, 2, 3), "3 tokens of 4, as far as they go", id="lost"),
+        pytest.param((1, 2, 2, 3, 4), r"5 tokens of 4; from token 2 on \(2, 3, 4\)", id="repeated"),
+        pytest.param((1, 9, 3, 4), r"from token 1 on \(9, 3, 4\) instead of \(2, 3, 4\)", id="changed"),
+    ],
+)
+def test_chaos_tells_what_went_wrong(said, words):
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(difference(Said((1, 2, 3, 4), "abcd"), Said(said, "abcd")))
+    assert "text is not" in difference(Said((1,), "a"), Said((1,), "aa"))
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "expected"),
+    [
+        pytest.param([1, 2, 9.9, 10.1, 14, 15], 3.9, id="gap-after-it"),
+        pytest.param([1, 2, 9, 14, 15], 4.0, id="gap-around-it-counts-from-it"),
+        pytest.param([9.9, 10.1, 10.3, 10.5, 10.7, 19], 0.2, id="later-gap-is-not-its-doing"),
+        pytest.param([1, 2], 0.0, id="ended-before"),
+    ],
+)
+def test_pause_is_the_longest_gap_that_the_strike_caused(arrivals, expected):
+    assert pause_s(arrivals, 10.0) == pytest.approx(expected)
+
+
+def test_rows_hold_medians_and_maxima_by_victim():
+    events = [
+        Event("target, kill -9", 0.0, ("target",), 0.0, 2.0, (1.0, 3.0)),
+        Event("target, kill -9", 10.0, ("target",), 0.0, 16.0, (1.0, 0.5)),
+        Event("redis, SIGSTOP", 20.0, (), 1.5, None, (2.0,)),
+    ]
+    redis, target = rows(events)
+    assert (redis.kills, redis.pause_max_s, redis.back_max_s, redis.stop_median_s) == (0, 2.0, None, 1.5)
+    assert (target.strikes, target.kills, target.pause_median_s, target.pause_max_s) == (2, 2, 2.0, 3.0)
+    assert (target.back_median_s, target.back_max_s, target.late_max_s) == (4.0, 6.0, 1.0)

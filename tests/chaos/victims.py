@@ -1,0 +1,121 @@
+"""Who can be struck: the processes of a cluster by role, and how."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import psutil
+
+__all__ = ["ROLES", "Action", "Blow", "Strike", "find", "plan", "strike"]
+
+ROLES = ("draft", "target", "orchestrator", "proxy", "redis")
+
+_TITLES = {
+    "draft": "ray::ServeReplica:gammaray-draft:",
+    "target": "ray::ServeReplica:gammaray-target:",
+    "orchestrator": "ray::ServeReplica:gammaray:",
+}
+_STARTING = ("initialize", "__init__")
+
+
+class Action(str, Enum):
+    """What is done to a process."""
+
+    KILL = "kill -9"
+    STOP = "SIGSTOP"
+
+
+@dataclass(frozen=True)
+class Blow:
+    """One process to be struck.
+
+    Args:
+        role: Its role.
+        action: What is done to it.
+        stop_s: Seconds until it goes on, when it is stopped.
+        choice: In [0, 1): which of the role's processes.
+    """
+
+    role: str
+    action: Action
+    stop_s: float
+    choice: float
+
+
+@dataclass(frozen=True)
+class Strike:
+    """Blows at one time.
+
+    Args:
+        after_s: Seconds since the last strike was over.
+        blows: Of different roles.
+    """
+
+    after_s: float
+    blows: tuple[Blow, ...]
+
+    @property
+    def label(self) -> str:
+        """What was struck and how."""
+        return (
+            "several at once"
+            if len(self.blows) > 1
+            else f"{self.blows[0].role}, {self.blows[0].action.value}"
+        )
+
+
+def plan(seed: int, pause_s: tuple[float, float], stop_s: tuple[float, float]) -> Iterator[Strike]:
+    """Yield strikes without end, in an order that the seed alone decides; all roles and actions in turn.
+
+    Args:
+        seed: Of the order, the pauses and the choices.
+        pause_s: Bounds of the seconds between strikes.
+        stop_s: Bounds of the seconds that a process is stopped.
+    """
+    rng = random.Random(seed)
+
+    def blow(role: str, action: Action) -> Blow:
+        return Blow(role, action, rng.uniform(*stop_s), rng.random())
+
+    while True:
+        kinds = [[(role, Action.KILL)] for role in ROLES] * 2 + [[(role, Action.STOP)] for role in ROLES]
+        for count in (2, 2, 2, 3, 5):
+            actions = rng.choices((Action.KILL, Action.STOP), weights=(3, 1), k=count)
+            kinds.append(list(zip(rng.sample(ROLES, count), actions, strict=True)))
+        rng.shuffle(kinds)
+        for kind in kinds:
+            yield Strike(rng.uniform(*pause_s), tuple(blow(role, action) for role, action in kind))
+
+
+def find(role: str, launcher_pid: int) -> list[psutil.Process]:
+    """Return the processes of a role that serve, oldest first."""
+    found = []
+    for process in psutil.Process(launcher_pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and _is(process, role):
+                found.append((process.create_time(), process))
+    return [process for _, process in sorted(found, key=lambda pair: pair[0])]
+
+
+def _is(process: psutil.Process, role: str) -> bool:
+    if role == "redis":
+        return process.name() == "redis-server"
+    if role == "proxy":
+        return process.name() == "haproxy"
+    title = " ".join(process.cmdline())
+    return title.startswith(_TITLES[role]) and not any(word in title for word in _STARTING)
+
+
+def strike(processes: Sequence[psutil.Process], blow: Blow) -> psutil.Process | None:
+    """Strike one of the processes and return it; None when it is gone by itself."""
+    if not processes:
+        return None
+    victim = processes[int(blow.choice * len(processes))]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        victim.kill() if blow.action is Action.KILL else victim.suspend()
+        return victim
+    return None

@@ -1,0 +1,46 @@
+"""Watches a cluster from outside: which processes of each role serve, since when."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from gammaray import AsyncClient
+from gammaray.errors import GammarayError
+
+__all__ = ["Watch"]
+
+PERIOD_S = 0.25
+STATUS_TIMEOUT_S = 2.0
+
+
+class Watch:
+    """Asks for the status again and again, each time over a new connection: it may reach another replica.
+
+    Args:
+        address: host:port of the gRPC API.
+
+    Attributes:
+        seen_at: When a process that serves was first seen, by role and process id.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self.seen_at: dict[tuple[str, int], float] = {}
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        while True:
+            try:
+                async with AsyncClient(self._address) as client:
+                    for process in await client.status(timeout_s=STATUS_TIMEOUT_S):
+                        if process.healthy:
+                            self.seen_at.setdefault((process.role, process.pid), time.monotonic())
+            except GammarayError:
+                pass
+            await asyncio.sleep(PERIOD_S)
+
+    def back_at(self, role: str, since: float) -> float | None:
+        """Return when a process of a role was first seen that was not there at a time, or None."""
+        times = (at for (its, _), at in self.seen_at.items() if its == role and at > since)
+        return min(times, default=None)
