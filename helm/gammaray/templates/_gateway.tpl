@@ -3,7 +3,9 @@
 {{- if .root.Values.gateway.className -}}
 - name: {{ include "gammaray.fullname" .root }}
   sectionName: {{ .listener }}
+{{- else if .root.Values.gateway.parentRefs -}}
+{{- toYaml .root.Values.gateway.parentRefs -}}
 {{- else -}}
-{{- required "gateway.parentRefs: needed where gateway.className is empty" .root.Values.gateway.parentRefs | toYaml -}}
+{{- fail "gateway.parentRefs: needed where gateway.className is empty" -}}
 {{- end -}}
 {{- end -}}

@@ -1,0 +1,159 @@
+"""Renders the chart through Helm's own code; the variants that tests look at."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "helm" / "gammaray"
+EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
+RELEASE, NAMESPACE = "demo", "somewhere"
+NAME = "demo-gammaray"
+ROLES = ("head", "orchestrator", "draft", "target")
+
+EVERYTHING: dict[str, Any] = {
+    "image": {"registry": "registry.example.com/team", "tag": "1.2.3", "pullSecrets": [{"name": "registry"}]},
+    "pods": {
+        "annotations": {"example.com/a": "b"},
+        "labels": {"example.com/team": "inference"},
+        "nodeSelector": {"pool": "gpu"},
+        "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+        "priorityClassName": "high",
+        "env": [{"name": "EXTRA", "value": "1"}],
+        "volumes": [{"name": "extra", "emptyDir": {}}],
+        "volumeMounts": [{"name": "extra", "mountPath": "/extra"}],
+    },
+    "orchestrator": {"settings": {"max_gamma": 6}},
+    "draft": {"workers": "0:4", "acceleratorType": "NVIDIA-L4", "settings": {"draft_ahead": False}},
+    "target": {"workers": "2:3", "gpus": 2, "nodeSelector": {"zone": "a"}},
+    "scaling": {"min_gain": 2.5},
+    "ray": {"faultTolerance": {"enabled": True}},
+    "tls": {"certManager": {"enabled": True, "issuerRef": {"name": "letsencrypt"}}},
+    "workerTls": {"enabled": True, "issuerRef": {"name": "internal"}},
+    "ingress": {"enabled": True},
+    "gateway": {"enabled": True, "className": "example"},
+    "apiKeysSecret": {"name": "keys"},
+    "huggingFaceTokenSecret": {"name": "hugging-face"},
+    "modelCache": {"enabled": True, "storageClassName": "shared"},
+    "redis": {"storageClassName": "fast"},
+    "service": {"type": "LoadBalancer", "annotations": {"example.com/lb": "internal"}},
+    "telemetry": {
+        "otlpEndpoint": "http://elsewhere:4317",
+        "jaeger": {"enabled": True},
+        "collector": {"enabled": True},
+    },
+    "monitoring": {
+        "podMonitor": True,
+        "serviceMonitor": True,
+        "alerts": True,
+        "dashboards": True,
+        "labels": {"release": "prometheus"},
+    },
+    "networkPolicy": {"clients": [{"namespaceSelector": {"matchLabels": {"name": "clients"}}}]},
+    "serviceAccount": {"annotations": {"example.com/role": "reader"}},
+}
+"""Every optional feature on."""
+
+NOTHING: dict[str, Any] = {
+    "pods": {"topologySpread": {"enabled": False}, "disruptionBudget": {"enabled": False}},
+    "draft": {"workers": "0"},
+    "target": {"gpus": 0},
+    "ray": {"authMode": "disabled", "upgradeStrategy": "None"},
+    "redis": {"urlSecret": {"name": "redis-url"}},
+    "networkPolicy": {"enabled": False},
+    "serviceAccount": {"create": False},
+}
+"""Every optional feature off."""
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "everything": EVERYTHING,
+    "nothing": NOTHING,
+    **{path.stem: yaml.safe_load(path.read_text()) for path in EXAMPLES},
+}
+
+
+@functools.cache
+def chart() -> helm_python.Chart:
+    return helm_python.Chart.load(CHART)
+
+
+def render_texts(values: dict[str, Any] | None = None, name: str = RELEASE) -> dict[str, str]:
+    """Return the text of each template by file name, those that render nothing left out."""
+    rendered = chart().render(values or {}, name=name, namespace=NAMESPACE)
+    return {Path(path).name: text for path, text in rendered.items() if text.strip()}
+
+
+@functools.cache
+def _render(values: str, name: str) -> dict[str, dict[str, Any]]:
+    texts = render_texts(json.loads(values), name)
+    return {file: yaml.safe_load(text) for file, text in texts.items() if file != "NOTES.txt"}
+
+
+def render(values: dict[str, Any] | None = None, name: str = RELEASE) -> dict[str, dict[str, Any]]:
+    """Return each manifest by the file name of its template; one that holds two resources cannot be read."""
+    return copy.deepcopy(_render(json.dumps(values or {}), name))
+
+
+def cluster(values: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the RayCluster's spec."""
+    config: dict[str, Any] = render(values)["rayservice.yaml"]["spec"]["rayClusterConfig"]
+    return config
+
+
+def groups(values: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
+    """Return the groups of Ray pods by role."""
+    config = cluster(values)
+    workers = {group["groupName"]: group for group in config["workerGroupSpecs"]}
+    return {"head": config["headGroupSpec"], **workers}
+
+
+def pods(values: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
+    """Return the template of each kind of pod of the release, by component."""
+    found = {role: group["template"] for role, group in groups(values).items()}
+    for manifest in render(values).values():
+        if manifest["kind"] in ("Deployment", "StatefulSet"):
+            template = manifest["spec"]["template"]
+            found[template["metadata"]["labels"]["app.kubernetes.io/component"]] = template
+    return found
+
+
+def container(template: dict[str, Any]) -> dict[str, Any]:
+    """Return the one container of a pod."""
+    (only,) = template["spec"]["containers"]
+    return only
+
+
+def environment(template: dict[str, Any]) -> dict[str, Any]:
+    """Return the environment of a pod: values, or where they come from."""
+    return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in container(template)["env"]}
+
+
+def serve_config(values: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the Serve configuration of the RayService."""
+    config: dict[str, Any] = yaml.safe_load(render(values)["rayservice.yaml"]["spec"]["serveConfigV2"])
+    return config
+
+
+def application(role: str, values: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return one role's application of the Serve configuration."""
+    name = "gammaray" if role == "orchestrator" else f"gammaray-{role}"
+    (found,) = [entry for entry in serve_config(values)["applications"] if entry["name"] == name]
+    return found
+
+
+def merged(*parts: dict[str, Any]) -> dict[str, Any]:
+    """Return values over values, as Helm merges them."""
+    result: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            is_map = isinstance(value, dict) and isinstance(result.get(key), dict)
+            result[key] = merged(result[key], value) if is_map else value
+    return copy.deepcopy(result)

@@ -1,0 +1,98 @@
+"""Checks manifests against schemas, strictly: unknown fields and kinds without a schema are errors.
+
+Kubernetes' own kinds come from the `kubernetes-validate` package. Those of operators are checked against the
+small schemas in schemas/, which allow what the chart uses, and RayService also against KubeRay's own where
+that is at hand (../shared/kuberay beside this repository, or the file that GAMMARAY_KUBERAY_CRD names).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import yaml
+from chart_helpers import ROOT
+
+KUBERNETES_VERSIONS = ("1.27", "1.37")
+"""The oldest that the chart allows, and the newest with schemas."""
+
+SCHEMAS = Path(__file__).parent / "schemas"
+KUBERAY_CRD = Path(
+    os.environ.get("GAMMARAY_KUBERAY_CRD") or ROOT.parent / "shared" / "kuberay" / "ray.io_rayservices.yaml"
+)
+
+
+class InvalidManifestError(Exception):
+    """A manifest does not fit its schema, or there is none."""
+
+
+def check(manifest: dict[str, Any]) -> None:
+    """Check one manifest.
+
+    Raises:
+        InvalidManifestError: Says where and why.
+    """
+    version, kind = manifest.get("apiVersion"), manifest.get("kind")
+    if not version or not kind:
+        raise InvalidManifestError(f"no manifest: {sorted(manifest)}")
+    if own := _own_schema(f"{version}/{kind}"):
+        _check_by(own, manifest)
+        _check_metadata(manifest)
+        return
+    for release in KUBERNETES_VERSIONS:
+        try:
+            kubernetes_validate.validate(manifest, release, strict=True)
+        except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:
+            raise InvalidManifestError(f"Kubernetes {release}: {error!r}") from None
+
+
+def check_pod(template: dict[str, Any]) -> None:
+    """Check a pod template, which the schemas of other kinds may take as it comes."""
+    metadata = {"name": "pod", **template["metadata"]}
+    check({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
+
+
+def check_by_kuberay(manifest: dict[str, Any]) -> None:
+    """Check a RayService against KubeRay's schema, made strict."""
+    _check_by(_kuberay_schema(), manifest)
+
+
+def _check_by(schema: dict[str, Any], manifest: dict[str, Any]) -> None:
+    errors = sorted(jsonschema.Draft202012Validator(schema).iter_errors(manifest), key=str)
+    if errors:
+        raise InvalidManifestError("; ".join(f"{error.json_path}: {error.message}" for error in errors))
+
+
+def _check_metadata(manifest: dict[str, Any]) -> None:
+    """Names and labels of operators' kinds follow the rules of all others."""
+    check({"apiVersion": "v1", "kind": "ConfigMap", "metadata": manifest["metadata"]})
+
+
+@functools.cache
+def _own_schema(kind: str) -> dict[str, Any] | None:
+    path = SCHEMAS / f"{kind.replace('/', '_')}.yaml"
+    return yaml.safe_load(path.read_text()) if path.is_file() else None
+
+
+@functools.cache
+def _kuberay_schema() -> dict[str, Any]:
+    crd = yaml.load(KUBERAY_CRD.read_text(), yaml.CSafeLoader)
+    (version,) = [version for version in crd["spec"]["versions"] if version["name"] == "v1"]
+    schema: dict[str, Any] = version["schema"]["openAPIV3Schema"]
+    schema["properties"]["metadata"] = {"type": "object"}
+    return _strict(schema)
+
+
+def _strict(schema: Any) -> Any:
+    """Refuse fields that a schema does not know, as an API server with strict validation does."""
+    if isinstance(schema, dict):
+        result = {key: _strict(value) for key, value in schema.items()}
+        is_object = isinstance(schema.get("properties"), dict) and schema.get("type") == "object"
+        if is_object and not schema.get("x-kubernetes-preserve-unknown-fields"):
+            result.setdefault("additionalProperties", False)
+        return result
+    return [_strict(entry) for entry in schema] if isinstance(schema, list) else schema

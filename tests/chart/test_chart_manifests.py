@@ -1,0 +1,219 @@
+"""Every manifest of every variant: lint, schemas, names, and one test per template."""
+
+from pathlib import Path
+
+import helm_python
+import pytest
+from chart_helpers import CHART, EXAMPLES, NAME, NAMESPACE, VARIANTS, merged, pods, render, render_texts
+from manifest_schemas import KUBERAY_CRD, check, check_by_kuberay, check_pod
+
+TEMPLATES = sorted(
+    path.name
+    for path in (CHART / "templates").iterdir()
+    if not path.name.startswith("_") and path.suffix == ".yaml"
+)
+ALWAYS = {"configmap-serve.yaml", "rayservice.yaml", "service-grpc.yaml", "service-http.yaml"}
+TLS = {"certManager": {"enabled": True, "issuerRef": {"name": "letsencrypt"}}}
+
+OPTIONAL = {
+    "certificate-orchestrator.yaml": ({"workerTls": {"enabled": True, "issuerRef": {"name": "i"}}}, {}),
+    "certificate-public.yaml": (
+        {"tls": TLS, "ingress": {"enabled": True}},
+        {"tls": {**TLS, "secretName": "mine"}, "ingress": {"enabled": True}},
+    ),
+    "certificate-worker.yaml": (
+        {"workerTls": {"enabled": True, "issuerRef": {"name": "i"}}},
+        {"workerTls": {"enabled": True, "orchestratorSecret": "o", "workerSecret": "w"}},
+    ),
+    "configmap-collector.yaml": ({"telemetry": {"collector": {"enabled": True}}}, {}),
+    "configmap-dashboards.yaml": ({"monitoring": {"dashboards": True}}, {}),
+    "deployment-collector.yaml": ({"telemetry": {"collector": {"enabled": True}}}, {}),
+    "deployment-jaeger.yaml": ({"telemetry": {"jaeger": {"enabled": True}}}, {}),
+    "gateway.yaml": (
+        {"gateway": {"enabled": True, "className": "c"}, "tls": {"secretName": "s"}},
+        {"gateway": {"enabled": True, "parentRefs": [{"name": "shared"}]}},
+    ),
+    "grpcroute.yaml": ({"gateway": {"enabled": True, "parentRefs": [{"name": "shared"}]}}, {}),
+    "httproute.yaml": ({"gateway": {"enabled": True, "parentRefs": [{"name": "shared"}]}}, {}),
+    "ingress-grpc.yaml": ({"ingress": {"enabled": True}}, {}),
+    "ingress-http.yaml": ({"ingress": {"enabled": True}}, {}),
+    "networkpolicy-collector.yaml": (
+        {"telemetry": {"collector": {"enabled": True}}},
+        {"telemetry": {"collector": {"enabled": True}}, "networkPolicy": {"enabled": False}},
+    ),
+    "networkpolicy-draft.yaml": ({}, {"networkPolicy": {"enabled": False}}),
+    "networkpolicy-head.yaml": ({}, {"networkPolicy": {"enabled": False}}),
+    "networkpolicy-jaeger.yaml": ({"telemetry": {"jaeger": {"enabled": True}}}, {}),
+    "networkpolicy-orchestrator.yaml": ({}, {"networkPolicy": {"enabled": False}}),
+    "networkpolicy-redis.yaml": ({}, {"redis": {"urlSecret": {"name": "mine"}}}),
+    "networkpolicy-target.yaml": ({}, {"networkPolicy": {"enabled": False}}),
+    "pdb-draft.yaml": ({}, {"draft": {"disruptionBudget": {"enabled": False}}}),
+    "pdb-orchestrator.yaml": ({}, {"pods": {"disruptionBudget": {"enabled": False}}}),
+    "pdb-target.yaml": ({}, {"target": {"disruptionBudget": {"enabled": False}}}),
+    "podmonitor.yaml": ({"monitoring": {"podMonitor": True}}, {}),
+    "prometheusrule.yaml": ({"monitoring": {"alerts": True}}, {}),
+    "pvc-models.yaml": (
+        {"modelCache": {"enabled": True}},
+        {"modelCache": {"enabled": True, "existingClaim": "mine"}},
+    ),
+    "secret-redis.yaml": ({}, {"redis": {"passwordSecret": {"name": "mine"}}}),
+    "service-collector.yaml": ({"telemetry": {"collector": {"enabled": True}}}, {}),
+    "service-jaeger.yaml": ({"telemetry": {"jaeger": {"enabled": True}}}, {}),
+    "service-metrics.yaml": ({"monitoring": {"serviceMonitor": True}}, {"monitoring": {"podMonitor": True}}),
+    "service-redis.yaml": ({}, {"redis": {"urlSecret": {"name": "mine"}}}),
+    "serviceaccount.yaml": ({}, {"serviceAccount": {"create": False}}),
+    "servicemonitor.yaml": ({"monitoring": {"serviceMonitor": True}}, {}),
+    "statefulset-redis.yaml": ({}, {"redis": {"urlSecret": {"name": "mine"}}}),
+}
+"""Template -> values with which it is there, and values without."""
+
+variants = pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
+
+
+def test_there_is_an_example_for_each_promise():
+    assert {path.stem for path in EXAMPLES} == {"cpu-trial", "l4-drafters-h100-targets", "one-node-two-gpus"}
+
+
+@variants
+def test_lint_finds_nothing(values):
+    report = helm_python.lint(CHART, values, strict=True, namespace=NAMESPACE)
+    assert report["errors"] == []
+    assert [message for message in report["messages"] if message["severity"] > 1] == []
+
+
+@variants
+def test_every_manifest_fits_its_schema(values):
+    for manifest in render(values).values():
+        check(manifest)
+    for template in pods(values).values():
+        check_pod(template)
+
+
+@pytest.mark.skipif(not KUBERAY_CRD.is_file(), reason=f"KubeRay's schema is not at {KUBERAY_CRD.name}")
+@variants
+def test_rayservice_fits_kuberays_schema(values):
+    check_by_kuberay(render(values)["rayservice.yaml"])
+
+
+@variants
+def test_no_template_sets_a_namespace(values):
+    for file, manifest in render(values).items():
+        assert "namespace" not in manifest["metadata"], file
+    for template in pods(values).values():
+        assert "namespace" not in template["metadata"]
+
+
+@variants
+def test_names_are_of_the_release_and_not_too_long(values):
+    long = "a-release-with-a-very-long-name-that-goes-on-and-on"
+    for file, manifest in render(values, name=long).items():
+        assert len(manifest["metadata"]["name"]) <= 63, file
+        assert manifest["metadata"]["labels"]["app.kubernetes.io/instance"] == long
+    for manifest in render(values).values():
+        assert manifest["metadata"]["name"].startswith(NAME)
+        assert manifest["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "Helm"
+
+
+def test_two_releases_share_no_name():
+    first, second = ({m["kind"] + m["metadata"]["name"] for m in render(name=n).values()} for n in ("a", "b"))
+    assert not first & second
+
+
+def test_name_overrides_are_taken():
+    assert render({"nameOverride": "x"})["rayservice.yaml"]["metadata"]["name"] == "demo-x"
+    assert render({"fullnameOverride": "y"})["service-grpc.yaml"]["metadata"]["name"] == "y-grpc"
+    assert render(name="my-gammaray")["rayservice.yaml"]["metadata"]["name"] == "my-gammaray"
+
+
+def test_every_template_has_its_test():
+    assert sorted(ALWAYS | OPTIONAL.keys()) == TEMPLATES
+
+
+@pytest.mark.parametrize("template", sorted(ALWAYS))
+@variants
+def test_template_is_always_there(values, template):
+    assert template in render(values)
+
+
+@pytest.mark.parametrize("template", sorted(OPTIONAL))
+def test_template_is_there_exactly_when_asked_for(template):
+    on, off = OPTIONAL[template]
+    assert template in render(on)
+    assert template not in render(off)
+
+
+@variants
+def test_references_lead_to_what_is_rendered(values):
+    """ConfigMaps, Secrets, claims, Services and service accounts of the release's own exist."""
+    manifests = render(values).values()
+    made = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests}
+    made |= {("Secret", m["spec"]["secretName"]) for m in manifests if m["kind"] == "Certificate"}
+    wanted = set(references(list(manifests)))
+    assert {pair for pair in wanted if pair[1].startswith(NAME)} <= made
+
+
+def references(node):
+    if isinstance(node, list):
+        for entry in node:
+            yield from references(entry)
+    if not isinstance(node, dict):
+        return
+    for key, value in node.items():
+        if key == "serviceAccountName":
+            yield "ServiceAccount", value
+        elif key == "secretName":
+            yield "Secret", value
+        elif key == "secretKeyRef":
+            yield "Secret", value["name"]
+        elif key == "configMap" and "name" in value:
+            yield "ConfigMap", value["name"]
+        elif key == "claimName":
+            yield "PersistentVolumeClaim", value
+        elif key == "service" and isinstance(value, dict) and "name" in value:
+            yield "Service", value["name"]
+        elif key == "backendRefs":
+            yield from (("Service", entry["name"]) for entry in value)
+        else:
+            yield from references(value)
+
+
+def test_references_helper_finds_what_is_missing():
+    manifests = [{"spec": {"volumes": [{"configMap": {"name": "gone"}}], "serviceAccountName": "nobody"}}]
+    assert set(references(manifests)) == {("ConfigMap", "gone"), ("ServiceAccount", "nobody")}
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"gateway": {"enabled": True}}, "gateway.parentRefs"),
+        ({"gateway": {"enabled": True, "className": "c"}}, "tls.secretName"),
+        ({"tls": TLS}, "ingress.enabled"),
+        ({"tls": {"certManager": {"enabled": True}}, "ingress": {"enabled": True}}, "issuerRef.name"),
+        ({"workerTls": {"enabled": True}}, "workerTls.issuerRef.name"),
+        (
+            {"redis": {"urlSecret": {"name": "r"}}, "ray": {"faultTolerance": {"enabled": True}}},
+            "ray.faultTolerance.redisAddress",
+        ),
+    ],
+)
+def test_values_that_cannot_work_together_are_refused_with_the_reason(values, told):
+    with pytest.raises(helm_python.HelmRenderError, match=told.replace(".", "[.]")):
+        render_texts(values)
+
+
+def test_notes_tell_the_next_command():
+    notes = render_texts()["NOTES.txt"]
+    assert f"kubectl --namespace {NAMESPACE} wait rayservice/{NAME}" in notes
+    assert "gammaray generate" in notes
+    assert "gammaray config -" in notes
+    assert "NOTE: nobody is asked for a key" in notes
+    secured = merged({"apiKeysSecret": {"name": "k"}}, {"redis": {"urlSecret": {"name": "r"}}})
+    assert "NOTE" not in render_texts(secured)["NOTES.txt"]
+    assert "https://gammaray.example.com/v1" in render_texts(VARIANTS["everything"])["NOTES.txt"]
+
+
+def test_templates_hold_one_resource_each():
+    for template in TEMPLATES:
+        text = Path(CHART / "templates" / template).read_text()
+        assert text.count("\nkind: ") + text.count('include "gammaray.policy"') == 1, template
+        assert "\n---" not in text, template
