@@ -94,6 +94,7 @@ class Remote(ABC, Generic[BlockT, ResultT]):
 
     async def _ask(self, session: Session, link: WorkerLink[BlockT, ResultT], timeout_s: float) -> ResultT:
         """Send the cycle's block, with ever more context as long as the worker asks for it."""
+        timeout_s = session.left_s(timeout_s)
         if session.calls is None:
             return await self._feed(session, link, timeout_s)
         call = session.calls.call(link.role, link.address)
@@ -255,6 +256,8 @@ class RemoteDrafter(Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
     def _note_failure(self, session: Session, link: _DraftLink, error: GammarayError, lost_s: float) -> None:
         if not link.is_up:
             self._detach(session)  # it will be another process when it is back
+        elif session.is_overdue:
+            return  # it was given too little time
         elif isinstance(error, DeadlineExceededError):
             link.backoff.failed(lost_s)  # spares the other sessions the same wait
             link.patience.observe(lost_s)

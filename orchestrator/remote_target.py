@@ -57,12 +57,13 @@ class RemoteVerifier(Remote[target_pb.VerifyBlock, target_pb.VerifyResult]):
             link = self._link
             if link is None or not link.is_up or link.is_draining:
                 left_s = self._wait_s if deadline is None else max(0.0, deadline - time.monotonic())
-                link = await self._pool.wait(left_s)
+                link = await self._pool.wait(session.left_s(left_s))
             self._attach(session, link)
             start = time.monotonic()
             try:
                 result = await self._ask(session, link, self._timeout_s)
             except (UnavailableError, DeadlineExceededError) as error:
+                session.left_s(0)  # past the caller's deadline no other worker helps, and none is to blame
                 self._leave(session, link, error, time.monotonic() - start)
                 deadline = deadline or time.monotonic() + self._wait_s
                 if time.monotonic() >= deadline:

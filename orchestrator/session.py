@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from gammaray.errors import DeadlineExceededError
 from gammaray.types import FinishReason, SamplingParams, VerificationMethod
 from orchestrator.calls import Call
 
@@ -94,6 +96,24 @@ class Session:
     def needs_draft_distributions(self) -> bool:
         """Whether verification needs the law each proposed token was drawn from."""
         return self.method is VerificationMethod.REJECTION and self.params.temperature > 0
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the caller's deadline is over."""
+        return time.monotonic() >= self.deadline
+
+    def left_s(self, timeout_s: float) -> float:
+        """Return how much of a timeout the caller's deadline leaves.
+
+        Raises:
+            DeadlineExceededError: It is over.
+        """
+        if self.deadline == math.inf:
+            return timeout_s
+        left_s = self.deadline - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineExceededError("the caller's deadline came before the end of the completion")
+        return min(timeout_s, left_s)
 
     def commit(self, token_ids: Sequence[int]) -> int:
         """Append tokens up to the one that ends the completion, and set `finish_reason` there.

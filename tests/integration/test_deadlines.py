@@ -1,0 +1,57 @@
+"""The caller's deadline reaches the workers, and nobody is blamed for one that was too short."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+
+import pytest
+from fleet_helpers import clients, emitted, fleet_of
+from scripted_workers import PROMPT, continuation, finish, make_session, scripted
+
+from gammaray.errors import DeadlineExceededError
+
+pytestmark = pytest.mark.integration
+
+
+async def test_workers_are_told_no_more_time_than_the_caller_has():
+    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
+        session = make_session(max_tokens=10)
+        session.deadline = time.monotonic() + 1.5
+        await finish(session, *clients(fleet, session), 2)
+        assert emitted(session) == continuation(PROMPT, 10)
+        told = [block.timeout_ms for worker in (target, draft) for block in worker.blocks]
+        assert told
+        assert all(0 < timeout_ms <= 1500 for timeout_ms in told)
+
+
+@pytest.mark.parametrize("silent", ["target", "draft"])
+async def test_deadline_ends_the_request_and_leaves_the_worker_its_good_name(silent):
+    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
+        worker = target if silent == "target" else draft
+        worker.on_block = lambda block: None
+        session = make_session()
+        session.deadline = time.monotonic() + 0.3
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceededError):
+            await asyncio.wait_for(finish(session, *clients(fleet, session), 2), 10)
+        assert 0.2 < time.monotonic() - began < 2
+        pool = fleet.targets if silent == "target" else fleet.drafts
+        assert all(link.backoff.ready for link in pool.links.values())
+
+
+async def test_deadline_that_is_over_costs_no_call():
+    async with scripted("target") as target, fleet_of(target) as fleet:
+        session = make_session()
+        session.deadline = time.monotonic() - 1
+        with pytest.raises(DeadlineExceededError):
+            await finish(session, *clients(fleet, session), 0)
+        assert not target.blocks
+
+
+def test_without_a_deadline_timeouts_stay_as_they_are():
+    session = make_session()
+    assert session.deadline == math.inf
+    assert session.left_s(60) == 60
+    assert not session.is_overdue
