@@ -1,0 +1,153 @@
+"""A small OTLP/gRPC receiver that keeps the spans it gets: for tests, pictures and measurements.
+
+python -m benchmarks.otlp_receiver --port 4317 --output trace.json     # until Ctrl-C
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
+
+__all__ = ["ReceivedSpan", "Receiver", "receiving"]
+
+KINDS = ("unspecified", "internal", "server", "client", "producer", "consumer")
+
+
+@dataclass(frozen=True)
+class ReceivedSpan:
+    """A span as it came.
+
+    Args:
+        start_ns: Nanoseconds since 1970.
+        end_ns: The same.
+        links: Span ids that it links to, each behind its trace id and a colon.
+        resource: What the process says of itself.
+    """
+
+    name: str
+    kind: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    start_ns: int
+    end_ns: int
+    is_error: bool = False
+    attributes: dict[str, Any] = field(default_factory=dict)
+    links: tuple[str, ...] = ()
+    resource: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def duration_s(self) -> float:
+        return (self.end_ns - self.start_ns) * 1e-9
+
+
+class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
+    """Takes exports; safe to read from another thread."""
+
+    def __init__(self) -> None:
+        self.spans: list[ReceivedSpan] = []
+        self.num_requests = 0
+        self._changed = threading.Condition()
+
+    def Export(
+        self, request: pb.ExportTraceServiceRequest, context: grpc.ServicerContext
+    ) -> pb.ExportTraceServiceResponse:
+        """Keep the spans of one request."""
+        with self._changed:
+            self.num_requests += 1
+            self.spans.extend(_spans(request))
+            self._changed.notify_all()
+        return pb.ExportTraceServiceResponse()
+
+    def wait(self, condition: Callable[[list[ReceivedSpan]], bool], timeout_s: float) -> list[ReceivedSpan]:
+        """Return the spans as soon as they meet a condition.
+
+        Raises:
+            TimeoutError: They do not in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not condition(self.spans):
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError(f"{len(self.spans)} spans came, not those that were waited for")
+                self._changed.wait(left_s)
+            return list(self.spans)
+
+
+@contextmanager
+def receiving(port: int = 0) -> Iterator[tuple[str, Receiver]]:
+    """Run a receiver on a loopback port, 0 for a free one; yields OTEL_EXPORTER_OTLP_ENDPOINT and itself."""
+    server = grpc.server(ThreadPoolExecutor(2), options=(("grpc.max_receive_message_length", 64 * 2**20),))
+    receiver = Receiver()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)
+    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    server.start()
+    try:
+        yield f"http://127.0.0.1:{bound}", receiver
+    finally:
+        server.stop(grace=0.5).wait(2.0)
+
+
+def _spans(request: pb.ExportTraceServiceRequest) -> Iterator[ReceivedSpan]:
+    for resource_spans in request.resource_spans:
+        resource = _attributes(resource_spans.resource.attributes)
+        for scope_spans in resource_spans.scope_spans:
+            for span in scope_spans.spans:
+                yield ReceivedSpan(
+                    name=span.name,
+                    kind=KINDS[span.kind],
+                    trace_id=span.trace_id.hex(),
+                    span_id=span.span_id.hex(),
+                    parent_id=span.parent_span_id.hex(),
+                    start_ns=span.start_time_unix_nano,
+                    end_ns=span.end_time_unix_nano,
+                    is_error=span.status.code == 2,
+                    attributes=_attributes(span.attributes),
+                    links=tuple(f"{link.trace_id.hex()}:{link.span_id.hex()}" for link in span.links),
+                    resource=resource,
+                )
+
+
+def _attributes(entries: Iterable[Any]) -> dict[str, Any]:
+    return {entry.key: _value(entry.value) for entry in entries}
+
+
+def _value(value: Any) -> Any:
+    kind = value.WhichOneof("value")
+    if kind == "array_value":
+        return [_value(item) for item in value.array_value.values]
+    return getattr(value, kind)
+
+
+def main() -> None:
+    """Receive until SIGINT or SIGTERM, then write what came."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, default=4317)
+    parser.add_argument("--output", type=Path, default=Path("trace.json"))
+    options = parser.parse_args()
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    with receiving(options.port) as (endpoint, receiver):
+        print(f"OTEL_EXPORTER_OTLP_ENDPOINT={endpoint}", flush=True)
+        stop.wait()
+    options.output.write_text(json.dumps([asdict(span) for span in receiver.spans], indent=1) + "\n")
+    print(f"{len(receiver.spans)} spans in {options.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Traces of real processes, as a real OTLP receiver gets them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from redis_helpers import running_redis
+from service_helpers import PROMPTS, complete, running, tokens_of
+from tracing_helpers import (
+    assert_as_documented,
+    assert_nested,
+    children,
+    covered_s,
+    exporting_worker,
+    is_whole,
+    named,
+    of_trace,
+)
+
+from benchmarks.otlp_receiver import receiving
+from gammaray import telemetry as t
+from gammaray.types import GammaPolicy, GenerationRequest, SamplingParams
+from orchestrator.access import Caller
+
+pytestmark = pytest.mark.integration
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+CALLER_SPAN = "b7ad6b7169203331"
+SAMPLED = Caller(traceparent=f"00-{TRACE_ID}-{CALLER_SPAN}-01")
+TIMEOUT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def redis_server():
+    with running_redis() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def collector():
+    with receiving() as (endpoint, receiver):
+        environment = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
+            "OTEL_BSP_SCHEDULE_DELAY": "100",
+            "OTEL_METRICS_EXPORTER": "none",
+        }
+        yield environment, receiver
+
+
+@pytest.fixture(scope="module")
+def workers(collector):
+    environment, _ = collector
+    with exporting_worker("target", environment) as (_, target):
+        with exporting_worker("draft", environment) as (_, draft):
+            yield target, draft
+
+
+@pytest.fixture
+def exporting(collector, monkeypatch):
+    environment, receiver = collector
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    receiver.spans.clear()
+    return receiver
+
+
+def request(seed=1, **fields) -> GenerationRequest:
+    return GenerationRequest(
+        **{
+            "prompt": PROMPTS[0],
+            "sampling": SamplingParams(temperature=0.7, seed=seed),
+            "max_tokens": 96,
+            "gamma": GammaPolicy(fixed=2),
+            "ignore_eos": True,
+            **fields,
+        }
+    )
+
+
+async def generate(orchestrator, request, caller=SAMPLED):
+    return [chunk async for chunk in orchestrator.generate(request, caller)]
+
+
+async def whole_trace(receiver, trace_id=TRACE_ID):
+    spans = await asyncio.to_thread(
+        receiver.wait, lambda spans: is_whole(of_trace(spans, trace_id)), TIMEOUT_S
+    )
+    return of_trace(spans, trace_id)
+
+
+async def test_trace_of_a_generation_has_every_cycle_with_both_sides(redis_server, workers, exporting):
+    async with running(redis_server, *workers) as orchestrator:
+        chunks = await generate(orchestrator, request())
+        spans = await whole_trace(exporting)
+    (root,) = named(spans, t.SPAN_GENERATE)
+    assert root.parent_id == CALLER_SPAN
+    assert root.attributes[t.OUTPUT_TOKENS] == len(tokens_of(chunks)) == 96
+    cycles = named(spans, t.SPAN_CYCLE)
+    assert len(cycles) == chunks[-1].summary.cycles >= 20
+    assert [cycle.attributes[t.CYCLE_INDEX] for cycle in cycles] == list(range(len(cycles)))
+    assert sum(cycle.attributes[t.EMITTED] for cycle in cycles) == 96
+    below = children(spans)
+    for cycle in cycles[:-1]:  # the last one may have no room for a proposal
+        propose, verify = sorted(below[cycle.span_id], key=lambda span: span.start_ns)
+        assert (propose.name, verify.name) == (t.SPAN_PROPOSE, t.SPAN_VERIFY)
+        assert (propose.kind, verify.kind) == ("client", "client")
+        for client in (propose, verify):
+            served = below[client.span_id]
+            assert len(served) == client.attributes[t.BLOCKS]
+            assert all((side.name, side.kind) == (client.name, "server") for side in served)
+            assert {side.resource["process.pid"] for side in served} != {root.resource["process.pid"]}
+    assert len({span.resource["process.pid"] for span in spans}) == 3
+
+
+async def test_trace_durations_nest_and_explain_the_wall_time(redis_server, workers, exporting):
+    async with running(redis_server, *workers) as orchestrator:
+        await generate(orchestrator, request(seed=2))
+        spans = await whole_trace(exporting)
+    assert_nested(spans)
+    (root,) = named(spans, t.SPAN_GENERATE)
+    assert len(named(spans, t.SPAN_OPEN)) == 1
+    # A commit runs beside the next cycle, and counts where none does: a cycle may have to wait for it.
+    parts = children(spans)[root.span_id]
+    assert {part.name for part in parts} == {t.SPAN_OPEN, t.SPAN_CYCLE, t.SPAN_COMMIT}
+    assert covered_s(parts) >= 0.95 * root.duration_s
+    cycles = named(spans, t.SPAN_CYCLE)
+    calls = [*named(spans, t.SPAN_PROPOSE, "client"), *named(spans, t.SPAN_VERIFY, "client")]
+    cycles_s = sum(cycle.duration_s for cycle in cycles)
+    assert 0.9 * cycles_s <= sum(call.duration_s for call in calls) <= cycles_s
+
+
+async def test_trace_attributes_are_those_of_the_catalogue(redis_server, workers, exporting):
+    long_prompt = "".join(PROMPTS) * 8  # read beside the first cycles by the draft worker
+    async with running(redis_server, *workers) as orchestrator:
+        await generate(orchestrator, request(seed=3, stop=("\x00",), prompt=long_prompt))
+        spans = await whole_trace(exporting)
+    for span in spans:
+        assert_as_documented(span)
+    (root,) = named(spans, t.SPAN_GENERATE)
+    assert root.attributes[t.REQUEST_SEED] == "3"
+    assert root.attributes[t.FINISH_REASONS] == ["length"]
+    cycle = named(spans, t.SPAN_CYCLE)[5]
+    assert cycle.attributes[t.GAMMA] == 2
+    assert cycle.attributes[t.VERIFICATION] == "coupled"
+    assert cycle.attributes[t.DRAFTER] == "model"
+    assert cycle.attributes[t.SESSION_ID] == root.attributes[t.SESSION_ID]
+
+
+@pytest.mark.parametrize("caller", [Caller(traceparent=SAMPLED.traceparent[:-1] + "0"), Caller()])
+async def test_trace_unsampled_session_leaves_no_span(redis_server, workers, exporting, monkeypatch, caller):
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+    async with running(redis_server, *workers) as orchestrator:
+        await generate(orchestrator, request(seed=4), caller)
+        await generate(orchestrator, request(seed=4))  # what came before it was sent before it
+        spans = await whole_trace(exporting)
+    assert len(named(spans, t.SPAN_GENERATE)) == 1
+    assert {span.trace_id for span in exporting.spans} == {TRACE_ID}
+
+
+async def test_trace_off_sets_nothing_up_and_serves_the_same(redis_server, workers, monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    async with running(redis_server, *workers) as orchestrator:
+        assert not orchestrator.tracing.is_on
+        chunks = await complete(orchestrator, request(seed=5))
+    assert len(tokens_of(chunks)) == 96

@@ -1,0 +1,94 @@
+"""Workers of the demo pair that export their spans, and what to ask of a trace."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from benchmarks.otlp_receiver import ReceivedSpan
+from gammaray import telemetry
+
+STOP_TIMEOUT_S = 20.0
+MICROSECOND_NS = 1000
+
+
+@contextmanager
+def exporting_worker(role: str, environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run a worker with the demo pair; yields its process and address. Ends it with SIGTERM."""
+    command = [sys.executable, "-m", f"services.{role}", "--model", "demo", "--listen", "127.0.0.1:0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().split()[-1]
+        process.send_signal(signal.SIGTERM)
+        process.wait(STOP_TIMEOUT_S)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def of_trace(spans: Sequence[ReceivedSpan], trace_id: str) -> list[ReceivedSpan]:
+    return [span for span in spans if span.trace_id == trace_id]
+
+
+def named(spans: Sequence[ReceivedSpan], name: str, kind: str | None = None) -> list[ReceivedSpan]:
+    """Return the spans of a name, earliest first."""
+    found = [span for span in spans if span.name == name and kind in (None, span.kind)]
+    return sorted(found, key=lambda span: span.start_ns)
+
+
+def is_whole(spans: Sequence[ReceivedSpan]) -> bool:
+    """Return whether a generation has ended, and all of its cycles and the workers' sides of them have come."""
+    roots = named(spans, telemetry.SPAN_GENERATE)
+    if not roots or len(named(spans, telemetry.SPAN_CYCLE)) != roots[0].attributes[telemetry.CYCLES]:
+        return False
+    answered = [span for span in spans if span.kind == "client" and not span.is_error]
+    num_served = sum(span.kind == "server" for span in spans if span.name != telemetry.SPAN_GENERATE)
+    return num_served >= sum(span.attributes[telemetry.BLOCKS] for span in answered)
+
+
+def children(spans: Sequence[ReceivedSpan]) -> dict[str, list[ReceivedSpan]]:
+    """Return the spans by their parent's id."""
+    found = defaultdict(list)
+    for span in spans:
+        found[span.parent_id].append(span)
+    return found
+
+
+def covered_s(spans: Sequence[ReceivedSpan]) -> float:
+    """Return the seconds in which at least one of the spans runs."""
+    total_ns, reached_ns = 0, 0
+    for span in sorted(spans, key=lambda span: span.start_ns):
+        total_ns += max(0, span.end_ns - max(span.start_ns, reached_ns))
+        reached_ns = max(reached_ns, span.end_ns)
+    return total_ns * 1e-9
+
+
+def assert_nested(spans: Sequence[ReceivedSpan]) -> None:
+    """Every span lies within its parent, to the microsecond that records are kept in."""
+    by_id = {span.span_id: span for span in spans}
+    assert len(by_id) == len(spans)
+    for span in spans:
+        assert span.start_ns <= span.end_ns, span
+        parent = by_id.get(span.parent_id)
+        if parent is not None:
+            assert parent.start_ns - MICROSECOND_NS <= span.start_ns, (span, parent)
+            assert span.end_ns <= parent.end_ns + MICROSECOND_NS, (span, parent)
+
+
+def assert_as_documented(span: ReceivedSpan) -> None:
+    """The span is one of the catalogue, with all of its attributes that it must have and no other."""
+    spec = next(spec for spec in telemetry.SPANS if (spec.name, spec.kind) == (span.name, span.kind))
+    assert span.resource["service.name"] == f"gammaray-{spec.process}"
+    names = set(span.attributes)
+    assert set(spec.always) <= names, set(spec.always) - names
+    assert names <= {*spec.always, *spec.sometimes}, names - {*spec.always, *spec.sometimes}
+    types = {"string": str, "boolean": bool, "int": int, "double": float, "string[]": list}
+    for name in names:
+        attribute = next(known for known in telemetry.ATTRIBUTES if known == name)
+        assert type(span.attributes[name]) is types[attribute.type], name
