@@ -43,7 +43,7 @@ def named(spans: Sequence[ReceivedSpan], name: str, kind: str | None = None) -> 
 
 
 def is_whole(spans: Sequence[ReceivedSpan]) -> bool:
-    """Return whether a generation has ended, and all of its cycles and the workers' sides of them have come."""
+    """Return whether a generation has ended, and its cycles and the workers' sides of them have come."""
     roots = named(spans, telemetry.SPAN_GENERATE)
     if not roots or len(named(spans, telemetry.SPAN_CYCLE)) != roots[0].attributes[telemetry.CYCLES]:
         return False
