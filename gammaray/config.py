@@ -91,6 +91,13 @@ class WorkerSettings(_ServingSettings):
 class TargetSettings(WorkerSettings):
     """A target worker."""
 
+    tensor_parallel: int = Field(
+        1, ge=1, le=64, description="Devices that each target's model is spread over, all in one machine."
+    )
+    rank_timeout_s: float = Field(
+        300.0, gt=0, description="How long those devices wait for each other, loading included, in seconds."
+    )
+
 
 class DraftSettings(WorkerSettings):
     """A draft worker."""
@@ -228,6 +235,9 @@ class ClusterSettings(_Settings):
         False, description="Mutual TLS between orchestrators and workers, by certificates made at start."
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the models run.")
+    tensor_parallel: int = Field(
+        1, ge=1, le=64, description="Devices that each target's model is spread over, all in one machine."
+    )
     pin_cores: bool = Field(
         False,
         description="Keep each role of workers on cores of its own, where there are as many as workers.",

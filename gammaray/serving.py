@@ -115,7 +115,12 @@ def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
     """Return what a cluster's settings say of each role's own; the rest is the environment's and defaults."""
     worker: dict[str, Any] = {"device": cluster.device}
     return {
-        "target": {"model": cluster.target, "deterministic": cluster.deterministic, **worker},
+        "target": {
+            "model": cluster.target,
+            "deterministic": cluster.deterministic,
+            "tensor_parallel": cluster.tensor_parallel,
+            **worker,
+        },
         "draft": {"model": cluster.draft, **worker},
         "orchestrator": {"model": cluster.target},
     }

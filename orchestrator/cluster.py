@@ -32,7 +32,7 @@ from orchestrator.cluster_options import LauncherOptions, announcer, parse_optio
 from orchestrator.cluster_trust import Trust, arrange_trust, check_access, reachable
 from orchestrator.http_errors import invalid_argument
 from orchestrator.placement import worker_cores
-from orchestrator.preflight import check_port, check_vocabularies, gpu_share
+from orchestrator.preflight import check_port, check_vocabularies, gpus_by_role
 from orchestrator.readiness import missing_parts
 from orchestrator.reaper import MARK, Guardian, die_with_parent, end_marked
 from orchestrator.redis_server import RedisServer, check_redis
@@ -196,7 +196,7 @@ def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust) -> None:
     scaling: dict[str, Any] | None = {} if any(size.is_elastic for _, size in workers.values()) else None
     targets = [
         serve.RunTarget(
-            _build(role, {**shared, **trust.worker, **own}, size, resources, scaling),
+            _build(role, {**shared, **trust.worker, **own}, size, resources[role], scaling),
             APPLICATIONS[role].name,
             None,
         )
@@ -210,12 +210,13 @@ def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust) -> None:
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-def _worker_resources(settings: ClusterSettings) -> dict[str, Any]:
+def _worker_resources(settings: ClusterSettings) -> dict[str, dict[str, Any]]:
     import ray
 
     num_gpus = 0 if settings.device == "cpu" else int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
-    num_workers = settings.target_workers.maximum + settings.draft_workers.maximum
-    return {"num_cpus": 0, "num_gpus": gpu_share(num_gpus, num_workers)}
+    most = settings.target_workers.maximum, settings.draft_workers.maximum
+    gpus = gpus_by_role(num_gpus, *most, settings.tensor_parallel)
+    return {role: {"num_cpus": 0, "num_gpus": count} for role, count in gpus.items()}
 
 
 def _build(

@@ -12,7 +12,7 @@ from typing import Any
 from gammaray.config import DEMO_PAIR
 from gammaray.errors import InvalidArgumentError
 
-__all__ = ["check_port", "check_vocabularies", "free_ports", "gpu_share", "vocab_size"]
+__all__ = ["check_port", "check_vocabularies", "free_ports", "gpu_share", "gpus_by_role", "vocab_size"]
 
 
 def check_port(field: str, host: str, port: int) -> None:
@@ -75,6 +75,28 @@ def gpu_share(num_gpus: int, num_workers: int) -> float:
         return 0.0
     workers_per_gpu = max(1, math.ceil(num_workers / num_gpus))
     return math.floor(10_000 / workers_per_gpu) / 10_000  # Ray counts to the fourth decimal
+
+
+def gpus_by_role(num_gpus: int, num_targets: int, num_drafts: int, num_ranks: int) -> dict[str, float]:
+    """Return how many GPUs, or how much of one, each worker of a role gets.
+
+    Args:
+        num_gpus: GPUs of this machine; 0 leaves everybody on the CPU.
+        num_targets: Most target workers.
+        num_drafts: Most draft workers.
+        num_ranks: GPUs that each target is spread over; above 1 they are whole ones, the drafters share the
+            rest.
+
+    Raises:
+        InvalidArgumentError: There are too few.
+    """
+    if num_gpus == 0 or num_ranks == 1:
+        return dict.fromkeys(("target", "draft"), gpu_share(num_gpus, num_targets + num_drafts))
+    left = num_gpus - num_targets * num_ranks
+    if left < (num_drafts > 0):
+        allowed = f"{num_targets} targets of that many, and one for drafters, within {num_gpus} GPUs"
+        raise InvalidArgumentError("tensor_parallel", num_ranks, allowed)
+    return {"target": num_ranks, "draft": gpu_share(left, num_drafts)}
 
 
 def _demo_directory(role: str) -> str:

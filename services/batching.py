@@ -24,7 +24,7 @@ from gammaray.errors import (
     ResourceExhaustedError,
 )
 from services.engine.engine import Engine, Feed
-from services.engine.errors import CacheFullError
+from services.engine.errors import CacheFullError, EngineLostError
 from services.load import LoadCounters
 from services.meter import WorkerMeter
 from services.planning import Limits, Running, TaskT, plan
@@ -212,9 +212,15 @@ class Scheduler(ABC, Generic[TaskT]):
             self._reply(running.task, outcome, running.timing)
 
     def _run_engine(self, batch: list[tuple[Running[TaskT], Feed]]) -> list[Tensor] | None:
-        """Run the forward; None when it failed, and then the blocks at fault were answered."""
+        """Run the forward; None when it failed, and then the blocks at fault were answered.
+
+        Raises:
+            EngineLostError: There will be no other forward.
+        """
         try:
             return self.engine.step([feed for _, feed in batch])
+        except EngineLostError:
+            raise
         except CacheFullError as error:
             if len(batch) > 1:
                 # Together they do not fit: the oldest goes alone, which evicts others, and they follow.

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from gammaray.errors import InternalError, UnavailableError
 from services.batching import Scheduler
+from services.engine.errors import EngineLostError
 from services.tasks import Reply, Task
 
 __all__ = ["EngineThread"]
@@ -39,6 +40,8 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._loaded: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.ended = asyncio.Event()
+        """Set when the thread ends: asked to, or because the engine is lost."""
 
     async def start(self) -> None:
         """Start the thread and wait until the model is loaded.
@@ -58,6 +61,10 @@ class EngineThread:
     def submit(self, tasks: Sequence[Task]) -> None:
         """Queue blocks; each is answered through its `deliver`."""
         self._inbox.put(lambda scheduler: scheduler.submit(tasks))
+
+    def check(self) -> None:
+        """Have the engine looked at between two steps: the thread ends when it is lost."""
+        self._inbox.put(lambda scheduler: scheduler.engine.check())
 
     def release(self, session_ids: Sequence[str], epochs: Sequence[int] = ()) -> None:
         """Free the caches of sessions, see `Scheduler.release`."""
@@ -96,9 +103,22 @@ class EngineThread:
             self._loaded.set_exception(error)
             return
         self._loaded.set_result(None)
+        try:
+            self._serve(scheduler)
+        except EngineLostError as error:
+            _log.error("%s; its sessions must go elsewhere", error)
+            scheduler.fail_all(error)
+            self._hand_over(scheduler.step())
+        finally:
+            self._tell(self.ended.set)
+            scheduler.engine.close()
+
+    def _serve(self, scheduler: Scheduler[Any]) -> None:
         while self._drain(scheduler):
             try:
                 replies = scheduler.step()
+            except EngineLostError:
+                raise
             except Exception as error:
                 _log.exception("a step failed; every session starts anew")
                 scheduler.fail_all(InternalError(f"a step failed: {type(error).__name__}: {error}"))
@@ -118,9 +138,12 @@ class EngineThread:
             return True
 
     def _hand_over(self, replies: list[tuple[Task, Reply]]) -> bool:
+        return self._tell(_deliver, replies)
+
+    def _tell(self, callback: Callable[..., None], *arguments: Any) -> bool:
         assert self._loop is not None
         try:
-            self._loop.call_soon_threadsafe(_deliver, replies)
+            self._loop.call_soon_threadsafe(callback, *arguments)
         except RuntimeError:
             # The loop is closed: nobody is left to answer.
             return False

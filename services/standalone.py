@@ -29,8 +29,8 @@ def run(
         argv: Command line; None is that of the process.
 
     Returns:
-        0 after a drain, 1 when blocks were lost in it, 2 for settings that cannot be used, 3 for a model that
-        cannot be served.
+        0 after a drain, 1 when blocks were lost in it or the engine was lost, 2 for settings that cannot be
+        used, 3 for a model that cannot be served.
 
     Raises:
         SystemExit: With status 2, for settings that are wrong by themselves.
@@ -62,8 +62,9 @@ async def _serve(prog: str, worker: Any) -> int:
         is_unsupported = isinstance(error, UnsupportedModelError)
         return EXIT_UNSUPPORTED_MODEL if is_unsupported else EXIT_BAD_SETTINGS
     print(f"listening {address}", flush=True)
-    await stopping
-    return 0 if await worker.stop() else 1
+    ended = asyncio.create_task(worker.ended.wait())
+    await asyncio.wait({stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
+    return 0 if await worker.stop() and not ended.done() else 1
 
 
 def _run_loop(main: Coroutine[Any, Any, int]) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -36,6 +37,7 @@ __all__ = ["Worker"]
 _CLOSE_GRACE_S = 0.5
 _STEP_TIMEOUT_S = 30.0
 _LOAD_TIMEOUT_S = 5.0
+_WATCH_PERIOD_S = 1.0
 
 SettingsT = TypeVar("SettingsT", bound=WorkerSettings)
 
@@ -62,6 +64,9 @@ class Worker(ABC, Generic[SettingsT]):
         self._metrics: MetricsExport | None = None
         self._telemetry: Telemetry | None = None
         self._load_reporter = LoadReporter()
+        self._watcher: asyncio.Task[None] | None = None
+        self.ended = asyncio.Event()
+        """Set when the worker has ended by itself, because it lost its engine."""
 
     @property
     def _limits(self) -> Limits:
@@ -104,6 +109,7 @@ class Worker(ABC, Generic[SettingsT]):
         if settings.redis_url:
             self._announcer = Announcer(settings.redis_url, self._entry(self._model))
             await self._announcer.start()
+        self._watcher = asyncio.create_task(self._watch(), name=f"{self.role} watcher")
         return self.address
 
     def check(self) -> None:
@@ -128,6 +134,8 @@ class Worker(ABC, Generic[SettingsT]):
     async def stop(self) -> bool:
         """Leave the registry, refuse new blocks, finish the running ones; returns whether all did in time."""
         is_clean = True
+        if self._watcher is not None:
+            self._watcher.cancel()
         if self._server is not None:
             await self._server.set_serving(False)
         if self._announcer is not None:
@@ -144,11 +152,22 @@ class Worker(ABC, Generic[SettingsT]):
             await self._telemetry.shutdown()
         return is_clean
 
-    def _load(self) -> Scheduler[Any]:
+    async def _watch(self) -> None:
+        """Close the door when the engine is lost, so that orchestrators turn to other workers at once."""
+        while not self._engine.ended.is_set():
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._engine.ended.wait(), _WATCH_PERIOD_S)
+            self._engine.check()
+        assert self._server is not None
+        await self._server.set_serving(False)
+        if self._announcer is not None:
+            await self._announcer.withdraw()
+        await self._server.stop(0)
+        self.ended.set()
+
+    def _load_engine(self, path: str) -> Engine:
         settings = self.settings
-        disable_progress_bar()
-        path = resolve_model(settings.model, self.role)
-        engine = Engine.load(
+        return Engine.load(
             path,
             device=settings.device,
             dtype=settings.dtype,
@@ -157,7 +176,12 @@ class Worker(ABC, Generic[SettingsT]):
             deterministic=settings.deterministic,
             lean=settings.lean,
         )
-        self._model = Model(settings.model, engine.vocab_size, engine.max_context, vocab_sha256(path))
+
+    def _load(self) -> Scheduler[Any]:
+        disable_progress_bar()
+        path = resolve_model(self.settings.model, self.role)
+        engine = self._load_engine(path)
+        self._model = Model(self.settings.model, engine.vocab_size, engine.max_context, vocab_sha256(path))
         scheduler = self._scheduler(engine)
         self._meter = scheduler.meter
         return scheduler

@@ -228,6 +228,12 @@ class Engine:
         store = self._store
         return EngineStats(len(store), store.used_bytes, store.budget_bytes, store.num_evictions)
 
+    def check(self) -> None:
+        """Raise EngineLostError when a part of the engine is gone: never, but for a parallel one."""
+
+    def close(self) -> None:
+        """End what the engine started beside this process: nothing, but for a parallel one."""
+
     def _run(self, batch: Batch) -> Tensor:
         with torch.inference_mode():
             logits = self._runner.forward(batch)

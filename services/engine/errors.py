@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gammaray.errors import FailedPreconditionError, ResourceExhaustedError
+from gammaray.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError
 
-__all__ = ["CacheFullError", "CacheGapError", "UnsupportedModelError"]
+__all__ = ["CacheFullError", "CacheGapError", "EngineLostError", "UnsupportedModelError"]
 
 
 class UnsupportedModelError(FailedPreconditionError):
@@ -39,3 +39,10 @@ class CacheFullError(ResourceExhaustedError):
     def __init__(self, needed_bytes: int, budget_bytes: int) -> None:
         self.needed_bytes, self.budget_bytes = needed_bytes, budget_bytes
         super().__init__(f"the step needs {needed_bytes} bytes of cache, the budget is {budget_bytes}")
+
+
+class EngineLostError(UnavailableError):
+    """A part of the engine is gone for good; its worker must be started anew."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the engine is lost: {reason}")

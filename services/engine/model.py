@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.engine.errors import UnsupportedModelError
 
-__all__ = ["DEMO", "LoadedModel", "load_model", "resolve_model"]
+__all__ = ["DEMO", "LoadedModel", "load_config", "load_model", "resolve_model"]
 
 DEMO = "demo"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -62,13 +63,14 @@ def resolve_model(name: str, role: str) -> str:
     return str(directories[role]) if name == DEMO else name
 
 
-def load_model(name: str, *, device: str = "auto", dtype: str = "auto") -> LoadedModel:
+def load_model(name: str, *, device: str = "auto", dtype: str = "auto", num_ranks: int = 1) -> LoadedModel:
     """Load a model as transformers does, with eager attention.
 
     Args:
         name: Directory or hub name.
         device: "auto" (cuda when there is one), "cpu", "cuda" or "cuda:N".
         dtype: "auto" (float32 on CPU, bfloat16 elsewhere), "float32", "bfloat16" or "float16".
+        num_ranks: Processes that share the model, each of which calls this; they have joined a group.
 
     Raises:
         NotFoundError: There is no such model.
@@ -77,18 +79,23 @@ def load_model(name: str, *, device: str = "auto", dtype: str = "auto") -> Loade
     """
     where = _device(device)
     kind = _dtype(dtype, where)
-    config = _load_config(name)
+    config = load_config(name)
     _check_config(name, config)
     max_context = _max_context(name, config.get_text_config())
+    how: dict[str, Any] = {"dtype": kind, "attn_implementation": "eager"}
+    if num_ranks > 1:
+        how["distributed_config"] = DistributedConfig(tp_size=num_ranks)
     try:
-        module = AutoModelForCausalLM.from_pretrained(name, dtype=kind, attn_implementation="eager")
+        module = AutoModelForCausalLM.from_pretrained(name, **how)
     except ValueError as error:
         raise UnsupportedModelError(
             name, f"transformers cannot load it as a causal model: {error}"
         ) from error
     except OSError as error:
         raise NotFoundError(f"model {name!r}: {error}") from error
-    module = module.to(where).eval().requires_grad_(False)
+    if num_ranks == 1:  # else each rank's share lies on its device already
+        module = module.to(where)
+    module = module.eval().requires_grad_(False)
     return LoadedModel(name, module, config.get_text_config(), max_context)
 
 
@@ -112,7 +119,13 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _load_config(name: str) -> PretrainedConfig:
+def load_config(name: str) -> PretrainedConfig:
+    """Return a model's configuration.
+
+    Raises:
+        NotFoundError: There is no such model.
+        UnsupportedModelError: transformers does not know the architecture.
+    """
     try:
         return AutoConfig.from_pretrained(name)
     except ValueError as error:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from gammaray.config import TargetSettings
+from gammaray.errors import InvalidArgumentError
 from gammaray.v1 import target_service_pb2, target_service_pb2_grpc
 from services.engine.engine import Engine
+from services.engine.parallel import ParallelEngine
 from services.messages import Model
 from services.streams import Streams
 from services.target.scheduler import TargetScheduler
@@ -21,6 +23,22 @@ class TargetWorker(Worker[TargetSettings]):
 
     role: ClassVar[str] = "target"
     service_name: ClassVar[str] = target_service_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
+
+    def _load_engine(self, path: str) -> Engine:
+        settings = self.settings
+        if settings.tensor_parallel == 1:
+            return super()._load_engine(path)
+        if settings.deterministic:
+            raise InvalidArgumentError("deterministic", True, "false with tensor_parallel")
+        return ParallelEngine.load_parallel(
+            path,
+            num_ranks=settings.tensor_parallel,
+            device=settings.device,
+            dtype=settings.dtype,
+            threads=settings.threads,
+            cache_budget_bytes=settings.cache_budget_mb << 20,
+            timeout_s=settings.rank_timeout_s,
+        )
 
     def _scheduler(self, engine: Engine) -> TargetScheduler:
         return TargetScheduler(engine, self._limits)

@@ -15,7 +15,14 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.pools import PoolSize
 from orchestrator.cluster_env import private_directory, serve_environment
 from orchestrator.cluster_options import parse_options
-from orchestrator.preflight import check_port, check_vocabularies, free_ports, gpu_share, vocab_size
+from orchestrator.preflight import (
+    check_port,
+    check_vocabularies,
+    free_ports,
+    gpu_share,
+    gpus_by_role,
+    vocab_size,
+)
 from orchestrator.reaper import MARK, Guardian, end_marked, marked
 
 
@@ -108,6 +115,15 @@ def test_gpu_share_lets_every_worker_find_room(num_gpus, num_workers, share):
     assert gpu_share(num_gpus, num_workers) == share
     if share:
         assert num_gpus * int(1 / share) >= num_workers
+
+
+def test_spread_targets_get_whole_gpus_and_drafters_share_the_rest():
+    assert gpus_by_role(4, 1, 2, 1) == {"target": 1.0, "draft": 1.0}
+    assert gpus_by_role(0, 1, 1, 2) == {"target": 0.0, "draft": 0.0}
+    assert gpus_by_role(5, 2, 3, 2) == {"target": 2, "draft": 0.3333}
+    assert gpus_by_role(4, 2, 0, 2)["target"] == 2
+    with pytest.raises(InvalidArgumentError, match="within 4 GPUs"):
+        gpus_by_role(4, 2, 1, 2)
 
 
 def test_free_ports_are_distinct_and_free():

@@ -1,0 +1,90 @@
+"""The process group of the ranks: gloo between CPU processes, NCCL between GPUs, on one machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gammaray.errors import FailedPreconditionError
+
+__all__ = ["RankSpec", "join_group", "leave_group"]
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """What every rank must know; see `ParallelEngine.load_parallel`.
+
+    Attributes:
+        meeting: A file by which the ranks find each other; private, so that nobody else joins.
+    """
+
+    model: str
+    num_ranks: int
+    device: str
+    dtype: str
+    threads: int
+    cache_budget_bytes: int
+    timeout_s: float
+    meeting: str
+
+    @classmethod
+    @contextmanager
+    def make(
+        cls,
+        model: str,
+        num_ranks: int,
+        device: str,
+        dtype: str,
+        threads: int,
+        cache_budget_bytes: int,
+        timeout_s: float,
+    ) -> Iterator[RankSpec]:
+        """Yield a spec with a meeting place, which is gone afterwards: the ranks have met by then."""
+        folder = Path(tempfile.mkdtemp(prefix="gammaray-ranks-"))
+        try:
+            place = str(folder / "meeting")
+            yield cls(model, num_ranks, device, dtype, threads, cache_budget_bytes, timeout_s, place)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def join_group(spec: RankSpec, rank: int) -> None:
+    """Make this process one of the ranks; returns when all are there.
+
+    Raises:
+        FailedPreconditionError: This process is part of a group already.
+        torch.distributed.DistError: The others did not come in time.
+    """
+    if dist.is_initialized():
+        raise FailedPreconditionError("this process already takes part in a parallel model")
+    is_gpu = torch.cuda.is_available()
+    if is_gpu:
+        torch.cuda.set_device(rank)
+    # transformers and gloo read these.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(spec.num_ranks))
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else on the network need reach the ranks
+    dist.init_process_group(
+        "nccl" if is_gpu else "gloo",
+        store=dist.FileStore(spec.meeting, spec.num_ranks),
+        rank=rank,
+        world_size=spec.num_ranks,
+        timeout=timedelta(seconds=spec.timeout_s),
+        device_id=torch.device("cuda", rank) if is_gpu else None,
+    )
+
+
+def leave_group() -> None:
+    """Forget the group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,64 @@
+"""One of the other ranks: `python -m services.engine.parallel_rank FD RANK`, started by rank 0 alone.
+
+Does what comes through the pipe until that is closed, and then ends at once, in the middle of a step too.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from gammaray.errors import GammarayError
+from services.engine.batch import Feed
+from services.engine.engine import Engine
+from services.engine.parallel_group import RankSpec, join_group
+from services.engine.parallel_ranks import READY
+
+_Order = tuple[Sequence[tuple[str, tuple[Any, ...]]], Sequence[Feed]]
+
+
+def main(descriptor: int, rank: int) -> None:
+    """Join the group, load, and follow."""
+    from services.engine.parallel import build_rank
+
+    pipe: Connection[Any, Any] = Connection(descriptor)
+    spec: RankSpec = pipe.recv()
+    orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(pipe, orders), name="orders", daemon=True).start()
+    join_group(spec, rank)
+    engine: Engine = build_rank(spec, Engine)
+    pipe.send(READY)
+    while True:
+        operations, feeds = orders.get()  # the reader ends the process when there will be none
+        follow(engine, operations, feeds)
+
+
+def follow(engine: Engine, operations: Sequence[tuple[str, tuple[Any, ...]]], feeds: Sequence[Feed]) -> None:
+    """Do to this rank's caches what rank 0 did to its own, and take the step.
+
+    A step that rank 0 refuses is refused here too, for the same reason, and that is that.
+    """
+    for name, arguments in operations:
+        getattr(engine, name)(*arguments)
+    try:
+        engine.step(feeds)
+    except (GammarayError, ValueError):
+        pass
+
+
+def _read(pipe: Connection[Any, Any], orders: queue.SimpleQueue[_Order]) -> None:
+    """Queue the orders; when rank 0 is gone nobody needs this process, whatever it is waiting for."""
+    while True:
+        try:
+            orders.put(pipe.recv())
+        except (EOFError, OSError):
+            os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
