@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -10,18 +11,23 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
-from gammaray.errors import InvalidArgumentError, UnauthenticatedError
+from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.tls import TlsFiles, check_peer, server_credentials
 
-__all__ = ["MAX_MESSAGE_BYTES", "GrpcServer", "is_wildcard", "refuse_strangers", "split_address"]
+__all__ = ["MAX_MESSAGE_BYTES", "GrpcServer", "guarded", "is_wildcard", "split_address"]
 
-MAX_MESSAGE_BYTES = 16 << 20
+MAX_MESSAGE_BYTES = 8 << 20
+"""Largest frame that is read: room for the longest context (2^20 ids) and the masks of its session."""
+
+MAX_ANSWER_BYTES = 64 << 20
+"""Largest frame that is written; orchestrators read no larger ones."""
+
 MAX_RPCS = 512
 """Calls open at once, most of them streams of orchestrators; more are refused."""
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
     # Streams live for hours and an orchestrator's machine may vanish without a word: ask after 20 s of
     # silence and drop the connection after 5 s without an answer, so that its stream does not stay for ever.
     ("grpc.keepalive_time_ms", 20_000),
@@ -81,11 +87,13 @@ class GrpcServer:
         await self.server.stop(grace_s)
 
 
-async def refuse_strangers(context: grpc.aio.ServicerContext) -> None:
-    """End a call that comes over TLS from somebody else than an orchestrator."""
+@asynccontextmanager
+async def guarded(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+    """Serve a call inside: strangers are refused, and a failure ends it with its own status."""
     try:
         check_peer(context)
-    except UnauthenticatedError as error:
+        yield
+    except GammarayError as error:
         await context.abort(error.status, str(error))
 
 

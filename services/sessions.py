@@ -12,7 +12,7 @@ from services.tasks import NeedTokens, SessionSpec, Task
 __all__ = ["Session", "SessionTable"]
 
 MAX_TOKENS = 8 << 20
-"""Token ids kept over all sessions, some 300 MB of Python integers."""
+"""Token ids kept over all sessions, those of their masks included: some 300 MB of Python integers."""
 
 NOISE_BYTES = 512 << 20
 """Memory for rows of noise, over all sessions; rows that are gone are computed again."""
@@ -31,7 +31,7 @@ class Session:
         num_told: How many of `tokens` the orchestrator named as committed. Those beyond were this worker's
             own verdict; they are void for a new owner, who may have got another.
         noise: None at temperature 0, and while the session is not among the recent ones.
-        num_counted: What the table has counted of `tokens` towards its bound.
+        num_counted: What the table has counted of its token ids towards its bound.
         changed_from: First position at which the last block changed or extended `tokens`.
     """
 
@@ -130,8 +130,9 @@ class SessionTable:
                 "base_position", task.base_position, f"{prompt_length} or more (the prompt)"
             )
         session.merge(task.context_start, list(task.context))
-        self._num_tokens += len(session.tokens) - session.num_counted
-        session.num_counted = len(session.tokens)
+        size = len(session.tokens) + session.spec.num_ids
+        self._num_tokens += size - session.num_counted
+        session.num_counted = size
         self._make_room(session)
         self._give_noise(session)
         return session

@@ -23,6 +23,12 @@ __all__ = ["MAX_IN_FLIGHT", "BlockStream", "Streams"]
 MAX_IN_FLIGHT = 4096
 """Blocks of one stream that wait or run; more are refused, so that a flood cannot fill the memory."""
 
+MAX_IDS_IN_FLIGHT = 4 << 20
+"""Token ids in the waiting and running blocks of all streams, some 150 MB of Python integers."""
+
+MAX_FRAME_BLOCKS = 16_384
+"""Blocks, and releases, of one frame; a client that sends more loses its stream."""
+
 NOTICE_S = 0.2
 """How long blocks are still taken after clients were told to go elsewhere, for those already under way."""
 
@@ -45,11 +51,13 @@ class Streams:
     Attributes:
         is_leaving: Whether clients are told to go elsewhere.
         is_draining: Whether new blocks are refused.
+        num_ids: Token ids in the blocks that wait or run.
     """
 
     def __init__(self, engine: EngineThread, tracer: BlockTracer | None = None) -> None:
         self.engine, self.tracer = engine, tracer
         self.is_leaving = self.is_draining = False
+        self.num_ids = 0
         self._open: set[BlockStream] = set()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -62,6 +70,9 @@ class Streams:
         Args:
             requests: Frames of the client.
             parse: Turns a block into a checked task; raises a GammarayError for a bad one.
+
+        Raises:
+            ResourceExhaustedError: A frame is beyond what any good client sends.
         """
         stream = BlockStream(self, parse)
         self._open.add(stream)
@@ -108,6 +119,7 @@ class BlockStream:
         self._outbox: list[Reply] = []
         self._ready, self._written = asyncio.Event(), asyncio.Event()
         self._is_read = self._is_told = False
+        self._failure: GammarayError | None = None
 
     def wake(self) -> None:
         """Look again whether there is something to write or the end is reached."""
@@ -134,10 +146,14 @@ class BlockStream:
                     self._is_told = self._streams.is_leaving
                     yield replies
                     self._written.set()
+            if self._failure is not None:
+                raise self._failure
         finally:
             reader.cancel()
 
     def _is_finished(self) -> bool:
+        if self._failure is not None:
+            return True
         is_last = self._is_read or self._streams.is_draining
         return is_last and not self._pending and not self._outbox
 
@@ -148,6 +164,10 @@ class BlockStream:
                 while len(self._outbox) > MAX_IN_FLIGHT:
                     self._written.clear()
                     await self._written.wait()
+                if len(frame.blocks) > MAX_FRAME_BLOCKS or len(frame.releases) > MAX_FRAME_BLOCKS:
+                    got = f"{len(frame.blocks)} blocks and {len(frame.releases)} releases"
+                    self._failure = ResourceExhaustedError(f"frame: got {got}, allowed: {MAX_FRAME_BLOCKS}")
+                    return
                 self._take(frame)
         finally:
             self._is_read = True
@@ -171,6 +191,10 @@ class BlockStream:
                         f"blocks in flight: got more than {MAX_IN_FLIGHT} on one stream"
                     )
                 task = self._parse(block, self._deliver)
+                if self._streams.num_ids > 0 and self._streams.num_ids + task.num_ids > MAX_IDS_IN_FLIGHT:
+                    raise ResourceExhaustedError(
+                        f"token ids in flight: got more than {MAX_IDS_IN_FLIGHT} on all streams"
+                    )
             except GammarayError as error:
                 self._refuse(block, error)
             except Exception as error:
@@ -178,6 +202,7 @@ class BlockStream:
                 self._refuse(block, InternalError(f"{type(error).__name__}: {error}"))
             else:
                 self._pending.add(task)
+                self._streams.num_ids += task.num_ids
                 yield task
 
     def _refuse(self, block: Any, error: GammarayError) -> None:
@@ -186,6 +211,7 @@ class BlockStream:
 
     def _deliver(self, task: Task, reply: Reply) -> None:
         self._pending.discard(task)
+        self._streams.num_ids -= task.num_ids
         self._outbox.append(reply)
         self._ready.set()
         if task.traceparent and self._streams.tracer is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gammaray.checks import MAX_TOKEN_IDS
 from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.types import MAX_GAMMA, Proposal, SamplingParams, VerificationMethod
 
@@ -32,6 +33,13 @@ class SessionSpec:
     prompt_length: int
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def num_ids(self) -> int:
+        """Token ids that it holds."""
+        params = self.params
+        lists = (params.logit_bias, params.allowed_token_ids, params.banned_token_ids, self.eos_token_ids)
+        return sum(map(len, lists))
+
     def validate(self, base_position: int, vocab_size: int) -> None:
         """Check the spec as data from a stranger.
 
@@ -43,6 +51,10 @@ class SessionSpec:
             raise InvalidArgumentError("spec.sampling.seed", None, "an integer: the server draws it")
         if not 1 <= self.prompt_length <= base_position:
             raise InvalidArgumentError("spec.prompt_length", self.prompt_length, f"1 to {base_position}")
+        if len(self.eos_token_ids) > vocab_size:
+            raise InvalidArgumentError(
+                "spec.eos_token_ids", f"{len(self.eos_token_ids)} ids", f"at most {vocab_size}"
+            )
         if any(not 0 <= token_id < vocab_size for token_id in self.eos_token_ids):
             raise InvalidArgumentError("spec.eos_token_ids", self.eos_token_ids, f"below {vocab_size}")
 
@@ -71,6 +83,11 @@ class Task:
     cancelled: bool = False
     traceparent: str = ""
 
+    @property
+    def num_ids(self) -> int:
+        """Token ids that it holds."""
+        return len(self.context) + (0 if self.spec is None else self.spec.num_ids)
+
     def validate(self, vocab_size: int, max_context: int) -> None:
         """Check what needs no knowledge of the session.
 
@@ -84,6 +101,8 @@ class Task:
         end = self.context_start + len(self.context)
         if end != self.base_position:
             raise InvalidArgumentError("context", f"an end at {end}", f"base_position {self.base_position}")
+        if len(self.context) > MAX_TOKEN_IDS:
+            raise InvalidArgumentError("context", f"{len(self.context)} ids", f"at most {MAX_TOKEN_IDS}")
         if self.context and max(self.context) >= vocab_size:
             raise InvalidArgumentError("context.token_ids", max(self.context), f"below {vocab_size}")
         if self.spec is not None:

@@ -14,7 +14,7 @@ from gammaray.types import MAX_NODES, Proposal
 from gammaray.v1 import draft_service_pb2 as pb
 from gammaray.v1 import draft_service_pb2_grpc
 from services.messages import Model, describe, fill_result, task_fields
-from services.server import refuse_strangers
+from services.server import guarded
 from services.streams import Deliver, Streams
 from services.tasks import ProposeTask, Reply
 
@@ -38,10 +38,10 @@ class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
         self, request_iterator: AsyncIterator[pb.ProposeRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.ProposeResponse]:
         """Serve proposals for many sessions over one stream."""
-        await refuse_strangers(context)
         if self._streams.is_leaving:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
-        async with aclosing(self._streams.serve(request_iterator, self._parse)) as frames:
+        frames = self._streams.serve(request_iterator, self._parse)
+        async with guarded(context), aclosing(frames):
             async for replies in frames:
                 yield pb.ProposeResponse(results=map(_result, replies), is_draining=self._streams.is_leaving)
 
@@ -49,8 +49,8 @@ class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
         self, request: pb.GetDraftInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetDraftInfoResponse:
         """Tell what the worker serves and how loaded it is."""
-        await refuse_strangers(context)
-        info = await describe(self._model, self._streams.engine)
+        async with guarded(context):
+            info = await describe(self._model, self._streams.engine)
         return pb.GetDraftInfoResponse(**info, is_draining=self._streams.is_leaving)
 
     def _parse(self, block: pb.ProposeBlock, deliver: Deliver) -> ProposeTask:

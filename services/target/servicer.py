@@ -14,7 +14,7 @@ from gammaray.types import MAX_TOP_LOGPROBS
 from gammaray.v1 import target_service_pb2 as pb
 from gammaray.v1 import target_service_pb2_grpc
 from services.messages import Model, describe, fill_result, task_fields
-from services.server import refuse_strangers
+from services.server import guarded
 from services.streams import Deliver, Streams
 from services.target.scheduler import VerifyOutcome
 from services.tasks import Reply, VerifyTask
@@ -40,10 +40,10 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
         self, request_iterator: AsyncIterator[pb.VerifyRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.VerifyResponse]:
         """Serve verifications for many sessions over one stream."""
-        await refuse_strangers(context)
         if self._streams.is_leaving:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
-        async with aclosing(self._streams.serve(request_iterator, self._parse)) as frames:
+        frames = self._streams.serve(request_iterator, self._parse)
+        async with guarded(context), aclosing(frames):
             async for replies in frames:
                 yield pb.VerifyResponse(results=map(_result, replies), is_draining=self._streams.is_leaving)
 
@@ -51,8 +51,8 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
         self, request: pb.GetTargetInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetTargetInfoResponse:
         """Tell what the worker serves and how loaded it is."""
-        await refuse_strangers(context)
-        info = await describe(self._model, self._streams.engine)
+        async with guarded(context):
+            info = await describe(self._model, self._streams.engine)
         return pb.GetTargetInfoResponse(**info, is_draining=self._streams.is_leaving)
 
     def _parse(self, block: pb.VerifyBlock, deliver: Deliver) -> VerifyTask:
