@@ -183,6 +183,12 @@ def test_status_json_has_the_documented_shape(story):
         "model": "demo",
         "healthy": True,
         "sessions": 2,
+        "metrics_address": "",
+        "num_queued": 0,
+        "cache_bytes": 0,
+        "cache_budget_bytes": 0,
+        "worker_totals": None,
+        "speculation_totals": None,
     }
     assert [other["role"] for other in others] == ["target", "draft"]
     assert json.loads(result.stdout).keys() == {"processes"}
@@ -191,9 +197,9 @@ def test_status_json_has_the_documented_shape(story):
 def test_status_table_lists_every_process(story):
     _, address = story
     lines = invoke("status", "-a", address).stdout.splitlines()
-    assert lines[0].split() == ["ROLE", "PID", "ADDRESS", "MODEL", "HEALTHY", "SESSIONS"]
-    assert lines[1].split() == ["orchestrator", "11", "127.0.0.1:1", "demo", "yes", "2"]
-    assert lines[3].split() == ["draft", "13", "127.0.0.1:3", "demo", "no", "0"]
+    assert lines[0].split() == ["ROLE", "PID", "ADDRESS", "MODEL", "HEALTHY", "SESSIONS", "METRICS"]
+    assert lines[1].split() == ["orchestrator", "11", "127.0.0.1:1", "demo", "yes", "2", "-"]
+    assert lines[3].split() == ["draft", "13", "127.0.0.1:3", "demo", "no", "0", "-"]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +264,7 @@ def test_stdin_that_is_no_utf8_is_exit_code_2():
     assert "an invalid byte at offset 2" in result.stderr
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["status"], ["up"]], ids=" ".join)
+@pytest.mark.parametrize("command", [[], ["generate"], ["status"], ["top"], ["up"]], ids=" ".join)
 def test_help_names_the_command(command):
     result = invoke(*command, "--help")
     assert result.exit_code == 0

@@ -1,0 +1,171 @@
+"""`gammaray top`: what a cluster is doing, live."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+
+import click
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from gammaray.activity import Activity, Speculation, Worker, measure
+from gammaray.cli.connection import connection_options
+from gammaray.client import AsyncClient
+
+__all__ = ["top", "view"]
+
+_HISTORY = 60
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+@click.command()
+@connection_options(timeout_s=10.0)
+@click.option(
+    "--interval",
+    "interval_s",
+    type=click.FloatRange(0.1, 3600),
+    default=2.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time between two looks.",
+)
+@click.option("--once", is_flag=True, help="Show one interval and end.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object per interval, each on a line.")
+def top(
+    address: str, api_key: str | None, timeout_s: float, interval_s: float, once: bool, as_json: bool
+) -> None:
+    """Show what a cluster is doing: speed, acceptance, gamma, queues and caches.
+
+    Ratios are those of the last interval, or since the start where nothing happened in it.
+    """
+    asyncio.run(_top(AsyncClient(address, api_key=api_key), timeout_s, interval_s, once, as_json))
+
+
+async def _top(client: AsyncClient, timeout_s: float, interval_s: float, once: bool, as_json: bool) -> None:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    history: deque[float] = deque(maxlen=_HISTORY)
+    async with client:
+        activities = _watch(client, timeout_s, interval_s)
+        if as_json or once or not console.is_terminal:
+            async for activity in activities:
+                history.append(activity.total.tokens_per_s)
+                if as_json:
+                    click.echo(json.dumps(asdict(activity)))
+                else:
+                    console.print(view(activity, history))
+                if once:
+                    return
+        with Live(Text("connecting ..."), console=console, screen=True, auto_refresh=False) as live:
+            async for activity in activities:
+                history.append(activity.total.tokens_per_s)
+                live.update(view(activity, history), refresh=True)
+
+
+async def _watch(client: AsyncClient, timeout_s: float, interval_s: float) -> AsyncIterator[Activity]:
+    """Yield what happened in each interval."""
+    before, began = await client.status(timeout_s=timeout_s), time.monotonic()
+    while True:
+        await asyncio.sleep(interval_s)
+        after, now = await client.status(timeout_s=timeout_s), time.monotonic()
+        yield measure(before, after, now - began)
+        before, began = after, now
+
+
+def view(activity: Activity, history: deque[float]) -> RenderableType:
+    """Return what is shown of an interval.
+
+    Args:
+        activity: What happened in it.
+        history: Tokens per second of this and earlier intervals, oldest first.
+    """
+    total = activity.total
+    head = Text.assemble(
+        ("gammaray", "bold"),
+        f"  {total.tokens_per_s:,.1f} tokens/s  ",
+        (_sparkline(history), "green"),
+        f"  speedup {_number(total.speedup, 'x')}  {total.running} running, {total.waiting} waiting",
+    )
+    return Group(head, "", _speculation(activity), "", _workers(activity.workers))
+
+
+def _speculation(activity: Activity) -> Table:
+    table = _table(
+        "ORCHESTRATOR",
+        *(
+            "RUNNING",
+            "WAITING",
+            "TOKENS/S",
+            "CYCLES/S",
+            "TOKENS/CYCLE",
+            "ALPHA",
+            "GAMMA",
+            "SPEEDUP",
+            "ERRORS/S",
+        ),
+    )
+    rows = [(str(own.pid), own) for own in activity.orchestrators]
+    if len(rows) > 1:
+        rows.append(("all", activity.total))
+    for name, own in rows:
+        table.add_row(name, *_speculation_row(own))
+    return table
+
+
+def _speculation_row(own: Speculation) -> list[str]:
+    return [
+        str(own.running),
+        str(own.waiting),
+        f"{own.tokens_per_s:,.1f}",
+        f"{own.cycles_per_s:,.1f}",
+        _number(own.tokens_per_cycle),
+        _number(own.alpha),
+        _number(own.gamma),
+        _number(own.speedup, "x"),
+        f"[red]{own.failures_per_s:.2f}[/]" if own.failures_per_s else "0",
+    ]
+
+
+def _workers(workers: tuple[Worker, ...]) -> Table:
+    table = _table(
+        "WORKER",
+        *("ADDRESS", "HEALTHY", "SESSIONS", "QUEUE", "BUSY", "STEPS/S", "BATCH", "KV CACHE", "AHEAD HITS"),
+    )
+    for worker in workers:
+        table.add_row(
+            worker.role,
+            worker.address,
+            "[green]yes[/]" if worker.healthy else "[red]no[/]",
+            str(worker.sessions),
+            str(worker.queue),
+            f"{worker.busy:.0%}",
+            f"{worker.steps_per_s:,.1f}",
+            _number(worker.batch),
+            f"{worker.cache_use:.1%}",
+            "-" if worker.ahead_hit_rate is None else f"{worker.ahead_hit_rate:.0%}",
+        )
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="left" if name in ("ADDRESS", "HEALTHY") else "right", no_wrap=True)
+    return table
+
+
+def _sparkline(values: deque[float]) -> str:
+    most = max(values, default=0.0) or 1.0
+    return "".join(_BARS[round((len(_BARS) - 1) * value / most)] for value in values)
+
+
+def _number(value: float | None, unit: str = "") -> str:
+    return "-" if value is None else f"{value:.2f}{unit}"

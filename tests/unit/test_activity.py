@@ -1,0 +1,161 @@
+"""Two looks at a cluster's status: rates, ratios, and what `gammaray top` shows of them."""
+
+import io
+import json
+from collections import deque
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+from sdk_helpers import ScriptedService, serve_in_thread
+
+from gammaray.activity import measure
+from gammaray.cli import main
+from gammaray.cli.top import view
+from gammaray.processes import ProcessStatus, SpeculationTotals, WorkerTotals
+
+FIRST = SpeculationTotals(
+    cycles=10,
+    drafts=8,
+    draft_tokens=40,
+    tested_tokens=30,
+    accepted_tokens=20,
+    emitted_tokens=30,
+    gamma_sum=40,
+    decode_us=1_000_000,
+    plain_us=1_500_000,
+    requests=2,
+    failed_requests=0,
+)
+LATER = SpeculationTotals(
+    cycles=110,
+    drafts=108,
+    draft_tokens=440,
+    tested_tokens=230,
+    accepted_tokens=120,
+    emitted_tokens=230,
+    gamma_sum=340,
+    decode_us=2_000_000,
+    plain_us=3_700_000,
+    requests=8,
+    failed_requests=1,
+)
+
+
+def orchestrator(totals, pid=1, **fields):
+    return ProcessStatus("orchestrator", pid, "", "demo", True, 3, speculation_totals=totals, **fields)
+
+
+def worker(role, totals, address="127.0.0.1:7", **fields):
+    return ProcessStatus(role, 2, address, "demo", True, 4, worker_totals=totals, **fields)
+
+
+def test_rates_and_ratios_are_those_between_the_looks():
+    total = measure([orchestrator(FIRST)], [orchestrator(LATER, num_queued=5)], seconds=2.0).total
+    assert (total.running, total.waiting) == (3, 5)
+    assert (total.tokens_per_s, total.cycles_per_s, total.failures_per_s) == (100.0, 50.0, 0.5)
+    assert (total.alpha, total.acceptance_rate) == (100 / 200, 100 / 400)
+    assert (total.tokens_per_cycle, total.gamma, total.speedup) == (2.0, 3.0, 2.2)
+
+
+def test_ratios_are_those_since_the_start_where_nothing_happened():
+    total = measure([orchestrator(FIRST)], [orchestrator(FIRST)], seconds=2.0).total
+    assert (total.tokens_per_s, total.alpha, total.speedup) == (0.0, 20 / 30, 1.5)
+
+
+def test_ratios_are_unknown_before_anything_happened():
+    total = measure([], [orchestrator(SpeculationTotals())], seconds=2.0).total
+    assert (total.alpha, total.tokens_per_cycle, total.gamma, total.speedup) == (None,) * 4
+
+
+def test_orchestrators_are_told_apart_and_summed():
+    before = [orchestrator(FIRST, pid=1), orchestrator(FIRST, pid=2)]
+    after = [orchestrator(LATER, pid=1), orchestrator(FIRST, pid=2)]
+    activity = measure(before, after, seconds=2.0)
+    assert [own.tokens_per_s for own in activity.orchestrators] == [100.0, 0.0]
+    assert (activity.total.tokens_per_s, activity.total.running) == (100.0, 6)
+
+
+@pytest.mark.parametrize("before", [[], [orchestrator(LATER, pid=9)]], ids=["new", "another process"])
+def test_process_that_was_not_there_has_no_rate_yet(before):
+    assert measure(before, [orchestrator(LATER)], seconds=2.0).total.tokens_per_s == 0.0
+
+
+def test_late_news_of_another_orchestrator_give_no_negative_rate():
+    assert measure([orchestrator(LATER)], [orchestrator(FIRST)], seconds=2.0).total.tokens_per_s == 0.0
+
+
+def test_worker_is_as_busy_as_its_steps_are_long():
+    start = WorkerTotals(steps=10, step_blocks=10, step_us=100_000, ahead_lookups=4, ahead_hits=0)
+    end = WorkerTotals(steps=110, step_blocks=310, step_us=600_000, ahead_lookups=14, ahead_hits=5)
+    state = {"num_queued": 6, "cache_bytes": 25, "cache_budget_bytes": 100}
+    (busy,) = measure([worker("draft", start)], [worker("draft", end, **state)], seconds=2.0).workers
+    assert (busy.busy, busy.batch, busy.steps_per_s, busy.ahead_hit_rate) == (0.25, 3.0, 50.0, 0.5)
+    assert (busy.sessions, busy.queue, busy.cache_use) == (4, 6, 0.25)
+
+
+def test_target_has_no_draft_ahead_and_comes_first():
+    workers = [worker("draft", WorkerTotals()), worker("target", WorkerTotals())]
+    activity = measure(workers, workers, seconds=1.0)
+    assert [own.role for own in activity.workers] == ["target", "draft"]
+    assert activity.workers[0].ahead_hit_rate is None
+
+
+def shown(activity, history):
+    console = Console(width=160, highlight=False, file=io.StringIO())
+    console.print(view(activity, deque(history)))
+    return console.file.getvalue().splitlines()
+
+
+def test_view_shows_every_process_in_words_and_numbers():
+    looks = (
+        [orchestrator(FIRST), worker("target", WorkerTotals())],
+        [orchestrator(LATER), worker("target", WorkerTotals(steps=4, step_blocks=8, step_us=900_000))],
+    )
+    lines = shown(measure(*looks, seconds=2.0), [0.0, 50.0, 100.0])
+    assert lines[0].split("  ") == [
+        "gammaray",
+        "100.0 tokens/s",
+        " ▄█",
+        "speedup 2.20x",
+        "3 running, 0 waiting",
+    ]
+    assert lines[3].split() == ["1", "3", "0", "100.0", "50.0", "2.00", "0.50", "3.00", "2.20x", "0.50"]
+    assert lines[6].split() == ["target", "127.0.0.1:7", "yes", "4", "0", "45%", "2.0", "2.00", "0.0%", "-"]
+
+
+def test_view_sums_several_orchestrators_on_a_line_of_its_own():
+    after = [orchestrator(FIRST, pid=1), orchestrator(LATER, pid=2)]
+    lines = shown(measure(after, after, seconds=1.0), [])
+    assert [line.split()[0] for line in lines[3:6]] == ["1", "2", "all"]
+
+
+@pytest.fixture
+def address():
+    looks = [[orchestrator(FIRST)], [orchestrator(LATER)]]
+    with serve_in_thread(ScriptedService(status=lambda attempt: looks[min(attempt, 1)])) as where:
+        yield where
+
+
+def test_top_once_json_is_one_object_of_one_interval(address):
+    result = CliRunner().invoke(main, ["top", "--once", "--json", "--interval", "0.2", "-a", address])
+    assert result.exit_code == 0, result.output
+    (line,) = result.stdout.splitlines()
+    activity = json.loads(line)
+    assert activity.keys() == {"seconds", "total", "orchestrators", "workers"}
+    assert activity["seconds"] == pytest.approx(0.2, abs=0.15)
+    assert activity["total"]["tokens_per_s"] == pytest.approx(200 / activity["seconds"])
+    assert activity["orchestrators"][0]["pid"] == 1
+
+
+def test_top_once_prints_a_table_that_a_pipe_can_read(address):
+    result = CliRunner().invoke(main, ["top", "--once", "--interval", "0.1", "-a", address])
+    assert result.exit_code == 0, result.output
+    assert "\x1b" not in result.stdout
+    assert result.stdout.splitlines()[2].split()[:2] == ["ORCHESTRATOR", "RUNNING"]
+
+
+def test_top_without_a_cluster_is_exit_code_3():
+    result = CliRunner().invoke(main, ["top", "--once", "-a", "127.0.0.1:1", "--timeout", "2"])
+    assert result.exit_code == 3
+    assert "is a cluster running there" in result.stderr
