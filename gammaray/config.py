@@ -142,7 +142,7 @@ class OrchestratorSettings(_ServingSettings):
     )
     verify_timeout_s: float = Field(60.0, gt=0, description="Deadline of one verification, prefill included.")
     worker_wait_s: float = Field(
-        10.0, ge=0, description="How long a request waits for a target worker to be there."
+        30.0, ge=0, description="How long a request waits for a target worker to be there."
     )
     session_ttl_s: int = Field(
         3600, ge=1, description="How long a finished or abandoned session stays in the store."
