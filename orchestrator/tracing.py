@@ -146,10 +146,10 @@ class Tracing:
         assert self._processor is not None
         started_ns = time.time_ns()
         parent = _parse(caller.traceparent, caller.tracestate)
-        if parent is None and request.resume_from is not None:
+        if parent is None and request.resume_from:
             # The decision was made when the turn began: an unsampled one has left nothing.
             parent = await self._served_by(caller.qualify(request.session_id))
-            if parent is None and request.resume_from > 0:
+            if parent is None:
                 return None
         span = self._tracer.start_span(
             t.SPAN_GENERATE, context=parent or Context(), kind=SpanKind.SERVER, start_time=started_ns
@@ -195,7 +195,7 @@ def _request_attributes(request: GenerationRequest, model_name: str) -> dict[str
         attributes[t.REQUEST_SEED] = str(sampling.seed)
     if request.stop:
         attributes[t.REQUEST_STOP] = list(request.stop)
-    if request.resume_from is not None:
+    if request.resume_from:
         attributes[t.RESUMED_FROM] = request.resume_from
     return attributes
 
