@@ -34,6 +34,8 @@ from benchmarks.cluster import run_or_exit
 from benchmarks.provenance import write_result
 from gammaray import GenerationRequest, SamplingParams
 from gammaray.bench.workloads import prompts
+from gammaray.types import Proposal
+from orchestrator.cycle import Shape
 from orchestrator.fleet import Fleet
 from orchestrator.gamma import FixedGamma
 from orchestrator.pipeline import run_cycles
@@ -87,6 +89,12 @@ class _TimedDrafter(RemoteDrafter):
 
     async def _ask(self, session: Session, link: Any, timeout_s: float) -> Any:
         return await _timed(super()._ask(session, link, timeout_s), self.calls.draft)
+
+    def _take_prepared(self, session: Session, link: Any, shape: Shape) -> Proposal | None:
+        proposal = super()._take_prepared(session, link, shape)
+        if proposal is not None:
+            self.calls.draft.append(_Asked(0.0, 0, 0, 0))
+        return proposal
 
 
 class _TimedVerifier(RemoteVerifier):
@@ -220,6 +228,7 @@ def _row(
     return {
         "gamma": gamma,
         "num_cycles": len(cycles),
+        "prepared": sum(c.draft is not None and c.draft.wait_us == 0 for c in cycles) / len(cycles),
         "cycle_ms": median([c.period_us for c in cycles]),
         "draft_forwards_ms": median([c.draft.forward_us if c.draft else 0.0 for c in cycles]),
         "verify_forward_ms": median([float(c.verify.forward_us) for c in cycles]),
@@ -293,6 +302,7 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
     for name in names:
         cells = [f"{row[name]:8.3f} {100 * row[name] / row['cycle_ms']:6.1f} %" for row in rows]
         print(f"{name.removesuffix('_ms'):24s}" + "".join(f"{cell:>18s}" for cell in cells))
+    print(f"{'prepared':24s}" + "".join(f"{row['prepared']:>18.2f}" for row in rows))
     for name in rows[0]["cpu_ms_per_cycle"]:
         cells = [f"{row['cpu_ms_per_cycle'][name]:8.3f}         " for row in rows]
         print(f"{'cpu ' + name:24s}" + "".join(f"{cell:>18s}" for cell in cells))

@@ -14,6 +14,7 @@ import grpc
 
 from gammaray.errors import DeadlineExceededError, GammarayError, UnavailableError
 from gammaray.tls import TlsFiles, dial
+from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.backoff import Backoff, Patience
 from orchestrator.traffic import Traffic
@@ -76,6 +77,7 @@ class WorkerLink(Generic[BlockT, ResultT]):
         traffic: Bytes sent and received.
         backoff: Pauses the use of a worker that is connected and yet late.
         patience: How long its answers are waited for.
+        listeners: By session, who takes the proposals that were not asked for.
         is_draining: Whether the worker is about to stop: what is in flight is answered, nothing new is taken.
     """
 
@@ -97,6 +99,7 @@ class WorkerLink(Generic[BlockT, ResultT]):
         self.backoff = Backoff()
         self.patience = Patience()
         self.is_draining = False
+        self.listeners: dict[str, Callable[[draft_pb.AheadProposal], None]] = {}
         self._protocol = protocol
         self._check, self._on_change, self._tls = check, on_change, tls
         self._is_up = False
@@ -150,6 +153,12 @@ class WorkerLink(Generic[BlockT, ResultT]):
         finally:
             timer.cancel()
             self._pending.pop(request_id, None)
+
+    def tell(self, block: BlockT) -> None:
+        """Send a block that is not answered; returns at once, and drops it when the link is down."""
+        if self._is_up:
+            self._blocks.append(block)
+            self._has_output.set()
 
     def release(self, session_id: str, epoch: int = 0) -> None:
         """Tell the worker that a session has ended for this owner (0: for any); returns at once."""
@@ -215,8 +224,9 @@ class WorkerLink(Generic[BlockT, ResultT]):
         blocks: list[BlockT] = []
         size = 0
         while self._blocks:
-            future = self._pending.get(self._blocks[0].request_id)
-            if future is None or future.done():  # its caller gave up
+            request_id = self._blocks[0].request_id
+            future = self._pending.get(request_id)
+            if request_id and (future is None or future.done()):  # its caller gave up
                 del self._blocks[0]
                 continue
             size += self._blocks[0].ByteSize()
@@ -235,6 +245,10 @@ class WorkerLink(Generic[BlockT, ResultT]):
                     self.backoff.lives()
                 elif not future.done():
                     future.set_result(result)
+            for ahead in self._protocol.ahead_of(frame):
+                listener = self.listeners.get(ahead.session_id)
+                if listener is not None:
+                    listener(ahead)
             if frame.is_draining and not self.is_draining:
                 self.is_draining = True
                 self._on_change()

@@ -26,6 +26,7 @@ from orchestrator.backoff import Backoff
 from orchestrator.calls import Call
 from orchestrator.cycle import Shape
 from orchestrator.links import WorkerLink
+from orchestrator.prepared import PreparedProposals
 from orchestrator.session import Session
 from orchestrator.wire import BlockT, ResultT
 from orchestrator.workers import WorkerPool
@@ -116,12 +117,7 @@ class Remote(ABC, Generic[BlockT, ResultT]):
             block = self._block(session)
             left_s = max(deadline - time.monotonic(), 0.001)
             block.timeout_ms = max(1, round(left_s * 1e3))
-            block.session_id, block.epoch = session.session_id, session.epoch
-            block.base_position = self._base_position = session.num_committed
-            block.context.start = self._num_known
-            block.context.token_ids.extend(session.token_ids[self._num_known :])
-            if self._num_known == 0:
-                block.spec.CopyFrom(self._spec)
+            self._fill(session, block)
             if call is not None:
                 call.sent(block)
             result = await link.call(block, left_s)
@@ -140,6 +136,15 @@ class Remote(ABC, Generic[BlockT, ResultT]):
                 )
             self._num_known = result.need.position
         raise InternalError(f"{link.role} worker at {link.address} lacks tokens after {MAX_FEEDS} feeds")
+
+    def _fill(self, session: Session, block: BlockT) -> None:
+        """Enter the session, and the tokens that the worker lacks."""
+        block.session_id, block.epoch = session.session_id, session.epoch
+        block.base_position = self._base_position = session.num_committed
+        block.context.start = self._num_known
+        block.context.token_ids.extend(session.token_ids[self._num_known :])
+        if self._num_known == 0:
+            block.spec.CopyFrom(self._spec)
 
     @abstractmethod
     def _block(self, session: Session) -> BlockT:
@@ -176,6 +181,7 @@ class RemoteDrafter(Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
         super().__init__(pool, spec)
         self._timeout_s, self._prefill_timeout_s = timeout_s, prefill_timeout_s
         self._vocab_size = vocab_size
+        self._prepared = PreparedProposals(vocab_size)
         self._shape = Shape(0)
         self._pauses: dict[str, Backoff] = {}
         self._prefill: asyncio.Task[object] | None = None
@@ -207,13 +213,43 @@ class RemoteDrafter(Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
             return Proposal()
         if readiness is Readiness.ABSENT or self._link is None:
             raise UnavailableError("no draft worker can be used now")
+        prepared = self._take_prepared(session, self._link, shape)
+        if prepared is not None:
+            return prepared
         return await self._draft(session, self._link, shape, self._link.patience.wait_s(self._timeout_s))
+
+    def _take_prepared(self, session: Session, link: _DraftLink, shape: Shape) -> Proposal | None:
+        """Return what the worker sent for this very outcome, and tell it so."""
+        proposal = self._prepared.take(session.token_ids, shape)
+        if proposal is None:
+            return None
+        self._shape = shape
+        block = self._block(session)
+        block.is_notice = True
+        self._fill(session, block)
+        self._num_known = self._base_position
+        self._prepared.expect(session.epoch, self._base_position)
+        link.tell(block)
+        return replace(proposal, worker=link.address)
+
+    def _attach(self, session: Session, link: _DraftLink) -> None:
+        if link is not self._link:
+            super()._attach(session, link)
+            self._prepared.expect(session.epoch, 0)
+            link.listeners[session.session_id] = self._prepared.put
+
+    def _detach(self, session: Session) -> None:
+        if self._link is not None:
+            self._link.listeners.pop(session.session_id, None)
+        super()._detach(session)
 
     def release(self, session: Session) -> None:
         """Free what the worker holds of the session; returns at once."""
         if self._prefill is not None:
             self._prefill.cancel()
             self._prefill = None
+        if self._link is not None:
+            self._link.listeners.pop(session.session_id, None)
         super().release(session)
 
     def leave(self, session: Session) -> None:
@@ -239,6 +275,7 @@ class RemoteDrafter(Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
         is_reading = timeout_s > self._timeout_s  # which takes longer than any proposal, and proves less
         if not is_reading:
             link.backoff.trying(self._timeout_s)
+        self._prepared.expect(session.epoch, session.num_committed)
         start = time.monotonic()
         try:
             result = await self._ask(session, link, timeout_s)
@@ -265,7 +302,9 @@ class RemoteDrafter(Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
             self._pauses.setdefault(link.address, Backoff()).failed(lost_s)
 
     def _block(self, session: Session) -> draft_pb.ProposeBlock:
-        return draft_pb.ProposeBlock(gamma=self._shape.depth, max_nodes=self._shape.max_nodes)
+        return draft_pb.ProposeBlock(
+            gamma=self._shape.depth, max_nodes=self._shape.max_nodes, wants_ahead=True
+        )
 
 
 def session_spec(session: Session, eos_token_ids: frozenset[int]) -> pb.SessionSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
@@ -33,12 +33,14 @@ class WorkerProtocol(Generic[BlockT, ResultT]):
         open_stream: Opens the bidirectional stream that carries the frames.
         get_info: Asks the worker what it serves; waits for the connection, at most the given seconds.
         make_frame: Builds a request frame.
+        ahead_of: What a response frame holds that was not asked for.
     """
 
     role: str
     open_stream: Callable[[grpc.aio.Channel], Any]
     get_info: Callable[[grpc.aio.Channel, float], Awaitable[WorkerInfo]]
     make_frame: Callable[[list[BlockT], list[pb.ReleaseSession]], Any]
+    ahead_of: Callable[[Any], Sequence[draft_pb.AheadProposal]]
 
 
 DRAFT: WorkerProtocol[draft_pb.ProposeBlock, draft_pb.ProposeResult] = WorkerProtocol(
@@ -48,6 +50,7 @@ DRAFT: WorkerProtocol[draft_pb.ProposeBlock, draft_pb.ProposeResult] = WorkerPro
         draft_pb.GetDraftInfoRequest(), timeout=timeout_s, wait_for_ready=True
     ),
     make_frame=lambda blocks, releases: draft_pb.ProposeRequest(blocks=blocks, releases=releases),
+    ahead_of=lambda frame: cast(Sequence[draft_pb.AheadProposal], frame.ahead),
 )
 
 TARGET: WorkerProtocol[target_pb.VerifyBlock, target_pb.VerifyResult] = WorkerProtocol(
@@ -57,4 +60,5 @@ TARGET: WorkerProtocol[target_pb.VerifyBlock, target_pb.VerifyResult] = WorkerPr
         target_pb.GetTargetInfoRequest(), timeout=timeout_s, wait_for_ready=True
     ),
     make_frame=lambda blocks, releases: target_pb.VerifyRequest(blocks=blocks, releases=releases),
+    ahead_of=lambda _: (),
 )

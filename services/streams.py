@@ -210,9 +210,12 @@ class BlockStream:
         self._ready.set()
 
     def _deliver(self, task: Task, reply: Reply) -> None:
+        if reply.outcome is not None:
+            self._outbox.append(reply)
+        self._ready.set()
+        if task not in self._pending:  # more that belongs to a task which was answered before
+            return
         self._pending.discard(task)
         self._streams.num_ids -= task.num_ids
-        self._outbox.append(reply)
-        self._ready.set()
         if task.traceparent and self._streams.tracer is not None:
             self._streams.tracer.answered(task, reply)

@@ -11,7 +11,7 @@ from gammaray.checks import MAX_TOKEN_IDS
 from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.types import MAX_GAMMA, Proposal, SamplingParams, VerificationMethod
 
-__all__ = ["NeedTokens", "ProposeTask", "Reply", "SessionSpec", "Task", "Timing", "VerifyTask"]
+__all__ = ["NeedTokens", "Prepared", "ProposeTask", "Reply", "SessionSpec", "Task", "Timing", "VerifyTask"]
 
 MAX_SESSION_ID = 256
 """Longest name of a session, in characters: a tenant's name and the 128 that its own may have."""
@@ -119,11 +119,18 @@ class VerifyTask(Task):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ProposeTask(Task):
-    """A proposal to draft: `gamma` levels, at most `max_nodes` nodes, ended early below `stop_threshold`."""
+    """A proposal to draft: `gamma` levels, at most `max_nodes` nodes, ended early below `stop_threshold`.
+
+    Args:
+        wants_ahead: What is prepared behind the proposal is sent when it is whole.
+        is_notice: The proposal is at hand; nobody waits for an answer.
+    """
 
     gamma: int
     max_nodes: int
     stop_threshold: float
+    wants_ahead: bool = False
+    is_notice: bool = False
 
     def validate(self, vocab_size: int, max_context: int) -> None:
         """Check what needs no knowledge of the session.
@@ -145,6 +152,15 @@ class NeedTokens:
     """The worker lacks the committed tokens from `position` on; at 0 also the spec."""
 
     position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A proposal for one outcome of the proposal of `task`: the tokens from its base position on."""
+
+    task: ProposeTask
+    token_ids: Sequence[int]
+    proposal: Proposal
 
 
 @dataclass(slots=True)
@@ -169,7 +185,10 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer to one block; the type of `outcome` beside the two named here is the worker's own."""
+    """The answer to one block; the type of `outcome` beside the two named here is the worker's own.
+
+    An outcome of None is not sent.
+    """
 
     request_id: int
     session_id: str

@@ -66,6 +66,8 @@ class ProposeBlock(_message.Message):
     STOP_THRESHOLD_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
+    WANTS_AHEAD_FIELD_NUMBER: _builtins.int
+    IS_NOTICE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the orchestrator, unique per stream; echoed in the answer."""
     session_id: _builtins.str
@@ -82,6 +84,12 @@ class ProposeBlock(_message.Message):
     """End the chain early once the probability of its acceptance falls below this. 0 means never. Range [0, 1)."""
     timeout_ms: _builtins.int
     """Give up after this many milliseconds. 0 means 10,000."""
+    wants_ahead: _builtins.bool
+    """Send what is prepared ahead, in AheadProposal, as soon as it is whole. Default false."""
+    is_notice: _builtins.bool
+    """The proposal is at hand already, from an AheadProposal: take note of the context and prepare what may
+    follow; nothing is answered, not even an error. Default false.
+    """
     @_builtins.property
     def context(self) -> _types_pb2.TokenSpan:
         """Committed tokens that the worker may lack; ends at `base_position`."""
@@ -108,10 +116,12 @@ class ProposeBlock(_message.Message):
         stop_threshold: _builtins.float = ...,
         timeout_ms: _builtins.int = ...,
         trace: _types_pb2.TraceContext | None = ...,
+        wants_ahead: _builtins.bool = ...,
+        is_notice: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_spec", b"_spec", "_trace", b"_trace", "context", b"context", "spec", b"spec", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_spec", b"_spec", "_trace", b"_trace", "base_position", b"base_position", "context", b"context", "epoch", b"epoch", "gamma", b"gamma", "max_nodes", b"max_nodes", "request_id", b"request_id", "session_id", b"session_id", "spec", b"spec", "stop_threshold", b"stop_threshold", "timeout_ms", b"timeout_ms", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_spec", b"_spec", "_trace", b"_trace", "base_position", b"base_position", "context", b"context", "epoch", b"epoch", "gamma", b"gamma", "is_notice", b"is_notice", "max_nodes", b"max_nodes", "request_id", b"request_id", "session_id", b"session_id", "spec", b"spec", "stop_threshold", b"stop_threshold", "timeout_ms", b"timeout_ms", "trace", b"trace", "wants_ahead", b"wants_ahead"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__spec: _TypeAlias = _typing.Literal["spec"]  # noqa: Y015
     _WhichOneofArgType__spec: _TypeAlias = _typing.Literal["_spec", b"_spec"]  # noqa: Y015
@@ -132,25 +142,77 @@ class ProposeResponse(_message.Message):
 
     RESULTS_FIELD_NUMBER: _builtins.int
     IS_DRAINING_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
     is_draining: _builtins.bool
     """The worker is about to stop: it still answers what it has, and refuses new blocks. Default false."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProposeResult]:
         """Answers, in no particular order."""
 
+    @_builtins.property
+    def ahead(self) -> _containers.RepeatedCompositeFieldContainer[Global___AheadProposal]:
+        """Proposals that nobody asked for yet."""
+
     def __init__(
         self,
         *,
         results: _abc.Iterable[Global___ProposeResult] | None = ...,
         is_draining: _builtins.bool = ...,
+        ahead: _abc.Iterable[Global___AheadProposal] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_draining", b"is_draining", "results", b"results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "is_draining", b"is_draining", "results", b"results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ProposeResponse: _TypeAlias = ProposeResponse  # noqa: Y015
+
+@_typing.final
+class AheadProposal(_message.Message):
+    """A proposal prepared for one outcome of the verification that is under way."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    BASE_POSITION_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    GAMMA_FIELD_NUMBER: _builtins.int
+    PROPOSAL_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """The session."""
+    epoch: _builtins.int
+    """Epoch of the block whose proposal is being verified."""
+    base_position: _builtins.int
+    """Base position of that block."""
+    gamma: _builtins.int
+    """Draft length that was asked for, in tokens. Range [1, 64]."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The outcome: the tokens from `base_position` on that verification would have to emit. At least one."""
+
+    @_builtins.property
+    def proposal(self) -> _types_pb2.Proposal:
+        """What a ProposeBlock with that outcome in its context would be answered."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        base_position: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        gamma: _builtins.int = ...,
+        proposal: _types_pb2.Proposal | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["proposal", b"proposal"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_position", b"base_position", "epoch", b"epoch", "gamma", b"gamma", "proposal", b"proposal", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AheadProposal: _TypeAlias = AheadProposal  # noqa: Y015
 
 @_typing.final
 class ProposeResult(_message.Message):

@@ -38,10 +38,11 @@ MAX_BRANCHES = 8
 class Branch:
     """The proposal for one outcome, in the making."""
 
-    __slots__ = ("open_nodes", "probability", "reading")
+    __slots__ = ("is_taken", "open_nodes", "probability", "reading")
 
     def __init__(self, probability: float, reading: Reading) -> None:
         self.probability, self.reading = probability, reading
+        self.is_taken = False
         self.open_nodes = reading.go_on()
 
     def go_on(self) -> list[Node]:
@@ -72,6 +73,13 @@ class Ahead:
     def covered(self) -> float:
         """The probability of the outcomes whose proposals are whole."""
         return sum(branch.probability for branch in self._branches if not branch.open_nodes)
+
+    def take_whole(self) -> list[Reading]:
+        """Return the proposals that are whole, likeliest first, each once."""
+        whole = [branch for branch in self._branches if not branch.is_taken and not branch.go_on()]
+        for branch in whole:
+            branch.is_taken = True
+        return [branch.reading for branch in whole]
 
     def wanted(self) -> list[tuple[float, Node]]:
         """Return the nodes to feed next, each with the probability that it is of use; none at the end."""

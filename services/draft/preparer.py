@@ -11,6 +11,7 @@ from services.draft.throttle import Throttle
 from services.draft.tree import Node
 from services.engine.engine import Engine
 from services.engine.errors import CacheFullError
+from services.tasks import Prepared, ProposeTask
 
 __all__ = ["Preparer"]
 
@@ -31,7 +32,7 @@ class Preparer:
     def __init__(self, engine: Engine, max_rows: int) -> None:
         self.throttle = Throttle()
         self._engine, self._max_rows = engine, max_rows
-        self._pending: dict[str, Speculation] = {}
+        self._pending: dict[str, tuple[Speculation, ProposeTask]] = {}
         self._began = self._ended = 0.0
 
     @property
@@ -39,10 +40,10 @@ class Preparer:
         """Whether `step` has anything to do."""
         return bool(self._pending)
 
-    def add(self, speculation: Speculation) -> None:
-        """Prepare for what may follow the proposal that was just sent."""
+    def add(self, speculation: Speculation, task: ProposeTask) -> None:
+        """Prepare for what may follow the proposal that was just made for a task."""
         if self.throttle.is_open:
-            self._pending[speculation.session.session_id] = speculation
+            self._pending[speculation.session.session_id] = speculation, task
 
     def drop(self, session_id: str) -> None:
         """Leave a session alone."""
@@ -71,12 +72,13 @@ class Preparer:
         if waited > 0:
             self.throttle.delayed(waited)
 
-    def step(self) -> None:
-        """Do one forward over the open nodes that are likeliest to be of use, if there are any."""
+    def step(self) -> list[Prepared]:
+        """Do one forward over the open nodes that are likeliest to be of use; return what is whole by it."""
         self._began, began_cpu = time.monotonic(), time.thread_time()
+        pending = list(self._pending.values())
         chosen = self._choose()
         if not chosen:
-            return
+            return self._whole(pending)
         try:
             self._forward(chosen)
         except CacheFullError:
@@ -92,10 +94,20 @@ class Preparer:
             # While this thread waited for its core, somebody ran who will now be done later.
             stolen_s = max(0.0, self._ended - self._began - (time.thread_time() - began_cpu))
         self.throttle.worked(sum(map(len, chosen.values())), stolen_s)
+        return self._whole(pending)
+
+    def _whole(self, pending: list[tuple[Speculation, ProposeTask]]) -> list[Prepared]:
+        """What is whole by now and was not returned before."""
+        return [
+            Prepared(task, [node.token_id for node in reading.root.path()], reading.proposal())
+            for speculation, task in pending
+            if speculation.ahead is not None and task.wants_ahead and not task.cancelled
+            for reading in speculation.ahead.take_whole()
+        ]
 
     def _choose(self) -> dict[Speculation, list[Node]]:
         candidates: list[tuple[float, Speculation, Node]] = []
-        for session_id, speculation in list(self._pending.items()):
+        for session_id, (speculation, _) in list(self._pending.items()):
             wanted = self._wanted(speculation)
             if wanted:
                 candidates += [(probability, speculation, node) for probability, node in wanted]

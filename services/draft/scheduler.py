@@ -26,7 +26,7 @@ from services.engine.engine import Engine, Feed
 from services.load import LoadCounters
 from services.planning import Limits, Running
 from services.sessions import Session
-from services.tasks import ProposeTask, Reply
+from services.tasks import ProposeTask, Reply, Timing
 
 __all__ = ["DraftScheduler"]
 
@@ -118,13 +118,18 @@ class DraftScheduler(Scheduler[ProposeTask]):
     def step(self) -> list[tuple[ProposeTask, Reply]]:
         """Do one forward for as many blocks as fit, or one ahead when there are none; return the answers."""
         if self.preparer is not None and not super().has_work:
-            self.preparer.step()
-            return []
+            return [
+                (prepared.task, Reply(0, prepared.task.session_id, prepared))
+                for prepared in self.preparer.step()
+            ]
         for running in self._running.values():
             assert isinstance(running, _Drafting)
             if running.nodes and not running.speculation.is_held(self.engine):
                 self._begin_anew(running)
         return super().step()
+
+    def _reply(self, task: ProposeTask, outcome: object, timing: Timing | None = None) -> None:
+        super()._reply(task, None if task.is_notice else outcome, timing)
 
     def _forget(self, session_id: str) -> None:
         self._gain.drop(session_id)
@@ -189,7 +194,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
         self._gain.sent(task.session_id, proposal, task.base_position, task.arrived, time.monotonic())
         if self.preparer is not None:
             self.preparer.note_answer(speculation, drafting.num_forwards, self._forward_s)
-            self.preparer.add(speculation)
+            self.preparer.add(speculation, task)
         return proposal
 
     def _begin_anew(self, drafting: _Drafting) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -16,7 +16,7 @@ from gammaray.v1 import draft_service_pb2_grpc
 from services.messages import Model, describe, fill_result, task_fields
 from services.server import guarded
 from services.streams import Deliver, Streams
-from services.tasks import ProposeTask, Reply
+from services.tasks import Prepared, ProposeTask, Reply
 
 __all__ = ["DraftServicer"]
 
@@ -43,7 +43,7 @@ class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
         frames = self._streams.serve(request_iterator, self._parse)
         async with guarded(context), aclosing(frames):
             async for replies in frames:
-                yield pb.ProposeResponse(results=map(_result, replies), is_draining=self._streams.is_leaving)
+                yield _response(replies, is_draining=self._streams.is_leaving)
 
     async def GetDraftInfo(
         self, request: pb.GetDraftInfoRequest, context: grpc.aio.ServicerContext
@@ -61,9 +61,33 @@ class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
             gamma=block.gamma,
             max_nodes=block.max_nodes,
             stop_threshold=block.stop_threshold,
+            wants_ahead=block.wants_ahead,
+            is_notice=block.is_notice,
         )
         task.validate(self._model.vocab_size, self._model.max_context)
         return task
+
+
+def _response(replies: Sequence[Reply], *, is_draining: bool) -> pb.ProposeResponse:
+    response = pb.ProposeResponse(is_draining=is_draining)
+    for reply in replies:
+        if isinstance(reply.outcome, Prepared):
+            response.ahead.append(_ahead(reply.outcome))
+        else:
+            response.results.append(_result(reply))
+    return response
+
+
+def _ahead(prepared: Prepared) -> pb.AheadProposal:
+    task = prepared.task
+    return pb.AheadProposal(
+        session_id=task.session_id,
+        epoch=task.epoch,
+        base_position=task.base_position,
+        token_ids=prepared.token_ids,
+        gamma=task.gamma,
+        proposal=convert.proposal_to_proto(prepared.proposal),
+    )
 
 
 def _result(reply: Reply) -> pb.ProposeResult:

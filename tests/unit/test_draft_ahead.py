@@ -201,7 +201,8 @@ def test_ahead_failing_forward_costs_only_what_was_prepared():
     assert ahead.ask([*PROMPT, 9], 4).outcome == Drafter(TableEngine()).ask([*PROMPT, 9], 4).outcome
 
 
-def test_ahead_nothing_follows_the_end_of_sequence_or_of_the_context():
+def test_ahead_nothing_follows_the_end_of_sequence_or_of_the_context(monkeypatch):
+    monkeypatch.setattr("services.draft.throttle.MIN_OUTCOME", 0.01)  # so that there is something left to do
     engine = TableEngine()
     fresh = Drafter(engine).ask(PROMPT, 1).outcome
     ahead = Drafter(TableEngine(), ahead_rows=4)

@@ -1,0 +1,134 @@
+"""Proposals that arrive before they are asked for: the same text, fewer waits, and no harm from odd ones."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from engine_helpers import plain_model, random_tokens, tiny_model
+from fleet_helpers import ListRegistry
+from scripted_workers import NoStore, NoText, Steady
+from workers_helpers import running
+
+from gammaray.convert import proposal_to_proto
+from gammaray.errors import GammarayError
+from gammaray.types import Proposal, SamplingParams, SparseDistribution, VerificationMethod
+from gammaray.v1 import draft_service_pb2 as draft_pb
+from orchestrator.cycle import Shape, run_cycle
+from orchestrator.fleet import Fleet
+from orchestrator.prepared import MAX_KEPT, PreparedProposals
+from orchestrator.remote import RemoteDrafter, session_spec
+from orchestrator.remote_target import RemoteVerifier
+from orchestrator.session import Session
+
+VOCAB, LENGTH = 97, 60
+PROMPT = tuple(random_tokens(12, seed=3))
+
+
+def message(token_ids, proposal, *, epoch=1, base_position=4):
+    return draft_pb.AheadProposal(
+        session_id="s",
+        epoch=epoch,
+        base_position=base_position,
+        token_ids=token_ids,
+        gamma=4,
+        proposal=proposal_to_proto(proposal),
+    )
+
+
+def test_prepared_is_taken_for_the_very_outcome_only():
+    prepared = PreparedProposals(VOCAB)
+    prepared.expect(1, 4)
+    prepared.put(message([7, 8], Proposal((1, 2, 3))))
+    tokens = [0, 0, 0, 0, 7, 8]
+    assert prepared.take(tokens, Shape(3)) == Proposal((1, 2, 3))
+    assert prepared.take([0, 0, 0, 0, 7, 9], Shape(3)) is None
+    assert prepared.take([0, 0, 0, 0, 7], Shape(3)) is None
+    assert prepared.take([0, 0, 0, 0], Shape(3)) is None
+    prepared.expect(1, 6)
+    assert prepared.take(tokens, Shape(3)) is None
+
+
+@pytest.mark.parametrize("stale", [{"epoch": 2}, {"base_position": 3}])
+def test_prepared_for_another_cycle_is_dropped(stale):
+    prepared = PreparedProposals(VOCAB)
+    prepared.expect(1, 4)
+    prepared.put(message([7], Proposal((1,)), **stale))
+    assert prepared.take([0, 0, 0, 0, 7], Shape(3)) is None
+
+
+def test_prepared_chain_is_cut_with_its_laws_and_wide_trees_are_left():
+    prepared = PreparedProposals(VOCAB)
+    prepared.expect(1, 4)
+    laws = tuple(SparseDistribution((token, token + 1), (3, 1), 2) for token in (1, 2, 3))
+    prepared.put(message([7], Proposal((1, 2, 3), None, laws)))
+    prepared.put(message([8], Proposal((1, 2, 3), (-1, -1, 0))))
+    assert prepared.take([0] * 4 + [7], Shape(2)) == Proposal((1, 2), None, laws[:2])
+    assert prepared.take([0] * 4 + [8], Shape(2)) is None
+    assert prepared.take([0] * 4 + [8], Shape(2, 3)) == Proposal((1, 2, 3), (-1, -1, 0))
+    assert prepared.take([0] * 4 + [8], Shape(1, 3)) is None
+
+
+def test_prepared_flood_is_bounded_and_foreign_tokens_are_refused():
+    prepared = PreparedProposals(VOCAB)
+    prepared.expect(1, 4)
+    for token in range(1000):
+        prepared.put(message([token], Proposal((VOCAB,))))
+    with pytest.raises(GammarayError, match="token"):
+        prepared.take([0] * 4 + [0], Shape(3))
+    assert prepared.take([0] * 4 + [MAX_KEPT], Shape(3)) is None
+
+
+class _Counting(RemoteDrafter):
+    num_prepared = 0
+
+    def _take_prepared(self, *given):
+        proposal = super()._take_prepared(*given)
+        self.num_prepared += proposal is not None
+        return proposal
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tiny_model("llama", tmp_path_factory.mktemp("prepared"), seed=1, max_position_embeddings=256)
+    module = plain_model(directory)
+    module.lm_head.weight.data.mul_(4.0)  # as sure of itself as a trained model
+    module.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("method", list(VerificationMethod))
+async def test_prepared_proposals_change_when_and_not_what(model, method, temperature):
+    texts, hits = [], []
+    for ahead in (False, True):
+        async with (
+            running("target", model) as (target, _),
+            running("draft", model, draft_ahead=ahead) as (draft, worker),
+        ):
+            if ahead:  # whatever else the machine does
+                await worker._engine.call(lambda scheduler: _hold_open(scheduler.preparer.throttle))
+            fleet = Fleet(
+                ListRegistry(), VOCAB, target_addresses=target.address, draft_addresses=draft.address
+            )
+            await fleet.start(10.0)
+            params = SamplingParams(temperature=temperature, seed=5)
+            session = Session("s", PROMPT, params, method, LENGTH, NoText(), epoch=1)
+            spec = session_spec(session, frozenset())
+            drafter = _Counting(fleet.drafts, spec, timeout_s=10.0, prefill_timeout_s=10.0, vocab_size=VOCAB)
+            verifier = RemoteVerifier(fleet.targets, spec, timeout_s=10.0, wait_s=5.0)
+            while session.finish_reason is None:
+                await run_cycle(session, drafter, verifier, NoStore(), Steady(3))
+                # As long as a large target would take.
+                await asyncio.sleep(0.02)
+            texts.append(session.token_ids)
+            hits.append(drafter.num_prepared)
+            await fleet.close()
+    assert texts[0] == texts[1]
+    assert hits[0] == 0
+    assert hits[1] >= 3
+
+
+def _hold_open(throttle):
+    throttle.looked_up = lambda **_: None
