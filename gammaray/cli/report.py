@@ -55,8 +55,19 @@ def print_summary(console: Console, completion: Completion) -> None:
         f"speedup over plain decoding {_number(summary.speedup_estimate, 'x')} (estimated)",
         soft_wrap=True,
     )
+    console.print(f"cycles by drafter: {_drafters(summary)}", soft_wrap=True)
     console.print(f"time: {_time_split(summary)}")
     _print_histogram(console, summary.accepted_lengths)
+
+
+def _drafters(summary: SpeculationSummary) -> str:
+    parts = [
+        f"{summary.model_cycles} model" + (f" ({n} workers)" if (n := summary.draft_workers) > 1 else ""),
+        f"{summary.ngram_cycles} prompt lookup",
+        f"{summary.plain_cycles} none",
+    ]
+    missing = f"; {summary.fallback_cycles} while the drafter was missing" if summary.fallback_cycles else ""
+    return ", ".join(parts) + missing
 
 
 def _time_split(summary: SpeculationSummary) -> str:
