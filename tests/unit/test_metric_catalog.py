@@ -1,0 +1,66 @@
+"""The catalogue of metrics: names that hold together, and queries over samples that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from gammaray.metric_catalog import CATALOG, Kind, Role, by_name
+
+ROOT = Path(__file__).parents[2]
+SAMPLES = {sample for metric in CATALOG for sample in metric.samples}
+SAMPLE_NAME = re.compile(r"\bgammaray_\w+")
+
+
+@pytest.mark.parametrize("metric", CATALOG, ids=lambda metric: metric.name)
+def test_metric_is_well_formed(metric):
+    assert re.fullmatch(r"gammaray(\.[a-z][a-z_]*)+", metric.name)
+    assert metric.unit in ("s", "By", "1") or re.fullmatch(r"\{[a-z]+\}", metric.unit)
+    assert (metric.kind is Kind.HISTOGRAM) == bool(metric.buckets)
+    assert list(metric.buckets) == sorted(set(metric.buckets))
+    assert metric.roles
+    assert metric.meaning.endswith(".")
+    assert metric.answers.endswith(".")
+    assert by_name(metric.name) is metric
+
+
+@pytest.mark.parametrize("metric", CATALOG, ids=lambda metric: metric.name)
+def test_query_is_about_its_metric_and_over_samples_that_exist(metric):
+    used = set(SAMPLE_NAME.findall(metric.query))
+    assert used <= SAMPLES
+    assert used & set(metric.samples)
+
+
+def test_names_are_unique_for_prometheus_too():
+    assert len({metric.family for metric in CATALOG}) == len(CATALOG)
+    assert len(SAMPLES) == sum(len(metric.samples) for metric in CATALOG)
+
+
+@pytest.mark.parametrize(
+    ("name", "samples"),
+    [
+        ("gammaray.spec_decode.num_drafts", ["gammaray_spec_decode_num_drafts_total"]),
+        ("gammaray.requests.active", ["gammaray_requests_active"]),
+        ("gammaray.wire", ["gammaray_wire_bytes_total"]),
+        (
+            "gammaray.cycle.duration",
+            [f"gammaray_cycle_duration_seconds_{part}" for part in ("bucket", "count", "sum")],
+        ),
+    ],
+)
+def test_samples_are_named_as_prometheus_names_them(name, samples):
+    assert list(by_name(name).samples) == samples
+
+
+@pytest.mark.parametrize("name", ["time_per_output_token", "inter_token_latency", "cycle.duration"])
+def test_buckets_per_token_are_fine_below_10_ms(name):
+    assert sum(bound <= 0.01 for bound in by_name(f"gammaray.{name}").buckets) >= 10
+
+
+def test_every_role_has_metrics_of_its_own():
+    assert {role for metric in CATALOG for role in metric.roles} == set(Role)
+
+
+@pytest.mark.parametrize("counter", ["drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"])
+def test_counters_of_the_field_are_there(counter):
+    assert by_name(f"gammaray.spec_decode.num_{counter}").kind is Kind.COUNTER

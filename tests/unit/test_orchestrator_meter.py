@@ -1,0 +1,205 @@
+"""What an orchestrator counts: the client's own numbers, and where each request's time went."""
+
+import asyncio
+
+import pytest
+
+from gammaray.errors import InvalidArgumentError, UnavailableError
+from gammaray.meter import Counter, Histogram
+from gammaray.types import (
+    Chunk,
+    DrafterKind,
+    EmittedToken,
+    FinishReason,
+    GenerationRequest,
+    TokenOrigin,
+    Usage,
+)
+from orchestrator.cycle import Cycle, VerifyTiming
+from orchestrator.meter import OrchestratorMeter, metered
+
+ACCEPTED, CORRECTION, BONUS = TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS
+
+
+def cycle(origins, *, drafted=4, tested=3, is_first=False, timing=None, **fields):
+    values = {
+        "gamma": 5,
+        "num_drafted": drafted,
+        "num_tested": tested,
+        "num_accepted": origins.count(ACCEPTED),
+        "token_ids": tuple(range(len(origins))),
+        "origins": origins,
+        "logprobs": (),
+        "text": "",
+        "finish_reason": None,
+        "draft_s": 0.001,
+        "verify_s": 0.004,
+        "total_s": 0.006,
+        "is_first": is_first,
+        "draft_failed": False,
+        "drafter": DrafterKind.MODEL if drafted else DrafterKind.NONE,
+        "timing": timing,
+    }
+    return Cycle(**{**values, **fields})
+
+
+def samples(meter):
+    """Return the value of each series, a histogram's as (count, sum)."""
+    found = {}
+    for metric, series in meter.meter.read():
+        for labels, value in series:
+            key = metric.name.removeprefix("gammaray."), *labels.values()
+            if isinstance(value, Histogram):
+                found[key] = (sum(value.counts), value.total)
+            else:
+                found[key] = value.value if isinstance(value, Counter) else value()
+    return found
+
+
+def test_cycles_are_counted_as_the_client_is_told():
+    meter = OrchestratorMeter()
+    meter.cycle(cycle((ACCEPTED, ACCEPTED, CORRECTION)), 0.003)
+    meter.cycle(cycle((ACCEPTED,) * 4 + (BONUS,), tested=4), 0.003)
+    meter.cycle(cycle((BONUS,), drafted=0, tested=0, is_fallback=True), 0.003)
+    found = samples(meter)
+    speculation = {
+        "drafts": 2,
+        "draft_tokens": 8,
+        "tested_tokens": 7,
+        "accepted_tokens": 6,
+    }
+    for name, value in speculation.items():
+        assert found[f"spec_decode.num_{name}",] == value, name
+    positions = [found["spec_decode.num_accepted_tokens_per_pos", str(position)] for position in range(4)]
+    assert positions == [2, 2, 1, 1]
+    assert [found["tokens", kind.value] for kind in (ACCEPTED, CORRECTION, BONUS)] == [6, 1, 2]
+    assert [found["cycles", rung] for rung in ("model", "ngram", "none")] == [2, 0, 1]
+    assert found["cycle.fallbacks",] == 1
+    assert found["cycle.gamma",] == (3, 15)
+
+
+def test_tokens_behind_the_end_of_a_completion_are_not_counted():
+    meter = OrchestratorMeter()
+    # Three of four were accepted; the completion ended after the first.
+    meter.cycle(cycle((ACCEPTED,), tested=4, num_accepted=3, finish_reason=FinishReason.STOP), None)
+    found = samples(meter)
+    assert found["spec_decode.num_accepted_tokens",] == found["spec_decode.num_tested_tokens",] == 1
+    assert found["spec_decode.num_draft_tokens",] == 4
+    assert found["tokens", "accepted"] == 1
+
+
+def test_first_cycles_are_not_compared_with_plain_decoding():
+    meter = OrchestratorMeter()
+    meter.cycle(cycle((ACCEPTED, BONUS), is_first=True), 0.005)
+    meter.cycle(cycle((ACCEPTED, BONUS)), 0.005)
+    meter.cycle(cycle((ACCEPTED, BONUS)), None)
+    found = samples(meter)
+    assert (found["decode.time",], found["decode.plain_time",]) == (0.006, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("timing", "parts"),
+    [
+        (None, [0.001, 0.0, 0.0, 0.004, 0.001]),
+        (VerifyTiming(0.0005, 0.003, 1, 5), [0.001, 0.0005, 0.003, 0.0005, 0.001]),
+        (VerifyTiming(0.001, 0.009, 1, 5), [0.001, 0.001, 0.003, 0.0, 0.001]),
+    ],
+    ids=["unknown", "known", "more than was waited"],
+)
+def test_parts_of_a_cycle_are_its_whole(timing, parts):
+    meter = OrchestratorMeter()
+    meter.cycle(cycle((BONUS,), timing=timing), None)
+    found = samples(meter)
+    names = ("draft", "target_queue", "target_step", "target_wire", "other")
+    assert [found["cycle.time", name] for name in names] == pytest.approx(parts)
+    assert sum(found["cycle.time", name] for name in names) == pytest.approx(0.006)
+
+
+def chunk(num_tokens, finish_reason=None):
+    usage = Usage(7, 3, 1, 1) if finish_reason else None
+    tokens = (EmittedToken(1, BONUS),) * num_tokens
+    return Chunk("s", "", tokens, finish_reason=finish_reason, usage=usage)
+
+
+class Service:
+    """Streams what it is told, and fails after it when it is told to."""
+
+    def __init__(self, *chunks, error=None):
+        self.meter, self.chunks, self.error = OrchestratorMeter(), chunks, error
+
+    @metered
+    async def generate(self, request, caller):
+        for piece in self.chunks:
+            await asyncio.sleep(0.01)
+            yield piece
+        if self.error is not None:
+            raise self.error
+
+
+REQUEST = GenerationRequest("Hi")
+LENGTH = FinishReason.LENGTH
+
+
+async def test_request_has_its_latencies():
+    service = Service(chunk(1), chunk(2), chunk(3, LENGTH))
+    async for _ in service.generate(REQUEST, None):
+        pass
+    found = samples(service.meter)
+    assert found["requests", "length"] == 1
+    assert found["prompt.tokens",] == 7
+    num_first, first_s = found["time_to_first_token",]
+    num_between, between_s = found["inter_token_latency",]
+    assert (num_first, num_between) == (1, 2)
+    assert found["time_per_output_token",] == (1, pytest.approx(between_s / 5))
+    assert first_s > 0.009
+    assert found["request.duration",] == (1, pytest.approx(first_s + between_s, rel=0.2))
+
+
+async def test_resume_is_counted_and_is_no_first_token():
+    service = Service(chunk(1), chunk(1, LENGTH))
+    async for _ in service.generate(GenerationRequest("", session_id="s", resume_from=3), None):
+        pass
+    found = samples(service.meter)
+    assert found["resumes",] == 1
+    assert found["time_to_first_token",] == (0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (UnavailableError("no target"), "unavailable"),
+        (InvalidArgumentError("x", 1, "2"), "invalid_argument"),
+        (KeyError("a bug"), "internal"),
+        (asyncio.CancelledError(), "cancelled"),
+    ],
+)
+async def test_failures_are_counted_by_their_kind(error, outcome):
+    service = Service(chunk(1), error=error)
+    with pytest.raises(type(error)):
+        async for _ in service.generate(REQUEST, None):
+            pass
+    found = samples(service.meter)
+    assert found["requests", outcome] == 1
+    assert found["request.duration",] == (0, 0.0)
+    assert service.meter.totals.requests == 1
+    assert service.meter.totals.failed_requests == (outcome != "cancelled")
+
+
+@pytest.mark.parametrize(("num_read", "outcome"), [(1, "cancelled"), (2, "length")])
+async def test_client_that_leaves_has_cancelled_unless_it_has_all(num_read, outcome):
+    service = Service(chunk(1), chunk(1, LENGTH), chunk(0))
+    chunks = service.generate(REQUEST, None)
+    for _ in range(num_read):
+        await anext(chunks)
+    await chunks.aclose()
+    assert samples(service.meter)["requests", outcome] == 1
+
+
+def test_totals_are_the_counters():
+    meter = OrchestratorMeter()
+    for _ in range(3):
+        meter.cycle(cycle((ACCEPTED, CORRECTION), tested=2), 0.003)
+    totals = meter.totals
+    assert (totals.cycles, totals.drafts, totals.draft_tokens, totals.tested_tokens) == (3, 3, 12, 6)
+    assert (totals.accepted_tokens, totals.emitted_tokens, totals.gamma_sum) == (3, 6, 15)
+    assert (totals.decode_us, totals.plain_us) == (18_000, 18_000)
