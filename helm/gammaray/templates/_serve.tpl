@@ -23,6 +23,9 @@
 {{- $_ := set $settings "model" (get $.Values.models $role) -}}
 {{- $_ := set $settings "device" (ternary "cuda" "cpu" (gt (int $values.gpus) 0)) -}}
 {{- $_ := set $deployment.ray_actor_options "num_gpus" (int $values.gpus) -}}
+{{- if hasKey $settings "tensor_parallel" -}}
+{{- $_ := set $settings "tensor_parallel" (max 1 (int $values.gpus)) -}}
+{{- end -}}
 {{- end -}}
 {{- if $.Values.workerTls.enabled -}}
 {{- $settings = mergeOverwrite $settings (dict "tls_ca" "/etc/gammaray/tls/ca.crt" "tls_cert" "/etc/gammaray/tls/tls.crt" "tls_key" "/etc/gammaray/tls/tls.key") -}}

@@ -1,0 +1,111 @@
+"""How many drafters a target needs, which ones, and over what network: the cost model of `gammaray.theory` in
+milliseconds, with the drafters' number and the network in it.
+
+A cycle of all sessions of one target is draft, send, verify, answer, one after the other: draft-ahead and
+sessions that take turns only do better. A pass takes the same time up to some number of tokens and grows
+linearly beyond; sessions are spread evenly over the drafters.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from gammaray.checks import check_int, check_number
+from gammaray.theory import expected_tokens
+
+__all__ = ["Choice", "Sizing"]
+
+MAX_GAMMA = 16
+MAX_MS = 1e6
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a number of drafters brings.
+
+    Args:
+        drafters: Draft workers per target worker.
+        gamma: The best one; 0 is plain decoding.
+        tokens_per_s: Of all sessions together.
+        speedup: Over plain decoding of the same sessions.
+        value: Tokens for the money, over those of a target without drafters.
+    """
+
+    drafters: int
+    gamma: int
+    tokens_per_s: float
+    speedup: float
+    value: float
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """One target worker and what surrounds it.
+
+    Args:
+        alpha: Probability that one tested token is accepted, in [0, 1).
+        target_ms: Time of one target pass over few tokens, in milliseconds.
+        draft_ms: Time of one draft step over few tokens, in milliseconds.
+        rtt_ms: Time of one proposal's way and one verification's, there and back, in milliseconds.
+        sessions: Sessions at once on this target.
+        target_tokens: Tokens per target pass up to which its time stays the same.
+        draft_tokens: Tokens, and so sessions, per draft step up to which its time stays the same.
+        draft_price: Price of a drafter, in prices of a target.
+
+    Raises:
+        InvalidArgumentError: One of them is out of bounds.
+    """
+
+    alpha: float
+    target_ms: float
+    draft_ms: float
+    rtt_ms: float = 0.0
+    sessions: int = 1
+    target_tokens: int = 256
+    draft_tokens: int = 256
+    draft_price: float = 0.15
+
+    def __post_init__(self) -> None:
+        check_number("alpha", self.alpha, 0.0, 0.9999)
+        check_number("target_ms", self.target_ms, 0.0, MAX_MS, open_low=True)
+        check_number("draft_ms", self.draft_ms, 0.0, MAX_MS, open_low=True)
+        check_number("rtt_ms", self.rtt_ms, 0.0, MAX_MS)
+        check_int("sessions", self.sessions, 1, 2**20)
+        check_int("target_tokens", self.target_tokens, 1, 2**20)
+        check_int("draft_tokens", self.draft_tokens, 1, 2**20)
+        check_number("draft_price", self.draft_price, 0.0, 1000.0)
+
+    def cycle_ms(self, gamma: int, drafters: int) -> float:
+        """Return the time of one cycle of all sessions; without drafters gamma must be 0."""
+        verify = self.target_ms * max(1.0, self.sessions * (gamma + 1) / self.target_tokens)
+        if gamma == 0:
+            return verify
+        step = self.draft_ms * max(1.0, math.ceil(self.sessions / drafters) / self.draft_tokens)
+        return verify + gamma * step + self.rtt_ms
+
+    def choose(self, drafters: int) -> Choice:
+        """Return the best that `drafters` draft workers can do."""
+        gammas = range(MAX_GAMMA + 1 if drafters else 1)
+        gamma = max(gammas, key=lambda gamma: self._rate(gamma, drafters))
+        speedup = self._rate(gamma, drafters) / self._rate(0, 0)
+        value = speedup / (1.0 + drafters * self.draft_price)
+        return Choice(drafters, gamma, self._rate(gamma, drafters), speedup, value)
+
+    def best(self, max_drafters: int = 16) -> Choice:
+        """Return the number of drafters that gives the most tokens for the money, the smallest on ties."""
+        return max(map(self.choose, range(max_drafters + 1)), key=lambda choice: choice.value)
+
+    def break_even_rtt_ms(self, drafters: int) -> float:
+        """Return the network time from which on plain decoding is as fast; 0 where it always is."""
+        plain = self.cycle_ms(0, 0)
+        near = replace(self, rtt_ms=0.0)
+        margins = (
+            expected_tokens(self.alpha, gamma) * plain - near.cycle_ms(gamma, drafters)
+            for gamma in range(1, MAX_GAMMA + 1)
+        )
+        return max(0.0, *margins)
+
+    def _rate(self, gamma: int, drafters: int) -> float:
+        """Return tokens per second of all sessions."""
+        return 1000.0 * self.sessions * expected_tokens(self.alpha, gamma) / self.cycle_ms(gamma, drafters)

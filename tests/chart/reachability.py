@@ -1,0 +1,62 @@
+"""Says who may open which port, by the rendered NetworkPolicies: what a network plugin would enforce."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Pod", "may_reach"]
+
+OWN_NAMESPACE: Mapping[str, str] = {"kubernetes.io/metadata.name": "somewhere"}
+
+
+@dataclass(frozen=True)
+class Pod:
+    """One end of a connection.
+
+    Args:
+        labels: Of the pod.
+        namespace: Labels of its namespace; by default that of the release.
+    """
+
+    labels: Mapping[str, str]
+    namespace: Mapping[str, str] = field(default_factory=lambda: OWN_NAMESPACE)
+
+
+def may_reach(policies: Iterable[dict[str, Any]], source: Pod, goal: Pod, port: int) -> bool:
+    """Return whether `source` may open a TCP port of `goal`, a pod in the release's namespace.
+
+    A pod that no policy selects is open to all; else some rule of some policy must allow it.
+    """
+    selecting = [
+        policy["spec"]
+        for policy in policies
+        if "Ingress" in policy["spec"]["policyTypes"] and _selects(policy["spec"]["podSelector"], goal.labels)
+    ]
+    rules = [rule for spec in selecting for rule in spec.get("ingress") or []]
+    return not selecting or any(_allows(rule, source, port) for rule in rules)
+
+
+def _allows(rule: dict[str, Any], source: Pod, port: int) -> bool:
+    ports, peers = rule.get("ports"), rule.get("from")
+    is_port = not ports or any(
+        entry["port"] <= port <= entry.get("endPort", entry["port"]) for entry in ports
+    )
+    return is_port and (not peers or any(_is_peer(peer, source) for peer in peers))
+
+
+def _is_peer(peer: dict[str, Any], source: Pod) -> bool:
+    unknown = peer.keys() - {"podSelector", "namespaceSelector"}
+    assert not unknown, f"not understood: {unknown}"
+    if "namespaceSelector" in peer:
+        is_near = _selects(peer["namespaceSelector"], source.namespace)
+    else:
+        is_near = source.namespace == OWN_NAMESPACE
+    return is_near and ("podSelector" not in peer or _selects(peer["podSelector"], source.labels))
+
+
+def _selects(selector: dict[str, Any], labels: Mapping[str, str]) -> bool:
+    unknown = selector.keys() - {"matchLabels"}
+    assert not unknown, f"not understood: {unknown}"
+    return labels.items() >= selector.get("matchLabels", {}).items()

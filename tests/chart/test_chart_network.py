@@ -1,0 +1,140 @@
+"""Who reaches whom, as a table over every component and port of the release with everything on."""
+
+import pytest
+from chart_helpers import EVERYTHING, NOTHING, RELEASE, merged, pods, render
+from reachability import Pod, may_reach
+
+RAY = {"head", "orchestrator", "draft", "target"}
+INSIDE = {*RAY, "redis", "jaeger", "collector"}
+ELSEWHERE = {"kubernetes.io/metadata.name": "elsewhere"}
+OUTSIDE = {
+    "stranger": Pod({"app": "web"}),
+    "impostor": Pod({"app.kubernetes.io/component": "orchestrator"}),
+    "neighbour": Pod(
+        {
+            "app.kubernetes.io/part-of": "gammaray",
+            "app.kubernetes.io/instance": "other-release",
+            "app.kubernetes.io/component": "orchestrator",
+            "gammaray.io/ray": "true",
+        }
+    ),
+    "client": Pod({"app": "chat"}, {"name": "clients"}),
+    "far stranger": Pod({"app": "web"}, ELSEWHERE),
+    "operator": Pod({"app.kubernetes.io/name": "kuberay-operator"}, ELSEWHERE),
+    "prometheus": Pod({"app.kubernetes.io/name": "prometheus"}, ELSEWHERE),
+}
+WORKER, HTTP, GRPC, METRICS, RAY_METRICS = 50051, 8000, 9000, 9464, 8080
+
+TABLE = {
+    # The point of it all: blocks come from orchestrators alone.
+    ("draft", WORKER): {"orchestrator"},
+    ("target", WORKER): {"orchestrator"},
+    ("orchestrator", HTTP): {"client", "operator"},
+    ("orchestrator", GRPC): {"client", "operator"},
+    ("redis", 6379): RAY,
+    ("jaeger", 4317): {*RAY, "collector"},
+    ("jaeger", 16686): set(),
+    ("collector", 4317): RAY,
+    ("head", 6379): RAY,
+    ("head", 8265): {*RAY, "operator"},
+    ("head", 10001): set(),  # Ray's client port runs whatever it is sent
+    **{(role, METRICS): {"prometheus"} for role in ("orchestrator", "draft", "target")},
+    **{(role, RAY_METRICS): {"prometheus"} for role in RAY},
+    # Ray's own processes: raylet, objects, agents, core workers.
+    **{(role, port): RAY for role in RAY for port in (6380, 6381, 6382, 6383, 10002, 19999)},
+    **{(role, 52365): RAY for role in RAY - {"head"}},
+    ("head", 52365): {*RAY, "operator"},
+    # Serve's proxies to replicas on other nodes.
+    **{("orchestrator", port): RAY for port in (30000, 31000, 40000, 41000)},
+    **{(role, port): set() for role in ("draft", "target") for port in (HTTP, GRPC, 30000, 40000, 22)},
+}
+
+
+def policies(values):
+    return [manifest for manifest in render(values).values() if manifest["kind"] == "NetworkPolicy"]
+
+
+def sources(values):
+    return {name: Pod(template["metadata"]["labels"]) for name, template in pods(values).items()} | OUTSIDE
+
+
+def who_reaches(component, port, values):
+    everybody = sources(values)
+    rules = policies(values)
+    return {
+        name for name, source in everybody.items() if may_reach(rules, source, everybody[component], port)
+    }
+
+
+def test_table_is_about_every_component():
+    assert set(pods(EVERYTHING)) == INSIDE
+    assert {component for component, _ in TABLE} == INSIDE
+
+
+@pytest.mark.parametrize(("component", "port"), sorted(TABLE))
+def test_reachability_is_what_the_table_says(component, port):
+    assert who_reaches(component, port, EVERYTHING) == TABLE[component, port]
+
+
+@pytest.mark.parametrize("component", sorted(INSIDE))
+def test_every_declared_port_is_in_the_table(component):
+    (container,) = pods(EVERYTHING)[component]["spec"]["containers"]
+    declared = {entry["containerPort"] for entry in container["ports"]}
+    in_table = {port for name, port in TABLE if name == component}
+    assert declared - in_table <= ({HTTP} if component == "head" else set())
+
+
+def test_apis_are_open_to_all_unless_clients_are_named():
+    assert who_reaches("orchestrator", GRPC, {}) >= {"stranger", "far stranger", "client", "operator"}
+    assert who_reaches("draft", WORKER, {}) == {"orchestrator"}
+
+
+def test_without_policies_everything_is_open():
+    values = {"networkPolicy": {"enabled": False}}
+    assert policies(NOTHING) == policies(values) == []
+    assert who_reaches("draft", WORKER, values) == set(sources(values))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "port"),
+    [
+        (lambda spec: spec["ingress"][1].pop("from"), WORKER),
+        (lambda spec: spec["ingress"][1]["from"].append({"podSelector": {}}), WORKER),
+        (lambda spec: spec["ingress"][0].pop("ports"), WORKER),
+        (lambda spec: spec["ingress"][0]["ports"][0].update(endPort=65535), WORKER),
+        (lambda spec: spec["podSelector"]["matchLabels"].update(typo="x"), WORKER),
+        (lambda spec: spec["ingress"][2]["from"][0].pop("podSelector"), METRICS),
+    ],
+    ids=["no source", "any pod", "any port", "wide range", "selects nobody", "any pod anywhere"],
+)
+def test_reachability_sees_planted_holes(spoil, port):
+    rules, everybody = policies({}), sources({})
+    (draft,) = [rule for rule in rules if rule["metadata"]["name"].endswith("-draft")]
+    assert not any(
+        may_reach(rules, everybody[name], everybody["draft"], port) for name in ("head", "stranger")
+    )
+    spoil(draft["spec"])
+    reached = {name for name in everybody if may_reach(rules, everybody[name], everybody["draft"], port)}
+    assert reached & {"head", "stranger", "far stranger"}
+
+
+def test_ports_of_policies_follow_the_start_parameters_of_ray():
+    from chart_helpers import groups
+
+    for group in groups(merged(EVERYTHING)).values():
+        params = group["rayStartParams"]
+        fixed = [
+            int(params[f"{name}-port"]) for name in ("node-manager", "object-manager", "runtime-env-agent")
+        ]
+        fixed += [int(params[f"dashboard-agent-{kind}-port"]) for kind in ("grpc", "listen")]
+        first, last = int(params["min-worker-port"]), int(params["max-worker-port"])
+        rules, everybody = policies(EVERYTHING), sources(EVERYTHING)
+        for port in (*fixed, first, last):
+            assert may_reach(rules, everybody["head"], everybody["target"], port)
+        assert not first <= WORKER <= last
+        assert not may_reach(rules, everybody["head"], everybody["target"], last + 1)
+
+
+def test_impostor_of_another_release_is_not_let_in():
+    assert OUTSIDE["neighbour"].labels["app.kubernetes.io/instance"] != RELEASE
+    assert "neighbour" not in who_reaches("target", WORKER, {})

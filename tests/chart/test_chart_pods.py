@@ -1,0 +1,242 @@
+"""What the pods are: who they run as, where, with what; and how a pool is placed and scaled."""
+
+import json
+
+import pytest
+import yaml
+from chart_helpers import (
+    CHART,
+    EVERYTHING,
+    ROLES,
+    ROOT,
+    VARIANTS,
+    cluster,
+    container,
+    environment,
+    groups,
+    merged,
+    pods,
+    render,
+)
+
+from gammaray.serving import APPLICATIONS, SERVE_ENVIRONMENT, WORKER_PORT
+
+variants = pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
+
+
+@variants
+def test_every_pod_has_no_more_rights_than_it_needs(values):
+    for name, template in pods(values).items():
+        spec, only = template["spec"], container(template)
+        assert spec["securityContext"]["runAsNonRoot"] is True, name
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert only["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+        assert all("hostPath" not in volume for volume in spec.get("volumes", []))
+        assert only["resources"].keys() == {"requests", "limits"}
+        assert "readinessProbe" in only
+        assert ":" in only["image"].rpartition("/")[2]
+        assert not only["image"].endswith(":latest")
+
+
+@variants
+def test_only_the_autoscaler_may_talk_to_kubernetes(values):
+    for name, template in pods(values).items():
+        scales = cluster(values).get("enableInTreeAutoscaling", False)
+        assert template["spec"]["automountServiceAccountToken"] is (name == "head" and scales)
+
+
+@variants
+def test_ray_pods_do_not_take_kuberays_label(values):
+    for role, group in groups(values).items():
+        labels = group["template"]["metadata"]["labels"]
+        assert "app.kubernetes.io/name" not in labels
+        assert labels["app.kubernetes.io/component"] == role
+
+
+@variants
+def test_every_ray_container_has_the_environment_of_gammaray_up(values):
+    for group in groups(values).values():
+        shown = environment(group["template"])
+        assert shown.items() >= SERVE_ENVIRONMENT.items()
+        assert "GAMMARAY_REDIS_URL" in shown
+        names = [entry["name"] for entry in container(group["template"])["env"]]
+        assert len(names) == len(set(names))
+
+
+@variants
+def test_everything_that_is_written_to_is_a_volume(values):
+    for group in groups(values).values():
+        mounts = {mount["mountPath"] for mount in container(group["template"])["volumeMounts"]}
+        shown = environment(group["template"])
+        assert {"/tmp", "/models"} <= mounts
+        for name in ("HOME", "HF_HOME", "TRITON_CACHE_DIR"):
+            assert any(f"{shown[name]}/".startswith(f"{mount}/") for mount in mounts), name
+
+
+def test_probes_ask_what_each_role_serves():
+    found = groups()
+    for role in ROLES:
+        only = container(found[role]["template"])
+        for probe in ("startupProbe", "livenessProbe"):
+            port = int(found[role]["rayStartParams"]["dashboard-agent-listen-port"])
+            assert only[probe]["httpGet"] == {"path": "/api/local_raylet_healthz", "port": port}
+    readiness = {role: container(found[role]["template"])["readinessProbe"] for role in ROLES}
+    assert readiness["draft"]["grpc"] == readiness["target"]["grpc"] == {"port": WORKER_PORT}
+    assert readiness["orchestrator"]["httpGet"] == {"path": "/-/healthz", "port": 8000}
+    assert readiness["head"]["httpGet"]["port"] == 8265
+
+
+def test_probe_of_a_worker_with_tls_needs_no_certificate():
+    readiness = container(groups(EVERYTHING)["draft"]["template"])["readinessProbe"]
+    assert readiness["tcpSocket"] == {"port": WORKER_PORT}
+    assert "grpc" not in readiness
+
+
+@variants
+def test_each_replica_takes_what_one_pod_of_its_role_has(values):
+    serve = yaml.safe_load(render(values)["configmap-serve.yaml"]["data"]["serve.yaml"])
+    of_role = {application.name: application for application in APPLICATIONS.values()}
+    for entry in serve["applications"]:
+        application = of_role[entry["name"]]
+        group = groups(values)[application.role]
+        (deployment,) = entry["deployments"]
+        taken = deployment["ray_actor_options"]
+        # KubeRay hands this to a shell, which takes the outer quotes away.
+        offered = group["rayStartParams"]["resources"]
+        assert json.loads(json.loads(offered)) == taken["resources"] == {application.resource: 1}
+        limits = container(group["template"])["resources"]["limits"]
+        assert int(limits.get("nvidia.com/gpu", 0)) == taken.get("num_gpus", 0)
+
+
+def test_rays_own_autoscaler_reads_the_resources():
+    from ray.autoscaler._private.kuberay.autoscaling_config import _get_custom_resources
+
+    params = groups()["draft"]["rayStartParams"]
+    assert _get_custom_resources({}, params, "draft") == {"gammaray_draft": 1}
+
+
+def test_gpus_choose_image_device_and_resources():
+    gpu, cpu = (container(groups(values)["target"]["template"]) for values in ({}, {"target": {"gpus": 0}}))
+    assert gpu["image"].startswith("gammaray-worker-gpu:")
+    assert cpu["image"].startswith("gammaray-worker-cpu:")
+    assert "nvidia.com/gpu" not in cpu["resources"]["limits"]
+    two = container(groups({"target": {"gpus": 2}, "gpuResource": "amd.com/gpu"})["target"]["template"])
+    assert two["resources"]["limits"]["amd.com/gpu"] == two["resources"]["requests"]["amd.com/gpu"] == "2"
+
+
+def test_requests_are_not_raised_to_limits():
+    values = {"draft": {"resources": {"requests": {"cpu": "1"}, "limits": {"cpu": "3"}}}}
+    resources = container(groups(values)["draft"]["template"])["resources"]
+    assert (resources["requests"]["cpu"], resources["limits"]["cpu"]) == ("1", "3")
+
+
+@pytest.mark.parametrize(
+    ("workers", "bounds", "replicas"),
+    [("3", (3, 3), 3), (2, (2, 2), 2), ("1:4", (1, 4), 1), ("0:4", (0, 4), 1)],
+)
+def test_pool_has_the_bounds_asked_for(workers, bounds, replicas):
+    values = {"draft": {"workers": workers}}
+    group = groups(values)["draft"]
+    assert (group["minReplicas"], group["maxReplicas"]) == bounds
+    assert group["replicas"] == replicas
+    scales = bounds[0] < bounds[1]
+    assert cluster(values).get("enableInTreeAutoscaling", False) is scales
+    assert ("autoscalerOptions" in cluster(values)) is scales
+
+
+def test_pool_without_drafters_is_left_out():
+    assert set(groups({"draft": {"workers": "0"}})) == {"head", "orchestrator", "target"}
+
+
+def test_accelerator_is_a_node_label_of_the_role():
+    values = {"draft": {"acceleratorType": "NVIDIA-L4"}, "pods": {"nodeSelector": {"pool": "a"}}}
+    found = groups(values)
+    assert found["draft"]["template"]["spec"]["nodeSelector"] == {
+        "nvidia.com/gpu.product": "NVIDIA-L4",
+        "pool": "a",
+    }
+    assert found["target"]["template"]["spec"]["nodeSelector"] == {"pool": "a"}
+
+
+def test_role_overrides_what_all_pods_have():
+    values = merged(
+        EVERYTHING, {"head": {"priorityClassName": "highest", "env": [{"name": "OWN", "value": "2"}]}}
+    )
+    found = groups(values)
+    assert found["head"]["template"]["spec"]["priorityClassName"] == "highest"
+    assert environment(found["head"]["template"])["OWN"] == "2"
+    assert found["draft"]["template"]["spec"]["priorityClassName"] == "high"
+    assert environment(found["draft"]["template"])["EXTRA"] == "1"
+    assert found["target"]["template"]["spec"]["nodeSelector"] == {"pool": "gpu", "zone": "a"}
+    for group in found.values():
+        assert group["template"]["metadata"]["labels"]["example.com/team"] == "inference"
+
+
+def test_pods_of_a_role_are_spread_and_kept_from_going_all_at_once():
+    manifests = render()
+    for role in ("orchestrator", "draft", "target"):
+        (constraint,) = groups()[role]["template"]["spec"]["topologySpreadConstraints"]
+        labels = groups()[role]["template"]["metadata"]["labels"]
+        assert labels.items() >= constraint["labelSelector"]["matchLabels"].items()
+        budget = manifests[f"pdb-{role}.yaml"]["spec"]
+        assert labels.items() >= budget["selector"]["matchLabels"].items()
+        assert budget["maxUnavailable"] == 1
+    assert "topologySpreadConstraints" not in groups()["head"]["template"]["spec"]
+
+
+@variants
+def test_services_select_exactly_the_pods_they_are_for(values):
+    found = pods(values)
+    goals = {"http": {"orchestrator"}, "grpc": {"orchestrator"}, "metrics": set(ROLES) & set(found)}
+    for file, manifest in render(values).items():
+        if manifest["kind"] != "Service":
+            continue
+        kind = file.removeprefix("service-").removesuffix(".yaml")
+        selector = manifest["spec"]["selector"].items()
+        selected = {name for name, pod in found.items() if pod["metadata"]["labels"].items() >= selector}
+        assert selected == goals.get(kind, {kind})
+        ports = {
+            key
+            for name in selected
+            for port in container(found[name])["ports"]
+            for key in (port["name"], port["containerPort"])
+        }
+        for port in manifest["spec"]["ports"]:
+            assert port.get("targetPort", port["port"]) in ports
+
+
+def test_secrets_reach_only_who_needs_them():
+    found = pods(EVERYTHING)
+    holders = {
+        name: {volume.get("secret", {}).get("secretName") for volume in template["spec"].get("volumes", [])}
+        for name, template in found.items()
+    }
+    assert {name for name, secrets in holders.items() if "keys" in secrets} == {"orchestrator"}
+    worker_tls = {name for name, secrets in holders.items() if "demo-gammaray-worker-tls" in secrets}
+    assert worker_tls == {"draft", "target"}
+    assert "demo-gammaray-orchestrator-tls" in holders["orchestrator"]
+    assert environment(found["target"])["HF_TOKEN"] == {
+        "secretKeyRef": {"name": "hugging-face", "key": "token"}
+    }
+
+
+def test_ray_version_is_the_one_that_is_installed():
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert cluster()["rayVersion"] == pinned["ray"] == chart["annotations"]["gammaray.io/ray"]
+
+
+def test_versions_are_those_of_the_package():
+    import gammaray
+
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == gammaray.__version__
+    assert container(groups()["head"]["template"])["image"] == f"gammaray-orchestrator:{gammaray.__version__}"
+    image = container(groups(EVERYTHING)["head"]["template"])["image"]
+    assert image == "registry.example.com/team/gammaray-orchestrator:1.2.3"

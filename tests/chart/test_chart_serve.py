@@ -1,0 +1,221 @@
+"""The Serve configuration of the chart: one with `gammaray up`, and valid by Serve's own schema."""
+
+import importlib
+
+import pytest
+import yaml
+from chart_helpers import (
+    CHART,
+    EVERYTHING,
+    ROOT,
+    VARIANTS,
+    application,
+    environment,
+    groups,
+    render,
+    serve_config,
+)
+from click.testing import CliRunner
+
+from gammaray.cli import main
+from gammaray.config import ClusterSettings, ScalingSettings
+from gammaray.effective import effective_of_serve
+from gammaray.metric_catalog import CATALOG
+from gammaray.serving import APPLICATIONS, GRPC_SERVICERS, serve_document
+
+variants = pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
+
+
+def settings(role, values=None):
+    return application(role, values)["args"]["settings"]
+
+
+@variants
+def test_configuration_of_the_chart_is_parsed_by_gammaray_config(values):
+    text = render(values)["configmap-serve.yaml"]["data"]["serve.yaml"]
+    result = CliRunner().invoke(main, ["config", "-"], input=text)
+    assert result.exit_code == 0, result.output
+    shown = yaml.safe_load(result.output)
+    models = {"target": "demo", "draft": "demo", **values.get("models", {})}
+    assert (
+        shown["target"]["settings"]["model"] == shown["orchestrator"]["settings"]["model"] == models["target"]
+    )
+    if "draft" in shown:
+        assert shown["draft"]["settings"]["model"] == models["draft"]
+
+
+@variants
+def test_configmap_and_rayservice_say_the_same(values):
+    manifests = render(values)
+    own = manifests["rayservice.yaml"]["spec"]["serveConfigV2"]
+    assert manifests["configmap-serve.yaml"]["data"]["serve.yaml"] == own
+
+
+@variants
+def test_configuration_is_valid_by_serves_own_schema(values):
+    from ray.serve.schema import ServeDeploySchema
+
+    parsed = ServeDeploySchema.model_validate(serve_config(values))
+    for entry in parsed.applications:
+        module, _, function = entry.import_path.partition(":")
+        assert callable(getattr(importlib.import_module(module), function))
+    assert parsed.grpc_options.grpc_servicer_functions == list(GRPC_SERVICERS)
+
+
+@variants
+def test_configuration_is_built_by_the_builders_it_names(values):
+    for entry in serve_config(values)["applications"]:
+        module, _, function = entry["import_path"].partition(":")
+        built = getattr(importlib.import_module(module), function)(entry["args"])
+        assert built._bound_deployment.name == entry["deployments"][0]["name"]
+
+
+def test_default_differs_from_the_package_only_where_the_chart_must():
+    """With the values that say what the package's defaults say, nothing else is different."""
+    values = {"orchestrator": {"replicas": 1}, "draft": {"gpus": 0}, "target": {"gpus": 0}}
+    own, package = serve_config(values), serve_document(ClusterSettings(device="cpu"))
+    for entry in own["applications"]:
+        entry["deployments"][0]["ray_actor_options"].pop("num_gpus", None)
+    assert own == package
+
+
+def test_settings_of_values_are_taken():
+    assert settings("orchestrator", EVERYTHING)["max_gamma"] == 6
+    assert settings("draft", EVERYTHING)["draft_ahead"] is False
+    shown = effective_of_serve(serve_config(EVERYTHING))
+    assert shown["draft"]["settings"]["draft_ahead"] is False
+    assert shown["draft"]["workers"] == "0:4"
+    assert shown["draft"]["scaling"]["min_gain"] == 2.5
+    assert shown["draft"]["scaling"]["retry_s"] == ScalingSettings.model_fields["retry_s"].default
+
+
+def test_device_follows_the_gpus():
+    assert settings("draft")["device"] == "cuda"
+    assert settings("draft", VARIANTS["cpu-trial"])["device"] == "cpu"
+
+
+def test_pools_that_stay_report_their_load_where_others_scale():
+    values = {"draft": {"workers": "1:3"}}
+    assert application("target", values)["args"]["scaling"] == {}
+    assert "scaling" not in application("target")["args"]
+
+
+def test_keys_and_certificates_are_where_they_are_mounted():
+    group = groups(EVERYTHING)
+    for role in ("orchestrator", "draft", "target"):
+        (only,) = group[role]["template"]["spec"]["containers"]
+        mounted = [mount["mountPath"] for mount in only["volumeMounts"]]
+        shown = settings(role, EVERYTHING)
+        paths = [shown[name] for name in ("tls_ca", "tls_cert", "tls_key")]
+        paths += [shown["api_keys_file"]] if role == "orchestrator" else []
+        assert all(path.rpartition("/")[0] in mounted for path in paths)
+        assert all(name not in settings(role) for name in ("tls_ca", "tls_cert", "tls_key", "api_keys_file"))
+
+
+def test_head_can_build_every_application_without_torch():
+    """Serve builds the applications on the head, whose image has no torch."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys\n"
+        "from importlib.machinery import PathFinder\n"
+        "find = PathFinder.find_spec\n"
+        "def hide(name, *rest): return None if name.partition('.')[0] == 'torch' else find(name, *rest)\n"
+        "PathFinder.find_spec = hide\n"
+        "import services.serve_builders, orchestrator.serve_builders\n"
+        "from gammaray.config import ClusterSettings\n"
+        "from gammaray.serving import serve_document\n"
+        "for entry in serve_document(ClusterSettings())['applications']:\n"
+        "    module, _, function = entry['import_path'].partition(':')\n"
+        "    getattr(sys.modules[module], function)(entry['args'])\n"
+        "print('built')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=ROOT
+    )
+    assert ended.stdout == "built\n", ended.stderr
+
+
+@variants
+def test_no_secret_stands_in_the_configuration(values):
+    assert "redis_url" not in yaml.safe_dump(serve_config(values))
+
+
+def test_redis_is_by_url_or_bundled():
+    own = environment(groups()["draft"]["template"])
+    assert own["GAMMARAY_REDIS_URL"] == "redis://:$(SESSION_STORE_PASSWORD)@demo-gammaray-redis:6379/0"
+    names = list(own)
+    assert names.index("SESSION_STORE_PASSWORD") < names.index(
+        "GAMMARAY_REDIS_URL"
+    )  # else it is not expanded
+    given = environment(groups({"redis": {"urlSecret": {"name": "mine"}}})["draft"]["template"])
+    assert given["GAMMARAY_REDIS_URL"] == {"secretKeyRef": {"name": "mine", "key": "url"}}
+    assert "SESSION_STORE_PASSWORD" not in given
+
+
+@pytest.mark.parametrize(
+    ("telemetry", "endpoint"),
+    [
+        ({}, None),
+        ({"otlpEndpoint": "http://o:4317"}, "http://o:4317"),
+        ({"jaeger": {"enabled": True}}, "http://demo-gammaray-jaeger:4317"),
+        (
+            {"otlpEndpoint": "http://o:4317", "collector": {"enabled": True}},
+            "http://demo-gammaray-collector:4317",
+        ),
+    ],
+)
+def test_telemetry_goes_where_it_should(telemetry, endpoint):
+    shown = environment(groups({"telemetry": telemetry})["draft"]["template"])
+    assert shown.get("OTEL_EXPORTER_OTLP_ENDPOINT") == endpoint
+    is_jaeger_alone = telemetry.keys() == {"jaeger"}
+    assert (shown.get("OTEL_METRICS_EXPORTER") == "none") is is_jaeger_alone
+
+
+@pytest.mark.parametrize(
+    ("telemetry", "traces", "metrics"),
+    [
+        ({}, ["debug"], ["debug"]),
+        ({"otlpEndpoint": "https://o:4317"}, ["otlp/remote"], ["otlp/remote"]),
+        ({"jaeger": {"enabled": True}}, ["otlp/jaeger"], ["debug"]),
+    ],
+)
+def test_collector_sends_on(telemetry, traces, metrics):
+    values = {"telemetry": {**telemetry, "collector": {"enabled": True}}}
+    config = yaml.safe_load(render(values)["configmap-collector.yaml"]["data"]["collector.yaml"])
+    pipelines = config["service"]["pipelines"]
+    assert pipelines["traces"]["exporters"] == traces
+    assert pipelines["metrics"]["exporters"] == metrics
+    assert set(traces) | set(metrics) <= config["exporters"].keys()
+
+
+def test_alerts_are_about_metrics_that_exist():
+    import re
+
+    known = {sample for metric in CATALOG for sample in metric.samples}
+    rules = render(EVERYTHING)["prometheusrule.yaml"]["spec"]["groups"]
+    used = {
+        name
+        for group in rules
+        for rule in group["rules"]
+        for name in re.findall(r"\bgammaray_\w+", rule["expr"])
+    }
+    assert used
+    assert used <= known
+    for group in rules:
+        for rule in group["rules"]:
+            assert rule["annotations"]["summary"]
+            assert rule["labels"]["severity"] in ("critical", "warning")
+            assert rule["alert"] in (ROOT / "docs" / "slo.md").read_text()
+
+
+def test_dashboards_are_those_of_the_folder():
+    data = render(EVERYTHING)["configmap-dashboards.yaml"].get("data") or {}
+    assert set(data) == {path.name for path in (CHART / "dashboards").glob("*.json")}
+
+
+def test_applications_are_all_known():
+    assert {entry["name"] for entry in serve_config()["applications"]} == {
+        a.name for a in APPLICATIONS.values()
+    }

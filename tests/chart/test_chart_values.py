@@ -1,0 +1,146 @@
+"""Values: documented, generated from, refused when wrong, and free of secrets."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import helm_python
+import pytest
+import yaml
+from chart_helpers import CHART, EXAMPLES, ROOT, VARIANTS, chart, render
+
+SCRIPTS = ROOT / "helm"
+WHY_STALE = "run `python helm/generate.py`: values.yaml or the settings classes have changed"
+
+
+def generate(*arguments):
+    command = [sys.executable, str(SCRIPTS / "generate.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+
+
+def read(path):
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        from values_doc import read_values
+    finally:
+        sys.path.remove(str(SCRIPTS))
+    return read_values(path)
+
+
+def test_generated_files_are_fresh():
+    ended = generate("--check")
+    assert ended.returncode == 0, f"{WHY_STALE}\n{ended.stdout}{ended.stderr}"
+
+
+def test_generated_readme_tells_every_value():
+    readme = (CHART / "README.md").read_text()
+    for value in read(CHART / "values.yaml"):
+        if not value.is_section:
+            assert f"| `{'.'.join(value.path)}` |" in readme
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: 1\n", "# -- Meaning.\na: 1\nb: 2\n", "# -- Of nothing.\n", "# -- A.\na: 1\nb:\n  c: 1\n"],
+)
+def test_value_without_a_comment_is_refused(tmp_path, text):
+    path = tmp_path / "values.yaml"
+    path.write_text(text)
+    with pytest.raises((ValueError, AttributeError)):
+        assert read(path) is None
+
+
+def test_comments_are_read(tmp_path):
+    path = tmp_path / "values.yaml"
+    path.write_text(
+        'a:\n  # -- First.\n  # Second.\n  # @schema {"minimum": 2}\n  b: 3\n# -- Map.\nc: {d: 1}\n'
+    )
+    section, number, mapping = read(path)
+    assert section.is_section
+    assert (number.path, number.default, number.text) == (("a", "b"), 3, "First. Second.")
+    assert number.constraints == {"minimum": 2}
+    assert (mapping.default, mapping.text) == ({"d": 1}, "Map.")
+
+
+@pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
+def test_schema_takes_every_variant(values):
+    chart().validate_schema(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"modles": {}}, "modles"),
+        ({"models": {"target": ""}}, "target"),
+        ({"draft": {"workers": "many"}}, "workers"),
+        ({"target": {"workers": "0:2"}}, "workers"),
+        ({"draft": {"gpus": -1}}, "gpus"),
+        ({"draft": {"settings": {"modle": "x"}}}, "modle"),
+        ({"draft": {"settings": {"threads": 0}}}, "threads"),
+        ({"draft": {"settings": {"redis_url": "redis://:secret@host"}}}, "redis_url"),
+        ({"target": {"settings": {"draft_top_k": 4}}}, "draft_top_k"),
+        ({"orchestrator": {"settings": {"max_gamma": 65}}}, "max_gamma"),
+        ({"orchestrator": {"replicas": 0}}, "replicas"),
+        ({"scaling": {"draft_load": 0}}, "draft_load"),
+        ({"head": {"tolerationz": []}}, "tolerationz"),
+        ({"head": {"settings": {}}}, "settings"),
+        ({"pods": {"probes": {"liveness": 3}}}, "liveness"),
+        ({"redis": {"password": "hunter2"}}, "password"),
+        ({"apiKeysSecret": {"value": "hunter2"}}, "value"),
+        ({"service": {"type": "Loadbalancer"}}, "type"),
+        ({"telemetry": {"traceShare": 2}}, "traceShare"),
+        ({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
+    ],
+)
+def test_schema_refuses_by_name(values, told):
+    with pytest.raises(helm_python.HelmValuesError, match=told):
+        chart().validate_schema(values)
+
+
+def test_no_value_holds_a_secret():
+    """No value is named like a secret but references to Secrets, which are a name and a key."""
+    for value in read(CHART / "values.yaml"):
+        if not re.search(r"(?i)password|token|secret|api_?key|credential", value.path[-1]):
+            continue
+        is_reference = isinstance(value.default, dict) and value.default.keys() == {"name", "key"}
+        is_name = value.path[-1] in ("secretName", "pullSecrets", "orchestratorSecret", "workerSecret")
+        assert is_reference or is_name, value.path
+        assert not is_reference or value.default["name"] == ""
+
+
+@pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
+def test_no_manifest_but_a_secret_holds_one(values):
+    manifests = render(values)
+    secret = manifests.pop("secret-redis.yaml", None)
+    texts = json.dumps(manifests)
+    assert secret is None or secret["data"]["password"] not in texts
+    for name in ("PASSWORD", "HF_TOKEN", "REDISCLI_AUTH"):
+        for found in re.findall(rf'"name": "\w*{name}", "(\w+)"', texts):
+            assert found == "valueFrom"
+
+
+def test_generated_password_is_long_and_new():
+    import base64
+
+    helm = chart()
+    texts = [helm.render({}, name="x")["gammaray/templates/secret-redis.yaml"] for _ in range(2)]
+    passwords = {yaml.safe_load(text)["data"]["password"] for text in texts}
+    assert len(passwords) == 2
+    assert all(len(base64.b64decode(password)) == 32 for password in passwords)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_says_what_it_is_for(path):
+    assert path.read_text().startswith("# ")
+    assert path.stem in (ROOT / "docs" / "install.md").read_text()
+
+
+def test_package_holds_what_templates_read(tmp_path):
+    from helm_python import Chart
+
+    packed = Path(Chart.load(CHART).save(tmp_path))
+    again = Chart.load(packed)
+    assert again.render({}, name="x").keys() == chart().render({}, name="x").keys()
+    assert {"files/gammaray.yaml", "files/alerts.yaml"} <= {file["name"] for file in again.files}
