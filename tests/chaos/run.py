@@ -42,7 +42,7 @@ class Options:
     seed: int = 0
     streams: int = 16
     max_tokens: int = 400
-    pause_s: tuple[float, float] = (0.3, 2.0)
+    pause_s: tuple[float, float] = (0.1, 1.0)
     stop_s: tuple[float, float] = (0.5, 4.0)
     max_strikes: int = 10_000
 
