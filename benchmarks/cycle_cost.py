@@ -42,7 +42,8 @@ from orchestrator.pipeline import run_cycles
 from orchestrator.redis_calls import answer, connect
 from orchestrator.redis_server import RedisServer
 from orchestrator.registry import RedisRegistry
-from orchestrator.remote import RemoteDrafter, session_spec
+from orchestrator.remote import session_spec
+from orchestrator.remote_draft import RemoteDrafter
 from orchestrator.remote_target import RemoteVerifier
 from orchestrator.requests import open_session
 from orchestrator.session import Session

@@ -10,7 +10,7 @@ from orchestrator.costs import CostModel
 from orchestrator.cycle import GammaController
 from orchestrator.gamma import AdaptiveGamma, FixedGamma, Reason
 from orchestrator.ladder import Ladder
-from orchestrator.remote import RemoteDrafter
+from orchestrator.remote_draft import RemoteDrafter
 from orchestrator.session import Session
 from orchestrator.workers import WorkerPool
 

@@ -20,7 +20,7 @@ from orchestrator.cycle import Cycle, GammaController, Shape
 from orchestrator.gamma import AdaptiveGamma
 from orchestrator.heritage import Counts, Heritage
 from orchestrator.ngram import NgramDrafter
-from orchestrator.remote import Readiness, RemoteDrafter
+from orchestrator.remote_draft import Readiness, RemoteDrafter
 from orchestrator.session import Session
 
 __all__ = ["Ladder"]

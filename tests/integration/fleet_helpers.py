@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 from scripted_workers import PROMPT, VOCAB, ScriptedWorker
 
 from orchestrator.fleet import Fleet
-from orchestrator.remote import RemoteDrafter, session_spec
+from orchestrator.remote import session_spec
+from orchestrator.remote_draft import RemoteDrafter
 from orchestrator.remote_target import RemoteVerifier
 
 

@@ -17,7 +17,8 @@ from gammaray.v1 import draft_service_pb2 as draft_pb
 from orchestrator.cycle import Shape, run_cycle
 from orchestrator.fleet import Fleet
 from orchestrator.prepared import MAX_KEPT, PreparedProposals
-from orchestrator.remote import RemoteDrafter, session_spec
+from orchestrator.remote import session_spec
+from orchestrator.remote_draft import RemoteDrafter
 from orchestrator.remote_target import RemoteVerifier
 from orchestrator.session import Session
 
