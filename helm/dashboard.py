@@ -162,7 +162,17 @@ _WORKERS = (
     Panel("KV cache, the fullest", "percentunit", (_of("worker.cache.used", _ROLE),)),
     Panel("Evictions per second", "short", (_of("worker.cache.evictions", _ROLE),)),
     Panel("Blocks that failed", "percentunit", (_of("worker.blocks", _ROLE),)),
-    Panel("Memory", "bytes", (Query("max by (process) (process_resident_memory_bytes)", "{{process}}"),)),
+    Panel(
+        "Memory",
+        "bytes",
+        (
+            Query(
+                "max by (role) (process_resident_memory_bytes"
+                " * on (instance) group_left (role) gammaray_info)",
+                _ROLE,
+            ),
+        ),
+    ),
 )
 ROWS = {
     "Overview": _OVERVIEW,

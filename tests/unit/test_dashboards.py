@@ -1,0 +1,185 @@
+"""Dashboard, alerts and pages made of the catalogue: fresh, whole, and about metrics that exist."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gammaray.metric_catalog import CATALOG
+
+ROOT = Path(__file__).parents[2]
+PROMTOOL = shutil.which("promtool")
+DASHBOARD = json.loads((ROOT / "helm/gammaray/dashboards/gammaray.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+RULES = ROOT / "docs/prometheus-rules.yml"
+
+OF_THE_PROCESS = {"process_resident_memory_bytes"}
+SAMPLES = {sample: metric for metric in CATALOG for sample in metric.samples}
+SELECTOR = re.compile(r"((?:gammaray|process)_\w+)(?:\{([^}]*)\})?")
+GROUPED = re.compile(r"\bby \(([\w, ]+)\)")
+LABEL = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
+WITH_EVERY_SAMPLE = {"le", "instance", "job"}
+
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="no promtool: apt-get install prometheus")
+
+
+def labels_of(sample):
+    return set(SAMPLES[sample].labels) if sample in SAMPLES else set()
+
+
+def check_query(query):
+    """Complain about samples and labels that the catalogue does not have."""
+    used = SELECTOR.findall(query)
+    assert used, query
+    known = set(WITH_EVERY_SAMPLE)
+    for sample, matchers in used:
+        assert sample in SAMPLES or sample in OF_THE_PROCESS, f"{sample} in {query}"
+        assert set(LABEL.findall(matchers)) <= labels_of(sample), query
+        known |= labels_of(sample)
+    for names in GROUPED.findall(query):
+        assert set(names.replace(" ", "").split(",")) <= known, query
+
+
+def promtool(*arguments):
+    assert PROMTOOL is not None
+    result = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("script", ["docs/make_metrics.py", "helm/dashboard.py"])
+def test_generated_files_are_fresh(script):
+    command = [sys.executable, str(ROOT / script), "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert result.returncode == 0, result.stderr
+
+
+def test_dashboard_panels_have_ids_of_their_own_and_do_not_overlap():
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        rows, columns = range(place["y"], place["y"] + place["h"]), range(place["x"], place["x"] + place["w"])
+        cells = {(row, column) for row in rows for column in columns}
+        assert not cells & taken, panel["title"]
+        taken |= cells
+    assert [panel["title"] for panel in panels if panel["type"] == "row"] == [
+        *("Overview", "Speculation", "Latency", "Workers"),
+    ]
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
+def test_panel_queries_metrics_that_exist(panel):
+    assert panel["targets"]
+    assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+    for target in panel["targets"]:
+        check_query(target["expr"])
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "sum(rate(gammaray_token_total[5m]))",
+        'sum(gammaray_requests_total{status="x"})',
+        "sum by (origin) (rate(gammaray_cycles_total[5m]))",
+        "sum(up)",
+    ],
+)
+def test_query_about_nothing_is_caught(query):
+    with pytest.raises(AssertionError):
+        check_query(query)
+
+
+@pytest.mark.parametrize("page", ["docs/metrics.md", "docs/prometheus-rules.yml"])
+def test_pages_and_alerts_are_about_metrics_that_exist(page):
+    text = (ROOT / page).read_text()
+    blocks = re.findall(r"```promql\n(.*?)\n```", text, re.DOTALL) if page.endswith(".md") else [text]
+    for block in blocks:
+        check_query(block)
+
+
+@needs_promtool
+def test_promtool_takes_every_query(tmp_path):
+    queries = [metric.query for metric in CATALOG]
+    queries += [target["expr"] for panel in PANELS for target in panel["targets"]]
+    rules = [
+        {"record": f"q:{index}", "expr": query.replace("$__rate_interval", "5m")}
+        for index, query in enumerate(queries)
+    ]
+    path = tmp_path / "rules.json"
+    path.write_text(json.dumps({"groups": [{"name": "queries", "rules": rules}]}))
+    assert f"{len(queries)} rules found" in promtool("check", "rules", str(path))
+
+
+@needs_promtool
+def test_promtool_takes_the_configuration_and_its_alerts():
+    assert "rules found" in promtool("check", "config", str(ROOT / "docs/prometheus.yml"))
+
+
+HEALTHY = {
+    'gammaray_requests_total{outcome="length"}': "0+600x720",
+    "gammaray_decode_time_seconds_total": "0+50x720",
+    "gammaray_decode_plain_time_seconds_total": "0+100x720",
+    'gammaray_time_to_first_token_seconds_bucket{le="0.5"}': "0+600x720",
+    'gammaray_time_to_first_token_seconds_bucket{le="5"}': "0+600x720",
+    'gammaray_time_to_first_token_seconds_bucket{le="+Inf"}': "0+600x720",
+    'gammaray_inter_token_latency_seconds_bucket{le="0.1"}': "0+600x720",
+    'gammaray_inter_token_latency_seconds_bucket{le="1"}': "0+600x720",
+    'gammaray_inter_token_latency_seconds_bucket{le="+Inf"}': "0+600x720",
+}
+ILL = {
+    "nothing": ({}, None),
+    "errors": (
+        {'gammaray_requests_total{outcome="unavailable"}': "0+30x720"},
+        "GammarayErrorBudgetBurnsFast",
+    ),
+    "refused clients": ({'gammaray_requests_total{outcome="resource_exhausted"}': "0+300x720"}, None),
+    "slower than plain": (
+        {"gammaray_decode_plain_time_seconds_total": "0+40x720"},
+        "GammaraySpeculationDoesNotPay",
+    ),
+    "slow first tokens": (
+        {'gammaray_time_to_first_token_seconds_bucket{le="0.5"}': "0+60x720"},
+        "GammarayFirstTokenSlow",
+    ),
+    "stalls": (
+        {'gammaray_inter_token_latency_seconds_bucket{le="0.1"}': "0+500x720"},
+        "GammarayStreamsStall",
+    ),
+}
+
+
+@needs_promtool
+@pytest.mark.parametrize(("changes", "alert"), ILL.values(), ids=ILL)
+def test_alert_fires_for_what_it_is_named_for_and_for_nothing_else(tmp_path, changes, alert):
+    series = [{"series": name, "values": values} for name, values in {**HEALTHY, **changes}.items()]
+    text = RULES.read_text()
+    names = re.findall(r"- alert: (\w+)", text)
+    summaries = dict(zip(names, re.findall(r"summary: (.+)", text), strict=True))
+    severities = dict(zip(names, re.findall(r"severity: (\w+)", text), strict=True))
+    checks = [
+        {
+            "eval_time": "6h",
+            "alertname": name,
+            "exp_alerts": [
+                {
+                    "exp_labels": {"severity": severities[name]},
+                    "exp_annotations": {"summary": summaries[name]},
+                }
+            ]
+            if name == alert
+            else [],
+        }
+        for name in names
+        if not (alert == "GammarayErrorBudgetBurnsFast" and name == "GammarayErrorBudgetBurns")
+    ]
+    path = tmp_path / "test.json"
+    test = {"interval": "30s", "input_series": series, "alert_rule_test": checks}
+    path.write_text(json.dumps({"rule_files": [str(RULES)], "evaluation_interval": "30s", "tests": [test]}))
+    assert "SUCCESS" in promtool("test", "rules", str(path))
