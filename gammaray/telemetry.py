@@ -40,7 +40,7 @@ class Span:
 
     Args:
         name: Its name; the two sides of a call share one.
-        kind: The side, or internal.
+        kind: The side, or internal; a producer does not wait for its consumer.
         process: Who makes it: orchestrator, draft or target.
         parent: Name of the span around it, empty for none of ours.
         meaning: What its time is.
@@ -49,7 +49,7 @@ class Span:
     """
 
     name: str
-    kind: Literal["server", "client", "internal"]
+    kind: Literal["server", "client", "producer", "consumer", "internal"]
     process: str
     parent: str
     meaning: str
@@ -61,35 +61,25 @@ class Span:
 
 OPERATION_NAME: Final = Attribute("gen_ai.operation.name", "string", "", "Always `text_completion`.")
 PROVIDER_NAME: Final = Attribute("gen_ai.provider.name", "string", "", "Always `gammaray`.")
-REQUEST_MODEL: Final = Attribute(
-    "gen_ai.request.model", "string", "", "The model asked for, where one was named."
-)
+REQUEST_MODEL: Final = Attribute("gen_ai.request.model", "string", "", "The model asked for, if named.")
 RESPONSE_MODEL: Final = Attribute("gen_ai.response.model", "string", "", "The target model that served.")
-CONVERSATION_ID: Final = Attribute(
-    "gen_ai.conversation.id", "string", "", "The session, which later turns continue."
-)
-REQUEST_MAX_TOKENS: Final = Attribute(
-    "gen_ai.request.max_tokens", "int", "{token}", "Upper bound of emitted tokens."
-)
+CONVERSATION_ID: Final = Attribute("gen_ai.conversation.id", "string", "", "The session.")
+REQUEST_MAX_TOKENS: Final = Attribute("gen_ai.request.max_tokens", "int", "{token}", "Upper bound of tokens.")
 REQUEST_TEMPERATURE: Final = Attribute("gen_ai.request.temperature", "double", "", "Sampling temperature.")
 REQUEST_TOP_P: Final = Attribute("gen_ai.request.top_p", "double", "", "Nucleus mass, where it is below 1.")
-REQUEST_TOP_K: Final = Attribute(
-    "gen_ai.request.top_k", "int", "", "Number of most likely tokens kept, where limited."
-)
+REQUEST_TOP_K: Final = Attribute("gen_ai.request.top_k", "int", "", "Most likely tokens kept, where limited.")
 REQUEST_SEED: Final = Attribute(
     "gen_ai.request.seed", "string", "", "Seed, where the client gave one; decimal: it may exceed 63 bits."
 )
-REQUEST_STOP: Final = Attribute(
-    "gen_ai.request.stop_sequences", "string[]", "", "Stop strings, where there are any."
-)
+REQUEST_STOP: Final = Attribute("gen_ai.request.stop_sequences", "string[]", "", "Stop strings, if any.")
 FINISH_REASONS: Final = Attribute(
     "gen_ai.response.finish_reasons", "string[]", "", "Why it ended, where it did: stop, length or cancelled."
 )
 INPUT_TOKENS: Final = Attribute(
-    "gen_ai.usage.input_tokens", "int", "{token}", "Tokens of the prompt, where it came to an end."
+    "gen_ai.usage.input_tokens", "int", "{token}", "Tokens of the prompt, at the end."
 )
 OUTPUT_TOKENS: Final = Attribute(
-    "gen_ai.usage.output_tokens", "int", "{token}", "Tokens emitted, where it came to an end."
+    "gen_ai.usage.output_tokens", "int", "{token}", "Tokens emitted, at the end."
 )
 ERROR_TYPE: Final = Attribute("error.type", "string", "", "Class of the error, where it failed.")
 
@@ -263,6 +253,11 @@ SPANS: Final = (
         (DRAFT_AHEAD_HIT, *_TIMING, ERROR_TYPE),
     ),
     Span(
+        *(SPAN_PROPOSE, "producer", "orchestrator", SPAN_CYCLE),
+        "Taking a proposal that the draft worker had sent ahead, and telling it so.",
+        (*_CALL, DRAFT_AHEAD_HIT),
+    ),
+    Span(
         *(SPAN_PROPOSE, "internal", "orchestrator", SPAN_CYCLE),
         "The same without a draft worker: prompt lookup, or nobody was there.",
     ),
@@ -271,6 +266,12 @@ SPANS: Final = (
         "One block, from its arrival at the draft worker to its answer.",
         (*_BLOCK, GAMMA, DRAFT_AHEAD_HIT),
         (NEEDS_FROM, ERROR_TYPE),
+    ),
+    Span(
+        *(SPAN_PROPOSE, "consumer", "draft", SPAN_PROPOSE),
+        "One such notice, from its arrival at the draft worker until it was read; nobody waits for it.",
+        (*_BLOCK, GAMMA, DRAFT_AHEAD_HIT),
+        (ERROR_TYPE,),
     ),
     Span(
         *(SPAN_VERIFY, "client", "orchestrator", SPAN_CYCLE),

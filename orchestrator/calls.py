@@ -22,9 +22,10 @@ class Call:
         error: Class of the last failure, or empty.
         began: `time.perf_counter()` of the first block.
         ended: The same of the end.
+        is_notice: Whether the worker was only told that what it had sent ahead is taken.
     """
 
-    __slots__ = ("_parent", "address", "began", "blocks", "ended", "error", "results")
+    __slots__ = ("_parent", "address", "began", "blocks", "ended", "error", "is_notice", "results")
 
     def __init__(self, parent: str | None = None) -> None:
         self._parent = parent
@@ -32,11 +33,12 @@ class Call:
         self.blocks: list[Any] = []
         self.results: list[Any] = []
         self.began = self.ended = 0.0
+        self.is_notice = False
 
     @property
     def is_over(self) -> bool:
         """Whether the last block was answered or given up."""
-        return len(self.results) == len(self.blocks)
+        return self.is_notice or len(self.results) == len(self.blocks)
 
     def sent(self, block: Any) -> None:
         """Note a block and give it the trace context."""
@@ -44,6 +46,11 @@ class Call:
             block.trace.traceparent = self._parent
             self.began = self.began or time.perf_counter()
         self.blocks.append(block)
+
+    def told(self, notice: Any) -> None:
+        """Note a block that is not answered."""
+        self.sent(notice)
+        self.is_notice = True
 
     def answered(self, result: Any) -> None:
         """Note the answer to the last block."""

@@ -57,8 +57,8 @@ def cycle_record(
     if draft is not None and draft.blocks:
         record.draft.CopyFrom(worker_call(draft))
         answer = draft.results[-1] if draft.results else None
-        if answer is not None and answer.proposal.token_ids:
-            record.draft_ahead_hit = answer.num_forwards == 0
+        is_prepared = answer is not None and answer.proposal.token_ids and answer.num_forwards == 0
+        record.draft_ahead_hit = draft.is_notice or bool(is_prepared)
     if target is not None and target.blocks:
         record.target.CopyFrom(worker_call(target))
     return record

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CycleBundle", "ReadingBundle", "SessionTrace"]
 
-_INTERNAL, _CLIENT = 1, 3
+_INTERNAL, _CLIENT, _PRODUCER = 1, 3, 4
 _STATUS_ERROR = 2
 _FLAGS = 0x101
 """Sampled, and the parent is known not to be remote."""
@@ -141,7 +141,10 @@ class CycleBundle:
         self._encode_cycle(trace.add(spans, t.SPAN_CYCLE, self._index, _CYCLE, start, end))
         proposed = start + record.propose_us * 1000
         if record.HasField("draft") or (record.gamma and self._index not in trace.readings):
-            kind = _CLIENT if record.HasField("draft") else _INTERNAL
+            kind = _INTERNAL
+            if record.HasField("draft"):
+                is_notice = record.draft_ahead_hit and not record.draft.HasField("timing")
+                kind = _PRODUCER if is_notice else _CLIENT
             span = trace.add(spans, t.SPAN_PROPOSE, self._index, _PROPOSE, start, proposed, kind)
             if record.HasField("draft"):
                 _write_call(span, record.draft)

@@ -21,7 +21,8 @@ __all__ = ["BlockTracer", "sampled_parent"]
 
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f][13579bdf]")
 _SAMPLED = SpanContext(1, 1, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
-_SERVER, _STATUS_ERROR = 2, 2
+_SERVER, _CONSUMER = 2, 5
+_STATUS_ERROR = 2
 
 
 def sampled_parent(traceparent: str) -> str:
@@ -66,12 +67,13 @@ class _BlockBundle:
     def encode(self, spans: Any) -> None:
         """Add the span to a repeated field of OTLP spans."""
         task, timing, outcome = self._task, self._reply.timing, self._reply.outcome
+        is_notice = isinstance(task, ProposeTask) and task.is_notice
         span = spans.add(
             trace_id=bytes.fromhex(task.traceparent[3:35]),
             span_id=secrets.token_bytes(8),
             parent_span_id=bytes.fromhex(task.traceparent[36:52]),
             name=t.SPAN_PROPOSE if isinstance(task, ProposeTask) else t.SPAN_VERIFY,
-            kind=_SERVER,
+            kind=_CONSUMER if is_notice else _SERVER,
             start_time_unix_nano=self._end_ns - round((self._ended - task.arrived) * 1e9),
             end_time_unix_nano=self._end_ns,
             flags=0x301,  # sampled, and the parent is known to be remote
@@ -88,7 +90,7 @@ class _BlockBundle:
             entries.add(key=key).value.int_value = number
         if isinstance(task, ProposeTask):
             is_hit = isinstance(outcome, Proposal) and len(outcome) > 0 and timing.num_forwards == 0
-            entries.add(key=t.DRAFT_AHEAD_HIT).value.bool_value = is_hit
+            entries.add(key=t.DRAFT_AHEAD_HIT).value.bool_value = is_hit or is_notice
         elif not isinstance(outcome, (NeedTokens, GammarayError)):
             origin = outcome.verdict.next_origin.value
             entries.add(key=t.NEXT_ORIGIN).value.string_value = origin
