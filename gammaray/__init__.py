@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         UnavailableError,
     )
     from gammaray.request import GenerateOptions
+    from gammaray.sessions import SessionInfo, SessionState
     from gammaray.sync import Client
     from gammaray.transport import RetryPolicy
     from gammaray.types import (
@@ -66,6 +67,8 @@ __all__ = [
     "ResourceExhaustedError",
     "RetryPolicy",
     "SamplingParams",
+    "SessionInfo",
+    "SessionState",
     "SpeculationSummary",
     "TokenOrigin",
     "TopLogprob",
@@ -79,7 +82,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 # Searched in this order; each name is in the `__all__` of exactly one of them.
-_HOMES = ("errors", "types", "completion", "request", "transport", "client", "sync")
+_HOMES = ("errors", "types", "completion", "request", "sessions", "transport", "client", "sync")
 
 
 def __getattr__(name: str) -> object:

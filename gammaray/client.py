@@ -14,25 +14,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Collection
-from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import grpc
 
 from gammaray import convert
+from gammaray.checks import check_int
 from gammaray.completion import Completion
 from gammaray.convert_processes import process_from_proto
 from gammaray.errors import (
     CancelledError,
     DeadlineExceededError,
-    InternalError,
     NotFoundError,
     UnavailableError,
 )
 from gammaray.request import Prompt, build_request
+from gammaray.resume import stream_completion
+from gammaray.sessions import SessionInfo, info_from_proto
 from gammaray.transport import RetryPolicy, Transport
-from gammaray.types import Chunk, GenerationRequest, ProcessStatus
+from gammaray.types import Chunk, EmittedToken, GenerationRequest, ProcessStatus
 from gammaray.v1 import generation_service_pb2 as pb
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class AsyncClient:
         address: host:port of the gRPC API.
         api_key: Key of a cluster that asks for one.
         timeout_s: Deadline of a generation, in seconds, unless the call says otherwise.
-        retry: How often a call is tried again while nothing of it has arrived.
+        retry: How often calls are made again, and for how long completions are resumed.
         credentials: TLS credentials, `grpc.ssl_channel_credentials()` for instance; None is plain text.
 
     Raises:
@@ -84,7 +85,10 @@ class AsyncClient:
     def generate(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[Chunk, None]:
-        """Stream one completion; leaving the loop or closing the iterator cancels it on the server.
+        """Stream one completion; leaving the loop or closing the iterator stops it on the server.
+
+        The stream outlives the processes behind it: when one dies, it is resumed behind the last token that
+        has arrived. Nothing is repeated, dropped or changed; `RetryPolicy` says how long it is tried for.
 
         Args:
             prompt: Text, token ids, or a GenerationRequest.
@@ -98,7 +102,7 @@ class AsyncClient:
             InvalidArgumentError: At once for what can be seen here, else from the iterator.
             GammarayError: From the iterator, the subclass that fits.
         """
-        return self._chunks(build_request(prompt, **options), timeout_s)
+        return stream_completion(self._transport, build_request(prompt, **options), timeout_s)
 
     async def complete(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
@@ -107,6 +111,57 @@ class AsyncClient:
         return Completion.from_chunks(
             [chunk async for chunk in self.generate(prompt, timeout_s=timeout_s, **options)]
         )
+
+    def resume(
+        self, session_id: str, *, turn: int = 0, offset: int = 0, timeout_s: float | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        """Stream the rest of a session's turn, behind its first `offset` tokens; otherwise as `generate`.
+
+        Whoever streams it at present gets FailedPreconditionError: a session has one owner.
+
+        Raises:
+            InvalidArgumentError: At once, for what can be seen here.
+            NotFoundError: From the iterator: no such session, or it has expired.
+            FailedPreconditionError: From the iterator: it is at another turn, or has fewer tokens.
+        """
+        request = GenerationRequest("", session_id=session_id, turn=turn, resume_from=offset)
+        request.validate()
+        return stream_completion(self._transport, request, timeout_s)
+
+    async def get_session(
+        self, session_id: str, *, timeout_s: float = STATUS_TIMEOUT_S
+    ) -> tuple[SessionInfo, tuple[EmittedToken, ...]]:
+        """Return a session and the tokens emitted in its current turn.
+
+        Raises:
+            NotFoundError: No such session, or it has expired.
+        """
+        request = pb.GetSessionRequest(session_id=session_id)
+        answer = await self._transport.unary("GetSession", request, timeout_s)
+        tokens = tuple(convert.token_from_proto(token) for token in answer.tokens)
+        return info_from_proto(answer.session), tokens
+
+    async def list_sessions(
+        self, limit: int = 100, *, timeout_s: float = STATUS_TIMEOUT_S
+    ) -> list[SessionInfo]:
+        """Return sessions, the one with the latest sign of life first; at most `limit`, up to 1000."""
+        check_int("limit", limit, 1, 1000)
+        answer = await self._transport.unary("ListSessions", pb.ListSessionsRequest(limit=limit), timeout_s)
+        return [info_from_proto(session) for session in answer.sessions]
+
+    async def cancel(self, session_id: str, *, timeout_s: float = STATUS_TIMEOUT_S) -> SessionInfo:
+        """End a session's current turn for good; whoever streams it gets FinishReason.CANCELLED.
+
+        Raises:
+            NotFoundError: No such session, or it has expired.
+        """
+        request = pb.CancelRequest(session_id=session_id)
+        return info_from_proto((await self._transport.unary("Cancel", request, timeout_s)).session)
+
+    async def delete_session(self, session_id: str, *, timeout_s: float = STATUS_TIMEOUT_S) -> bool:
+        """End a session and forget it; return whether there was one."""
+        request = pb.DeleteSessionRequest(session_id=session_id)
+        return bool((await self._transport.unary("DeleteSession", request, timeout_s)).existed)
 
     async def status(self, *, timeout_s: float = STATUS_TIMEOUT_S) -> list[ProcessStatus]:
         """Return the processes of the cluster.
@@ -157,16 +212,3 @@ class AsyncClient:
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
-
-    async def _chunks(
-        self, request: GenerationRequest, timeout_s: float | None
-    ) -> AsyncGenerator[Chunk, None]:
-        finished = False
-        messages = self._transport.stream("Generate", convert.request_to_proto(request), timeout_s)
-        async with aclosing(messages):
-            async for message in messages:
-                chunk = convert.chunk_from_proto(message)
-                finished = chunk.finish_reason is not None
-                yield chunk
-        if not finished:
-            raise InternalError("the server ended the stream without a finish reason")

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gammaray.theory import expected_tokens_of
-from gammaray.types import DrafterKind, SpeculationSummary
+from gammaray.types import DrafterKind, SpeculationSummary, TokenOrigin
 
 __all__ = ["AcceptanceEstimator", "SpeculationCounters"]
 
@@ -102,6 +103,14 @@ class SpeculationCounters:
         self.fallbacks += is_fallback
         if gamma > 0 and draft_worker:
             self.draft_workers.add(draft_worker)
+
+    def catch_up(self, origins: Sequence[TokenOrigin]) -> None:
+        """Count what is known of cycles that were not observed: where each token emitted so far came from."""
+        self.emitted = len(origins)
+        missed = max(0, sum(origin is TokenOrigin.ACCEPTED for origin in origins) - self.accepted)
+        self.accepted += missed
+        self.tested += missed
+        self.drafted += missed
 
     @property
     def alpha(self) -> float | None:

@@ -18,7 +18,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from gammaray.errors import GammarayError, InvalidArgumentError, ResourceExhaustedError, error_class
 
-__all__ = ["DETAILS_KEY", "error_from_rpc", "error_from_status", "error_to_status"]
+__all__ = ["DETAILS_KEY", "error_from_rpc", "error_from_status", "error_to_status", "is_from_gammaray"]
 
 DETAILS_KEY = "grpc-status-details-bin"
 """Trailing metadata that holds the serialised google.rpc.Status."""
@@ -63,9 +63,7 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> GammarayError:
     """Return the error of a failed call: from its rich status where there is one, else from its code."""
     code = error.code()
     plain = status_pb2.Status(code=code.value[0], message=error.details() or "")
-    # The type stubs disagree with the library, which yields pairs.
-    trailers = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
-    for key, value in trailers:
+    for key, value in _trailers(error):
         if key == DETAILS_KEY and isinstance(value, bytes):
             try:
                 rich = status_pb2.Status.FromString(value)
@@ -75,6 +73,19 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> GammarayError:
             if rich.code == plain.code:
                 return error_from_status(rich)
     return error_from_status(plain)
+
+
+def is_from_gammaray(error: GammarayError) -> bool:
+    """Whether an error of `error_from_rpc` was sent by gammaray itself, and not by something in between."""
+    failure = error.__cause__
+    if not isinstance(failure, grpc.aio.AioRpcError):
+        return False
+    return any(key == DETAILS_KEY for key, _ in _trailers(failure))
+
+
+def _trailers(failure: grpc.aio.AioRpcError) -> Iterable[tuple[str, str | bytes]]:
+    # The type stubs disagree with the library, which yields pairs.
+    return cast("Iterable[tuple[str, str | bytes]]", failure.trailing_metadata() or ())
 
 
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}

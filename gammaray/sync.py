@@ -13,8 +13,9 @@ import grpc
 from gammaray.client import STATUS_TIMEOUT_S, AsyncClient
 from gammaray.completion import Completion
 from gammaray.request import Prompt
+from gammaray.sessions import SessionInfo
 from gammaray.transport import RetryPolicy
-from gammaray.types import Chunk, ProcessStatus
+from gammaray.types import Chunk, EmittedToken, ProcessStatus
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -60,6 +61,30 @@ class Client:
     ) -> Completion:
         """Return one whole completion, see `AsyncClient.complete`."""
         return self._run(self._client.complete(prompt, timeout_s=timeout_s, **options))
+
+    def resume(
+        self, session_id: str, *, turn: int = 0, offset: int = 0, timeout_s: float | None = None
+    ) -> Iterator[Chunk]:
+        """Stream the rest of a session's turn, see `AsyncClient.resume`."""
+        return self._iterate(self._client.resume(session_id, turn=turn, offset=offset, timeout_s=timeout_s))
+
+    def get_session(
+        self, session_id: str, *, timeout_s: float = STATUS_TIMEOUT_S
+    ) -> tuple[SessionInfo, tuple[EmittedToken, ...]]:
+        """Return a session and its tokens, see `AsyncClient.get_session`."""
+        return self._run(self._client.get_session(session_id, timeout_s=timeout_s))
+
+    def list_sessions(self, limit: int = 100, *, timeout_s: float = STATUS_TIMEOUT_S) -> list[SessionInfo]:
+        """Return sessions, see `AsyncClient.list_sessions`."""
+        return self._run(self._client.list_sessions(limit, timeout_s=timeout_s))
+
+    def cancel(self, session_id: str, *, timeout_s: float = STATUS_TIMEOUT_S) -> SessionInfo:
+        """End a session's current turn for good, see `AsyncClient.cancel`."""
+        return self._run(self._client.cancel(session_id, timeout_s=timeout_s))
+
+    def delete_session(self, session_id: str, *, timeout_s: float = STATUS_TIMEOUT_S) -> bool:
+        """End a session and forget it, see `AsyncClient.delete_session`."""
+        return self._run(self._client.delete_session(session_id, timeout_s=timeout_s))
 
     def status(self, *, timeout_s: float = STATUS_TIMEOUT_S) -> list[ProcessStatus]:
         """Return the processes of the cluster, see `AsyncClient.status`."""

@@ -44,17 +44,20 @@ _ADDRESS = re.compile(r"(?!https?:)\S+:[0-9]{1,5}|unix:\S+")
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How often and how fast a call that found nobody is tried again.
+    """How often and how fast a call that failed is made again.
 
     Args:
-        max_attempts: Attempts in all, the first included; 1 is no retry.
+        max_attempts: Attempts in all, the first included, at a cluster that has never answered. 1: calls are
+            never made again, and streams not resumed.
         initial_delay_s: Upper bound of the first delay, in seconds; each further one doubles.
         max_delay_s: Upper bound of every delay, in seconds.
+        resume_s: How long a completion is resumed without progress, in seconds, once the cluster was there.
     """
 
     max_attempts: int = 5
     initial_delay_s: float = 0.2
     max_delay_s: float = 2.0
+    resume_s: float = 60.0
 
     def __post_init__(self) -> None:
         if self.max_attempts < 1:
@@ -62,7 +65,9 @@ class RetryPolicy:
 
     def delay_s(self, attempt: int) -> float:
         """Return the delay after attempt number `attempt` (from 0); jittered, so that clients spread out."""
-        return min(self.max_delay_s, self.initial_delay_s * 2.0**attempt) * random.uniform(0.5, 1.0)
+        return min(self.max_delay_s, self.initial_delay_s * 2.0 ** min(attempt, 64)) * random.uniform(
+            0.5, 1.0
+        )
 
 
 class Transport:
@@ -72,8 +77,13 @@ class Transport:
         address: host:port of the gRPC API.
         api_key: Sent as bearer token; None sends none.
         timeout_s: Deadline of calls that name none, in seconds.
-        retry: How often a call is tried again while nothing of it has arrived.
+        retry: How often a call is made again.
         credentials: TLS credentials; None is plain text.
+
+    Attributes:
+        retry: The policy.
+        is_closed: Whether it was closed.
+        has_answered: Whether a cluster has ever answered a call.
 
     Raises:
         InvalidArgumentError: A malformed address, key or timeout.
@@ -97,61 +107,72 @@ class Transport:
                 raise InvalidArgumentError("api_key", "a key that is not shown", "printable ASCII characters")
             self._metadata.append(("authorization", f"Bearer {api_key}"))
         self._timeout_s = _check_timeout(timeout_s)
-        self._retry = retry
+        self.retry = retry
         self._credentials = credentials
         self._channel: grpc.aio.Channel | None = None
         self._stub: GenerationServiceStub | None = None
-        self._closed = False
+        self.is_closed = False
+        self.has_answered = False
 
-    async def stream(
-        self, method: str, request: object, timeout_s: float | None = None
-    ) -> AsyncGenerator[Any, None]:
-        """Call `method` of the service and yield its messages; closing the generator cancels the call.
+    def deadline(self, timeout_s: float | None) -> float:
+        """Return the `time.monotonic()` at which a call that starts now ends; None: the transport's own.
 
-        A call that fails with UNAVAILABLE before its first message is tried again within its deadline. So is
-        one that somebody else than the caller cancelled: that is how a proxy reports a replica that died.
+        Raises:
+            InvalidArgumentError: It is no number of seconds above 0.
+        """
+        return time.monotonic() + _check_timeout(self._timeout_s if timeout_s is None else timeout_s)
+
+    async def attempt(self, method: str, request: object, deadline: float) -> AsyncGenerator[Any, None]:
+        """Call `method` of the service once and yield its messages; closing the generator cancels the call.
 
         Raises:
             GammarayError: The subclass that fits the status.
         """
-        deadline = time.monotonic() + _check_timeout(self._timeout_s if timeout_s is None else timeout_s)
-        attempt, started = 0, False
-        while True:
-            call = self._rpc(method)(request, timeout=deadline - time.monotonic(), metadata=self._metadata)
-            try:
-                async for message in _only(call) if isinstance(call, grpc.aio.UnaryUnaryCall) else call:
-                    started = True
-                    yield message
-                return
-            except asyncio.CancelledError:
-                # Closing the channel ends its calls this way too, though nobody cancelled the task.
-                if self._closed:
-                    raise CancelledError("the client was closed") from None
-                raise
-            except grpc.aio.AioRpcError as failure:
-                error = error_from_rpc(failure)
-                delay_s = self._retry.delay_s(attempt)
-                attempt += 1
-                has_time = time.monotonic() + delay_s < deadline and attempt < self._retry.max_attempts
-                if started or self._closed or not isinstance(error, _PASSING) or not has_time:
-                    raise error from failure
-            finally:
-                call.cancel()
-            await asyncio.sleep(delay_s)
+        call = self._rpc(method)(request, timeout=deadline - time.monotonic(), metadata=self._metadata)
+        try:
+            async for message in _only(call) if isinstance(call, grpc.aio.UnaryUnaryCall) else call:
+                self.has_answered = True
+                yield message
+        except asyncio.CancelledError:
+            # Closing the channel ends its calls this way too, though nobody cancelled the task.
+            if self.is_closed:
+                raise CancelledError("the client was closed") from None
+            raise
+        except grpc.aio.AioRpcError as failure:
+            raise error_from_rpc(failure) from failure
+        finally:
+            call.cancel()
 
     async def unary(self, method: str, request: object, timeout_s: float | None = None) -> Any:
-        """Call `method` of the service and return its only message; otherwise as `stream`."""
-        async with aclosing(self.stream(method, request, timeout_s)) as messages:
-            return await anext(messages)
+        """Call `method` of the service, which must be idempotent, and return its only message.
+
+        A call that fails with UNAVAILABLE is tried again within its deadline. So is one that somebody else
+        than the caller cancelled: that is how a proxy reports a replica that died.
+
+        Raises:
+            GammarayError: The subclass that fits the status.
+        """
+        deadline, attempt = self.deadline(timeout_s), 0
+        while True:
+            try:
+                async with aclosing(self.attempt(method, request, deadline)) as messages:
+                    return await anext(messages)
+            except _PASSING:
+                delay_s = self.retry.delay_s(attempt)
+                attempt += 1
+                has_time = time.monotonic() + delay_s < deadline and attempt < self.retry.max_attempts
+                if self.is_closed or not has_time:
+                    raise
+            await asyncio.sleep(delay_s)
 
     async def close(self) -> None:
         """Close the channel; calls in flight are cancelled."""
-        self._closed = True
+        self.is_closed = True
         if self._channel is not None:
             await self._channel.close(None)
 
     def _rpc(self, method: str) -> Any:
-        if self._closed:
+        if self.is_closed:
             raise RuntimeError("the client is closed")
         if self._stub is None:
             self._channel = self._dial()

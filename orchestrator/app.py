@@ -19,6 +19,7 @@ from gammaray.serving import APPLICATIONS
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.access import open_door
 from orchestrator.grpc_api import GenerationServicer, RpcContext
+from orchestrator.grpc_sessions import SessionServicer
 from orchestrator.http_api import create_app
 from orchestrator.proxies import find_proxies
 from orchestrator.service import Orchestrator
@@ -42,6 +43,7 @@ class OrchestratorDeployment:
         orchestrator = await Orchestrator.start(self._settings)
         authenticator = open_door(self._settings)
         self._servicer = GenerationServicer(orchestrator, find_proxies, authenticator)
+        self._sessions = SessionServicer(orchestrator.sessions, authenticator)
         return create_app(
             orchestrator,
             close=orchestrator.close,
@@ -60,6 +62,28 @@ class OrchestratorDeployment:
     async def GetStatus(self, request: pb.GetStatusRequest, grpc_context: RpcContext) -> pb.GetStatusResponse:
         """List the processes of the cluster."""
         return await self._servicer.get_status(request, grpc_context)
+
+    async def GetSession(
+        self, request: pb.GetSessionRequest, grpc_context: RpcContext
+    ) -> pb.GetSessionResponse:
+        """Tell what the store knows of a session."""
+        return await self._sessions.get_session(request, grpc_context)
+
+    async def ListSessions(
+        self, request: pb.ListSessionsRequest, grpc_context: RpcContext
+    ) -> pb.ListSessionsResponse:
+        """List the caller's sessions."""
+        return await self._sessions.list_sessions(request, grpc_context)
+
+    async def Cancel(self, request: pb.CancelRequest, grpc_context: RpcContext) -> pb.CancelResponse:
+        """End the current turn of a session."""
+        return await self._sessions.cancel(request, grpc_context)
+
+    async def DeleteSession(
+        self, request: pb.DeleteSessionRequest, grpc_context: RpcContext
+    ) -> pb.DeleteSessionResponse:
+        """Forget a session."""
+        return await self._sessions.delete_session(request, grpc_context)
 
 
 def build(settings: Mapping[str, Any], num_replicas: int = 1) -> Application:

@@ -20,7 +20,7 @@ from orchestrator.access import Authenticator, Caller
 from orchestrator.backend import Backend
 from orchestrator.grpc_handlers import Malformed, readable
 
-__all__ = ["GenerationServicer", "RpcContext"]
+__all__ = ["GenerationServicer", "RpcContext", "caller_of", "fail"]
 
 _logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class GenerationServicer:
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Stream one completion; cancelling the call cancels it."""
         try:
-            caller = self._caller(context)
+            caller = caller_of(context, self._authenticator)
             chunks = self._backend.generate(request_from_proto(readable(request)), caller)
             async with aclosing(chunks):
                 async for chunk in chunks:
@@ -86,7 +86,7 @@ class GenerationServicer:
     async def get_status(self, _: pb.GetStatusRequest, context: RpcContext) -> pb.GetStatusResponse:
         """List the processes of the cluster."""
         try:
-            self._caller(context)
+            caller_of(context, self._authenticator)
             processes = await self._backend.status()
             processes.extend(await asyncio.to_thread(self._find_proxies))
         except Exception as error:
@@ -94,15 +94,16 @@ class GenerationServicer:
             return pb.GetStatusResponse()
         return pb.GetStatusResponse(processes=[process_to_proto(process) for process in processes])
 
-    def _caller(self, context: RpcContext) -> Caller:
-        """Return who calls; every method asks first.
 
-        Raises:
-            UnauthenticatedError: A stranger.
-        """
-        metadata = context.invocation_metadata() or ()
-        headers = {name: value for name, value in metadata if isinstance(value, str)}
-        return self._authenticator.identify(headers, context.peer())
+def caller_of(context: RpcContext, authenticator: Authenticator) -> Caller:
+    """Return who calls; every method asks first.
+
+    Raises:
+        UnauthenticatedError: A stranger.
+    """
+    metadata = context.invocation_metadata() or ()
+    headers = {name: value for name, value in metadata if isinstance(value, str)}
+    return authenticator.identify(headers, context.peer())
 
 
 def fail(context: RpcContext, error: Exception) -> None:

@@ -190,6 +190,7 @@ class Orchestrator:
         except CancelledError:
             yield progress.piece((), "", FinishReason.CANCELLED)
         finally:
+            session.state = _heritage(progress, ladder, verifier).to_bytes()
             ladder.release(session)
             verifier.release(session)
 

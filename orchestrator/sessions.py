@@ -169,6 +169,8 @@ class Opener:
                 f"resume_from of session {request.session_id}: got {request.resume_from}, allowed: up to "
                 f"{len(stored.tokens)}, the tokens of turn {stored.turn}"
             )
+        heritage = Heritage.from_bytes(stored.state)
+        heritage.counters.catch_up(stored.origins)
         session = make_session(stored.session_id, began, stored.prompt, stored.max_tokens, self._tokenizer)
         session.epoch = stored.epoch
         return Opened(
@@ -177,7 +179,7 @@ class Opener:
             stored.tokens,
             request.resume_from,
             stored.finish_reason,
-            Heritage.from_bytes(stored.state),
+            heritage,
         )
 
 

@@ -29,6 +29,7 @@ from orchestrator.records import TokenRecords
 from orchestrator.redis_calls import BatchedScript, answer
 from orchestrator.session import Session
 from orchestrator.stored import StoredSession, fields_of, index_of, keys_of, parse, tenant_of
+from orchestrator.trace_store import trace_keys
 
 __all__ = ["LEASE_S", "RedisStore", "StoredSession"]
 
@@ -226,6 +227,7 @@ class RedisStore:
         """
         pipeline = self._redis.pipeline(transaction=False)
         pipeline.delete(*keys_of(session_id))
+        pipeline.delete(*trace_keys(session_id))
         pipeline.srem(RUNNING, session_id)
         pipeline.zrem(index_of(tenant_of(session_id)), session_id)
         return bool((await answer(pipeline.execute()))[0])

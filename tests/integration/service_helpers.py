@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+import subprocess
+import sys
+from contextlib import asynccontextmanager, contextmanager
 
 from gammaray.config import OrchestratorSettings
 from gammaray.types import GenerationRequest, SamplingParams
@@ -38,3 +40,16 @@ def tokens_of(chunks) -> list[int]:
 
 def text_of(chunks) -> str:
     return "".join(chunk.text for chunk in chunks)
+
+
+@contextmanager
+def worker_process(role: str):
+    """Run a worker with the demo pair; yields its process and address."""
+    command = [sys.executable, "-m", f"services.{role}", "--model", "demo", "--listen", "127.0.0.1:0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().split()[-1]
+    finally:
+        process.kill()
+        process.communicate()

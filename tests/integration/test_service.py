@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-import subprocess
-import sys
 import time
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 from redis_helpers import running_redis
-from service_helpers import PROMPTS, SEEDED, complete, running, text_of, tokens_of
+from service_helpers import PROMPTS, SEEDED, complete, running, text_of, tokens_of, worker_process
 
 from gammaray.errors import (
     FailedPreconditionError,
@@ -33,19 +31,6 @@ from orchestrator.tokenizer import resolve_model
 pytestmark = pytest.mark.integration
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
-
-
-@contextmanager
-def worker_process(role: str):
-    """Run a worker with the demo pair; yields its process and address."""
-    command = [sys.executable, "-m", f"services.{role}", "--model", "demo", "--listen", "127.0.0.1:0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield process, process.stdout.readline().split()[-1]
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.fixture(scope="module")

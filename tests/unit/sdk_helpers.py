@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 
 import grpc
 from grpc_status import rpc_status
@@ -77,6 +79,12 @@ def last(text: str, *tokens: EmittedToken) -> Chunk:
     return Chunk("s1", text, tokens or (token(text),), 9, FinishReason.STOP, USAGE, SUMMARY)
 
 
+def numbered(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Return chunks with their offsets, as the service sends them."""
+    starts = itertools.accumulate((len(chunk.tokens) for chunk in chunks), initial=0)
+    return [replace(chunk, offset=start) for chunk, start in zip(chunks, starts, strict=False)]
+
+
 def answer(*chunks: Chunk) -> GenerateBehaviour:
     """Answer every request with these chunks."""
 
@@ -140,8 +148,10 @@ class ScriptedService(GenerationServiceServicer):
         self.arrived.set()
         ended = False
         try:
+            offset = request.resume_from
             async for chunk in self._generate(request, len(self.requests) - 1):
-                yield chunk_to_proto(chunk)
+                yield chunk_to_proto(replace(chunk, offset=offset))
+                offset += len(chunk.tokens)
             ended = True
         except GammarayError as error:
             ended = True

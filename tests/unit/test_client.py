@@ -15,6 +15,7 @@ from sdk_helpers import (
     endless,
     happens,
     last,
+    numbered,
     piece,
     serve,
     silent,
@@ -39,7 +40,7 @@ from gammaray.convert import request_to_proto
 async def test_generate_several_chunks_yields_them_as_sent():
     chunks = [piece("Hello"), piece(", "), last("world", token("world", logprob=-0.5))]
     async with serve(ScriptedService(answer(*chunks))) as address, AsyncClient(address) as client:
-        assert [chunk async for chunk in client.generate("Hi")] == chunks
+        assert [chunk async for chunk in client.generate("Hi")] == numbered(chunks)
 
 
 async def test_generate_options_reach_the_server():
@@ -51,6 +52,8 @@ async def test_generate_options_reach_the_server():
     sampling = SamplingParams(temperature=0.5, seed=3)
     expected = request_to_proto(GenerationRequest("Hi", sampling=sampling, max_tokens=5, stop=("a", "b")))
     expected.gamma.fixed = 4
+    expected.session_id = service.requests[0].session_id  # drawn by the client, to find its way back
+    assert expected.session_id
     assert service.requests == [expected]
 
 

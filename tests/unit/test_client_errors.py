@@ -96,7 +96,7 @@ async def test_error_of_each_class_arrives_as_it_was_raised(error):
 @pytest.mark.parametrize("error", ERRORS, ids=IDS)
 async def test_error_of_each_class_after_a_chunk_arrives_too(error):
     async with serve(ScriptedService(refuse(error, piece("first")))) as address:
-        async with AsyncClient(address, retry=FAST_RETRY) as client:
+        async with AsyncClient(address, retry=NO_RETRY) as client:
             chunks = client.generate("Hi")
             assert (await anext(chunks)).text == "first"
             with pytest.raises(type(error)) as caught:
@@ -203,16 +203,11 @@ async def test_retry_failure_before_the_first_chunk_is_tried_again(error):
         completion = await client.complete("Hi", seed=4)
     assert completion.text == "done"
     assert len(service.requests) == 3
-    assert service.requests[0] == service.requests[2]
-
-
-@pytest.mark.parametrize("error", [UnavailableError("gone"), CancelledError("gone")])
-async def test_retry_failure_after_the_first_chunk_is_raised(error):
-    service = ScriptedService(refuse(error, piece("first")))
-    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
-        with pytest.raises(type(error)):
-            await client.complete("Hi")
-    assert len(service.requests) == 1
+    first, second, third = service.requests
+    assert not first.HasField("resume_from")
+    assert second == third
+    second.ClearField("resume_from")  # 0: the first call may have begun the session, or not
+    assert first == second
 
 
 @pytest.mark.parametrize(

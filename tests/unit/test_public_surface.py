@@ -15,7 +15,14 @@ from gammaray.v1 import generation_service_pb2 as pb
 ROOT = Path(gammaray.__file__).parents[1]
 
 # RPC of GenerationService -> method of the clients that calls it
-METHODS = {"Generate": "generate", "GetStatus": "status"}
+METHODS = {
+    "Generate": "generate",
+    "GetStatus": "status",
+    "GetSession": "get_session",
+    "ListSessions": "list_sessions",
+    "Cancel": "cancel",
+    "DeleteSession": "delete_session",
+}
 
 
 def test_all_is_frozen_and_sorted():
@@ -42,6 +49,8 @@ def test_all_is_frozen_and_sorted():
         "ResourceExhaustedError",
         "RetryPolicy",
         "SamplingParams",
+        "SessionInfo",
+        "SessionState",
         "SpeculationSummary",
         "TokenOrigin",
         "TopLogprob",

@@ -18,6 +18,7 @@ from sdk_helpers import (
     answer,
     endless,
     last,
+    numbered,
     piece,
     refuse,
     serve_in_thread,
@@ -37,7 +38,7 @@ from gammaray import (
 def test_sync_generate_yields_chunks():
     chunks = [piece("a"), piece("b"), last("c")]
     with serve_in_thread(ScriptedService(answer(*chunks))) as address, Client(address) as client:
-        assert list(client.generate("Hi", seed=1)) == chunks
+        assert list(client.generate("Hi", seed=1)) == numbered(chunks)
 
 
 def test_sync_complete_status_and_wait_ready_answer():

@@ -1,0 +1,127 @@
+"""Streams that survive: a completion goes on behind its last token when its call breaks.
+
+Tokens are stored before a client sees them, under the name of a session. So a call that ends before the
+completion does is made again from the next token on; whichever orchestrator gets it takes the session over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+
+from gammaray import convert
+from gammaray.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    GammarayError,
+    InternalError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from gammaray.rpc_errors import is_from_gammaray
+from gammaray.transport import Transport
+from gammaray.types import Chunk, GenerationRequest
+
+__all__ = ["stream_completion"]
+
+
+async def stream_completion(
+    transport: Transport, request: GenerationRequest, timeout_s: float | None
+) -> AsyncGenerator[Chunk, None]:
+    """Yield the pieces of a completion; closing the generator ends the call.
+
+    Args:
+        transport: Makes the calls.
+        request: What to generate, or which session to resume from where. Gets a session name if it has none.
+        timeout_s: Deadline of the whole completion; None is the transport's.
+
+    Raises:
+        GammarayError: A failure that trying again does not cure, or not in time; see `RetryPolicy`.
+    """
+    request = replace(request, session_id=request.session_id or uuid.uuid4().hex)
+    patience = _Patience(transport, transport.deadline(timeout_s))
+    offset = request.resume_from or 0
+    while True:
+        try:
+            message = convert.request_to_proto(request)
+            async with aclosing(transport.attempt("Generate", message, patience.deadline)) as messages:
+                async for piece in messages:
+                    chunk = convert.chunk_from_proto(piece)
+                    if chunk.offset != offset:
+                        raise _BrokenServerError(f"the server went on at token {chunk.offset}, not {offset}")
+                    offset += len(chunk.tokens)
+                    patience.progressed()
+                    yield chunk
+                    if chunk.finish_reason is not None:
+                        return
+            raise _BrokenServerError("the server ended the stream without a finish reason")
+        except GammarayError as error:
+            pause_s = patience.pause_s(error)
+        await asyncio.sleep(pause_s)
+        request = replace(request, resume_from=offset)
+
+
+class _BrokenServerError(InternalError):
+    """The server does not keep to the protocol; it would not the next time either."""
+
+
+class _Patience:
+    """How long a completion is tried for.
+
+    Args:
+        transport: Of the calls.
+        deadline: `time.monotonic()` of the end.
+    """
+
+    def __init__(self, transport: Transport, deadline: float) -> None:
+        self.deadline = deadline
+        self._transport, self._policy = transport, transport.retry
+        self._since, self._failures, self._internal = time.monotonic(), 0, 0
+        self._has_started = False
+
+    def progressed(self) -> None:
+        """A piece has come."""
+        self._since, self._failures, self._internal = time.monotonic(), 0, 0
+        self._has_started = True
+
+    def pause_s(self, error: GammarayError) -> float:
+        """Return how long to wait before the next call.
+
+        Raises:
+            GammarayError: `error`, when there is none.
+        """
+        pause_s = self._policy.delay_s(self._failures)
+        if isinstance(error, ResourceExhaustedError):
+            pause_s = max(pause_s, error.retry_after_s)
+        self._failures += 1
+        self._internal += isinstance(error, InternalError)
+        resume_at = time.monotonic() + pause_s
+        if not self._is_passing(error) or self._is_over(resume_at) or resume_at >= self.deadline:
+            raise error
+        return pause_s
+
+    def _is_over(self, resume_at: float) -> bool:
+        policy = self._policy
+        if policy.max_attempts == 1 or self._internal >= policy.max_attempts:
+            return True
+        if self._has_started or self._transport.has_answered:
+            return resume_at - self._since > policy.resume_s
+        return self._failures >= policy.max_attempts  # nobody was ever there
+
+    def _is_passing(self, error: GammarayError) -> bool:
+        """Whether the failure may be one of a process that died, and not an answer."""
+        if self._transport.is_closed or isinstance(error, _BrokenServerError):
+            return False
+        if isinstance(error, (UnavailableError, CancelledError)):
+            return True
+        is_answer = is_from_gammaray(error)
+        if isinstance(error, InternalError):
+            return self._has_started or not is_answer
+        if isinstance(error, NotFoundError):  # a proxy that was restarted and knows no application yet
+            return not is_answer and self._transport.has_answered
+        return self._has_started and isinstance(error, (ResourceExhaustedError, DeadlineExceededError))

@@ -1,0 +1,313 @@
+"""Sessions that change hands: two orchestrators, real workers of the demo pair, a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+from redis_helpers import running_redis
+from service_helpers import PROMPTS, SEEDED, complete, running, text_of, tokens_of, worker_process
+
+from gammaray.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from gammaray.sessions import SessionState
+from gammaray.types import FinishReason, GammaPolicy, GenerationRequest, SamplingParams, TokenOrigin
+from orchestrator.access import ANONYMOUS
+from orchestrator.sessions import REPLAY_TOKENS
+from orchestrator.stored import keys_of
+
+pytestmark = pytest.mark.integration
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+NAMES = iter(f"resume-{number}" for number in range(10_000))
+
+
+@pytest.fixture(scope="module")
+def redis_server():
+    with running_redis() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def workers():
+    with worker_process("target") as (_, target), worker_process("draft") as (_, draft):
+        yield target, draft
+
+
+@asynccontextmanager
+async def two_orchestrators(redis_server, workers):
+    async with running(redis_server, *workers) as one, running(redis_server, *workers) as other:
+        yield one, other
+
+
+@pytest.fixture
+async def pair(redis_server, workers):
+    async with two_orchestrators(redis_server, workers) as pair:
+        yield pair
+
+
+def request_of(prompt=PROMPTS[0], **fields):
+    fields = {"sampling": SEEDED, "max_tokens": 48, "ignore_eos": True, "session_id": next(NAMES), **fields}
+    return GenerationRequest(prompt, **fields)
+
+
+async def first_chunks(orchestrator, request, count):
+    """Return the first chunks of a completion whose client then goes away."""
+    chunks = []
+    async with aclosing(orchestrator.generate(request)) as stream:
+        async for chunk in stream:
+            chunks.append(chunk)
+            if len(chunks) == count:
+                break
+    return chunks
+
+
+def resumed(request, chunks):
+    return dataclasses.replace(request, resume_from=len(tokens_of(chunks)))
+
+
+def undisturbed(request):
+    return dataclasses.replace(request, session_id=next(NAMES))
+
+
+async def settled(orchestrator):
+    await asyncio.gather(*orchestrator._keeper._tasks)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"sampling": GREEDY},
+        {"num_top_logprobs": 2, "gamma": GammaPolicy(3)},
+        {"prompt": "# naïve café — 日本語\ns = '", "max_tokens": 40},
+    ],
+    ids=["temperature-1", "greedy", "logprobs", "unicode"],
+)
+async def test_resume_on_another_orchestrator_changes_nothing(pair, fields):
+    one, other = pair
+    request = request_of(**fields)
+    whole = await complete(one, undisturbed(request))
+    chunks, turn = await first_chunks(one, request, 2), 0
+    while chunks[-1].finish_reason is None:
+        turn += 1
+        rest = await first_chunks((other, one)[turn % 2], resumed(request, chunks), 3)
+        assert rest[0].offset == len(tokens_of(chunks))
+        chunks += rest
+    assert turn > 2
+    assert text_of(chunks) == text_of(whole)
+    told, wanted = ([token for chunk in c for token in chunk.tokens] for c in (chunks, whole))
+    assert [token.token_id for token in told] == [token.token_id for token in wanted]
+    assert [token.token_bytes for token in told] == [token.token_bytes for token in wanted]
+    if "num_top_logprobs" in fields:
+        assert [t.logprob for t in told] == pytest.approx([t.logprob for t in wanted], abs=1e-4)
+        assert all(len(token.top_logprobs) == 2 for token in told)
+    usage = chunks[-1].usage
+    assert usage.completion_tokens == len(told)
+    assert usage.accepted_prediction_tokens == sum(t.origin is TokenOrigin.ACCEPTED for t in told)
+    assert chunks[-1].seed == whole[-1].seed
+
+
+async def test_resume_finished_turn_from_every_place(pair):
+    one, other = pair
+    text = text_of(await complete(one, undisturbed(request_of(sampling=GREEDY))))
+    stop = text[len(text) * 2 // 3 :][:4]
+    request = request_of(sampling=GREEDY, stop=(stop,))
+    chunks = await complete(one, request)
+    assert chunks[-1].finish_reason is FinishReason.STOP
+    for count in range(len(chunks) + 1):
+        (*_, last) = rest = await complete(other, resumed(request, chunks[:count]))
+        assert text_of(chunks[:count]) + text_of(rest) == text_of(chunks)
+        assert tokens_of(chunks[:count]) + tokens_of(rest) == tokens_of(chunks)
+        assert last.finish_reason is FinishReason.STOP
+        assert last.usage.completion_tokens == len(tokens_of(chunks))
+    info, tokens = await other.sessions.get(request.session_id, ANONYMOUS)
+    assert (info.state, info.finish_reason, info.epoch) == (SessionState.FINISHED, FinishReason.STOP, 1)
+    assert [token.token_id for token in tokens] == tokens_of(chunks)
+
+
+async def test_resume_of_much_comes_in_pieces(pair):
+    one, other = pair
+    request = request_of(max_tokens=2 * REPLAY_TOKENS + 10)
+    chunks = await complete(one, request)
+    rest = await complete(other, dataclasses.replace(request, resume_from=0))
+    assert [len(chunk.tokens) for chunk in rest] == [REPLAY_TOKENS, REPLAY_TOKENS, 10]
+    assert text_of(rest) == text_of(chunks)
+
+
+async def test_takeover_ends_the_former_owner_and_loses_nothing(pair):
+    one, other = pair
+    request = request_of(max_tokens=400)
+    whole = await complete(one, undisturbed(request))
+    async with aclosing(one.generate(request)) as stream:
+        chunks = [await anext(stream) for _ in range(3)]
+        rest = other.generate(resumed(request, chunks))  # the client came back elsewhere
+        chunks.append(await anext(rest))
+        with pytest.raises(FailedPreconditionError, match="another owner"):
+            async for _ in stream:
+                pass
+    await settled(one)
+    async for chunk in rest:
+        chunks.append(chunk)
+    assert tokens_of(chunks) == tokens_of(whole)
+    assert text_of(chunks) == text_of(whole)
+    info, _ = await one.sessions.get(request.session_id, ANONYMOUS)
+    assert info.epoch == 2
+    assert info.state is SessionState.FINISHED
+
+
+async def test_resume_does_not_start_cold(pair):
+    one, other = pair
+    request = request_of(max_tokens=300)
+    chunks = await first_chunks(one, request, 30)
+    await settled(one)
+    opened = await other._opener.open(resumed(request, chunks), other.max_context)
+    heritage = opened.heritage
+    (accepted, tested) = next(counts for counts in heritage.acceptance.values() if counts[1])
+    assert 0 < sum(accepted) <= sum(tested)
+    assert heritage.counters.cycles >= 25
+    links = other._fleet.targets.links, other._fleet.drafts.links
+    assert heritage.target in links[0]
+    assert heritage.draft in links[1]
+
+
+async def test_resume_what_cannot_be_is_refused(pair):
+    one, other = pair
+    request = request_of(max_tokens=300)
+    chunks = await first_chunks(one, request, 3)
+    await settled(one)
+    refused = {
+        "begun turn 0 already|exists already": request,
+        "another request": dataclasses.replace(request, prompt="else", resume_from=1),
+        "allowed: up to": dataclasses.replace(request, resume_from=10_000),
+        "turn .* got 1, turn 0 has not finished": dataclasses.replace(request, turn=1),
+        "turn .* got 2": dataclasses.replace(request, turn=2, resume_from=0),
+    }
+    for match, bad in refused.items():
+        with pytest.raises(FailedPreconditionError, match=match):
+            await complete(other, bad)
+    with pytest.raises(NotFoundError):
+        await complete(other, dataclasses.replace(request, session_id="nobody", resume_from=1))
+    with pytest.raises(NotFoundError):
+        await complete(other, dataclasses.replace(request, session_id="nobody", prompt="", resume_from=0))
+    with pytest.raises(InvalidArgumentError, match="session_id"):
+        await complete(other, dataclasses.replace(request, session_id="", resume_from=0))
+    rest = await complete(other, GenerationRequest("", session_id=request.session_id, resume_from=3))
+    assert tokens_of(rest)[: len(tokens_of(chunks)) - 3] == tokens_of(chunks)[3:]
+
+
+async def test_resume_from_nothing_begins_the_session_once(pair):
+    """What a client asks for when its very first call broke, whether it had reached anybody or not."""
+    one, other = pair
+    request = request_of()
+    whole = await complete(one, undisturbed(request))
+    begun = await complete(one, dataclasses.replace(request, resume_from=0))
+    again = await complete(other, dataclasses.replace(request, resume_from=0))
+    assert tokens_of(begun) == tokens_of(again) == tokens_of(whole)
+
+
+async def test_turns_continue_a_session_and_reuse_its_cache(pair):
+    one, other = pair
+    request = request_of(max_tokens=20, keep_cache_s=30.0)
+    first = await complete(one, request)
+    assert await sessions_on(one) == 2  # target and draft keep it
+    second = dataclasses.replace(request, prompt="\n\ndef second(", turn=1, keep_cache_s=0.0)
+    chunks = await first_chunks(other, second, 2)
+    chunks += await complete(one, resumed(second, chunks))
+    assert all(chunk.turn == 1 for chunk in chunks)
+    before = (*one.encode(PROMPTS[0]), *tokens_of(first))
+    prompt = before + tuple(one._tokenizer.encode("\n\ndef second(", is_start=False))
+    plain = await complete(one, undisturbed(request_of(prompt, max_tokens=20)))
+    assert tokens_of(chunks) == tokens_of(plain)
+    assert chunks[-1].usage.prompt_tokens == len(prompt)
+    assert await sessions_on(one) == 0
+    with pytest.raises(FailedPreconditionError, match="turn 1 has finished"):
+        await complete(one, resumed(request, first))
+
+
+async def sessions_on(orchestrator, timeout_s=5.0):
+    """Return how many sessions the workers hold, once no release is on its way any more."""
+    held = -1
+    for _ in range(round(timeout_s / 0.2)):
+        infos = []
+        for pool in (orchestrator._fleet.targets, orchestrator._fleet.drafts):
+            for link in pool.links.values():
+                import grpc
+
+                async with grpc.aio.insecure_channel(link.address) as channel:
+                    infos.append(await pool._protocol.get_info(channel, 5.0))
+        before, held = held, sum(info.num_sessions for info in infos)
+        if held == before:
+            return held
+        await asyncio.sleep(0.2)
+    raise AssertionError("the number of sessions keeps changing")
+
+
+async def test_cancel_ends_the_stream_and_stays(pair):
+    one, other = pair
+    request = request_of(max_tokens=1500)
+    async with aclosing(one.generate(request)) as stream:
+        chunks = [await anext(stream) for _ in range(3)]
+        info = await other.sessions.cancel(request.session_id, ANONYMOUS)
+        assert (info.state, info.finish_reason) == (SessionState.FINISHED, FinishReason.CANCELLED)
+        async for chunk in stream:
+            chunks.append(chunk)
+    assert chunks[-1].finish_reason is FinishReason.CANCELLED
+    assert len(tokens_of(chunks)) < 1500
+    assert await sessions_on(one) == 0
+    rest = await complete(other, resumed(request, chunks[:2]))
+    assert rest[-1].finish_reason is FinishReason.CANCELLED
+    with pytest.raises(NotFoundError):
+        await other.sessions.cancel("nobody", ANONYMOUS)
+
+
+async def test_delete_ends_the_stream_and_leaves_nothing(pair):
+    one, other = pair
+    request = request_of(max_tokens=1500)
+    async with aclosing(one.generate(request)) as stream:
+        await anext(stream)
+        assert await other.sessions.delete(request.session_id, ANONYMOUS)
+        with pytest.raises(NotFoundError, match="deleted or has expired"):
+            async for _ in stream:
+                pass
+    await settled(one)
+    assert not await other.sessions.delete(request.session_id, ANONYMOUS)
+    assert await one._redis.exists(*keys_of(request.session_id)) == 0
+    assert request.session_id not in [info.session_id for info in await one.sessions.recent(9, ANONYMOUS)]
+    assert await sessions_on(one) == 0
+
+
+async def test_list_has_the_latest_first(pair):
+    one, other = pair
+    requests = [request_of(max_tokens=3) for _ in range(3)]
+    for request in requests:
+        await complete(one, request)
+        await settled(one)
+    names = [info.session_id for info in await other.sessions.recent(3, ANONYMOUS)]
+    assert names == [request.session_id for request in reversed(requests)]
+    with pytest.raises(InvalidArgumentError, match="limit"):
+        await other.sessions.recent(1001, ANONYMOUS)
+
+
+async def test_reaper_frees_what_a_dead_owner_left(pair):
+    one, other = pair
+    request = request_of(max_tokens=1500)
+    stream = one.generate(request)
+    chunks = [await anext(stream) for _ in range(3)]
+    # The owner freezes: no more signs of life, and its lease is over.
+    one._keeper._held.clear()
+    key = f"gammaray:session:{{{request.session_id}}}"
+    await one._redis.hset(key, "lease", round((time.time() - 1) * 1e3))
+    await other._keeper._reap_all()
+    info, _ = await other.sessions.get(request.session_id, ANONYMOUS)
+    assert info.state is SessionState.DETACHED
+    assert await other._store.running() == []
+    # It was only slow: it feeds the workers again, and goes on.
+    chunks.append(await anext(stream))
+    await stream.aclose()
+    await settled(one)
+    rest = await complete(other, dataclasses.replace(resumed(request, chunks)))
+    whole = await complete(one, undisturbed(request))
+    assert tokens_of(chunks + rest) == tokens_of(whole)

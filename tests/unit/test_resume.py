@@ -1,0 +1,200 @@
+"""Completions that go on when their call breaks: what the client asks for, and when it gives up."""
+
+import grpc
+import pytest
+from sdk_helpers import FAST_RETRY, NO_RETRY, ScriptedService, answer, last, piece, refuse, serve, token
+
+from gammaray import AsyncClient, Client, RetryPolicy
+from gammaray.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    GammarayError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+
+WORDS = ["one ", "two ", "three ", "four ", "five"]
+PASSING = [UnavailableError("gone"), CancelledError("replica died"), InternalError("actor died")]
+HASTY = RetryPolicy(max_attempts=4, initial_delay_s=0.01, max_delay_s=0.02, resume_s=0.3)
+
+
+def breaking(*breaks):
+    """Answer with `WORDS` from where the client is; attempt i fails with breaks[i] = (after, error)."""
+
+    async def behaviour(request, attempt):
+        for number, word in list(enumerate(WORDS))[request.resume_from :]:
+            if attempt < len(breaks) and breaks[attempt][0] == number:
+                raise breaks[attempt][1]
+            yield last(word) if number == len(WORDS) - 1 else piece(word)
+
+    return behaviour
+
+
+def pieces_of(chunks):
+    return [chunk.text for chunk in chunks]
+
+
+@pytest.mark.parametrize("error", PASSING, ids=lambda error: type(error).__name__)
+async def test_resume_goes_on_behind_the_last_token(error):
+    service = ScriptedService(breaking((2, error), (2, error), (4, error)))
+    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
+        chunks = [chunk async for chunk in client.generate("Hi", seed=3)]
+    assert pieces_of(chunks) == WORDS
+    assert [chunk.offset for chunk in chunks] == [0, 1, 2, 3, 4]
+    assert [request.resume_from for request in service.requests] == [0, 2, 2, 4]
+    assert [request.HasField("resume_from") for request in service.requests] == [False, True, True, True]
+    assert len({request.session_id for request in service.requests}) == 1
+    assert {request.text for request in service.requests} == {"Hi"}
+
+
+def test_resume_blocking_client_goes_on_too():
+    from sdk_helpers import serve_in_thread
+
+    service = ScriptedService(breaking((3, UnavailableError("gone"))))
+    with serve_in_thread(service) as address, Client(address, retry=FAST_RETRY) as client:
+        assert pieces_of(client.generate("Hi")) == WORDS
+
+
+async def test_resume_counts_tokens_and_not_pieces():
+    async def behaviour(request, attempt):
+        if attempt == 0:
+            yield piece("ab", token("a"), token("b"), token("c"))
+            raise UnavailableError("gone")
+        yield last("cd")
+
+    service = ScriptedService(behaviour)
+    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
+        assert (await client.complete("Hi")).text == "abcd"
+    assert service.requests[1].resume_from == 3
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FailedPreconditionError("another owner"),
+        NotFoundError("expired"),
+        InvalidArgumentError("prompt", "x", "y"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_resume_answers_are_final(error):
+    service = ScriptedService(breaking((2, UnavailableError("gone")), (2, error)))
+    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
+        with pytest.raises(type(error)):
+            await client.complete("Hi")
+    assert len(service.requests) == 2
+
+
+@pytest.mark.parametrize(
+    "error", [ResourceExhaustedError("full", 0.01), DeadlineExceededError("late worker")], ids=str
+)
+async def test_resume_waits_for_a_server_that_has_no_place(error):
+    service = ScriptedService(breaking((2, UnavailableError("gone")), (2, error)))
+    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
+        assert (await client.complete("Hi")).text == "".join(WORDS)
+
+
+async def test_resume_gives_up_without_progress():
+    service = ScriptedService(breaking(*[(2, UnavailableError("gone"))] * 1000))
+    async with serve(service) as address, AsyncClient(address, retry=HASTY) as client:
+        with pytest.raises(UnavailableError, match="gone"):
+            await client.complete("Hi")
+    assert 4 < len(service.requests) < 100
+
+
+async def test_resume_a_bug_is_not_tried_for_long():
+    service = ScriptedService(breaking(*[(2, InternalError("bug"))] * 1000))
+    async with serve(service) as address, AsyncClient(address, retry=HASTY) as client:
+        with pytest.raises(InternalError, match="bug"):
+            await client.complete("Hi")
+    assert len(service.requests) == HASTY.max_attempts
+
+
+async def test_resume_without_retries_is_off():
+    service = ScriptedService(breaking((2, UnavailableError("gone"))))
+    async with serve(service) as address, AsyncClient(address, retry=NO_RETRY) as client:
+        with pytest.raises(UnavailableError):
+            await client.complete("Hi")
+
+
+async def test_resume_cluster_that_was_there_is_waited_for_from_the_start():
+    """A new completion, of a client that knows its cluster, rides out more than `max_attempts` refusals."""
+    down = {"left": 0}
+
+    async def behaviour(request, attempt):
+        if down["left"]:
+            down["left"] -= 1
+            raise UnavailableError("restarting")
+        yield last("done")
+
+    policy = RetryPolicy(max_attempts=2, initial_delay_s=0.01, max_delay_s=0.01, resume_s=5)
+    async with serve(ScriptedService(behaviour)) as address, AsyncClient(address, retry=policy) as client:
+        await client.complete("Hi")
+        down["left"] = 6
+        assert (await client.complete("Hi")).text == "done"
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+async def test_resume_server_at_another_place_is_refused(shift):
+    class Shifted(ScriptedService):
+        async def Generate(self, request, context):
+            async for message in super().Generate(request, context):
+                message.offset = message.offset + shift if request.resume_from else message.offset
+                yield message
+
+    service = Shifted(breaking((2, UnavailableError("gone"))))
+    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
+        with pytest.raises(InternalError, match="went on at token"):
+            await client.complete("Hi")
+
+
+async def test_resume_by_hand_names_session_turn_and_offset():
+    service = ScriptedService(breaking())
+    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
+        chunks = [chunk async for chunk in client.resume("mine", turn=2, offset=3)]
+        with pytest.raises(InvalidArgumentError, match="session_id"):
+            client.resume("")
+        with pytest.raises(InvalidArgumentError, match="resume_from"):
+            client.resume("mine", offset=-1)
+    assert pieces_of(chunks) == WORDS[3:]
+    (request,) = service.requests
+    assert (request.session_id, request.turn, request.resume_from) == ("mine", 2, 3)
+    assert request.WhichOneof("prompt") != "token_ids"
+    assert request.text == ""
+
+
+async def test_resume_not_found_of_a_proxy_passes_and_of_the_server_does_not():
+    class Restarting(ScriptedService):
+        num_refused = 0
+
+        async def Generate(self, request, context):
+            if request.resume_from and self.num_refused < 3:
+                self.num_refused += 1
+                await context.abort(grpc.StatusCode.NOT_FOUND, "no such application")
+            async for message in super().Generate(request, context):
+                yield message
+
+    service = Restarting(breaking((2, UnavailableError("gone"))))
+    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
+        assert (await client.complete("Hi")).text == "".join(WORDS)
+        assert service.num_refused == 3
+    async with serve(ScriptedService(refuse(NotFoundError("no model")))) as address:
+        async with AsyncClient(address, retry=FAST_RETRY) as client:
+            with pytest.raises(GammarayError, match="no model"):
+                await client.complete("Hi")
+
+
+async def test_resume_closed_client_gives_up_at_once():
+    service = ScriptedService(answer(piece("first")))
+    async with serve(service) as address:
+        client = AsyncClient(address, retry=FAST_RETRY)
+        stream = client.generate("Hi")
+        await anext(stream)
+        await client.close()
+        with pytest.raises((CancelledError, InternalError)):
+            await anext(stream)
+    assert len(service.requests) == 1
