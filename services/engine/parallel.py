@@ -29,7 +29,7 @@ from services.engine.general import GeneralRunner
 from services.engine.kv_cache import CacheShape, CacheStore
 from services.engine.model import load_model
 from services.engine.parallel_checks import check_parallel
-from services.engine.parallel_group import RankSpec, join_group, leave_group
+from services.engine.parallel_group import RankSpec, check_alone, join_group, leave_group
 from services.engine.parallel_ranks import Ranks
 from services.engine.probe import probe_model
 
@@ -72,9 +72,11 @@ class ParallelEngine(Engine):
             InvalidArgumentError: The model's heads cannot be shared evenly, or there are too few devices.
             UnsupportedModelError: It cannot be served exactly so; the reason is in the error.
             NotFoundError: There is no such model.
+            FailedPreconditionError: There is a parallel engine in this process already.
             EngineLostError: A rank failed to start.
         """
         check_parallel(model, num_ranks, device)
+        check_alone()
         with RankSpec.make(model, num_ranks, device, dtype, threads, cache_budget_bytes, timeout_s) as spec:
             ranks = Ranks.start(spec)
             try:

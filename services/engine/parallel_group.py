@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from gammaray.errors import FailedPreconditionError
 
-__all__ = ["RankSpec", "join_group", "leave_group"]
+__all__ = ["RankSpec", "check_alone", "join_group", "leave_group"]
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,22 @@ class RankSpec:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def check_alone() -> None:
+    """Check that this process is in no group yet: torch knows one per process.
+
+    Raises:
+        FailedPreconditionError: It is.
+    """
+    if dist.is_initialized():
+        raise FailedPreconditionError("this process already takes part in a parallel model")
+
+
 def join_group(spec: RankSpec, rank: int) -> None:
     """Make this process one of the ranks; returns when all are there.
 
     Raises:
-        FailedPreconditionError: This process is part of a group already.
         torch.distributed.DistError: The others did not come in time.
     """
-    if dist.is_initialized():
-        raise FailedPreconditionError("this process already takes part in a parallel model")
     is_gpu = torch.cuda.is_available()
     if is_gpu:
         torch.cuda.set_device(rank)
