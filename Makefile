@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test lint protos bench chaos clean
+.PHONY: install demo test lint protos bench chaos fuzz clean
 install: $(STAMP)
 
 # torch goes first and by exact version: the plain PyPI build would bring gigabytes of CUDA.
@@ -34,6 +34,9 @@ bench: install  ## plain decoding, gammaray, transformers generate, assisted and
 
 chaos: install  ## kill and stop every kind of process under load for five minutes; ARGS="--minutes N --seed S"
 	$(BIN)/python tests/chaos $(ARGS)
+
+fuzz: install  ## hostile requests, frames, drafters and targets for ten minutes; ARGS="--seconds N --seed S"
+	$(BIN)/python tests/fuzz $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info

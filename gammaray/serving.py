@@ -47,6 +47,8 @@ SERVE_ENVIRONMENT: Final[Mapping[str, str]] = {
     # Ray's default of 15 makes every worker step back behind any other process of the machine.
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Of a public gRPC message; the default of 2 GiB lets one request fill the memory.
+    "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(16 * 2**20),
     # See services/__init__.py: fewer threads per message.
     "GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener",
 }

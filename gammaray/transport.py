@@ -22,10 +22,15 @@ from gammaray.errors import (
 from gammaray.rpc_errors import error_from_rpc
 from gammaray.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-__all__ = ["APPLICATION", "RetryPolicy", "Transport"]
+__all__ = ["APPLICATION", "MAX_TIMEOUT_MS", "TIMEOUT_HEADER", "RetryPolicy", "Transport"]
 
 APPLICATION = "gammaray"
 """Name of the Ray Serve application that answers; its proxies route by the `application` metadata."""
+
+TIMEOUT_HEADER = "gammaray-timeout-ms"
+"""Header and metadata: after how many milliseconds the caller gives up, in [1, MAX_TIMEOUT_MS]."""
+
+MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000
 
 CHANNEL_OPTIONS = (
     # A peer that vanishes without closing (a cut cable, a killed machine) is noticed within 40 seconds, where
@@ -128,7 +133,10 @@ class Transport:
         Raises:
             GammarayError: The subclass that fits the status.
         """
-        call = self._rpc(method)(request, timeout=deadline - time.monotonic(), metadata=self._metadata)
+        left_s = deadline - time.monotonic()
+        # Ray Serve does not tell its replicas the call's own deadline.
+        told = (TIMEOUT_HEADER, str(min(max(1, round(left_s * 1000)), MAX_TIMEOUT_MS)))
+        call = self._rpc(method)(request, timeout=left_s, metadata=[*self._metadata, told])
         try:
             async for message in _only(call) if isinstance(call, grpc.aio.UnaryUnaryCall) else call:
                 self.has_answered = True

@@ -18,19 +18,16 @@ from gammaray.checks import check_session_id
 from gammaray.config import OrchestratorSettings
 from gammaray.errors import InvalidArgumentError, UnauthenticatedError
 from gammaray.keys import ApiKey, hash_key, key_id_of, read_keys
+from gammaray.transport import MAX_TIMEOUT_MS, TIMEOUT_HEADER
 
-__all__ = ["ANONYMOUS", "PRIORITY_HEADER", "TIMEOUT_HEADER", "Authenticator", "Caller", "open_door"]
+__all__ = ["ANONYMOUS", "PRIORITY_HEADER", "Authenticator", "Caller", "open_door"]
 
 _log = logging.getLogger(__name__)
-
-TIMEOUT_HEADER = "gammaray-timeout-ms"
-"""Header and metadata: after how long the caller gives up. Serve does not tell gRPC's own deadline."""
 
 PRIORITY_HEADER = "gammaray-priority"
 """Header and metadata: which of a tenant's waiting requests go first; -10 to 10, default 0."""
 
 MAX_PRIORITY = 10
-MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000
 RELOAD_PERIOD_S = 0.5
 
 PROBE_TENANT = "gammaray-probe"
