@@ -1,0 +1,53 @@
+"""The drafter of a request: any rung of the ladder, over both APIs, the same text."""
+
+import pytest
+
+from gammaray import AsyncClient
+
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(300)]
+
+PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_every_drafter_says_the_same_and_the_summary_tells_who_it_was(cluster, temperature):
+    async with AsyncClient(cluster.grpc) as client:
+
+        async def run(drafter, **options):
+            options = {"seed": 7, "max_tokens": 96, "ignore_eos": True, "temperature": temperature, **options}
+            return await client.complete(PROMPT, drafter=drafter, **options)
+
+        plain = await run("none")
+        assert plain.summary.plain_cycles == plain.summary.cycles == 96
+        ngram = await run("ngram", gamma=4)
+        assert ngram.summary.ngram_cycles > 0
+        assert ngram.summary.model_cycles == ngram.summary.fallback_cycles == 0
+        assert ngram.summary.ngram_cycles + ngram.summary.plain_cycles == ngram.summary.cycles
+        model = await run("model", gamma=4)
+        assert model.summary.model_cycles > 0
+        assert model.summary.draft_workers == 1
+        assert model.text == ngram.text == plain.text
+
+
+@pytest.mark.parametrize("verification", ["rejection", "naive"])
+async def test_prompt_lookup_serves_every_verification_method(cluster, verification):
+    async with AsyncClient(cluster.grpc) as client:
+        options = {"drafter": "ngram", "gamma": 4, "seed": 7, "max_tokens": 96, "verification": verification}
+        first = await client.complete(PROMPT, ignore_eos=True, **options)
+        assert first.summary.ngram_cycles > 0
+        assert (await client.complete(PROMPT, ignore_eos=True, **options)).text == first.text
+
+
+def test_http_takes_the_drafter_and_tells_the_cycles(cluster):
+    def run(drafter):
+        body = {"gammaray": {"drafter": drafter, "gamma": 4}, "ignore_eos": True}
+        return cluster.openai().completions.create(
+            model="demo", prompt=PROMPT, max_tokens=64, seed=7, temperature=1, extra_body=body
+        )
+
+    plain, ngram = run("none"), run("ngram")
+    assert plain.choices[0].text == ngram.choices[0].text
+    told = ngram.gammaray["cycles_by_drafter"]
+    assert told["ngram"] > 0
+    assert told["model"] == 0
+    assert sum(told.values()) == ngram.gammaray["cycles"]
