@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from gammaray.types import Chunk, GenerationRequest, ProcessStatus
 from orchestrator.access import ANONYMOUS, Caller
+from orchestrator.session_calls import SessionCalls
 
 __all__ = ["Backend"]
 
@@ -17,6 +18,7 @@ class Backend(Protocol):
     model_name: str
     max_context: int
     vocab_size: int
+    sessions: SessionCalls
 
     def generate(
         self, request: GenerationRequest, caller: Caller = ANONYMOUS

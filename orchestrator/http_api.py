@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
 from gammaray.errors import CancelledError, NotFoundError, UnavailableError
-from orchestrator.access import Authenticator, Caller
+from orchestrator.access import Authenticator
 from orchestrator.backend import Backend
 from orchestrator.http_access import AccessControl, caller_of
 from orchestrator.http_bodies import MAX_BODY_BYTES, Bodies
@@ -22,6 +22,7 @@ from orchestrator.http_metrics import add_targets
 from orchestrator.http_models import ChatRequest, CompletionRequest, parse_body
 from orchestrator.http_requests import ChoicePlan, chat_choices, completion_choices
 from orchestrator.http_responses import ChatResponse, CompletionResponse, Response
+from orchestrator.http_resume import HEADER, EventId, recall, resumed
 from orchestrator.http_stream import EventStream, generate_all
 
 __all__ = ["MAX_BODY_BYTES", "create_app"]
@@ -67,7 +68,7 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: Bodies) -> None:
                 body = parse_body(CompletionRequest, data)
             plans = completion_choices(body, backend.max_context, backend.decode)
             response = CompletionResponse(backend.model_name, plans)
-            return await _generate(backend, plans, response, body, caller_of(request))
+            return await _generate(backend, plans, response, body, request)
 
         return await _guarded(answer)
 
@@ -79,7 +80,7 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: Bodies) -> None:
             prompt = backend.render_chat([message.model_dump() for message in body.messages])
             plans = chat_choices(body, prompt, backend.max_context)
             response = ChatResponse(backend.model_name, plans)
-            return await _generate(backend, plans, response, body, caller_of(request))
+            return await _generate(backend, plans, response, body, request)
 
         return await _guarded(answer)
 
@@ -126,12 +127,19 @@ async def _generate(
     plans: list[ChoicePlan],
     response: Response,
     body: CompletionRequest | ChatRequest,
-    caller: Caller,
+    request: Request,
 ) -> fastapi.Response:
+    caller, last_id = caller_of(request), request.headers.get(HEADER)
+    seen = None if last_id is None else EventId.parse(last_id)
+    if seen is not None:
+        plans = resumed(plans, seen, is_stream=body.stream)
+        await recall(response, backend, seen, caller)
     requests = [plan.request for plan in plans]
     if body.stream:
         with_usage = body.stream_options.include_usage
-        return await EventStream.open(backend, requests, response, with_usage=with_usage, caller=caller)
+        return await EventStream.open(
+            backend, requests, response, with_usage=with_usage, caller=caller, seen=seen
+        )
     async with generate_all(backend, requests, caller) as pieces:
         async for index, chunk in pieces:
             response.states[index].add(chunk)

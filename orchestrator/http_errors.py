@@ -49,6 +49,8 @@ _HTTP_NAMES = {
     "max_gamma": "gammaray.max_gamma",
     "max_nodes": "gammaray.max_nodes",
     "session_id": "gammaray.session_id",
+    "turn": "gammaray.turn",
+    "keep_cache_s": "gammaray.keep_cache_s",
     "num_top_logprobs": "top_logprobs",
 }
 

@@ -65,6 +65,8 @@ class GammarayOptions(_Strict):
         max_nodes: Upper bound of a proposal's nodes, above gamma for trees; 0 is the server's choice.
         drafter: Which drafter may propose: "model", "ngram" (prompt lookup) or "none" (gamma 0).
         session_id: Name of the session; empty lets the server draw one. Only with one choice.
+        turn: Turn of the session; above 0 its finished turn before is continued. Not for chats.
+        keep_cache_s: Seconds that the workers keep their caches for the next turn.
     """
 
     verification: Literal["coupled", "rejection", "naive"] = "coupled"
@@ -73,6 +75,8 @@ class GammarayOptions(_Strict):
     max_nodes: int = 0
     drafter: Literal["model", "ngram", "none"] = "model"
     session_id: str = ""
+    turn: int = 0
+    keep_cache_s: float = 0.0
 
     @field_validator("gamma", mode="plain")
     @classmethod

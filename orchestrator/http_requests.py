@@ -67,6 +67,8 @@ def chat_choices(body: ChatRequest, prompt: str, max_context: int) -> list[Choic
     """
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidArgumentError("top_logprobs", f"{body.top_logprobs} without logprobs", "logprobs true")
+    if body.gammaray.turn:
+        raise InvalidArgumentError("turn", body.gammaray.turn, "0: a chat request has the whole conversation")
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     requests = _requests(body, prompt, body.n, num_top_logprobs, max_context)
     return [ChoicePlan(index, 0, request) for index, request in enumerate(requests)]
@@ -100,6 +102,8 @@ def _requests(
             ),
             drafter=DrafterKind(options.drafter),
             session_id=options.session_id,
+            turn=options.turn,
+            keep_cache_s=options.keep_cache_s,
         )
         for sample_index in range(body.n)
     ]

@@ -105,6 +105,13 @@ class Response(ABC):
         bodies = ((state, self.opening(state)) for state in self.states)
         return [self._event(state, body, None, None) for state, body in bodies if body is not None]
 
+    def recall(self, tokens: Sequence[EmittedToken]) -> None:
+        """Take note of tokens of the only choice that its client has already."""
+        (state,) = self.states
+        state.tokens.extend(tokens)
+        if state.logprobs is not None:
+            state.logprobs.render(tokens)
+
     def piece(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
         """Take in a piece of choice `index`; return its event, None when there is nothing to tell yet."""
         state = self.states[index]

@@ -18,6 +18,7 @@ from orchestrator.access import ANONYMOUS, Caller
 from orchestrator.backend import Backend
 from orchestrator.http_errors import as_gammaray_error, error_body
 from orchestrator.http_responses import Response
+from orchestrator.http_resume import EventId
 
 __all__ = ["EventStream", "Pieces", "generate_all"]
 
@@ -102,13 +103,14 @@ class EventStream(StreamingResponse):
         *,
         with_usage: bool,
         caller: Caller = ANONYMOUS,
+        seen: EventId | None = None,
     ) -> EventStream:
-        """Start the generations and wait for the first piece.
+        """Start the generations and wait for the first piece; `seen` is the last event that the client has.
 
         Raises:
             GammarayError: The first failure, if it comes before the first piece.
         """
-        events = _events(backend, requests, response, with_usage, caller)
+        events = _events(backend, requests, response, with_usage, caller, seen)
         first = await anext(events)
         return cls(_chain(first, events), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
@@ -135,13 +137,19 @@ async def _events(
     response: Response,
     with_usage: bool,
     caller: Caller,
+    seen: EventId | None,
 ) -> AsyncGenerator[bytes, None]:
     async with generate_all(backend, requests, caller) as pieces:
-        openings: Sequence[bytes] | None = [_event(event) for event in response.openings()]
+        openings: Sequence[bytes] | None = (
+            [_event(event) for event in response.openings()] if not seen else []
+        )
+        is_resumable = len(requests) == 1
         try:
             async for index, chunk in pieces:
                 event = response.piece(index, chunk)
-                data = b"" if event is None else _event(event)
+                data = b""
+                if event is not None and not (seen and seen.has_ended):
+                    data = _event(event, EventId.of(chunk) if is_resumable else None)
                 if openings is not None:
                     data, openings = b"".join((*openings, data)), None
                 if data:
@@ -156,5 +164,7 @@ async def _events(
         yield b"data: [DONE]\n\n"
 
 
-def _event(body: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+def _event(body: Mapping[str, Any], event_id: EventId | None = None) -> bytes:
+    data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    head = b"" if event_id is None else f"id: {event_id}\n".encode()
+    return head + b"data: " + data + b"\n\n"

@@ -1,5 +1,7 @@
 """Calls of the OpenAI-compatible API over a scripted orchestrator."""
 
+import re
+
 import httpx
 from surface_helpers import SUMMARY
 
@@ -36,10 +38,15 @@ async def complete(backend, path="/v1/completions", **body):
 
 
 async def events(backend, path="/v1/completions", **body):
-    answer = await complete(backend, path, stream=True, **body)
+    return [data for _, data in await events_with_ids(backend, path, **body)]
+
+
+async def events_with_ids(backend, path="/v1/completions", last_id=None, **body):
+    headers = {} if last_id is None else {"Last-Event-ID": last_id}
+    answer = await call(backend, path=path, json={"stream": True, **body}, headers=headers)
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/event-stream")
     *parts, end = answer.text.split("\n\n")
     assert end == ""
-    assert all(part.startswith("data: ") for part in parts)
-    return [part.removeprefix("data: ") for part in parts]
+    found = [re.fullmatch(r"(?:id: (\S+)\n)?data: (.*)", part) for part in parts]
+    return [(match[1], match[2]) for match in found]

@@ -59,7 +59,7 @@ class ScriptedBackend:
         self.num_open += 1
         try:
             pieces = self._pieces[: request.max_tokens]
-            for number, piece in enumerate(pieces):
+            for number, piece in list(enumerate(pieces))[request.resume_from or 0 :]:
                 waiting = self._before(request, number)
                 if waiting is not None:
                     await waiting
@@ -86,6 +86,19 @@ class ScriptedBackend:
             finish_reason=reason if last else None,
             usage=Usage(5, len(pieces), 2, 1) if last else None,
             summary=SUMMARY if last else None,
+            offset=number,
+            turn=request.turn,
+        )
+
+    @property
+    def sessions(self) -> ScriptedBackend:
+        return self
+
+    async def get(self, session_id: str, caller: Caller) -> tuple[None, tuple[EmittedToken, ...]]:
+        if session_id == "gone":
+            raise NotFoundError("no session gone")
+        return None, tuple(
+            EmittedToken(n + 1, TokenOrigin.ACCEPTED, data, -0.5) for n, data in enumerate(self._pieces)
         )
 
     def encode(self, text: str) -> list[int]:
