@@ -25,6 +25,10 @@ __all__ = ["OrchestratorMeter", "RequestMeter", "metered"]
 _PARTS = ("draft", "target_queue", "target_step", "target_wire", "other")
 _GOOD = tuple(reason.value for reason in FinishReason)
 
+# Prometheus takes the first value of a series for its start: these are there before anything is counted.
+_POSITIONS = 16
+_OUTCOMES = sorted({*_GOOD, *(error.status.name.lower() for error in GammarayError.__subclasses__())})
+
 
 class OrchestratorMeter:
     """The metrics of one orchestrator.
@@ -40,7 +44,7 @@ class OrchestratorMeter:
         self.drafted = meter.counter(f"{prefix}draft_tokens")
         self.tested = meter.counter(f"{prefix}tested_tokens")
         self.accepted = meter.counter(f"{prefix}accepted_tokens")
-        self._positions: list[Counter] = []
+        self._positions = [self._position(position) for position in range(_POSITIONS)]
         self.tokens = {kind: meter.counter("gammaray.tokens", origin=kind.value) for kind in TokenOrigin}
         self.cycles = {kind: meter.counter("gammaray.cycles", rung=kind.value) for kind in DrafterKind}
         self.fallbacks = meter.counter("gammaray.cycle.fallbacks")
@@ -56,7 +60,7 @@ class OrchestratorMeter:
         self.per_token_s = meter.histogram("gammaray.time_per_output_token")
         self.between_s = meter.histogram("gammaray.inter_token_latency")
         self._outcomes: dict[str, Counter] = {}
-        for outcome in _GOOD:
+        for outcome in _OUTCOMES:
             self.outcome(outcome)
 
     def watch(self, admission: Admission, fleet: Fleet) -> None:
@@ -111,10 +115,13 @@ class OrchestratorMeter:
     def _accepted_up_to(self, num_accepted: int) -> None:
         positions = self._positions
         while len(positions) < num_accepted:
-            name = "gammaray.spec_decode.num_accepted_tokens_per_pos"
-            positions.append(self.meter.counter(name, position=str(len(positions))))
+            positions.append(self._position(len(positions)))
         for position in range(num_accepted):
             positions[position].value += 1
+
+    def _position(self, position: int) -> Counter:
+        name = "gammaray.spec_decode.num_accepted_tokens_per_pos"
+        return self.meter.counter(name, position=str(position))
 
     @property
     def totals(self) -> SpeculationTotals:

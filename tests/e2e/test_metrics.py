@@ -1,0 +1,146 @@
+"""Metrics of a running cluster: scraped numbers and documented queries are what the API's summaries say."""
+
+import json
+import urllib.request
+
+import pytest
+from click.testing import CliRunner
+from cluster_helpers import Cluster
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_helpers import PROMETHEUS, ROOT, get_json, running_prometheus
+
+from gammaray import Client, Completion
+from gammaray.cli import main
+from gammaray.metric_catalog import CATALOG, Role, by_name
+
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards")]
+
+PREFIX = "gammaray_spec_decode_num"
+
+
+def scrape(cluster: Cluster) -> dict[str, dict[tuple, float]]:
+    """Return every sample of each process, found as Prometheus finds it; those of one role are summed."""
+    found: dict[str, dict[tuple, float]] = {}
+    for target in get_json(f"{cluster.http}/metrics/targets"):
+        (address,) = target["targets"]
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        samples = found.setdefault(target["labels"]["process"], {})
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                key = (sample.name, *sorted(sample.labels.items()))
+                samples[key] = samples.get(key, 0.0) + sample.value
+    return found
+
+
+def complete(cluster: Cluster, **options) -> Completion:
+    with Client(cluster.grpc) as client:
+        return client.complete("def read_lines(path):", max_tokens=96, seed=1, temperature=0.7, **options)
+
+
+def test_every_process_serves_every_metric_of_its_role(cluster):
+    complete(cluster, gamma=4)
+    found = scrape(cluster)
+    assert found.keys() == {role.value for role in Role}
+    for metric in CATALOG:
+        for role, samples in found.items():
+            has = {name for name, *_ in samples}
+            assert (Role(role) in metric.roles) == bool(has & set(metric.samples)), f"{metric.name} of {role}"
+    statuses = {process.role: process.metrics_address for process in cluster.status()}
+    assert all(statuses[role] for role in found)
+
+
+def test_counters_are_the_sums_of_the_summaries(cluster):
+    before = scrape(cluster)["orchestrator"]
+    completions = [complete(cluster, gamma=4), complete(cluster), complete(cluster, gamma=0)]
+    samples = scrape(cluster)["orchestrator"]
+    for key in before:
+        samples[key] -= before[key]
+
+    def total(field):
+        return sum(getattr(completion.summary, field) for completion in completions)
+
+    usages = [completion.usage for completion in completions]
+    accepted = sum(usage.accepted_prediction_tokens for usage in usages)
+    rejected = sum(usage.rejected_prediction_tokens for usage in usages)
+    assert samples[f"{PREFIX}_accepted_tokens_total",] == accepted > 0
+    assert samples[f"{PREFIX}_draft_tokens_total",] == accepted + rejected
+    emitted = sum(
+        samples["gammaray_tokens_total", ("origin", kind)] for kind in ("accepted", "correction", "bonus")
+    )
+    assert emitted == sum(usage.completion_tokens for usage in usages)
+    assert samples["gammaray_prompt_tokens_total",] == sum(usage.prompt_tokens for usage in usages)
+    rungs = [samples["gammaray_cycles_total", ("rung", rung)] for rung in ("model", "ngram", "none")]
+    assert rungs == [total("model_cycles"), total("ngram_cycles"), total("plain_cycles")]
+    assert sum(rungs) == total("cycles")
+    assert samples["gammaray_cycle_fallbacks_total",] == total("fallback_cycles")
+    lengths = [list(completion.summary.accepted_lengths) for completion in completions]
+    for position in range(4):
+        reached = sum(sum(counts[position + 1 :]) for counts in lengths)
+        assert samples[f"{PREFIX}_accepted_tokens_per_pos_total", ("position", str(position))] == reached
+    ended = {"stop": 0, "length": 0}
+    for completion in completions:
+        ended[completion.finish_reason.value] += 1
+    assert {outcome: samples["gammaray_requests_total", ("outcome", outcome)] for outcome in ended} == ended
+    assert samples["gammaray_time_to_first_token_seconds_count",] == 3
+    waited = samples["gammaray_cycle_time_seconds_total", ("part", "draft")]
+    assert waited == pytest.approx(total("draft_ms") / 1e3, rel=1e-6)
+
+
+def test_refusals_are_counted_by_kind(cluster):
+    outcome = ("gammaray_requests_total", ("outcome", "not_found"))
+    before = scrape(cluster)["orchestrator"][outcome]
+    with Client(cluster.grpc) as client, pytest.raises(Exception, match="no-such-model"):
+        client.complete("Hi", model="no-such-model")
+    assert scrape(cluster)["orchestrator"][outcome] == before + 1
+
+
+def test_top_shows_what_was_done(cluster):
+    complete(cluster, gamma=4)
+    arguments = ["top", "--once", "--json", "--interval", "0.2", "-a", cluster.grpc]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    activity = json.loads(result.stdout)
+    assert 0 < activity["total"]["alpha"] <= 1
+    assert activity["total"]["speedup"] > 0
+    assert [worker["role"] for worker in activity["workers"]] == ["target", "draft"]
+
+
+@pytest.mark.skipif(PROMETHEUS is None, reason="no Prometheus: apt-get install prometheus")
+def test_prometheus_answers_the_documented_queries_as_the_summary_does(cluster, tmp_path):
+    with running_prometheus(cluster.http, tmp_path) as prometheus:
+        prometheus.wait_for("count(gammaray_info)", 3)
+        prometheus.wait_for("min(count_over_time(gammaray_info[1m])) >= bool 2", 1)
+        before = prometheus.number("sum(gammaray_cycles_total)")
+        completion = complete(cluster, gamma=4)
+        summary, usage = completion.summary, completion.usage
+        prometheus.wait_for("sum(gammaray_cycles_total)", before + summary.cycles)
+        prometheus.wait_for("sum(gammaray_requests_active)", 0)
+
+        def answer(name):
+            return prometheus.number(by_name(f"gammaray.{name}").query)
+
+        assert answer("spec_decode.num_tested_tokens") == pytest.approx(summary.alpha)
+        assert answer("spec_decode.num_draft_tokens") == pytest.approx(summary.acceptance_rate)
+        assert answer("cycles") == pytest.approx(summary.tokens_per_cycle)
+        assert answer("cycle.gamma") == pytest.approx(4, abs=0.5)
+        assert answer("decode.time") == pytest.approx(summary.speedup_estimate)
+        num_drafts = summary.model_cycles
+        accepted = usage.accepted_prediction_tokens
+        assert answer("spec_decode.num_drafts") == pytest.approx(1 + accepted / num_drafts)
+        shares = {
+            series["metric"]["position"]: float(series["value"][1])
+            for series in prometheus.query(by_name("gammaray.spec_decode.num_accepted_tokens_per_pos").query)
+        }
+        assert shares["0"] == pytest.approx(sum(summary.accepted_lengths[1:]) / num_drafts)
+        assert answer("requests") == 0.0
+        for metric in CATALOG:
+            assert prometheus.query(metric.query), metric.query
+        dashboard = json.loads((ROOT / "helm/gammaray/dashboards/gammaray.json").read_text())
+        for panel in dashboard["panels"]:
+            for target in panel.get("targets", []):
+                assert prometheus.query(target["expr"].replace("$__rate_interval", "1m")), target["expr"]
+        alerts = get_json(f"{prometheus.url}/api/v1/rules")["data"]["groups"]
+        rules = [rule for group in alerts for rule in group["rules"]]
+        assert len(rules) >= 9
+        assert {rule["health"] for rule in rules} <= {"ok", "unknown"}
