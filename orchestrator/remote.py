@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from typing import Generic
 
+import grpc
 from google.rpc import status_pb2
 
 from gammaray.convert import (
@@ -25,6 +26,11 @@ __all__ = ["Remote", "session_spec"]
 
 MAX_FEEDS = 4
 """A worker that still lacks tokens after this many feeds in a row is broken (an eviction explains one)."""
+
+MAX_MESSAGE = 500
+"""Characters of a worker's message that are passed on: they travel in headers, which are bounded."""
+
+_FAILURES = frozenset(code.value[0] for code in grpc.StatusCode if code is not grpc.StatusCode.OK)
 
 
 class Remote(ABC, Generic[BlockT, ResultT]):
@@ -104,9 +110,7 @@ class Remote(ABC, Generic[BlockT, ResultT]):
                 call.answered(result)
             outcome = result.WhichOneof("outcome")
             if outcome == "error":
-                raise error_from_status(
-                    status_pb2.Status(code=result.error.code, message=result.error.message)
-                )
+                raise _failure(link, result.error)
             if outcome != "need":
                 return result
             if result.need.position > session.num_committed:
@@ -128,6 +132,14 @@ class Remote(ABC, Generic[BlockT, ResultT]):
     @abstractmethod
     def _block(self, session: Session) -> BlockT:
         """Return a block with the fields that only one of the two services has."""
+
+
+def _failure(link: WorkerLink[BlockT, ResultT], error: pb.BlockError) -> GammarayError:
+    """Return the error that a worker tells; a code that means nothing is a failure of its own."""
+    message = error.message[:MAX_MESSAGE]
+    if error.code in _FAILURES:
+        return error_from_status(status_pb2.Status(code=error.code, message=message))
+    return InternalError(f"the {link.role} worker at {link.address} failed with code {error.code}: {message}")
 
 
 def session_spec(session: Session, eos_token_ids: frozenset[int]) -> pb.SessionSpec:

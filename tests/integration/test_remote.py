@@ -110,6 +110,8 @@ async def test_remote_worker_that_never_has_enough_is_given_up():
         (8, ResourceExhaustedError),
         (9, FailedPreconditionError),
         (13, InternalError),
+        (0, InternalError),
+        (2**32 - 1, InternalError),
     ],
 )
 async def test_remote_block_error_of_the_target_has_its_class(code, error):
@@ -124,6 +126,7 @@ async def test_remote_block_error_of_the_target_has_its_class(code, error):
     "outcome",
     [
         pytest.param({"error": pb.BlockError(code=13, message="broken")}, id="error"),
+        pytest.param({"error": pb.BlockError(code=2**32 - 1, message="x" * 100_000)}, id="error-of-no-code"),
         pytest.param({"proposal": pb.Proposal(token_ids=[VOCAB])}, id="token-out-of-vocabulary"),
         pytest.param({"proposal": pb.Proposal(token_ids=[1, 2], parents=[-1, 1])}, id="parent-is-itself"),
         pytest.param({"proposal": pb.Proposal(token_ids=[1] * 64)}, id="too-long"),
