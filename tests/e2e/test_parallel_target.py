@@ -1,0 +1,51 @@
+"""A target spread over two ranks, through the whole stack: the tokens are those of one rank."""
+
+import asyncio
+import os
+import signal
+
+import psutil
+import pytest
+from cluster_helpers import running_cluster
+
+from gammaray import AsyncClient
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+PROMPT = "def read_lines(path):\n"
+WAYS = [
+    {"temperature": 0, "gamma": 4},
+    {"temperature": 1.0, "seed": 5, "gamma": 0},
+    {"temperature": 1.0, "seed": 5, "gamma": 4},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 6, "gamma": 8},
+]
+
+
+async def tokens(grpc):
+    """Return the tokens that each way of asking gives."""
+    async with AsyncClient(grpc) as client:
+
+        async def run(options):
+            completion = await client.complete(PROMPT, max_tokens=40, ignore_eos=True, **options)
+            return [token.token_id for token in completion.tokens]
+
+        return await asyncio.gather(*map(run, WAYS))
+
+
+def ranks(cluster):
+    return [p for p in cluster.processes() if "services.engine.parallel_rank" in p.cmdline()]
+
+
+def test_two_ranks_give_the_tokens_of_one_and_survive_the_loss_of_a_rank(cluster, monkeypatch):
+    expected = asyncio.run(tokens(cluster.grpc))
+    monkeypatch.setenv("GAMMARAY_WORKER_WAIT_S", "90")
+    with running_cluster("--tensor-parallel", "2", "--device", "cpu") as parallel:
+        # Seeds and prompts are fixed, and none of these tokens wins by less than the rounding of the sums.
+        assert asyncio.run(tokens(parallel.grpc)) == expected
+        (rank,) = ranks(parallel)
+        os.kill(rank.pid, signal.SIGKILL)
+        # The worker ends with it and Serve starts another one, for which requests wait.
+        assert asyncio.run(tokens(parallel.grpc)) == expected
+        (successor,) = ranks(parallel)
+        assert successor.pid != rank.pid
+    assert not psutil.pid_exists(successor.pid)
