@@ -25,6 +25,9 @@ STEP_RATE, DRAFT_RATE = 0.1, 0.05
 WARM_UP = 8
 """Steps, and proposals, of a replica that are left out: fresh workers are slow."""
 
+SURE = 0.999
+"""Probability that a chain goes on, before any ended early."""
+
 EXACT_TOKENS, TOKEN_RATIO = 32, 1.08
 """Steps of more tokens than the first share a mean with those that have up to 8 % more."""
 
@@ -37,6 +40,7 @@ class CostModel:
 
     Attributes:
         acceptance: Acceptance over all sessions.
+        reach: How far chains get before the draft ends them, over all sessions.
         trees: What trees gain, over all sessions.
         probes: When what was tried.
         clock: Cycles so far, those of sessions whose steps are shared counted once.
@@ -44,6 +48,7 @@ class CostModel:
 
     def __init__(self) -> None:
         self.acceptance = AcceptanceEstimator(decay=0.995)
+        self.reach = AcceptanceEstimator(decay=0.995, prior_alpha=SURE, prior_strength=8.0)
         self.trees = TreeModel()
         self.probes = ProbeSchedule()
         self.clock = 0.0
@@ -67,13 +72,14 @@ class CostModel:
             return
         self._observe_step(cycle, share)
         self._rest.observe(max(0.0, cycle.total_s - cycle.draft_s - cycle.verify_s))
+        drafted = _drafted(cycle)
         # A drafter that has to catch up takes longer than usual; that it was fast all the same counts.
-        counts = is_warm or cycle.draft_s < (self.draft_s(cycle.shape) or 0.0)
+        counts = is_warm or cycle.draft_s < (self.draft_s(drafted) or 0.0)
         if cycle.num_drafted > 0 and self._num_drafts > WARM_UP and counts:
             relative = cycle.draft_s / self._step.level if self._step.level > 0 else cycle.draft_s
-            self._draft.observe(_draft_key(cycle.shape), relative, self.clock, share)
+            self._draft.observe(_draft_key(drafted), relative, self.clock, share)
         if is_warm or cycle.num_drafted == 0:
-            played = cycle.shape if cycle.num_drafted > 0 else Shape(0)
+            played = drafted if cycle.num_drafted > 0 else Shape(0)
             predicted = self.cycle_s(played, cycle.num_drafted)
             if predicted is not None and not cycle.draft_failed:
                 self._actual = 0.99 * self._actual + cycle.total_s
@@ -101,6 +107,12 @@ class CostModel:
         relative = self._draft.estimate(_draft_key(shape), self.clock)
         return None if relative is None else relative * self._step.level
 
+    def _chain_s(self, length: float) -> float:
+        """Return the expected wait for chains that are `length` tokens long on average."""
+        shorter = max(1, math.floor(length))
+        first, second = self.draft_s(Shape(shorter)) or 0.0, self.draft_s(Shape(shorter + 1)) or 0.0
+        return first + max(0.0, length - shorter) * (second - first)
+
     def knowledge(self, shape: Shape) -> float:
         """Return how many fresh observations the wait for such a proposal rests on."""
         return self._draft.weight(_draft_key(shape), self.clock)
@@ -117,6 +129,8 @@ class CostModel:
         draft, step = self.draft_s(shape), self.step_s(nodes)
         if draft is None or step is None:
             return None
+        if shape.max_nodes <= shape.depth and 0 < nodes < shape.depth:
+            draft = self._chain_s(nodes)
         return draft + step + self._overhead.value + self._rest.value
 
     def burden_s(self, nodes: float) -> float:
@@ -152,6 +166,13 @@ class CostModel:
         if plain is None or self._predicted <= 0:
             return plain
         return plain * self._actual / self._predicted
+
+
+def _drafted(cycle: Cycle) -> Shape:
+    """Return the shape that was drafted: that of a chain which ended early, or what was asked for."""
+    shape = cycle.shape
+    is_chain, is_short = shape.max_nodes <= shape.depth, 0 < cycle.num_drafted < shape.depth
+    return Shape(cycle.num_drafted) if is_chain and is_short and shape.stop_threshold > 0 else shape
 
 
 def _draft_key(shape: Shape) -> tuple[int, int]:

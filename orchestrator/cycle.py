@@ -44,12 +44,14 @@ class Shape:
         max_nodes: Upper bound of nodes; up to `depth` it means a chain, above it a tree may come.
         reason: Why the controller chose it.
         is_fallback: Whether the drafter that the request allows cannot propose.
+        stop_threshold: A chain ends before a token that the draft believes is less likely accepted; 0: never.
     """
 
     depth: int
     max_nodes: int = 0
     reason: str = field(default="", compare=False)
     is_fallback: bool = field(default=False, compare=False)
+    stop_threshold: float = field(default=0.0, compare=False)
 
     def clipped(self, depth: int) -> Shape:
         """Return the shape with at most `depth` levels."""

@@ -8,7 +8,7 @@ from orchestrator.costs import CostModel
 from orchestrator.cycle import Cycle, Shape
 from orchestrator.probing import Family, family
 
-__all__ = ["FixedGamma", "Learner", "Reason", "first_children"]
+__all__ = ["FixedGamma", "Learner", "Reason", "first_children", "stopped_early"]
 
 
 class Reason(str, Enum):
@@ -39,6 +39,8 @@ class Learner:
         self._costs.observe(cycle, is_warm=self._has_drafted)
         self._has_drafted = cycle.num_drafted > 0
         self._costs.acceptance.observe(*first_children(cycle))
+        if kind is Family.CHAIN and cycle.num_drafted > 0:
+            self._costs.reach.observe(cycle.num_drafted + stopped_early(cycle), cycle.num_drafted)
         if kind is Family.PLAIN or cycle.num_drafted > 0:
             self._costs.probes.played(kind, self._costs.clock)
 
@@ -72,11 +74,19 @@ class FixedGamma:
 def first_children(cycle: Cycle) -> tuple[int, int]:
     """Return how many first children were tested and how many of them accepted, down to the first failure.
 
-    Of a chain these are all tokens; of a tree, the chain that it contains.
+    Of a chain these are all tokens; of a tree, the chain that it contains. Where a chain ended early because
+    the draft did not trust its next token, that counts as a failure of this token: what is counted is how far
+    proposals get, not how good tokens would be.
     """
     accepted = 0
     for _, rank in cycle.levels:
         if rank != 0:
             return accepted + 1, accepted
         accepted += 1
-    return accepted, accepted
+    return accepted + stopped_early(cycle), accepted
+
+
+def stopped_early(cycle: Cycle) -> bool:
+    """Whether the draft ended its chain before the depth that it was allowed."""
+    shape = cycle.shape
+    return shape.stop_threshold > 0 and 0 < cycle.num_drafted < shape.depth

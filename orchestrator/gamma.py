@@ -5,14 +5,16 @@ Choosing the shape of a proposal from past cycles alone keeps every verification
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
 from gammaray.metrics import AcceptanceEstimator
 from orchestrator.costs import CostModel
 from orchestrator.cycle import Cycle, Shape
-from orchestrator.fixed_gamma import FixedGamma, Learner, Reason, first_children
+from orchestrator.fixed_gamma import FixedGamma, Learner, Reason, first_children, stopped_early
 from orchestrator.probing import Family, family
+from orchestrator.shapes import all_shapes
 
 __all__ = ["AdaptiveGamma", "FixedGamma", "Reason"]
 
@@ -48,10 +50,8 @@ MAX_RATE_RATIO = 3.0
 LEAST_EFFECTIVE = 0.5
 """Relief for the others makes a cycle appear at most this much shorter."""
 
-TREE_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
-TREE_NODES = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Trees that are considered, within the request's bounds."""
-
+LEAST_STOP, MOST_STOP = 0.02, 0.8
+"""Bounds of the probability below which chains end."""
 
 _PROBES = {
     Family.PLAIN: Reason.PROBE_PLAIN,
@@ -82,7 +82,8 @@ class AdaptiveGamma:
     def __init__(self, max_gamma: int, costs: CostModel, max_nodes: int = 0) -> None:
         self._costs, self._learner = costs, Learner(costs)
         self.acceptance = AcceptanceEstimator(0.975, prior_strength=8.0, fleet=costs.acceptance)
-        self._shapes = _shapes(max_gamma, max_nodes)
+        self._reach = AcceptanceEstimator(0.975, prior_strength=8.0, fleet=costs.reach)
+        self._shapes = all_shapes(max_gamma, max_nodes)
         self._max_gamma, self._max_nodes = max_gamma, max_nodes
         self._speeds: Mapping[Shape, float] = {}
         self._promises: dict[Shape, tuple[float, int]] = {}
@@ -111,7 +112,7 @@ class AdaptiveGamma:
             return probe
         if self._num_cycles % EXPLORE_PERIOD == EXPLORE_PERIOD - 1:
             return self._least_tried()
-        return replace(self._shape, reason=reason.value)
+        return replace(self._shape, reason=reason.value, stop_threshold=self._stop(self._shape))
 
     def observe(self, cycle: Cycle) -> None:
         """Learn from a finished cycle."""
@@ -139,6 +140,8 @@ class AdaptiveGamma:
             self.acceptance.observe(tested, accepted)
         elif kind is Family.PLAIN:
             self.acceptance.fade(FADE)
+        if kind is Family.CHAIN and cycle.num_drafted > 0:
+            self._reach.observe(cycle.num_drafted + stopped_early(cycle), cycle.num_drafted)
 
     def _observe_probe(self, cycle: Cycle) -> None:
         """Count down the burst; at its end look at what it changed."""
@@ -173,9 +176,10 @@ class AdaptiveGamma:
         survival = self.acceptance.survival(self._max_gamma)
         costs, speeds = self._costs, dict[Shape, float]()
         weight, usual = self._weight(), costs.burden_s(self._usual_nodes())
+        lengths = [0.0, *itertools.accumulate(self._reach.survival(self._max_gamma))]
         sizes: dict[int, list[float]] = {}
         for shape in self._shapes:
-            nodes: float = shape.depth
+            nodes = lengths[shape.depth]
             if family(shape) is Family.TREE:
                 if shape.depth not in sizes:
                     sizes[shape.depth] = costs.trees.model(by_depth[: shape.depth], self._max_nodes)
@@ -208,6 +212,22 @@ class AdaptiveGamma:
             return self._costs.trees.nodes(self._shape, self._promises[self._shape][1])
         return self._shape.depth
 
+    def _stop(self, shape: Shape) -> float:
+        """Return the probability of acceptance below which a chain's next token costs more than it brings.
+
+        Speed is tokens over seconds, so a token pays just when its probability exceeds the seconds that it
+        takes, others' included, times the speed.
+        """
+        if family(shape) is not Family.CHAIN:
+            return 0.0
+        costs, length = self._costs, max(1, shape.depth // 2)
+        shorter, longer = (costs.cycle_s(Shape(n), n) for n in (length, length + 2))
+        if shorter is None or longer is None:
+            return 0.0
+        burden = self._weight() * (costs.burden_s(length + 2) - costs.burden_s(length))
+        price = (longer - shorter + burden) / 2 * max(self._speeds.values())
+        return min(max(price, LEAST_STOP), MOST_STOP)
+
     def _choose(self) -> Reason:
         best = max(self._speeds, key=self._speeds.__getitem__)
         current = self._speeds.get(self._shape, 0.0) if self._shape is not None else 0.0
@@ -232,7 +252,7 @@ class AdaptiveGamma:
                 shape, length = min((s for s in self._speeds if self._is_of(s, kind)), key=self._loss), 1
                 if not (probes.is_affordable(kind, waited, self._loss(shape)) or probes.is_overdue(waited)):
                     continue
-            shape = replace(shape, reason=_PROBES[kind].value)
+            shape = replace(shape, reason=_PROBES[kind].value, stop_threshold=self._stop(shape))
             self._probe, self._probe_cycles = (kind, shape, length), 0
             self._believed = self._share(kind)
             return shape
@@ -288,10 +308,4 @@ class AdaptiveGamma:
             s for s, speed in self._speeds.items() if speed >= enough and family(s) is family(self._shape)
         ]
         shape = min(near, key=lambda s: self._played_at.get(s, 0))
-        return replace(shape, reason=Reason.EXPLORE.value)
-
-
-def _shapes(max_gamma: int, max_nodes: int) -> list[Shape]:
-    chains = [Shape(gamma) for gamma in range(max_gamma + 1)]
-    depths = [depth for depth in TREE_DEPTHS if depth <= max_gamma]
-    return chains + [Shape(d, n) for d in depths for n in TREE_NODES if d < n <= max_nodes]
+        return replace(shape, reason=Reason.EXPLORE.value, stop_threshold=self._stop(shape))

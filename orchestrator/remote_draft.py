@@ -189,5 +189,8 @@ class RemoteDrafter(Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
 
     def _block(self, session: Session) -> draft_pb.ProposeBlock:
         return draft_pb.ProposeBlock(
-            gamma=self._shape.depth, max_nodes=self._shape.max_nodes, wants_ahead=True
+            gamma=self._shape.depth,
+            max_nodes=self._shape.max_nodes,
+            stop_threshold=self._shape.stop_threshold,
+            wants_ahead=True,
         )

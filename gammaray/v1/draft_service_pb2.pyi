@@ -81,7 +81,9 @@ class ProposeBlock(_message.Message):
     max_nodes: _builtins.int
     """Upper bound of nodes; 0 means `gamma` (a chain). Above `gamma` a tree may come back. Range [0, 256]."""
     stop_threshold: _builtins.float
-    """End the chain early once the probability of its acceptance falls below this. 0 means never. Range [0, 1)."""
+    """End the chain before a token that the target reaches and accepts less likely than this, as far as the draft
+    can tell; the first token is proposed in any case. 0 means never. Range [0, 1).
+    """
     timeout_ms: _builtins.int
     """Give up after this many milliseconds. 0 means 10,000."""
     wants_ahead: _builtins.bool

@@ -33,7 +33,8 @@ class Shape:
     Args:
         depth: Upper bound of the longest path, in tokens.
         max_nodes: Upper bound of nodes; a chain is read unless it exceeds `depth`.
-        stop_threshold: Nodes below one that is reached less likely are left out.
+        stop_threshold: Nodes that the target reaches less likely are left out, but for the first one of a
+            chain; of a tree, those below them.
     """
 
     depth: int
@@ -129,17 +130,17 @@ class Reading:
             if outlook is None:
                 return [tip]
             following = tip.child(outlook.choose(base))
+            if shape.stop_threshold and not self._is_ended:
+                # Lossless for every method: where the draft's law is tested, the confidence does not depend
+                # on the token, so whether a token has a place is decided before it is drawn.
+                weight = (self.weights[-1] if self.weights else 1.0) * outlook.confidence(base)
+                self._is_ended = bool(self.nodes) and weight < shape.stop_threshold
+                self.weights.append(weight)
             if self._is_ended:
                 self._beyond.append(following)
-                continue
-            self.nodes.append(following)
-            if shape.stop_threshold:
-                # Dropping nothing that was drawn keeps every method lossless: each token's place in the
-                # proposal is decided before it is drawn.
-                before = self.weights[-1] if self.weights else 1.0
-                self.weights.append(before * outlook.confidence(base))
-                self._is_ended = self.weights[-1] < shape.stop_threshold
-            self._is_ended |= following.token_id in self._eos
+            else:
+                self.nodes.append(following)
+                self._is_ended = following.token_id in self._eos
             self._is_read = self._is_ended and outlook.law is None
         return []
 

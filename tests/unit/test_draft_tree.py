@@ -74,8 +74,8 @@ def test_chain_of_another_base_may_choose_otherwise():
     assert reading.proposal().token_ids == (13,)
 
 
-@pytest.mark.parametrize(("threshold", "length"), [(0.0, 4), (0.3, 2), (0.45, 2), (0.9, 1)])
-def test_chain_ends_with_the_token_that_crosses_the_threshold(threshold: float, length: int):
+@pytest.mark.parametrize(("threshold", "length"), [(0.0, 4), (0.2, 2), (0.25, 2), (0.3, 1), (0.9, 1)])
+def test_chain_ends_before_the_token_that_crosses_the_threshold(threshold: float, length: int):
     root = Node(9, 5, None)
     node = root
     for token_id in range(1, 5):
@@ -108,10 +108,15 @@ def test_chain_with_laws_takes_as_long_whatever_was_drawn(chain: tuple[int, ...]
         tip.outlook.law = LAW
     assert reading.go_on() == []
     proposal = reading.proposal()
-    ended = [
-        index for index, token_id in enumerate(chain) if token_id in EOS or (threshold and token_id == 2)
-    ]
-    length = ended[0] + 1 if ended else 3
+    length, weight = 3, 1.0
+    for index, token_id in enumerate(chain):
+        weight *= 0.9 if token_id == 1 else 0.5
+        if index > 0 and weight < threshold:
+            length = index
+            break
+        if token_id in EOS:
+            length = index + 1
+            break
     assert proposal.token_ids == chain[:length]
     assert len(proposal.draft_distributions or ()) == length
 
