@@ -1,0 +1,96 @@
+"""Pauses after failures, and how long an answer is waited for; the clock is an argument of the test."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator import backoff
+from orchestrator.backoff import MAX_PAUSE_S, PRICE, Backoff, Patience
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(backoff, "time", clock)
+    return clock
+
+
+def test_backoff_pauses_for_a_multiple_of_what_was_lost_and_doubles(clock):
+    pauses = Backoff()
+    expected = PRICE * 0.5
+    for _ in range(3):
+        clock.now += 0.5
+        pauses.failed(0.5)
+        clock.now += 0.99 * expected
+        assert not pauses.ready
+        clock.now += 0.02 * expected
+        assert pauses.ready
+        expected *= 2
+    pauses.succeeded()
+    pauses.failed(0.5)
+    clock.now += 1.01 * PRICE * 0.5
+    assert pauses.ready
+
+
+def test_backoff_has_a_longest_pause(clock):
+    pauses = Backoff()
+    for _ in range(30):
+        clock.now += 2 * MAX_PAUSE_S
+        pauses.failed(1.0)
+    clock.now += MAX_PAUSE_S
+    assert pauses.ready
+
+
+def test_backoff_counts_what_fails_at_the_same_time_once(clock):
+    pauses = Backoff()
+    for _ in range(8):
+        clock.now += 0.001
+        pauses.failed(0.5)
+    clock.now += 1.05 * PRICE * 0.5
+    assert pauses.ready
+
+
+def test_backoff_lets_one_try_for_all(clock):
+    pauses = Backoff()
+    pauses.trying(2.0)
+    assert pauses.ready, "nothing failed yet: everybody may try"
+    pauses.failed(0.5)
+    clock.now += 60.0
+    assert pauses.ready
+    pauses.trying(2.0)
+    assert not pauses.ready
+    clock.now += 2.0
+    assert pauses.ready, "whoever tried has been forgotten"
+
+
+def test_backoff_sign_of_life_ends_a_first_pause_only(clock):
+    pauses = Backoff()
+    pauses.failed(0.5)
+    pauses.lives()
+    assert pauses.ready
+    clock.now += 1.0
+    pauses.failed(0.5)
+    pauses.lives()
+    assert not pauses.ready
+
+
+def test_patience_follows_answers_between_its_least_and_the_limit():
+    patience = Patience(least_s=0.25)
+    assert patience.wait_s(2.0) == 2.0, "nothing is known"
+    for _ in range(50):
+        patience.observe(0.01)
+    assert patience.wait_s(2.0) == 0.25
+    for _ in range(50):
+        patience.observe(0.2)
+    assert 0.8 <= patience.wait_s(2.0) < 1.2
+    for _ in range(20):
+        patience.observe(1.5)
+    assert patience.wait_s(2.0) == 2.0
