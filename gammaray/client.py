@@ -23,6 +23,7 @@ from gammaray import convert
 from gammaray.checks import check_int
 from gammaray.completion import Completion
 from gammaray.convert_processes import process_from_proto
+from gammaray.cycles import CycleRecord, cycles_from_proto
 from gammaray.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -140,6 +141,17 @@ class AsyncClient:
         answer = await self._transport.unary("GetSession", request, timeout_s)
         tokens = tuple(convert.token_from_proto(token) for token in answer.tokens)
         return info_from_proto(answer.session), tokens
+
+    async def session_trace(
+        self, session_id: str, *, timeout_s: float = STATUS_TIMEOUT_S
+    ) -> list[CycleRecord]:
+        """Return what each cycle of a session did and where its time went, oldest first.
+
+        Raises:
+            NotFoundError: No such session, or it has expired.
+        """
+        request = pb.GetSessionTraceRequest(session_id=session_id)
+        return cycles_from_proto((await self._transport.unary("GetSessionTrace", request, timeout_s)).cycles)
 
     async def list_sessions(
         self, limit: int = 100, *, timeout_s: float = STATUS_TIMEOUT_S

@@ -12,6 +12,7 @@ import grpc
 
 from gammaray.client import STATUS_TIMEOUT_S, AsyncClient
 from gammaray.completion import Completion
+from gammaray.cycles import CycleRecord
 from gammaray.request import Prompt
 from gammaray.sessions import SessionInfo
 from gammaray.transport import RetryPolicy
@@ -73,6 +74,10 @@ class Client:
     ) -> tuple[SessionInfo, tuple[EmittedToken, ...]]:
         """Return a session and its tokens, see `AsyncClient.get_session`."""
         return self._run(self._client.get_session(session_id, timeout_s=timeout_s))
+
+    def session_trace(self, session_id: str, *, timeout_s: float = STATUS_TIMEOUT_S) -> list[CycleRecord]:
+        """Return what each cycle of a session did, see `AsyncClient.session_trace`."""
+        return self._run(self._client.session_trace(session_id, timeout_s=timeout_s))
 
     def list_sessions(self, limit: int = 100, *, timeout_s: float = STATUS_TIMEOUT_S) -> list[SessionInfo]:
         """Return sessions, see `AsyncClient.list_sessions`."""

@@ -19,6 +19,7 @@ from gammaray.errors import (
     InvalidArgumentError,
     UnavailableError,
 )
+from gammaray.propagation import trace_metadata
 from gammaray.rpc_errors import error_from_rpc
 from gammaray.v1.generation_service_pb2_grpc import GenerationServiceStub
 
@@ -136,7 +137,8 @@ class Transport:
         left_s = deadline - time.monotonic()
         # Ray Serve does not tell its replicas the call's own deadline.
         told = (TIMEOUT_HEADER, str(min(max(1, round(left_s * 1000)), MAX_TIMEOUT_MS)))
-        call = self._rpc(method)(request, timeout=left_s, metadata=[*self._metadata, told])
+        metadata = [*self._metadata, told, *trace_metadata()]
+        call = self._rpc(method)(request, timeout=left_s, metadata=metadata)
         try:
             async for message in _only(call) if isinstance(call, grpc.aio.UnaryUnaryCall) else call:
                 self.has_answered = True

@@ -69,6 +69,12 @@ class OrchestratorDeployment:
         """Tell what the store knows of a session."""
         return await self._sessions.get_session(request, grpc_context)
 
+    async def GetSessionTrace(
+        self, request: pb.GetSessionTraceRequest, grpc_context: RpcContext
+    ) -> pb.GetSessionTraceResponse:
+        """Tell what each cycle of a session did."""
+        return await self._sessions.get_session_trace(request, grpc_context)
+
     async def ListSessions(
         self, request: pb.ListSessionsRequest, grpc_context: RpcContext
     ) -> pb.ListSessionsResponse:

@@ -45,6 +45,16 @@ class SessionServicer:
 
         return await self._guarded(request, context, answer, pb.GetSessionResponse())
 
+    async def get_session_trace(
+        self, request: pb.GetSessionTraceRequest | Malformed, context: RpcContext
+    ) -> pb.GetSessionTraceResponse:
+        """Tell what each cycle of a session did."""
+
+        async def answer(asked: pb.GetSessionTraceRequest, caller: Caller) -> pb.GetSessionTraceResponse:
+            return await self._sessions.trace(asked.session_id, caller)
+
+        return await self._guarded(request, context, answer, pb.GetSessionTraceResponse())
+
     async def list_sessions(
         self, request: pb.ListSessionsRequest | Malformed, context: RpcContext
     ) -> pb.ListSessionsResponse:

@@ -89,7 +89,7 @@ class Orchestrator:
         self._drafting = Drafting(settings, self._fleet.drafts, tokenizer.vocab_size)
         self._board = StatusBoard(self.meter, self._admission, self._fleet, redis, self.model_name)
         self._keeper = Keeper(self._store, self._fleet.release)
-        self.sessions = SessionCalls(self._store, tokenizer, self._fleet.release)
+        self.sessions = SessionCalls(self._store, tokenizer, self._fleet.release, records)
 
     @classmethod
     async def start(cls, settings: OrchestratorSettings) -> Orchestrator:

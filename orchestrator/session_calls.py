@@ -11,11 +11,13 @@ from gammaray.checks import check_int
 from gammaray.errors import InvalidArgumentError
 from gammaray.sessions import SessionInfo, SessionState
 from gammaray.types import EmittedToken
+from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.access import Caller
 from orchestrator.completion import emitted_token
 from orchestrator.store import RedisStore
 from orchestrator.stored import StoredSession
 from orchestrator.tokenizer import Tokenizer
+from orchestrator.trace_store import RedisTraceStore
 
 __all__ = ["MAX_LISTED", "SessionCalls"]
 
@@ -24,16 +26,24 @@ DEFAULT_LISTED = 100
 
 
 class SessionCalls:
-    """Get, list, cancel and delete.
+    """Get, trace, list, cancel and delete.
 
     Args:
         store: Where sessions are kept.
         tokenizer: The target's.
         release: Has all workers free what they hold of a session, but for newer epochs (0: for any).
+        traces: Where the records of their cycles are kept.
     """
 
-    def __init__(self, store: RedisStore, tokenizer: Tokenizer, release: Callable[[str, int], None]) -> None:
+    def __init__(
+        self,
+        store: RedisStore,
+        tokenizer: Tokenizer,
+        release: Callable[[str, int], None],
+        traces: RedisTraceStore,
+    ) -> None:
         self._store, self._tokenizer, self._release = store, tokenizer, release
+        self._traces = traces
 
     async def get(self, session_id: str, caller: Caller) -> tuple[SessionInfo, tuple[EmittedToken, ...]]:
         """Return a session and the tokens emitted in its current turn.
@@ -46,6 +56,20 @@ class SessionCalls:
         stored = await self._store.read(_qualified(session_id, caller))
         tokens = tuple(emitted_token(token, self._tokenizer) for token in stored.tokens)
         return _info(stored, caller), tokens
+
+    async def trace(self, session_id: str, caller: Caller) -> pb.GetSessionTraceResponse:
+        """Return the records of a session's cycles, oldest first.
+
+        Raises:
+            InvalidArgumentError: It is no name of a session.
+            NotFoundError: The caller has no such session (any more).
+            UnavailableError: Redis cannot be reached.
+        """
+        name = _qualified(session_id, caller)
+        records = await self._traces.read(name)
+        if not records.cycles:
+            await self._store.read(name)  # tells a session without cycles from none
+        return records
 
     async def recent(self, limit: int, caller: Caller) -> list[SessionInfo]:
         """Return the caller's sessions, the one with the latest sign of life first.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from gammaray.errors import NotFoundError
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.redis_calls import Redis, answer
 
@@ -42,17 +41,14 @@ class RedisTraceStore:
         await answer(pipeline.execute())
 
     async def read(self, session_id: str) -> pb.GetSessionTraceResponse:
-        """Return the records of a session, oldest first.
+        """Return the records of a session, oldest first; none when there is no such session.
 
         Raises:
-            NotFoundError: There are none.
             UnavailableError: Redis cannot be reached.
         """
         cycles, _ = trace_keys(session_id)
         data: Any = await answer(self._redis.get(cycles))
-        if not data:
-            raise NotFoundError(f"no records of a session {session_id}")
-        return pb.GetSessionTraceResponse.FromString(data)
+        return pb.GetSessionTraceResponse.FromString(data or b"")
 
     async def serving(self, session_id: str) -> str:
         """Return the `traceparent` of the sampled generation that served a session last, or an empty text.

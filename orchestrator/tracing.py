@@ -19,7 +19,6 @@ from gammaray import telemetry as t
 from gammaray.errors import GammarayError
 from gammaray.otel import Telemetry
 from gammaray.types import Chunk, FinishReason, GenerationRequest
-from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.access import ANONYMOUS, Caller
 from orchestrator.journal import Journal
 from orchestrator.session import Session
@@ -117,15 +116,6 @@ class Tracing:
             in_background(self._link(trace, session.session_id))
         session.calls = journal = Journal(session, self._store, in_background, trace)
         return journal
-
-    async def records(self, session_id: str) -> pb.GetSessionTraceResponse:
-        """Return the records of a session.
-
-        Raises:
-            NotFoundError: There are none.
-            UnavailableError: Redis cannot be reached.
-        """
-        return await self._store.read(session_id)
 
     async def shutdown(self) -> None:
         """Send the spans that wait, within a deadline."""

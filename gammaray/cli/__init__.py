@@ -13,7 +13,7 @@ from gammaray import __version__
 
 __all__ = ["main"]
 
-_COMMANDS = ("bench", "certs", "config", "generate", "keys", "size", "status", "top", "up")
+_COMMANDS = ("bench", "certs", "config", "generate", "keys", "size", "status", "top", "trace", "up")
 
 
 class _Gammaray(click.Group):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import time
 
 import pytest
 from redis_helpers import running_redis
@@ -22,8 +24,10 @@ from tracing_helpers import (
 
 from benchmarks.otlp_receiver import receiving
 from gammaray import telemetry as t
-from gammaray.types import GammaPolicy, GenerationRequest, SamplingParams
-from orchestrator.access import Caller
+from gammaray.cycles import cycles_from_proto
+from gammaray.errors import NotFoundError, UnavailableError
+from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, SamplingParams
+from orchestrator.access import ANONYMOUS, Caller
 
 pytestmark = pytest.mark.integration
 
@@ -169,3 +173,103 @@ async def test_trace_off_sets_nothing_up_and_serves_the_same(redis_server, worke
         assert not orchestrator.tracing.is_on
         chunks = await complete(orchestrator, request(seed=5))
     assert len(tokens_of(chunks)) == 96
+
+
+async def test_trace_target_dies_its_successor_serves_the_same_cycle(
+    redis_server, workers, collector, exporting
+):
+    environment, _ = collector
+    survivor, draft = workers
+    with exporting_worker("target", environment) as (process, victim):
+        async with running(redis_server, victim, draft) as orchestrator:
+            chunks = []
+            async for chunk in orchestrator.generate(request(seed=6), SAMPLED):
+                chunks.append(chunk)
+                if len(chunks) == 5:
+                    orchestrator._fleet.targets.announce({survivor})
+                    await orchestrator._fleet.targets.settle(5.0)
+                    process.kill()
+            spans = await asyncio.to_thread(
+                exporting.wait,
+                lambda spans: len(named(spans, t.SPAN_CYCLE)) == chunks[-1].summary.cycles,
+                TIMEOUT_S,
+            )
+            spans = await asyncio.to_thread(
+                exporting.wait, lambda spans: bool(served_by_survivor(spans, survivor)), TIMEOUT_S
+            )
+    assert {span.trace_id for span in spans} == {TRACE_ID}
+    assert len(tokens_of(chunks)) == 96
+    addresses = [span.attributes[t.WORKER_ADDRESS] for span in named(spans, t.SPAN_VERIFY, "client")]
+    assert addresses == sorted(addresses, key=[victim, survivor].index)
+    assert set(addresses) == {victim, survivor}
+    (root,) = named(spans, t.SPAN_GENERATE)
+    assert not root.is_error
+
+
+def served_by_survivor(spans, address):
+    """Return the survivor's side of the first verification that it took over."""
+    waited = [
+        span for span in named(spans, t.SPAN_VERIFY, "client") if span.attributes[t.WORKER_ADDRESS] == address
+    ]
+    return waited and children(spans)[waited[0].span_id]
+
+
+async def test_trace_resumed_by_another_orchestrator_is_one_trace_and_linked(
+    redis_server, workers, exporting
+):
+    first = request(seed=7, session_id="traced", resume_from=0)
+    async with running(redis_server, *workers) as orchestrator:
+        received = []
+        stream = orchestrator.generate(first, Caller())
+        async for chunk in stream:
+            received += tokens_of([chunk])
+            if len(received) > 20:
+                break
+        await stream.aclose()
+    async with running(redis_server, *workers) as heir:
+        rest = await generate(heir, dataclasses.replace(first, resume_from=len(received)), Caller())
+    assert len(received) + len(tokens_of(rest)) == 96
+    spans = await asyncio.to_thread(
+        exporting.wait, lambda spans: len(named(spans, t.SPAN_GENERATE)) == 2, TIMEOUT_S
+    )
+    before, after = named(spans, t.SPAN_GENERATE)
+    assert before.attributes[t.FINISH_REASONS] == ["cancelled"]
+    assert after.attributes[t.FINISH_REASONS] == ["length"]
+    assert after.attributes[t.RESUMED_FROM] == len(received)
+    assert after.trace_id == before.trace_id
+    assert after.parent_id == before.span_id
+    assert after.links == (f"{before.trace_id}:{before.span_id}",)
+    epochs = {span.attributes[t.EPOCH] for span in named(spans, t.SPAN_CYCLE)}
+    assert len(epochs) == 2
+
+
+async def test_trace_of_a_failure_names_the_error(redis_server, exporting):
+    async with running(redis_server, "127.0.0.1:1", "", worker_wait_s=0.2) as orchestrator:
+        with pytest.raises(UnavailableError):
+            await generate(orchestrator, request(seed=8))
+    (root,) = await asyncio.to_thread(exporting.wait, lambda spans: len(spans) > 0, TIMEOUT_S)
+    assert root.is_error
+    assert root.attributes[t.ERROR_TYPE] == "UnavailableError"
+    assert root.attributes[t.CYCLES] == 0
+
+
+async def test_records_of_a_session_are_those_of_its_cycles(redis_server, workers):
+    async with running(redis_server, *workers) as orchestrator:
+        chunks = await complete(orchestrator, request(seed=9, session_id="recorded"))
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            records = cycles_from_proto((await orchestrator.sessions.trace("recorded", ANONYMOUS)).cycles)
+            if len(records) == chunks[-1].summary.cycles:
+                break
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        with pytest.raises(NotFoundError):
+            await orchestrator.sessions.trace("nobody", ANONYMOUS)
+    assert [sum(cycle.emitted for cycle in records), records[-1].base_position + records[-1].emitted] == [
+        96,
+        chunks[-1].usage.prompt_tokens + 96,
+    ]
+    assert sum(cycle.accepted for cycle in records) >= chunks[-1].usage.accepted_prediction_tokens
+    assert all(cycle.propose_s + cycle.verify_s <= cycle.total_s for cycle in records)
+    assert all(cycle.target.compute_s > 0 for cycle in records)
+    assert DrafterKind.MODEL in {cycle.drafter for cycle in records}

@@ -264,7 +264,7 @@ def test_stdin_that_is_no_utf8_is_exit_code_2():
     assert "an invalid byte at offset 2" in result.stderr
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["status"], ["top"], ["up"]], ids=" ".join)
+@pytest.mark.parametrize("command", [[], ["generate"], ["status"], ["top"], ["trace"], ["up"]], ids=" ".join)
 def test_help_names_the_command(command):
     result = invoke(*command, "--help")
     assert result.exit_code == 0

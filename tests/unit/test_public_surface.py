@@ -19,6 +19,7 @@ METHODS = {
     "Generate": "generate",
     "GetStatus": "status",
     "GetSession": "get_session",
+    "GetSessionTrace": "session_trace",
     "ListSessions": "list_sessions",
     "Cancel": "cancel",
     "DeleteSession": "delete_session",

@@ -1,0 +1,158 @@
+"""A session's cycles as a timeline: one line per cycle, its bar split by where the time went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from gammaray.cycles import CycleRecord, WorkerCall
+
+__all__ = ["timeline"]
+
+_BUSY, _WAITING, _OTHER = "█", "░", "·"
+_PROPOSE, _VERIFY = "cyan", "magenta"
+_MAX_NODES_DRAWN = 12
+
+
+def timeline(cycles: Sequence[CycleRecord], bar_width: int = 40) -> RenderableType:
+    """Return the timeline of a session, oldest cycle first, with a summary below.
+
+    Args:
+        cycles: Its records.
+        bar_width: Characters of the longest bar; bars share one scale, on which the slowest tenth is cut off.
+    """
+    parts: list[RenderableType] = [_legend()]
+    scale_s = sorted(cycle.total_s for cycle in cycles)[int(0.9 * (len(cycles) - 1))] * 1.1
+    for group in _owners(cycles):
+        first = group[0]
+        if len(cycles) != len(group):
+            parts.append(Rule(f"turn {first.turn}, owner's epoch {first.epoch}", style="dim", align="left"))
+        parts.append(_table(group, bar_width / scale_s, bar_width))
+    parts.append(_summary(cycles))
+    return Group(*parts)
+
+
+def _owners(cycles: Sequence[CycleRecord]) -> Iterator[list[CycleRecord]]:
+    group: list[CycleRecord] = []
+    for cycle in cycles:
+        if group and (cycle.turn, cycle.epoch) != (group[-1].turn, group[-1].epoch):
+            yield group
+            group = []
+        group.append(cycle)
+    yield group
+
+
+def _table(cycles: Sequence[CycleRecord], columns_per_s: float, bar_width: int) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    for name in ("AT", "MS"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("WHERE THE TIME WENT", no_wrap=True, width=bar_width)
+    table.add_column("γ", justify="right", no_wrap=True)
+    table.add_column("TOKENS", no_wrap=True)
+    table.add_column("WHY, WHO, WHAT ELSE", overflow="fold")
+    start_s = cycles[0].start_s
+    for cycle in cycles:
+        table.add_row(
+            f"{(cycle.start_s - start_s) * 1e3:.1f}",
+            f"{cycle.total_s * 1e3:.2f}",
+            _bar(cycle, columns_per_s, bar_width),
+            str(cycle.gamma),
+            _tokens(cycle),
+            Text(", ".join(_notes(cycle)), style="dim"),
+        )
+    return table
+
+
+def _bar(cycle: CycleRecord, columns_per_s: float, bar_width: int) -> Text:
+    bar = Text()
+    other_s = max(0.0, cycle.total_s - cycle.propose_s - cycle.verify_s)
+    reached_s = 0.0
+    for seconds, mark, style in (
+        *_waited(cycle.propose_s, cycle.draft, _PROPOSE),
+        *_waited(cycle.verify_s, cycle.target, _VERIFY),
+        (other_s, _OTHER, "dim"),
+    ):
+        before, reached_s = round(reached_s * columns_per_s), reached_s + seconds
+        bar.append(mark * (round(reached_s * columns_per_s) - before), style)
+    if len(bar) > bar_width:
+        bar.truncate(bar_width - 1)
+        bar.append("»", "bold")
+    return bar
+
+
+def _waited(seconds: float, call: WorkerCall | None, style: str) -> Iterator[tuple[float, str, str]]:
+    """Split a wait into what the worker computed and the rest: its queue and the way there and back."""
+    busy_s = seconds if call is None else min(seconds, call.compute_s)
+    yield busy_s, _BUSY, style
+    yield seconds - busy_s, _WAITING, style
+
+
+def _tokens(cycle: CycleRecord) -> Text:
+    text = Text()
+    if cycle.drafted > _MAX_NODES_DRAWN:
+        text.append(f"{cycle.accepted} of {cycle.drafted}", "green")
+    else:
+        text.append("●" * cycle.accepted, "green")
+        text.append("○" * (cycle.drafted - cycle.accepted), "red")
+    if cycle.next_origin is not None:
+        text.append(
+            f"+{cycle.next_origin.value[0]}", "yellow" if cycle.next_origin.value[0] == "c" else "blue"
+        )
+    return text
+
+
+def _notes(cycle: CycleRecord) -> Iterator[str]:
+    if cycle.gamma_reason:
+        yield cycle.gamma_reason
+    if cycle.gamma:
+        yield cycle.drafter.value if cycle.drafted else "no proposal"
+    if cycle.draft_failed:
+        yield "drafter failed"
+    if cycle.draft_ahead_hit:
+        yield "prepared ahead"
+    for call in (cycle.draft, cycle.target):
+        if call is None:
+            continue
+        role = "draft" if call is cycle.draft else "target"
+        if call.error:
+            yield f"{role} {call.address}: {call.error}"
+        if call.blocks > 1:
+            yield f"{role} asked {call.blocks} times, {call.refed_tokens} tokens again"
+        if call.batch_size > 1:
+            yield f"{role} batch of {call.batch_size}"
+
+
+def _legend() -> Text:
+    return Text.assemble(
+        ("█ propose ", _PROPOSE),
+        ("█ verify ", _VERIFY),
+        "of which ░ wire and queue  · other   ",
+        ("● accepted ", "green"),
+        ("○ not ", "red"),
+        ("+c correction ", "yellow"),
+        ("+b bonus", "blue"),
+    )
+
+
+def _summary(cycles: Sequence[CycleRecord]) -> Text:
+    total_s = sum(cycle.total_s for cycle in cycles)
+    emitted = sum(cycle.emitted for cycle in cycles)
+    tested, accepted = sum(c.tested for c in cycles), sum(c.accepted for c in cycles)
+    share = {
+        "propose": sum(cycle.propose_s for cycle in cycles) / total_s,
+        "verify": sum(cycle.verify_s for cycle in cycles) / total_s,
+    }
+    share["other"] = 1 - sum(share.values())
+    hits = sum(cycle.draft_ahead_hit for cycle in cycles)
+    words = [
+        f"{len(cycles)} cycles, {emitted} tokens in {total_s * 1e3:.1f} ms",
+        f"{emitted / len(cycles):.2f} tokens per cycle",
+        *([f"alpha {accepted / tested:.3f}"] if tested else []),
+        *([f"{hits} proposals prepared ahead"] if hits else []),
+        ", ".join(f"{name} {part:.0%}" for name, part in share.items()),
+    ]
+    return Text("; ".join(words), style="bold")

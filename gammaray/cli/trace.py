@@ -1,0 +1,49 @@
+"""`gammaray trace`: the cycles of a session, from its own records; no tracing backend is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+
+import click
+from rich.console import Console
+
+from gammaray.cli.connection import connection_options
+from gammaray.cli.timeline import timeline
+from gammaray.client import AsyncClient
+from gammaray.cycles import CycleRecord
+
+__all__ = ["trace"]
+
+_PIPE_WIDTH = 200
+
+
+@click.command()
+@click.argument("session")
+@connection_options(timeout_s=10.0)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+@click.option("--last", type=click.IntRange(1), help="Only this many cycles, the latest.")
+def trace(
+    session: str, address: str, api_key: str | None, timeout_s: float, as_json: bool, last: int | None
+) -> None:
+    """Show what each cycle of a SESSION did and where its time went."""
+    cycles = asyncio.run(_fetch(session, address, api_key, timeout_s))
+    cycles = cycles[-last:] if last is not None else cycles
+    if as_json:
+        click.echo(
+            json.dumps({"session_id": session, "cycles": [asdict(cycle) for cycle in cycles]}, indent=2)
+        )
+        return
+    if not cycles:
+        click.echo("no cycles yet")
+        return
+    # A pipe has no width: rows stay whole there.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    console.print(timeline(cycles, bar_width=max(20, console.width // 3)))
+
+
+async def _fetch(session: str, address: str, api_key: str | None, timeout_s: float) -> list[CycleRecord]:
+    async with AsyncClient(address, api_key=api_key) as client:
+        return await client.session_trace(session, timeout_s=timeout_s)

@@ -1,0 +1,105 @@
+"""OpenTelemetry from the environment alone: what is set up, what is refused, and how it ends."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import gammaray
+from benchmarks.otlp_receiver import receiving
+from gammaray.errors import InvalidArgumentError
+from gammaray.otel import Telemetry, exports, process_resource
+
+ROOT = Path(gammaray.__file__).parents[1]
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch):
+    for name in (ENDPOINT, "OTEL_TRACES_EXPORTER", "OTEL_SDK_DISABLED", "OTEL_SERVICE_NAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_on"),
+    [
+        ({}, False),
+        ({ENDPOINT: "http://127.0.0.1:4317"}, True),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:4317"}, True),
+        ({"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://127.0.0.1:4317"}, False),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, True),
+        ({ENDPOINT: "http://127.0.0.1:4317", "OTEL_TRACES_EXPORTER": "none"}, False),
+        ({ENDPOINT: "http://127.0.0.1:4317", "OTEL_SDK_DISABLED": "true"}, False),
+        ({ENDPOINT: "http://127.0.0.1:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, True),
+    ],
+    ids=str,
+)
+def test_exports_traces_when_the_standard_variables_say_so(monkeypatch, environment, is_on):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert exports("traces") is is_on
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("OTEL_TRACES_EXPORTER", "zipkin"), ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")],
+)
+def test_exports_refuses_what_is_not_here(monkeypatch, name, value):
+    monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:4318")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidArgumentError, match=name):
+        exports("traces")
+
+
+def test_telemetry_without_variables_loads_no_sdk():
+    script = (
+        "import sys\nfrom gammaray.otel import Telemetry\nimport gammaray.telemetry\n"
+        "telemetry = Telemetry('draft')\n"
+        "print(telemetry.tracer, telemetry.processor, 'opentelemetry.sdk' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        check=True,
+        env={"PATH": ""},
+    )
+    assert result.stdout.strip() == "None None False"
+
+
+def test_process_resource_names_the_role_unless_the_environment_does(monkeypatch):
+    assert process_resource("target").attributes["service.name"] == "gammaray-target"
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
+    attributes = process_resource("target").attributes
+    assert attributes["service.name"] == "ours"
+    assert attributes["deployment.environment.name"] == "test"
+    assert attributes["service.namespace"] == "gammaray"
+
+
+async def test_shutdown_sends_what_waits(monkeypatch):
+    with receiving() as (endpoint, receiver):
+        monkeypatch.setenv(ENDPOINT, endpoint)
+        telemetry = Telemetry("draft")
+        telemetry.tracer.start_span("last words").end()
+        assert await telemetry.shutdown(timeout_s=10.0)
+        assert [span.name for span in receiver.spans] == ["last words"]
+
+
+async def test_shutdown_with_a_dead_collector_keeps_its_deadline(monkeypatch):
+    monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:1")
+    telemetry = Telemetry("draft")
+    telemetry.tracer.start_span("nobody listens").end()
+    start = time.monotonic()
+    await telemetry.shutdown(timeout_s=0.5)
+    assert time.monotonic() - start < 2.0
+
+
+def test_page_of_spans_and_attributes_is_fresh():
+    script = ROOT / "docs" / "make_telemetry.py"
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
