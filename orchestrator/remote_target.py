@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 
 from gammaray.convert import origin_from_proto, proposal_to_proto
-from gammaray.errors import DeadlineExceededError, GammarayError, UnavailableError
+from gammaray.errors import DeadlineExceededError, GammarayError, InternalError, UnavailableError
 from gammaray.types import Proposal
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
@@ -73,7 +74,26 @@ class RemoteVerifier(Remote[target_pb.VerifyBlock, target_pb.VerifyResult]):
             link.backoff.succeeded()
             # The worker's cache holds the accepted tokens; its own last token was never fed.
             self._num_known = self._base_position + len(result.verdict.accepted_path)
-            return _verdict(result.verdict, result.timing)
+            return self._verdict(session, link, result)
+
+    def _verdict(
+        self,
+        session: Session,
+        link: WorkerLink[target_pb.VerifyBlock, target_pb.VerifyResult],
+        result: target_pb.VerifyResult,
+    ) -> Verdict:
+        """Return what a target says, after checking what others stand on.
+
+        Raises:
+            InternalError: It makes no sense.
+        """
+        message, has_logprobs = result.verdict, session.num_top_logprobs is not None
+        vocab_size = link.info.vocab_size if link.info is not None else 0
+        if message.next_token_id >= vocab_size or message.num_tested > len(self._proposal):
+            raise InternalError(f"the target worker at {link.address} sent a verdict that cannot be")
+        if has_logprobs and not all(_is_sound(entry, vocab_size) for entry in message.logprobs):
+            raise InternalError(f"the target worker at {link.address} sent log-probabilities that cannot be")
+        return _verdict(message, result.timing, has_logprobs=has_logprobs)
 
     def _leave(
         self,
@@ -102,7 +122,16 @@ class RemoteVerifier(Remote[target_pb.VerifyBlock, target_pb.VerifyResult]):
         )
 
 
-def _verdict(message: target_pb.Verdict, timing: pb.WorkerTiming) -> Verdict:
+def _is_sound(entry: target_pb.TokenLogprobs, vocab_size: int) -> bool:
+    return (
+        len(entry.top_token_ids) == len(entry.top_logprobs)
+        and not math.isnan(entry.logprob)
+        and not any(map(math.isnan, entry.top_logprobs))
+        and all(token_id < vocab_size for token_id in entry.top_token_ids)
+    )
+
+
+def _verdict(message: target_pb.Verdict, timing: pb.WorkerTiming, *, has_logprobs: bool) -> Verdict:
     return Verdict(
         accepted_path=tuple(message.accepted_path),
         next_token_id=message.next_token_id,
@@ -110,7 +139,7 @@ def _verdict(message: target_pb.Verdict, timing: pb.WorkerTiming) -> Verdict:
         num_tested=message.num_tested,
         logprobs=tuple(
             TokenLogprobs(entry.logprob, tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True)))
-            for entry in message.logprobs
+            for entry in (message.logprobs if has_logprobs else ())
         ),
         timing=VerifyTiming(
             timing.queue_us * 1e-6, timing.compute_us * 1e-6, timing.batch_size, timing.batch_tokens

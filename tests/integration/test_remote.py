@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 
 import pytest
@@ -28,6 +29,7 @@ from gammaray.errors import (
     UnavailableError,
 )
 from gammaray.types import Proposal
+from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.cycle import run_cycle
 
@@ -139,6 +141,50 @@ async def test_remote_bad_drafter_costs_only_speed(outcome):
         session = make_session(max_tokens=12)
         await finish(session, *clients(fleet, session), 3)
         assert emitted(session) == continuation(PROMPT, 12)
+
+
+@pytest.mark.parametrize(
+    ("num_top", "changes"),
+    [
+        pytest.param(None, {"next_token_id": VOCAB}, id="token-out-of-vocabulary"),
+        pytest.param(None, {"num_tested": 2**32 - 1}, id="more-tested-than-proposed"),
+        pytest.param(None, {"accepted_path": [7]}, id="path-beyond-the-proposal"),
+        pytest.param(None, {"next_origin": 0}, id="no-origin"),
+        pytest.param(2, {"logprobs": [{"logprob": math.nan}]}, id="nan"),
+        pytest.param(2, {"logprobs": [{"top_token_ids": [1], "top_logprobs": []}]}, id="uneven"),
+        pytest.param(2, {"logprobs": [{"top_token_ids": [VOCAB], "top_logprobs": [0.0]}]}, id="top-token"),
+        pytest.param(2, {"logprobs": [{}] * 9}, id="too-many"),
+    ],
+)
+async def test_remote_verdict_that_cannot_be_is_an_error_with_a_type(num_top, changes):
+    async with scripted("target") as target, fleet_of(target) as fleet:
+
+        def answer(block):
+            result = target.work(block)
+            result.verdict.ClearField(next(iter(changes)))
+            result.verdict.MergeFrom(target_pb.Verdict(**changes))
+            return result
+
+        target.on_block = answer
+        session = make_session()
+        session.num_top_logprobs = num_top
+        with pytest.raises(InternalError):
+            await finish(session, *clients(fleet, session), 0)
+        assert emitted(session) == []
+
+
+async def test_remote_log_probabilities_that_nobody_asked_for_are_dropped():
+    async with scripted("target") as target, fleet_of(target) as fleet:
+
+        def answer(block):
+            result = target.work(block)
+            result.verdict.logprobs.add(logprob=math.nan, top_token_ids=[1])
+            return result
+
+        target.on_block = answer
+        session = make_session(max_tokens=3)
+        cycles = await finish(session, *clients(fleet, session), 0)
+        assert not any(cycle.logprobs for cycle in cycles)
 
 
 async def test_remote_silent_drafter_costs_one_deadline_then_little():

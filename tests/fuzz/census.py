@@ -1,0 +1,92 @@
+"""What the processes of a cluster hold: memory, file descriptors, sessions, queues and KV cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import psutil
+
+from gammaray import ProcessStatus
+
+__all__ = ["Holding", "census", "growth", "settled"]
+
+MAX_GROWTH_MB = 64.0
+"""Resident memory that a process may gain between warm-up and end: allocators keep some of a peak."""
+
+MAX_GROWTH_SHARE = 0.25
+MAX_MORE_FILES = 20
+SETTLE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one process holds.
+
+    Args:
+        rss_mb: Resident memory in MiB.
+        files: Open file descriptors.
+        sessions: Sessions.
+        queued: Blocks waiting or running.
+        cache_bytes: KV cache in use.
+    """
+
+    rss_mb: float
+    files: int
+    sessions: int
+    queued: int
+    cache_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rss_mb:7.0f} MiB {self.files:4} files {self.sessions:3} sessions "
+            f"{self.queued:3} queued {self.cache_bytes / 2**20:6.1f} MiB KV"
+        )
+
+
+def census(processes: list[ProcessStatus]) -> dict[tuple[str, int], Holding]:
+    """Return what each process of a cluster's status holds, by role and process id."""
+    held = {}
+    for process in processes:
+        if process.pid == 0:
+            continue
+        try:
+            alive = psutil.Process(process.pid)
+            rss_mb, files = alive.memory_info().rss / 2**20, alive.num_fds()
+        except psutil.Error:
+            continue
+        held[process.role, process.pid] = Holding(
+            rss_mb, files, process.sessions, process.num_queued, process.cache_bytes
+        )
+    return held
+
+
+def settled(status: Callable[[], list[ProcessStatus]]) -> dict[tuple[str, int], Holding]:
+    """Wait until no process holds a session, a block or cache any more, and return what they hold then."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        held = census(status())
+        is_quiet = not any(h.sessions or h.queued for h in held.values())
+        if is_quiet or time.monotonic() > deadline:
+            return held
+        time.sleep(0.2)
+
+
+def growth(before: Mapping[tuple[str, int], Holding], after: Mapping[tuple[str, int], Holding]) -> list[str]:
+    """Return what was lost or has grown beyond bounds, in words."""
+    found = []
+    for (role, pid), old in before.items():
+        new = after.get((role, pid))
+        who = f"{role} (process {pid})"
+        if new is None:
+            found.append(f"{who} is gone")
+            continue
+        if new.rss_mb - old.rss_mb > max(MAX_GROWTH_MB, MAX_GROWTH_SHARE * old.rss_mb):
+            found.append(f"{who} has grown from {old.rss_mb:.0f} to {new.rss_mb:.0f} MiB")
+        if new.files - old.files > MAX_MORE_FILES:
+            found.append(f"{who} holds {new.files} files, {old.files} before")
+        for name in ("sessions", "queued", "cache_bytes"):
+            if getattr(new, name) > getattr(old, name):
+                found.append(f"{who} holds {getattr(new, name)} {name}, {getattr(old, name)} before")
+    return found

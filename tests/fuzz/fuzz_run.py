@@ -1,0 +1,114 @@
+"""The fuzzers together, against one cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import httpx
+from campaign import Campaign
+from census import Holding, growth, settled
+from grpc_fuzz import fuzz_public, fuzz_worker
+from hostile import fuzz_with_hostile_drafter, fuzz_with_hostile_target
+from http_fuzz import fuzz_http
+
+from gammaray import Client
+from orchestrator.redis_server import RedisServer
+
+if TYPE_CHECKING:
+    from cluster_helpers import Cluster
+
+__all__ = ["Report", "run"]
+
+NUM_HTTP, NUM_GRPC = 3, 3
+END_TIMEOUT_S = 90.0
+"""How long the last calls may take when the time is up."""
+
+WARM_UP_S = (3.0, 60.0)
+"""Bounds of how long the cluster is fuzzed before its memory is looked at for the first time."""
+
+
+@dataclass
+class Report:
+    """What came of a run.
+
+    Args:
+        campaign: Counts and complaints.
+        before: What the processes held after the warm-up.
+        after: What they held in the end.
+    """
+
+    campaign: Campaign
+    before: dict[tuple[str, int], Holding]
+    after: dict[tuple[str, int], Holding]
+    grown: list[str] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing was wrong."""
+        return not self.campaign.num_wrong and not self.grown
+
+    def __str__(self) -> str:
+        held = [
+            f"{role:13} {pid:8}  {self.before[role, pid]}  ->  {self.after.get((role, pid), 'gone')}"
+            for role, pid in self.before
+        ]
+        complaints = [*self.grown, *self.campaign.wrong]
+        told = (
+            [f"WRONG ({self.campaign.num_wrong + len(self.grown)}):", *complaints]
+            if complaints
+            else ["clean"]
+        )
+        return "\n".join([self.campaign.table(), "", *held, "", *told])
+
+
+def run(cluster: Cluster, seconds: float, seed: int, say: Callable[[str], None]) -> Report:
+    """Fuzz a cluster: a short while to warm it up, then for `seconds`, and look what it holds afterwards."""
+    warm_up_s = min(max(WARM_UP_S[0], seconds / 5), WARM_UP_S[1])
+    with TemporaryDirectory() as directory, RedisServer.start(Path(directory)) as redis:
+        warm_up = Campaign(warm_up_s, seed + 1)
+        asyncio.run(_fuzz(cluster, redis, warm_up))
+        before = settled(lambda: _status(cluster))
+        say(f"warmed up in {warm_up_s:g} s, {sum(warm_up.counts.values())} calls")
+        campaign = Campaign(seconds, seed)
+        asyncio.run(_fuzz(cluster, redis, campaign))
+    after = settled(lambda: _status(cluster))
+    campaign.num_wrong += warm_up.num_wrong
+    campaign.wrong.extend(warm_up.wrong)
+    _check_alive(cluster, campaign)
+    return Report(campaign, before, after, growth(before, after))
+
+
+async def _fuzz(cluster: Cluster, redis: RedisServer, campaign: Campaign) -> None:
+    addresses = {p.role: p.address for p in _status(cluster) if p.role in ("target", "draft")}
+    work = {f"http {i}": fuzz_http(cluster.http, campaign, f"http {i}") for i in range(NUM_HTTP)}
+    work |= {f"grpc {i}": fuzz_public(cluster.grpc, campaign, f"grpc {i}") for i in range(NUM_GRPC)}
+    work |= {f"{role} stream": fuzz_worker(addresses[role], role, campaign, role) for role in addresses}
+    work["hostile drafter"] = fuzz_with_hostile_drafter(redis, addresses["target"], campaign)
+    work["hostile target"] = fuzz_with_hostile_target(redis, campaign)
+    tasks = [asyncio.create_task(campaign.guard(name, fuzzer), name=name) for name, fuzzer in work.items()]
+    _, stuck = await asyncio.wait(tasks, timeout=campaign.left_s + END_TIMEOUT_S)
+    for task in stuck:
+        frames = task.get_stack(limit=1)
+        campaign.blame(f"{task.get_name()} does not end: {task.get_coro()} in {frames}")
+        task.cancel()
+    await asyncio.wait(tasks, timeout=END_TIMEOUT_S)
+
+
+def _status(cluster: Cluster) -> list:
+    with Client(cluster.grpc) as client:
+        return client.status()
+
+
+def _check_alive(cluster: Cluster, campaign: Campaign) -> None:
+    """Both APIs still complete."""
+    with Client(cluster.grpc) as client:
+        if len(client.complete("x = ", max_tokens=4, ignore_eos=True).tokens) != 4:
+            campaign.blame("the gRPC API does not complete any more")
+    answer = httpx.post(f"{cluster.http}/v1/completions", json={"prompt": "x", "max_tokens": 2}, timeout=60)
+    if answer.status_code != 200:
+        campaign.blame(f"the HTTP API does not complete any more: {answer.text}")

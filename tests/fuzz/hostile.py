@@ -1,0 +1,188 @@
+"""Workers that break their contract, behind a real orchestrator: drafters can only cost speed, targets only
+their own requests."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from campaign import Campaign
+from scripted_workers import ScriptedWorker
+from service_helpers import running, tokens_of
+
+from gammaray.errors import GammarayError, InternalError
+from gammaray.types import GammaPolicy, GenerationRequest, SamplingParams, VerificationMethod
+from gammaray.v1 import target_service_pb2 as target_pb
+from gammaray.v1 import types_pb2 as pb
+
+__all__ = ["fuzz_with_hostile_drafter", "fuzz_with_hostile_target"]
+
+REQUEST_TIMEOUT_S = 20.0
+NUM_TOKENS = 24
+VOCAB = 2048
+CONTEXT = 1024
+PROMPTS = ["def read_lines(path):\n", "import os\n\nclass Stack:\n    def ", "for i in range("]
+METHODS = [VerificationMethod.COUPLED, VerificationMethod.NAIVE]
+NUMBERS = [0, 1, 2, VOCAB - 1, VOCAB, 2**31, 2**32 - 1]
+Answer = Callable[[ScriptedWorker, Any, random.Random], Any]
+
+
+def _garbage_ids(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
+    ids = [rng.choice([*NUMBERS, rng.randrange(2**32)]) for _ in range(block.gamma or 3)]
+    return worker.result(block, proposal=pb.Proposal(token_ids=ids))
+
+
+def _wrong_parents(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
+    ids = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 8]))]
+    parents = [
+        rng.choice([-1, 0, 1, 2, 7, -5, 2**31 - 1, -(2**31)]) for _ in range(rng.choice([len(ids), 1, 20]))
+    ]
+    return worker.result(block, proposal=pb.Proposal(token_ids=ids, parents=parents))
+
+
+def _wrong_laws(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
+    proposal = pb.Proposal(token_ids=[1, 2, 3])
+    for _ in range(rng.choice([1, 3, 5])):
+        ids = [rng.choice(NUMBERS) for _ in range(rng.choice([0, 1, 5, 64]))]
+        weights = [rng.choice([0, 1, 2**12, 2**32 - 1]) for _ in range(rng.choice([len(ids), 0, 3]))]
+        bits = rng.choice([0, 1, 12, 24, 25, 2**32 - 1])
+        proposal.draft_distributions.add(token_ids=ids, weights=weights, weight_bits=bits)
+    return worker.result(block, proposal=proposal)
+
+
+def _far_too_many(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
+    return worker.result(block, proposal=pb.Proposal(token_ids=[1] * 1_000_000))
+
+
+def _any_need(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
+    return worker.result(block, need=pb.NeedTokens(position=rng.choice([0, 1, 5, 10**6, 2**32 - 1])))
+
+
+def _any_error(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
+    code = rng.choice([0, 1, 3, 4, 8, 9, 13, 14, 16, 17, 2**32 - 1])
+    return worker.result(block, error=pb.BlockError(code=code, message=rng.choice(["", "x" * 100_000])))
+
+
+def _nothing(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
+    return worker.result(block)
+
+
+def _another_id(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
+    result = worker.work(block)
+    result.request_id = rng.choice([0, block.request_id + 1, 2**64 - 1])
+    return [result, worker.work(block)] if rng.random() < 0.5 else worker.work(block)
+
+
+def _twice(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
+    first, second = worker.work(block), worker.work(block)
+    second.session_id = rng.choice([block.session_id, "another", ""])
+    return [first, second]
+
+
+def _bad_verdict(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
+    verdict = target_pb.Verdict(
+        accepted_path=[rng.choice([0, 1, 2, 5, 2**32 - 1]) for _ in range(rng.choice([0, 1, 3, 500]))],
+        next_token_id=rng.choice(NUMBERS),
+        next_origin=rng.choice([0, 1, 2, 3, 99]),
+        num_tested=rng.choice(NUMBERS),
+    )
+    for _ in range(rng.choice([0, 0, 1, 5])):
+        verdict.logprobs.add(
+            logprob=rng.choice([float("nan"), float("inf"), -1.0]),
+            top_token_ids=[rng.choice(NUMBERS)] * rng.choice([0, 1, 3]),
+            top_logprobs=[float("nan")] * rng.choice([0, 1, 3]),
+        )
+    result = worker.result(block, verdict=verdict)
+    result.timing.queue_us = result.timing.compute_us = 2**32 - 1
+    result.timing.batch_size = result.timing.batch_tokens = rng.choice(NUMBERS)
+    return result
+
+
+DRAFTERS: list[Answer] = [
+    _garbage_ids,
+    _wrong_parents,
+    _wrong_laws,
+    _far_too_many,
+    _any_need,
+    _any_error,
+    _nothing,
+    _another_id,
+    _twice,
+]
+TARGETS: list[Answer] = [_bad_verdict, _bad_verdict, _any_need, _any_error, _nothing, _another_id, _twice]
+
+
+async def fuzz_with_hostile_drafter(redis: Any, target: str, campaign: Campaign) -> None:
+    """Complete with a real target and a drafter that does anything: the tokens stay those without drafter."""
+    rng = campaign.dice("drafter")
+    drafter = ScriptedWorker("draft", vocab_size=VOCAB, max_context=CONTEXT)
+    await drafter.start()
+    try:
+        async with running(redis, target, drafter.address, propose_timeout_s=0.3) as orchestrator:
+            plain: dict[str, list[int]] = {}
+            while not campaign.is_over:
+                answer = rng.choice(DRAFTERS)
+                drafter.on_block = lambda block, answer=answer: answer(drafter, block, rng)
+                base = _request(rng, GammaPolicy(0))
+                if repr(base) not in plain:
+                    plain[repr(base)] = await _tokens(orchestrator, base)
+                rejecting = rng.random() < 0.2
+                method = VerificationMethod.REJECTION if rejecting else base.verification
+                policy = GammaPolicy(rng.choice([1, 4, 8]), max_nodes=8)
+                request = replace(base, gamma=policy, verification=method)
+                got = await _tokens(orchestrator, request)
+                # Rejection follows the drafter's law, which this one makes up: as many tokens, not the same.
+                is_fine = len(got) == NUM_TOKENS if rejecting else got == plain[repr(base)]
+                wrong = None if is_fine else f"{answer.__name__} changed the tokens of {request}: {got}"
+                campaign.count("hostile drafter", answer.__name__.lstrip("_"), wrong=wrong)
+    finally:
+        await drafter.stop()
+
+
+async def fuzz_with_hostile_target(redis: Any, campaign: Campaign) -> None:
+    """Complete with a target that does anything: each request ends in time, with tokens or a typed error."""
+    rng = campaign.dice("target")
+    target = ScriptedWorker("target", vocab_size=VOCAB, max_context=CONTEXT)
+    await target.start()
+    try:
+        settings = {"verify_timeout_s": 1.0, "worker_wait_s": 1.0}
+        async with running(redis, target.address, "", **settings) as orchestrator:
+            while not campaign.is_over:
+                answer = rng.choice(TARGETS)
+                target.on_block = lambda block, answer=answer: answer(target, block, rng)
+                try:
+                    await _tokens(orchestrator, _request(rng, GammaPolicy(0), rng.choice([None, 0, 3])))
+                except asyncio.TimeoutError:
+                    campaign.count("hostile target", "hang", wrong=f"{answer.__name__}: no end")
+                except GammarayError as error:
+                    # One that is ours by accident would be a bug in our own code.
+                    is_bug = type(error) is InternalError and "Error)" in str(error)
+                    wrong = f"{answer.__name__}: {error}" if is_bug else None
+                    campaign.count("hostile target", type(error).__name__, wrong=wrong)
+                else:
+                    campaign.count("hostile target", "completed")
+    finally:
+        await target.stop()
+
+
+def _request(rng: random.Random, gamma: GammaPolicy, num_top: int | None = None) -> GenerationRequest:
+    sampling = SamplingParams(temperature=rng.choice([0.0, 1.0]), seed=rng.randrange(4))
+    return GenerationRequest(
+        rng.choice(PROMPTS),
+        sampling=sampling,
+        max_tokens=NUM_TOKENS,
+        ignore_eos=True,
+        gamma=gamma,
+        verification=rng.choice(METHODS),
+        num_top_logprobs=num_top,
+    )
+
+
+async def _tokens(orchestrator: Any, request: GenerationRequest) -> list[int]:
+    async def run() -> list[int]:
+        return tokens_of([chunk async for chunk in orchestrator.generate(request)])
+
+    return await asyncio.wait_for(run(), REQUEST_TIMEOUT_S)

@@ -1,0 +1,161 @@
+"""Requests to the HTTP API that nobody should send, and what may come back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+from campaign import Campaign
+from values import TEXTS, encode_json, mutate_bytes, mutate_json
+
+__all__ = ["fuzz_http"]
+
+ANSWER_TIMEOUT_S = 60.0
+ALLOWED = {200, 400, 401, 404, 405, 408, 409, 413, 429, 503, 504}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {
+        "model": "",
+        "prompt": ["def f(", [1, 2, 3]],
+        "max_tokens": 4,
+        "n": 2,
+        "stream": False,
+        "stream_options": {"include_usage": True},
+        "stop": ["\n\n", "x"],
+        "seed": 1,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.01,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.1,
+        "logit_bias": {"5": 1.0, "6": -100},
+        "min_tokens": 1,
+        "ignore_eos": True,
+        "stop_token_ids": [9],
+        "allowed_token_ids": [],
+        "logprobs": 2,
+        "echo": False,
+        "gammaray": {"verification": "coupled", "gamma": 3, "max_nodes": 8, "drafter": "model"},
+    },
+    "/v1/chat/completions": {
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+        ],
+        "max_completion_tokens": 4,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "gammaray": {"gamma": "adaptive", "session_id": "", "verification": "rejection"},
+    },
+}
+PATHS = [
+    "/",
+    "/health",
+    "/v1/models",
+    "/v1/models/x",
+    "/v1/sessions",
+    "/v1/sessions/x",
+    "/metrics",
+    "/v1/../",
+    "/%00",
+]
+
+
+async def fuzz_http(base_url: str, campaign: Campaign, name: str) -> None:
+    """Send requests until the campaign is over."""
+    rng = campaign.dice(name)
+    limits = httpx.Limits(max_connections=8)
+    async with httpx.AsyncClient(base_url=base_url, timeout=ANSWER_TIMEOUT_S, limits=limits) as http:
+        while not campaign.is_over:
+            action = rng.randrange(20)
+            if action == 0:
+                await asyncio.to_thread(_rubbish, base_url, rng)
+                campaign.count("http rubbish", "sent")
+            elif action == 1:
+                method = rng.choice(["GET", "POST", "PUT", "DELETE", "HEAD", "PATCH", "OPTIONS"])
+                await _send(http, method, rng.choice(PATHS), b"", rng, campaign)
+            else:
+                path = rng.choice(list(BODIES))
+                body = mutate_json(rng, BODIES[path])
+                if isinstance(body, dict) and rng.random() < 0.3:
+                    body["stream"] = True
+                await _send(http, "POST", path, encode_json(rng, body), rng, campaign)
+
+
+async def _send(
+    http: httpx.AsyncClient,
+    method: str,
+    path: str,
+    body: bytes,
+    rng: random.Random,
+    campaign: Campaign,
+) -> None:
+    story = f"{method} {path} {body[:300]!r}"
+    try:
+        async with http.stream(method, path, content=body, headers=_headers(rng)) as answer:
+            if rng.random() < 0.1:  # a client that goes away
+                campaign.count("http", "left")
+                return
+            content = await answer.aread()
+    except httpx.TimeoutException:
+        campaign.count("http", "hang", wrong=f"no answer within {ANSWER_TIMEOUT_S:g} s: {story}")
+        return
+    except httpx.HTTPError as error:
+        campaign.count("http", "broken", wrong=f"{error!r}: {story}")
+        return
+    wrong = _complaint(answer, content, method)
+    campaign.count("http", str(answer.status_code), wrong=f"{wrong}: {story}" if wrong else None)
+
+
+def _complaint(answer: httpx.Response, content: bytes, method: str) -> str | None:
+    if answer.status_code not in ALLOWED:
+        return f"status {answer.status_code} {content[:300]!r}"
+    if answer.status_code >= 400 and method != "HEAD":
+        try:
+            error = answer.json()["error"]
+            if not (error["message"] and error["type"] and error.keys() >= {"param", "code"}):
+                return f"no OpenAI error object {content[:300]!r}"
+        except (ValueError, KeyError, TypeError):
+            return f"no OpenAI error object {content[:300]!r}"
+    if answer.status_code in (429, 503) and "retry-after" not in answer.headers:
+        return "no Retry-After"
+    is_stream = "event-stream" in answer.headers.get("content-type", "")
+    if is_stream and b"[DONE]" not in content and b'"error"' not in content:
+        return f"a stream without an end {content[-200:]!r}"
+    return None
+
+
+def _headers(rng: random.Random) -> dict[str, str]:
+    headers = {"content-type": rng.choice(["application/json", "application/json", "text/plain", "x"])}
+    if rng.random() < 0.1:
+        headers["gammaray-timeout-ms"] = rng.choice(["1", "50", "5000", "-1", "x", "9" * 30])
+    if rng.random() < 0.1:
+        headers["gammaray-priority"] = rng.choice(["3", "-10", "11", ""])
+    if rng.random() < 0.05:
+        headers["authorization"] = rng.choice(["Bearer x", "Basic eDp4", "Bearer"])
+    if rng.random() < 0.05:
+        headers["last-event-id"] = rng.choice(["1", "x", "a:5", "-1", "9" * 40])
+    if rng.random() < 0.05:
+        headers["traceparent"] = rng.choice(["00-x", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "zz"])
+    return headers
+
+
+def _rubbish(base_url: str, rng: random.Random) -> None:
+    """Open a connection that speaks no good HTTP; whatever comes back is read and forgotten."""
+    where = urlsplit(base_url)
+    request = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 30\r\n\r\n" + TEXTS[6].encode()[:30]
+    )
+    try:
+        with socket.create_connection((where.hostname or "", where.port or 0), timeout=5) as connection:
+            connection.settimeout(1)
+            connection.sendall(mutate_bytes(rng, request))
+            connection.recv(1000)
+    except OSError:
+        return
