@@ -22,6 +22,9 @@ REFRESH_S = 1.0
 ENTRY_S = 5.0
 """How long an entry lives that nobody renews: an orchestrator that dies without a word is gone soon after."""
 
+CALL_TIMEOUT_S = 1.0
+"""Calls to the registry are given up after this long: neither a status nor the end of a process waits for it."""
+
 
 class PresenceStore(Protocol):
     """Where orchestrators announce themselves; `RedisRegistry` is one."""
@@ -69,8 +72,8 @@ class Presence:
     async def others(self) -> list[ProcessStatus]:
         """Return the state of the other orchestrators; none while the registry does not answer."""
         try:
-            entries = await self._store.orchestrators()
-        except UnavailableError:
+            entries = await asyncio.wait_for(self._store.orchestrators(), CALL_TIMEOUT_S)
+        except (UnavailableError, asyncio.TimeoutError):
             return []
         entries.pop(self._name, None)
         return [process for _, process in sorted((name, _parse(state)) for name, state in entries.items())]
@@ -80,8 +83,8 @@ class Presence:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-            with contextlib.suppress(UnavailableError):
-                await self._store.withdraw(self._name)
+            with contextlib.suppress(UnavailableError, asyncio.TimeoutError):
+                await asyncio.wait_for(self._store.withdraw(self._name), CALL_TIMEOUT_S)
 
     async def _keep_alive(self) -> None:
         while True:
@@ -91,9 +94,9 @@ class Presence:
     async def _announce(self) -> None:
         state: Any = process_to_proto(self._state()).SerializeToString()
         try:
-            await self._store.announce(self._name, state, ENTRY_S)
-        except UnavailableError as error:
-            _log.debug("the registry does not answer: %s", error)
+            await asyncio.wait_for(self._store.announce(self._name, state, ENTRY_S), CALL_TIMEOUT_S)
+        except (UnavailableError, asyncio.TimeoutError) as error:
+            _log.debug("the registry does not answer: %r", error)
 
 
 def _parse(state: bytes) -> ProcessStatus:

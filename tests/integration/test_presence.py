@@ -1,0 +1,73 @@
+"""Orchestrators find each other in the registry, and are gone when they say so or say nothing any more."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from redis_helpers import running_redis
+
+from gammaray.processes import ProcessStatus, SpeculationTotals
+from orchestrator import presence
+from orchestrator.presence import Presence
+from orchestrator.redis_calls import Redis, connect
+from orchestrator.registry import RedisRegistry
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_redis() as running:
+        yield running
+
+
+@pytest.fixture
+async def redis(server) -> AsyncIterator[Redis]:
+    client = connect(server.url)
+    yield client
+    await client.flushall()
+    await client.aclose()
+
+
+def state(pid, cycles=0):
+    totals = SpeculationTotals(cycles=cycles)
+    return ProcessStatus("orchestrator", pid, "", "demo", True, 1, "127.0.0.1:9", speculation_totals=totals)
+
+
+async def test_orchestrators_tell_each_other_their_state(redis, monkeypatch):
+    monkeypatch.setattr(presence, "REFRESH_S", 0.05)
+    cycles = iter(range(1000))
+    first = Presence(RedisRegistry(redis), lambda: state(1, next(cycles)))
+    second = Presence(RedisRegistry(redis), lambda: state(2))
+    await first.start()
+    await second.start()
+    assert await first.others() == [state(2)]
+    (seen,) = await second.others()
+    await asyncio.sleep(0.2)
+    (later,) = await second.others()
+    assert later.speculation_totals.cycles > seen.speculation_totals.cycles
+    await first.stop()
+    assert await second.others() == []
+    await second.stop()
+
+
+async def test_orchestrator_that_says_nothing_any_more_is_gone_soon(redis, monkeypatch):
+    monkeypatch.setattr(presence, "REFRESH_S", 3600)
+    monkeypatch.setattr(presence, "ENTRY_S", 0.2)
+    silent = Presence(RedisRegistry(redis), lambda: state(1))
+    await silent.start()
+    other = Presence(RedisRegistry(redis), lambda: state(2))
+    assert await other.others() == [state(1)]
+    await asyncio.sleep(0.4)
+    assert await other.others() == []
+    await silent.stop()
+
+
+async def test_registry_that_does_not_answer_does_no_harm():
+    with running_redis() as gone:
+        client = connect(gone.url)
+        lonely = Presence(RedisRegistry(client), lambda: state(1))
+        await lonely.start()
+    assert await lonely.others() == []
+    await lonely.stop()
+    await client.aclose()
