@@ -1,0 +1,95 @@
+"""A Ray node that serves the chart's own Serve configuration, in a process of its own.
+
+`python served_chart.py FILE` deploys it the way KubeRay does, by Serve's controller, on one node that has the
+logical resources of every role. Prints `ready HTTP_ADDRESS GRPC_ADDRESS`, serves until standard input ends.
+
+Of the configuration only what pods have to themselves is changed: addresses and ports.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gammaray.serving import APPLICATIONS
+from orchestrator.cluster_env import private_directory, serve_environment
+from orchestrator.preflight import free_ports
+from orchestrator.reaper import MARK, Guardian, die_with_parent
+from orchestrator.redis_server import RedisServer
+
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 240.0
+
+
+def main() -> None:
+    """Start Redis and Ray, deploy, wait, stop."""
+    die_with_parent()
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    config = yaml.safe_load(Path(sys.argv[1]).read_text())
+    with ExitStack() as started:
+        directory = private_directory()
+        started.callback(Guardian(directory.name, directory).dismiss)
+        redis = started.enter_context(RedisServer.start(directory / "redis"))
+        environment = {MARK: directory.name, **serve_environment(directory, HOST)}
+        os.environ.update({**environment, "GAMMARAY_REDIS_URL": redis.url})
+        http_port, grpc_port = free_ports(HOST, 2)
+        deploy(on_one_machine(config, http_port, grpc_port), directory, started)
+        print(f"ready {HOST}:{http_port} {HOST}:{grpc_port}", file=answers, flush=True)
+        sys.stdin.read()
+
+
+def on_one_machine(config: dict[str, Any], http_port: int, grpc_port: int) -> dict[str, Any]:
+    """Return the configuration with addresses that several workers on one machine can have."""
+    config["http_options"] = {"host": HOST, "port": http_port}
+    config["grpc_options"]["port"] = grpc_port
+    for application in config["applications"]:
+        settings = application["args"]["settings"]
+        settings["metrics_listen"] = ""
+        if "listen" in settings:
+            settings["listen"] = f"{HOST}:0"
+    return config
+
+
+def deploy(config: dict[str, Any], directory: Path, started: ExitStack) -> None:
+    """Start Ray with one of each logical resource, hand over the configuration, wait until it serves."""
+    import ray
+    from ray import serve
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    ray.init(
+        address="local",
+        num_cpus=1,
+        resources={application.resource: 1 for application in APPLICATIONS.values()},
+        object_store_memory=80 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        _temp_dir=str(directory / "ray"),
+        _node_ip_address=HOST,
+    )
+    started.callback(ray.shutdown)
+    schema = ServeDeploySchema.model_validate(config)
+    serve.start(
+        proxy_location=config["proxy_location"],
+        http_options=config["http_options"],
+        grpc_options=config["grpc_options"],
+    )
+    started.callback(serve.shutdown)
+    client: Any = _get_global_client()
+    client.deploy_apps(schema)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while (states := {app.status for app in serve.status().applications.values()}) != {"RUNNING"}:
+        if "DEPLOY_FAILED" in states or time.monotonic() > deadline:
+            raise SystemExit(f"it does not serve: {serve.status().applications}")
+        time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    main()
