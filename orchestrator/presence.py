@@ -23,7 +23,7 @@ ENTRY_S = 5.0
 """How long an entry lives that nobody renews: an orchestrator that dies without a word is gone soon after."""
 
 CALL_TIMEOUT_S = 1.0
-"""Calls to the registry are given up after this long: neither a status nor the end of a process waits for it."""
+"""Calls to the registry are given up after this long: neither a status nor the end of a process waits."""
 
 
 class PresenceStore(Protocol):
