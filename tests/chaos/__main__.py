@@ -19,6 +19,7 @@ sys.path[1:1] = [str(TESTS / "e2e"), str(TESTS.parent)]
 from cluster_helpers import running_cluster  # noqa: E402
 from report import as_json, table  # noqa: E402
 from run import CLUSTER, Options, run  # noqa: E402
+from victims import ROLES  # noqa: E402
 
 
 def main() -> int:
@@ -28,15 +29,20 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="Of the order of strikes. Default: 0.")
     parser.add_argument("--streams", type=int, default=16, help="Streams at one time. Default: 16.")
     parser.add_argument("--tokens", type=int, default=400, help="Tokens of each completion. Default: 400.")
+    parser.add_argument("--roles", default=",".join(ROLES), help="Who is struck. Default: all.")
     parser.add_argument("--json", type=Path, help="Where to write the result.")
     given = parser.parse_args()
-    options = Options(given.minutes * 60, given.seed, given.streams, given.tokens)
+    roles = tuple(given.roles.split(","))
+    if unknown := set(roles) - set(ROLES):
+        parser.error(f"--roles: got {', '.join(sorted(unknown))}, allowed: {', '.join(ROLES)}")
+    options = Options(given.minutes * 60, given.seed, given.streams, given.tokens, roles=roles)
     with running_cluster(*CLUSTER, stderr=subprocess.DEVNULL) as cluster:  # Ray tells of every death
         outcome = asyncio.run(run(cluster, options, lambda line: print(line, flush=True)))
     print("", table(outcome), sep="\n")
     if given.json is not None:
         numbers = {name: getattr(given, name) for name in ("minutes", "seed", "streams", "tokens")}
         command = " ".join(["python tests/chaos", *(f"--{name} {n:g}" for name, n in numbers.items())])
+        command += f" --roles {given.roles}" if roles != ROLES else ""
         given.json.write_text(as_json(outcome, options, command))
     return 0 if outcome.is_clean else 1
 

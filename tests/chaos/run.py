@@ -11,13 +11,13 @@ import psutil
 from cluster_helpers import Cluster
 from load import Load, Tally, asks, reference
 from pauses import Event, pause_s, usual_pause_s
-from victims import Action, Blow, Strike, find, plan, strike
+from victims import ROLES, Action, Blow, Strike, find, plan, strike
 from watch import Watch
 
 __all__ = ["Options", "Outcome", "run"]
 
 CLUSTER = ("--orchestrators", "2", "--draft-workers", "2", "--target-workers", "2", "--deterministic")
-MOVE_TIMEOUT_S = 30.0
+MOVE_TIMEOUT_S = 10.0
 SETTLE_S = 0.3
 """Tokens that were under way when something was struck come within this."""
 
@@ -36,6 +36,7 @@ class Options:
         pause_s: Bounds of the seconds between the moment all streams move again and the next strike.
         stop_s: Bounds of the seconds that a process is stopped.
         max_strikes: Ends the run earlier.
+        roles: Who is struck.
     """
 
     seconds: float = 300.0
@@ -45,6 +46,7 @@ class Options:
     pause_s: tuple[float, float] = (0.1, 1.0)
     stop_s: tuple[float, float] = (0.5, 4.0)
     max_strikes: int = 10_000
+    roles: tuple[str, ...] = ROLES
 
 
 @dataclass
@@ -89,7 +91,7 @@ async def run(cluster: Cluster, options: Options, say: Callable[[str], None]) ->
         await asyncio.sleep(2.0)
         outcome.usual_pause_s = max(usual_pause_s(load.arrivals, calm + 0.1 * step) for step in range(10))
         start = time.monotonic()
-        for blows in plan(options.seed, options.pause_s, options.stop_s):
+        for blows in plan(options.seed, options.pause_s, options.stop_s, options.roles):
             await asyncio.sleep(blows.after_s)
             if time.monotonic() - start > options.seconds or len(outcome.events) >= options.max_strikes:
                 break

@@ -68,13 +68,16 @@ class Strike:
         )
 
 
-def plan(seed: int, pause_s: tuple[float, float], stop_s: tuple[float, float]) -> Iterator[Strike]:
+def plan(
+    seed: int, pause_s: tuple[float, float], stop_s: tuple[float, float], roles: Sequence[str] = ROLES
+) -> Iterator[Strike]:
     """Yield strikes without end, in an order that the seed alone decides; all roles and actions in turn.
 
     Args:
         seed: Of the order, the pauses and the choices.
         pause_s: Bounds of the seconds between strikes.
         stop_s: Bounds of the seconds that a process is stopped.
+        roles: Who is struck.
     """
     rng = random.Random(seed)
 
@@ -82,10 +85,10 @@ def plan(seed: int, pause_s: tuple[float, float], stop_s: tuple[float, float]) -
         return Blow(role, action, rng.uniform(*stop_s), rng.random())
 
     while True:
-        kinds = [[(role, Action.KILL)] for role in ROLES] * 2 + [[(role, Action.STOP)] for role in ROLES]
-        for count in (2, 2, 2, 3, 5):
+        kinds = [[(role, Action.KILL)] for role in roles] * 2 + [[(role, Action.STOP)] for role in roles]
+        for count in (size for size in (2, 2, 2, 3, 5) if size <= len(roles)):
             actions = rng.choices((Action.KILL, Action.STOP), weights=(3, 1), k=count)
-            kinds.append(list(zip(rng.sample(ROLES, count), actions, strict=True)))
+            kinds.append(list(zip(rng.sample(roles, count), actions, strict=True)))
         rng.shuffle(kinds)
         for kind in kinds:
             yield Strike(rng.uniform(*pause_s), tuple(blow(role, action) for role, action in kind))
