@@ -10,14 +10,12 @@ import importlib
 import logging
 import os
 import re
-import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import psutil
@@ -36,6 +34,7 @@ from orchestrator.preflight import check_port, check_vocabularies, gpus_by_role
 from orchestrator.readiness import missing_parts
 from orchestrator.reaper import MARK, Guardian, die_with_parent, end_marked
 from orchestrator.redis_server import RedisServer, check_redis
+from orchestrator.stopping import Stop, StopSignals, silence
 
 __all__ = ["main"]
 
@@ -48,37 +47,40 @@ _HOPELESS = re.compile(r"[\w.]*(UnsupportedModelError|InvalidArgumentError)\b")
 _ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)\b")
 
 
-class _Stop(BaseException):
-    """SIGINT or SIGTERM came."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Start a cluster, serve until a signal comes, stop everything; return the exit status."""
-    complaints = os.fdopen(os.dup(sys.stderr.fileno()), "w")
+    complaints, signals = os.fdopen(os.dup(sys.stderr.fileno()), "w"), StopSignals()
     try:
         options = parse_options(argv)
         announce = announcer(options, reachable(options.cluster.host))
         if options.die_with_parent:
             die_with_parent()
-        _on_signals(_stop)
+        signals.take()
         with ExitStack() as started:
-            serve_cluster(options, started, announce)
-    except _Stop:
+            serve_cluster(options, started, signals, announce)
+    except Stop:
         return 0
     except GammarayError as error:
+        if signals.came:
+            return 0
         print(f"gammaray: {error}", file=complaints, flush=True)
         return 2 if isinstance(error, InvalidArgumentError) else 1
     except Exception:  # a bug, told in full; standard error is silenced by now
+        if signals.came:
+            return 0
         traceback.print_exc(file=complaints)
         return 1
 
 
-def serve_cluster(options: LauncherOptions, started: ExitStack, announce: Callable[[], None]) -> NoReturn:
+def serve_cluster(
+    options: LauncherOptions, started: ExitStack, signals: StopSignals, announce: Callable[[], None]
+) -> NoReturn:
     """Start everything, announce it, and watch over it until a signal interrupts.
 
     Args:
         options: What to start.
         started: Gets what stops each part that was started.
+        signals: What interrupts.
         announce: Called once the cluster serves.
 
     Raises:
@@ -92,22 +94,25 @@ def serve_cluster(options: LauncherOptions, started: ExitStack, announce: Callab
     if settings.redis_url:
         check_redis(settings.redis_url)
 
-    directory = private_directory()
-    guardian = Guardian(directory.name, directory)
-    started.callback(guardian.dismiss)
+    with signals.held():  # a directory without a guardian would stay
+        directory = private_directory()
+        guardian = Guardian(directory.name, directory)
+        started.callback(guardian.dismiss)
     os.environ.update({MARK: directory.name, **serve_environment(directory, HOST)})
     os.environ.pop("RAY_ADDRESS", None)  # always a cluster of its own
-    _start_ray(directory, started)
-    _start_serve(settings)
+    _start_ray(directory, started, signals)
+    signals.check()
+    _start_serve(settings, started)
     redis = None if settings.redis_url else _start_redis(directory, started)
     trust = arrange_trust(settings, directory)
     _deploy(settings, settings.redis_url if redis is None else redis.url, trust)
     _wait_until_healthy(settings, deadline, trust.api_key)
+    signals.check()
     announce()
     _watch(redis)
 
 
-def _start_ray(directory: Path, started: ExitStack) -> None:
+def _start_ray(directory: Path, started: ExitStack, signals: StopSignals) -> None:
     """Start a local Ray cluster.
 
     Raises:
@@ -118,26 +123,27 @@ def _start_ray(directory: Path, started: ExitStack) -> None:
     started.callback(_stop_ray)
     for attempt in range(1, _RAY_TRIES + 1):
         try:
-            ray.init(
-                address="local",
-                num_cpus=1,  # logical; nothing here asks for any, and Ray starts a spare worker for each
-                object_store_memory=80 * 2**20,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _temp_dir=str(directory / "ray"),
-                _node_ip_address=HOST,
-            )
-            break
+            with signals.kept():
+                ray.init(
+                    address="local",
+                    num_cpus=1,  # logical; nothing here asks for any, and Ray starts a spare worker for each
+                    object_store_memory=80 * 2**20,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    _temp_dir=str(directory / "ray"),
+                    _node_ip_address=HOST,
+                )
+            return
         except Exception as error:
+            signals.check()
             # Ray gives up after 30 s, which a busy machine may well take.
             end_marked(directory.name)
             if attempt == _RAY_TRIES:
                 raise UnavailableError(f"Ray does not start: {error}") from error
-    _on_signals(_stop)  # ray.init has taken them
 
 
-def _start_serve(settings: ClusterSettings) -> None:
+def _start_serve(settings: ClusterSettings, started: ExitStack) -> None:
     from ray import serve
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -150,29 +156,28 @@ def _start_serve(settings: ClusterSettings) -> None:
         )
     except Exception as error:
         raise UnavailableError(f"Ray Serve does not start: {error}") from error
+    started.callback(_stop_serve)
+
+
+def _stop_serve() -> None:
+    from ray import serve
+
+    silence()
+    if len(_essential_processes()) == len(_ESSENTIAL):  # else it would wait for half a minute in vain
+        serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 def _stop_ray() -> None:
     import ray
-    from ray import serve
 
-    _silence()
-    if ray.is_initialized():
-        serve.shutdown()  # type: ignore[no-untyped-call]
-        ray.shutdown()
+    silence()
+    ray.shutdown()
 
 
 def _start_redis(directory: Path, started: ExitStack) -> RedisServer:
     server = RedisServer.start(directory / "redis")
     started.callback(server.stop)
     return server
-
-
-def _silence() -> None:
-    """Hide what Ray says, to the very end, of actors that it was just asked to end."""
-    with open(os.devnull, "w") as nowhere:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust) -> None:
@@ -272,7 +277,7 @@ def _watch(redis: RedisServer | None) -> NoReturn:
     Raises:
         UnavailableError: One of them ended, or Redis does so again and again.
     """
-    essential = {p: p.name() for p in psutil.Process().children() if p.name() in _ESSENTIAL}
+    essential = _essential_processes()
     while True:
         for process, name in essential.items():
             if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
@@ -282,15 +287,9 @@ def _watch(redis: RedisServer | None) -> NoReturn:
         time.sleep(_POLL_S)
 
 
-def _stop(signum: int, _: FrameType | None) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # once is enough: stopping has deadlines of its own
-    raise _Stop
-
-
-def _on_signals(handler: Callable[[int, FrameType | None], None]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handler)
+def _essential_processes() -> dict[psutil.Process, str]:
+    children = (p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE)
+    return {p: p.name() for p in children if p.name() in _ESSENTIAL}
 
 
 if __name__ == "__main__":

@@ -97,14 +97,19 @@ def test_architecture_that_is_not_supported_is_refused_with_the_reason(tmp_path)
     assert "cannot be served" in complaint
 
 
-def test_interrupt_during_the_start_leaves_nothing():
+def test_interrupt_during_the_start_leaves_and_says_nothing():
     ports = [str(port) for port in free_ports("127.0.0.1", 2)]
-    with launch("--wait-ready", "--http-port", ports[0], "--grpc-port", ports[1]) as launcher:
+    options = ("--wait-ready", "--http-port", ports[0], "--grpc-port", ports[1])
+    with launch(*options, stderr=subprocess.PIPE) as launcher:
         process, deadline = psutil.Process(launcher.pid), time.monotonic() + 60
         while not any("raylet" in " ".join(p.cmdline()[:1]) for p in process.children()):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         below = process.children(recursive=True)
+        directory = Path(next(p.cmdline()[-1] for p in below if "orchestrator.reaper" in p.cmdline()))
+        assert directory.exists()
         launcher.send_signal(signal.SIGTERM)
-        launcher.wait(60)
+        output = launcher.communicate(timeout=60)
+        assert (launcher.returncode, *output) == (0, "", "")
         assert wait_until_gone(below, 1) == []
+    assert not directory.exists()

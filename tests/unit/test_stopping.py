@@ -1,0 +1,90 @@
+"""Signals that stop the launcher: told once, never lost, never another's."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from orchestrator.stopping import Stop, StopSignals
+
+SCRIPT = """
+import os, signal, sys
+from orchestrator.stopping import Stop, StopSignals
+signals = StopSignals()
+signals.take()
+"""
+
+
+def run(body):
+    """Run a script that has taken the signals, in a process of its own."""
+    return subprocess.run([sys.executable, "-c", SCRIPT + body], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_signal_stops_once_and_nothing_is_printed_afterwards(name):
+    done = run(f"""
+try:
+    os.kill(os.getpid(), signal.{name})
+except Stop:
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("noise")
+    print("noise", file=sys.stderr)
+    os.system("echo noise; echo noise >&2")
+    sys.exit(7 if signals.came else 8)
+""")
+    assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
+
+
+def test_stop_that_a_library_swallows_is_raised_by_the_next_check():
+    done = run("""
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+except BaseException:
+    pass
+try:
+    signals.check()
+except Stop:
+    sys.exit(7)
+""")
+    assert done.returncode == 7
+
+
+def test_handlers_are_kept_while_a_library_sets_its_own():
+    done = run("""
+with signals.kept():
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(9))
+    signal.signal(signal.SIGUSR1, lambda number, frame: None)
+os.kill(os.getpid(), signal.SIGUSR1)
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+except Stop:
+    sys.exit(7)
+""")
+    assert done.returncode == 7
+
+
+def test_held_signal_comes_afterwards():
+    done = run("""
+try:
+    with signals.held():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not signals.came
+        held = True
+except Stop:
+    sys.exit(7 if held else 8)
+""")
+    assert done.returncode == 7
+
+
+def test_check_without_a_signal_does_nothing():
+    before = signal.getsignal(signal.SIGTERM)
+    signals = StopSignals()
+    signals.check()
+    with signals.kept():
+        assert signal.signal(signal.SIGTERM, signal.SIG_IGN) == before
+    assert signal.getsignal(signal.SIGTERM) == before
+    signals.came = True
+    with pytest.raises(Stop):
+        signals.check()
