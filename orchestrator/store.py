@@ -8,8 +8,9 @@ Per session two keys, which expire together; `{id}` keeps them on one node of a 
   the tokens; `state`, what an heir should know (`orchestrator.heritage`); `finish_reason` once it has ended.
 * `gammaray:session:{id}:tokens` (string, append-only): the turn's emitted tokens, see `orchestrator.records`.
 
-Beside them `gammaray:running` (set): sessions that somebody works on, or worked on when it died; and
-`gammaray:sessions:<tenant>` (sorted set): a tenant's sessions by their last sign of life.
+A deleted one leaves its epoch for a while, from which on those of a new one of the same name count: an owner
+that has not noticed yet stays fenced. Beside them `gammaray:running` (set): sessions that somebody works on,
+or did when it died; and `gammaray:sessions:<tenant>` (sorted set): sessions by their last sign of life.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class RedisStore:
     def __init__(self, redis: Redis, ttl_s: int, lease_s: float = LEASE_S) -> None:
         self._redis, self._ttl_s, self._lease_ms = redis, ttl_s, round(lease_s * 1e3)
         self._create = redis.register_script(scripts.CREATE)
+        self._delete = redis.register_script(scripts.DELETE)
         self._next_turn = redis.register_script(scripts.NEXT_TURN)
         self._take_over = redis.register_script(scripts.TAKE_OVER)
         self._cancel = redis.register_script(scripts.CANCEL)
@@ -60,16 +62,17 @@ class RedisStore:
         self._touch = BatchedScript(redis, scripts.TOUCH)
 
     async def create(self, session: Session, request: bytes) -> None:
-        """Store a new session, owned by the caller at epoch 1.
+        """Store a new session, owned by the caller; sets its epoch.
 
         Raises:
             FailedPreconditionError: There is one of this name.
             UnavailableError: Redis cannot be reached.
         """
         args = [uuid.uuid4().hex, self._ttl_s, self._lease_ms, *fields_of(session, request)]
-        if not await answer(self._create(keys=keys_of(session.session_id), args=args)):
+        epoch = int(await answer(self._create(keys=keys_of(session.session_id), args=args)))
+        if epoch == 0:
             raise FailedPreconditionError(f"session {session.session_id} exists already")
-        session.epoch = 1
+        session.epoch = epoch
         await self._run(session.session_id)
 
     async def next_turn(self, session: Session, request: bytes, before: StoredSession) -> None:
@@ -225,12 +228,13 @@ class RedisStore:
         Raises:
             UnavailableError: Redis cannot be reached.
         """
+        existed = await answer(self._delete(keys=keys_of(session_id), args=[self._ttl_s]))
         pipeline = self._redis.pipeline(transaction=False)
-        pipeline.delete(*keys_of(session_id))
         pipeline.delete(*trace_keys(session_id))
         pipeline.srem(RUNNING, session_id)
         pipeline.zrem(index_of(tenant_of(session_id)), session_id)
-        return bool((await answer(pipeline.execute()))[0])
+        await answer(pipeline.execute())
+        return bool(existed)
 
     async def _run(self, session_id: str) -> None:
         await asyncio.gather(answer(self._redis.sadd(RUNNING, session_id)), self._seen(session_id))
@@ -243,7 +247,7 @@ class RedisStore:
         pipeline = self._redis.pipeline(transaction=True)
         pipeline.time()
         for name in names:
-            head, tokens = keys_of(name)
+            head, tokens, _ = keys_of(name)
             pipeline.hgetall(head)
             pipeline.get(tokens)
             pipeline.pttl(head)

@@ -14,6 +14,7 @@ __all__ = [
     "CANCELLED",
     "COMMIT",
     "CREATE",
+    "DELETE",
     "DETACH",
     "GONE",
     "LOST",
@@ -40,19 +41,31 @@ if head[2] == 'cancelled' then return -4 end
 if tonumber(head[1]) ~= tonumber(ARGV[1]) then return -2 end
 """
 
-# ARGV: nonce, ttl (s), lease (ms), then field and value in turn. A nonce that is known: its answer got lost.
+# ARGV: nonce, ttl (s), lease (ms), then field and value in turn. Answers the epoch, 0 where one is already.
+# A nonce that is known: its answer got lost. KEYS[3] holds the epoch of a deleted session of this name, whose
+# owner may not have noticed yet.
 CREATE = (
     _NOW
     + """
-local nonce = redis.call('HGET', KEYS[1], 'nonce')
-if nonce then return nonce == ARGV[1] and 1 or 0 end
-redis.call('HSET', KEYS[1], 'nonce', ARGV[1], 'epoch', 1, 'turn', 0, 'size', 0,
+local there = redis.call('HMGET', KEYS[1], 'nonce', 'epoch')
+if there[1] then return there[1] == ARGV[1] and tonumber(there[2]) or 0 end
+local epoch = tonumber(redis.call('GET', KEYS[3]) or 0) + 1
+redis.call('HSET', KEYS[1], 'nonce', ARGV[1], 'epoch', epoch, 'turn', 0, 'size', 0,
   'created', now, 'lease', now + ARGV[3], unpack(ARGV, 4))
 redis.call('DEL', KEYS[2])
 redis.call('EXPIRE', KEYS[1], ARGV[2])
-return 1
+return epoch
 """
 )
+
+# ARGV: ttl. Answers whether there was such a session.
+DELETE = """
+local epoch = redis.call('HGET', KEYS[1], 'epoch')
+if not epoch then return 0 end
+redis.call('SET', KEYS[3], epoch, 'EX', ARGV[1])
+redis.call('DEL', KEYS[1], KEYS[2])
+return 1
+"""
 
 # ARGV: nonce, ttl, lease, epoch of the finished turn, then fields. Answers the new epoch, 0 if it is not so.
 NEXT_TURN = (

@@ -97,9 +97,9 @@ def fields_of(session: Session, request: bytes) -> list[Any]:
 
 
 def keys_of(session_id: str) -> list[str]:
-    """Return the keys of a session: its hash and its tokens."""
+    """Return the keys of a session: its hash, its tokens, and its epoch when it was deleted."""
     head = f"gammaray:session:{{{session_id}}}"
-    return [head, f"{head}:tokens"]
+    return [head, f"{head}:tokens", f"{head}:deleted"]
 
 
 def tenant_of(session_id: str) -> str:

@@ -1,0 +1,287 @@
+"""The session store driven by owners that race, lag, repeat themselves and lose answers: nothing stale
+gets in.
+
+A model holds what the store must say. Every step runs on a real Redis; its times are moved instead of its
+clock: what a clock that jumped would have written, or let expire, is written and deleted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from redis_helpers import running_redis
+from scripted_workers import make_session
+
+from gammaray.errors import CancelledError, FailedPreconditionError, InternalError, NotFoundError
+from gammaray.types import FinishReason, TokenOrigin
+from orchestrator import store_scripts as scripts
+from orchestrator.redis_calls import connect
+from orchestrator.session import Session
+from orchestrator.store import RedisStore
+from orchestrator.stored import keys_of
+
+pytestmark = pytest.mark.integration
+
+MAX_TOKENS = 24
+OWNERS = st.integers(0, 2)
+TOKENS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=4)
+JUMPS = st.sampled_from([-86_400_000, -11_000, -1, 1, 11_000, 86_400_000])
+REFUSALS = (FailedPreconditionError, CancelledError, NotFoundError, InternalError)
+
+
+@dataclass
+class Model:
+    """What the store must hold."""
+
+    exists: bool = True
+    epoch: int = 1
+    turn: int = 0
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    is_whole: bool = True
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Three owners, each with its own view of one session, that may be long out of date."""
+
+    url = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.redis = connect(self.url)
+        self.store = RedisStore(self.redis, ttl_s=60, lease_s=10.0)
+        self.views: list[Session | None] = [None, None, None]
+        self.model = Model()
+
+    def teardown(self) -> None:
+        self.run(self.redis.aclose())
+        self.loop.close()
+
+    def run(self, work):
+        return self.loop.run_until_complete(work)
+
+    def view(self, epoch: int, tokens: list[int]) -> Session:
+        session = make_session("s", MAX_TOKENS, epoch)
+        session.commit(tokens)
+        session.finish_reason = None
+        return session
+
+    @initialize()
+    def create(self) -> None:
+        self.run(self.redis.flushall())
+        session = self.view(1, [])
+        self.run(self.store.create(session, b"turn 0"))
+        self.views[0] = session
+
+    @rule(owner=OWNERS)
+    def take_over(self, owner: int) -> None:
+        try:
+            epoch = self.run(self.store.take_over("s"))
+            stored = self.run(self.store.read("s"))
+        except (NotFoundError, InternalError):
+            assert not (self.model.exists and self.model.is_whole)
+            if self.model.exists and self.model.finish_reason is None:
+                self.model.epoch += 1
+            return
+        self.model.epoch += self.model.finish_reason is None
+        assert epoch == self.model.epoch
+        self.views[owner] = self.view(epoch, list(stored.token_ids))
+
+    @rule(owner=OWNERS, token_ids=TOKENS, ends=st.booleans(), times=st.integers(1, 3), gap=st.integers(-2, 2))
+    def commit(self, owner: int, token_ids: list[int], ends: bool, times: int, gap: int) -> None:
+        """Commit, perhaps again and again as if answers got lost, perhaps at a place that is not the end."""
+        session = self.views[owner]
+        if session is None or session.remaining < len(token_ids) + 2:
+            return
+        session.token_ids += [7] * max(0, gap)
+        if gap < 0:
+            del session.token_ids[max(len(session.prompt), len(session.token_ids) + gap) :]
+        session.token_ids += token_ids
+        session.finish_reason = FinishReason.STOP if ends else None
+        start, model = session.num_emitted - len(token_ids), self.model
+        is_owner = model.exists and model.is_whole and session.epoch == model.epoch
+        is_next = is_owner and model.finish_reason is None and start == len(model.tokens)
+        is_replay = (
+            is_owner
+            and model.finish_reason is not FinishReason.CANCELLED
+            and (start + len(token_ids) == len(model.tokens) and model.tokens[start:] == token_ids)
+        )
+        for _ in range(times):
+            try:
+                self.run(self.store.append(session, token_ids, [TokenOrigin.BONUS] * len(token_ids)))
+                accepted = True
+            except REFUSALS:
+                accepted = False
+            assert accepted == (is_next or is_replay), (session.epoch, model, start, token_ids)
+        if is_next:
+            model.tokens += token_ids
+            model.finish_reason = session.finish_reason
+
+    @rule(owner=OWNERS)
+    def renew(self, owner: int) -> None:
+        session = self.views[owner]
+        if session is None:
+            return
+        try:
+            self.run(self.store.renew(session))
+            assert session.epoch == self.model.epoch
+            assert self.model.finish_reason is not FinishReason.CANCELLED
+        except REFUSALS:
+            stale = session.epoch != self.model.epoch or not self.model.exists
+            assert stale or self.model.finish_reason is FinishReason.CANCELLED
+
+    @rule(owner=OWNERS)
+    def detach(self, owner: int) -> None:
+        session = self.views[owner]
+        if session is None:
+            return
+        before = self.run(self.redis.hget(keys_of("s")[0], "lease"))
+        self.run(self.store.detach(session))
+        if session.epoch != self.model.epoch:  # a former owner lets go of nothing
+            assert self.run(self.redis.hget(keys_of("s")[0], "lease")) == before
+
+    @rule()
+    def cancel(self) -> None:
+        try:
+            epoch = self.run(self.store.cancel("s"))
+        except NotFoundError:
+            assert not self.model.exists
+            return
+        if self.model.finish_reason is None:
+            self.model.finish_reason = FinishReason.CANCELLED
+            self.model.epoch += 1
+        assert epoch == self.model.epoch
+
+    @precondition(lambda self: self.model.exists and self.model.is_whole)
+    @rule(owner=OWNERS, is_stale=st.booleans())
+    def next_turn(self, owner: int, is_stale: bool) -> None:
+        before = self.run(self.store.read("s"))
+        if is_stale and self.model.finish_reason is None:
+            self.take_over(owner)
+        session = self.view(0, [])
+        try:
+            self.run(self.store.next_turn(session, b"next", before))
+        except FailedPreconditionError:
+            assert self.model.finish_reason is None
+            return
+        assert self.model.finish_reason is not None
+        assert session.epoch == self.model.epoch + 1
+        self.model = Model(epoch=session.epoch, turn=self.model.turn + 1)
+        self.views[owner] = session
+
+    @rule(jump_ms=JUMPS)
+    def clock_jumps(self, jump_ms: int) -> None:
+        """Redis's clock moves by `jump_ms`: to the lease it is as if it had been written so much earlier."""
+        head, *_ = keys_of("s")
+        lease = self.run(self.redis.hget(head, "lease"))
+        if lease is not None:
+            self.run(self.redis.hset(head, "lease", int(lease) - jump_ms))
+
+    @rule()
+    def reap(self) -> None:
+        """Nothing that the reaper finds, or believes, changes what may be committed."""
+        lease = self.run(self.redis.hget(keys_of("s")[0], "lease"))
+        epoch = self.run(self.store.reap("s"))
+        if not self.model.exists:
+            assert epoch == -1
+        elif lease is not None and int(lease) > time.time() * 1e3 + 1000:
+            assert epoch is None
+            left = int(self.run(self.redis.hget(keys_of("s")[0], "lease"))) - time.time() * 1e3
+            assert left < 11_000, "a lease from before the clock was set back would last for ever"
+        elif lease is None or int(lease) < time.time() * 1e3 - 1000:
+            assert epoch == self.model.epoch
+
+    @precondition(lambda self: self.model.exists and self.model.tokens)
+    @rule(how=st.sampled_from(["evicted", "torn"]))
+    def tokens_are_lost(self, how: str) -> None:
+        """Half of a write: the hash is there, tokens are not. Nobody may commit or read on."""
+        _, tokens, _ = keys_of("s")
+        data = self.run(self.redis.get(tokens)) or b""
+        if not data:
+            return
+        self.run(self.redis.delete(tokens) if how == "evicted" else self.redis.set(tokens, data[:-3]))
+        self.model.is_whole = False
+
+    @rule()
+    def delete(self) -> None:
+        """Owners do not notice; what they hold is of the past, also when the name is used again."""
+        assert self.run(self.store.delete("s")) == self.model.exists
+        self.model = Model(exists=False, epoch=self.model.epoch)
+
+    @rule()
+    def expires(self) -> None:
+        """By its time to live, which an owner that lives renews."""
+        self.run(self.redis.delete(*keys_of("s")))
+        self.views, self.model = [None, None, None], Model(exists=False, epoch=0)
+
+    @precondition(lambda self: not self.model.exists)
+    @rule(owner=OWNERS)
+    def create_again(self, owner: int) -> None:
+        """Another session of the same name."""
+        session = self.view(1, [])
+        self.run(self.store.create(session, b"turn 0"))
+        assert session.epoch == self.model.epoch + 1
+        self.views[owner], self.model = session, Model(epoch=session.epoch)
+
+    @invariant()
+    def store_says_what_the_model_says(self) -> None:
+        model = self.model
+        try:
+            stored = self.run(self.store.read("s"))
+        except NotFoundError:
+            assert not model.exists
+            return
+        except InternalError:
+            assert not model.is_whole
+            return
+        assert model.exists
+        assert model.is_whole
+        assert (stored.epoch, stored.turn) == (model.epoch, model.turn)
+        assert (list(stored.token_ids), stored.finish_reason) == (model.tokens, model.finish_reason)
+
+
+SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def redis_server():
+    with running_redis() as server:
+        StoreMachine.url = server.url
+        yield server
+
+
+def test_store_accepts_no_stale_commit():
+    run_state_machine_as_test(
+        StoreMachine, settings=settings(SETTINGS, max_examples=60, stateful_step_count=40)
+    )
+
+
+@pytest.mark.parametrize(
+    "guard",
+    ["if tonumber(head[1]) ~= tonumber(ARGV[1]) then return -2 end", "if head[2] then return -3 end"],
+    ids=["epoch", "finished"],
+)
+def test_store_planted_hole_is_found(monkeypatch, guard):
+    assert guard in scripts.COMMIT
+    monkeypatch.setattr(scripts, "COMMIT", scripts.COMMIT.replace(guard, ""))
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(
+            StoreMachine,
+            settings=settings(
+                SETTINGS, max_examples=200, stateful_step_count=40, phases=[Phase.generate], print_blob=False
+            ),
+        )
