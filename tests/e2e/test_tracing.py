@@ -1,0 +1,77 @@
+"""Traces of a whole cluster: callers' contexts are honoured on both APIs, and nobody else is traced."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from opentelemetry import trace
+
+from gammaray import Client
+from gammaray import telemetry as t
+
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(300)]
+
+PROMPT = "def read_lines(path):\n"
+TRACE_ID, SPAN_ID = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
+TIMEOUT_S = 30.0
+
+
+def whole(spans, trace_id):
+    """Return the spans of a trace once it has ended and each of its verifications has both sides."""
+    mine = [span for span in spans if span.trace_id == f"{trace_id:032x}"]
+    verified = [span for span in mine if span.name == t.SPAN_VERIFY]
+    roots = [span for span in mine if span.name == t.SPAN_GENERATE]
+    num_cycles = roots[0].attributes[t.CYCLES] if roots else -1
+    return mine if len(verified) == 2 * num_cycles else []
+
+
+def test_trace_of_a_grpc_caller_spans_the_processes_of_the_cluster(cluster, collector):
+    _, receiver = collector
+    context = trace.SpanContext(TRACE_ID, SPAN_ID, is_remote=False, trace_flags=trace.TraceFlags(1))
+    with Client(cluster.grpc) as client:
+        untraced = client.complete(PROMPT, max_tokens=24, seed=1)
+        with trace.use_span(trace.NonRecordingSpan(context)):
+            traced = client.complete(PROMPT, max_tokens=48, seed=1, gamma=2, ignore_eos=True)
+    spans = whole(receiver.wait(lambda spans: bool(whole(spans, TRACE_ID)), TIMEOUT_S), TRACE_ID)
+    (root,) = [span for span in spans if span.name == t.SPAN_GENERATE]
+    assert root.parent_id == f"{SPAN_ID:016x}"
+    assert root.attributes[t.SESSION_ID] == traced.session_id
+    assert root.attributes[t.CYCLES] == traced.summary.cycles
+    services = {span.resource["service.name"]: span.resource["process.pid"] for span in spans}
+    assert services.keys() == {"gammaray-orchestrator", "gammaray-draft", "gammaray-target"}
+    known = {process.role: process.pid for process in cluster.status()}
+    assert services == {f"gammaray-{role}": known[role] for role in ("orchestrator", "draft", "target")}
+    assert untraced.session_id not in {span.attributes.get(t.SESSION_ID) for span in receiver.spans}
+
+
+def test_trace_of_an_http_caller_has_a_span_per_choice(cluster, collector):
+    _, receiver = collector
+    trace_id = TRACE_ID + 1
+    headers = {"traceparent": f"00-{trace_id:032x}-{SPAN_ID:016x}-01"}
+    with cluster.openai() as client:
+        client.completions.create(
+            model="demo", prompt=PROMPT, max_tokens=8, n=2, temperature=0.5, extra_headers=headers
+        )
+
+    def roots(spans):
+        return [s for s in spans if s.name == t.SPAN_GENERATE and s.trace_id == f"{trace_id:032x}"]
+
+    found = roots(receiver.wait(lambda spans: len(roots(spans)) == 2, TIMEOUT_S))
+    assert {root.parent_id for root in found} == {f"{SPAN_ID:016x}"}
+    assert len({root.attributes[t.SESSION_ID] for root in found}) == 2
+
+
+def test_trace_command_shows_a_session_that_was_not_traced(cluster):
+    with Client(cluster.grpc) as client:
+        completion = client.complete(PROMPT, max_tokens=24, seed=3, gamma=2, ignore_eos=True)
+    command = [sys.executable, "-m", "gammaray", "trace", completion.session_id, "--address", cluster.grpc]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert f"{completion.summary.cycles} cycles, 24 tokens in" in shown.stdout
+    data = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=True)
+    cycles = json.loads(data.stdout)["cycles"]
+    assert len(cycles) == completion.summary.cycles
+    assert sum(cycle["emitted"] for cycle in cycles) == 24
+    assert all(cycle["target"]["address"] for cycle in cycles)
