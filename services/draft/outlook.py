@@ -30,6 +30,7 @@ from torch import Tensor
 
 from gammaray.types import SparseDistribution, VerificationMethod
 from services.draft.sampling import entropy_estimate, quantise, sample_dense, sample_sparse
+from services.engine.native.guesses import likeliest
 from services.engine.noise import Noise
 
 __all__ = ["NUM_GUESSES", "Guess", "Outlook", "outlooks", "race_temperature"]
@@ -123,24 +124,17 @@ class _Race:
     __slots__ = ("_guesses", "_scores", "_temperature", "winners")
 
     def __init__(self, scores: Tensor, temperature: float) -> None:
-        self._scores: Tensor | None = scores
-        self._temperature = temperature
-        self._guesses: list[list[Guess]] = []
+        self._scores, self._temperature = scores, temperature
+        self._guesses: dict[int, list[Guess]] = {}
         # NOTE: numpy's argmax takes a sixth of torch's time.
         winners = scores.numpy().argmax(axis=-1) if scores.is_cpu else scores.argmax(dim=-1)
         self.winners: list[int] = winners.tolist()
 
     def guesses(self, index: int) -> list[Guess]:
-        if self._scores is not None:
-            best, token_ids = self._scores.topk(min(NUM_GUESSES, self._scores.shape[-1]))
-            lead = best[:, :1]
-            total = ((self._scores - lead) / self._temperature).exp_().sum(dim=-1, keepdim=True)
-            weights = ((best - lead) / self._temperature).exp_() / total
-            self._guesses = [
-                list(zip(*row, strict=True)) for row in zip(token_ids.tolist(), weights.tolist(), strict=True)
-            ]
-            self._scores = None
-        return self._guesses[index]
+        guesses = self._guesses.get(index)
+        if guesses is None:
+            guesses = self._guesses[index] = likeliest(self._scores[index], NUM_GUESSES, self._temperature)
+        return guesses
 
 
 class _Racing:

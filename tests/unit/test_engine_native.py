@@ -14,7 +14,8 @@ from services.engine import engine as engine_module
 from services.engine.engine import Engine, Feed
 from services.engine.general import GeneralRunner
 from services.engine.model import LoadedModel, resolve_model
-from services.engine.native import library, weights
+from services.engine.native import guesses, library, weights
+from services.engine.native.guesses import likeliest
 from services.engine.native.runner import NativeRunner
 from services.engine.native.weights import pack_panels
 
@@ -136,3 +137,31 @@ def test_native_path_does_not_keep_the_loaded_model(tmp_path: Path, monkeypatch:
     gc.collect()
     assert loaded[0]() is None
     assert engine.num_layers == 3
+
+
+@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 5, 16, 97, 2048])
+def test_likeliest_equals_a_sorted_softmax(
+    size: int, dtype: torch.dtype, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guesses, "load_library", lambda: library.open_library(variant))
+    generator = torch.Generator().manual_seed(size)
+    for temperature in (0.1, 1.0, 3.0):
+        scores = torch.randn(size, generator=generator, dtype=dtype) * 4
+        scores[size // 2] = scores.max()  # a tie: the lower index first
+        scores[size // 3 :][:2] = float("-inf") if size > 5 else 0.0
+        order = sorted(range(size), key=lambda i: (-scores[i].item(), i))[:6]
+        shares = torch.softmax(scores.double() / temperature, 0)
+        got = likeliest(scores, 6, temperature)
+        assert [token_id for token_id, _ in got] == order
+        assert [share for _, share in got] == pytest.approx(shares[order].tolist(), rel=1e-4, abs=1e-12)
+
+
+def test_likeliest_without_the_kernel_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = torch.randn(500, generator=torch.Generator().manual_seed(1))
+    with_kernel = likeliest(scores, 4, 0.7)
+    monkeypatch.setattr(guesses, "load_library", lambda: None)
+    without = likeliest(scores, 4, 0.7)
+    assert [token_id for token_id, _ in without] == [token_id for token_id, _ in with_kernel]
+    assert [share for _, share in without] == pytest.approx([share for _, share in with_kernel], rel=1e-5)

@@ -389,3 +389,37 @@ EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
         rms_norm(x + (int64_t)b->logit_row[w] * hidden, m->last_norm, h + (int64_t)w * hidden, hidden, m->norm_eps);
     product(&m->head, b->wanted, h, hidden, b->logits, m->head.outputs, 0);
 }
+
+/* ---- guesses ---- */
+
+#define MAX_GUESSES 16
+
+/* The `count` largest of `size` scores, best first, the lower index first among equals: their indices, and
+ * their share of sum exp(score / temperature). Returns how many there are. */
+#define GUESSES(name, number)                                                                              \
+    EXPORT int32_t name(const number *scores, int64_t size, int32_t count, float temperature,              \
+                        int32_t *index, float *share) {                                                    \
+        number best[MAX_GUESSES];                                                                          \
+        int32_t found = 0;                                                                                 \
+        if (count > MAX_GUESSES) count = MAX_GUESSES;                                                      \
+        for (int64_t i = 0; i < size; i++) {                                                               \
+            if (found == count && !(scores[i] > best[found - 1])) continue;                                \
+            int32_t at = found < count ? found++ : found - 1;                                              \
+            for (; at > 0 && scores[i] > best[at - 1]; at--) best[at] = best[at - 1], index[at] = index[at - 1]; \
+            best[at] = scores[i], index[at] = (int32_t)i;                                                  \
+        }                                                                                                  \
+        if (!found) return 0;                                                                              \
+        vf total = splat(0);                                                                               \
+        for (int64_t i = 0; i < size; i += LANES) {                                                        \
+            float part[LANES];                                                                             \
+            for (int64_t j = 0; j < LANES; j++)                                                            \
+                part[j] = i + j < size ? (float)((scores[i + j] - best[0]) / temperature) : -INFINITY;     \
+            vf x = load(part);                                                                             \
+            total += select(x < splat(-87.0f), splat(0), vector_exp(x));                                   \
+        }                                                                                                  \
+        float sum = sum_of(total);                                                                         \
+        for (int32_t i = 0; i < found; i++) share[i] = expf((float)((best[i] - best[0]) / temperature)) / sum; \
+        return found;                                                                                      \
+    }
+GUESSES(gr_guesses_float32, float)
+GUESSES(gr_guesses_float64, double)
