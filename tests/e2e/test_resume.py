@@ -1,0 +1,173 @@
+"""Orchestrators that die under streams: clients get the tokens they would have had, over gRPC and HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from cluster_helpers import Cluster, running_cluster
+
+from gammaray import AsyncClient, NotFoundError, SessionState
+from gammaray.types import FinishReason
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+NUM_TOKENS = 160
+PROMPTS = [
+    "def read_lines(path):\n",
+    "import os\n\nclass Stack:\n    def ",
+    "for i in range(",
+    "# naïve café: ",
+]
+STREAMS = [{"prompt": prompt, "temperature": t, "seed": 7} for prompt in PROMPTS for t in (0.0, 1.0)]
+COMMON = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def replicas() -> Iterator[Cluster]:
+    with running_cluster("--orchestrators", "2") as cluster:
+        yield cluster
+
+
+async def orchestrators(client: AsyncClient) -> list[int]:
+    return [p.pid for p in await client.status() if p.role == "orchestrator" and p.healthy]
+
+
+async def kill_serving(client: AsyncClient, number: int) -> None:
+    """Kill every orchestrator that there is at this moment, one after the other."""
+    for pid in await orchestrators(client):
+        os.kill(pid, number)
+
+
+async def told(client: AsyncClient, fields, note) -> tuple[list[int], str]:
+    tokens, text = [], []
+    async for chunk in client.generate(**fields, **COMMON):
+        assert chunk.offset == len(tokens)
+        tokens += [token.token_id for token in chunk.tokens]
+        text.append(chunk.text)
+        note(chunk.session_id)
+    return tokens, "".join(text)
+
+
+async def all_told(client: AsyncClient, note) -> list[tuple[list[int], str]]:
+    return list(await asyncio.gather(*(told(client, fields, note) for fields in STREAMS)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_streams_of_the_sdk_outlive_every_orchestrator(replicas, number):
+    async with AsyncClient(replicas.grpc) as client:
+        undisturbed = await all_told(client, lambda name: None)
+        pieces: set[str] = set()
+        all_begun = asyncio.Event()
+
+        def note(session_id: str) -> None:
+            pieces.add(session_id)
+            if len(pieces) == len(STREAMS):
+                all_begun.set()
+
+        running = asyncio.create_task(all_told(client, note))
+        await asyncio.wait_for(all_begun.wait(), 60)
+        await kill_serving(client, number)
+        assert not running.done(), "too late to disturb anything"
+        assert await running == undisturbed
+        epochs = [(await client.get_session(name))[0].epoch for name in pieces]
+        assert len(epochs) == len(STREAMS)
+        assert max(epochs) > 1, "no stream changed hands"
+    await asyncio.to_thread(replicas.wait_until_idle)
+
+
+def events_of(lines) -> Iterator[tuple[str, str]]:
+    """Yield id and data of server-sent events."""
+    event_id = ""
+    for line in lines:
+        if line.startswith("id: "):
+            event_id = line[4:]
+        elif line.startswith("data: "):
+            yield event_id, line[6:]
+
+
+def stream_over_http(cluster: Cluster, path: str, body, after_event) -> tuple[str, list[int], int]:
+    """Return text, token ids and the number of connections of a stream that is resumed until its end."""
+    text, last_id, connections = "", None, 0
+    token_ids: list[int] = []
+    with httpx.Client(base_url=cluster.http, timeout=60) as client:
+        while connections < 60:
+            connections += 1
+            headers = {} if last_id is None else {"Last-Event-ID": last_id}
+            try:
+                with client.stream("POST", path, json={"stream": True, **body}, headers=headers) as answer:
+                    if answer.status_code != 200:
+                        raise httpx.NetworkError(answer.read().decode())
+                    for event_id, data in events_of(answer.iter_lines()):
+                        if data == "[DONE]":
+                            return text, token_ids, connections
+                        event = json.loads(data)
+                        if "error" in event:
+                            raise httpx.NetworkError(data)
+                        (choice,) = event["choices"]
+                        text += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+                        token_ids = event.get("gammaray", {}).get("token_ids", [])
+                        last_id = event_id or last_id
+                        after_event()
+            except httpx.TransportError:
+                time.sleep(0.5)
+    raise AssertionError("it never ended")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_stream_over_http_goes_on_behind_the_last_event(replicas, path):
+    body = {"max_tokens": 120, "ignore_eos": True, "seed": 5, "temperature": 1.0}
+    if "chat" in path:
+        body["messages"] = [{"role": "user", "content": "def hello"}]
+    else:
+        body["prompt"] = PROMPTS[0]
+    try:
+        text, token_ids, connections = stream_over_http(replicas, path, body, lambda: None)
+    except AssertionError:
+        pytest.fail("an undisturbed stream did not end")
+    assert connections == 1
+    assert len(token_ids) == 120
+    num_events = 0
+
+    def kill_after_some() -> None:
+        nonlocal num_events
+        num_events += 1
+        if num_events == 4:
+            asyncio.run(kill_all(replicas))
+
+    again, ids_again, connections = stream_over_http(replicas, path, body, kill_after_some)
+    assert connections > 1
+    assert (again, ids_again) == (text, token_ids)
+
+
+async def kill_all(cluster: Cluster) -> None:
+    async with AsyncClient(cluster.grpc) as client:
+        await kill_serving(client, signal.SIGKILL)
+
+
+async def test_session_calls_reach_any_orchestrator(replicas):
+    async with AsyncClient(replicas.grpc) as client:
+        await client.wait_ready(60)
+        stream = client.generate("import ", max_tokens=1500, ignore_eos=True, session_id="called")
+        first = await anext(stream)
+        info, tokens = await client.get_session("called")
+        assert info.state is SessionState.RUNNING
+        assert [token.token_id for token in tokens][: len(first.tokens)] == [t.token_id for t in first.tokens]
+        assert "called" in [info.session_id for info in await client.list_sessions()]
+        cancelled = await client.cancel("called")
+        assert cancelled.finish_reason is FinishReason.CANCELLED
+        chunks = [chunk async for chunk in stream]
+        assert chunks[-1].finish_reason is FinishReason.CANCELLED
+        again = await client.complete("more", session_id="called", turn=1, max_tokens=5, ignore_eos=True)
+        assert len(again.tokens) == 5
+        assert [chunk.turn async for chunk in client.resume("called", turn=1)] == [1]
+        assert await client.delete_session("called")
+        assert not await client.delete_session("called")
+        with pytest.raises(NotFoundError):
+            await client.get_session("called")
