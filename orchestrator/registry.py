@@ -14,11 +14,13 @@ __all__ = ["RedisRegistry"]
 
 _log = logging.getLogger(__name__)
 
-_ORCHESTRATORS = "gammaray:orchestrator:"
+_ORCHESTRATOR, _ORCHESTRATORS = "gammaray:orchestrator:", "gammaray:orchestrators"
 
 
 class RedisRegistry:
     """Reads `gammaray:worker:<role>:<worker id>`, which each worker keeps alive while it serves.
+
+    Orchestrators keep `gammaray:orchestrator:<name>` alive; their names are the set `gammaray:orchestrators`.
 
     Args:
         redis: A connected client.
@@ -52,7 +54,8 @@ class RedisRegistry:
         Raises:
             UnavailableError: Redis cannot be reached.
         """
-        await answer(self._redis.set(f"{_ORCHESTRATORS}{name}", state, px=round(ttl_s * 1e3)))
+        await answer(self._redis.set(f"{_ORCHESTRATOR}{name}", state, px=round(ttl_s * 1e3)))
+        await answer(self._redis.sadd(_ORCHESTRATORS, name))
 
     async def withdraw(self, name: str) -> None:
         """Delete an orchestrator's state.
@@ -60,7 +63,8 @@ class RedisRegistry:
         Raises:
             UnavailableError: Redis cannot be reached.
         """
-        await answer(self._redis.delete(f"{_ORCHESTRATORS}{name}"))
+        await answer(self._redis.delete(f"{_ORCHESTRATOR}{name}"))
+        await answer(self._redis.srem(_ORCHESTRATORS, name))
 
     async def orchestrators(self) -> dict[str, bytes]:
         """Return the state of each orchestrator.
@@ -68,12 +72,16 @@ class RedisRegistry:
         Raises:
             UnavailableError: Redis cannot be reached.
         """
-        keys = await answer(self._keys(f"{_ORCHESTRATORS}*"))
-        if not keys:
+        members: set[Any] = await answer(self._redis.smembers(_ORCHESTRATORS))
+        names = sorted(member.decode() for member in members)
+        if not names:
             return {}
-        values: list[Any] = await answer(self._redis.mget(keys))
-        names = [key.decode().removeprefix(_ORCHESTRATORS) for key in keys]
-        return {name: value for name, value in zip(names, values, strict=True) if value is not None}
+        values: list[Any] = await answer(self._redis.mget([f"{_ORCHESTRATOR}{name}" for name in names]))
+        found = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+        gone = [name for name in names if name not in found]
+        if gone:  # they died without a word; one that was only slow adds itself again
+            await answer(self._redis.srem(_ORCHESTRATORS, *gone))
+        return found
 
     async def _keys(self, pattern: str) -> list[bytes]:
         return [key async for key in self._redis.scan_iter(match=pattern, count=1000)]
