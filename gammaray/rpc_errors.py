@@ -23,15 +23,19 @@ __all__ = ["DETAILS_KEY", "error_from_rpc", "error_from_status", "error_to_statu
 DETAILS_KEY = "grpc-status-details-bin"
 """Trailing metadata that holds the serialised google.rpc.Status."""
 
+MAX_MESSAGE_BYTES = 1000
+"""Of a message in UTF-8: it is sent twice, in text (three bytes for one) and in the status details."""
+
 _Detail = TypeVar("_Detail", bound=Message)
 
 
 def error_to_status(error: GammarayError) -> status_pb2.Status:
     """Return the status of an error; servers send it serialised as trailing metadata `DETAILS_KEY`.
 
-    The call itself must end with `error.status` and `str(error)`, which the status repeats.
+    The call itself must end with `error.status` and the message of the status: `str(error)`, cut where it is
+    longer than what headers may hold, since proxies drop the whole connection over one that is.
     """
-    status = status_pb2.Status(code=error.status.value[0], message=str(error))
+    status = status_pb2.Status(code=error.status.value[0], message=_cut(str(error)))
     if isinstance(error, InvalidArgumentError):
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=error.field, description=f"got {error.got}, allowed: {error.allowed}"
@@ -42,6 +46,13 @@ def error_to_status(error: GammarayError) -> status_pb2.Status:
         delay.FromNanoseconds(round(error.retry_after_s * 1e9))
         _attach(status, error_details_pb2.RetryInfo(retry_delay=delay))
     return status
+
+
+def _cut(text: str) -> str:
+    data = text.encode(errors="backslashreplace")
+    if len(data) <= MAX_MESSAGE_BYTES:
+        return data.decode()
+    return f"{data[:MAX_MESSAGE_BYTES].decode(errors='ignore')}... ({len(text)} characters)"
 
 
 def error_from_status(status: status_pb2.Status) -> GammarayError:

@@ -111,6 +111,7 @@ def fail(context: RpcContext, error: Exception) -> None:
     if not isinstance(error, GammarayError):
         _logger.error("unexpected error in a call", exc_info=error)
         error = InternalError(f"internal error ({type(error).__name__})")
+    status = error_to_status(error)
     context.set_code(error.status)
-    context.set_details(str(error))
-    context.set_trailing_metadata([(DETAILS_KEY, error_to_status(error).SerializeToString())])
+    context.set_details(status.message)
+    context.set_trailing_metadata([(DETAILS_KEY, status.SerializeToString())])

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from cluster_helpers import Cluster, running_cluster
 
-from gammaray import Client, UnauthenticatedError
+from gammaray import Client, InvalidArgumentError, NotFoundError, UnauthenticatedError
 from gammaray.keys import create_key, revoke_key
 from gammaray.v1 import target_service_pb2, target_service_pb2_grpc
 
@@ -63,9 +63,43 @@ def test_tenant_completes_over_both_apis(guarded: Cluster, keys):
 
 
 def test_tenants_have_sessions_of_one_name_each(guarded: Cluster, keys):
+    ids = {}
+    for seed, tenant in enumerate(("acme", "beta")):
+        with Client(guarded.grpc, api_key=keys[tenant][1]) as client:
+            done = client.complete(PROMPT, max_tokens=6, session_id="shared", seed=seed, ignore_eos=True)
+            assert done.session_id == "shared"
+            ids[tenant] = [token.token_id for token in done.tokens]
     for tenant in ("acme", "beta"):
         with Client(guarded.grpc, api_key=keys[tenant][1]) as client:
-            assert client.complete(PROMPT, max_tokens=2, session_id="shared").session_id == "shared"
+            session, tokens = client.get_session("shared")
+            assert session.session_id == "shared"
+            assert [token.token_id for token in tokens] == ids[tenant]
+            assert [info.session_id for info in client.list_sessions()].count("shared") == 1
+
+
+def test_foreign_session_is_not_found_whatever_is_asked_of_it(guarded: Cluster, keys):
+    acme, beta = (Client(guarded.grpc, api_key=keys[tenant][1]) for tenant in ("acme", "beta"))
+    with acme, beta:
+        stream = acme.generate(PROMPT, max_tokens=900, session_id="private", ignore_eos=True)
+        next(stream)
+        for name in ("private", "no-such-session"):
+            for ask in (
+                beta.get_session,
+                beta.session_trace,
+                beta.cancel,
+                lambda name: list(beta.resume(name)),
+                lambda name: beta.complete("x", session_id=name, turn=1, max_tokens=2),
+            ):
+                with pytest.raises(NotFoundError):
+                    ask(name)
+            assert beta.delete_session(name) is False
+        with pytest.raises(InvalidArgumentError):
+            beta.get_session("acme:private")
+        assert "private" not in {info.session_id for info in beta.list_sessions()}
+        assert "private" in {info.session_id for info in acme.list_sessions()}
+        next(stream)
+        stream.close()
+        assert acme.delete_session("private") is True
 
 
 def test_worker_ports_refuse_strangers(guarded: Cluster, keys):

@@ -21,7 +21,7 @@ from gammaray.v1 import types_pb2 as pb
 __all__ = ["fuzz_with_hostile_drafter", "fuzz_with_hostile_target"]
 
 REQUEST_TIMEOUT_S = 20.0
-NUM_TOKENS = 24
+NUM_TOKENS = 12
 VOCAB = 2048
 CONTEXT = 1024
 PROMPTS = ["def read_lines(path):\n", "import os\n\nclass Stack:\n    def ", "for i in range("]

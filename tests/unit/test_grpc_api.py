@@ -77,6 +77,13 @@ async def test_generate_request_that_could_not_be_read_is_refused():
     assert context.error.field == "text"
 
 
+async def test_generate_refusal_stays_below_what_headers_hold():
+    _, context = await generate(ScriptedBackend(), text="x", model="é" * 100_000)
+    assert context.code is grpc.StatusCode.NOT_FOUND
+    assert len(context.details.encode()) < 1100
+    assert sum(len(value) for _, value in context.trailers) < 1200
+
+
 async def test_generate_exhausted_says_when_to_come_back():
     def before(request, number):
         raise ResourceExhaustedError("full", retry_after_s=2.5)
