@@ -77,6 +77,18 @@ async def test_calls_carry_the_application_and_the_key():
     assert [call.get("authorization") for call in service.metadata] == ["Bearer secret"] * 2 + [None]
 
 
+async def test_calls_tell_how_long_their_caller_waits():
+    service = ScriptedService()
+    async with serve(service) as address, AsyncClient(address, timeout_s=20) as client:
+        await client.complete("Hi")
+        await client.complete("Hi", timeout_s=2.5)
+        await client.complete("Hi", timeout_s=1e9)
+    told = [int(call["gammaray-timeout-ms"]) for call in service.metadata]
+    assert 19_000 < told[0] <= 20_000
+    assert 1500 < told[1] <= 2500
+    assert told[2] == 7 * 24 * 3600 * 1000
+
+
 async def test_complete_joins_text_and_tokens():
     tokens = (token("Hello"), token(" world", token_id=8))
     service = ScriptedService(answer(piece("Hello", tokens[0]), last(" world", tokens[1])))
