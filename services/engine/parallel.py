@@ -29,8 +29,8 @@ from services.engine.general import GeneralRunner
 from services.engine.kv_cache import CacheShape, CacheStore
 from services.engine.model import load_model
 from services.engine.parallel_checks import check_parallel
-from services.engine.parallel_group import RankSpec, check_alone, join_group, leave_group
-from services.engine.parallel_ranks import Ranks
+from services.engine.parallel_group import RankSpec, check_alone, join_group, leave_group, meeting_place
+from services.engine.parallel_ranks import READY, STARTED, Ranks
 from services.engine.probe import probe_model
 
 __all__ = ["ParallelEngine", "build_rank"]
@@ -77,16 +77,19 @@ class ParallelEngine(Engine):
         """
         check_parallel(model, num_ranks, device)
         check_alone()
-        with RankSpec.make(model, num_ranks, device, dtype, threads, cache_budget_bytes, timeout_s) as spec:
-            ranks = Ranks.start(spec)
-            try:
-                join_group(spec, 0)
-                engine = build_rank(spec, cls)
-                ranks.wait_ready(timeout_s)
-            except BaseException:
-                ranks.stop()
-                leave_group()
-                raise
+        spec = RankSpec(
+            model, num_ranks, device, dtype, threads, cache_budget_bytes, timeout_s, meeting_place()
+        )
+        ranks = Ranks.start(spec)
+        try:
+            ranks.wait(STARTED)
+            join_group(spec, 0)
+            engine = build_rank(spec, cls)
+            ranks.wait(READY)
+        except BaseException:
+            ranks.stop()
+            leave_group()
+            raise
         engine._ranks = ranks
         engine._pending = []
         return engine

@@ -6,8 +6,6 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +15,7 @@ import torch.distributed as dist
 
 from gammaray.errors import FailedPreconditionError
 
-__all__ = ["RankSpec", "check_alone", "join_group", "leave_group"]
+__all__ = ["RankSpec", "check_alone", "join_group", "leave_group", "meeting_place"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,8 @@ class RankSpec:
     """What every rank must know; see `ParallelEngine.load_parallel`.
 
     Attributes:
-        meeting: A file by which the ranks find each other; private, so that nobody else joins.
+        meeting: A file by which the ranks find each other, for as long as they live; private, so that nobody
+            else joins.
     """
 
     model: str
@@ -37,25 +36,14 @@ class RankSpec:
     timeout_s: float
     meeting: str
 
-    @classmethod
-    @contextmanager
-    def make(
-        cls,
-        model: str,
-        num_ranks: int,
-        device: str,
-        dtype: str,
-        threads: int,
-        cache_budget_bytes: int,
-        timeout_s: float,
-    ) -> Iterator[RankSpec]:
-        """Yield a spec with a meeting place, which is gone afterwards: the ranks have met by then."""
-        folder = Path(tempfile.mkdtemp(prefix="gammaray-ranks-"))
-        try:
-            place = str(folder / "meeting")
-            yield cls(model, num_ranks, device, dtype, threads, cache_budget_bytes, timeout_s, place)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    def forget_meeting(self) -> None:
+        """Remove the file; every rank does, at its end, so that none is left whoever dies first."""
+        shutil.rmtree(Path(self.meeting).parent, ignore_errors=True)
+
+
+def meeting_place() -> str:
+    """Return the path of a file in a new private folder."""
+    return str(Path(tempfile.mkdtemp(prefix="gammaray-ranks-")) / "meeting")
 
 
 def check_alone() -> None:

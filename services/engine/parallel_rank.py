@@ -17,7 +17,7 @@ from gammaray.errors import GammarayError
 from services.engine.batch import Feed
 from services.engine.engine import Engine
 from services.engine.parallel_group import RankSpec, join_group
-from services.engine.parallel_ranks import READY
+from services.engine.parallel_ranks import READY, STARTED
 
 _Order = tuple[Sequence[tuple[str, tuple[Any, ...]]], Sequence[Feed]]
 
@@ -29,7 +29,8 @@ def main(descriptor: int, rank: int) -> None:
     pipe: Connection[Any, Any] = Connection(descriptor)
     spec: RankSpec = pipe.recv()
     orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(pipe, orders), name="orders", daemon=True).start()
+    threading.Thread(target=_read, args=(pipe, spec, orders), name="orders", daemon=True).start()
+    pipe.send(STARTED)
     join_group(spec, rank)
     engine: Engine = build_rank(spec, Engine)
     pipe.send(READY)
@@ -51,12 +52,13 @@ def follow(engine: Engine, operations: Sequence[tuple[str, tuple[Any, ...]]], fe
         pass
 
 
-def _read(pipe: Connection[Any, Any], orders: queue.SimpleQueue[_Order]) -> None:
+def _read(pipe: Connection[Any, Any], spec: RankSpec, orders: queue.SimpleQueue[_Order]) -> None:
     """Queue the orders; when rank 0 is gone nobody needs this process, whatever it is waiting for."""
     while True:
         try:
             orders.put(pipe.recv())
         except (EOFError, OSError):
+            spec.forget_meeting()
             os._exit(0)
 
 

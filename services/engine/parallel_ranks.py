@@ -10,15 +10,18 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from services.engine.errors import EngineLostError
 from services.engine.parallel_group import RankSpec
 
-__all__ = ["READY", "Ranks"]
+__all__ = ["READY", "STARTED", "Ranks"]
 
-READY = "ready"
+STARTED, READY = "started", "ready"
+"""What a rank says when it can join the group, and when it has loaded its share."""
+
 _STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.2
 
@@ -27,19 +30,18 @@ class Ranks:
     """Ranks 1 and up.
 
     Args:
-        processes: One per rank.
-        pipes: Our ends of their pipes.
+        spec: What they are told.
     """
 
-    def __init__(
-        self, processes: list[subprocess.Popen[bytes]], pipes: list[Connection[object, object]]
-    ) -> None:
-        self._processes, self._pipes = processes, pipes
+    def __init__(self, spec: RankSpec) -> None:
+        self._spec = spec
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[Connection[object, object]] = []
 
     @classmethod
     def start(cls, spec: RankSpec) -> Ranks:
-        """Start the processes; they begin to load as soon as all ranks have joined the group."""
-        ranks = cls([], [])
+        """Start the processes."""
+        ranks = cls(spec)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         for rank in range(1, spec.num_ranks):
             ours, theirs = Pipe()
@@ -54,26 +56,27 @@ class Ranks:
             theirs.close()
             ranks._processes.append(process)
             ranks._pipes.append(ours)
-            ours.send(spec)
+            with suppress(OSError):  # it is gone already: `wait` tells
+                ours.send(spec)
         return ranks
 
-    def wait_ready(self, timeout_s: float) -> None:
-        """Wait until every rank has loaded its share.
+    def wait(self, state: str) -> None:
+        """Wait until every rank says that it has come so far.
 
         Raises:
             EngineLostError: One failed, or was late.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + self._spec.timeout_s
         for rank, pipe in enumerate(self._pipes, start=1):
             while not pipe.poll(_POLL_S):
                 if time.monotonic() > deadline:
-                    raise EngineLostError(f"rank {rank} did not load within {timeout_s:g} s")
+                    raise EngineLostError(f"rank {rank} was not {state} within {self._spec.timeout_s:g} s")
             try:
                 answer = pipe.recv()
-            except EOFError:
+            except (EOFError, OSError):
                 answer = None
-            if answer != READY:
-                raise EngineLostError(self.why_lost() or f"rank {rank} ended while it loaded")
+            if answer != state:
+                raise EngineLostError(self.why_lost() or f"rank {rank} ended before it was {state}")
 
     def send(self, order: object) -> None:
         """Give all ranks an order.
@@ -108,3 +111,4 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(_STOP_TIMEOUT_S)
+        self._spec.forget_meeting()

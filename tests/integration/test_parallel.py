@@ -18,7 +18,9 @@ from services.engine.engine import Engine, Feed
 from services.engine.errors import CacheFullError, CacheGapError, EngineLostError, UnsupportedModelError
 from services.engine.parallel import ParallelEngine
 from services.engine.parallel_checks import check_parallel
+from services.engine.parallel_group import RankSpec, meeting_place
 from services.engine.parallel_rank import follow
+from services.engine.parallel_ranks import Ranks
 from services.engine_thread import EngineThread
 from services.planning import Limits
 from services.target.scheduler import TargetScheduler
@@ -149,6 +151,23 @@ def test_second_parallel_model_in_one_process_is_refused(pair):
     with pytest.raises(FailedPreconditionError, match="already"):
         ParallelEngine.load_parallel(str(TARGET_DIR), num_ranks=2, device="cpu", timeout_s=60)
     pair.step(Feed("a", 0, [1, 2, 3], 3))
+
+
+def test_too_few_devices_are_refused_before_anything_starts(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(InvalidArgumentError, match="tensor_parallel: got 2, allowed: at most 1"):
+        check_parallel(str(TARGET_DIR), 2, "auto")
+    with pytest.raises(InvalidArgumentError, match="device: got cpu"):
+        check_parallel(str(TARGET_DIR), 2, "cpu")
+
+
+def test_rank_that_cannot_start_is_told_with_its_status(monkeypatch):
+    monkeypatch.setattr("services.engine.parallel_ranks.sys.executable", "/bin/false")
+    ranks = Ranks.start(RankSpec("m", 2, "cpu", "auto", 1, 1, 10.0, meeting_place()))
+    with pytest.raises(EngineLostError, match=r"rank 1 .*ended (with status 1|before it was started)"):
+        ranks.wait("started")
+    ranks.stop()
 
 
 @pytest.mark.parametrize(("ranks", "heads"), [(4, "num_key_value_heads"), (3, "num_attention_heads")])
