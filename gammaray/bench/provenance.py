@@ -50,7 +50,12 @@ def write_result(name: str, result: dict[str, Any], out: Path) -> Path:
 def _command(argv: Sequence[str]) -> str:
     """Return the command line without its secrets."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    program = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(argv[0]).name
+    if spec is not None and spec.name == "__main__":  # a folder was run
+        program = "python " + "/".join(Path(argv[0]).parts[-2:])
+    elif spec is not None:
+        program = f"python -m {spec.name.removesuffix('.__main__')}"
+    else:
+        program = Path(argv[0]).name
     shown = [program]
     for previous, argument in pairwise(argv):
         if previous == _SECRET:

@@ -17,9 +17,11 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path[1:1] = [str(TESTS / "e2e"), str(TESTS.parent)]
 
 from cluster_helpers import running_cluster  # noqa: E402
-from report import as_json, table  # noqa: E402
+from report import figures, table  # noqa: E402
 from run import CLUSTER, Options, run  # noqa: E402
 from victims import ROLES  # noqa: E402
+
+from gammaray.bench.provenance import write_result  # noqa: E402
 
 
 def main() -> int:
@@ -40,10 +42,7 @@ def main() -> int:
         outcome = asyncio.run(run(cluster, options, lambda line: print(line, flush=True)))
     print("", table(outcome), sep="\n")
     if given.json is not None:
-        numbers = {name: getattr(given, name) for name in ("minutes", "seed", "streams", "tokens")}
-        command = " ".join(["python tests/chaos", *(f"--{name} {n:g}" for name, n in numbers.items())])
-        command += f" --roles {given.roles}" if roles != ROLES else ""
-        given.json.write_text(as_json(outcome, options, command))
+        write_result("chaos", figures(outcome, options), given.json)
     return 0 if outcome.is_clean else 1
 
 

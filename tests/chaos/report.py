@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import platform
-import subprocess
-import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-import psutil
 from pauses import Row, rows
 from run import Options, Outcome
 
-__all__ = ["as_json", "table"]
+__all__ = ["figures", "table"]
 
 HEAD = (
     "victim",
@@ -49,32 +43,23 @@ def table(outcome: Outcome) -> str:
     return "\n".join(text)
 
 
-def as_json(outcome: Outcome, options: Options, command: str) -> str:
-    """Return the result with where and how it came about."""
-    result: dict[str, Any] = {
-        "command": command,
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": _commit(),
-        "hardware": {
-            "cpu": platform.processor() or platform.machine(),
-            "cores": psutil.cpu_count(),
-            "memory_gib": round(psutil.virtual_memory().total / 2**30),
-        },
-        "python": platform.python_version(),
+def figures(outcome: Outcome, options: Options) -> dict[str, Any]:
+    """Return the result for a result file."""
+    tally = outcome.tally
+    return {
         "options": asdict(options),
         "strikes": len(outcome.events),
         "kills": outcome.num_kills,
         "seconds": outcome.seconds,
         "streams": {
-            "finished": outcome.tally.finished,
-            "lost": outcome.tally.lost,
-            "wrong": outcome.tally.wrong,
-            "tokens": outcome.tally.num_tokens,
+            "finished": tally.finished,
+            "lost": tally.lost,
+            "wrong": tally.wrong,
+            "tokens": tally.num_tokens,
         },
         "usual_pause_s": outcome.usual_pause_s,
         "recovery": [asdict(row) for row in rows(outcome.events)],
     }
-    return json.dumps(result, indent=1) + "\n"
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -90,14 +75,3 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f} s"
-
-
-def _commit() -> str:
-    root = Path(__file__).resolve().parents[2]
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True
-        )
-    except OSError:
-        return ""
-    return done.stdout.strip()
