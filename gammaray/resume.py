@@ -13,6 +13,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
+import grpc
+
 from gammaray import convert
 from gammaray.errors import (
     CancelledError,
@@ -23,7 +25,7 @@ from gammaray.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from gammaray.rpc_errors import is_from_gammaray
+from gammaray.rpc_errors import code_of, is_from_gammaray
 from gammaray.transport import Transport
 from gammaray.types import Chunk, GenerationRequest
 
@@ -120,7 +122,8 @@ class _Patience:
         if isinstance(error, (UnavailableError, CancelledError)):
             return True
         is_answer = is_from_gammaray(error)
-        if isinstance(error, InternalError):
+        # UNKNOWN is what gRPC makes of a stream that a proxy closes without a status.
+        if isinstance(error, InternalError) or code_of(error) is grpc.StatusCode.UNKNOWN:
             return self._has_started or not is_answer
         if isinstance(error, NotFoundError):  # a proxy that was restarted and knows no application yet
             return not is_answer and self._transport.has_answered

@@ -18,7 +18,14 @@ from google.rpc import error_details_pb2, status_pb2
 
 from gammaray.errors import GammarayError, InvalidArgumentError, ResourceExhaustedError, error_class
 
-__all__ = ["DETAILS_KEY", "error_from_rpc", "error_from_status", "error_to_status", "is_from_gammaray"]
+__all__ = [
+    "DETAILS_KEY",
+    "code_of",
+    "error_from_rpc",
+    "error_from_status",
+    "error_to_status",
+    "is_from_gammaray",
+]
 
 DETAILS_KEY = "grpc-status-details-bin"
 """Trailing metadata that holds the serialised google.rpc.Status."""
@@ -84,6 +91,12 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> GammarayError:
             if rich.code == plain.code:
                 return error_from_status(rich)
     return error_from_status(plain)
+
+
+def code_of(error: GammarayError) -> grpc.StatusCode | None:
+    """Return the status of the call that an error of `error_from_rpc` is about, None for other errors."""
+    failure = error.__cause__
+    return failure.code() if isinstance(failure, grpc.aio.AioRpcError) else None
 
 
 def is_from_gammaray(error: GammarayError) -> bool:

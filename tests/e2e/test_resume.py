@@ -18,7 +18,7 @@ from gammaray.types import FinishReason
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
-NUM_TOKENS = 160
+NUM_TOKENS = 120
 PROMPTS = [
     "def read_lines(path):\n",
     "import os\n\nclass Stack:\n    def ",

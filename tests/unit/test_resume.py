@@ -188,6 +188,20 @@ async def test_resume_not_found_of_a_proxy_passes_and_of_the_server_does_not():
                 await client.complete("Hi")
 
 
+async def test_resume_stream_that_a_proxy_closed_without_a_status_goes_on():
+    class Cut(ScriptedService):
+        async def Generate(self, request, context):
+            async for message in super().Generate(request, context):
+                yield message
+                if message.offset == 1:
+                    await context.abort(grpc.StatusCode.UNKNOWN, "Stream removed")
+
+    service = Cut(breaking())
+    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
+        assert (await client.complete("Hi")).text == "".join(WORDS)
+    assert [request.resume_from for request in service.requests] == [0, 2]
+
+
 async def test_resume_closed_client_gives_up_at_once():
     service = ScriptedService(answer(piece("first")))
     async with serve(service) as address:
