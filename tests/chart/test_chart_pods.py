@@ -1,6 +1,7 @@
 """What the pods are: who they run as, where, with what; and how a pool is placed and scaled."""
 
 import json
+import math
 
 import pytest
 import yaml
@@ -148,6 +149,23 @@ def test_pool_has_the_bounds_asked_for(workers, bounds, replicas):
     scales = bounds[0] < bounds[1]
     assert cluster(values).get("enableInTreeAutoscaling", False) is scales
     assert ("autoscalerOptions" in cluster(values)) is scales
+
+
+def test_autoscaler_is_as_confined_as_the_rest():
+    options = cluster({"draft": {"workers": "1:2"}})["autoscalerOptions"]
+    assert options["securityContext"]["readOnlyRootFilesystem"] is True
+    volumes = {volume["name"] for volume in groups()["head"]["template"]["spec"]["volumes"]}
+    assert {mount["name"] for mount in options["volumeMounts"]} <= volumes
+
+
+def test_trial_requests_what_it_says():
+    values = VARIANTS["cpu-trial"]
+    requests = [container(template)["resources"]["requests"] for template in pods(values).values()]
+    units = {"Gi": 1.0, "Mi": 2**-10}
+    cpus = sum(float(r["cpu"].removesuffix("m")) / (1000 if "m" in r["cpu"] else 1) for r in requests)
+    gib = sum(float(r["memory"][:-2]) * units[r["memory"][-2:]] for r in requests)
+    text = (CHART / "examples" / "cpu-trial.yaml").read_text()
+    assert f"{round(cpus)} CPUs and {math.ceil(gib)} GiB" in text
 
 
 def test_pool_without_drafters_is_left_out():
