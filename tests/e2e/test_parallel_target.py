@@ -10,7 +10,7 @@ from cluster_helpers import running_cluster
 
 from gammaray import AsyncClient
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 PROMPT = "def read_lines(path):\n"
 WAYS = [
