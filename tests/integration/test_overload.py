@@ -1,0 +1,101 @@
+"""More requests than an orchestrator takes: fair between tenants, refused with a delay, over in time."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+
+import pytest
+from redis_helpers import running_redis
+from scripted_workers import scripted
+from service_helpers import running, tokens_of
+
+from gammaray.errors import DeadlineExceededError, FailedPreconditionError, ResourceExhaustedError
+from gammaray.types import DrafterKind, GenerationRequest
+from orchestrator.access import Caller
+
+pytestmark = pytest.mark.integration
+
+REQUEST = GenerationRequest("x = ", max_tokens=12, ignore_eos=True, drafter=DrafterKind.NONE)
+
+
+@pytest.fixture(scope="module")
+def redis_server():
+    with running_redis() as server:
+        yield server
+
+
+@pytest.fixture
+async def target():
+    async with scripted("target", vocab_size=2048, max_context=2048) as target:
+        yield target
+
+
+async def finish(orchestrator, caller, request=REQUEST):
+    return [chunk async for chunk in orchestrator.generate(request, caller)]
+
+
+async def test_quiet_tenant_is_not_behind_the_queue_of_a_loud_one(redis_server, target):
+    ended = []
+
+    async def ask(orchestrator, tenant):
+        chunks = await finish(orchestrator, Caller(tenant))
+        assert len(tokens_of(chunks)) == 12
+        ended.append(tenant)
+
+    async with running(redis_server, target.address, "", max_concurrent_requests=1) as orchestrator:
+        loud = [asyncio.create_task(ask(orchestrator, "loud")) for _ in range(8)]
+        await asyncio.sleep(0)
+        quiet = asyncio.create_task(ask(orchestrator, "quiet"))
+        await asyncio.wait_for(asyncio.gather(*loud, quiet), 60)
+    assert ended.index("quiet") <= 2
+    assert len(ended) == 9
+
+
+async def test_flood_is_refused_with_a_delay_and_every_place_comes_back(redis_server, target):
+    settings = {"max_concurrent_requests": 2, "max_waiting_requests": 3}
+    async with running(redis_server, target.address, "", **settings) as orchestrator:
+        results = await asyncio.wait_for(
+            asyncio.gather(*(finish(orchestrator, Caller("a")) for _ in range(20)), return_exceptions=True),
+            60,
+        )
+        refused = [result for result in results if isinstance(result, ResourceExhaustedError)]
+        assert len(refused) == 15
+        assert all(1 <= error.retry_after_s < math.inf for error in refused)
+        assert sum(isinstance(result, list) for result in results) == 5
+        assert (orchestrator._admission.num_running, orchestrator._admission.num_waiting) == (0, 0)
+        assert await finish(orchestrator, Caller("a"))
+
+
+async def test_request_that_waits_past_its_deadline_is_told_so(redis_server, target):
+    target.delay_s = 0.1
+    async with running(redis_server, target.address, "", max_concurrent_requests=1) as orchestrator:
+        running_one = asyncio.create_task(finish(orchestrator, Caller("a")))
+        await asyncio.sleep(0.05)
+        with pytest.raises(DeadlineExceededError):
+            await finish(orchestrator, Caller("b", deadline=time.monotonic() + 0.2))
+        assert len(tokens_of(await running_one)) == 12
+
+
+async def test_deadline_of_a_running_request_ends_it_and_frees_its_place(redis_server, target):
+    target.delay_s = 0.1
+    async with running(redis_server, target.address, "") as orchestrator:
+        request = GenerationRequest("x", max_tokens=500, ignore_eos=True, drafter=DrafterKind.NONE)
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceededError):
+            await finish(orchestrator, Caller(deadline=time.monotonic() + 0.5), request)
+        assert time.monotonic() - began < 5
+        assert orchestrator._admission.num_running == 0
+
+
+async def test_sessions_of_one_name_do_not_meet(redis_server, target):
+    request = GenerationRequest("x = ", max_tokens=3, session_id="same", drafter=DrafterKind.NONE)
+    async with running(redis_server, target.address, "") as orchestrator:
+        for tenant in ("", "a", "b"):
+            chunks = await finish(orchestrator, Caller(tenant), request)
+            assert {chunk.session_id for chunk in chunks} == {"same"}
+        with pytest.raises(FailedPreconditionError):
+            await finish(orchestrator, Caller("a"), request)
+    names = {block.session_id for block in target.blocks}
+    assert names == {"same", "a:same", "b:same"}
