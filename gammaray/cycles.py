@@ -96,8 +96,8 @@ class CycleRecord:
 
 
 def cycles_from_proto(messages: Iterable[pb.CycleRecord]) -> list[CycleRecord]:
-    """Return the cycles of an answer."""
-    return [_cycle(message) for message in messages]
+    """Return the cycles of an answer in the order in which they were run; they may be stored in another."""
+    return sorted(map(_cycle, messages), key=lambda cycle: (cycle.turn, cycle.epoch, cycle.start_s))
 
 
 def _cycle(message: pb.CycleRecord) -> CycleRecord:

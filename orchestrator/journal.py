@@ -92,7 +92,7 @@ class Journal:
         self._readings: list[tuple[int, Call]] = []
         self._entries: list[_Entry] = []
         self._num_cycles = self._num_stored = 0
-        self._flushed = 0.0
+        self._flushed = time.perf_counter()
 
     def __enter__(self) -> Journal:
         return self
@@ -158,7 +158,9 @@ class Journal:
             trace.put(ReadingBundle(trace, index, call, self._clock_ns))
         if self._calls and error is not None:
             record = failed_record(self._session, self._calls, self._clock_ns)
-            trace.put(CycleBundle(trace, self._num_cycles, record, error=type(error).__name__))
+            is_cancelled = isinstance(error, (GeneratorExit, asyncio.CancelledError))
+            name = "" if is_cancelled else type(error).__name__
+            trace.put(CycleBundle(trace, self._num_cycles, record, error=name))
 
     def _flush(self, count: int) -> None:
         entries, self._entries = self._entries[:count], self._entries[count:]
