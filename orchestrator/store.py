@@ -128,8 +128,8 @@ class RedisStore:
     async def renew_as(self, session_id: str, epoch: int) -> None:
         """Tell that the owner of an epoch still works on a session; otherwise as `renew`."""
         args = [epoch, self._ttl_s, self._lease_ms]
-        _checked(int(await answer(self._renew.call(keys_of(session_id), args))), session_id)
-        await self._run(session_id)
+        if _checked(int(await answer(self._renew.call(keys_of(session_id), args))), session_id) > 0:
+            await self._run(session_id)
 
     async def detach(self, session: Session) -> None:
         """Let go of a session, which then waits to be resumed; nothing if somebody else owns it by now.
