@@ -154,6 +154,9 @@ class OrchestratorSettings(_ServingSettings):
     max_waiting_requests: int = Field(
         256, ge=0, description="Requests that wait for a place per replica; more are refused."
     )
+    max_tenant_share: float = Field(
+        0.9, gt=0, le=1, description="Share of these that one tenant may have, where keys name tenants."
+    )
     max_wait_s: float = Field(
         30.0, gt=0, description="How long a request waits for a place before it is refused, in seconds."
     )

@@ -52,10 +52,15 @@ class Admission:
         capacity: Requests that run at once.
         max_waiting: Requests that wait, over all tenants; 0 turns away what cannot run at once.
         max_wait_s: How long a request waits.
+        tenant_capacity: Requests of one named tenant that run at once; None for `capacity`. Below that, a
+            tenant that never ends its requests cannot take every place.
     """
 
-    def __init__(self, capacity: int, max_waiting: int, max_wait_s: float) -> None:
+    def __init__(
+        self, capacity: int, max_waiting: int, max_wait_s: float, tenant_capacity: int | None = None
+    ) -> None:
         self._capacity, self._max_waiting, self._max_wait_s = capacity, max_waiting, max_wait_s
+        self._tenant_capacity = tenant_capacity or capacity
         self._tenants: dict[str, _Tenant] = {}
         self._numbers = itertools.count()
         self._num_running = self._num_waiting = 0
@@ -97,7 +102,7 @@ class Admission:
         if time.monotonic() >= caller.deadline:
             raise DeadlineExceededError("the caller's deadline was over when the request came")
         tenant = self._tenants.setdefault(caller.tenant, _Tenant())
-        if self._num_running < self._capacity:  # then nobody waits
+        if self._may_run(caller.tenant, tenant):  # then nobody waits who might run
             self._serve(tenant)
             return
         try:
@@ -158,6 +163,10 @@ class Admission:
             heapq.heapify(tenant.waiting)
             self._num_waiting -= 1
 
+    def _may_run(self, name: str, tenant: _Tenant) -> bool:
+        most = self._tenant_capacity if name else self._capacity
+        return self._num_running < self._capacity and tenant.num_running < most
+
     def _serve(self, tenant: _Tenant) -> None:
         tenant.num_running += 1
         tenant.last_served = next(self._numbers)
@@ -167,7 +176,7 @@ class Admission:
         """Give a place back, and to the next one at once."""
         self._tenants[name].num_running -= 1
         self._num_running -= 1
-        waiting = [tenant for tenant in self._tenants.values() if tenant.waiting]
+        waiting = [t for name, t in self._tenants.items() if t.waiting and self._may_run(name, t)]
         for tenant in sorted(waiting, key=lambda other: (other.num_running, other.last_served)):
             while tenant.waiting:
                 ticket = heapq.heappop(tenant.waiting)

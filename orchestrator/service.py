@@ -72,7 +72,10 @@ class Orchestrator:
         self._settings, self._redis, self._tokenizer = settings, redis, tokenizer
         self._store = RedisStore(redis, settings.session_ttl_s)
         self._admission = Admission(
-            settings.max_concurrent_requests, settings.max_waiting_requests, settings.max_wait_s
+            settings.max_concurrent_requests,
+            settings.max_waiting_requests,
+            settings.max_wait_s,
+            max(1, int(settings.max_tenant_share * settings.max_concurrent_requests)),
         )
         records = RedisTraceStore(redis, settings.session_ttl_s)
         self.meter = OrchestratorMeter()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 
 __all__ = ["Campaign"]
 
@@ -40,6 +41,14 @@ class Campaign:
     def left_s(self) -> float:
         """Seconds until the time is up."""
         return max(0.0, self._ends_at - time.monotonic())
+
+    def rounds(self) -> Iterator[int]:
+        """Yield numbers until the time is up, and one at least: however slow the machine is."""
+        yield 0
+        for number in itertools.count(1):
+            if self.is_over:
+                return
+            yield number
 
     def dice(self, name: str) -> random.Random:
         """Return the generator of one fuzzer: independent of how fast the others are."""

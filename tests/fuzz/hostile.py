@@ -123,7 +123,7 @@ async def fuzz_with_hostile_drafter(redis: Any, target: str, campaign: Campaign)
     try:
         async with running(redis, target, drafter.address, propose_timeout_s=0.3) as orchestrator:
             plain: dict[str, list[int]] = {}
-            while not campaign.is_over:
+            for _ in campaign.rounds():
                 answer = rng.choice(DRAFTERS)
                 drafter.on_block = lambda block, answer=answer: answer(drafter, block, rng)
                 base = _request(rng, GammaPolicy(0))
@@ -150,7 +150,7 @@ async def fuzz_with_hostile_target(redis: Any, campaign: Campaign) -> None:
     try:
         settings = {"verify_timeout_s": 1.0, "worker_wait_s": 1.0}
         async with running(redis, target.address, "", **settings) as orchestrator:
-            while not campaign.is_over:
+            for _ in campaign.rounds():
                 answer = rng.choice(TARGETS)
                 target.on_block = lambda block, answer=answer: answer(target, block, rng)
                 try:

@@ -19,8 +19,8 @@ async def ticks():
 class Requests:
     """Requests that hold their place until they are told to end; `served` is who got one, in order."""
 
-    def __init__(self, capacity=1, max_waiting=100, max_wait_s=30.0):
-        self.admission = Admission(capacity, max_waiting, max_wait_s)
+    def __init__(self, capacity=1, max_waiting=100, max_wait_s=30.0, tenant_capacity=None):
+        self.admission = Admission(capacity, max_waiting, max_wait_s, tenant_capacity)
         self.served = []
         self.refused = []
         self._ends = []
@@ -82,6 +82,28 @@ async def test_place_goes_to_the_tenant_that_holds_fewest():
     await requests.end_one()
     await requests.end_one()
     assert requests.served == ["a0", "a1", "a2", "a3", "b0", "b1"]
+    await requests.end_all()
+
+
+async def test_tenant_that_never_ends_leaves_places_to_others():
+    requests = Requests(capacity=4, tenant_capacity=3)
+    for index in range(6):
+        await requests.ask(f"a{index}", "a")
+    assert requests.served == ["a0", "a1", "a2"]
+    await requests.ask("b0", "b")
+    assert requests.served[-1] == "b0"
+    await requests.ask("b1", "b")
+    await requests.end_one()  # of a's, whose place is b's turn
+    assert requests.served[-1] == "b1"
+    await requests.end_all()
+    assert sorted(requests.served) == ["a0", "a1", "a2", "a3", "a4", "a5", "b0", "b1"]
+
+
+async def test_caller_without_a_tenant_may_take_every_place():
+    requests = Requests(capacity=3, tenant_capacity=1)
+    for index in range(3):
+        await requests.ask(str(index))
+    assert requests.served == ["0", "1", "2"]
     await requests.end_all()
 
 
