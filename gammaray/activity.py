@@ -99,6 +99,7 @@ def measure(before: Sequence[ProcessStatus], after: Sequence[ProcessStatus], sec
     """Return what happened between two looks at a cluster's status, `seconds` apart."""
     past = {(process.role, process.pid, process.address): process for process in before}
     orchestrators = [process for process in after if process.role == "orchestrator"]
+    orchestrators.sort(key=lambda process: process.pid)
     workers = [process for process in after if process.role in ("target", "draft")]
     spent = [_spent(past, process) for process in orchestrators]
     return Activity(

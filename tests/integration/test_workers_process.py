@@ -9,19 +9,18 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 
 import grpc
 import pytest
 from engine_helpers import random_tokens, tiny_model
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from process_helpers import START_TIMEOUT_S, spawned
 from redis.asyncio import Redis
 from workers_helpers import Link, propose_block, running, verify_block
 
 from gammaray.config import DraftSettings, TargetSettings
-from orchestrator.preflight import free_ports
 from services.standalone import run
 from services.streams import NOTICE_S
 
@@ -31,7 +30,6 @@ pytestmark = [
 ]
 
 PROMPT = random_tokens(12, seed=3)
-START_TIMEOUT_S = 60
 EXIT_TIMEOUT_S = 30
 UNAVAILABLE = 14
 
@@ -73,33 +71,6 @@ def redis_server(port, directory):
         process.wait(10)
 
 
-@asynccontextmanager
-async def spawned(role, *options, **environment):
-    """A worker process and its address."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        f"services.{role}",
-        *map(str, options),
-        stdout=subprocess.PIPE,
-        env={**os.environ, **environment},
-    )
-    try:
-        line = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
-        word, address = line.decode().split()
-        assert word == "listening"
-        yield process, address
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
-def scrape(address):
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-        return answer.read().decode()
-
-
 async def entries(port, role="*"):
     async with Redis(port=port) as redis:
         keys = sorted([key async for key in redis.scan_iter(f"gammaray:worker:{role}:*")])
@@ -121,21 +92,6 @@ async def test_sigterm_drains_running_blocks_and_exits_0(model, redis_port):
         assert key not in await entries(redis_port)
         assert await link.call.code() == grpc.StatusCode.OK
         assert await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S) == 0
-        await link.close()
-
-
-async def test_standalone_worker_serves_its_metrics(model):
-    (port,) = free_ports("127.0.0.1", 1)
-    async with spawned("draft", "--model", model, "--metrics-listen", f"127.0.0.1:{port}") as (_, address):
-        link = Link(address, "draft")
-        for block in range(3):
-            await link.ask(propose_block(PROMPT, 2, session_id=f"s{block}"))
-        info = await link.info()
-        assert info.metrics_address == f"127.0.0.1:{port}"
-        assert info.totals.steps >= 3
-        text = await asyncio.to_thread(scrape, info.metrics_address)
-        assert 'gammaray_worker_blocks_total{outcome="done",role="draft"} 3.0' in text
-        assert f'gammaray_worker_step_blocks_count{{role="draft"}} {info.totals.steps}.0' in text
         await link.close()
 
 

@@ -70,7 +70,7 @@ def test_ratios_are_unknown_before_anything_happened():
 
 def test_orchestrators_are_told_apart_and_summed():
     before = [orchestrator(FIRST, pid=1), orchestrator(FIRST, pid=2)]
-    after = [orchestrator(LATER, pid=1), orchestrator(FIRST, pid=2)]
+    after = [orchestrator(FIRST, pid=2), orchestrator(LATER, pid=1)]
     activity = measure(before, after, seconds=2.0)
     assert [own.tokens_per_s for own in activity.orchestrators] == [100.0, 0.0]
     assert (activity.total.tokens_per_s, activity.total.running) == (100.0, 6)

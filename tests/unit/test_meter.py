@@ -3,9 +3,8 @@
 import asyncio
 import urllib.request
 
-import grpc
 import pytest
-from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
+from metrics_helpers import receiving_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from gammaray.errors import InvalidArgumentError
@@ -110,29 +109,12 @@ async def test_nothing_listens_without_an_address():
     await export.stop()
 
 
-class Receiver(metrics_service_pb2_grpc.MetricsServiceServicer):
-    """Keeps what is pushed."""
-
-    def __init__(self):
-        self.requests = []
-        self.came = asyncio.Event()
-
-    async def Export(self, request, context):
-        self.requests.append(request)
-        self.came.set()
-        return metrics_service_pb2.ExportMetricsServiceResponse()
-
-
 @pytest.fixture
 async def collector(monkeypatch):
-    receiver, server = Receiver(), grpc.aio.server()
-    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(receiver, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
-    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "100")
-    yield receiver
-    await server.stop(0)
+    async with receiving_metrics() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+        monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "100")
+        yield receiver
 
 
 async def test_push_sends_the_same_numbers_by_opentelemetry_names(collector):

@@ -1,0 +1,58 @@
+"""Metrics of standalone workers: scraped, and pushed."""
+
+import asyncio
+import signal
+import urllib.request
+
+import pytest
+from engine_helpers import random_tokens, tiny_model
+from metrics_helpers import receiving_metrics
+from process_helpers import spawned
+from workers_helpers import Link, propose_block
+
+from orchestrator.preflight import free_ports
+
+pytestmark = pytest.mark.integration
+
+PROMPT = random_tokens(12, seed=3)
+EXIT_TIMEOUT_S = 30
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model("llama", tmp_path_factory.mktemp("metrics"), max_position_embeddings=1024)
+
+
+def scrape(address):
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        return answer.read().decode()
+
+
+async def test_standalone_worker_serves_its_metrics(model):
+    (port,) = free_ports("127.0.0.1", 1)
+    async with spawned("draft", "--model", model, "--metrics-listen", f"127.0.0.1:{port}") as (_, address):
+        link = Link(address, "draft")
+        for block in range(3):
+            await link.ask(propose_block(PROMPT, 2, session_id=f"s{block}"))
+        info = await link.info()
+        assert info.metrics_address == f"127.0.0.1:{port}"
+        assert info.totals.steps >= 3
+        text = await asyncio.to_thread(scrape, info.metrics_address)
+        assert 'gammaray_worker_blocks_total{outcome="done",role="draft"} 3.0' in text
+        assert f'gammaray_worker_step_blocks_count{{role="draft"}} {info.totals.steps}.0' in text
+        await link.close()
+
+
+async def test_worker_pushes_its_metrics_a_last_time_when_it_ends(model):
+    async with receiving_metrics() as receiver:
+        environment = {"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": receiver.endpoint}
+        async with spawned("draft", "--model", model, **environment) as (process, address):
+            link = Link(address, "draft")
+            await link.ask(propose_block(PROMPT, 2))
+            await link.close()
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S) == 0
+    (resource,) = receiver.requests[-1].resource_metrics
+    assert "gammaray-draft" in {entry.value.string_value for entry in resource.resource.attributes}
+    (blocks,) = [m for m in resource.scope_metrics[0].metrics if m.name == "gammaray.worker.blocks"]
+    assert sum(point.as_int for point in blocks.sum.data_points) == 1
