@@ -24,6 +24,7 @@ from orchestrator.http_requests import ChoicePlan, chat_choices, completion_choi
 from orchestrator.http_responses import ChatResponse, CompletionResponse, Response
 from orchestrator.http_resume import HEADER, EventId, recall, resumed
 from orchestrator.http_stream import EventStream, generate_all
+from orchestrator.playground import playground
 
 __all__ = ["MAX_BODY_BYTES", "create_app"]
 
@@ -98,8 +99,12 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
         }
 
     @app.get("/")
-    async def root() -> dict[str, Any]:
-        return {"name": "gammaray", "model": backend.model_name, "endpoints": ["/v1", "/health"]}
+    async def root(request: Request) -> fastapi.Response:
+        if "text/html" in request.headers.get("accept", ""):
+            return playground()
+        return JSONResponse(
+            {"name": "gammaray", "model": backend.model_name, "endpoints": ["/v1", "/health"]}
+        )
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -67,6 +67,7 @@ class GammarayOptions(_Strict):
         session_id: Name of the session; empty lets the server draw one. Only with one choice.
         turn: Turn of the session; above 0 its finished turn before is continued. Not for chats.
         keep_cache_s: Seconds that the workers keep their caches for the next turn.
+        stream_tokens: Whether each streamed piece tells its tokens, with their origins, under `gammaray`.
     """
 
     verification: Literal["coupled", "rejection", "naive"] = "coupled"
@@ -77,6 +78,7 @@ class GammarayOptions(_Strict):
     session_id: str = ""
     turn: int = 0
     keep_cache_s: float = 0.0
+    stream_tokens: bool = False
 
     @field_validator("gamma", mode="plain")
     @classmethod

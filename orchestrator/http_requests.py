@@ -27,12 +27,14 @@ class ChoicePlan:
         prompt_index: Which of the prompts it continues.
         request: What to generate.
         echo: Text to put before the completion.
+        stream_tokens: Whether each streamed piece tells its tokens.
     """
 
     index: int
     prompt_index: int
     request: GenerationRequest
     echo: str = ""
+    stream_tokens: bool = False
 
 
 def completion_choices(
@@ -55,7 +57,7 @@ def completion_choices(
         if body.echo:
             echo = prompt if isinstance(prompt, str) else decode(prompt)
         for request in requests:
-            plans.append(ChoicePlan(len(plans), prompt_index, request, echo))
+            plans.append(ChoicePlan(len(plans), prompt_index, request, echo, body.gammaray.stream_tokens))
     return plans
 
 
@@ -71,7 +73,10 @@ def chat_choices(body: ChatRequest, prompt: str, max_context: int) -> list[Choic
         raise InvalidArgumentError("turn", body.gammaray.turn, "0: a chat request has the whole conversation")
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     requests = _requests(body, prompt, body.n, num_top_logprobs, max_context)
-    return [ChoicePlan(index, 0, request) for index, request in enumerate(requests)]
+    stream_tokens = body.gammaray.stream_tokens
+    return [
+        ChoicePlan(index, 0, request, stream_tokens=stream_tokens) for index, request in enumerate(requests)
+    ]
 
 
 def _requests(

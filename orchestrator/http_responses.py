@@ -117,11 +117,14 @@ class Response(ABC):
         state = self.states[index]
         state.add(chunk)
         logprobs = state.logprobs.render(chunk.tokens) if state.logprobs and chunk.tokens else None
-        if not chunk.text and logprobs is None and chunk.finish_reason is None:
+        tells_tokens = state.plan.stream_tokens and bool(chunk.tokens)
+        if not (chunk.text or logprobs or tells_tokens or chunk.finish_reason):
             return None
         event = self._event(state, self.delta(chunk.text), logprobs, chunk.finish_reason)
         if chunk.finish_reason is not None:
             event["gammaray"] = state.gammaray()
+        if tells_tokens:
+            event["gammaray"] = {**event.get("gammaray", {}), "tokens": [_token(t) for t in chunk.tokens]}
         return event
 
     def usage_event(self) -> dict[str, Any]:
@@ -212,3 +215,7 @@ class ChatResponse(Response):
         """Return the whole message."""
         message = {"role": "assistant", "content": "".join(state.text), "refusal": None}
         return {"message": message}
+
+
+def _token(token: EmittedToken) -> dict[str, Any]:
+    return {"id": token.token_id, "origin": token.origin.value, "bytes": list(token.token_bytes)}

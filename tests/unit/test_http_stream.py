@@ -5,7 +5,7 @@ import json
 
 import pytest
 from http_helpers import CHAT, GAMMARAY, complete, events
-from surface_helpers import ScriptedBackend
+from surface_helpers import PIECES, ScriptedBackend
 
 from gammaray.errors import UnavailableError
 from orchestrator.http_api import create_app
@@ -39,6 +39,15 @@ async def test_stream_of_samples_interleaves_and_finishes_each():
         own = [choice for choice in parsed if choice["index"] == index]
         assert "".join(choice["text"] for choice in own) == "café"
         assert [choice["finish_reason"] for choice in own] == [None, "stop"]
+
+
+async def test_stream_tells_tokens_that_are_asked_for():
+    *chunks, _ = await events(ScriptedBackend(), prompt="x", gammaray={"stream_tokens": True})
+    parsed = [json.loads(chunk) for chunk in chunks]
+    assert [token for event in parsed for token in event["gammaray"]["tokens"]] == [
+        {"id": number + 1, "origin": "accepted", "bytes": list(piece)} for number, piece in enumerate(PIECES)
+    ]
+    assert {name: value for name, value in parsed[-1]["gammaray"].items() if name != "tokens"} == GAMMARAY
 
 
 async def test_stream_of_chat_begins_with_the_role():
