@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -75,7 +76,7 @@ class Orchestrator:
             settings.max_concurrent_requests,
             settings.max_waiting_requests,
             settings.max_wait_s,
-            max(1, int(settings.max_tenant_share * settings.max_concurrent_requests)),
+            math.ceil(settings.max_tenant_share * settings.max_concurrent_requests),
         )
         records = RedisTraceStore(redis, settings.session_ttl_s)
         self.meter = OrchestratorMeter()
