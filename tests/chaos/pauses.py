@@ -25,6 +25,7 @@ class Event:
         stop_s: Longest time that one of its processes was stopped.
         back_at: When replacements of all killed processes served; None when nobody saw that, or none was.
         pauses_s: Of each stream.
+        is_calm: Whether tokens came on all streams just before; what follows is the doing of this strike alone.
     """
 
     label: str
@@ -33,6 +34,7 @@ class Event:
     stop_s: float = 0.0
     back_at: float | None = None
     pauses_s: tuple[float, ...] = ()
+    is_calm: bool = True
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class Row:
         label: What was struck and how.
         strikes: How often.
         kills: Processes killed in these.
-        pause_median_s, pause_max_s: Over the strikes, of the stream that paused longest.
+        calm: Strikes that came while tokens flowed on all streams; the times are over these.
+        pause_median_s, pause_max_s: Of the stream that paused longest.
         back_median_s, back_max_s: Until a replacement of the victim served; None when nothing was killed.
         late_max_s: Longest that a stream still paused after that.
         stop_median_s: How long a process was stopped.
@@ -52,8 +55,9 @@ class Row:
     label: str
     strikes: int
     kills: int
-    pause_median_s: float
-    pause_max_s: float
+    calm: int
+    pause_median_s: float | None
+    pause_max_s: float | None
     back_median_s: float | None
     back_max_s: float | None
     late_max_s: float | None
@@ -84,19 +88,21 @@ def rows(events: Sequence[Event]) -> list[Row]:
 
 
 def _row(label: str, events: Sequence[Event]) -> Row:
-    worst = [max(event.pauses_s, default=0.0) for event in events]
+    calm = [event for event in events if event.is_calm]
+    worst = [max(event.pauses_s, default=0.0) for event in calm]
     back = [event.back_at - event.at for event in events if event.back_at is not None]
     late = [
         max(0.0, pause - (event.back_at - event.at))
-        for event, pause in zip(events, worst, strict=True)
+        for event, pause in zip(calm, worst, strict=True)
         if event.back_at is not None
     ]
     return Row(
         label,
         len(events),
         sum(len(event.killed) for event in events),
-        statistics.median(worst),
-        max(worst),
+        len(calm),
+        statistics.median(worst) if worst else None,
+        max(worst, default=None),
         statistics.median(back) if back else None,
         max(back, default=None),
         max(late, default=None),
