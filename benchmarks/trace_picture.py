@@ -1,26 +1,32 @@
 """A picture of a real trace: a cluster of the demo pair exports it to our own OTLP receiver.
 
-python -m benchmarks.trace_picture                       # writes docs/trace.json and docs/trace.png
-python -m benchmarks.trace_picture --draw-only           # draws docs/trace.json again
+python -m benchmarks.trace_picture               # writes docs/trace.json, trace.png and into tracing.md
+python -m benchmarks.trace_picture --draw-only   # draws docs/trace.json again
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from rich.console import Console
+
 from benchmarks.cluster import connected, run_or_exit
 from benchmarks.otlp_receiver import ReceivedSpan, receiving
 from gammaray import telemetry
+from gammaray.cli.timeline import timeline
+from gammaray.cycles import CycleRecord
 
 DOCS = Path(__file__).parents[1] / "docs"
 PROMPT = "def read_lines(path):\n"
-NUM_TOKENS = 64
+NUM_TOKENS = 48
+GAMMA = 4
 WARM_UPS = 5
 NUM_CYCLES_DRAWN = 8
 
@@ -37,22 +43,34 @@ LANES = (
 """Label, span name, kind and colour of each lane."""
 
 
-async def record(timeout_s: float = 30.0) -> list[ReceivedSpan]:
-    """Run one generation on a cluster of its own and return its trace, earliest span first."""
+async def record(timeout_s: float = 30.0) -> tuple[list[ReceivedSpan], list[CycleRecord]]:
+    """Run one generation on a cluster of its own; return its spans, earliest first, and its own records."""
     with receiving() as (endpoint, receiver):
         os.environ.update(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint, OTEL_METRICS_EXPORTER="none")
         async with connected() as client:
             for seed in range(WARM_UPS):
-                await client.complete(PROMPT, max_tokens=NUM_TOKENS, seed=seed)
-            completion = await client.complete(PROMPT, max_tokens=NUM_TOKENS, temperature=0.0)
+                await client.complete(PROMPT, max_tokens=NUM_TOKENS, seed=seed, gamma=GAMMA)
+            completion = await client.complete(PROMPT, max_tokens=NUM_TOKENS, temperature=0.0, gamma=GAMMA)
             session_id = completion.session_id
             await asyncio.to_thread(
                 receiver.wait, lambda spans: any(_is_root(span, session_id) for span in spans), timeout_s
             )
+            cycles = await client.session_trace(session_id)
         spans = list(receiver.spans)  # stopping the cluster has flushed the rest
     root = next(span for span in spans if _is_root(span, session_id))
     mine = sorted((s for s in spans if s.trace_id == root.trace_id), key=lambda span: span.start_ns)
-    return [replace(s, resource={"service.name": s.resource["service.name"]}) for s in mine]
+    return [replace(s, resource={"service.name": s.resource["service.name"]}) for s in mine], cycles
+
+
+def write_timeline(cycles: Sequence[CycleRecord]) -> None:
+    """Put what `gammaray trace` shows of the session into the page."""
+    output = io.StringIO()
+    Console(file=output, width=104).print(timeline(cycles, bar_width=36))
+    lines = [line.rstrip() for line in output.getvalue().splitlines()]
+    page = DOCS / "tracing.md"
+    before, command, rest = page.read_text().partition("$ gammaray trace SESSION\n")
+    after = rest[rest.index("\n```") :]
+    page.write_text(before + command + "\n".join(lines) + after)
 
 
 def draw(spans: Sequence[ReceivedSpan], path: Path) -> None:
@@ -98,9 +116,9 @@ def main() -> None:
     options = parser.parse_args()
     path = DOCS / "trace.json"
     if not options.draw_only:
-        path.write_text(
-            json.dumps([asdict(span) for span in run_or_exit(record())], separators=(",", ":")) + "\n"
-        )
+        recorded, cycles = run_or_exit(record())
+        path.write_text(json.dumps([asdict(span) for span in recorded], separators=(",", ":")) + "\n")
+        write_timeline(cycles)
     spans = [ReceivedSpan(**span) for span in json.loads(path.read_text())]
     draw(spans, DOCS / "trace.png")
 
