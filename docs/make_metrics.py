@@ -31,6 +31,9 @@ scrapes all of a cluster, whatever ports its processes have and whoever joins it
 [prometheus.yml](prometheus.yml). The Helm chart has them on port {METRICS_PORT} of each pod, named
 `gm-metrics`; `metrics` is Ray's own.
 
+The endpoints ask for no key and speak plain HTTP: leave them on the loopback interface, or keep strangers
+away by a network policy. `/metrics/targets` needs a key where the API does.
+
 Over OTLP/gRPC they are pushed when the standard variables ask for it: `OTEL_EXPORTER_OTLP_ENDPOINT` (or
 `OTEL_EXPORTER_OTLP_METRICS_ENDPOINT`), or `OTEL_METRICS_EXPORTER=otlp`; every `OTEL_METRIC_EXPORT_INTERVAL`
 milliseconds (60,000) and once more at the end. `OTEL_METRICS_EXPORTER=none` switches pushing off. Names over
