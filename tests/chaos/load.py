@@ -124,6 +124,10 @@ class Load:
         """Whether tokens came on every stream since a moment."""
         return all(times and times[-1] > moment for times in self.arrivals)
 
+    def all_moved_between(self, first: float, last: float) -> bool:
+        """Whether tokens came on every stream between two moments."""
+        return all(any(first < time <= last for time in reversed(times)) for times in self.arrivals)
+
     async def _repeat(self, ask: Ask, arrivals: list[float]) -> None:
         async with AsyncClient(self._address) as client:
             while not self._is_ending:

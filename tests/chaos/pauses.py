@@ -25,7 +25,7 @@ class Event:
         stop_s: Longest time that one of its processes was stopped.
         back_at: When replacements of all killed processes served; None when nobody saw that, or none was.
         pauses_s: Of each stream.
-        is_calm: Whether tokens came on all streams just before; what follows is the doing of this strike alone.
+        is_calm: Whether tokens came on all streams just before, so that what follows is its doing alone.
     """
 
     label: str

@@ -14,6 +14,7 @@ HEAD = (
     "victim",
     "strikes",
     "kills",
+    "calm",
     "pause median",
     "max",
     "back median",
@@ -31,8 +32,9 @@ def table(outcome: Outcome) -> str:
     tally = outcome.tally
     text += [
         "",
-        "A pause is the longest gap between tokens of the stream that paused longest; while nothing happened "
-        f"the longest was {outcome.usual_pause_s:.2f} s.",
+        "A pause is the longest gap between tokens of the stream that paused longest, after strikes that came"
+        "while tokens flowed on all streams (calm);",
+        f"while nothing happened the longest was {outcome.usual_pause_s:.2f} s.",
         "",
         f"{len(outcome.events)} strikes, {outcome.num_kills} kills in {outcome.seconds:.0f} s: "
         f"{tally.finished} streams finished ({tally.num_tokens} tokens), {len(tally.lost)} lost, "
@@ -67,6 +69,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.label,
         str(row.strikes),
         str(row.kills),
+        str(row.calm),
         *map(_seconds, (row.pause_median_s, row.pause_max_s, row.back_median_s, row.back_max_s)),
         _seconds(row.late_max_s),
         _seconds(row.stop_median_s or None),

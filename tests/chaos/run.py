@@ -18,6 +18,7 @@ __all__ = ["Options", "Outcome", "run"]
 
 CLUSTER = ("--orchestrators", "2", "--draft-workers", "2", "--target-workers", "2", "--deterministic")
 MOVE_TIMEOUT_S = 10.0
+CALM_S = 1.0
 SETTLE_S = 0.3
 """Tokens that were under way when something was struck come within this."""
 
@@ -96,6 +97,7 @@ async def run(cluster: Cluster, options: Options, say: Callable[[str], None]) ->
             if time.monotonic() - start > options.seconds or len(outcome.events) >= options.max_strikes:
                 break
             event = await _carry_out(cluster.launcher.pid, blows)
+            event.is_calm = load.all_moved_between(event.at - CALM_S, event.at)
             outcome.events.append(event)
             await _until_all_move(load, event.at + max(SETTLE_S, event.stop_s))
             say(f"{event.at - start:6.1f} s  {_describe(blows)}: {_sums(load)}")

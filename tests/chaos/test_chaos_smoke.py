@@ -77,8 +77,10 @@ def test_rows_hold_medians_and_maxima_by_victim():
         Event("target, kill -9", 0.0, ("target",), 0.0, 2.0, (1.0, 3.0)),
         Event("target, kill -9", 10.0, ("target",), 0.0, 16.0, (1.0, 0.5)),
         Event("redis, SIGSTOP", 20.0, (), 1.5, None, (2.0,)),
+        Event("redis, SIGSTOP", 21.0, (), 1.5, None, (30.0,), is_calm=False),
     ]
     redis, target = rows(events)
+    assert (redis.strikes, redis.calm) == (2, 1)
     assert (redis.kills, redis.pause_max_s, redis.back_max_s, redis.stop_median_s) == (0, 2.0, None, 1.5)
     assert (target.strikes, target.kills, target.pause_median_s, target.pause_max_s) == (2, 2, 2.0, 3.0)
     assert (target.back_median_s, target.back_max_s, target.late_max_s) == (4.0, 6.0, 1.0)
