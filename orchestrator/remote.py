@@ -11,8 +11,8 @@ from google.rpc import status_pb2
 
 from gammaray.convert import (
     method_to_proto,
-    sampling_to_proto,
 )
+from gammaray.convert_sampling import sampling_to_proto
 from gammaray.errors import GammarayError, InternalError
 from gammaray.rpc_errors import error_from_status
 from gammaray.v1 import types_pb2 as pb

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gammaray import convert
+from gammaray.convert_sampling import sampling_from_proto
 from gammaray.errors import GammarayError
 from gammaray.v1 import types_pb2
 from services.batching import Scheduler
@@ -62,7 +63,7 @@ def task_fields(block: Any, default_timeout_ms: int, deliver: Deliver) -> dict[s
 
 def _spec(message: types_pb2.SessionSpec) -> SessionSpec:
     return SessionSpec(
-        params=convert.sampling_from_proto(message.sampling),
+        params=sampling_from_proto(message.sampling),
         method=convert.method_from_proto(message.verification),
         prompt_length=message.prompt_length,
         eos_token_ids=tuple(message.eos_token_ids),

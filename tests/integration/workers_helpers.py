@@ -14,6 +14,7 @@ import grpc
 
 from gammaray import convert
 from gammaray.config import DraftSettings, TargetSettings
+from gammaray.convert_sampling import sampling_to_proto
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import draft_service_pb2_grpc, target_service_pb2_grpc
@@ -204,7 +205,7 @@ def spec_message(
 ) -> types.SessionSpec:
     """Return a session spec."""
     return types.SessionSpec(
-        sampling=convert.sampling_to_proto(params),
+        sampling=sampling_to_proto(params),
         verification=convert.method_to_proto(method),
         prompt_length=prompt_length,
         eos_token_ids=eos_token_ids,
