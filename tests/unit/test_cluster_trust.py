@@ -1,7 +1,9 @@
 """What the launcher makes of who may call, before anything starts."""
 
 import pytest
+from click.testing import CliRunner
 
+from gammaray.cli import main
 from gammaray.config import ClusterSettings, OrchestratorSettings, WorkerSettings
 from gammaray.errors import InvalidArgumentError, UnauthenticatedError
 from gammaray.keys import create_key, hash_key
@@ -74,6 +76,22 @@ def test_arrange_trust_makes_certificates_when_asked(tmp_path):
 )
 def test_reachable_is_where_this_machine_dials(host, address):
     assert reachable(host) == address
+
+
+def test_certs_command_tells_the_settings_of_each_role(tmp_path):
+    done = CliRunner().invoke(main, ["certs", str(tmp_path / "new"), "--days", "30", "--host", "redis"])
+    assert done.exit_code == 0, done.output
+    told = dict(line.split("=", 1) for line in done.output.splitlines() if "=" in line)
+    assert told.keys() == {"GAMMARAY_TLS_CA", "GAMMARAY_TLS_CERT", "GAMMARAY_TLS_KEY"}
+    assert [line for line in done.output.splitlines() if line.startswith("#")] == [
+        "# orchestrator",
+        "# worker",
+        "# server",
+    ]
+    assert "-----BEGIN" not in done.output
+    assert CliRunner().invoke(main, ["certs", str(tmp_path / "new"), "--days", "0"]).exit_code == 2
+    (tmp_path / "new" / "ca.pem").write_text("rubbish")
+    assert CliRunner().invoke(main, ["certs", str(tmp_path / "new")]).exit_code == 2
 
 
 def test_settings_do_not_show_the_password_of_redis():
