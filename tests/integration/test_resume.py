@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 
 import pytest
 from redis_helpers import running_redis
-from service_helpers import PROMPTS, SEEDED, complete, running, text_of, tokens_of, worker_process
+from resume_helpers import (
+    first_chunks,
+    request_of,
+    resumed,
+    sessions_on,
+    settled,
+    two_orchestrators,
+    undisturbed,
+)
+from service_helpers import PROMPTS, complete, text_of, tokens_of, worker_process
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from gammaray.sessions import SessionState
 from gammaray.types import FinishReason, GammaPolicy, GenerationRequest, SamplingParams, TokenOrigin
-from orchestrator.access import ANONYMOUS
+from orchestrator.access import ANONYMOUS, Caller
 from orchestrator.sessions import REPLAY_TOKENS
 from orchestrator.stored import keys_of
 
 pytestmark = pytest.mark.integration
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
-NAMES = iter(f"resume-{number}" for number in range(10_000))
 
 
 @pytest.fixture(scope="module")
@@ -36,44 +43,10 @@ def workers():
         yield target, draft
 
 
-@asynccontextmanager
-async def two_orchestrators(redis_server, workers):
-    async with running(redis_server, *workers) as one, running(redis_server, *workers) as other:
-        yield one, other
-
-
 @pytest.fixture
 async def pair(redis_server, workers):
     async with two_orchestrators(redis_server, workers) as pair:
         yield pair
-
-
-def request_of(prompt=PROMPTS[0], **fields):
-    fields = {"sampling": SEEDED, "max_tokens": 48, "ignore_eos": True, "session_id": next(NAMES), **fields}
-    return GenerationRequest(prompt, **fields)
-
-
-async def first_chunks(orchestrator, request, count):
-    """Return the first chunks of a completion whose client then goes away."""
-    chunks = []
-    async with aclosing(orchestrator.generate(request)) as stream:
-        async for chunk in stream:
-            chunks.append(chunk)
-            if len(chunks) == count:
-                break
-    return chunks
-
-
-def resumed(request, chunks):
-    return dataclasses.replace(request, resume_from=len(tokens_of(chunks)))
-
-
-def undisturbed(request):
-    return dataclasses.replace(request, session_id=next(NAMES))
-
-
-async def settled(orchestrator):
-    await asyncio.gather(*orchestrator._keeper._tasks)
 
 
 @pytest.mark.parametrize(
@@ -227,24 +200,6 @@ async def test_turns_continue_a_session_and_reuse_its_cache(pair):
         await complete(one, resumed(request, first))
 
 
-async def sessions_on(orchestrator, timeout_s=5.0):
-    """Return how many sessions the workers hold, once no release is on its way any more."""
-    held = -1
-    for _ in range(round(timeout_s / 0.2)):
-        infos = []
-        for pool in (orchestrator._fleet.targets, orchestrator._fleet.drafts):
-            for link in pool.links.values():
-                import grpc
-
-                async with grpc.aio.insecure_channel(link.address) as channel:
-                    infos.append(await pool._protocol.get_info(channel, 5.0))
-        before, held = held, sum(info.num_sessions for info in infos)
-        if held == before:
-            return held
-        await asyncio.sleep(0.2)
-    raise AssertionError("the number of sessions keeps changing")
-
-
 async def test_cancel_ends_the_stream_and_stays(pair):
     one, other = pair
     request = request_of(max_tokens=1500)
@@ -311,3 +266,25 @@ async def test_reaper_frees_what_a_dead_owner_left(pair):
     rest = await complete(other, dataclasses.replace(resumed(request, chunks)))
     whole = await complete(one, undisturbed(request))
     assert tokens_of(chunks + rest) == tokens_of(whole)
+
+
+async def test_sessions_of_another_tenant_are_not_found(pair):
+    one, _ = pair
+    alice, bob = Caller("alice"), Caller("bob")
+    request = request_of(max_tokens=3)
+    (*_, last) = [chunk async for chunk in one.generate(request, alice)]
+    assert last.session_id == request.session_id
+    await settled(one)
+    info, _ = await one.sessions.get(request.session_id, alice)
+    assert info.session_id == request.session_id
+    assert [info.session_id for info in await one.sessions.recent(5, alice)] == [request.session_id]
+    assert await one.sessions.recent(5, bob) == []
+    for stranger in (bob, ANONYMOUS):
+        with pytest.raises(NotFoundError):
+            await one.sessions.get(request.session_id, stranger)
+        with pytest.raises(NotFoundError):
+            await one.sessions.cancel(request.session_id, stranger)
+        assert not await one.sessions.delete(request.session_id, stranger)
+        with pytest.raises(NotFoundError):
+            await anext(one.generate(dataclasses.replace(request, prompt="", resume_from=0), stranger))
+    assert await one.sessions.delete(request.session_id, alice)

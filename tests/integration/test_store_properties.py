@@ -284,7 +284,7 @@ def redis_server():
 
 def test_store_accepts_no_stale_commit():
     run_state_machine_as_test(
-        StoreMachine, settings=settings(SETTINGS, max_examples=50, stateful_step_count=40)
+        StoreMachine, settings=settings(SETTINGS, max_examples=30, stateful_step_count=40)
     )
 
 

@@ -1,0 +1,64 @@
+"""Two orchestrators, and clients that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from contextlib import aclosing, asynccontextmanager
+
+import grpc
+from service_helpers import PROMPTS, SEEDED, running, tokens_of
+
+from gammaray.types import GenerationRequest
+
+NAMES = iter(f"resume-{number}" for number in range(10_000))
+
+
+@asynccontextmanager
+async def two_orchestrators(redis_server, workers):
+    async with running(redis_server, *workers) as one, running(redis_server, *workers) as other:
+        yield one, other
+
+
+def request_of(prompt=PROMPTS[0], **fields):
+    fields = {"sampling": SEEDED, "max_tokens": 48, "ignore_eos": True, "session_id": next(NAMES), **fields}
+    return GenerationRequest(prompt, **fields)
+
+
+async def first_chunks(orchestrator, request, count):
+    """Return the first chunks of a completion whose client then goes away."""
+    chunks = []
+    async with aclosing(orchestrator.generate(request)) as stream:
+        async for chunk in stream:
+            chunks.append(chunk)
+            if len(chunks) == count:
+                break
+    return chunks
+
+
+def resumed(request, chunks):
+    return dataclasses.replace(request, resume_from=len(tokens_of(chunks)))
+
+
+def undisturbed(request):
+    return dataclasses.replace(request, session_id=next(NAMES))
+
+
+async def settled(orchestrator):
+    await asyncio.gather(*orchestrator._keeper._tasks)
+
+
+async def sessions_on(orchestrator, timeout_s=5.0):
+    """Return how many sessions the workers hold, once no release is on its way any more."""
+    held = -1
+    for _ in range(round(timeout_s / 0.2)):
+        infos = []
+        for pool in (orchestrator._fleet.targets, orchestrator._fleet.drafts):
+            for link in pool.links.values():
+                async with grpc.aio.insecure_channel(link.address) as channel:
+                    infos.append(await pool._protocol.get_info(channel, 5.0))
+        before, held = held, sum(info.num_sessions for info in infos)
+        if held == before:
+            return held
+        await asyncio.sleep(0.2)
+    raise AssertionError("the number of sessions keeps changing")
