@@ -31,16 +31,16 @@ WARM_UPS = 5
 NUM_CYCLES_DRAWN = 8
 
 LANES = (
-    ("generate", telemetry.SPAN_GENERATE, "server", "#9a9a9a"),
-    ("open", telemetry.SPAN_OPEN, "internal", "#c9c9c9"),
-    ("cycle", telemetry.SPAN_CYCLE, "internal", "#5b8c5a"),
-    ("propose: orchestrator waits", telemetry.SPAN_PROPOSE, "client", "#86c5da"),
-    ("propose: draft worker", telemetry.SPAN_PROPOSE, "server", "#1f77b4"),
-    ("verify: orchestrator waits", telemetry.SPAN_VERIFY, "client", "#dba6d0"),
-    ("verify: target worker", telemetry.SPAN_VERIFY, "server", "#9c3587"),
-    ("commit to Redis", telemetry.SPAN_COMMIT, "internal", "#e0a458"),
+    ("generate", telemetry.SPAN_GENERATE, ("server",), "#9a9a9a"),
+    ("open", telemetry.SPAN_OPEN, ("internal",), "#c9c9c9"),
+    ("cycle", telemetry.SPAN_CYCLE, ("internal",), "#5b8c5a"),
+    ("propose: orchestrator waits", telemetry.SPAN_PROPOSE, ("client", "producer"), "#86c5da"),
+    ("propose: draft worker", telemetry.SPAN_PROPOSE, ("server", "consumer"), "#1f77b4"),
+    ("verify: orchestrator waits", telemetry.SPAN_VERIFY, ("client",), "#dba6d0"),
+    ("verify: target worker", telemetry.SPAN_VERIFY, ("server",), "#9c3587"),
+    ("commit to Redis", telemetry.SPAN_COMMIT, ("internal",), "#e0a458"),
 )
-"""Label, span name, kind and colour of each lane."""
+"""Label, span name, kinds and colour of each lane."""
 
 
 async def record(timeout_s: float = 30.0) -> tuple[list[ReceivedSpan], list[CycleRecord]]:
@@ -85,11 +85,11 @@ def draw(spans: Sequence[ReceivedSpan], path: Path) -> None:
     figure, axes = pyplot.subplots(2, 1, figsize=(12, 7.2), height_ratios=(1, 1))
     windows = (root.start_ns, root.end_ns), (root.start_ns, cycles[:NUM_CYCLES_DRAWN][-1].end_ns)
     for axis, (start_ns, end_ns) in zip(axes, windows, strict=True):
-        for row, (_, name, kind, colour) in enumerate(LANES):
+        for row, (_, name, kinds, colour) in enumerate(LANES):
             bars = [
                 ((span.start_ns - root.start_ns) / 1e6, max(span.duration_s * 1e3, 0.01))
                 for span in spans
-                if (span.name, span.kind) == (name, kind)
+                if span.name == name and span.kind in kinds
             ]
             axis.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, edgecolor="white", linewidth=0.4)
         axis.set_yticks(range(len(LANES)), [label for label, *_ in LANES])
