@@ -1,0 +1,72 @@
+"""The documentation refers to what is there: files, headings, commands and their options, fields."""
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+
+import gammaray
+from gammaray.cli import main
+from gammaray.v1 import generation_service_pb2 as pb
+from orchestrator.http_models import CompletionRequest, GammarayOptions
+
+ROOT = Path(gammaray.__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+COMMAND = re.compile(r"^\$ (?:[A-Z_]+=\S+ )*(gammaray(?: .*)?)$", re.MULTILINE)
+INLINE = re.compile(r"`(gammaray [a-z][^`]*)`")
+
+
+def page_id(page):
+    return str(page.relative_to(ROOT))
+
+
+def anchors(page):
+    """Return what the headings of a page can be linked as."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_resolve(page):
+    for link in (first or second for first, second in LINK.findall(page.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_commands_exist_and_know_their_options(page):
+    text = page.read_text()
+    for line in [*COMMAND.findall(text), *INLINE.findall(text)]:
+        words = shlex.split(line.split(" | ")[0].rstrip("\\"), comments=True)
+        command = main
+        while isinstance(command, click.Group) and len(words) > 1 and not words[1].startswith("-"):
+            command = command.get_command(click.Context(command), words.pop(1))
+            assert command is not None, line
+        names = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+        for word in words[1:]:
+            if word.startswith("--") and command is not main:
+                assert word.partition("=")[0] in names | {"--help"}, line
+
+
+def test_index_has_every_page():
+    index = (ROOT / "docs" / "README.md").read_text()
+    for page in PAGES[1:]:
+        assert page.name == "README.md" or f"({page.name})" in index, page.name
+
+
+def test_api_page_has_every_field():
+    text = (ROOT / "docs" / "api.md").read_text()
+    own = set(CompletionRequest.model_fields) - {"model", "prompt", "stream", "stream_options", "echo"}
+    fields = {*GammarayOptions.model_fields, *own - {"gammaray", "max_completion_tokens"}}
+    fields |= {field.name for field in pb.GenerateRequest.DESCRIPTOR.fields}
+    fields |= {method.name for method in pb.DESCRIPTOR.services_by_name["GenerationService"].methods}
+    assert {field for field in fields if f"`{field}`" not in text} == set()
