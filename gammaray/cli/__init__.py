@@ -13,7 +13,19 @@ from gammaray import __version__
 
 __all__ = ["main"]
 
-_COMMANDS = ("bench", "certs", "config", "generate", "keys", "size", "status", "top", "trace", "up")
+_COMMANDS = (
+    "bench",
+    "certs",
+    "config",
+    "generate",
+    "keys",
+    "sessions",
+    "size",
+    "status",
+    "top",
+    "trace",
+    "up",
+)
 
 
 class _Gammaray(click.Group):

@@ -1,0 +1,106 @@
+"""`gammaray sessions`: list, resume, cancel and delete sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from typing import TypeVar
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from gammaray.cli.connection import connection_options
+from gammaray.client import AsyncClient
+from gammaray.sessions import SessionInfo
+
+__all__ = ["sessions"]
+
+_Result = TypeVar("_Result")
+_PIPE_WIDTH = 200
+
+
+@click.group()
+def sessions() -> None:
+    """List, resume, cancel and delete sessions."""
+
+
+@sessions.command("list")
+@connection_options(timeout_s=10.0)
+@click.option(
+    "--limit", type=click.IntRange(1, 1000), default=100, show_default=True, help="At most so many."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+def list_(address: str, api_key: str | None, timeout_s: float, limit: int, as_json: bool) -> None:
+    """List your sessions, the one with the latest sign of life first."""
+    found = _call(address, api_key, lambda client: client.list_sessions(limit, timeout_s=timeout_s))
+    if as_json:
+        click.echo(json.dumps({"sessions": [asdict(info) for info in found]}, indent=2))
+        return
+    # A pipe has no width: rows stay whole there.
+    Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(_table(found))
+
+
+@sessions.command()
+@click.argument("session")
+@connection_options(timeout_s=600.0)
+@click.option("--turn", type=click.IntRange(0), default=0, show_default=True, help="Turn of the session.")
+@click.option("--offset", type=click.IntRange(0), default=0, show_default=True, help="Tokens you have.")
+def resume(session: str, address: str, api_key: str | None, timeout_s: float, turn: int, offset: int) -> None:
+    """Stream the rest of a SESSION's turn, behind its first tokens."""
+
+    async def stream(client: AsyncClient) -> None:
+        async for chunk in client.resume(session, turn=turn, offset=offset, timeout_s=timeout_s):
+            click.echo(chunk.text, nl=chunk.finish_reason is not None)
+
+    _call(address, api_key, stream)
+
+
+@sessions.command()
+@click.argument("session")
+@connection_options(timeout_s=10.0)
+def cancel(session: str, address: str, api_key: str | None, timeout_s: float) -> None:
+    """End the current turn of a SESSION for good."""
+    info = _call(address, api_key, lambda client: client.cancel(session, timeout_s=timeout_s))
+    click.echo(f"{info.session_id}: {_state(info)}, {info.emitted_tokens} tokens")
+
+
+@sessions.command()
+@click.argument("session")
+@connection_options(timeout_s=10.0)
+def delete(session: str, address: str, api_key: str | None, timeout_s: float) -> None:
+    """End a SESSION and forget it."""
+    existed = _call(address, api_key, lambda client: client.delete_session(session, timeout_s=timeout_s))
+    click.echo(f"{session}: deleted" if existed else f"{session}: there was none")
+
+
+def _call(address: str, api_key: str | None, work: Callable[[AsyncClient], Awaitable[_Result]]) -> _Result:
+    async def run() -> _Result:
+        async with AsyncClient(address, api_key=api_key) as client:
+            return await work(client)
+
+    return asyncio.run(run())
+
+
+def _state(info: SessionInfo) -> str:
+    return info.state.value if info.finish_reason is None else f"finished ({info.finish_reason.value})"
+
+
+def _table(found: Sequence[SessionInfo]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("SESSION", "TURN", "STATE", "PROMPT", "EMITTED", "EPOCH", "EXPIRES IN"):
+        is_text = name in ("SESSION", "STATE")
+        table.add_column(name, overflow="fold", justify="left" if is_text else "right")
+    for info in found:
+        numbers = (info.prompt_tokens, info.emitted_tokens, info.epoch)
+        table.add_row(
+            info.session_id,
+            str(info.turn),
+            _state(info),
+            *map(str, numbers),
+            f"{info.expires_in_ms / 1000:.0f} s",
+        )
+    return table
