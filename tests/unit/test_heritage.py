@@ -1,0 +1,105 @@
+"""What outlives an owner: its advice to the next one, and the tokens as bytes."""
+
+import pytest
+
+from gammaray.errors import CancelledError, FailedPreconditionError
+from gammaray.metrics import AcceptanceEstimator, SpeculationCounters
+from gammaray.types import DrafterKind, Proposal, TokenOrigin
+from orchestrator.cycle import TokenLogprobs
+from orchestrator.fencing import FencedVerifier
+from orchestrator.heritage import Heritage
+from orchestrator.records import TokenRecords
+
+ORIGINS = [TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS]
+LOGPROBS = [
+    TokenLogprobs(-0.25, ((5, -0.25), (6, -1.5))),
+    TokenLogprobs(-2.0, ((1, -0.5),)),
+    TokenLogprobs(0.0),
+]
+
+
+def counted():
+    counters = SpeculationCounters()
+    counters.observe(
+        gamma=4, tested=3, accepted=2, emitted=3, draft_s=0.1, verify_s=0.2, draft_worker="host:1"
+    )
+    return counters
+
+
+def test_heritage_there_and_back():
+    estimator = AcceptanceEstimator()
+    for accepted in (2, 3, 1):
+        estimator.observe(3, accepted)
+    heritage = Heritage(counted(), 1.5, {DrafterKind.MODEL: estimator.counts}, "host:2", "host:1")
+    again = Heritage.from_bytes(heritage.to_bytes())
+    assert vars(again.counters) == vars(heritage.counters)
+    assert (again.elapsed_s, again.target, again.draft) == (1.5, "host:2", "host:1")
+    heir = AcceptanceEstimator()
+    heir.recall(*again.acceptance[DrafterKind.MODEL])
+    assert heir.by_depth(4) == pytest.approx(estimator.by_depth(4), abs=1e-3)
+    assert heir.by_depth(4) != pytest.approx(AcceptanceEstimator().by_depth(4), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"no json", b"[]", b"{}", b'{"counters": {}, "elapsed_s": 0, "acceptance": {"x": [[], []]}}'],
+)
+def test_heritage_that_makes_no_sense_is_none(data):
+    assert vars(Heritage.from_bytes(data).counters) == vars(SpeculationCounters())
+
+
+def test_counters_catch_up_with_the_tokens():
+    counters = counted()
+    counters.catch_up([TokenOrigin.ACCEPTED] * 5 + [TokenOrigin.BONUS])
+    assert (counters.accepted, counters.tested, counters.drafted, counters.emitted) == (5, 6, 7, 6)
+    counters.catch_up([TokenOrigin.ACCEPTED])
+    assert counters.accepted == 5
+
+
+@pytest.mark.parametrize("num_top", [None, 0, 1, 2])
+def test_records_there_and_back(num_top):
+    records = TokenRecords(num_top)
+    token_ids = [7, 0, 2**32 - 1]
+    data = records.pack(token_ids, ORIGINS, () if num_top is None else LOGPROBS)
+    assert len(data) == 3 * records.size
+    expected = [None] * 3
+    if num_top is not None:
+        expected = [TokenLogprobs(entry.logprob, entry.top[:num_top]) for entry in LOGPROBS]
+    assert records.unpack(data) == tuple(zip(token_ids, ORIGINS, expected, strict=True))
+    assert records.unpack(data[:-1]) == records.unpack(data)[:2]  # a torn record
+
+
+class Releasing:
+    """Answers CANCELLED at first, as a worker does whose session somebody released."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def verify(self, session, proposal):
+        self.calls += 1
+        if self.calls == 1:
+            raise CancelledError("session s was released")
+        return "verdict"
+
+
+async def test_fenced_verifier_goes_on_when_the_session_is_its_own():
+    renewed = []
+
+    async def renew(session):
+        renewed.append(session)
+
+    assert await FencedVerifier(Releasing(), renew).verify("s", Proposal()) == "verdict"
+    assert renewed == ["s"]
+
+
+@pytest.mark.parametrize(
+    "error", [CancelledError("s was cancelled"), FailedPreconditionError("another owner")]
+)
+async def test_fenced_verifier_stops_when_it_is_not(error):
+    async def renew(session):
+        raise error
+
+    verifier = Releasing()
+    with pytest.raises(type(error), match=str(error)):
+        await FencedVerifier(verifier, renew).verify("s", Proposal())
+    assert verifier.calls == 1
