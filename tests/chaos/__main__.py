@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryFile
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[1:1] = [str(TESTS / "e2e"), str(TESTS.parent)]
@@ -38,8 +38,14 @@ def main() -> int:
     if unknown := set(roles) - set(ROLES):
         parser.error(f"--roles: got {', '.join(sorted(unknown))}, allowed: {', '.join(ROLES)}")
     options = Options(given.minutes * 60, given.seed, given.streams, given.tokens, roles=roles)
-    with running_cluster(*CLUSTER, stderr=subprocess.DEVNULL) as cluster:  # Ray tells of every death
-        outcome = asyncio.run(run(cluster, options, lambda line: print(line, flush=True)))
+    with TemporaryFile("w+") as complaints:  # Ray tells of every death
+        try:
+            with running_cluster(*CLUSTER, stderr=complaints.fileno()) as cluster:
+                outcome = asyncio.run(run(cluster, options, lambda line: print(line, flush=True)))
+        except BaseException:
+            complaints.seek(0)
+            print(complaints.read()[-4000:], file=sys.stderr)
+            raise
     print("", table(outcome), sep="\n")
     if given.json is not None:
         write_result("chaos", figures(outcome, options), given.json)
