@@ -16,6 +16,7 @@ __all__ = ["main"]
 _COMMANDS = (
     "bench",
     "certs",
+    "chat",
     "config",
     "generate",
     "keys",

@@ -1,0 +1,122 @@
+"""`gammaray chat`: talk to the model in a terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+from rich.console import Console
+
+from gammaray.chat import Chat, ChatPiece
+from gammaray.cli.painter import OriginPainter
+from gammaray.cli.report import paint
+from gammaray.errors import GammarayError, UnavailableError
+from gammaray.types import Chunk, DrafterKind, FinishReason, VerificationMethod
+
+__all__ = ["chat"]
+
+_HELP = "/reset begins anew, /exit ends, Ctrl-C stops an answer."
+
+
+@click.command()
+@click.option(
+    "--url",
+    default="http://127.0.0.1:8000",
+    envvar="GAMMARAY_URL",
+    show_default=True,
+    show_envvar=True,
+    help="The cluster's HTTP API.",
+)
+@click.option(
+    "--api-key", envvar="GAMMARAY_API_KEY", show_envvar=True, metavar="KEY", help="Key, if asked for."
+)
+@click.option("--timeout", "timeout_s", default=120.0, show_default=True, help="Longest silence, in seconds.")
+@click.option("--system", default="", metavar="TEXT", help="What the model is told before everything else.")
+@click.option("--max-tokens", type=int, help="Upper bound of an answer.  [default: the context's end]")
+@click.option("--temperature", type=float, help="Divides the logits; 0 is greedy.")
+@click.option("--seed", type=int, help="The same seed gives the same answers.")
+@click.option("--verification", type=click.Choice([m.value for m in VerificationMethod]))
+@click.option("--drafter", type=click.Choice([d.value for d in DrafterKind]), help="Who proposes.")
+@click.option("--gamma", type=int, help="Draft tokens per cycle.  [default: adaptive]")
+@click.option("--color/--no-color", default=None, help="Colour tokens by origin.  [default: on a terminal]")
+def chat(
+    url: str, api_key: str | None, timeout_s: float, system: str, color: bool | None, **options: Any
+) -> None:
+    """Talk to the model, by its chat template; /reset begins anew, /exit ends, Ctrl-C stops an answer.
+
+    Answers go to standard output, everything else to standard error.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    own = {name: given.pop(name) for name in ("verification", "drafter", "gamma") if name in given}
+    conversation = Chat(
+        url, api_key=api_key, system=system, timeout_s=timeout_s, options={**given, "gammaray": own}
+    )
+    colored = Console(force_terminal=color).color_system is not None and color is not False
+    if sys.stdin.isatty():
+        click.echo(_HELP, err=True)
+    while (text := _read()) is not None:
+        if text == "/exit":
+            break
+        if text == "/reset":
+            conversation.reset()
+        elif text.startswith("/"):
+            click.echo(_HELP, err=True)
+        elif text:
+            _answer(conversation, text, colored)
+
+
+def _read() -> str | None:
+    """Return the next line that the user says, None at the end."""
+    if not sys.stdin.isatty():
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+    import readline  # noqa: F401  # gives `input` a history and editing; not on every system
+
+    try:
+        return input("> ").strip()
+    except (EOFError, KeyboardInterrupt):
+        click.echo(err=True)
+        return None
+
+
+def _answer(conversation: Chat, text: str, colored: bool) -> None:
+    """Show the answer to a message; what goes wrong is told, and the conversation goes on.
+
+    Raises:
+        UnavailableError: Nobody answers.
+    """
+    painter = OriginPainter() if colored else None
+    pieces = conversation.ask(text)
+    try:
+        for piece in pieces:
+            click.echo(_painted(piece, painter), nl=piece.finish_reason is not None, color=True)
+            if piece.finish_reason is not None:
+                _summary(piece.speculation)
+    except KeyboardInterrupt:
+        pieces.close()  # type: ignore[attr-defined]
+        click.echo()
+    except UnavailableError:
+        raise
+    except GammarayError as error:
+        click.echo(f"gammaray: {error}", err=True)
+
+
+def _painted(piece: ChatPiece, painter: OriginPainter | None) -> str:
+    if painter is None:
+        return piece.text
+    reason = None if piece.finish_reason is None else FinishReason(piece.finish_reason)
+    chunk = Chunk("", piece.text, piece.tokens, finish_reason=reason)
+    return "".join(paint(run, origin) for run, origin in painter.runs(chunk))
+
+
+def _summary(speculation: dict[str, Any]) -> None:
+    alpha, speedup = speculation["alpha"], speculation["speedup_estimate"]
+    parts = [
+        f"{len(speculation['token_ids'])} tokens in {speculation['time_ms']['total'] / 1000:.2f} s",
+        f"{speculation['tokens_per_cycle']:.2f} per cycle",
+        "alpha unknown" if alpha is None else f"alpha {alpha:.2f}",
+        "" if speedup is None else f"speedup {speedup:.2f}x (estimated)",
+        f"seed {speculation['seed']}",
+    ]
+    click.echo(f"[{', '.join(part for part in parts if part)}]", err=True)

@@ -1,0 +1,129 @@
+"""`gammaray chat` against the HTTP API over a scripted orchestrator."""
+
+import socket
+import threading
+import time
+
+import pytest
+import uvicorn
+from click.testing import CliRunner
+from surface_helpers import ScriptedBackend
+
+from gammaray.chat import Chat
+from gammaray.cli import main
+from gammaray.errors import GammarayError, UnavailableError
+from orchestrator.http_api import create_app
+
+GREEN, RESET = "\x1b[32m", "\x1b[0m"
+
+
+class Recording(ScriptedBackend):
+    """Keeps the conversations it is shown."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.conversations = []
+
+    def render_chat(self, messages):
+        self.conversations.append([(message["role"], message["content"]) for message in messages])
+        return super().render_chat(messages)
+
+
+@pytest.fixture
+def serve():
+    """Serve a backend over HTTP; return its URL."""
+    started = []
+
+    def start(backend):
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(create_app(backend), log_level="error", lifespan="off"))
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        started.append((server, thread, listener))
+        deadline = time.monotonic() + 30
+        while not server.started:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    yield start
+    for server, thread, listener in started:
+        server.should_exit = True
+        thread.join(30)
+        listener.close()
+
+
+def chat(url, said, *options):
+    return CliRunner().invoke(main, ["chat", "--url", url, *options], input=said, prog_name="gammaray")
+
+
+def test_chat_remembers_what_was_said_until_it_is_reset(serve):
+    backend = Recording()
+    result = chat(serve(backend), "hi\n\nand?\n/reset\nanew\n/exit\nnever\n", "--system", "be", "--seed", "7")
+    assert result.exit_code == 0
+    assert result.stdout == "café\n" * 3
+    system, hi, cafe = ("system", "be"), ("user", "hi"), ("assistant", "café")
+    assert backend.conversations == [
+        [system, hi],
+        [system, hi, cafe, ("user", "and?")],
+        [system, ("user", "anew")],
+    ]
+    assert {request.sampling.seed for request in backend.requests} == {7}
+    assert result.stderr.count("1.50 per cycle, alpha 0.50, seed 7") == 3
+
+
+def test_chat_colours_tokens_by_origin(serve):
+    result = chat(serve(Recording()), "hi\n", "--color")
+    assert result.stdout == f"{GREEN}caf{RESET}{GREEN}é{RESET}\n"
+
+
+def test_chat_options_reach_the_request(serve):
+    backend = Recording()
+    options = ("--verification", "naive", "--gamma", "3", "--temperature", "0.5", "--max-tokens", "2")
+    chat(serve(backend), "hi\n", *options)
+    (request,) = backend.requests
+    assert (request.verification.value, request.gamma.fixed, request.max_tokens) == ("naive", 3, 2)
+    assert request.sampling.temperature == 0.5
+
+
+def test_chat_tells_an_error_and_goes_on(serve):
+    def before(request, number):
+        if "fail" in request.prompt:
+            raise GammarayError("no luck")
+
+    backend = Recording(before)
+    result = chat(serve(backend), "fail\nhi\n/what\n")
+    assert result.exit_code == 0
+    assert result.stdout == "café\n"
+    assert "gammaray: no luck" in result.stderr
+    assert "/reset begins anew" in result.stderr
+    assert backend.conversations[-1] == [("user", "hi")]
+
+
+def test_chat_without_a_server_ends_with_3():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+    result = chat(url, "hi\n")
+    assert result.exit_code == 3
+    assert "is a cluster running there?" in result.stderr
+
+
+def test_answer_that_is_closed_keeps_what_was_said(serve):
+    conversation = Chat(serve(Recording()))
+    pieces = conversation.ask("hi")
+    while not next(pieces).text:
+        pass
+    pieces.close()
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
+    assert conversation.messages[-1]["content"] == "caf"
+
+
+def test_answer_that_fails_midway_is_an_error_and_its_beginning_stays(serve):
+    def before(request, number):
+        if number == 1:
+            raise UnavailableError("gone")
+
+    conversation = Chat(serve(Recording(before)))
+    with pytest.raises(GammarayError, match="gone"):
+        list(conversation.ask("hi"))
+    assert conversation.messages[-1] == {"role": "assistant", "content": "caf"}
