@@ -52,6 +52,8 @@ def main() -> None:
         directory = private_directory()
         started.callback(Guardian(directory.name, directory).dismiss)
         os.environ.update({MARK: directory.name, **serve_environment(directory, HOST)})
+        # With HAProxy replicas have ports of their own, handed out node by node: on one machine they collide.
+        os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "0"
         http_port, grpc_port = free_ports(HOST, 2)
         redis = started.enter_context(RedisServer.start(directory / "redis"))
         nodes, cluster = start_nodes(directory, started)
