@@ -1,19 +1,13 @@
 """The `gammaray` command against a scripted server: what it prints, and how it ends."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from sdk_helpers import (
-    WAIT_S,
     ScriptedService,
     answer,
-    endless,
     last,
     piece,
     refuse,
@@ -273,58 +267,3 @@ def test_help_names_the_command(command):
 
 def test_version_is_printed():
     assert invoke("--version").stdout == f"gammaray, version {gammaray.__version__}\n"
-
-
-def run_module(*arguments, cwd=ROOT, **environment):
-    return subprocess.Popen(
-        [sys.executable, "-m", "gammaray", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-    )
-
-
-def test_module_runs_like_the_command(story):
-    _, address = story
-    process = run_module("generate", "Hi", "-a", address, LC_ALL="C.UTF-8")
-    stdout, stderr = process.communicate(timeout=WAIT_S)
-    assert stdout.decode() == "one🙂 two\n"
-    assert b"alpha 0.75" in stderr
-    assert process.returncode == 0
-
-
-def test_prompt_argument_that_is_no_utf8_is_exit_code_2():
-    process = run_module("generate", b"a\xff")
-    _, stderr = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 2
-    assert stderr.startswith(b"gammaray: prompt: got an unpaired surrogate")
-
-
-def test_interrupt_cancels_on_the_server_and_is_exit_code_130():
-    service = ScriptedService(endless)
-    with serve_in_thread(service) as address:
-        process = run_module("generate", "Hi", "-a", address)
-        try:
-            assert process.stdout.read(3) == b"xxx"
-            process.send_signal(signal.SIGINT)
-            _, stderr = process.communicate(timeout=WAIT_S)
-        finally:
-            process.kill()
-        assert service.cancelled.wait(WAIT_S)
-    assert process.returncode == 130
-    assert b"Traceback" not in stderr
-
-
-def test_closed_pipe_ends_quietly():
-    service = ScriptedService(endless)
-    with serve_in_thread(service) as address:
-        process = run_module("generate", "Hi", "-a", address)
-        try:
-            assert process.stdout.read(1) == b"x"
-            process.stdout.close()
-            assert process.wait(WAIT_S) == 1
-        finally:
-            process.kill()
-        assert b"Traceback" not in process.stderr.read()
-        assert service.cancelled.wait(WAIT_S)
