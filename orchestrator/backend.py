@@ -20,9 +20,7 @@ class Backend(Protocol):
     vocab_size: int
     sessions: SessionCalls
 
-    def generate(
-        self, request: GenerationRequest, caller: Caller = ANONYMOUS
-    ) -> AsyncGenerator[Chunk, None]:
+    def generate(self, request: GenerationRequest, caller: Caller = ANONYMOUS) -> AsyncGenerator[Chunk, None]:
         """Yield the completion piece by piece; closing the iterator cancels it.
 
         Raises:
