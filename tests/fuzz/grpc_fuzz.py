@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 from campaign import Campaign
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from values import TEXTS, mutate_bytes, mutate_message
 
 from gammaray.v1 import draft_service_pb2 as draft_pb
@@ -20,6 +20,7 @@ from gammaray.v1 import types_pb2
 __all__ = ["fuzz_public", "fuzz_worker"]
 
 ANSWER_TIMEOUT_S = 60.0
+PATIENCE_MS = 15_000
 ALLOWED = {
     "OK",
     "CANCELLED",
@@ -87,9 +88,9 @@ def _fill(request: pb.GenerateRequest) -> None:
 
 
 def _metadata(rng: random.Random) -> list[tuple[str, str]]:
-    metadata = [("application", "gammaray")]
-    if rng.random() < 0.1:
-        metadata.append(("gammaray-timeout-ms", rng.choice(["1", "30", "-1", "x", "9" * 40])))
+    # Some ask for as many tokens as there can be: it ends for them in time, or it hangs.
+    timeout = rng.choice(["1", "30", "-1", "x", "9" * 40]) if rng.random() < 0.1 else str(PATIENCE_MS)
+    metadata = [("application", "gammaray"), ("gammaray-timeout-ms", timeout)]
     if rng.random() < 0.05:
         metadata.append(("authorization", rng.choice(["Bearer", "Bearer gr_x", "x" * 4000])))
     if rng.random() < 0.05:
@@ -109,6 +110,7 @@ async def fuzz_worker(address: str, role: str, campaign: Campaign, name: str) ->
             frames = [_frame(role, rng, names) for _ in range(rng.choice([1, 2, 5]))]
             if rng.random() < 0.2:
                 frames.append(mutate_bytes(rng, frames[-1]))
+                names |= _names(role, frames[-1])
 
             async def requests(frames: list[bytes] = frames) -> AsyncIterator[bytes]:
                 for frame in frames:
@@ -126,6 +128,15 @@ async def fuzz_worker(address: str, role: str, campaign: Campaign, name: str) ->
             wrong = None if code in ALLOWED - {"DEADLINE_EXCEEDED"} or is_parse else f"{role}: {code} {text}"
             campaign.count(f"{role} stream", code, wrong=wrong)
         await _release(channel, f"/gammaray.v1.{service}/{method}", role, names)
+
+
+def _names(role: str, data: bytes) -> set[str]:
+    """Return the sessions that a frame is about, as far as it can be read."""
+    try:
+        frame = (target_pb.VerifyRequest if role == "target" else draft_pb.ProposeRequest).FromString(data)
+    except DecodeError:
+        return set()
+    return {block.session_id for block in frame.blocks}
 
 
 async def _release(channel: grpc.aio.Channel, path: str, role: str, names: set[str]) -> None:
