@@ -31,16 +31,22 @@ class Nodes:
         line = await asyncio.wait_for(self.process.stdout.readline(), ANSWER_TIMEOUT_S)
         return json.loads(line)
 
-    async def until_drafters(self, count, timeout_s=120.0):
-        """Wait until so many drafters run; return the placement. Targets must stay where they are."""
+    async def until(self, condition, timeout_s=120.0):
+        """Wait until the placement meets a condition, and return it."""
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            placement = await self.ask("placement")
-            assert placement["TargetWorker"] == ["large-a", "large-b"]
-            if len(placement["DraftWorker"]) == count:
-                return placement
+        while not condition(placement := await self.ask("placement")):
+            assert time.monotonic() < deadline, placement
             await asyncio.sleep(0.3)
-        raise AssertionError(f"no {count} drafters within {timeout_s} s: {placement}")
+        return placement
+
+    async def until_drafters(self, count):
+        """Wait until so many drafters run; return the placement. Targets must stay where they are."""
+
+        def condition(placement):
+            assert placement["TargetWorker"] == ["large-a", "large-b"]
+            return len(placement["DraftWorker"]) == count
+
+        return await self.until(condition)
 
 
 @pytest.fixture
@@ -131,4 +137,4 @@ async def test_drafters_follow_the_load_and_streams_survive_drains_and_lost_node
             await more(finished, 4)
             await nodes.ask("kill large-b")
             await more(finished, 4)
-        assert (await nodes.ask("placement"))["TargetWorker"] == ["large-a"]
+        await nodes.until(lambda placement: placement["TargetWorker"] == ["large-a"])
