@@ -32,8 +32,8 @@ def table(outcome: Outcome) -> str:
     tally = outcome.tally
     text += [
         "",
-        "A pause is the longest gap between tokens of the stream that paused longest, after strikes that came "
-        "while tokens flowed on all streams (calm);",
+        "A pause is the longest gap between tokens of the stream that paused longest, after strikes that "
+        "came while tokens flowed on all streams (calm);",
         f"while nothing happened the longest was {outcome.usual_pause_s:.2f} s.",
         "",
         f"{len(outcome.events)} strikes, {outcome.num_kills} kills in {outcome.seconds:.0f} s: "
