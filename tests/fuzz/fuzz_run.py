@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Report", "run"]
 
 NUM_HTTP, NUM_GRPC = 3, 3
-END_TIMEOUT_S = 90.0
+END_TIMEOUT_S = 75.0
 """How long the last calls may take when the time is up."""
 
 WARM_UP_S = (3.0, 60.0)
@@ -93,10 +93,20 @@ async def _fuzz(cluster: Cluster, redis: RedisServer, campaign: Campaign) -> Non
     tasks = [asyncio.create_task(campaign.guard(name, fuzzer), name=name) for name, fuzzer in work.items()]
     _, stuck = await asyncio.wait(tasks, timeout=campaign.left_s + END_TIMEOUT_S)
     for task in stuck:
-        frames = task.get_stack(limit=1)
-        campaign.blame(f"{task.get_name()} does not end: {task.get_coro()} in {frames}")
+        campaign.blame(f"{task.get_name()} does not end: it waits in {_innermost(task)}")
         task.cancel()
     await asyncio.wait(tasks, timeout=END_TIMEOUT_S)
+
+
+def _innermost(task: asyncio.Task[None]) -> str:
+    """Return where a task waits: file and line of each coroutine on the way down."""
+    found, waiting = [], task.get_coro()
+    while waiting is not None:
+        frame = next((f for name in ("cr_frame", "ag_frame") if (f := getattr(waiting, name, None))), None)
+        if frame is not None:
+            found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "ag_await", None)
+    return " > ".join(found)
 
 
 def _status(cluster: Cluster) -> list:
