@@ -242,7 +242,7 @@ class ClusterSettings(_Settings):
         1, ge=1, le=64, description="Devices that each target's model is spread over, all in one machine."
     )
     pin_cores: bool = Field(
-        False,
+        True,
         description="Keep each role of workers on cores of its own, where there are as many as workers.",
     )
     deterministic: bool = Field(

@@ -155,10 +155,13 @@ class WorkerLink(Generic[BlockT, ResultT]):
             self._pending.pop(request_id, None)
 
     def tell(self, block: BlockT) -> None:
-        """Send a block that is not answered; returns at once, and drops it when the link is down."""
+        """Send a block that is not answered; returns at once, and drops it when the link is down.
+
+        What is waited for goes first: the block leaves a tick later.
+        """
         if self._is_up:
             self._blocks.append(block)
-            self._has_output.set()
+            asyncio.get_running_loop().call_soon(self._has_output.set)
 
     def release(self, session_id: str, epoch: int = 0) -> None:
         """Tell the worker that a session has ended for this owner (0: for any); returns at once."""

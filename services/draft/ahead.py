@@ -74,9 +74,15 @@ class Ahead:
         """The probability of the outcomes whose proposals are whole."""
         return sum(branch.probability for branch in self._branches if not branch.open_nodes)
 
-    def take_whole(self) -> list[Reading]:
-        """Return the proposals that are whole, likeliest first, each once."""
+    def take_whole(self, least: float) -> list[Reading]:
+        """Return the proposals that are whole, likeliest first, each once.
+
+        Args:
+            least: None is returned while they are less likely together.
+        """
         whole = [branch for branch in self._branches if not branch.is_taken and not branch.go_on()]
+        if sum(branch.probability for branch in whole) < least:
+            return []
         for branch in whole:
             branch.is_taken = True
         return [branch.reading for branch in whole]

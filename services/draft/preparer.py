@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import nullcontext
 
 from services.draft.ahead import Ahead
+from services.draft.priority import CAN_GIVE_WAY, giving_way
 from services.draft.speculation import Speculation
 from services.draft.throttle import Throttle
 from services.draft.tree import Node
@@ -14,6 +16,9 @@ from services.engine.errors import CacheFullError
 from services.tasks import Prepared, ProposeTask
 
 __all__ = ["Preparer"]
+
+MIN_SENT = 0.25
+"""Proposals are sent in company until they make up this probability: a message costs what a forward does."""
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +39,7 @@ class Preparer:
         self._engine, self._max_rows = engine, max_rows
         self._pending: dict[str, tuple[Speculation, ProposeTask]] = {}
         self._began = self._ended = 0.0
+        self._gives_way = engine.device.type == "cpu" and CAN_GIVE_WAY
 
     @property
     def has_work(self) -> bool:
@@ -78,7 +84,7 @@ class Preparer:
         pending = list(self._pending.values())
         chosen = self._choose()
         if not chosen:
-            return self._whole(pending)
+            return self._whole(pending, 0.0)
         try:
             self._forward(chosen)
         except CacheFullError:
@@ -90,19 +96,19 @@ class Preparer:
             self._pending.clear()
         self._ended = time.monotonic()
         stolen_s = 0.0
-        if self._engine.device.type == "cpu":
+        if self._engine.device.type == "cpu" and not self._gives_way:
             # While this thread waited for its core, somebody ran who will now be done later.
             stolen_s = max(0.0, self._ended - self._began - (time.thread_time() - began_cpu))
         self.throttle.worked(sum(map(len, chosen.values())), stolen_s)
-        return self._whole(pending)
+        return self._whole(pending, MIN_SENT)
 
-    def _whole(self, pending: list[tuple[Speculation, ProposeTask]]) -> list[Prepared]:
-        """What is whole by now and was not returned before."""
+    def _whole(self, pending: list[tuple[Speculation, ProposeTask]], least: float) -> list[Prepared]:
+        """What is whole by now and was not returned before, where it is at least so likely together."""
         return [
             Prepared(task, [node.token_id for node in reading.root.path()], reading.proposal())
             for speculation, task in pending
             if speculation.ahead is not None and task.wants_ahead and not task.cancelled
-            for reading in speculation.ahead.take_whole()
+            for reading in speculation.ahead.take_whole(least)
         ]
 
     def _choose(self) -> dict[Speculation, list[Node]]:
@@ -133,7 +139,9 @@ class Preparer:
         return speculation.ahead.wanted()
 
     def _forward(self, chosen: dict[Speculation, list[Node]]) -> None:
-        results = self._engine.step([speculation.feed(nodes) for speculation, nodes in chosen.items()])
+        feeds = [speculation.feed(nodes) for speculation, nodes in chosen.items()]
+        with giving_way() if self._gives_way else nullcontext():
+            results = self._engine.step(feeds)
         for (speculation, nodes), logits in zip(chosen.items(), results, strict=True):
             speculation.open(nodes, logits)
             for node in nodes:
