@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gammaray.bench.tables import plain_table
 from gammaray.types import ProcessStatus
 from services.engine.model import resolve_model
+from services.engine.native.library import load_library
 
 __all__ = ["ModelMemory", "memory_overhead", "memory_table", "model_memory"]
 
@@ -26,7 +27,8 @@ class ModelMemory:
 
     Attributes:
         parameters: Number of weights; tied ones count once.
-        weight_bytes: Their bytes as served.
+        weight_bytes: Their bytes as served: on a CPU the kernel keeps bfloat16 weights as they are, and the
+            embedding in float32.
         kv_bytes_per_token: 2 x layers x key-value heads x head dimension x bytes per value.
         max_context: Longest sequence, in tokens.
     """
@@ -45,9 +47,12 @@ def model_memory(name: str, bytes_per_value: int) -> ModelMemory:
         parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    weight_bytes = parameters * bytes_per_value
+    if bytes_per_value == 4 and config.dtype == torch.bfloat16 and load_library() is not None:
+        weight_bytes = parameters * 2 + text.vocab_size * text.hidden_size * 4
     return ModelMemory(
         parameters=parameters,
-        weight_bytes=parameters * bytes_per_value,
+        weight_bytes=weight_bytes,
         kv_bytes_per_token=2 * text.num_hidden_layers * heads * head_dim * bytes_per_value,
         max_context=text.max_position_embeddings,
     )
