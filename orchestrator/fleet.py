@@ -7,6 +7,7 @@ import logging
 from typing import Protocol
 
 from gammaray.errors import GammarayError, InvalidArgumentError, UnavailableError
+from gammaray.tasks import end_tasks
 from gammaray.tls import TlsFiles
 from gammaray.types import ProcessStatus
 from gammaray.v1 import draft_service_pb2 as draft_pb
@@ -102,8 +103,7 @@ class Fleet:
     async def close(self) -> None:
         """Close every link."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_tasks(self._task)
         await asyncio.gather(self.targets.close(), self.drafts.close())
 
     async def _watch(self) -> None:

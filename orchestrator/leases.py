@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from gammaray.errors import GammarayError, UnavailableError
+from gammaray.tasks import end_tasks
 from orchestrator.session import Session
 from orchestrator.store import LEASE_S, RedisStore
 
@@ -45,9 +46,8 @@ class Keeper:
 
     async def close(self) -> None:
         """Stop, after what was begun in the background."""
-        for task in self._loops:
-            task.cancel()
-        await asyncio.gather(*self._loops, *self._tasks, return_exceptions=True)
+        await end_tasks(*self._loops)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @contextmanager
     def holding(self, session: Session) -> Iterator[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import random
@@ -13,6 +12,7 @@ from typing import Any, Generic
 import grpc
 
 from gammaray.errors import DeadlineExceededError, GammarayError, UnavailableError
+from gammaray.tasks import end_tasks
 from gammaray.tls import TlsFiles, dial
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
@@ -128,9 +128,7 @@ class WorkerLink(Generic[BlockT, ResultT]):
     async def close(self) -> None:
         """Close the stream; calls in flight fail with UnavailableError."""
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await end_tasks(self._task)
 
     async def call(self, block: BlockT, timeout_s: float) -> ResultT:
         """Send a block and wait for its answer; sets the block's `request_id`.
@@ -209,9 +207,7 @@ class WorkerLink(Generic[BlockT, ResultT]):
             finally:
                 self._is_up = False
                 call.cancel()
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await end_tasks(*tasks)
 
     async def _write_frames(self, call: Any) -> None:
         while True:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Any
 
+from gammaray.tasks import end_tasks
 from gammaray.types import TokenOrigin
 from orchestrator.cycle import (
     Cycle,
@@ -42,8 +43,7 @@ async def run_cycles(
             yield cycle
         running.result()
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await end_tasks(running)
         ahead.close()
 
 

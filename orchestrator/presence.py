@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from gammaray.convert_processes import process_from_proto, process_to_proto
 from gammaray.errors import UnavailableError
 from gammaray.processes import ProcessStatus
+from gammaray.tasks import end_tasks
 from gammaray.v1 import generation_service_pb2 as pb
 
 __all__ = ["Presence", "PresenceStore"]
@@ -81,8 +82,7 @@ class Presence:
     async def stop(self) -> None:
         """Withdraw the announcement."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_tasks(self._task)
             with contextlib.suppress(UnavailableError, asyncio.TimeoutError):
                 await asyncio.wait_for(self._store.withdraw(self._name), CALL_TIMEOUT_S)
 

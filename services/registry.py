@@ -22,6 +22,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from gammaray.errors import InvalidArgumentError
+from gammaray.tasks import end_tasks
 
 __all__ = ["Announcer", "WorkerEntry"]
 
@@ -82,8 +83,7 @@ class Announcer:
     async def withdraw(self) -> None:
         """Delete the entry and stop announcing."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_tasks(self._task)
         await self._call(self._redis.delete(self.key))
         await self._redis.aclose()
 

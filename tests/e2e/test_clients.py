@@ -57,7 +57,7 @@ def test_cli_status_prints_json(cluster):
     done = gammaray("status", "--address", cluster.grpc, "--json")
     assert done.returncode == 0, done.stderr
     (first, *_) = json.loads(done.stdout)["processes"]
-    assert set(first) == {"role", "pid", "address", "model", "healthy", "sessions"}
+    assert {"role", "pid", "address", "model", "healthy", "sessions"} <= set(first)
 
 
 def test_cli_generate_streams_text_and_sums_up(cluster):
