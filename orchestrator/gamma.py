@@ -22,6 +22,9 @@ HYSTERESIS = 1.03
 """Another shape must promise this much more speed before it replaces the current one: the estimates move by
 about that from cycle to cycle, and a switch costs what was drafted ahead."""
 
+LEAVE_PLAIN = 1.1
+"""As much before plain decoding is left: a drafter that was not asked for long has to catch up first."""
+
 FIRST_GAMMA = 4
 """Where to start when nothing is known of the costs."""
 
@@ -231,7 +234,9 @@ class AdaptiveGamma:
     def _choose(self) -> Reason:
         best = max(self._speeds, key=self._speeds.__getitem__)
         current = self._speeds.get(self._shape, 0.0) if self._shape is not None else 0.0
-        if best.depth > 0 and self._speeds[best] <= HYSTERESIS * current and best != self._shape:
+        is_plain = self._shape is not None and self._shape.depth == 0
+        needed = (LEAVE_PLAIN if is_plain else HYSTERESIS) * current
+        if best.depth > 0 and self._speeds[best] <= needed and best != self._shape:
             return Reason.HELD
         self._shape = best
         return Reason.BEST
