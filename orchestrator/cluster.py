@@ -209,6 +209,9 @@ def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust) -> None:
         if size.maximum
     ]
     orchestrator = {**shared, **trust.orchestrator, **of_role["orchestrator"]}
+    if not resources["target"]["num_gpus"] and "GAMMARAY_MAX_NODES" not in os.environ:
+        # Chains only: on a CPU each row of a verify costs arithmetic that trees do not earn back.
+        orchestrator["max_nodes"] = 0
     targets.append(
         serve.RunTarget(build(orchestrator, settings.orchestrators), APPLICATIONS["orchestrator"].name, "/")
     )

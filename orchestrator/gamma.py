@@ -28,7 +28,7 @@ LEAVE_PLAIN = 1.1
 FIRST_GAMMA = 4
 """Where to start when nothing is known of the costs."""
 
-REFRESH = 4
+REFRESH = 8
 """Cycles that one evaluation of all shapes serves."""
 
 FADE = 0.99
