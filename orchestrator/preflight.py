@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
+import random
 import socket
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from gammaray.config import DEMO_PAIR
 from gammaray.errors import InvalidArgumentError
 
 __all__ = ["check_port", "check_vocabularies", "free_ports", "gpu_share", "gpus_by_role", "vocab_size"]
+
+_QUIET_PORTS = range(29_600, 32_700)
 
 
 def check_port(field: str, host: str, port: int) -> None:
@@ -33,11 +37,22 @@ def check_port(field: str, host: str, port: int) -> None:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Return distinct ports that were free a moment ago."""
-    probes = [socket.create_server((host, 0)) for _ in range(count)]
+    """Return distinct ports that were free a moment ago.
+
+    They lie below those that systems give to outgoing connections, one of which could take a port before it
+    is bound again, and beside those that Ray's workers and Serve's replicas look through.
+    """
+    probes: list[socket.socket] = []
+    for port in random.sample(_QUIET_PORTS, len(_QUIET_PORTS)):
+        if len(probes) == count:
+            break
+        with contextlib.suppress(OSError):
+            probes.append(socket.create_server((host, port)))
     ports: list[int] = [probe.getsockname()[1] for probe in probes]
     for probe in probes:
         probe.close()
+    if len(ports) < count:
+        raise InvalidArgumentError("ports", len(ports), f"{count} free ones in {_QUIET_PORTS}")
     return ports
 
 
