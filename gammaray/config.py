@@ -243,7 +243,7 @@ class ClusterSettings(_Settings):
     )
     pin_cores: bool = Field(
         True,
-        description="Keep each role of workers on cores of its own, where there are as many as workers.",
+        description="Without GPUs, keep each role of workers on cores of its own, if there are enough.",
     )
     deterministic: bool = Field(
         False, description="Bit-identical logits whatever the batch and gamma (CPU float32 only; slower)."

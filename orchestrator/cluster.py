@@ -191,12 +191,12 @@ def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust) -> None:
         "target": (of_role["target"], settings.target_workers),
         "draft": (of_role["draft"], settings.draft_workers),
     }
-    if settings.pin_cores:
+    resources = _worker_resources(settings)
+    if settings.pin_cores and not resources["target"]["num_gpus"] and hasattr(psutil.Process, "cpu_affinity"):
         most = settings.target_workers.maximum, settings.draft_workers.maximum
         cores = worker_cores(psutil.Process().cpu_affinity(), *most)
         for role, (own, _) in workers.items():
             own["cpu_affinity"] = cores[role]
-    resources = _worker_resources(settings)
     # Targets report their load also where only the drafters scale: an empty pool of those learns from it.
     scaling: dict[str, Any] | None = {} if any(size.is_elastic for _, size in workers.values()) else None
     targets = [

@@ -7,7 +7,7 @@ import time
 from contextlib import nullcontext
 
 from services.draft.ahead import Ahead
-from services.draft.priority import CAN_GIVE_WAY, giving_way
+from services.draft.priority import can_give_way, giving_way
 from services.draft.speculation import Speculation
 from services.draft.throttle import Throttle
 from services.draft.tree import Node
@@ -39,7 +39,7 @@ class Preparer:
         self._engine, self._max_rows = engine, max_rows
         self._pending: dict[str, tuple[Speculation, ProposeTask]] = {}
         self._began = self._ended = 0.0
-        self._gives_way = engine.device.type == "cpu" and CAN_GIVE_WAY
+        self._gives_way = engine.device.type == "cpu" and can_give_way()
 
     @property
     def has_work(self) -> bool:

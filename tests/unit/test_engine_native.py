@@ -14,7 +14,7 @@ from services.engine import engine as engine_module
 from services.engine.engine import Engine, Feed
 from services.engine.general import GeneralRunner
 from services.engine.model import LoadedModel, resolve_model
-from services.engine.native import guesses, library, weights
+from services.engine.native import bindings, guesses, weights
 from services.engine.native.guesses import likeliest
 from services.engine.native.runner import NativeRunner
 from services.engine.native.weights import pack_panels
@@ -71,7 +71,7 @@ def test_native_path_every_instruction_set_exact(
     variant: str, bfloat16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads of 8 numbers: shorter than a vector of AVX-512, and so handled apart."""
-    monkeypatch.setattr(weights, "load_library", lambda: library.open_library(variant))
+    monkeypatch.setattr(weights, "load_library", lambda: bindings.open_library(variant))
     directory = tiny_model("qwen3", tmp_path, bfloat16=bfloat16)
     engine = Engine.load(str(directory), deterministic=True)
     assert isinstance(engine._runner, NativeRunner)
@@ -145,7 +145,7 @@ def test_native_path_does_not_keep_the_loaded_model(tmp_path: Path, monkeypatch:
 def test_likeliest_equals_a_sorted_softmax(
     size: int, dtype: torch.dtype, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guesses, "load_library", lambda: library.open_library(variant))
+    monkeypatch.setattr(guesses, "load_library", lambda: bindings.open_library(variant))
     generator = torch.Generator().manual_seed(size)
     for temperature in (0.1, 1.0, 3.0):
         scores = torch.randn(size, generator=generator, dtype=dtype) * 4

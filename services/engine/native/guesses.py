@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from services.engine.native.library import load_library
+from services.engine.native.bindings import load_library
 
 __all__ = ["MAX_GUESSES", "likeliest"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from services.engine.batch import Batch, node_path
-from services.engine.native.library import BatchArguments, SegmentArguments
+from services.engine.native.bindings import BatchArguments, SegmentArguments
 from services.engine.native.weights import NativeModel
 
 __all__ = ["NativeRunner"]
@@ -55,14 +55,14 @@ class NativeRunner:
             self._scratch.data_ptr(),
             logits.data_ptr(),
         )
-        model.library.gr_forward(byref(model.weights), byref(arguments))
+        model.kernel.gr_forward(byref(model.weights), byref(arguments))
         return logits
 
     def _make_room(self, rows: int, position: int) -> None:
         model = self._model
         if position >= len(self._cos):
             self._cos, self._sin = model.rotation(2 * (position + 1))
-        size = model.library.gr_scratch_size(byref(model.weights), rows, position)
+        size = model.kernel.gr_scratch_size(byref(model.weights), rows, position)
         if size > len(self._scratch):
             self._scratch = torch.empty(size * 5 // 4)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from services.engine.model import LoadedModel
-from services.engine.native.library import LayerWeights, MatrixWeights, ModelWeights, load_library
+from services.engine.native.bindings import LayerWeights, MatrixWeights, ModelWeights, load_library
 
 __all__ = ["NativeModel", "build_native", "has_native_path", "pack_panels"]
 
@@ -28,7 +28,7 @@ class NativeModel:
     """A model as the kernel sees it.
 
     Attributes:
-        library: The kernel.
+        kernel: The compiled functions.
         weights: Its structure; points into `kept`.
         vocab_size: Number of logits.
         head_dim: Length of a head.
@@ -37,7 +37,7 @@ class NativeModel:
         kept: Owners of the memory that `weights` points to.
     """
 
-    library: ctypes.CDLL
+    kernel: ctypes.CDLL
     weights: ModelWeights
     vocab_size: int
     head_dim: int

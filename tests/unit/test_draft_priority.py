@@ -1,0 +1,48 @@
+"""Idle priority is taken only where it can be left again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from services.draft.priority import can_give_way, giving_way
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="idle priority is Linux's")
+
+UNPRIVILEGED = """
+import os, resource
+from services.draft.priority import can_give_way
+resource.setrlimit(resource.RLIMIT_NICE, (0, 0))
+if os.getuid() == 0:
+    os.setresuid(65534, 65534, 65534)
+print(can_give_way(), os.sched_getscheduler(0) == os.SCHED_OTHER)
+"""
+
+
+def test_without_the_way_back_nobody_gives_way():
+    """An ordinary user: the thread would keep idle priority for good."""
+    done = subprocess.run(
+        [sys.executable, "-c", UNPRIVILEGED], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["False", "True"]
+
+
+def test_giving_way_lasts_as_long_as_the_block_and_concerns_one_thread():
+    if not can_give_way():
+        pytest.skip("this user may not come back from idle priority")
+    seen: list[int] = []
+    usual = os.sched_getscheduler(0)
+    with giving_way():
+        assert os.sched_getscheduler(0) == os.SCHED_IDLE
+        other = threading.Thread(target=lambda: seen.append(os.sched_getscheduler(0)))
+    other.start()
+    other.join()
+    assert os.sched_getscheduler(0) == usual
+    assert seen == [usual]
+    with pytest.raises(ValueError, match="through"), giving_way():
+        raise ValueError("through")
+    assert os.sched_getscheduler(0) == usual
