@@ -151,7 +151,9 @@ class Admission:
             raise self._exhausted("the queue is full")
         victim = max(longest.waiting)
         self._drop(victim, longest)
-        victim.turn.set_exception(self._exhausted("the queue is full, and others wait who asked for less"))
+        if not victim.turn.done():  # else it was cancelled just now
+            error = self._exhausted("the queue is full, and others wait who asked for less")
+            victim.turn.set_exception(error)
 
     def _exhausted(self, why: str) -> ResourceExhaustedError:
         counts = f"{self._num_running} requests run, {self._num_waiting} wait"

@@ -16,16 +16,18 @@ pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytes
 
 PROMPT = "def read_lines(path):\n"
 TRACE_ID, SPAN_ID = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
+SERVICES = {"gammaray-orchestrator", "gammaray-draft", "gammaray-target"}
 TIMEOUT_S = 30.0
 
 
 def whole(spans, trace_id):
-    """Return the spans of a trace once it has ended and each of its verifications has both sides."""
+    """Return the spans of a trace once it has ended, all services sent and verifications have both sides."""
     mine = [span for span in spans if span.trace_id == f"{trace_id:032x}"]
     verified = [span for span in mine if span.name == t.SPAN_VERIFY]
     roots = [span for span in mine if span.name == t.SPAN_GENERATE]
     num_cycles = roots[0].attributes[t.CYCLES] if roots else -1
-    return mine if len(verified) == 2 * num_cycles else []
+    services = {span.resource["service.name"] for span in mine}
+    return mine if len(verified) == 2 * num_cycles and services == SERVICES else []
 
 
 def test_trace_of_a_grpc_caller_spans_the_processes_of_the_cluster(cluster, collector):
@@ -41,7 +43,7 @@ def test_trace_of_a_grpc_caller_spans_the_processes_of_the_cluster(cluster, coll
     assert root.attributes[t.SESSION_ID] == traced.session_id
     assert root.attributes[t.CYCLES] == traced.summary.cycles
     services = {span.resource["service.name"]: span.resource["process.pid"] for span in spans}
-    assert services.keys() == {"gammaray-orchestrator", "gammaray-draft", "gammaray-target"}
+    assert services.keys() == SERVICES
     known = {process.role: process.pid for process in cluster.status()}
     assert services == {f"gammaray-{role}": known[role] for role in ("orchestrator", "draft", "target")}
     assert untraced.session_id not in {span.attributes.get(t.SESSION_ID) for span in receiver.spans}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from contextlib import aclosing
@@ -246,12 +247,20 @@ async def test_list_has_the_latest_first(pair):
         await other.sessions.recent(1001, ANONYMOUS)
 
 
-async def test_reaper_frees_what_a_dead_owner_left(pair):
+async def test_reaper_frees_what_a_dead_owner_left(pair, monkeypatch):
     one, other = pair
+    renew_as, thaw = one._store.renew_as, asyncio.Event()
+
+    async def frozen_renew_as(*args):
+        await thaw.wait()
+        await renew_as(*args)
+
+    monkeypatch.setattr(one._store, "renew_as", frozen_renew_as)
     request = request_of(max_tokens=1500)
     stream = one.generate(request)
     chunks = [await anext(stream) for _ in range(3)]
-    # The owner freezes: no more signs of life, and its lease is over.
+    # The owner freezes: no more signs of life, not even when its cycle ahead finds the caches gone, and its
+    # lease is over.
     one._keeper._held.clear()
     key = f"gammaray:session:{{{request.session_id}}}"
     await one._redis.hset(key, "lease", round((time.time() - 1) * 1e3))
@@ -259,6 +268,7 @@ async def test_reaper_frees_what_a_dead_owner_left(pair):
     info, _ = await other.sessions.get(request.session_id, ANONYMOUS)
     assert info.state is SessionState.DETACHED
     assert await other._store.running() == []
+    thaw.set()
     # It was only slow: it feeds the workers again, and goes on.
     chunks.append(await anext(stream))
     await stream.aclose()
