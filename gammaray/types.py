@@ -96,6 +96,7 @@ class Proposal:
         drafter: Who proposed. This and what follows is not on the wire.
         worker: host:port of the draft worker, "" for none.
         is_fallback: Whether the drafter that the request allows was absent, failed or late.
+        is_prepared: Whether it was there before it was asked for.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -104,6 +105,7 @@ class Proposal:
     drafter: DrafterKind = field(default=DrafterKind.MODEL, compare=False)
     worker: str = field(default="", compare=False)
     is_fallback: bool = field(default=False, compare=False)
+    is_prepared: bool = field(default=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.token_ids)

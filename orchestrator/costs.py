@@ -13,6 +13,7 @@ import math
 
 from gammaray.metrics import AcceptanceEstimator
 from orchestrator.cycle import Cycle, Shape
+from orchestrator.hits import HitRates
 from orchestrator.probing import ProbeSchedule
 from orchestrator.trees import TreeModel
 from orchestrator.waits import Mean, WaitTable
@@ -54,14 +55,20 @@ class CostModel:
         self.clock = 0.0
         self._draft = WaitTable(is_proportional=True, strengths=(2.0, 50.0), rate=DRAFT_RATE)
         self._step = WaitTable(is_proportional=False, strengths=(2.0, 1.0), rate=STEP_RATE)
+        self._hits, self._prepared = HitRates(), Mean()
         self._overhead, self._rest = Mean(), Mean()
         self._others, self._crowd = Mean(), Mean()
         self._emitted = self._seconds = 0.0
         self._actual = self._predicted = 0.0
         self._num_steps = self._num_drafts = 0
 
-    def observe(self, cycle: Cycle, *, is_warm: bool) -> None:
-        """Learn the costs of a finished cycle; `is_warm` when the cycle before had a proposal too."""
+    def observe(self, cycle: Cycle, *, depth_before: int) -> None:
+        """Learn the costs of a finished cycle.
+
+        Args:
+            cycle: The cycle.
+            depth_before: Gamma of the session's cycle before; 0 when that had no proposal.
+        """
         share = 1.0 / max(1, cycle.timing.batch_size) if cycle.timing is not None else 1.0
         self.clock += share
         if cycle.is_first:
@@ -73,12 +80,9 @@ class CostModel:
         self._observe_step(cycle, share)
         self._rest.observe(max(0.0, cycle.total_s - cycle.draft_s - cycle.verify_s))
         drafted = _drafted(cycle)
-        # A drafter that has to catch up takes longer than usual; that it was fast all the same counts.
-        counts = is_warm or cycle.draft_s < (self.draft_s(drafted) or 0.0)
-        if cycle.num_drafted > 0 and self._num_drafts > WARM_UP and counts:
-            relative = cycle.draft_s / self._step.level if self._step.level > 0 else cycle.draft_s
-            self._draft.observe(_draft_key(drafted), relative, self.clock, share)
-        if is_warm or cycle.num_drafted == 0:
+        if cycle.num_drafted > 0 and self._num_drafts > WARM_UP:
+            self._observe_draft(cycle, drafted, share, depth_before)
+        if depth_before or cycle.num_drafted == 0:
             played = drafted if cycle.num_drafted > 0 else Shape(0)
             predicted = self.cycle_s(played, cycle.num_drafted)
             if predicted is not None and not cycle.draft_failed:
@@ -86,6 +90,16 @@ class CostModel:
                 self._predicted = 0.99 * self._predicted + predicted
         self._emitted = 0.99 * self._emitted + cycle.num_accepted + 1
         self._seconds = 0.99 * self._seconds + cycle.total_s
+
+    def _observe_draft(self, cycle: Cycle, drafted: Shape, share: float, depth_before: int) -> None:
+        if depth_before:  # else there was nothing to draft ahead from
+            self._hits.observe(depth_before, share, is_hit=cycle.is_prepared)
+        if cycle.is_prepared:
+            self._prepared.observe(cycle.draft_s)
+        # A drafter that has to catch up takes longer than usual; that it was fast all the same counts.
+        elif depth_before or cycle.draft_s < (self._asked_s(drafted) or 0.0):
+            relative = cycle.draft_s / self._step.level if self._step.level > 0 else cycle.draft_s
+            self._draft.observe(_draft_key(drafted), relative, self.clock, share)
 
     def _observe_step(self, cycle: Cycle, share: float) -> None:
         own, timing = cycle.num_drafted + 1, cycle.timing
@@ -101,17 +115,27 @@ class CostModel:
         self._step.observe(key, step_s, self.clock, share)
 
     def draft_s(self, shape: Shape) -> float | None:
-        """Return the expected wait for a proposal; None before there was one."""
+        """Return the expected wait for a proposal; None before one was asked for."""
+        asked = self._asked_s(shape)
+        return None if asked is None else self._mixed(asked, shape.depth)
+
+    def _asked_s(self, shape: Shape) -> float | None:
+        """Return the expected wait for a proposal that was not prepared; None before there was one."""
         if shape.depth == 0:
             return 0.0
         relative = self._draft.estimate(_draft_key(shape), self.clock)
         return None if relative is None else relative * self._step.level
 
     def _chain_s(self, length: float) -> float:
-        """Return the expected wait for chains that are `length` tokens long on average."""
+        """Return the same for chains that are `length` tokens long on average."""
         shorter = max(1, math.floor(length))
-        first, second = self.draft_s(Shape(shorter)) or 0.0, self.draft_s(Shape(shorter + 1)) or 0.0
+        first, second = self._asked_s(Shape(shorter)) or 0.0, self._asked_s(Shape(shorter + 1)) or 0.0
         return first + max(0.0, length - shorter) * (second - first)
+
+    def _mixed(self, asked_s: float, depth: int) -> float:
+        """Return the expected wait for a proposal that may have been prepared."""
+        rate = self._hits.rate(depth)
+        return rate * self._prepared.value + (1.0 - rate) * asked_s
 
     def knowledge(self, shape: Shape) -> float:
         """Return how many fresh observations the wait for such a proposal rests on."""
@@ -126,11 +150,12 @@ class CostModel:
 
     def cycle_s(self, shape: Shape, nodes: float) -> float | None:
         """Return the expected seconds of a cycle whose proposal has `nodes` nodes; None while unknown."""
-        draft, step = self.draft_s(shape), self.step_s(nodes)
-        if draft is None or step is None:
+        asked, step = self._asked_s(shape), self.step_s(nodes)
+        if asked is None or step is None:
             return None
         if shape.max_nodes <= shape.depth and 0 < nodes < shape.depth:
-            draft = self._chain_s(nodes)
+            asked = self._chain_s(nodes)
+        draft = self._mixed(asked, shape.depth)
         return draft + step + self._overhead.value + self._rest.value
 
     def burden_s(self, nodes: float) -> float:

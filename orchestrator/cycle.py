@@ -83,6 +83,7 @@ class Cycle:
         drafter: Who proposed; NONE when nothing was proposed.
         draft_worker: Address of the draft worker that proposed, "" for none.
         is_fallback: Whether the drafter that the request allows could not propose.
+        is_prepared: Whether the proposal was there before it was asked for.
         started: `time.perf_counter()` at its beginning.
     """
 
@@ -106,6 +107,7 @@ class Cycle:
     drafter: DrafterKind = DrafterKind.NONE
     draft_worker: str = ""
     is_fallback: bool = False
+    is_prepared: bool = False
     started: float = 0.0
 
 
@@ -210,6 +212,7 @@ async def run_cycle(
         drafter=proposal.drafter if proposal else DrafterKind.NONE,
         draft_worker=proposal.worker if proposal else "",
         is_fallback=draft_failed or proposal.is_fallback or shape.is_fallback,
+        is_prepared=proposal.is_prepared,
         started=start,
     )
     controller.observe(cycle)

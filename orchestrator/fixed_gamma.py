@@ -32,12 +32,12 @@ class Learner:
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
-        self._has_drafted = False
+        self._depth_before = 0
 
     def learn(self, cycle: Cycle, kind: Family) -> None:
         """Pass costs and acceptance on; a wait for the draft counts when the drafter was up to date."""
-        self._costs.observe(cycle, is_warm=self._has_drafted)
-        self._has_drafted = cycle.num_drafted > 0
+        self._costs.observe(cycle, depth_before=self._depth_before)
+        self._depth_before = cycle.gamma if cycle.num_drafted > 0 else 0
         self._costs.acceptance.observe(*first_children(cycle))
         if kind is Family.CHAIN and cycle.num_drafted > 0:
             self._costs.reach.observe(cycle.num_drafted + stopped_early(cycle), cycle.num_drafted)

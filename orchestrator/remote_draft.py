@@ -116,7 +116,7 @@ class RemoteDrafter(Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
         if session.calls is not None:
             session.calls.call(link.role, link.address).told(block)
         link.tell(block)
-        return replace(proposal, worker=link.address)
+        return replace(proposal, worker=link.address, is_prepared=True)
 
     def _attach(self, session: Session, link: _DraftLink) -> None:
         if link is not self._link:

@@ -96,6 +96,9 @@ class Scheduler(ABC, Generic[TaskT]):
         for task in tasks:
             self._waiting.setdefault(task.session_id, deque()).append(task)
 
+    def hurry(self) -> None:
+        """Blocks are about to be submitted: end soon what nobody waits for; may be called in any thread."""
+
     def release(self, session_ids: Sequence[str], epochs: Sequence[int] = ()) -> None:
         """End sessions: their caches are freed and blocks of theirs that are under way are cancelled.
 

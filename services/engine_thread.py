@@ -40,6 +40,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._loaded: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._scheduler: Scheduler[Any] | None = None
         self.ended = asyncio.Event()
         """Set when the thread ends: asked to, or because the engine is lost."""
 
@@ -60,6 +61,8 @@ class EngineThread:
 
     def submit(self, tasks: Sequence[Task]) -> None:
         """Queue blocks; each is answered through its `deliver`."""
+        if self._scheduler is not None:
+            self._scheduler.hurry()
         self._inbox.put(lambda scheduler: scheduler.submit(tasks))
 
     def check(self) -> None:
@@ -102,6 +105,7 @@ class EngineThread:
         except BaseException as error:
             self._loaded.set_exception(error)
             return
+        self._scheduler = scheduler
         self._loaded.set_result(None)
         try:
             self._serve(scheduler)

@@ -7,7 +7,7 @@ import time
 from contextlib import nullcontext
 
 from services.draft.ahead import Ahead
-from services.draft.priority import can_give_way, giving_way
+from services.draft.priority import GivingWay, can_give_way
 from services.draft.speculation import Speculation
 from services.draft.throttle import Throttle
 from services.draft.tree import Node
@@ -39,7 +39,7 @@ class Preparer:
         self._engine, self._max_rows = engine, max_rows
         self._pending: dict[str, tuple[Speculation, ProposeTask]] = {}
         self._began = self._ended = 0.0
-        self._gives_way = engine.device.type == "cpu" and can_give_way()
+        self._giving_way = GivingWay() if engine.device.type == "cpu" and can_give_way() else None
 
     @property
     def has_work(self) -> bool:
@@ -78,6 +78,11 @@ class Preparer:
         if waited > 0:
             self.throttle.delayed(waited)
 
+    def hurry(self) -> None:
+        """Have the forward under way done soon: somebody waits for the engine. For any thread to call."""
+        if self._giving_way is not None:
+            self._giving_way.hurry()
+
     def step(self) -> list[Prepared]:
         """Do one forward over the open nodes that are likeliest to be of use; return what is whole by it."""
         self._began, began_cpu = time.monotonic(), time.thread_time()
@@ -96,7 +101,7 @@ class Preparer:
             self._pending.clear()
         self._ended = time.monotonic()
         stolen_s = 0.0
-        if self._engine.device.type == "cpu" and not self._gives_way:
+        if self._engine.device.type == "cpu" and self._giving_way is None:
             # While this thread waited for its core, somebody ran who will now be done later.
             stolen_s = max(0.0, self._ended - self._began - (time.thread_time() - began_cpu))
         self.throttle.worked(sum(map(len, chosen.values())), stolen_s)
@@ -140,7 +145,7 @@ class Preparer:
 
     def _forward(self, chosen: dict[Speculation, list[Node]]) -> None:
         feeds = [speculation.feed(nodes) for speculation, nodes in chosen.items()]
-        with giving_way() if self._gives_way else nullcontext():
+        with self._giving_way or nullcontext():
             results = self._engine.step(feeds)
         for (speculation, nodes), logits in zip(chosen.items(), results, strict=True):
             speculation.open(nodes, logits)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 
-__all__ = ["can_give_way", "giving_way"]
+__all__ = ["GivingWay", "can_give_way"]
 
 
 @functools.cache
@@ -37,20 +36,35 @@ def can_give_way() -> bool:
     return bool(succeeded)
 
 
-@contextmanager
-def giving_way() -> Iterator[None]:
-    """Run the calling thread at idle priority: whoever else is ready on its core goes first.
+class GivingWay:
+    """Runs the thread that enters it at idle priority: whoever else is ready on its core goes first.
 
     On shared cores draft-ahead would else take time from the event loops that carry the verdict it waits for.
     Only where `can_give_way`, and for short work: a thread that waits for a core with Python's lock in hand
     keeps the others waiting.
-
-    Raises:
-        OSError: The system does not allow it.
     """
-    usual = os.sched_getscheduler(0)
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    try:
-        yield
-    finally:
-        os.sched_setscheduler(0, usual, os.sched_param(0))
+
+    def __init__(self) -> None:
+        self._usual = self._thread_id = 0
+        self._is_idle = False
+
+    def __enter__(self) -> None:
+        """Take idle priority.
+
+        Raises:
+            OSError: The system does not allow it.
+        """
+        self._usual, self._thread_id = os.sched_getscheduler(0), threading.get_native_id()
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        self._is_idle = True
+
+    def __exit__(self, *_: object) -> None:
+        """Take the usual priority again."""
+        self._is_idle = False
+        os.sched_setscheduler(0, self._usual, os.sched_param(0))
+
+    def hurry(self) -> None:
+        """Give the thread its usual priority now, from another one: somebody waits for it."""
+        if self._is_idle:
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                os.sched_setscheduler(self._thread_id, self._usual, os.sched_param(0))

@@ -115,6 +115,11 @@ class DraftScheduler(Scheduler[ProposeTask]):
                 self.preparer.note_arrival(task.arrived)
         super().submit(tasks)
 
+    def hurry(self) -> None:
+        """Blocks are about to be submitted: a forward ahead no longer gives way to everybody."""
+        if self.preparer is not None:
+            self.preparer.hurry()
+
     def step(self) -> list[tuple[ProposeTask, Reply]]:
         """Do one forward for as many blocks as fit, or one ahead when there are none; return the answers."""
         if self.preparer is not None and not super().has_work:

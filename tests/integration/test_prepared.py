@@ -119,12 +119,15 @@ async def test_prepared_proposals_change_when_and_not_what(model, method, temper
             spec = session_spec(session, frozenset())
             drafter = _Counting(fleet.drafts, spec, timeout_s=10.0, prefill_timeout_s=10.0, vocab_size=VOCAB)
             verifier = RemoteVerifier(fleet.targets, spec, timeout_s=10.0, wait_s=5.0)
+            num_prepared = 0
             while session.finish_reason is None:
-                await run_cycle(session, drafter, verifier, NoStore(), Steady(3))
+                cycle = await run_cycle(session, drafter, verifier, NoStore(), Steady(3))
+                num_prepared += cycle.is_prepared
                 # As long as a large target would take.
                 await asyncio.sleep(0.02)
             texts.append(session.token_ids)
-            hits.append(drafter.num_prepared)
+            assert num_prepared == drafter.num_prepared
+            hits.append(num_prepared)
             await fleet.close()
     assert texts[0] == texts[1]
     assert hits[0] == 0

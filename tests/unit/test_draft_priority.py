@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from services.draft.priority import can_give_way, giving_way
+from services.draft.priority import GivingWay, can_give_way
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="idle priority is Linux's")
 
@@ -31,18 +31,37 @@ def test_without_the_way_back_nobody_gives_way():
     assert done.stdout.split() == ["False", "True"]
 
 
+needs_way_back = pytest.mark.skipif(
+    hasattr(os, "SCHED_IDLE") and not can_give_way(), reason="this user may not come back from idle priority"
+)
+
+
+@needs_way_back
 def test_giving_way_lasts_as_long_as_the_block_and_concerns_one_thread():
-    if not can_give_way():
-        pytest.skip("this user may not come back from idle priority")
+    giving_way = GivingWay()
     seen: list[int] = []
     usual = os.sched_getscheduler(0)
-    with giving_way():
+    with giving_way:
         assert os.sched_getscheduler(0) == os.SCHED_IDLE
         other = threading.Thread(target=lambda: seen.append(os.sched_getscheduler(0)))
     other.start()
     other.join()
     assert os.sched_getscheduler(0) == usual
     assert seen == [usual]
-    with pytest.raises(ValueError, match="through"), giving_way():
+    with pytest.raises(ValueError, match="through"), giving_way:
         raise ValueError("through")
     assert os.sched_getscheduler(0) == usual
+
+
+@needs_way_back
+def test_hurry_ends_it_from_another_thread():
+    giving_way = GivingWay()
+    usual = os.sched_getscheduler(0)
+    giving_way.hurry()  # before it ever began: nothing to end
+    with giving_way:
+        other = threading.Thread(target=giving_way.hurry)
+        other.start()
+        other.join()
+        assert os.sched_getscheduler(0) == usual
+    with giving_way:
+        assert os.sched_getscheduler(0) == os.SCHED_IDLE
