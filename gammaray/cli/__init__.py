@@ -1,6 +1,7 @@
 """The `gammaray` command.
 
-Exit codes: 0 fine, 1 something failed, 2 a wrong argument, 3 nobody answers, 130 interrupted.
+Exit codes: 0 fine, 1 something failed, 2 a wrong argument, 3 nobody answers, 130 interrupted; `qualify` has
+two more for its verdicts.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _COMMANDS = (
     "config",
     "generate",
     "keys",
+    "qualify",
     "sessions",
     "size",
     "status",

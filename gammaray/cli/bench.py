@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from rich.console import Console
@@ -20,14 +19,14 @@ from gammaray.bench.systems import Ask, parse_gamma
 from gammaray.bench.tables import latency_table, speed_table, split_table
 from gammaray.bench.workloads import WORKLOADS, prompts
 from gammaray.cli.connection import connection_options
+from gammaray.cli.lists import list_of
+from gammaray.cli.prompt_file import read_prompts
 from gammaray.client import AsyncClient
-from gammaray.errors import InvalidArgumentError
 from gammaray.types import VerificationMethod
 
 __all__ = ["bench"]
 
 _WIDTH = 100
-_Value = TypeVar("_Value")
 
 
 def _gamma(text: str) -> str:
@@ -39,22 +38,6 @@ def _positive(text: str) -> int:
     if (value := int(text)) < 1:
         raise ValueError
     return value
-
-
-def _list(
-    parse: Callable[[str], _Value], allowed: str
-) -> Callable[[click.Context, click.Parameter, str], tuple[_Value, ...]]:
-    """Return the callback of an option whose value is a comma-separated list."""
-
-    def callback(context: click.Context, parameter: click.Parameter, value: str) -> tuple[_Value, ...]:
-        parts = [part.strip() for part in value.split(",")]
-        try:
-            return tuple(dict.fromkeys(parse(part) for part in parts))
-        except (ValueError, InvalidArgumentError):
-            message = f"got {value!r}, allowed: {allowed}, separated by commas"
-            raise click.BadParameter(message, context, parameter) from None
-
-    return callback
 
 
 _METHODS = ", ".join(method.value for method in VerificationMethod)
@@ -76,24 +59,24 @@ _METHODS = ", ".join(method.value for method in VerificationMethod)
     "--gammas",
     default="2,4,8,adaptive",
     show_default=True,
-    callback=_list(_gamma, "0 to 64, depth x nodes such as 4x16, adaptive"),
+    callback=list_of(_gamma, "0 to 64, depth x nodes such as 4x16, adaptive"),
     help="Depths of chains, depth x nodes for trees, adaptive; gamma 0 is always measured.",
 )
 @click.option(
-    "--temperatures", default="0,1", show_default=True, callback=_list(float, "numbers such as 0 or 0.7")
+    "--temperatures", default="0,1", show_default=True, callback=list_of(float, "numbers such as 0 or 0.7")
 )
 @click.option(
     "--verification",
     default="coupled",
     show_default=True,
-    callback=_list(lambda text: VerificationMethod(text).value, _METHODS),
+    callback=list_of(lambda text: VerificationMethod(text).value, _METHODS),
     help=f"Of {_METHODS}.",
 )
 @click.option(
     "--concurrency",
     default="1",
     show_default=True,
-    callback=_list(_positive, "positive numbers"),
+    callback=list_of(_positive, "positive numbers"),
     help="Completions in flight.",
 )
 @click.option("--json", "out", type=click.Path(dir_okay=False, path_type=Path), help="Write the result here.")
@@ -188,17 +171,7 @@ def _texts(options: dict[str, Any]) -> tuple[list[str], str]:
             return prompts(options["workload"], options["num_prompts"]), options["workload"]
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="--prompts") from None
-    text = path.read_text(encoding="utf-8", errors="replace")
-    if path.suffix != ".json":
-        found: Any = [line for line in text.splitlines() if line.strip()]
-    else:
-        try:
-            found = json.loads(text)
-        except ValueError as error:
-            raise click.BadParameter(f"{path.name}: {error}", param_hint="--prompt-file") from None
-    if not isinstance(found, list) or not found or not all(isinstance(p, str) and p for p in found):
-        raise click.BadParameter(f"{path.name} holds no prompts", param_hint="--prompt-file")
-    return found, path.name
+    return read_prompts(path, "--prompt-file"), path.name
 
 
 def _console() -> Console:

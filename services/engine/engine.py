@@ -67,6 +67,7 @@ class Engine:
         max_context: Positions lie in [0, max_context).
         num_layers: Depth of the model.
         device: Where it runs; logits are returned there.
+        dtype: Type of its keys and values.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Engine:
         self.max_context = max_context
         self.num_layers = store.shape.num_layers
         self.device = store.shape.device
+        self.dtype = store.shape.dtype
         self._runner = runner
         self._store = store
 

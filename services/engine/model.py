@@ -13,7 +13,7 @@ from gammaray.errors import InvalidArgumentError, NotFoundError
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.engine.errors import UnsupportedModelError
 
-__all__ = ["DEMO", "LoadedModel", "load_config", "load_model", "resolve_model"]
+__all__ = ["DEMO", "LoadedModel", "check_config", "load_config", "load_model", "resolve_model"]
 
 DEMO = "demo"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -80,7 +80,7 @@ def load_model(name: str, *, device: str = "auto", dtype: str = "auto", num_rank
     where = _device(device)
     kind = _dtype(dtype, where)
     config = load_config(name)
-    _check_config(name, config)
+    check_config(name, config)
     max_context = _max_context(name, config.get_text_config())
     how: dict[str, Any] = {"dtype": kind, "attn_implementation": "eager"}
     if num_ranks > 1:
@@ -134,8 +134,12 @@ def load_config(name: str) -> PretrainedConfig:
         raise NotFoundError(f"model {name!r}: {error}") from error
 
 
-def _check_config(name: str, config: PretrainedConfig) -> None:
-    """Refuse what the probe forward of a few tokens could not show."""
+def check_config(name: str, config: PretrainedConfig) -> None:
+    """Refuse what the probe forward of a few tokens could not show.
+
+    Raises:
+        UnsupportedModelError: The configuration rules the model out.
+    """
     text = config.get_text_config()
     if config.is_encoder_decoder:
         raise UnsupportedModelError(name, "it is an encoder-decoder model, not a causal one")

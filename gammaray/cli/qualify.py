@@ -1,0 +1,157 @@
+"""`gammaray qualify`: is a draft fit for a target, before anything is deployed?
+
+Exit codes beside those of every command: 0 at least one candidate is FIT; 4 none is, but one is FIT BUT
+SLOWER; 5 all are UNFIT.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from gammaray.bench.provenance import provenance, write_result
+from gammaray.bench.workloads import WORKLOADS, prompts
+from gammaray.checks import check_number
+from gammaray.cli.lists import list_of
+from gammaray.cli.prompt_file import read_prompts
+from gammaray.qualify.measured import PairFacts, QualifyTask, check_gamma
+from gammaray.qualify.process import measure_pairs
+from gammaray.qualify.tables import print_pair, print_ranking
+from gammaray.qualify.verdict import Fitness, Verdict, judge
+
+__all__ = ["qualify"]
+
+EXIT_CODES = {Fitness.FIT: 0, Fitness.SLOWER: 4, Fitness.UNFIT: 5}
+_WIDTH = 110
+_STDOUT = Path("-")
+
+
+def _temperature(text: str) -> float:
+    value = float(text)
+    check_number("temperature", value, 0, 100)
+    return value
+
+
+@click.command()
+@click.option("--target", required=True, help='Directory or hub name; "demo" is that of the demo pair.')
+@click.option("--draft", "drafts", multiple=True, required=True, help="The same of a candidate; repeatable.")
+@click.option(
+    "--prompts",
+    "prompt_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="One prompt per line, or a JSON list of strings: the traffic that the pair is for.",
+)
+@click.option("--workload", type=click.Choice(WORKLOADS), default="mixed", show_default=True)
+@click.option("--num-prompts", type=click.IntRange(1), default=6, show_default=True, help="Of the workload.")
+@click.option(
+    "--tokens", type=click.IntRange(2), default=96, show_default=True, help="Per completion, at most."
+)
+@click.option(
+    "--gammas",
+    default="1,2,4,8",
+    show_default=True,
+    callback=list_of(lambda text: check_gamma(int(text)), "1 to 64"),
+    help="Depths of chains; gamma 0 is always measured.",
+)
+@click.option(
+    "--temperatures",
+    default="0,1",
+    show_default=True,
+    callback=list_of(_temperature, "numbers such as 0 or 0.7"),
+)
+@click.option(
+    "--rtt-ms",
+    type=click.FloatRange(0, 1e6),
+    default=0.5,
+    show_default=True,
+    help="Network time that a proposal adds to a cycle.",
+)
+@click.option(
+    "--min-speedup",
+    type=click.FloatRange(0.01, 100),
+    default=1.1,
+    show_default=True,
+    help="Speculation pays from here on.",
+)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="As of workers.")
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="As of workers.")
+@click.option("--threads", type=click.IntRange(1, 256), help="As of workers.")
+@click.option("--deterministic", is_flag=True, default=None, help="As of workers.")
+@click.option(
+    "--json",
+    "out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the result here; - prints it in place of the tables.",
+)
+@click.pass_context
+def qualify(
+    context: click.Context, /, out: Path | None, rtt_ms: float, min_speedup: float, **given: Any
+) -> None:
+    """Say whether drafts are fit for a target: served exactly, lossless, and faster on this machine.
+
+    Both models run in one process, by turns; no cluster is needed.
+    """
+    task = _task(given)
+    with Console(stderr=True).status("starting") as status:
+        pairs = measure_pairs(task, lambda text: status.update(text))
+    verdicts = [judge(pair, rtt_ms, min_speedup) for pair in pairs]
+    if out != _STDOUT:
+        console = _console()
+        for pair, verdict in zip(pairs, verdicts, strict=True):
+            print_pair(console, pair, verdict)
+        if len(pairs) > 1:
+            print_ranking(console, pairs, verdicts)
+    if out is not None:
+        result = _result(task, {"rtt_ms": rtt_ms, "min_speedup": min_speedup}, pairs, verdicts)
+        if out == _STDOUT:
+            click.echo(json.dumps({"name": "qualify", "provenance": provenance(), **result}, indent=1))
+        else:
+            click.echo(f"written: {write_result('qualify', result, out)}")
+    context.exit(min(EXIT_CODES[verdict.fitness] for verdict in verdicts))
+
+
+def _task(given: dict[str, Any]) -> QualifyTask:
+    path: Path | None = given["prompt_file"]
+    if path is not None:
+        texts = read_prompts(path, "--prompts")
+    else:
+        try:
+            texts = prompts(given["workload"], given["num_prompts"])
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--num-prompts") from None
+    return QualifyTask(
+        target=given["target"],
+        drafts=tuple(dict.fromkeys(given["drafts"])),
+        prompts=tuple(texts),
+        max_tokens=given["tokens"],
+        gammas=tuple(sorted(given["gammas"])),
+        temperatures=given["temperatures"],
+        device=given["device"],
+        dtype=given["dtype"],
+        threads=given["threads"],
+        deterministic=given["deterministic"],
+    )
+
+
+def _result(
+    task: QualifyTask, limits: dict[str, float], pairs: Sequence[PairFacts], verdicts: Sequence[Verdict]
+) -> dict[str, Any]:
+    candidates = []
+    for pair, verdict in zip(pairs, verdicts, strict=True):
+        best = {"best_speedup": verdict.best_speedup if verdict.payoffs else None}
+        candidates.append(
+            {"draft": pair.draft.name, **asdict(verdict), **best, "measured": pair.model_dump()}
+        )
+    return {"settings": task.model_dump() | limits, "candidates": candidates}
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    # A pipe has no width: rows stay whole there.
+    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)

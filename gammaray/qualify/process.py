@@ -1,0 +1,115 @@
+"""Runs the measurements in a process of their own: torch stays out of this one, and a model that takes all
+memory ends that one.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+from pydantic import ValidationError
+
+from gammaray import errors
+from gammaray.errors import FailedPreconditionError, GammarayError, InternalError, InvalidArgumentError
+from gammaray.qualify.measured import PairFacts, QualifyTask
+
+__all__ = ["measure_pairs"]
+
+_NEEDED = ("services", "torch", "transformers")
+_STOP_TIMEOUT_S = 10.0
+COMMAND = (sys.executable, "-m", "services.qualify")
+
+
+def measure_pairs(
+    task: QualifyTask, doing: Callable[[str], None], command: tuple[str, ...] = COMMAND
+) -> list[PairFacts]:
+    """Return what was measured, one per candidate, in order.
+
+    Args:
+        task: What is measured.
+        doing: Told what is under way.
+        command: The process that measures.
+
+    Raises:
+        InvalidArgumentError: There is no such model, or the task does not fit it.
+        FailedPreconditionError: The packages of a worker are not installed.
+        GammarayError: A model failed, or the process died.
+    """
+    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+        raise FailedPreconditionError(
+            f"models need packages that are not installed ({', '.join(missing)}): "
+            "pip install 'gammaray[worker]'"
+        )
+    pairs: list[PairFacts] = []
+    with _started(command) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            with process.stdin:
+                process.stdin.write(task.model_dump_json())
+        except BrokenPipeError:
+            pass  # it ended before it read; its status tells
+        for line in process.stdout:
+            for key, value in _parsed(line).items():
+                if key == "doing":
+                    doing(value)
+                elif key == "pair":
+                    pairs.append(_pair(value))
+                elif key == "error":
+                    raise _error(value)
+        status = process.wait()
+    if status != 0 or len(pairs) != len(task.drafts):
+        why = (
+            f"was killed by signal {-status}, out of memory?" if status < 0 else f"ended with status {status}"
+        )
+        raise InternalError(f"the process that measures {why}")
+    return pairs
+
+
+@contextmanager
+def _started(command: tuple[str, ...]) -> Iterator[subprocess.Popen[str]]:
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8")
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise InternalError(f"the process that measures wrote {line[:80]!r}")
+    return found
+
+
+def _pair(value: Any) -> PairFacts:
+    try:
+        return PairFacts.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InternalError(f"the process that measures wrote {first['loc']}: {first['msg']}") from None
+
+
+def _error(value: dict[str, str]) -> GammarayError:
+    if value["type"] == "InvalidArgumentError":
+        return InvalidArgumentError(value["field"], value["got"], value["allowed"])
+    known = {name: getattr(errors, name) for name in errors.__all__ if name.endswith("Error")}
+    # The engine's own errors are not known here.
+    cls: type[GammarayError] = known.get(value["type"], GammarayError)
+    return cls(value["message"])

@@ -1,0 +1,109 @@
+"""A verdict for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from gammaray.qualify.measured import Equality, ModelFacts, PairFacts
+from gammaray.qualify.verdict import Fitness, Payoff, Verdict
+
+__all__ = ["print_pair", "print_ranking"]
+
+_COLOURS = {Fitness.FIT: "green", Fitness.SLOWER: "yellow", Fitness.UNFIT: "red"}
+
+
+def print_pair(console: Console, pair: PairFacts, verdict: Verdict) -> None:
+    """Print what was found out about one candidate, its verdict last."""
+    console.print(_models(pair))
+    for equality in pair.equality:
+        console.print(_lossless(equality), soft_wrap=True)
+    for payoff in verdict.payoffs:
+        console.print(_gains(payoff))
+        for line in _lines(payoff):
+            console.print(line, soft_wrap=True)
+    for warning in verdict.warnings:
+        console.print(f"note: {warning}", soft_wrap=True, markup=False)
+    colour = _COLOURS[verdict.fitness]
+    console.print(f"[bold {colour}]{verdict.fitness.value}[/]")
+    for reason in verdict.reasons:
+        console.print(f"  {reason}", soft_wrap=True, markup=False)
+    console.print()
+
+
+def print_ranking(console: Console, pairs: Sequence[PairFacts], verdicts: Sequence[Verdict]) -> None:
+    """Print the candidates, the best one first."""
+    table = _table("Candidates", "draft", "verdict", "best speedup")
+    order = list(Fitness)
+    both = zip(pairs, verdicts, strict=True)
+    for pair, verdict in sorted(both, key=lambda one: (order.index(one[1].fitness), -one[1].best_speedup)):
+        speedup = f"{verdict.best_speedup:.2f}x" if verdict.payoffs else ""
+        table.add_row(pair.draft.name, verdict.fitness.value, speedup)
+    console.print(table)
+
+
+def _models(pair: PairFacts) -> Table:
+    table = _table("", "", "architecture", "served", "vocabulary", "tokenizer", "context", "runs in")
+    for role, facts in (("target", pair.target), ("draft", pair.draft)):
+        table.add_row(
+            f"{role} {facts.name}",
+            facts.architecture or "unknown",
+            "no" if facts.refusal else "exactly" if facts.device else "not tried",
+            _count(facts.vocab_size),
+            _count(facts.tokenizer_size, "none"),
+            _count(facts.max_context),
+            _where(facts),
+        )
+    return table
+
+
+def _gains(payoff: Payoff) -> Table:
+    table = _table(
+        f"temperature {payoff.temperature:g}",
+        *("gamma", "tokens/cycle", "draft, ms", "verify, ms", "cycle, ms", "speedup", "by theory"),
+    )
+    table.add_row("0", "1.00", "", f"{payoff.plain_ms:.2f}", f"{payoff.plain_ms:.2f}", "1.00", "1.00")
+    for depth in payoff.depths:
+        mark = " <- best" if depth == payoff.best and depth.speedup > 1 else ""
+        table.add_row(
+            str(depth.gamma),
+            f"{depth.tokens_per_cycle:.2f}",
+            f"{depth.draft_ms:.2f}",
+            f"{depth.verify_ms:.2f}",
+            f"{depth.cycle_ms:.2f}",
+            f"{depth.speedup:.2f}{mark}",
+            f"{depth.predicted:.2f}",
+        )
+    return table
+
+
+def _lines(payoff: Payoff) -> list[str]:
+    by_position = ", ".join(f"{alpha:.2f}" for alpha in payoff.by_position)
+    best = payoff.speedup_predicted[payoff.gamma_predicted]
+    return [
+        f"alpha {payoff.alpha:.3f} over {payoff.tested} tested tokens; by position: {by_position}",
+        f"target pass {payoff.plain_ms:.2f} ms, draft step {payoff.draft_step_ms:.2f} ms; "
+        f"best gamma by theory: {payoff.gamma_predicted} ({best:.2f}x)",
+        "",
+    ]
+
+
+def _lossless(equality: Equality) -> str:
+    ties = f", {equality.ties} part at a tie" if equality.ties else ""
+    same = f"{equality.equal} of {equality.compared} completions have the tokens of plain decoding{ties}"
+    return f"temperature {equality.temperature:g}: {same}"
+
+
+def _where(facts: ModelFacts) -> str:
+    return f"{facts.dtype} on {facts.device}" if facts.device else ""
+
+
+def _count(value: int, otherwise: str = "unknown") -> str:
+    return str(value) if value else otherwise
+
+
+def _table(title: str, *headings: str) -> Table:
+    return Table(*headings, title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)

@@ -1,0 +1,244 @@
+"""From measurements to a verdict: can the pair be served, is it lossless, does it pay?
+
+A *cycle* here is one proposal and its verification by the two models alone plus a given network time;
+speedups are over the same target's plain decoding. Measured ones take tokens per cycle and times as they
+were, predicted ones are those of `gammaray.theory` for the measured alpha and costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from gammaray.bench.optimum import CURVE_GAMMAS, Costs
+from gammaray.qualify.measured import ModelFacts, PairFacts, Run
+from gammaray.theory import optimal_gamma, speedup
+
+__all__ = ["Depth", "Fitness", "Payoff", "Verdict", "judge", "obstacles"]
+
+MIN_TESTED = 100
+"""Fewer tested tokens say little about alpha."""
+
+MIN_TESTED_AT = 10
+"""The same of one place in the proposal."""
+
+
+class Fitness(str, Enum):
+    """The verdict, best first."""
+
+    FIT = "FIT"
+    SLOWER = "FIT BUT SLOWER"
+    UNFIT = "UNFIT"
+
+
+@dataclass(frozen=True)
+class Depth:
+    """What chains of one depth give.
+
+    Args:
+        gamma: Their depth.
+        tokens_per_cycle: Mean over the cycles with a whole proposal.
+        draft_ms: Time of a proposal.
+        verify_ms: Time of its verification.
+        cycle_ms: Both, and the network.
+        speedup: Over plain decoding, measured.
+        predicted: The same by the theory.
+    """
+
+    gamma: int
+    tokens_per_cycle: float
+    draft_ms: float
+    verify_ms: float
+    cycle_ms: float
+    speedup: float
+    predicted: float
+
+
+@dataclass(frozen=True)
+class Payoff:
+    """What speculation gives at one temperature.
+
+    Args:
+        temperature: 0 is greedy.
+        alpha: Accepted / tested over all depths.
+        tested: Tested tokens behind it.
+        by_position: The same by place in the proposal, as far as `MIN_TESTED_AT` tokens were tested.
+        plain_ms: One plain cycle: a target pass over one token.
+        draft_step_ms: One forward of the draft.
+        depths: By gamma, without those at which no proposal was whole.
+        gamma_predicted: The best gamma by the theory, up to `CURVE_GAMMAS`; 0: plain decoding.
+        speedup_predicted: By gamma, from 0 to `CURVE_GAMMAS`.
+    """
+
+    temperature: float
+    alpha: float
+    tested: int
+    by_position: tuple[float, ...]
+    plain_ms: float
+    draft_step_ms: float
+    depths: tuple[Depth, ...]
+    gamma_predicted: int
+    speedup_predicted: tuple[float, ...]
+
+    @property
+    def best(self) -> Depth:
+        """The measured depth of the largest speedup."""
+        return max(self.depths, key=lambda depth: depth.speedup)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to be said of a pair.
+
+    Args:
+        fitness: In a word.
+        reasons: Why, in sentences.
+        warnings: What else whoever deploys the pair should know.
+        payoffs: By temperature; empty when the pair cannot be served.
+    """
+
+    fitness: Fitness
+    reasons: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+    payoffs: tuple[Payoff, ...] = ()
+
+    @property
+    def best_speedup(self) -> float:
+        """The largest measured speedup of all temperatures; 0 when there is none."""
+        return max((payoff.best.speedup for payoff in self.payoffs), default=0.0)
+
+
+def judge(pair: PairFacts, rtt_ms: float = 0.0, min_speedup: float = 1.0) -> Verdict:
+    """Return the verdict on a pair.
+
+    Args:
+        pair: What was measured.
+        rtt_ms: Network time of a cycle beyond that of plain decoding, in milliseconds.
+        min_speedup: Speculation pays from here on.
+    """
+    if found := obstacles(pair.target, pair.draft):
+        return Verdict(Fitness.UNFIT, tuple(found))
+    warnings = _caveats(pair)
+    payoffs = tuple(
+        payoff
+        for equality in pair.equality
+        if (payoff := _payoff(pair.runs, equality.temperature, rtt_ms)) is not None
+    )
+    losses = [
+        f"not lossless at temperature {equality.temperature:g}: {equality.first}"
+        for equality in pair.equality
+        if not equality.is_lossless
+    ]
+    if losses:
+        return Verdict(Fitness.UNFIT, tuple(losses), tuple(warnings), payoffs)
+    if not payoffs:
+        reason = "no proposal was whole, so nothing is known of its speed: ask for more tokens"
+        return Verdict(Fitness.SLOWER, (reason,), tuple(warnings))
+    paying = [payoff for payoff in payoffs if payoff.best.speedup >= min_speedup]
+    other = [_sentence(payoff, min_speedup) for payoff in payoffs if payoff not in paying]
+    warnings += [_few(payoff) for payoff in payoffs if payoff.tested < MIN_TESTED]
+    if not paying:
+        return Verdict(Fitness.SLOWER, tuple(other), tuple(warnings), payoffs)
+    reasons = tuple(_sentence(payoff, min_speedup) for payoff in paying)
+    return Verdict(Fitness.FIT, reasons, tuple(warnings + other), payoffs)
+
+
+def obstacles(target: ModelFacts, draft: ModelFacts) -> list[str]:
+    """Return why the pair cannot be served at all, in sentences; nothing when it can."""
+    found = [
+        f"the {role} cannot be served: {facts.refusal}"
+        for role, facts in (("target", target), ("draft", draft))
+        if facts.refusal
+    ]
+    if target.vocab_size and draft.vocab_size and target.vocab_size != draft.vocab_size:
+        found.append(
+            f"the vocabularies differ: {target.vocab_size} token ids of the target, "
+            f"{draft.vocab_size} of the draft"
+        )
+    if target.tokenizer_sha256 and draft.tokenizer_sha256 not in ("", target.tokenizer_sha256):
+        found.append(
+            f"the tokenizers differ: {target.tokenizer_size} tokens of the target, "
+            f"{draft.tokenizer_size} of the draft, not the same ones"
+        )
+    return found
+
+
+def _caveats(pair: PairFacts) -> list[str]:
+    target, draft = pair.target, pair.draft
+    found = []
+    if not draft.tokenizer_sha256:
+        found.append("the draft has no tokenizer: that its tokens are the target's could not be checked")
+    if draft.max_context < target.max_context:
+        found.append(
+            f"the draft's context is {draft.max_context} tokens, the target's {target.max_context}: "
+            "nothing is drafted beyond"
+        )
+    found += [
+        f"temperature {equality.temperature:g}: {equality.ties} of {equality.compared} completions part from "
+        "plain decoding at a tie, by rounding"
+        for equality in pair.equality
+        if equality.ties
+    ]
+    return found
+
+
+def _payoff(runs: Sequence[Run], temperature: float, rtt_ms: float) -> Payoff | None:
+    """Return None when plain decoding or every depth lacks a time, or nothing was tested."""
+    here = [run for run in runs if run.temperature == temperature]
+    plain_ms = next((run.verify_ms for run in here if run.gamma == 0), None)
+    timed = [
+        (run, run.draft_ms, run.verify_ms)
+        for run in here
+        if run.gamma > 0 and run.draft_ms is not None and run.verify_ms is not None
+    ]
+    tested = sum(sum(run.tested) for run in here)
+    if plain_ms is None or not timed or tested == 0:
+        return None
+    alpha = sum(sum(run.accepted) for run in here) / tested
+    costs = Costs.fit(plain_ms, [(run.gamma, draft + verify) for run, draft, verify in timed])
+    latency = costs.latency + rtt_ms / plain_ms / 2.0
+    curve = [speedup(alpha, gamma, costs.draft_cost, latency) for gamma in range(CURVE_GAMMAS + 1)]
+    depths = []
+    for run, draft_ms, verify_ms in timed:
+        cycle_ms = draft_ms + verify_ms + rtt_ms
+        tokens = run.whole_emitted / run.whole_cycles
+        predicted = speedup(alpha, run.gamma, costs.draft_cost, latency)
+        depths.append(
+            Depth(run.gamma, tokens, draft_ms, verify_ms, cycle_ms, tokens * plain_ms / cycle_ms, predicted)
+        )
+    return Payoff(
+        temperature=temperature,
+        alpha=alpha,
+        tested=tested,
+        by_position=_by_position([run for run, _, _ in timed]),
+        plain_ms=plain_ms,
+        draft_step_ms=min(run.draft_step_ms or draft_ms for run, draft_ms, _ in timed),
+        depths=tuple(depths),
+        gamma_predicted=optimal_gamma(alpha, costs.draft_cost, latency, CURVE_GAMMAS),
+        speedup_predicted=tuple(curve),
+    )
+
+
+def _by_position(runs: Sequence[Run]) -> tuple[float, ...]:
+    places = range(max(run.gamma for run in runs))
+    tested = [sum(run.tested[place] for run in runs if place < run.gamma) for place in places]
+    accepted = [sum(run.accepted[place] for run in runs if place < run.gamma) for place in places]
+    both = zip(accepted, tested, strict=True)
+    return tuple(passed / count for passed, count in both if count >= MIN_TESTED_AT)
+
+
+def _sentence(payoff: Payoff, min_speedup: float) -> str:
+    best = payoff.best
+    does = "pays" if best.speedup >= min_speedup else "does not pay"
+    return (
+        f"temperature {payoff.temperature:g}: speculation {does}: {best.speedup:.2f}x of plain decoding at "
+        f"its best, gamma {best.gamma}, with alpha {payoff.alpha:.2f}; asked for is {min_speedup:g}x"
+    )
+
+
+def _few(payoff: Payoff) -> str:
+    return (
+        f"temperature {payoff.temperature:g}: alpha is from {payoff.tested} tested tokens only; "
+        "ask for more prompts or tokens"
+    )

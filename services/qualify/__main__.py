@@ -1,0 +1,122 @@
+"""`python -m services.qualify`: reads a QualifyTask as JSON from stdin and writes a JSON object per line.
+
+    {"doing": "..."}                 what is under way
+    {"pair": {...}}                  a PairFacts, one per candidate, in order
+    {"error": {"type": ..., ...}}    the last line, when it could not go on; the exit code is then 1
+
+`gammaray qualify` starts it; it ends with that process, by the first line that nobody reads.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, TextIO
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from gammaray.config import DraftSettings
+from gammaray.errors import GammarayError, InvalidArgumentError
+from gammaray.qualify.measured import PairFacts, QualifyTask
+from gammaray.qualify.verdict import obstacles
+from services.engine.engine import Engine
+from services.qualify.loop import Ask, Pair, draft_scheduler, target_scheduler
+from services.qualify.measure import make_asks, measure
+from services.qualify.models import Loaded, Source, encode, eos_token_ids, find, load
+
+__all__ = ["main"]
+
+Tell = Callable[[str, Any], None]
+
+
+def main() -> int:
+    """Measure; returns the exit code."""
+    # What libraries print must not come between the lines.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+    def tell(key: str, value: Any) -> None:
+        _write(answers, {key: value})
+
+    try:
+        _qualify(QualifyTask.model_validate_json(sys.stdin.read()), tell)
+    except GammarayError as error:
+        tell("error", _described(error))
+        return 1
+    except torch.OutOfMemoryError as error:
+        tell("error", {"type": "ResourceExhaustedError", "message": str(error).splitlines()[0]})
+        return 1
+    except (BrokenPipeError, KeyboardInterrupt):
+        return 1
+    return 0
+
+
+def _qualify(task: QualifyTask, tell: Tell) -> None:
+    tell("doing", "looking at the models")
+    source = find("target", task.target, task)
+    drafts = [find("draft", name, task) for name in task.drafts]
+    target: Loaded | None = None
+    for draft in drafts:
+        if obstacles(source.facts, draft.facts):
+            # No need for the target; the draft is small, and may have reasons of its own.
+            tell("pair", PairFacts(target=source.facts, draft=load(draft).facts).model_dump())
+            continue
+        if target is None:
+            tell("doing", f"loading the target {source.name}")
+            target = load(source)
+        tell("pair", _candidate(task, source, target, draft, tell).model_dump())
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _candidate(task: QualifyTask, source: Source, target: Loaded, draft: Source, tell: Tell) -> PairFacts:
+    if target.engine is None:
+        return PairFacts(target=target.facts, draft=draft.facts)
+    tell("doing", f"loading the draft {draft.name}")
+    loaded = load(draft)
+    facts = PairFacts(target=target.facts, draft=loaded.facts)
+    if loaded.engine is None or obstacles(target.facts, loaded.facts):
+        return facts
+    assert isinstance(loaded.settings, DraftSettings)
+    pair = Pair(
+        target_scheduler(target.engine, target.settings), draft_scheduler(loaded.engine, loaded.settings)
+    )
+    asks = _asks(task, source, target.engine)
+    runs, equality = measure(
+        pair,
+        asks,
+        task.gammas,
+        lambda done: tell("doing", f"measuring {draft.name}: {done} of {len(asks)} prompts"),
+    )
+    return facts.model_copy(update={"runs": runs, "equality": equality})
+
+
+def _asks(task: QualifyTask, source: Source, engine: Engine) -> list[Ask]:
+    return make_asks(task, encode(source, task.prompts), eos_token_ids(source), engine.max_context)
+
+
+def _described(error: GammarayError) -> dict[str, str]:
+    if isinstance(error, InvalidArgumentError):
+        return {
+            "type": "InvalidArgumentError",
+            "field": error.field,
+            "got": error.got,
+            "allowed": error.allowed,
+        }
+    return {"type": type(error).__name__, "message": str(error)}
+
+
+def _write(answers: TextIO, line: dict[str, Any]) -> None:
+    answers.write(json.dumps(line) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""The cycle without a cluster: the two workers' schedulers, called in turn by one thread."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gammaray.config import DraftSettings, WorkerSettings
+from gammaray.errors import GammarayError, InternalError
+from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from services.batching import Scheduler
+from services.draft.scheduler import DraftScheduler
+from services.engine.engine import Engine
+from services.planning import Limits
+from services.target.scheduler import TargetScheduler, VerifyOutcome
+from services.tasks import ProposeTask, Reply, SessionSpec, VerifyTask
+
+__all__ = ["Ask", "Cycle", "Pair", "Text", "draft_scheduler", "target_scheduler"]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A completion to make.
+
+    Args:
+        prompt: Its token ids, at least one.
+        max_tokens: Upper bound of emitted tokens.
+        temperature: 0 is greedy.
+        seed: Of the session's noise.
+        eos_token_ids: Tokens that end it.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    temperature: float
+    seed: int
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def params(self) -> SamplingParams:
+        """What the workers draw by."""
+        return SamplingParams(temperature=self.temperature, seed=self.seed)
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """What one cycle did; times are those of the schedulers' steps, in milliseconds."""
+
+    num_drafted: int
+    num_tested: int
+    num_accepted: int
+    num_emitted: int
+    draft_ms: float
+    draft_forwards: int
+    verify_ms: float
+    is_first: bool
+
+
+@dataclass(frozen=True)
+class Text:
+    """A completion: its tokens, without the prompt, and its cycles."""
+
+    token_ids: tuple[int, ...]
+    cycles: tuple[Cycle, ...]
+
+
+def target_scheduler(engine: Engine, settings: WorkerSettings) -> TargetScheduler:
+    """Return what a target worker with these settings runs."""
+    return TargetScheduler(engine, Limits(settings.max_batch_tokens, settings.prefill_chunk))
+
+
+def draft_scheduler(engine: Engine, settings: DraftSettings) -> DraftScheduler:
+    """Return what a draft worker with these settings runs, but for draft-ahead.
+
+    That would run while the target verifies, and here the two take turns.
+    """
+    return DraftScheduler(
+        engine,
+        Limits(settings.max_batch_tokens, settings.prefill_chunk),
+        draft_top_k=settings.draft_top_k,
+        weight_bits=settings.weight_bits,
+        ahead_rows=0,
+    )
+
+
+class Pair:
+    """A target and a draft.
+
+    Args:
+        target: The target's scheduler; nothing else uses it meanwhile.
+        draft: The draft's.
+    """
+
+    def __init__(self, target: TargetScheduler, draft: DraftScheduler) -> None:
+        self.target, self.draft = target, draft
+        self._names = map(str, itertools.count())
+
+    def complete(self, ask: Ask, gamma: int) -> Text:
+        """Return the completion with chains of `gamma`; 0 is plain decoding.
+
+        Raises:
+            GammarayError: A model failed.
+        """
+        session = _Session(next(self._names), ask)
+        cycles: list[Cycle] = []
+        try:
+            while not session.is_over:
+                cycles.append(self._cycle(session, min(gamma, session.remaining - 1)))
+        finally:
+            for scheduler in (self.target, self.draft):
+                scheduler.release([session.name])
+                scheduler.step()
+        return Text(tuple(session.output), tuple(cycles))
+
+    def _cycle(self, session: _Session, gamma: int) -> Cycle:
+        proposal, drafted = Proposal(), None
+        if gamma > 0:
+            drafted = _answer(self.draft, session.propose_task(gamma))
+            assert isinstance(drafted.outcome, Proposal)
+            proposal = drafted.outcome
+        verified = _answer(self.target, session.verify_task(proposal))
+        assert isinstance(verified.outcome, VerifyOutcome)
+        verdict = verified.outcome.verdict
+        accepted = [proposal.token_ids[node] for node in verdict.accepted_path]
+        is_first = not session.output
+        session.commit([*accepted, verdict.next_token_id])
+        return Cycle(
+            num_drafted=len(proposal),
+            num_tested=verdict.num_tested,
+            num_accepted=len(accepted),
+            num_emitted=len(accepted) + 1,
+            draft_ms=0.0 if drafted is None else drafted.timing.compute_us / 1e3,
+            draft_forwards=0 if drafted is None else drafted.timing.num_forwards,
+            verify_ms=verified.timing.compute_us / 1e3,
+            is_first=is_first,
+        )
+
+
+class _Session:
+    """The tokens of one completion, and what each worker knows of them."""
+
+    def __init__(self, name: str, ask: Ask) -> None:
+        self.name, self._ask = name, ask
+        self._tokens = list(ask.prompt)
+        self._told = {"target": 0, "draft": 0}
+        self.is_over = False
+
+    @property
+    def output(self) -> list[int]:
+        return self._tokens[len(self._ask.prompt) :]
+
+    @property
+    def remaining(self) -> int:
+        return self._ask.max_tokens - len(self.output)
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """Append emitted tokens up to the one that ends the completion."""
+        for token_id in token_ids[: self.remaining]:
+            self._tokens.append(token_id)
+            if token_id in self._ask.eos_token_ids:
+                self.is_over = True
+                return
+        self.is_over = self.remaining == 0
+
+    def propose_task(self, gamma: int) -> ProposeTask:
+        return ProposeTask(**self._block("draft"), gamma=gamma, max_nodes=0, stop_threshold=0.0)
+
+    def verify_task(self, proposal: Proposal) -> VerifyTask:
+        return VerifyTask(**self._block("target"), proposal=proposal, num_top_logprobs=None)
+
+    def _block(self, role: str) -> dict[str, Any]:
+        told, self._told[role] = self._told[role], len(self._tokens)
+        ask = self._ask
+        spec = SessionSpec(ask.params, VerificationMethod.COUPLED, len(ask.prompt), ask.eos_token_ids)
+        return {
+            "request_id": 0,
+            "session_id": self.name,
+            "epoch": 1,
+            "base_position": len(self._tokens),
+            "context_start": told,
+            "context": self._tokens[told:],
+            "spec": spec if told == 0 else None,
+            "deadline": math.inf,
+            "deliver": lambda task, reply: None,
+        }
+
+
+def _answer(scheduler: Scheduler[Any], task: Any) -> Reply:
+    """Step until the only block is answered."""
+    scheduler.submit([task])
+    while scheduler.has_work:
+        for _, reply in scheduler.step():
+            if isinstance(reply.outcome, GammarayError):
+                raise reply.outcome
+            return reply
+    raise InternalError(f"the {scheduler.role} did not answer")

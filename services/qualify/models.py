@@ -1,0 +1,157 @@
+"""Loads the models of a pair as workers do, and says what they are or why they cannot be served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
+
+from gammaray.config import DraftSettings, TargetSettings, WorkerSettings
+from gammaray.errors import InvalidArgumentError, NotFoundError
+from gammaray.qualify.measured import ModelFacts, QualifyTask
+from services.engine.engine import Engine
+from services.engine.errors import UnsupportedModelError
+from services.engine.model import check_config, load_config, resolve_model
+from services.vocabulary import vocab_sha256
+
+__all__ = ["Loaded", "Source", "encode", "eos_token_ids", "find", "load"]
+
+_ALLOWED = "a directory with a causal LM, or the name of one on the hub or in its cache"
+_SETTINGS: Mapping[str, type[WorkerSettings]] = {"target": TargetSettings, "draft": DraftSettings}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that was found but not loaded.
+
+    Attributes:
+        role: "target" or "draft".
+        name: As it was given.
+        path: Directory or hub name.
+        facts: What its files tell.
+        config: Settings of its text part; None when transformers does not know it.
+        settings: What its worker would run with.
+    """
+
+    role: str
+    name: str
+    path: str
+    facts: ModelFacts
+    config: PretrainedConfig | None
+    settings: WorkerSettings
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that was loaded, or why it could not be.
+
+    Attributes:
+        facts: What is known of it.
+        engine: None when it cannot be served.
+        settings: What its worker would run with.
+    """
+
+    facts: ModelFacts
+    engine: Engine | None
+    settings: WorkerSettings
+
+
+def find(role: str, name: str, task: QualifyTask) -> Source:
+    """Read a model's configuration and tokenizer; its weights are left alone.
+
+    Raises:
+        InvalidArgumentError: There is no such model, or a setting is wrong.
+    """
+    path = resolve_model(name, role)
+    if not Path(path).is_dir() and path.startswith((".", "/", "~")):
+        raise InvalidArgumentError(role, f"{name!r}, which is not there", _ALLOWED)
+    given = {key: getattr(task, key) for key in ("device", "dtype", "threads", "deterministic")}
+    settings = _SETTINGS[role](
+        model=name, **{key: value for key, value in given.items() if value is not None}
+    )
+    try:
+        config = load_config(path)
+    except UnsupportedModelError as error:
+        return Source(role, name, path, ModelFacts(name=name, refusal=error.reason), None, settings)
+    except NotFoundError as error:
+        raise InvalidArgumentError(role, f"{name!r} ({_first_line(error)})", _ALLOWED) from None
+    text = config.get_text_config()
+    digest = vocab_sha256(path)
+    facts = ModelFacts(
+        name=name,
+        architecture=str(config.model_type),
+        vocab_size=getattr(text, "vocab_size", None) or 0,
+        tokenizer_size=len(AutoTokenizer.from_pretrained(path).get_vocab()) if digest else 0,
+        tokenizer_sha256=digest,
+        max_context=getattr(text, "max_position_embeddings", None) or 0,
+    )
+    return Source(role, name, path, _refused(facts, role, config), text, settings)
+
+
+def load(source: Source) -> Loaded:
+    """Load a model as its worker would, with all the checks of a start.
+
+    Raises:
+        InvalidArgumentError: Its weights are missing or broken.
+    """
+    settings = source.settings
+    if source.facts.refusal:
+        return Loaded(source.facts, None, settings)
+    try:
+        engine = Engine.load(
+            source.path,
+            device=settings.device,
+            dtype=settings.dtype,
+            threads=settings.threads,
+            cache_budget_bytes=settings.cache_budget_mb << 20,
+            deterministic=settings.deterministic,
+            lean=settings.lean,
+        )
+    except UnsupportedModelError as error:
+        return Loaded(source.facts.model_copy(update={"refusal": error.reason}), None, settings)
+    except NotFoundError as error:
+        raise InvalidArgumentError(source.role, f"{source.name!r} ({_first_line(error)})", _ALLOWED) from None
+    found = {
+        "vocab_size": engine.vocab_size,
+        "max_context": engine.max_context,
+        "device": engine.device.type,
+        "dtype": str(engine.dtype).removeprefix("torch."),
+    }
+    return Loaded(source.facts.model_copy(update=found), engine, settings)
+
+
+def eos_token_ids(source: Source) -> tuple[int, ...]:
+    """Return the tokens that end a completion, looked for where `transformers` generate does."""
+    try:
+        found: Any = GenerationConfig.from_pretrained(source.path).eos_token_id
+    except OSError:  # no such file: older models have none
+        found = None
+    if found is None:
+        found = getattr(source.config, "eos_token_id", None)
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, (list, tuple)) else (found,)
+
+
+def encode(source: Source, texts: tuple[str, ...]) -> list[list[int]]:
+    """Return the token ids of each text, by the tokenizer of the model."""
+    tokenizer = AutoTokenizer.from_pretrained(source.path)
+    return [tokenizer(text)["input_ids"] for text in texts]
+
+
+def _refused(facts: ModelFacts, role: str, config: PretrainedConfig) -> ModelFacts:
+    """Add what rules the model out before it is loaded."""
+    try:
+        check_config(facts.name, config)
+    except UnsupportedModelError as error:
+        return facts.model_copy(update={"refusal": error.reason})
+    if role == "target" and not facts.tokenizer_sha256:
+        return facts.model_copy(update={"refusal": "it has no tokenizer, which orchestrators need"})
+    return facts
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,270 @@
+"""`gammaray qualify` with real models: the demo pair, pairs that cannot be served, and planted losses."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from engine_helpers import random_tokens, tiny_model
+
+import gammaray
+from gammaray.config import DraftSettings, TargetSettings
+from gammaray.errors import InvalidArgumentError
+from gammaray.qualify.measured import PairFacts, QualifyTask
+from gammaray.qualify.verdict import Fitness, judge
+from services.demo_pair import DRAFT_DIR, TARGET_DIR
+from services.engine.engine import Engine, Feed
+from services.qualify.loop import Ask, Pair, Text, draft_scheduler, target_scheduler
+from services.qualify.measure import make_asks, measure
+from services.qualify.models import find
+from services.qualify.ties import is_tie, parting
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(gammaray.__file__).parents[1]
+TIMEOUT_S = 100
+SMALL = ("--num-prompts", "2", "--tokens", "24", "--gammas", "1,3")
+
+
+def qualify(*arguments):
+    """Run the command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "gammaray", "qualify", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        timeout=TIMEOUT_S,
+    )
+
+
+def with_demo_tokenizer(directory):
+    """Give a random model the tokenizer of the demo pair."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TARGET_DIR / name, directory / name)
+    return directory
+
+
+def test_demo_pair_is_served_lossless_and_measured(tmp_path):
+    # What it gains on this machine at this moment is not what is tested: any gain will do.
+    done = qualify(
+        *("--target", "demo", "--draft", "demo", "--min-speedup", "0.01"),
+        *(*SMALL, "--json", tmp_path / "r.json"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "4 of 4 completions have the tokens of plain decoding" in done.stdout
+    assert "\nFIT\n" in done.stdout
+    (candidate,) = json.loads((tmp_path / "r.json").read_text())["candidates"]
+    measured = candidate["measured"]
+    assert (measured["target"]["vocab_size"], measured["draft"]["tokenizer_size"]) == (2048, 2048)
+    assert [(one["temperature"], one["equal"]) for one in measured["equality"]] == [(0.0, 4), (1.0, 4)]
+    for payoff in candidate["payoffs"]:
+        assert 0 < payoff["alpha"] < 1
+        assert 0 < payoff["draft_step_ms"] < payoff["plain_ms"]
+        assert [depth["gamma"] for depth in payoff["depths"]] == [1, 3]
+
+
+def test_candidates_that_cannot_be_served_are_unfit_and_say_why(tmp_path):
+    wrong = tiny_model("llama", tmp_path)
+    odd = tiny_model("mamba", tmp_path, vocab_size=2048)
+    done = qualify("--target", "demo", "--draft", wrong, "--draft", odd, *SMALL)
+    assert done.returncode == 5, done.stderr
+    assert "2048 token ids of the target, 97 of the draft" in done.stdout
+    assert "the draft cannot be served" in done.stdout
+    assert "linear_attention" in done.stdout
+    assert done.stdout.count("UNFIT") == 4  # one each, and both in the ranking
+
+
+def test_target_that_cannot_be_served_is_unfit(tmp_path):
+    target = with_demo_tokenizer(tiny_model("bloom", tmp_path, vocab_size=2048))
+    done = qualify("--target", target, "--draft", "demo", *SMALL)
+    assert done.returncode == 5, done.stderr
+    assert "the target cannot be served" in done.stdout
+
+
+def test_random_draft_with_the_right_vocabulary_is_slower(tmp_path):
+    draft = with_demo_tokenizer(tiny_model("llama", tmp_path, vocab_size=2048))
+    done = qualify("--target", "demo", "--draft", draft, *SMALL, "--rtt-ms", "20")
+    assert done.returncode == 4, done.stderr
+    assert "does not pay" in done.stdout
+    assert "the draft's context is 128 tokens, the target's 2048" in done.stdout
+
+
+def test_other_tokenizer_of_the_same_size_is_unfit(tmp_path):
+    draft = with_demo_tokenizer(tiny_model("llama", tmp_path, vocab_size=2048))
+    text = json.loads((draft / "tokenizer.json").read_text())
+    vocabulary = text["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.get)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (draft / "tokenizer.json").write_text(json.dumps(text))
+    done = qualify("--target", "demo", "--draft", draft, *SMALL)
+    assert done.returncode == 5, done.stderr
+    assert "the tokenizers differ" in done.stdout
+
+
+def test_target_without_a_tokenizer_is_unfit(tmp_path):
+    done = qualify("--target", tiny_model("llama", tmp_path, vocab_size=2048), "--draft", "demo", *SMALL)
+    assert done.returncode == 5, done.stderr
+    assert "it has no tokenizer" in done.stdout
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_model_that_is_not_there_is_a_wrong_argument(tmp_path, role):
+    models = {"target": "demo", "draft": "demo", role: tmp_path / "nothing"}
+    done = qualify("--target", models["target"], "--draft", models["draft"], *SMALL)
+    assert done.returncode == 2
+    assert f"gammaray: {role}: got" in done.stderr
+    assert "which is not there" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def task(**changed):
+    known = {"target": "t", "drafts": ("d",), "prompts": ("p",), "max_tokens": 16, "gammas": (2,)}
+    return QualifyTask(**known | {"temperatures": (0.0, 1.0)} | changed)
+
+
+def test_directory_without_weights_is_a_wrong_argument(tmp_path):
+    shutil.copy(DRAFT_DIR / "config.json", tmp_path)
+    done = qualify("--target", "demo", "--draft", tmp_path, *SMALL)
+    assert done.returncode == 2
+    assert "gammaray: draft: got" in done.stderr
+
+
+def test_settings_of_the_environment_are_those_of_workers(monkeypatch):
+    monkeypatch.setenv("GAMMARAY_THREADS", "2")
+    assert find("target", "demo", task()).settings.threads == 2
+    assert find("draft", "demo", task(threads=1)).settings.threads == 1
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    path = tmp_path_factory.mktemp("qualify")
+    target = Engine.load(str(tiny_model("llama", path, seed=0)))
+    return target, Engine.load(str(tiny_model("llama", path, seed=1)))
+
+
+@pytest.fixture
+def schedulers(models):
+    target, draft = models
+    return target_scheduler(target, TargetSettings()), draft_scheduler(draft, DraftSettings())
+
+
+PROMPTS = [random_tokens(9, seed=1), random_tokens(30, seed=2)]
+
+
+def test_any_draft_is_lossless(schedulers):
+    asks = make_asks(task(), PROMPTS, (), 128)
+    counted = []
+    runs, equality = measure(Pair(*schedulers), asks, (1, 4), counted.append)
+    assert counted == [1, 2, 3, 4]
+    assert [(one.compared, one.equal) for one in equality] == [(4, 4), (4, 4)]
+    assert [(run.temperature, run.gamma) for run in runs] == [
+        (temperature, gamma) for temperature in (0.0, 1.0) for gamma in (0, 1, 4)
+    ]
+    for run in runs:
+        assert run.emitted >= 2 * 16
+        assert len(run.tested) == len(run.accepted) == run.gamma
+        assert all(a <= t for a, t in zip(run.accepted, run.tested, strict=True))
+        # Everything but the target's own token of each cycle was accepted.
+        assert run.emitted == run.cycles + sum(run.accepted)
+    assert schedulers[0].engine.stats().num_sessions == 0  # and nothing is left behind
+
+
+def test_draft_like_the_target_is_always_accepted(models):
+    target, _ = models
+    pair = Pair(
+        target_scheduler(target, TargetSettings()),
+        draft_scheduler(Engine.load(target.model_name), DraftSettings()),
+    )
+    runs, _ = measure(pair, make_asks(task(), PROMPTS, (), 128), (3,), lambda done: None)
+    assert all(run.accepted == run.tested for run in runs)
+
+
+class Lossy(Pair):
+    """Changes one token when it speculates."""
+
+    def complete(self, ask: Ask, gamma: int) -> Text:
+        text = super().complete(ask, gamma)
+        if gamma == 0:
+            return text
+        tokens = list(text.token_ids)
+        tokens[5] = (tokens[5] + 1) % 97
+        return Text(tuple(tokens), text.cycles)
+
+
+def test_planted_loss_is_found(schedulers):
+    _, equality = measure(Lossy(*schedulers), make_asks(task(), PROMPTS, (), 128), (2,), lambda done: None)
+    for one in equality:
+        assert (one.compared, one.equal, one.ties) == (2, 0, 0)
+        assert one.first == "with gamma 2 prompt 1 parts from plain decoding at token 6"
+        assert not one.is_lossless
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tie_is_told_from_a_loss(models, temperature):
+    target, _ = models
+    ask = Ask(tuple(PROMPTS[1]), 16, temperature, 3, ())
+    (logits,) = target.step([Feed("x", 0, list(ask.prompt), 1)])
+    target.release("x")
+    best, second = logits[0].topk(2).indices.tolist()
+    assert is_tie(target, ask, (), (best, best))
+    assert not is_tie(target, ask, (), (best, second))
+    assert target.length("tie") == 0
+
+
+def test_tie_sees_equal_scores_as_equal(tmp_path):
+    directory = tiny_model("llama", tmp_path, tie_word_embeddings=False)
+    engine = Engine.load(str(directory), lean=False)
+    ask = Ask(tuple(PROMPTS[0]), 16, 0.0, 0, ())
+
+    class Nudged:
+        """The engine, with two scores that differ by rounding."""
+
+        vocab_size, device, dtype, release = engine.vocab_size, engine.device, torch.float32, engine.release
+
+        def step(self, feeds):
+            (logits,) = engine.step(feeds)
+            logits[0, 7] = logits[0, 8] + 1e-6
+            return [logits]
+
+    assert is_tie(Nudged(), ask, (), (7, 8))
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "index"),
+    [((1, 2), (1, 2), None), ((1, 2), (1, 3), 1), ((1, 2), (1, 2, 3), 2), ((), (1,), 0)],
+)
+def test_parting_is_the_first_difference(left, right, index):
+    assert parting(left, right) == index
+
+
+def test_end_of_sequence_ends_a_completion_at_every_gamma(schedulers):
+    pair = Pair(*schedulers)
+    whole = pair.complete(Ask(tuple(PROMPTS[0]), 16, 1.0, 0, ()), 0)
+    end = whole.token_ids[6]
+    expected = whole.token_ids[: whole.token_ids.index(end) + 1]
+    ask = Ask(tuple(PROMPTS[0]), 16, 1.0, 0, (end,))
+    assert [pair.complete(ask, gamma).token_ids for gamma in (0, 1, 4)] == [expected] * 3
+
+
+def test_prompts_are_cut_at_their_beginning_and_bounds_are_checked():
+    (ask, _) = make_asks(task(max_tokens=8), [list(range(20))], (), 18)
+    assert ask.prompt == tuple(range(10, 20))
+    with pytest.raises(InvalidArgumentError, match="tokens"):
+        make_asks(task(max_tokens=18), [[1]], (), 18)
+    with pytest.raises(InvalidArgumentError, match="prompts"):
+        make_asks(task(), [[]], (), 128)
+
+
+def test_measurements_of_a_pair_that_never_agrees_are_judged(schedulers):
+    target, draft = schedulers
+    runs, equality = measure(
+        Pair(target, draft), make_asks(task(), PROMPTS, (), 128), (2,), lambda done: None
+    )
+    facts = find("target", "demo", task()).facts
+    verdict = judge(PairFacts(target=facts, draft=facts, runs=runs, equality=equality), min_speedup=50.0)
+    assert verdict.fitness is Fitness.SLOWER

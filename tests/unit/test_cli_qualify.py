@@ -1,0 +1,164 @@
+"""`gammaray qualify` without models: exit codes, output, and what comes of a process that misbehaves."""
+
+import json
+import sys
+
+import pytest
+from click.testing import CliRunner
+from test_qualify_verdict import facts, pair, plain_run, run, same
+
+from gammaray.cli import main
+from gammaray.cli import qualify as command
+from gammaray.errors import GammarayError, InternalError, InvalidArgumentError, ResourceExhaustedError
+from gammaray.qualify.measured import QualifyTask
+from gammaray.qualify.process import measure_pairs
+
+FIT = pair([plain_run(), run(4)], draft=facts("good"))
+SLOWER = pair([plain_run(), run(4, alpha=0.1, step_ms=9.0)], draft=facts("slow"))
+UNFIT = pair(draft=facts("other", vocab_size=97), equality=())
+LOSSY = pair([plain_run(), run(4)], [same(equal=7, first="it parts")], draft=facts("lossy"))
+
+TASK = QualifyTask(target="t", drafts=("d",), prompts=("p",), max_tokens=8, gammas=(1,), temperatures=(0.0,))
+
+
+@pytest.fixture
+def invoke(monkeypatch):
+    """Run the command on measurements that are given."""
+
+    def invoke(pairs, *arguments):
+        tasks = []
+
+        def measured(task, doing):
+            doing("measuring")
+            tasks.append(task)
+            return list(pairs)
+
+        monkeypatch.setattr(command, "measure_pairs", measured)
+        drafts = [option for one in pairs for option in ("--draft", one.draft.name)]
+        result = CliRunner().invoke(main, ["qualify", "--target", "t", *drafts, *arguments])
+        return result, (tasks or [None])[0]
+
+    return invoke
+
+
+@pytest.mark.parametrize(
+    ("pairs", "code"),
+    [([FIT], 0), ([SLOWER], 4), ([UNFIT], 5), ([LOSSY], 5), ([UNFIT, SLOWER], 4), ([UNFIT, FIT, SLOWER], 0)],
+    ids=["fit", "slower", "unfit", "lossy", "slower beside unfit", "fit beside others"],
+)
+def test_exit_code_is_that_of_the_best_candidate(invoke, pairs, code):
+    result, _ = invoke(pairs)
+    assert result.exit_code == code, result.output
+
+
+def test_tables_name_the_verdict_and_rank_the_candidates(invoke):
+    result, _ = invoke([UNFIT, SLOWER, FIT])
+    ranking = result.stdout.partition("Candidates")[2]
+    assert ranking.index("good") < ranking.index("slow") < ranking.index("other")
+    for words in (
+        "FIT BUT SLOWER",
+        "UNFIT",
+        "97 of the draft",
+        "best gamma by theory",
+        "alpha 0.8",
+        "<- best",
+    ):
+        assert words in result.stdout, words
+
+
+def test_json_to_stdout_is_nothing_but_json(invoke):
+    result, _ = invoke([FIT], "--json", "-", "--rtt-ms", "2")
+    found = json.loads(result.stdout)
+    assert found["settings"]["rtt_ms"] == 2
+    (candidate,) = found["candidates"]
+    assert (candidate["draft"], candidate["fitness"]) == ("good", "FIT")
+    assert candidate["payoffs"][0]["depths"][0]["gamma"] == 4
+    assert candidate["measured"]["target"]["vocab_size"] == 100
+    assert found["provenance"]["versions"]["gammaray"]
+
+
+def test_json_file_is_written_beside_the_tables(invoke, tmp_path):
+    result, _ = invoke([UNFIT], "--json", str(tmp_path / "r.json"))
+    assert "UNFIT" in result.stdout
+    assert json.loads((tmp_path / "r.json").read_text())["candidates"][0]["best_speedup"] is None
+
+
+def test_options_become_the_task(invoke, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\n\ntwo\n")
+    _, task = invoke([FIT], "--prompts", str(prompts), "--gammas", "4,2,4", "--temperatures", "0.7")
+    assert (task.prompts, task.gammas, task.temperatures) == (("one", "two"), (2, 4), (0.7,))
+    assert task.device is None
+    assert task.deterministic is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompts", "nowhere.txt"], "nowhere.txt"),
+        (["--gammas", "0"], "1 to 64"),
+        (["--temperatures", "-1"], "numbers such as"),
+        (["--num-prompts", "100000"], "prompts of mixed"),
+        (["--min-speedup", "0"], "min-speedup"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_wrong_option_is_refused_by_name(invoke, arguments, words):
+    result, task = invoke([FIT], *arguments)
+    assert result.exit_code == 2
+    assert words in result.output
+    assert task is None
+
+
+def test_empty_prompts_file_is_refused(invoke, tmp_path):
+    (tmp_path / "empty.json").write_text("[]")
+    result, _ = invoke([FIT], "--prompts", str(tmp_path / "empty.json"))
+    assert result.exit_code == 2
+    assert "holds no prompts" in result.output
+
+
+def test_draft_is_needed():
+    assert CliRunner().invoke(main, ["qualify", "--target", "t"]).exit_code == 2
+
+
+def measured_by(code):
+    """What comes of a measuring process that runs `code`."""
+    doing = []
+    command = (sys.executable, "-c", f"import json, os, sys\ntask = sys.stdin.read()\n{code}")
+    return measure_pairs(TASK, doing.append, command), doing
+
+
+def test_process_answers_are_read():
+    line = json.dumps({"pair": FIT.model_dump()})
+    code = f"print(json.dumps({{'doing': json.loads(task)['target']}}))\nprint({line!r})"
+    assert measured_by(code) == ([FIT], ["t"])
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "words"),
+    [
+        (
+            "error = dict(type='InvalidArgumentError', field='draft', got='x', allowed='y')\n"
+            "print(json.dumps({'error': error}))",
+            InvalidArgumentError,
+            "draft: got x, allowed: y",
+        ),
+        (
+            "print(json.dumps({'error': dict(type='ResourceExhaustedError', message='no memory')}))",
+            ResourceExhaustedError,
+            "no memory",
+        ),
+        ("print(json.dumps({'error': dict(type='Odd', message='m')}))", GammarayError, "m"),
+        ("os.kill(os.getpid(), 9)", InternalError, "killed by signal 9"),
+        ("sys.exit(7)", InternalError, "status 7"),
+        ("pass", InternalError, "status 0"),
+        ("print('not json')", InternalError, "not json"),
+        ("print('[1]')", InternalError, "wrote"),
+        ("print(json.dumps({'pair': {}}))", InternalError, "target"),
+    ],
+    ids=["argument", "memory", "unknown", "killed", "failed", "silent", "noise", "list", "no pair"],
+)
+def test_process_that_fails_is_a_typed_error(code, error, words):
+    with pytest.raises(error, match=words) as caught:
+        measured_by(code)
+    assert type(caught.value) is error

@@ -1,0 +1,188 @@
+"""From measurements to a verdict: obstacles, losses, gains, and the sentences that say so."""
+
+import math
+
+import pytest
+
+from gammaray import theory
+from gammaray.bench.optimum import CURVE_GAMMAS
+from gammaray.qualify.measured import Equality, ModelFacts, PairFacts, Run, check_gamma
+from gammaray.qualify.verdict import Fitness, judge
+
+
+def facts(name="m", **changed):
+    known = {
+        "architecture": "llama",
+        "vocab_size": 100,
+        "tokenizer_size": 100,
+        "tokenizer_sha256": "same",
+        "max_context": 512,
+    }
+    return ModelFacts(name=name, **known | changed)
+
+
+def plain_run(temperature=0.0, ms=10.0):
+    return Run(
+        temperature=temperature,
+        gamma=0,
+        cycles=99,
+        emitted=99,
+        whole_cycles=99,
+        whole_emitted=99,
+        verify_ms=ms,
+    )
+
+
+def run(gamma, alpha=0.8, temperature=0.0, step_ms=1.0, verify_ms=10.0, cycles=1000):
+    """A run of whole chains in which every token is accepted with probability alpha, to the letter."""
+    survive = [round(cycles * alpha**place) for place in range(gamma + 1)]
+    emitted = cycles + sum(survive[1:])
+    return Run(
+        temperature=temperature,
+        gamma=gamma,
+        cycles=cycles,
+        emitted=emitted,
+        whole_cycles=cycles,
+        whole_emitted=emitted,
+        tested=tuple(survive[:-1]),
+        accepted=tuple(survive[1:]),
+        verify_ms=verify_ms,
+        draft_ms=gamma * step_ms,
+        draft_step_ms=step_ms,
+    )
+
+
+def same(temperature=0.0, compared=8, equal=8, ties=0, first=""):
+    return Equality(temperature=temperature, compared=compared, equal=equal, ties=ties, first=first)
+
+
+def pair(runs=(), equality=None, target=None, draft=None):
+    return PairFacts(
+        target=target or facts("t"),
+        draft=draft or facts("d"),
+        runs=tuple(runs),
+        equality=(same(),) if equality is None else tuple(equality),
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "words"),
+    [
+        (facts(refusal="it flies"), facts(), ["the target cannot be served: it flies"]),
+        (facts(), facts(refusal="it swims"), ["the draft cannot be served: it swims"]),
+        (facts(), facts(vocab_size=97), ["100 token ids of the target, 97 of the draft"]),
+        (facts(), facts(tokenizer_sha256="other", tokenizer_size=98), ["100 tokens", "98 of the draft"]),
+        (facts(refusal="it flies"), facts(vocab_size=97), ["it flies", "97 of the draft"]),
+    ],
+    ids=["target", "draft", "vocabulary", "tokenizer", "both"],
+)
+def test_pair_that_cannot_be_served_is_unfit_for_every_reason(target, draft, words):
+    verdict = judge(pair(target=target, draft=draft, equality=()))
+    assert verdict.fitness is Fitness.UNFIT
+    assert verdict.payoffs == ()
+    assert verdict.best_speedup == 0
+    assert all(word in " / ".join(verdict.reasons) for word in words)
+
+
+def test_pair_that_pays_is_fit_and_its_figures_are_those_of_the_theory():
+    verdict = judge(pair([plain_run(), run(2), run(4), run(8)]), min_speedup=1.5)
+    assert verdict.fitness is Fitness.FIT
+    assert verdict.warnings == ()
+    (payoff,) = verdict.payoffs
+    assert math.isclose(payoff.alpha, 0.8, rel_tol=1e-2)
+    assert payoff.by_position == pytest.approx([0.8] * 8, rel=1e-2)
+    assert (payoff.plain_ms, payoff.draft_step_ms) == (10.0, 1.0)
+    for depth in payoff.depths:
+        assert depth.speedup == pytest.approx(theory.speedup(0.8, depth.gamma, 0.1), rel=1e-2)
+        assert depth.predicted == pytest.approx(depth.speedup, rel=1e-2)
+        assert depth.predicted == payoff.speedup_predicted[depth.gamma]
+    assert payoff.best.gamma == 8
+    assert payoff.gamma_predicted == theory.optimal_gamma(0.8, 0.1, max_gamma=CURVE_GAMMAS)
+    assert verdict.best_speedup == payoff.best.speedup
+    assert "pays" in verdict.reasons[0]
+
+
+def test_network_slows_measured_and_predicted_alike():
+    runs = [plain_run(), run(2), run(4), run(8)]
+    (near,), (far,) = judge(pair(runs)).payoffs, judge(pair(runs), rtt_ms=5.0).payoffs
+    for before, after in zip(near.depths, far.depths, strict=True):
+        assert after.cycle_ms == before.cycle_ms + 5.0
+        assert after.speedup < before.speedup
+        assert after.predicted == pytest.approx(after.speedup, rel=1e-2)
+    assert far.gamma_predicted > near.gamma_predicted
+
+
+def test_verification_that_grows_with_gamma_counts_as_cost():
+    runs = [plain_run(), *(run(gamma, verify_ms=10.0 + 2 * gamma) for gamma in (2, 4, 8))]
+    (payoff,) = judge(pair(runs)).payoffs
+    assert payoff.gamma_predicted == theory.optimal_gamma(0.8, 0.3, max_gamma=CURVE_GAMMAS)
+
+
+def test_pair_that_does_not_pay_is_slower():
+    verdict = judge(pair([plain_run(), run(2, alpha=0.2, step_ms=6.0), run(4, alpha=0.2, step_ms=6.0)]))
+    assert verdict.fitness is Fitness.SLOWER
+    assert "does not pay" in verdict.reasons[0]
+    assert verdict.payoffs[0].gamma_predicted == 0
+
+
+def test_pair_that_pays_at_one_temperature_is_fit_with_a_warning_about_the_other():
+    runs = [
+        *(plain_run(), run(4)),
+        *(plain_run(1.0), run(4, alpha=0.2, temperature=1.0, step_ms=6.0)),
+    ]
+    verdict = judge(pair(runs, [same(), same(1.0)]))
+    assert verdict.fitness is Fitness.FIT
+    assert len(verdict.reasons) == 1
+    assert verdict.reasons[0].startswith("temperature 0:")
+    assert len(verdict.warnings) == 1
+    assert verdict.warnings[0].startswith("temperature 1: speculation does not pay")
+
+
+def test_threshold_decides():
+    pays = judge(pair([plain_run(), run(4)])).best_speedup
+    assert judge(pair([plain_run(), run(4)]), min_speedup=pays).fitness is Fitness.FIT
+    assert judge(pair([plain_run(), run(4)]), min_speedup=pays + 0.01).fitness is Fitness.SLOWER
+
+
+def test_other_tokens_make_it_unfit_however_fast():
+    lossy = same(equal=6, ties=1, first="with gamma 4 prompt 2 parts from plain decoding at token 7")
+    verdict = judge(pair([plain_run(), run(4)], [lossy]))
+    assert verdict.fitness is Fitness.UNFIT
+    assert verdict.reasons == (f"not lossless at temperature 0: {lossy.first}",)
+    assert verdict.payoffs  # what was measured is shown all the same
+
+
+def test_ties_missing_tokenizer_and_short_context_are_warnings():
+    draft = facts(tokenizer_sha256="", tokenizer_size=0, max_context=64)
+    verdict = judge(pair([plain_run(), run(4)], [same(equal=7, ties=1)], draft=draft))
+    assert verdict.fitness is Fitness.FIT
+    text = " / ".join(verdict.warnings)
+    assert all(word in text for word in ("no tokenizer", "64 tokens", "1 of 8 completions part"))
+
+
+def test_few_tested_tokens_are_a_warning():
+    verdict = judge(pair([plain_run(), run(2, cycles=20)]))
+    assert any("tested tokens only" in warning for warning in verdict.warnings)
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [plain_run(ms=None), run(2)],
+        [plain_run()],
+        [plain_run(), run(2, verify_ms=None)],
+    ],
+    ids=["no plain time", "no speculation", "no whole proposal"],
+)
+def test_nothing_timed_is_not_called_fit(runs):
+    verdict = judge(pair(runs))
+    assert verdict.fitness is Fitness.SLOWER
+    assert verdict.payoffs == ()
+    assert "no proposal was whole" in verdict.reasons[0]
+
+
+def test_gamma_out_of_bounds_is_refused():
+    assert check_gamma(64) == 64
+    for gamma in (0, 65):
+        with pytest.raises(ValueError, match="1 to 64"):
+            check_gamma(gamma)
