@@ -10,8 +10,8 @@ MEMORY = 128.0
 """Lookups that count."""
 
 PRIOR_SLOPE, PRIOR_STRENGTH = -0.4, 4.0
-"""Share of the mean rate by which the rate grows with the logarithm of the depth, and the spread of depths that
-this assumption is worth. The demo pair's rates were 0.78 at 2, 0.69 at 3, 0.55 at 4, 0.47 at 6, 0.44 at 8."""
+"""Share of the mean rate by which the rate grows with the logarithm of the depth, and the spread of depths
+that this is worth. The demo pair's rates were 0.78 at 2, 0.69 at 3, 0.55 at 4, 0.47 at 6, 0.44 at 8."""
 
 
 class HitRates:
