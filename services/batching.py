@@ -78,7 +78,12 @@ class Scheduler(ABC, Generic[TaskT]):
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._running or self._waiting or self._replies)
+        return not self.is_idle
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits for an answer, whatever else there is to do."""
+        return not (self._running or self._waiting or self._replies)
 
     @property
     def num_queued(self) -> int:
@@ -96,7 +101,7 @@ class Scheduler(ABC, Generic[TaskT]):
         for task in tasks:
             self._waiting.setdefault(task.session_id, deque()).append(task)
 
-    def hurry(self) -> None:
+    def hurry(self, tasks: Iterable[TaskT]) -> None:
         """Blocks are about to be submitted: end soon what nobody waits for; may be called in any thread."""
 
     def release(self, session_ids: Sequence[str], epochs: Sequence[int] = ()) -> None:

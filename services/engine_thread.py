@@ -22,6 +22,9 @@ from services.tasks import Reply, Task
 __all__ = ["EngineThread"]
 
 _log = logging.getLogger(__name__)
+MAX_DELIVERY_S = 1e-3
+"""How long work that nobody waits for makes room for the event loop to send the replies."""
+
 T = TypeVar("T")
 Command = Callable[[Scheduler[Any]], None]
 
@@ -41,6 +44,7 @@ class EngineThread:
         self._loaded: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduler: Scheduler[Any] | None = None
+        self._is_delivered = threading.Event()
         self.ended = asyncio.Event()
         """Set when the thread ends: asked to, or because the engine is lost."""
 
@@ -62,7 +66,7 @@ class EngineThread:
     def submit(self, tasks: Sequence[Task]) -> None:
         """Queue blocks; each is answered through its `deliver`."""
         if self._scheduler is not None:
-            self._scheduler.hurry()
+            self._scheduler.hurry(tasks)
         self._inbox.put(lambda scheduler: scheduler.submit(tasks))
 
     def check(self) -> None:
@@ -129,6 +133,9 @@ class EngineThread:
                 continue
             if replies and not self._hand_over(replies):
                 return
+            if replies and scheduler.is_idle and scheduler.has_work and self._inbox.empty():
+                # Else a step would take Python's lock before the event loop has sent them.
+                self._is_delivered.wait(MAX_DELIVERY_S)
 
     def _drain(self, scheduler: Scheduler[Any]) -> bool:
         """Run all queued commands, waiting for one when there is no work; return False at the end."""
@@ -142,7 +149,14 @@ class EngineThread:
             return True
 
     def _hand_over(self, replies: list[tuple[Task, Reply]]) -> bool:
-        return self._tell(_deliver, replies)
+        self._is_delivered.clear()
+        return self._tell(self._deliver, replies)
+
+    def _deliver(self, replies: list[tuple[Task, Reply]]) -> None:
+        for task, reply in replies:
+            task.deliver(task, reply)
+        assert self._loop is not None
+        self._loop.call_soon(self._is_delivered.set)  # behind the streams that these replies wake
 
     def _tell(self, callback: Callable[..., None], *arguments: Any) -> bool:
         assert self._loop is not None
@@ -152,8 +166,3 @@ class EngineThread:
             # The loop is closed: nobody is left to answer.
             return False
         return True
-
-
-def _deliver(replies: list[tuple[Task, Reply]]) -> None:
-    for task, reply in replies:
-        task.deliver(task, reply)

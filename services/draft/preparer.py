@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import nullcontext
 
 from services.draft.ahead import Ahead
 from services.draft.priority import GivingWay, can_give_way
@@ -145,8 +144,7 @@ class Preparer:
 
     def _forward(self, chosen: dict[Speculation, list[Node]]) -> None:
         feeds = [speculation.feed(nodes) for speculation, nodes in chosen.items()]
-        with self._giving_way or nullcontext():
-            results = self._engine.step(feeds)
+        results = self._engine.step(feeds, self._giving_way)
         for (speculation, nodes), logits in zip(chosen.items(), results, strict=True):
             speculation.open(nodes, logits)
             for node in nodes:

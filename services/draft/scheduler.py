@@ -105,24 +105,25 @@ class DraftScheduler(Scheduler[ProposeTask]):
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do, draft-ahead included."""
-        return super().has_work or (self.preparer is not None and self.preparer.has_work)
+        return not self.is_idle or (self.preparer is not None and self.preparer.has_work)
 
     def submit(self, tasks: Iterable[ProposeTask]) -> None:
         """Queue blocks; those of one session are served one after another."""
         tasks = list(tasks)
         if self.preparer is not None:
             for task in tasks:
-                self.preparer.note_arrival(task.arrived)
+                if not task.is_notice:
+                    self.preparer.note_arrival(task.arrived)
         super().submit(tasks)
 
-    def hurry(self) -> None:
-        """Blocks are about to be submitted: a forward ahead no longer gives way to everybody."""
-        if self.preparer is not None:
+    def hurry(self, tasks: Iterable[ProposeTask]) -> None:
+        """A forward ahead no longer gives way to everybody when somebody waits for one of `tasks`."""
+        if self.preparer is not None and not all(task.is_notice for task in tasks):
             self.preparer.hurry()
 
     def step(self) -> list[tuple[ProposeTask, Reply]]:
         """Do one forward for as many blocks as fit, or one ahead when there are none; return the answers."""
-        if self.preparer is not None and not super().has_work:
+        if self.preparer is not None and self.is_idle:
             return [
                 (prepared.task, Reply(0, prepared.task.session_id, prepared))
                 for prepared in self.preparer.step()

@@ -8,6 +8,7 @@ thread-safe: one thread owns an engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -139,8 +140,14 @@ class Engine:
             check_deterministic(engine)
         return engine
 
-    def step(self, feeds: Sequence[Feed]) -> list[Tensor]:
+    def step(
+        self, feeds: Sequence[Feed], within: AbstractContextManager[object] | None = None
+    ) -> list[Tensor]:
         """Run one forward over all feeds.
+
+        Args:
+            feeds: What each session feeds.
+            within: Entered for the model's forward alone.
 
         Returns:
             For each feed its logits [num_logits, vocab_size] in float32.
@@ -153,7 +160,7 @@ class Engine:
         if not feeds:
             return []
         batch = self._plan(feeds)
-        logits = self._run(batch)
+        logits = self._run(batch, within or nullcontext())
         self._commit(feeds, batch)
         if len(feeds) == 1:
             return [logits]
@@ -236,8 +243,8 @@ class Engine:
     def close(self) -> None:
         """End what the engine started beside this process: nothing, but for a parallel one."""
 
-    def _run(self, batch: Batch) -> Tensor:
-        with torch.inference_mode():
+    def _run(self, batch: Batch, within: AbstractContextManager[object]) -> Tensor:
+        with torch.inference_mode(), within:
             logits = self._runner.forward(batch)
         # Tensors born in inference mode cannot be written to outside of it; callers may want to.
         return logits.clone() if logits.is_inference() else logits

@@ -16,6 +16,7 @@ float32). A token that wins by less may be another one than on one device: a tie
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -94,7 +95,9 @@ class ParallelEngine(Engine):
         engine._pending = []
         return engine
 
-    def step(self, feeds: Sequence[Feed]) -> list[Tensor]:
+    def step(
+        self, feeds: Sequence[Feed], within: AbstractContextManager[object] | None = None
+    ) -> list[Tensor]:
         """Run one forward on all ranks, see `Engine.step`.
 
         Raises:
@@ -104,7 +107,7 @@ class ParallelEngine(Engine):
             # A step that is refused is told too: it counts for which session was used last.
             self._ranks.send((self._pending, list(feeds)))
             self._pending = []
-        return super().step(feeds)
+        return super().step(feeds, within)
 
     def truncate(self, session_id: str, length: int) -> None:
         """See `Engine.truncate`."""
@@ -142,9 +145,9 @@ class ParallelEngine(Engine):
         if self._pending is not None:
             self._pending.append((method.__name__, arguments))
 
-    def _run(self, batch: Batch) -> Tensor:
+    def _run(self, batch: Batch, within: AbstractContextManager[object]) -> Tensor:
         try:
-            return super()._run(batch)
+            return super()._run(batch, within)
         except Exception as error:
             if self._pending is None:
                 raise
