@@ -6,6 +6,7 @@
     ├── UnauthenticatedError      no valid API key
     ├── ResourceExhaustedError    over a limit; `retry_after_s` says when to come back
     ├── FailedPreconditionError   a stale epoch, or a request that the session's state forbids
+    │   └── ModelChangedError     the session is the text of a target model that is not served any more
     ├── DeadlineExceededError     it took longer than the caller allowed
     ├── UnavailableError          a worker or the cluster cannot be reached; retrying may help
     ├── CancelledError            the caller cancelled
@@ -16,6 +17,7 @@ Each class carries its gRPC status code and HTTP status; servers and clients map
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import grpc
@@ -27,6 +29,7 @@ __all__ = [
     "GammarayError",
     "InternalError",
     "InvalidArgumentError",
+    "ModelChangedError",
     "NotFoundError",
     "ResourceExhaustedError",
     "UnauthenticatedError",
@@ -90,6 +93,23 @@ class FailedPreconditionError(GammarayError):
 
     status = grpc.StatusCode.FAILED_PRECONDITION
     http_status = 409
+
+
+class ModelChangedError(FailedPreconditionError):
+    """The session is the text of a target model that is not served (any more); begin another session.
+
+    Attributes:
+        session_id: The session.
+        began: Identity of the model it was begun with.
+        serving: Identities of those that would have gone on; an empty one is not known.
+    """
+
+    def __init__(self, session_id: str, began: str, serving: Iterable[str]) -> None:
+        self.session_id, self.began, self.serving = session_id, began, tuple(serving)
+        others = ", ".join(identity or "one that is not known" for identity in self.serving)
+        super().__init__(
+            f"session {session_id} was begun with the target model {began} and cannot go on with {others}"
+        )
 
 
 class DeadlineExceededError(GammarayError):

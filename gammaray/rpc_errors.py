@@ -1,7 +1,8 @@
 """Between gammaray's errors and gRPC statuses with google.rpc details: both directions, the only place.
 
 A status carries at most one detail: BadRequest for InvalidArgumentError (the field, what was got, what is
-allowed) and RetryInfo for ResourceExhaustedError (when to come back).
+allowed), RetryInfo for ResourceExhaustedError (when to come back), and PreconditionFailure for
+ModelChangedError (one violation per model that would have gone on).
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
-from gammaray.errors import GammarayError, InvalidArgumentError, ResourceExhaustedError, error_class
+from gammaray.errors import (
+    GammarayError,
+    InvalidArgumentError,
+    ModelChangedError,
+    ResourceExhaustedError,
+    error_class,
+)
 
 __all__ = [
     "DETAILS_KEY",
@@ -32,6 +39,12 @@ DETAILS_KEY = "grpc-status-details-bin"
 
 MAX_MESSAGE_BYTES = 1000
 """Of a message in UTF-8: it is sent twice, in text (three bytes for one) and in the status details."""
+
+MODEL_CHANGED = "MODEL_CHANGED"
+"""Type of a violation: the session's model, a space, and another one that is served."""
+
+MAX_VIOLATIONS = 4
+"""Of one status: they travel in headers, which are bounded."""
 
 _Detail = TypeVar("_Detail", bound=Message)
 
@@ -52,6 +65,14 @@ def error_to_status(error: GammarayError) -> status_pb2.Status:
         delay = Duration()
         delay.FromNanoseconds(round(error.retry_after_s * 1e9))
         _attach(status, error_details_pb2.RetryInfo(retry_delay=delay))
+    elif isinstance(error, ModelChangedError):
+        violations = [
+            error_details_pb2.PreconditionFailure.Violation(
+                type=MODEL_CHANGED, subject=error.session_id, description=f"{error.began} {serving}"
+            )
+            for serving in error.serving[:MAX_VIOLATIONS]
+        ]
+        _attach(status, error_details_pb2.PreconditionFailure(violations=violations))
     return status
 
 
@@ -72,6 +93,10 @@ def error_from_status(status: status_pb2.Status) -> GammarayError:
         info = _detail(status, error_details_pb2.RetryInfo)
         if info is not None and info.HasField("retry_delay"):
             return ResourceExhaustedError(message, info.retry_delay.ToNanoseconds() / 1e9)
+    if code is grpc.StatusCode.FAILED_PRECONDITION:
+        failure = _detail(status, error_details_pb2.PreconditionFailure)
+        if failure is not None and any(v.type == MODEL_CHANGED for v in failure.violations):
+            return _model_changed(failure)
     cls = error_class(code)
     # The base class stands for several codes, so it names the one it got.
     return cls(message) if cls is not GammarayError else cls(f"{code.name}: {message}")
@@ -128,6 +153,12 @@ def _invalid_argument(status: status_pb2.Status, message: str) -> InvalidArgumen
     if match := _VIOLATION.search(violation.description):
         return InvalidArgumentError(violation.field, match["got"], match["allowed"])
     return InvalidArgumentError(violation.field, violation.description or message, "see the message")
+
+
+def _model_changed(failure: error_details_pb2.PreconditionFailure) -> ModelChangedError:
+    found = [violation for violation in failure.violations if violation.type == MODEL_CHANGED]
+    pairs = [violation.description.partition(" ") for violation in found]
+    return ModelChangedError(found[0].subject, pairs[0][0], [serving for _, _, serving in pairs])
 
 
 def _attach(status: status_pb2.Status, detail: Message) -> None:

@@ -12,6 +12,7 @@ from gammaray.types import Proposal
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.cycle import TokenLogprobs, Verdict, VerifyTiming
+from orchestrator.identity import TargetLink, identity_of, of_identity, why_nobody
 from orchestrator.links import WorkerLink
 from orchestrator.remote import Remote
 from orchestrator.session import Session
@@ -44,22 +45,30 @@ class RemoteVerifier(Remote[target_pb.VerifyBlock, target_pb.VerifyResult]):
         super().__init__(pool, spec)
         self._timeout_s, self._wait_s = timeout_s, wait_s
         self._proposal = Proposal()
+        self._identity = ""
+
+    def prefer(self, session: Session, address: str) -> None:
+        """Use the worker at an address if it can be used, and is of the session's model."""
+        link = self._pool.links.get(address)
+        if link is not None and of_identity(session.model_identity)(link):
+            super().prefer(session, address)
 
     async def verify(self, session: Session, proposal: Proposal) -> Verdict:
         """Return the target's verdict.
 
         Raises:
             UnavailableError: No target worker in time, or they keep dying.
+            ModelChangedError: Those that are there are of other models than the session's.
             GammarayError: What the worker answered.
         """
         self._proposal = proposal
         deadline: float | None = None
         while True:
-            link = self._link
-            if link is None or not link.is_up or link.is_draining:
-                left_s = self._wait_s if deadline is None else max(0.0, deadline - time.monotonic())
-                link = await self._pool.wait(session.left_s(left_s))
+            left_s = self._wait_s if deadline is None else max(0.0, deadline - time.monotonic())
+            link = await self._choose(session, left_s)
             self._attach(session, link)
+            # The worker itself compares it: another process may have come to its address just now.
+            self._identity = session.model_identity or identity_of(link)
             start = time.monotonic()
             try:
                 result = await self._ask(session, link, self._timeout_s)
@@ -74,7 +83,25 @@ class RemoteVerifier(Remote[target_pb.VerifyBlock, target_pb.VerifyResult]):
             link.backoff.succeeded()
             # The worker's cache holds the accepted tokens; its own last token was never fed.
             self._num_known = self._base_position + len(result.verdict.accepted_path)
-            return self._verdict(session, link, result)
+            verdict = self._verdict(session, link, result)
+            session.model_identity = self._identity
+            return verdict
+
+    async def _choose(self, session: Session, timeout_s: float) -> TargetLink:
+        """Return the worker in use, or another one of the session's model."""
+        suits = of_identity(session.model_identity)
+        link = self._link
+        if link is not None and link.is_up and not link.is_draining and suits(link):
+            return link
+        try:
+            return await self._pool.wait(session.left_s(timeout_s), suits)
+        except UnavailableError as error:
+            raise why_nobody(self._pool, session.session_id, session.model_identity, error) from None
+
+    def _fill(self, session: Session, block: target_pb.VerifyBlock) -> None:
+        super()._fill(session, block)
+        if block.HasField("spec"):
+            block.spec.model_identity = self._identity
 
     def _verdict(
         self,
@@ -113,7 +140,7 @@ class RemoteVerifier(Remote[target_pb.VerifyBlock, target_pb.VerifyResult]):
             self._detach(session)
         if isinstance(error, DeadlineExceededError):
             link.backoff.failed(lost_s)
-            if self._pool.pick() is None:
+            if self._pool.pick(of_identity(session.model_identity)) is None:
                 raise error
 
     def _block(self, session: Session) -> target_pb.VerifyBlock:

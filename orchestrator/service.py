@@ -27,6 +27,7 @@ from orchestrator.drafting import Drafting
 from orchestrator.fencing import FencedVerifier
 from orchestrator.fleet import Fleet
 from orchestrator.heritage import Heritage
+from orchestrator.identity import check_served
 from orchestrator.ladder import Ladder
 from orchestrator.leases import Keeper
 from orchestrator.meter import OrchestratorMeter, metered
@@ -81,7 +82,6 @@ class Orchestrator:
         records = RedisTraceStore(redis, settings.session_ttl_s)
         self.meter = OrchestratorMeter()
         self.tracing = Tracing(Telemetry("orchestrator"), records, self.model_name)
-        self._opener = Opener(self._store, tokenizer)
         self._tasks: set[asyncio.Task[None]] = set()
         self._fleet = Fleet(
             RedisRegistry(redis),
@@ -90,6 +90,7 @@ class Orchestrator:
             draft_addresses=settings.draft_addresses,
             tls=tls_files(settings),
         )
+        self._opener = Opener(self._store, tokenizer, self._check_model)
         self._drafting = Drafting(settings, self._fleet.drafts, tokenizer.vocab_size)
         self._board = StatusBoard(self.meter, self._admission, self._fleet, redis, self.model_name)
         self._keeper = Keeper(self._store, self._fleet.release)
@@ -129,6 +130,7 @@ class Orchestrator:
             InvalidArgumentError: Names the field that is wrong.
             ResourceExhaustedError: Too many requests run and wait; says when to come back.
             FailedPreconditionError: A session of this name exists.
+            ModelChangedError: The session's target model is not served any more.
             UnavailableError: No target worker or no Redis.
             DeadlineExceededError: A verification took too long.
         """
@@ -241,6 +243,11 @@ class Orchestrator:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.tracing.shutdown()
         await self._redis.aclose()
+
+    async def _check_model(self, session_id: str, identity: str, left_s: float) -> None:
+        if identity:
+            wait_s = max(0.0, min(left_s, self._settings.worker_wait_s))
+            await check_served(self._fleet.targets, session_id, identity, wait_s)
 
     def _fit_context(self) -> None:
         """Workers may be set to less context than the model has."""

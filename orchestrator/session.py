@@ -55,6 +55,7 @@ class Session:
         state: What an heir should know, to be stored with the next commit.
         deadline: `time.monotonic()` past which nobody waits for the completion.
         calls: Where to note what workers are asked; None for nowhere.
+        model_identity: Of the target whose tokens these are, see `orchestrator.identity`; "" for any yet.
     """
 
     session_id: str
@@ -73,6 +74,7 @@ class Session:
     state: bytes = field(init=False, default=b"")
     deadline: float = field(init=False, default=math.inf)
     calls: CallLog | None = field(init=False, default=None)
+    model_identity: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt)

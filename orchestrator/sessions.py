@@ -6,11 +6,12 @@ owners never commit both, as the store knows one epoch. Leases only tell which s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from gammaray.convert import request_from_proto, request_to_proto
-from gammaray.errors import FailedPreconditionError, InternalError, NotFoundError
+from gammaray.errors import FailedPreconditionError, InternalError, ModelChangedError, NotFoundError
 from gammaray.types import Chunk, FinishReason, GenerationRequest
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.access import ANONYMOUS, Caller
@@ -30,6 +31,9 @@ REPLAY_TOKENS = 64
 
 OPEN_TRIES = 3
 """Looks at the store before the state of a session is taken for what it is: others may change it."""
+
+
+CheckModel = Callable[[str, str, float], Awaitable[None]]
 
 
 @dataclass
@@ -89,10 +93,12 @@ class Opener:
     Args:
         store: Where they are kept.
         tokenizer: The target's.
+        check_model: Raises ModelChangedError when only target workers of other models than a session's are
+            there; takes its name, the identity of its model, and how long to wait for another (s, at most).
     """
 
-    def __init__(self, store: RedisStore, tokenizer: Tokenizer) -> None:
-        self._store, self._tokenizer = store, tokenizer
+    def __init__(self, store: RedisStore, tokenizer: Tokenizer, check_model: CheckModel) -> None:
+        self._store, self._tokenizer, self._check_model = store, tokenizer, check_model
 
     async def open(self, request: GenerationRequest, max_context: int, caller: Caller = ANONYMOUS) -> Opened:
         """Return the session that a checked request is about, owned by this process unless it has ended.
@@ -101,6 +107,7 @@ class Opener:
             InvalidArgumentError: The prompt has no token, or leaves no room in the context.
             NotFoundError: There is no such session (any more).
             FailedPreconditionError: It is not in the state that the request is about.
+            ModelChangedError: Its tokens are of a target model that is not served any more.
             UnavailableError: Redis cannot be reached.
         """
         if request.turn == 0 and request.resume_from is None:
@@ -109,6 +116,8 @@ class Opener:
         for attempt in range(OPEN_TRIES):
             try:
                 return await self._go_on(name, request, max_context, caller)
+            except ModelChangedError:
+                raise
             except FailedPreconditionError:
                 if attempt == OPEN_TRIES - 1:
                     raise
@@ -122,6 +131,9 @@ class Opener:
             if request.turn == 0 and request.resume_from == 0 and request.prompt:
                 return await self._begin(request, max_context, caller)
             raise
+        if stored.turn != request.turn or stored.finish_reason is None:  # else nothing is left to be computed
+            left_s = caller.deadline - time.monotonic()
+            await self._check_model(request.session_id, stored.model_identity, left_s)
         if stored.turn == request.turn:
             return await self._resume(request, stored)
         has_not_begun = request.resume_from in (None, 0) and request.prompt
@@ -144,6 +156,7 @@ class Opener:
         session = await open_session(
             request, self._tokenizer, max_context, caller, before=before, seed=stored.seed
         )
+        session.model_identity = stored.model_identity
         await self._store.next_turn(session, _serialised(request, session), stored)
         left = Heritage.from_bytes(stored.state)  # the counts of the turn before are its own
         heritage = Heritage(acceptance=left.acceptance, target=left.target, draft=left.draft)
@@ -172,7 +185,7 @@ class Opener:
         heritage = Heritage.from_bytes(stored.state)
         heritage.counters.catch_up(stored.origins)
         session = make_session(stored.session_id, began, stored.prompt, stored.max_tokens, self._tokenizer)
-        session.epoch = stored.epoch
+        session.epoch, session.model_identity = stored.epoch, stored.model_identity
         return Opened(
             session,
             began,

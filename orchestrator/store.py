@@ -5,7 +5,8 @@ Per session two keys, which expire together; `{id}` keeps them on one node of a 
 * `gammaray:session:{id}` (hash): `request` (a serialised GenerateRequest), `prompt` (token ids, uint32 each),
   `seed`, `max_tokens` and `num_top` of the current `turn`; `epoch`, the fencing number of its owner; `lease`,
   the time (ms) until which the owner is taken to be alive, absent when there is none; `size`, the bytes of
-  the tokens; `state`, what an heir should know (`orchestrator.heritage`); `finish_reason` once it has ended.
+  the tokens; `state`, what an heir should know (`orchestrator.heritage`); `model_identity` of the target that
+  emitted them, from the first commit on (`orchestrator.identity`); `finish_reason` once it has ended.
 * `gammaray:session:{id}:tokens` (string, append-only): the turn's emitted tokens, see `orchestrator.records`.
 
 A deleted one leaves its epoch for a while, from which on those of a new one of the same name count: an owner
@@ -22,7 +23,13 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from gammaray.errors import CancelledError, FailedPreconditionError, InternalError, NotFoundError
+from gammaray.errors import (
+    CancelledError,
+    FailedPreconditionError,
+    InternalError,
+    ModelChangedError,
+    NotFoundError,
+)
 from gammaray.types import TokenOrigin
 from orchestrator import store_scripts as scripts
 from orchestrator.cycle import TokenLogprobs
@@ -101,6 +108,7 @@ class RedisStore:
 
         Raises:
             FailedPreconditionError: Another owner, or other tokens than those stored before.
+            ModelChangedError: The tokens stored before are another target model's.
             CancelledError: The turn was cancelled.
             NotFoundError: The session was deleted or has expired.
             InternalError: Redis lost tokens.
@@ -111,11 +119,15 @@ class RedisStore:
         reason = session.finish_reason.value if session.finish_reason else ""
         offset = (session.num_emitted - len(token_ids)) * records.size
         state, session.state = session.state, b""
-        args = [session.epoch, offset, data, self._ttl_s, reason, state]
+        args = [session.epoch, offset, data, self._ttl_s, reason, state, session.model_identity]
         return self._append(session.session_id, args, session.num_emitted - len(token_ids))
 
     async def _append(self, session_id: str, args: list[Any], start: int) -> None:
-        _checked(int(await answer(self._commit.call(keys_of(session_id), args))), session_id, start)
+        result = int(await answer(self._commit.call(keys_of(session_id), args)))
+        if result == scripts.OTHER_MODEL:
+            began = (await self.read(session_id)).model_identity
+            raise ModelChangedError(session_id, began, args[-1:])
+        _checked(result, session_id, start)
 
     async def renew(self, session: Session) -> None:
         """Tell that the owner still works on the session.

@@ -4,7 +4,7 @@ KEYS[1] is the session's hash, KEYS[2] its tokens. `epoch` fences: who names ano
 is no owner (any more). Clocks decide nothing but when a lease or a key runs out, and are Redis's own.
 
 What commits, renewals and detaching answer when they do nothing: -1 no session, -2 another owner, -3 wrong
-offset, -4 cancelled, -5 tokens are missing.
+offset, -4 cancelled, -5 tokens are missing, -6 tokens of another model.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ __all__ = [
     "GONE",
     "LOST",
     "NEXT_TURN",
+    "OTHER_MODEL",
     "OTHER_OWNER",
     "REAP",
     "RENEW",
@@ -27,7 +28,7 @@ __all__ = [
     "WRONG_OFFSET",
 ]
 
-GONE, OTHER_OWNER, WRONG_OFFSET, CANCELLED, LOST = -1, -2, -3, -4, -5
+GONE, OTHER_OWNER, WRONG_OFFSET, CANCELLED, LOST, OTHER_MODEL = -1, -2, -3, -4, -5, -6
 
 _NOW = """
 local clock = redis.call('TIME')
@@ -35,7 +36,7 @@ local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 """
 
 _FENCE = """
-local head = redis.call('HMGET', KEYS[1], 'epoch', 'finish_reason', 'size')
+local head = redis.call('HMGET', KEYS[1], 'epoch', 'finish_reason', 'size', 'model_identity')
 if not head[1] then return -1 end
 if head[2] == 'cancelled' then return -4 end
 if tonumber(head[1]) ~= tonumber(ARGV[1]) then return -2 end
@@ -84,8 +85,9 @@ return redis.call('HINCRBY', KEYS[1], 'epoch', 1)
 """
 )
 
-# ARGV: epoch, offset (bytes), data, ttl (s), finish reason or '', state or ''. Answers the bytes stored. A
-# commit that is there already is answered as done: its first answer was lost on the way.
+# ARGV: epoch, offset (bytes), data, ttl (s), finish reason or '', state or '', identity of the target or ''.
+# Answers the bytes stored. A commit that is there already is answered as done: its first answer was lost on
+# the way. The first identity that is named stays the session's, in later turns too.
 COMMIT = (
     _FENCE
     + """
@@ -96,6 +98,7 @@ if length ~= offset then
   return replayed and length or -3
 end
 if head[2] then return -3 end
+if head[4] and head[4] ~= ARGV[7] then return -6 end
 length = redis.call('APPEND', KEYS[2], ARGV[3])
 local fields = {'size', length}
 if ARGV[5] ~= '' then
@@ -103,6 +106,9 @@ if ARGV[5] ~= '' then
   redis.call('HDEL', KEYS[1], 'lease')
 end
 if ARGV[6] ~= '' then fields[#fields + 1], fields[#fields + 2] = 'state', ARGV[6] end
+if not head[4] and ARGV[7] ~= '' then
+  fields[#fields + 1], fields[#fields + 2] = 'model_identity', ARGV[7]
+end
 redis.call('HSET', KEYS[1], unpack(fields))
 redis.call('EXPIRE', KEYS[1], ARGV[4])
 redis.call('EXPIRE', KEYS[2], ARGV[4])

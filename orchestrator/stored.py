@@ -29,6 +29,7 @@ class StoredSession:
         finish_reason: None while the turn is not finished.
         is_running: Whether an owner was alive of late.
         state: What the owner left for an heir.
+        model_identity: Of the target that emitted the tokens, in this turn or before; "" where unknown.
         created_ms: Unix time at which the session was begun.
         expires_ms: Milliseconds until the session expires.
         is_whole: Whether all tokens are there that were committed.
@@ -45,6 +46,7 @@ class StoredSession:
     finish_reason: FinishReason | None
     is_running: bool
     state: bytes
+    model_identity: str
     created_ms: int
     expires_ms: int
     is_whole: bool
@@ -78,6 +80,7 @@ def parse(
         finish_reason=FinishReason(reason.decode()) if reason is not None else None,
         is_running=reason is None and int(head.get(b"lease", 0)) > now_ms,
         state=head.get(b"state", b""),
+        model_identity=head.get(b"model_identity", b"").decode(),
         created_ms=int(head[b"created"]),
         expires_ms=max(0, expires_ms),
         is_whole=int(head[b"size"]) == len(data),

@@ -72,19 +72,23 @@ class WorkerPool(Generic[BlockT, ResultT]):
         links = [link for link in self.links.values() if link.is_usable and suits(link)]
         return min(links, key=lambda link: len(link.sessions), default=None)
 
-    def pick_any(self) -> WorkerLink[BlockT, ResultT] | None:
+    def pick_any(
+        self, suits: Callable[[WorkerLink[BlockT, ResultT]], bool] = lambda _: True
+    ) -> WorkerLink[BlockT, ResultT] | None:
         """Return the usable worker with the fewest sessions, else one that is late at present, or None."""
-        late = [link for link in self.links.values() if link.is_up and not link.is_draining]
-        return self.pick() or min(late, key=lambda link: len(link.sessions), default=None)
+        late = [link for link in self.links.values() if link.is_up and not link.is_draining and suits(link)]
+        return self.pick(suits) or min(late, key=lambda link: len(link.sessions), default=None)
 
-    async def wait(self, timeout_s: float) -> WorkerLink[BlockT, ResultT]:
-        """Return the worker of `pick_any`, as soon as there is one.
+    async def wait(
+        self, timeout_s: float, suits: Callable[[WorkerLink[BlockT, ResultT]], bool] = lambda _: True
+    ) -> WorkerLink[BlockT, ResultT]:
+        """Return the worker of `pick_any`, as soon as there is one that suits.
 
         Raises:
             UnavailableError: There was none within `timeout_s`, or the pool was closed.
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
-        while (link := self.pick_any()) is None:
+        while (link := self.pick_any(suits)) is None:
             if self._is_closed:
                 raise UnavailableError("the orchestrator is shutting down")
             left_s = deadline - asyncio.get_running_loop().time()

@@ -30,6 +30,7 @@ class Model:
         name: As it was named at start.
         vocab_sha256: Fingerprint of the tokenizer's vocabulary; empty without a tokenizer.
         metrics_address: host:port of the Prometheus endpoint; empty: none.
+        identity: Of a target's weights and arithmetic, see `services.identity`; empty: not known.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Model:
     max_context: int
     vocab_sha256: str
     metrics_address: str = ""
+    identity: str = ""
 
 
 def task_fields(block: Any, default_timeout_ms: int, deliver: Deliver) -> dict[str, Any]:

@@ -177,11 +177,21 @@ class Worker(ABC, Generic[SettingsT]):
             lean=settings.lean,
         )
 
+    def _identity(self, path: str, engine: Engine) -> str:
+        """Return what sessions are kept to: nothing, since only a target's tokens are the text."""
+        return ""
+
     def _load(self) -> Scheduler[Any]:
         disable_progress_bar()
         path = resolve_model(self.settings.model, self.role)
         engine = self._load_engine(path)
-        self._model = Model(self.settings.model, engine.vocab_size, engine.max_context, vocab_sha256(path))
+        self._model = Model(
+            self.settings.model,
+            engine.vocab_size,
+            engine.max_context,
+            vocab_sha256(path),
+            identity=self._identity(path, engine),
+        )
         scheduler = self._scheduler(engine)
         self._meter = scheduler.meter
         return scheduler

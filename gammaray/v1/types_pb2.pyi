@@ -339,10 +339,15 @@ class SessionSpec(_message.Message):
     VERIFICATION_FIELD_NUMBER: _builtins.int
     PROMPT_LENGTH_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MODEL_IDENTITY_FIELD_NUMBER: _builtins.int
     verification: Global___VerificationMethod.ValueType
     """Verification method for the whole session. Never UNSPECIFIED here."""
     prompt_length: _builtins.int
     """Number of leading tokens that are the prompt (frequency and presence penalties count only what follows)."""
+    model_identity: _builtins.str
+    """Identity of the target model whose tokens the session holds, see GetTargetInfoResponse. A target worker of
+    another identity refuses the block with FAILED_PRECONDITION; draft workers ignore it. Empty allows any.
+    """
     @_builtins.property
     def sampling(self) -> Global___SamplingParams:
         """Logits processing and noise key. The seed is always set here."""
@@ -358,10 +363,11 @@ class SessionSpec(_message.Message):
         verification: Global___VerificationMethod.ValueType = ...,
         prompt_length: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        model_identity: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "prompt_length", b"prompt_length", "sampling", b"sampling", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "model_identity", b"model_identity", "prompt_length", b"prompt_length", "sampling", b"sampling", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

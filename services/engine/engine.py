@@ -68,7 +68,7 @@ class Engine:
         max_context: Positions lie in [0, max_context).
         num_layers: Depth of the model.
         device: Where it runs; logits are returned there.
-        dtype: Type of its keys and values.
+        dtype: Type of its weights, keys and values.
     """
 
     def __init__(

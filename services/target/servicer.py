@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from gammaray import convert
-from gammaray.errors import InvalidArgumentError
+from gammaray.errors import InvalidArgumentError, ModelChangedError
 from gammaray.types import MAX_TOP_LOGPROBS
 from gammaray.v1 import target_service_pb2 as pb
 from gammaray.v1 import target_service_pb2_grpc
@@ -53,10 +53,13 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
         """Tell what the worker serves and how loaded it is."""
         async with guarded(context):
             info = await describe(self._model, self._streams.engine)
-        return pb.GetTargetInfoResponse(**info, is_draining=self._streams.is_leaving)
+        return pb.GetTargetInfoResponse(
+            **info, is_draining=self._streams.is_leaving, model_identity=self._model.identity
+        )
 
     def _parse(self, block: pb.VerifyBlock, deliver: Deliver) -> VerifyTask:
         model = self._model
+        _check_identity(block, model)
         num_top = block.num_top_logprobs if block.HasField("num_top_logprobs") else None
         if num_top is not None and num_top > MAX_TOP_LOGPROBS:
             raise InvalidArgumentError("num_top_logprobs", num_top, f"0 to {MAX_TOP_LOGPROBS}")
@@ -75,6 +78,17 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
                 "proposal", f"an end at {end}", f"at most {model.max_context} (context)"
             )
         return task
+
+
+def _check_identity(block: pb.VerifyBlock, model: Model) -> None:
+    """Refuse a session whose tokens are another model's; its owner may have taken us for a former process.
+
+    Raises:
+        ModelChangedError: They are.
+    """
+    wanted = block.spec.model_identity
+    if wanted and wanted != model.identity:
+        raise ModelChangedError(block.session_id, wanted, [model.identity])
 
 
 def _result(reply: Reply) -> pb.VerifyResult:

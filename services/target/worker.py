@@ -9,6 +9,7 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.v1 import target_service_pb2, target_service_pb2_grpc
 from services.engine.engine import Engine
 from services.engine.parallel import ParallelEngine
+from services.identity import model_identity
 from services.messages import Model
 from services.streams import Streams
 from services.target.scheduler import TargetScheduler
@@ -38,6 +39,14 @@ class TargetWorker(Worker[TargetSettings]):
             threads=settings.threads,
             cache_budget_bytes=settings.cache_budget_mb << 20,
             timeout_s=settings.rank_timeout_s,
+        )
+
+    def _identity(self, path: str, engine: Engine) -> str:
+        return model_identity(
+            path,
+            dtype=str(engine.dtype).removeprefix("torch."),
+            device=engine.device.type,
+            deterministic=self.settings.deterministic,
         )
 
     def _scheduler(self, engine: Engine) -> TargetScheduler:

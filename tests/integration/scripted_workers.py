@@ -42,7 +42,7 @@ class ScriptedWorker:
 
     Args:
         role: "target" or "draft".
-        vocab_size: What it says of its model; so with `sha` and `max_context`.
+        vocab_size: What it says of its model; so with `sha`, `max_context` and a target's `identity`.
 
     Attributes:
         on_block: Called with each block; returns a result, several, or None to stay silent.
@@ -53,7 +53,15 @@ class ScriptedWorker:
         released: Sessions that were released.
     """
 
-    def __init__(self, role: str, *, vocab_size: int = VOCAB, sha: str = "", max_context: int = 1000) -> None:
+    def __init__(
+        self,
+        role: str,
+        *,
+        vocab_size: int = VOCAB,
+        sha: str = "",
+        max_context: int = 1000,
+        identity: str = "",
+    ) -> None:
         self.role = role
         self.frames: list[Any] = []
         self.held: dict[str, list[int]] = {}
@@ -68,6 +76,7 @@ class ScriptedWorker:
         self.on_block: Callable[[Any], Any] = lambda block: self.work(block)
         self._info = {"model": role, "vocab_size": vocab_size, "max_context": max_context, "pid": 1}
         self._info["vocab_sha256"] = sha
+        self.identity = identity
         self._server: grpc.aio.Server | None = None
         self.address = ""
 
@@ -108,7 +117,7 @@ class ScriptedWorker:
 
     async def GetTargetInfo(self, request, context):
         await self.runs.wait()
-        return target_pb.GetTargetInfoResponse(**self._about())
+        return target_pb.GetTargetInfoResponse(**self._about(), model_identity=self.identity)
 
     async def GetDraftInfo(self, request, context):
         await self.runs.wait()

@@ -45,6 +45,7 @@ def test_all_is_frozen_and_sorted():
         "GenerationRequest",
         "InternalError",
         "InvalidArgumentError",
+        "ModelChangedError",
         "NotFoundError",
         "ProcessStatus",
         "ResourceExhaustedError",
@@ -79,7 +80,8 @@ def test_unknown_name_raises_attribute_error():
 
 
 def test_every_error_class_is_public():
-    classes = {cls.__name__ for cls in gammaray.GammarayError.__subclasses__()}
+    families = gammaray.GammarayError.__subclasses__()
+    classes = {cls.__name__ for family in families for cls in (family, *family.__subclasses__())}
     public = {name for name in gammaray.__all__ if name.endswith("Error")}
     ours = {cls for cls in classes if getattr(gammaray.errors, cls, None)}
     assert ours | {"GammarayError"} == public

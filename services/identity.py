@@ -1,0 +1,135 @@
+"""What a target worker is, apart from its name: a fingerprint of its weights and its arithmetic.
+
+Two workers of one identity emit the same tokens for the same session, but for ties in the last bits; workers
+of two identities do not, whatever their vocabularies. Sessions therefore stay with the one they began with.
+
+What it tells apart: any other configuration (widths, depth, rotary settings, ...), any other set of tensors
+(names, shapes, types), any training step or merge that moves whole tensors, and another type of arithmetic.
+What it does not: an edit of a few single weights inside a large tensor, of which only samples are read, so
+that the start of a large model costs megabytes of reading and not hundreds of gigabytes; devices, kernels
+and numbers of ranks, which differ by rounding (with `deterministic` the device counts too); code of the
+library that computes, whose versions are the operator's; and files that are replaced after they were loaded.
+It is no defence against a worker that lies: a target worker is believed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from huggingface_hub import try_to_load_from_cache
+
+__all__ = ["model_identity"]
+
+_log = logging.getLogger(__name__)
+
+WHOLE_BYTES = 64 << 10
+"""Tensors up to this size are read whole."""
+
+NUM_WINDOWS, WINDOW_BYTES = 8, 2048
+"""What is read of a larger one: windows at even distances, the first at its start, the last at its end."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""Of a safetensors file; the format's own bound."""
+
+# What a configuration says of where it came from, and of a type that the worker's settings decide.
+_NOT_THE_MODEL = frozenset({"transformers_version", "dtype", "torch_dtype"})
+
+# As transformers looks for them: the first kind that is there is loaded.
+_KINDS = ("model.safetensors", "pytorch_model.bin")
+
+
+def model_identity(model: str, *, dtype: str, device: str, deterministic: bool) -> str:
+    """Return `sha256/dtype`, with `/deterministic/device` behind it in that mode.
+
+    Args:
+        model: Directory, or the name of a model in the hub's cache; it has been loaded from there.
+        dtype: Type of its arithmetic, such as "float32".
+        device: Type of the device, such as "cpu".
+        deterministic: Whether logits do not depend on what else is in a step.
+
+    Returns:
+        The identity; empty, with a warning, where the files of the weights cannot be found or read.
+    """
+    try:
+        folder = _folder(model)
+        digest = hashlib.sha256(_config(folder))
+        for part in _weights(folder):
+            digest.update(part)
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        _log.warning("%s has no identity, sessions cannot be kept to its weights: %s", model, error)
+        return ""
+    how = f"{dtype}/deterministic/{device}" if deterministic else dtype
+    return f"{digest.hexdigest()}/{how}"
+
+
+def _folder(model: str) -> Path:
+    if Path(model).is_dir():
+        return Path(model)
+    found = try_to_load_from_cache(model, "config.json")
+    if not isinstance(found, str):
+        raise FileNotFoundError(f"{model} is not in the hub's cache")
+    return Path(found).parent
+
+
+def _config(folder: Path) -> bytes:
+    config = json.loads((folder / "config.json").read_text())
+    kept = {k: v for k, v in config.items() if k not in _NOT_THE_MODEL and not k.startswith("_")}
+    return json.dumps(kept, sort_keys=True).encode()
+
+
+def _weights(folder: Path) -> Iterator[bytes]:
+    """Yield what there is to digest; how tensors are spread over safetensors files does not count."""
+    files = [*_files(folder), *sorted(folder.glob("adapter_model*"))]
+    if not files:
+        raise FileNotFoundError(f"no weights in {folder}")
+    tensors = []
+    for file in files:
+        if file.suffix == ".safetensors":
+            tensors += [(name, file, *where) for name, *where in _tensors(file)]
+        else:
+            tensors.append((file.name, file, "", 0, file.stat().st_size))
+    for name, file, kind, start, size in sorted(tensors):
+        yield f"\n{name} {kind} {size}\n".encode()
+        with file.open("rb") as source:
+            yield from _samples(source, start, size)
+
+
+def _files(folder: Path) -> Iterable[Path]:
+    for name in _KINDS:
+        if (folder / name).is_file():
+            return [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            return [
+                folder / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            ]
+    return []
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, str, int, int]]:
+    """Yield each tensor's name, type with shape, place in a safetensors file, and size in bytes."""
+    with file.open("rb") as source:
+        (length,) = struct.unpack("<Q", source.read(8))
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(f"{file} is no safetensors file")
+        header = json.loads(source.read(length))
+    for name, entry in header.items():
+        if name != "__metadata__":
+            start, end = entry["data_offsets"]
+            yield name, f"{entry['dtype']} {entry['shape']}", 8 + length + start, end - start
+
+
+def _samples(source: BinaryIO, start: int, size: int) -> Iterator[bytes]:
+    if size <= WHOLE_BYTES:
+        source.seek(start)
+        yield source.read(size)
+        return
+    for window in range(NUM_WINDOWS):
+        source.seek(start + (size - WINDOW_BYTES) * window // (NUM_WINDOWS - 1))
+        yield source.read(WINDOW_BYTES)

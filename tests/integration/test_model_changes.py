@@ -1,0 +1,239 @@
+"""Sessions and target models: nobody goes on with a text that another model began."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+from engine_helpers import random_tokens, tiny_model
+from fleet_helpers import clients, emitted, fleet_of
+from redis_helpers import running_redis
+from resume_helpers import first_chunks, request_of, resumed, settled
+from scripted_workers import PROMPT, continuation, finish, make_session, scripted, until
+from service_helpers import complete, tokens_of
+from service_helpers import running as orchestrating
+from workers_helpers import running, spec_message, verify_block
+
+from gammaray.errors import FailedPreconditionError, ModelChangedError, UnavailableError
+from gammaray.types import FinishReason, TokenOrigin
+from orchestrator.redis_calls import connect
+from orchestrator.store import RedisStore
+from orchestrator.stored import keys_of
+
+pytestmark = pytest.mark.integration
+
+OLD, NEW = "a" * 64 + "/float32", "b" * 64 + "/float32"
+DEMO = {"vocab_size": 2048, "max_context": 1024}
+
+
+@pytest.fixture(scope="module")
+def redis_server():
+    with running_redis() as server:
+        yield server
+
+
+def stops_after(worker, count):
+    """Have a worker vanish instead of answering a block."""
+    seen = 0
+
+    def answer(block):
+        nonlocal seen
+        seen += 1
+        if seen <= count:
+            return worker.work(block)
+        worker.stopping = asyncio.create_task(worker.stop())
+        return None
+
+    worker.on_block = answer
+
+
+async def test_target_of_another_model_is_skipped_when_one_fails():
+    async with (
+        scripted("target", identity=OLD) as first,
+        scripted("target", identity=NEW) as foreign,
+        scripted("target", identity=OLD) as second,
+        fleet_of(first, foreign, second) as fleet,
+    ):
+        session = make_session(max_tokens=20)
+        drafter, verifier = clients(fleet, session)
+        verifier.prefer(session, first.address)
+        stops_after(first, 3)
+        fleet.targets.links[second.address].sessions |= {"x", "y"}  # least loaded is the foreign one
+        await finish(session, drafter, verifier, 0)
+        assert emitted(session) == continuation(PROMPT, 20)
+        assert foreign.blocks == []
+        assert second.blocks[0].spec.model_identity == OLD
+        assert session.model_identity == OLD
+
+
+async def test_target_of_another_model_alone_is_refused_with_both_names():
+    async with (
+        scripted("target", identity=OLD) as first,
+        scripted("target", identity=NEW) as foreign,
+        fleet_of(first, foreign) as fleet,
+    ):
+        session = make_session(max_tokens=20)
+        drafter, verifier = clients(fleet, session, wait_s=0.5)
+        verifier.prefer(session, first.address)
+        stops_after(first, 3)
+        with pytest.raises(ModelChangedError, match=f"{OLD} .* {NEW}") as caught:
+            await finish(session, drafter, verifier, 0)
+        assert (caught.value.began, caught.value.serving) == (OLD, (NEW,))
+        assert emitted(session) == continuation(PROMPT, 3)
+        assert foreign.blocks == []
+
+
+async def test_target_that_comes_back_as_another_model_is_not_fed():
+    async with scripted("target", identity=OLD) as target, fleet_of(target) as fleet:
+        session = make_session(max_tokens=20)
+        drafter, verifier = clients(fleet, session, wait_s=2.0)
+        stops_after(target, 3)
+        work = asyncio.create_task(finish(session, drafter, verifier, 0))
+        await until(lambda: not fleet.targets.links[target.address].is_up and hasattr(target, "stopping"))
+        await target.stopping
+        num_blocks, target.identity, target.on_block = len(target.blocks), NEW, target.work
+        await target.start()
+        with pytest.raises(ModelChangedError):
+            await asyncio.wait_for(work, 20)
+        assert len(target.blocks) == num_blocks
+
+
+async def test_session_without_tokens_takes_any_model():
+    async with (
+        scripted("target", identity=OLD) as first,
+        scripted("target", identity=NEW) as other,
+        fleet_of(first, other) as fleet,
+    ):
+        session = make_session(max_tokens=10)
+        drafter, verifier = clients(fleet, session)
+        verifier.prefer(session, first.address)
+        stops_after(first, 0)
+        await finish(session, drafter, verifier, 0)
+        assert session.model_identity == NEW
+
+
+async def test_session_of_a_model_waits_for_it_when_nobody_is_there():
+    async with scripted("target", identity=OLD) as target, fleet_of(target) as fleet:
+        session = make_session(max_tokens=20)
+        drafter, verifier = clients(fleet, session, wait_s=0.3)
+        stops_after(target, 1)
+        with pytest.raises(UnavailableError):
+            await finish(session, drafter, verifier, 0)
+
+
+async def test_worker_itself_refuses_the_session_of_another_model(tmp_path):
+    model = tiny_model("llama", tmp_path, seed=1)
+    prompt = random_tokens(12, seed=3)
+    async with running("target", model) as (link, _):
+        own = (await link.info()).model_identity
+        assert own.endswith("/float32")
+        for wanted in ("", own):
+            spec = spec_message()
+            spec.model_identity = wanted
+            assert (await link.ask(verify_block(prompt, spec=spec))).WhichOneof("outcome") == "verdict"
+        spec.model_identity = OLD
+        error = (await link.ask(verify_block(prompt, session_id="t", spec=spec))).error
+        assert error.code == FailedPreconditionError.status.value[0]
+        assert OLD in error.message
+        assert own in error.message
+    async with running("target", model, dtype="bfloat16") as (link, _):
+        assert (await link.info()).model_identity == own.replace("float32", "bfloat16")
+    async with running("target", tiny_model("llama", tmp_path, seed=2)) as (link, _):
+        assert (await link.info()).model_identity.split("/")[0] != own.split("/")[0]
+
+
+async def test_store_keeps_the_first_model_and_refuses_tokens_of_another(redis_server):
+    redis = connect(redis_server.url)
+    await redis.flushall()
+    store = RedisStore(redis, ttl_s=60)
+
+    async def commit(session, token, identity):
+        session.model_identity = identity
+        session.commit([token])
+        await store.append(session, [token], [TokenOrigin.BONUS])
+
+    session = make_session(max_tokens=9)
+    await store.create(session, b"")
+    assert (await store.read("s")).model_identity == ""
+    await commit(session, 4, "")  # a worker that does not say what it is
+    await commit(session, 5, OLD)
+    await commit(session, 6, OLD)
+    for other in (NEW, ""):
+        with pytest.raises(ModelChangedError, match=OLD):
+            await commit(session, 7, other)
+        del session.token_ids[-1]
+    stored = await store.read("s")
+    assert (stored.model_identity, stored.token_ids) == (OLD, (4, 5, 6))
+    await redis.aclose()
+
+
+async def test_resume_and_next_turn_after_the_target_was_exchanged(redis_server):
+    request, done = request_of(max_tokens=24), request_of(max_tokens=4)
+    async with scripted("target", identity=OLD, **DEMO) as old:
+        async with orchestrating(redis_server, old.address, "") as one:
+            whole = await complete(one, dataclasses.replace(request, session_id="whole"))
+            chunks = await first_chunks(one, request, 2)
+            finished = await complete(one, done)
+            await settled(one)
+        async with scripted("target", identity=NEW, **DEMO) as new:
+            settings = {"worker_wait_s": 0.3}
+            async with orchestrating(redis_server, new.address, "", **settings) as other:
+                follow = dataclasses.replace(done, prompt="\nmore", turn=1)
+                for refused in (resumed(request, chunks), follow, follow):
+                    with pytest.raises(ModelChangedError, match=f"{OLD} .* {NEW}") as caught:
+                        await complete(other, refused)
+                    assert caught.value.session_id == refused.session_id
+                assert new.blocks == []
+                # What is finished needs no model, and new sessions take the one that is there.
+                assert tokens_of(await complete(other, resumed(done, []))) == tokens_of(finished)
+                assert len(tokens_of(await complete(other, request_of(max_tokens=4)))) == 4
+        async with orchestrating(redis_server, old.address, "") as again:  # the old model comes back
+            chunks += await complete(again, resumed(request, chunks))
+            assert tokens_of(chunks) == tokens_of(whole)
+            turn = await complete(again, follow)
+            assert turn[-1].finish_reason is FinishReason.LENGTH
+            assert (await again._store.read(done.session_id)).model_identity == OLD
+
+
+async def test_resume_waits_for_a_worker_of_the_old_model(redis_server):
+    request = request_of(max_tokens=24)
+    async with (
+        scripted("target", identity=OLD, **DEMO) as old,
+        scripted("target", identity=NEW, **DEMO) as new,
+    ):
+        async with orchestrating(redis_server, old.address, "") as one:
+            chunks = await first_chunks(one, request, 2)
+            await settled(one)
+        await old.stop()
+        both = f"{old.address},{new.address}"
+        async with orchestrating(redis_server, both, "", worker_wait_s=10.0) as other:
+            rest = asyncio.create_task(complete(other, resumed(request, chunks)))
+            await asyncio.sleep(0.3)
+            assert not rest.done()
+            await old.start()
+            assert len(tokens_of(chunks + await rest)) == 24
+            assert new.blocks == []
+
+
+async def test_session_stored_without_a_model_takes_the_one_that_goes_on(redis_server):
+    request = request_of(max_tokens=24)
+    async with scripted("target", **DEMO) as unnamed:
+        async with orchestrating(redis_server, unnamed.address, "") as one:
+            chunks = await first_chunks(one, request, 2)
+            await settled(one)
+            head = await one._redis.hgetall(keys_of(request.session_id)[0])
+            assert b"model_identity" not in head
+    async with scripted("target", identity=NEW, **DEMO) as new:
+        async with orchestrating(redis_server, new.address, "") as other:
+            await complete(other, resumed(request, chunks))
+            assert (await other._store.read(request.session_id)).model_identity == NEW
+
+
+async def test_demo_pair_says_what_it_is(redis_server):
+    async with running("target", "demo") as (link, _):
+        info = await link.info()
+        async with orchestrating(redis_server, link.address, "") as one:
+            request = request_of(max_tokens=4)
+            await complete(one, request)
+            assert (await one._store.read(request.session_id)).model_identity == info.model_identity
