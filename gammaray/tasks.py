@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
-__all__ = ["end_tasks"]
+__all__ = ["END_S", "end_tasks"]
+
+_log = logging.getLogger(__name__)
 
 _AGAIN_S = 1.0
 
+END_S = 30.0
+"""How long tasks are waited for, in seconds: far longer than any that can be cancelled takes to end."""
 
-async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
+
+async def end_tasks(*tasks: asyncio.Task[Any], timeout_s: float = END_S) -> None:
     """Cancel tasks and wait until all are over; what they raise is dropped.
 
     Before Python 3.12 `asyncio.wait_for` swallows a cancellation that comes together with its result, so that
-    a loop around it goes on for ever. Therefore they are cancelled again until they end.
+    a loop around it goes on for ever. Therefore they are cancelled again until they end. Those that do not
+    end in time are logged as an error, by name, and left alone: a shutdown that goes on without them is
+    better than one that never ends.
+
+    Args:
+        tasks: Of the running event loop; those that are over already count as ended.
+        timeout_s: How long to wait for all of them together, in seconds.
     """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
     running = {task for task in tasks if not task.done()}
-    while running:
+    while running and (left_s := deadline - loop.time()) > 0:
         for task in running:
             task.cancel()
-        _, running = await asyncio.wait(running, timeout=_AGAIN_S)
-    await asyncio.gather(*tasks, return_exceptions=True)
+        _, running = await asyncio.wait(running, timeout=min(_AGAIN_S, left_s))
+    if running:
+        names = ", ".join(sorted(task.get_name() for task in running))
+        _log.error("tasks did not end within %g s of their cancellation: %s", timeout_s, names)
+    await asyncio.gather(*(task for task in tasks if task.done()), return_exceptions=True)

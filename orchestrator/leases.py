@@ -42,7 +42,10 @@ class Keeper:
     def start(self) -> None:
         """Begin to renew and to reap."""
         loops = ((self._renew_all, self._lease_s / 3), (self._reap_all, self._lease_s / 2))
-        self._loops = [asyncio.create_task(_repeat(work, period_s)) for work, period_s in loops]
+        self._loops = [
+            asyncio.create_task(_repeat(work, period_s), name=f"leases: {work.__name__}")
+            for work, period_s in loops
+        ]
 
     async def close(self) -> None:
         """Stop, after what was begun in the background."""

@@ -194,8 +194,12 @@ class WorkerLink(Generic[BlockT, ResultT]):
                 raise UnavailableError(f"the {self.role} worker at {self.address} is about to stop")
             call = self._protocol.open_stream(channel)
             tasks = [
-                asyncio.create_task(work)
-                for work in (self._write_frames(call), self._read_frames(call), self._watch(channel))
+                asyncio.create_task(work, name=f"{self.role} link {self.address}: {name}")
+                for name, work in (
+                    ("writer", self._write_frames(call)),
+                    ("reader", self._read_frames(call)),
+                    ("watch", self._watch(channel)),
+                )
             ]
             self._is_up = True
             self.backoff.succeeded()  # another process, or one that was held up and goes on

@@ -36,7 +36,8 @@ async def run_cycles(
         GammarayError: A cycle failed; those before it were yielded.
     """
     ahead = _Ahead(store)
-    running = asyncio.create_task(ahead.run(session, drafter, verifier, controller))
+    work = ahead.run(session, drafter, verifier, controller)
+    running = asyncio.create_task(work, name=f"cycles of session {session.session_id}")
     running.add_done_callback(ahead.end)
     try:
         while (cycle := await ahead.take()) is not None:

@@ -78,7 +78,7 @@ class Announcer:
     async def start(self) -> None:
         """Announce the worker now and from now on."""
         await self._refresh()
-        self._task = asyncio.create_task(self._keep_alive())
+        self._task = asyncio.create_task(self._keep_alive(), name="worker's registry entry")
 
     async def withdraw(self) -> None:
         """Delete the entry and stop announcing."""

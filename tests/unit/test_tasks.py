@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 
 from gammaray.tasks import end_tasks
 
@@ -38,3 +40,40 @@ async def test_end_tasks_drops_failures_and_takes_finished_ones():
     await end_tasks()
     assert failed.done()
     assert done.done()
+
+
+async def test_end_tasks_gives_up_on_those_that_never_end_and_names_them(caplog):
+    released = asyncio.Event()
+
+    async def deaf() -> None:
+        while not released.is_set():
+            try:
+                await asyncio.sleep(30)
+            except asyncio.CancelledError:
+                pass
+
+    async def willing() -> None:
+        await asyncio.sleep(30)
+
+    tasks = [asyncio.create_task(deaf(), name=name) for name in ("reader 7", "link 3")]
+    good = asyncio.create_task(willing(), name="willing")
+    await asyncio.sleep(0)
+    start = time.monotonic()
+    with caplog.at_level(logging.ERROR, logger="gammaray.tasks"):
+        await asyncio.wait_for(end_tasks(*tasks, good, timeout_s=0.2), 5)
+    assert 0.15 < time.monotonic() - start < 3
+    assert good.cancelled()
+    assert not any(task.done() for task in tasks)
+    (record,) = caplog.records
+    assert "within 0.2 s" in record.message
+    assert record.message.endswith(": link 3, reader 7")
+    released.set()
+    await end_tasks(*tasks)
+    assert all(task.done() for task in tasks)
+
+
+async def test_end_tasks_that_end_in_time_log_nothing(caplog):
+    task = asyncio.create_task(asyncio.sleep(30))
+    await end_tasks(task)
+    assert task.cancelled()
+    assert caplog.records == []
