@@ -8,6 +8,10 @@ from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.v1 import generation_service_pb2 as gen
 from gammaray.v1 import types_pb2 as pb
 
+MAX_SUPPORT = 4096
+"""Tokens of one draft distribution, as many as a drafter may be set to: 64 of them stay below the largest
+frame that a target worker takes, so that no drafter can break the stream of all sessions."""
+
 _METHODS = {
     t.VerificationMethod.COUPLED: pb.VERIFICATION_METHOD_COUPLED,
     t.VerificationMethod.REJECTION: pb.VERIFICATION_METHOD_REJECTION,
@@ -108,6 +112,8 @@ def _distribution(message: pb.SparseDistribution, vocab_size: int) -> t.SparseDi
     ids, weights, bits = tuple(message.token_ids), tuple(message.weights), message.weight_bits
     if not 1 <= bits <= 24:
         raise InvalidArgumentError(f"{name}.weight_bits", bits, "1 to 24")
+    if len(ids) > MAX_SUPPORT:
+        raise InvalidArgumentError(f"{name}.token_ids", f"{len(ids)} ids", f"at most {MAX_SUPPORT}")
     if len(ids) != len(weights) or len(set(ids)) != len(ids) or any(i >= vocab_size for i in ids):
         raise InvalidArgumentError(
             f"{name}.token_ids", f"{len(ids)} ids", f"distinct ids below {vocab_size}, one per weight"

@@ -6,14 +6,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gammaray.convert import proposal_from_proto
-from gammaray.types import Proposal
+from gammaray.errors import GammarayError, InvalidArgumentError
+from gammaray.types import MAX_GAMMA, MAX_NODES, Proposal
 from gammaray.v1 import draft_service_pb2 as draft_pb
+from gammaray.v1 import types_pb2 as pb
 from orchestrator.cycle import Shape
 
 __all__ = ["PreparedProposals"]
 
 MAX_KEPT = 32
 """Outcomes kept per cycle: more than a worker prepares, less than one that is broken could send."""
+
+MAX_SEEN = 4 * MAX_KEPT
+"""Proposals for one cycle, from which on the worker is broken."""
+
+MAX_KEPT_BYTES = 2**20
+"""Of all that is kept per cycle; what would exceed it is asked for again when it is wanted."""
+
+NOTHING = -1
+"""A base position that no message can name."""
 
 
 class PreparedProposals:
@@ -28,19 +39,61 @@ class PreparedProposals:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._epoch = self._base_position = 0
-        self._by_outcome: dict[tuple[int, ...], draft_pb.AheadProposal] = {}
+        self._epoch, self._base_position = 0, NOTHING
+        self._by_outcome: dict[tuple[int, ...], bytes] = {}
+        self._num_seen = self._num_bytes = 0
+        self._offence: GammarayError | None = None
 
     def expect(self, epoch: int, base_position: int) -> None:
         """Drop all, and take from now on what is for outcomes of the cycle at this position."""
         self._epoch, self._base_position = epoch, base_position
+        self._num_seen = self._num_bytes = 0
+        self._offence = None
         self._by_outcome.clear()
 
+    def expect_nothing(self) -> None:
+        """Drop all, and whatever comes until something is expected again."""
+        self.expect(0, NOTHING)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is kept, outcomes included."""
+        return self._num_bytes
+
     def put(self, message: draft_pb.AheadProposal) -> None:
-        """Keep a proposal, if it is for the cycle under way."""
-        is_current = message.epoch == self._epoch and message.base_position == self._base_position
-        if is_current and len(self._by_outcome) < MAX_KEPT:
-            self._by_outcome[tuple(message.token_ids)] = message
+        """Keep a proposal, if it is for the cycle under way.
+
+        One that no good worker sends makes `take` fail, so that the worker is left.
+        """
+        if message.epoch != self._epoch or message.base_position != self._base_position:
+            return
+        self._num_seen += 1
+        if self._offence is None:
+            self._offence = self._judge(message)
+            if self._offence is not None:
+                self._by_outcome.clear()
+                self._num_bytes = 0
+        # A message is a part of its frame, and would keep all of that in memory.
+        size = message.ByteSize()
+        is_room = len(self._by_outcome) < MAX_KEPT and self._num_bytes + size <= MAX_KEPT_BYTES
+        outcome = tuple(message.token_ids) if self._offence is None and is_room else ()
+        if outcome and outcome not in self._by_outcome:
+            self._by_outcome[outcome] = message.proposal.SerializeToString()
+            self._num_bytes += size
+
+    def _judge(self, message: draft_pb.AheadProposal) -> GammarayError | None:
+        """Return what is wrong with the number or the measures of what came."""
+        if self._num_seen > MAX_SEEN:
+            return InvalidArgumentError("ahead", f"more than {MAX_SEEN} for one cycle", f"up to {MAX_SEEN}")
+        # An outcome is what a cycle emits: the deepest path and the target's own token.
+        if not 1 <= len(message.token_ids) <= MAX_GAMMA + 1:
+            return InvalidArgumentError(
+                "ahead.token_ids", f"{len(message.token_ids)} ids", f"1 to {MAX_GAMMA + 1}"
+            )
+        if len(message.proposal.token_ids) > MAX_NODES:
+            num_nodes = len(message.proposal.token_ids)
+            return InvalidArgumentError("ahead.proposal", f"{num_nodes} nodes", f"at most {MAX_NODES}")
+        return None
 
     def take(self, token_ids: Sequence[int], shape: Shape) -> Proposal | None:
         """Return the proposal for an outcome, None when there is none that fits.
@@ -53,14 +106,16 @@ class PreparedProposals:
             shape: What the next proposal may look like.
 
         Raises:
-            GammarayError: The proposal is malformed.
+            GammarayError: The proposal is malformed, or something else that came for this cycle was.
         """
-        if len(token_ids) <= self._base_position:
+        if self._offence is not None:
+            raise self._offence
+        if self._base_position == NOTHING or len(token_ids) <= self._base_position:
             return None
-        message = self._by_outcome.get(tuple(token_ids[self._base_position :]))
-        if message is None:
+        data = self._by_outcome.get(tuple(token_ids[self._base_position :]))
+        if data is None:
             return None
-        proposal = proposal_from_proto(message.proposal, self._vocab_size)
+        proposal = proposal_from_proto(pb.Proposal.FromString(data), self._vocab_size)
         if proposal.parents is None:
             return _cut(proposal, shape.depth)
         fits = proposal.depth <= shape.depth and len(proposal) <= max(shape.depth, shape.max_nodes)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from enum import Enum
 
 from gammaray.convert import proposal_from_proto
-from gammaray.errors import DeadlineExceededError, GammarayError, UnavailableError
+from gammaray.errors import DeadlineExceededError, GammarayError, InternalError, UnavailableError
 from gammaray.types import Proposal
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
@@ -103,8 +103,18 @@ class RemoteDrafter(Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
         return await self._draft(session, self._link, shape, self._link.patience.wait_s(self._timeout_s))
 
     def _take_prepared(self, session: Session, link: _DraftLink, shape: Shape) -> Proposal | None:
-        """Return what the worker sent for this very outcome, and tell it so."""
-        proposal = self._prepared.take(session.token_ids, shape)
+        """Return what the worker sent for this very outcome, and tell it so.
+
+        Raises:
+            GammarayError: What it sent makes no sense: it is left, as one that answers so.
+        """
+        try:
+            proposal = self._prepared.take(session.token_ids, shape)
+        except GammarayError as error:
+            self._prepared.expect_nothing()
+            self._note_failure(session, link, error, 0.0)
+            self.release(session)
+            raise
         if proposal is None:
             return None
         self._shape = shape
@@ -121,7 +131,7 @@ class RemoteDrafter(Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
     def _attach(self, session: Session, link: _DraftLink) -> None:
         if link is not self._link:
             super()._attach(session, link)
-            self._prepared.expect(session.epoch, 0)
+            self._prepared.expect_nothing()
             link.listeners[session.session_id] = self._prepared.put
 
     def _detach(self, session: Session) -> None:
@@ -166,6 +176,7 @@ class RemoteDrafter(Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
         try:
             result = await self._ask(session, link, timeout_s)
             proposal = proposal_from_proto(result.proposal, self._vocab_size)
+            _check_shape(proposal, self._shape)
         except GammarayError as error:
             self._note_failure(session, link, error, time.monotonic() - start)
             raise
@@ -193,4 +204,12 @@ class RemoteDrafter(Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
             max_nodes=self._shape.max_nodes,
             stop_threshold=self._shape.stop_threshold,
             wants_ahead=True,
+        )
+
+
+def _check_shape(proposal: Proposal, shape: Shape) -> None:
+    # The cycle refuses it, too, but then no worker is blamed and the next proposal comes from the same one.
+    if proposal.depth > shape.depth or len(proposal) > max(shape.depth, shape.max_nodes):
+        raise InternalError(
+            f"the drafter proposed {len(proposal)} nodes in {proposal.depth} levels, asked for were {shape}"
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from pathlib import Path
 
 import pytest
 from engine_helpers import plain_model, random_tokens, tiny_model
@@ -10,13 +12,14 @@ from fleet_helpers import ListRegistry
 from scripted_workers import NoStore, NoText, Steady
 from workers_helpers import running
 
-from gammaray.convert import proposal_to_proto
+from gammaray.config import DraftSettings
+from gammaray.convert import MAX_SUPPORT, proposal_from_proto, proposal_to_proto
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, VerificationMethod
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from orchestrator.cycle import Shape, run_cycle
 from orchestrator.fleet import Fleet
-from orchestrator.prepared import MAX_KEPT, PreparedProposals
+from orchestrator.prepared import MAX_KEPT, MAX_KEPT_BYTES, MAX_SEEN, PreparedProposals
 from orchestrator.remote import session_spec
 from orchestrator.remote_draft import RemoteDrafter
 from orchestrator.remote_target import RemoteVerifier
@@ -73,11 +76,82 @@ def test_prepared_chain_is_cut_with_its_laws_and_wide_trees_are_left():
 def test_prepared_flood_is_bounded_and_foreign_tokens_are_refused():
     prepared = PreparedProposals(VOCAB)
     prepared.expect(1, 4)
-    for token in range(1000):
+    for token in range(MAX_SEEN):
         prepared.put(message([token], Proposal((VOCAB,))))
     with pytest.raises(GammarayError, match="token"):
         prepared.take([0] * 4 + [0], Shape(3))
     assert prepared.take([0] * 4 + [MAX_KEPT], Shape(3)) is None
+    prepared.put(message([0], Proposal((1,))))
+    with pytest.raises(GammarayError, match=f"more than {MAX_SEEN} for one cycle"):
+        prepared.take([0] * 4 + [0], Shape(3))
+    assert prepared.num_bytes == 0
+    prepared.expect(1, 5)
+    assert prepared.take([0] * 5 + [0], Shape(3)) is None
+
+
+@pytest.mark.parametrize(
+    ("outcome", "proposal", "wanted"),
+    [
+        pytest.param([], Proposal((1,)), "ahead.token_ids: got 0 ids", id="no-outcome"),
+        pytest.param([1] * 66, Proposal((1,)), "ahead.token_ids: got 66 ids", id="long-outcome"),
+        pytest.param([1], Proposal((1,) * 257), "ahead.proposal: got 257 nodes", id="large-proposal"),
+    ],
+)
+def test_prepared_out_of_measure_fails_the_cycle_and_is_not_kept(outcome, proposal, wanted):
+    prepared = PreparedProposals(VOCAB)
+    prepared.expect(1, 4)
+    prepared.put(message([7], Proposal((1, 2, 3))))
+    prepared.put(message(outcome, proposal))
+    assert prepared.num_bytes == 0
+    with pytest.raises(GammarayError, match=wanted):
+        prepared.take([0] * 4 + [7], Shape(3))
+    prepared.expect_nothing()
+    prepared.put(message([7], Proposal((1,)), base_position=0))
+    assert prepared.take([7], Shape(3)) is None
+
+
+def test_prepared_bytes_are_bounded_and_what_does_not_fit_is_no_offence():
+    prepared = PreparedProposals(VOCAB)
+    prepared.expect(1, 4)
+    law = SparseDistribution(tuple(range(64)), (64,) * 64, 12)
+    for token in range(MAX_KEPT):
+        prepared.put(message([token], Proposal((1,) * 256, None, (law,) * 256)))
+    assert 0 < prepared.num_bytes <= MAX_KEPT_BYTES
+    assert prepared.take([0] * 4 + [0], Shape(3)) is not None
+    assert prepared.take([0] * 4 + [MAX_KEPT - 1], Shape(3)) is None
+
+
+def test_prepared_does_not_keep_the_frame_that_it_came_in():
+    prepared = PreparedProposals(VOCAB)
+    prepared.expect(1, 4)
+    other = draft_pb.AheadProposal(session_id="t", token_ids=[VOCAB] * 2_000_000)
+    before = _resident_bytes()
+    for token in range(MAX_KEPT):
+        good = message([token], Proposal((1,)))
+        frame = draft_pb.ProposeResponse.FromString(
+            draft_pb.ProposeResponse(ahead=[good, other]).SerializeToString()
+        )
+        prepared.put(frame.ahead[0])
+    del good, frame
+    assert prepared.take([0] * 4 + [MAX_KEPT - 1], Shape(3)) == Proposal((1,))
+    assert _resident_bytes() - before < 100e6, "all frames together are 256 MB"
+
+
+def _resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_laws_have_the_support_that_drafters_may_be_set_to():
+    bounds = DraftSettings.model_fields["draft_top_k"].metadata
+    assert MAX_SUPPORT in [getattr(bound, "le", None) for bound in bounds]
+
+    def parsed(size):
+        law = SparseDistribution(tuple(range(size)), (1,) * (size - 1) + (2**13 - size + 1,), 13)
+        return proposal_from_proto(proposal_to_proto(Proposal((1,), None, (law,))), 10**6)
+
+    assert len(parsed(MAX_SUPPORT).draft_distributions[0].token_ids) == MAX_SUPPORT
+    with pytest.raises(GammarayError, match="4097 ids, allowed: at most 4096"):
+        parsed(MAX_SUPPORT + 1)
 
 
 class _Counting(RemoteDrafter):
