@@ -190,7 +190,7 @@ def test_rank_follows_refusals_but_no_failures():
         def truncate(self, *arguments):
             self.told.append(arguments)
 
-        def step(self, feeds, within=None):
+        def step(self, feeds):
             raise self.error
 
     engine = Refusing(CacheGapError("a", 1))

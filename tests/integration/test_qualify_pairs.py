@@ -226,7 +226,7 @@ def test_tie_sees_equal_scores_as_equal(tmp_path):
 
         vocab_size, device, dtype, release = engine.vocab_size, engine.device, torch.float32, engine.release
 
-        def step(self, feeds, within=None):
+        def step(self, feeds):
             (logits,) = engine.step(feeds)
             logits[0, 7] = logits[0, 8] + 1e-6
             return [logits]

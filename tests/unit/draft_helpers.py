@@ -42,7 +42,7 @@ class TableEngine:
         self.num_steps = self.num_rows = 0
         self.has_space = True
 
-    def step(self, feeds: Sequence[Feed]) -> list[Tensor]:
+    def step(self, feeds: Sequence[Feed], within: object = None) -> list[Tensor]:
         self.num_steps += 1
         return [self._feed(feed) for feed in feeds]
 
