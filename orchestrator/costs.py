@@ -126,11 +126,11 @@ class CostModel:
         relative = self._draft.estimate(_draft_key(shape), self.clock)
         return None if relative is None else relative * self._step.level
 
-    def _chain_s(self, length: float) -> float:
-        """Return the same for chains that are `length` tokens long on average."""
-        shorter = max(1, math.floor(length))
-        first, second = self._asked_s(Shape(shorter)) or 0.0, self._asked_s(Shape(shorter + 1)) or 0.0
-        return first + max(0.0, length - shorter) * (second - first)
+    def _chain_s(self, forwards: float) -> float:
+        """Return the same for chains that take so many forwards on average."""
+        fewer = max(1, math.floor(forwards))
+        first, second = self._asked_s(Shape(fewer)) or 0.0, self._asked_s(Shape(fewer + 1)) or 0.0
+        return first + max(0.0, forwards - fewer) * (second - first)
 
     def _mixed(self, asked_s: float, depth: int) -> float:
         """Return the expected wait for a proposal that may have been prepared."""
@@ -148,13 +148,19 @@ class CostModel:
             return self._step.estimate(_step_key(tokens), self.clock)
         return self._step.trend(tokens)  # the batch varies more than the proposal
 
-    def cycle_s(self, shape: Shape, nodes: float) -> float | None:
-        """Return the expected seconds of a cycle whose proposal has `nodes` nodes; None while unknown."""
+    def cycle_s(self, shape: Shape, nodes: float, forwards: float | None = None) -> float | None:
+        """Return the expected seconds of a cycle; None while unknown.
+
+        Args:
+            shape: What is asked for.
+            nodes: Nodes of its proposal, on average.
+            forwards: Of chains that the draft may end early: forwards that they take it, on average.
+        """
         asked, step = self._asked_s(shape), self.step_s(nodes)
         if asked is None or step is None:
             return None
-        if shape.max_nodes <= shape.depth and 0 < nodes < shape.depth:
-            asked = self._chain_s(nodes)
+        if forwards is not None:
+            asked = self._chain_s(forwards)
         draft = self._mixed(asked, shape.depth)
         return draft + step + self._overhead.value + self._rest.value
 
@@ -194,10 +200,13 @@ class CostModel:
 
 
 def _drafted(cycle: Cycle) -> Shape:
-    """Return the shape that was drafted: that of a chain which ended early, or what was asked for."""
+    """Return the shape that was drafted: what was asked for, or of a chain that ended early its forwards.
+
+    The forward over the last token of such a chain told that none should follow.
+    """
     shape = cycle.shape
     is_chain, is_short = shape.max_nodes <= shape.depth, 0 < cycle.num_drafted < shape.depth
-    return Shape(cycle.num_drafted) if is_chain and is_short and shape.stop_threshold > 0 else shape
+    return Shape(cycle.num_drafted + 1) if is_chain and is_short and shape.stop_threshold > 0 else shape
 
 
 def _draft_key(shape: Shape) -> tuple[int, int]:

@@ -182,7 +182,7 @@ class AdaptiveGamma:
         lengths = [0.0, *itertools.accumulate(self._reach.survival(self._max_gamma))]
         sizes: dict[int, list[float]] = {}
         for shape in self._shapes:
-            nodes = lengths[shape.depth]
+            nodes, forwards = lengths[shape.depth], None
             if family(shape) is Family.TREE:
                 if shape.depth not in sizes:
                     sizes[shape.depth] = costs.trees.model(by_depth[: shape.depth], self._max_nodes)
@@ -195,7 +195,9 @@ class AdaptiveGamma:
                 nodes = costs.trees.nodes(shape, size)
             else:
                 tokens = 1.0 + sum(survival[: shape.depth])
-            seconds = costs.cycle_s(shape, nodes)
+                if shape.depth > 0:  # over the last committed token, and each that another may follow
+                    forwards = 1.0 + lengths[shape.depth - 1]
+            seconds = costs.cycle_s(shape, nodes, forwards)
             if not seconds:
                 return {}
             burden = weight * (costs.burden_s(nodes) - usual)
