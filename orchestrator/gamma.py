@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gammaray.metrics import AcceptanceEstimator
+from orchestrator.bursts import FIRST_GAMMA, Bursts, Prospects
 from orchestrator.costs import CostModel
 from orchestrator.cycle import Cycle, Shape
 from orchestrator.fixed_gamma import FixedGamma, Learner, Reason, first_children, stopped_early
@@ -25,11 +26,11 @@ about that from cycle to cycle, and a switch costs what was drafted ahead."""
 LEAVE_PLAIN = 1.1
 """As much before plain decoding is left: a drafter that was not asked for long has to catch up first."""
 
-FIRST_GAMMA = 4
-"""Where to start when nothing is known of the costs."""
-
 REFRESH = 8
 """Cycles that one evaluation of all shapes serves."""
+
+PROBE_PERIOD = 4
+"""Cycles after which it is looked at again whether a probe is due: the look takes longer than all else."""
 
 FADE = 0.99
 """What a session knows of its own acceptance fades by this with each plain cycle."""
@@ -37,15 +38,6 @@ FADE = 0.99
 EXPLORE_PERIOD, EXPLORE_SHARE = 24, 0.95
 """Every so many cycles the nearly best shape that was tried longest ago is played: what costs are estimated
 from would else be one shape only. It costs at most 5 % of one cycle in 24."""
-
-BURSTS = {Family.PLAIN: 1, Family.CHAIN: 3, Family.TREE: 3, Family.DEEPER: 2}
-"""Cycles of a probe. The drafter catches up in the first one after plain cycles, whose wait says nothing."""
-
-NEAR = 0.7
-"""Little known shapes of a family are probed when they reach this share of its best speed."""
-
-MAX_BURST = 16
-"""Cycles after which a probe ends in any case; a drafter may have a long prompt to read."""
 
 MAX_RATE_RATIO = 3.0
 """How many times as valuable another session's time may count as this one's, and the reverse."""
@@ -55,13 +47,6 @@ LEAST_EFFECTIVE = 0.5
 
 LEAST_STOP, MOST_STOP = 0.02, 0.8
 """Bounds of the probability below which chains end."""
-
-_PROBES = {
-    Family.PLAIN: Reason.PROBE_PLAIN,
-    Family.CHAIN: Reason.PROBE_CHAIN,
-    Family.TREE: Reason.PROBE_TREE,
-    Family.DEEPER: Reason.PROBE_DEEPER,
-}
 
 
 class AdaptiveGamma:
@@ -88,34 +73,33 @@ class AdaptiveGamma:
         self._reach = AcceptanceEstimator(0.975, prior_strength=8.0, fleet=costs.reach)
         self._shapes = all_shapes(max_gamma, max_nodes)
         self._max_gamma, self._max_nodes = max_gamma, max_nodes
+        self._bursts = Bursts(costs)
         self._speeds: Mapping[Shape, float] = {}
         self._promises: dict[Shape, tuple[float, int]] = {}
         self._shape: Shape | None = None
-        self._probe: tuple[Family, Shape, int] | None = None
-        self._num_cycles = self._probe_cycles = 0
-        self._believed = 0.0
+        self._prospects: Prospects | None = None
+        self._usual = Shape(0)
+        self._num_cycles = 0
         self._played_at: dict[Shape, int] = {}
-        self._waited = dict.fromkeys(Family, 0)
         self._rate = 0.0
 
     def next_shape(self) -> Shape:
         """Return the shape of the next cycle's proposal, with the reason."""
         if self._max_gamma == 0:
             return Shape(0, 0, Reason.OFF.value)
-        if self._probe is not None:
-            return self._probe[1]
-        if self._num_cycles % REFRESH == 0 or not self._speeds:
+        if self._bursts.shape is not None:
+            return self._bursts.shape
+        if self._num_cycles % REFRESH == 0 or self._prospects is None:
             self._speeds = self._evaluate()
-        if not self._speeds:
+            self._decide()
+        if self._prospects is None:
             return Shape(min(FIRST_GAMMA, self._max_gamma), 0, Reason.FIRST.value)
-        reason = self._choose()
-        assert self._shape is not None
-        probe = self._due_probe()
+        probe = self._bursts.due(self._prospects) if self._num_cycles % PROBE_PERIOD == 0 else None
         if probe is not None:
-            return probe
+            return self._bursts.stopping_at(self._stop(probe))
         if self._num_cycles % EXPLORE_PERIOD == EXPLORE_PERIOD - 1:
             return self._least_tried()
-        return replace(self._shape, reason=reason.value, stop_threshold=self._stop(self._shape))
+        return self._usual
 
     def observe(self, cycle: Cycle) -> None:
         """Learn from a finished cycle."""
@@ -123,16 +107,15 @@ class AdaptiveGamma:
         kind = family(cycle.shape)
         self._observe_tokens(cycle, kind)
         self._learner.learn(cycle, kind)
-        for other in Family:
-            self._waited[other] += 1
         if kind is Family.PLAIN or cycle.num_drafted > 0:
-            self._waited[kind] = 0
             self._played_at[cycle.shape] = self._num_cycles
         if not cycle.is_first and cycle.total_s > 0:
             rate = (cycle.num_accepted + 1) / cycle.total_s
             self._rate += (rate - self._rate) * (0.05 if self._rate else 1.0)
-        if self._probe is not None:
-            self._observe_probe(cycle)
+        if self._bursts.observe(cycle):
+            self._speeds = self._evaluate()
+            self._bursts.conclude(self._expectations())
+            self._decide()
 
     def _observe_tokens(self, cycle: Cycle, kind: Family) -> None:
         tested, accepted = first_children(cycle)
@@ -145,29 +128,6 @@ class AdaptiveGamma:
             self.acceptance.fade(FADE)
         if kind is Family.CHAIN and cycle.num_drafted > 0:
             self._reach.observe(cycle.num_drafted + stopped_early(cycle), cycle.num_drafted)
-
-    def _observe_probe(self, cycle: Cycle) -> None:
-        """Count down the burst; at its end look at what it changed."""
-        assert self._probe is not None
-        kind, shape, left = self._probe
-        self._probe_cycles += 1
-        left -= shape.depth == 0 or cycle.num_drafted > 0
-        if left > 0 and self._probe_cycles < MAX_BURST and not cycle.draft_failed:
-            self._probe = (kind, shape, left)
-            return
-        self._probe, self._speeds, self._waited[kind] = None, self._evaluate(), 0
-        if self._speeds:
-            self._costs.probes.played(kind, self._costs.clock)
-            self._costs.probes.probed(kind, self._share(kind), self._believed)
-
-    def _is_of(self, shape: Shape, kind: Family) -> bool:
-        """Whether a probe of this kind may have this shape."""
-        if kind is not Family.DEEPER:
-            return family(shape) is kind
-        current = self._shape
-        if current is None or current.depth == 0 or family(shape) is not family(current):
-            return False
-        return shape.depth >= min(2 * current.depth, self._max_gamma) and shape.depth > current.depth
 
     def _evaluate(self) -> dict[Shape, float]:
         """Return the expected tokens per second of each shape; nothing while costs are unknown.
@@ -233,6 +193,19 @@ class AdaptiveGamma:
         price = (longer - shorter + burden) / 2 * max(self._speeds.values())
         return min(max(price, LEAST_STOP), MOST_STOP)
 
+    def _expectations(self) -> Prospects | None:
+        if not self._speeds or self._shape is None:
+            return None
+        return Prospects(self._speeds, self._shape, self._max_gamma, self._costs)
+
+    def _decide(self) -> None:
+        """Choose what is played until the next evaluation."""
+        reason = self._choose() if self._speeds else None
+        self._prospects = self._expectations()
+        if reason is not None and self._shape is not None:
+            threshold = self._stop(self._shape)
+            self._usual = replace(self._shape, reason=reason.value, stop_threshold=threshold)
+
     def _choose(self) -> Reason:
         best = max(self._speeds, key=self._speeds.__getitem__)
         current = self._speeds.get(self._shape, 0.0) if self._shape is not None else 0.0
@@ -242,71 +215,6 @@ class AdaptiveGamma:
             return Reason.HELD
         self._shape = best
         return Reason.BEST
-
-    def _due_probe(self) -> Shape | None:
-        """Return the shape to probe now, if any, and start its burst."""
-        assert self._shape is not None
-        for kind in Family:
-            if kind is family(self._shape) or kind is self._hopeless():
-                continue
-            waited = self._costs.probes.waited(kind, self._waited[kind], self._costs.clock)
-            shape = self._probe_shape(kind) if waited is not None else None
-            if shape is None or waited is None:
-                continue
-            probes, length = self._costs.probes, BURSTS[kind]
-            if not probes.is_affordable(kind, waited, length * self._loss(shape)):
-                # A single cheap cycle tells whether the belief is outdated, too.
-                shape, length = min((s for s in self._speeds if self._is_of(s, kind)), key=self._loss), 1
-                if not (probes.is_affordable(kind, waited, self._loss(shape)) or probes.is_overdue(waited)):
-                    continue
-            shape = replace(shape, reason=_PROBES[kind].value, stop_threshold=self._stop(shape))
-            self._probe, self._probe_cycles = (kind, shape, length), 0
-            self._believed = self._share(kind)
-            return shape
-        return None
-
-    def _share(self, kind: Family) -> float:
-        """Return the best speed of a kind over that of all."""
-        its = max((s for shape, s in self._speeds.items() if self._is_of(shape, kind)), default=0.0)
-        return its / max(self._speeds.values())
-
-    def _hopeless(self) -> Family | None:
-        """Return the slower one of chains and trees while plain decoding is best: one probe tells on both."""
-        if self._shape is None or self._shape.depth > 0:
-            return None
-        fastest = dict.fromkeys((Family.CHAIN, Family.TREE), 0.0)
-        for shape, speed in self._speeds.items():
-            if shape.depth > 0:
-                fastest[family(shape)] = max(fastest[family(shape)], speed)
-        return min(fastest, key=fastest.__getitem__)
-
-    def _loss(self, shape: Shape) -> float:
-        """Return what a cycle of this shape is expected to cost, in cycles of the present one."""
-        assert self._shape is not None
-        share = max(0.0, 1.0 - self._speeds[shape] / self._speeds[self._shape])
-        return self._slowness(shape) * share
-
-    def _probe_shape(self, kind: Family) -> Shape | None:
-        """Return the most promising shape of a kind; of families in turn a deeper, a little known one."""
-        shapes = [shape for shape in self._speeds if self._is_of(shape, kind)]
-        if not shapes:
-            return None
-        speed = self._speeds.__getitem__
-        best = max(shapes, key=speed)
-        turn = 0 if kind is Family.DEEPER else self._costs.probes.num_confirmed(kind) % 3
-        if turn == 1:
-            enough = min(max(2 * best.depth, FIRST_GAMMA), max(shape.depth for shape in shapes))
-            return max((shape for shape in shapes if shape.depth >= enough), key=speed)
-        if turn == 2:
-            near = [shape for shape in shapes if speed(shape) >= NEAR * speed(best)]
-            return min(near, key=self._costs.knowledge)
-        return best
-
-    def _slowness(self, shape: Shape) -> float:
-        """Return the seconds of a cycle of this shape over those of the current one."""
-        assert self._shape is not None
-        mine, its = (self._costs.cycle_s(s, max(s.depth, s.max_nodes)) for s in (self._shape, shape))
-        return its / mine if mine and its else 1.0
 
     def _least_tried(self) -> Shape:
         assert self._shape is not None

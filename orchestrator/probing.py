@@ -4,9 +4,10 @@ Shapes come in families: plain decoding, chains, trees. The family in use measur
 probed, and so are deeper proposals of the same family, so that a wrong or outdated belief does not last.
 
 What it costs is bounded. A probe is a burst of one to three cycles. Its gap to the last one doubles with each
-probe that confirms the belief, from 8 cycles to 64; after three of these in a row it also waits until the
-expected loss is at most `PROBE_SHARE` of the time since. So after some first bursts the loss is at most 1 %
-of the time for each kind: of plain decoding only one kind is probed, of proposals up to three.
+probe that confirms the belief, from 8 cycles to 64; after three in a row that did not refute it, it also
+waits until the loss, as expected and as the last probes' was, is at most `PROBE_SHARE` of the time since. So
+after some first bursts the loss is at most 1 % of the time for each kind: of plain decoding only one kind is
+probed, of proposals up to three.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ REFUTED = 1.5
 """A probe that shows a kind so many times as fast as thought has refuted the belief."""
 
 CLOSE = 0.93
-"""A kind that reaches this share of the best speed is worth a closer look."""
+"""A kind that reaches this share of the best speed is looked at again soon."""
+
+LOSS_RATE = 0.5
+"""Weight of the last probe in the mean of what probes cost."""
 
 
 class Family(str, Enum):
@@ -61,6 +65,7 @@ class _State:
     gap: int = MIN_GAP
     num_confirmed: int = 0
     played_at: float = 0.0
+    lost: float = 0.0
 
 
 @dataclass
@@ -93,16 +98,26 @@ class ProbeSchedule:
 
     def is_affordable(self, kind: Family, waited: int, loss_cycles: float) -> bool:
         """Whether a probe that is expected to cost so much is within the bound."""
-        return self._states[kind].num_confirmed < FREE_PROBES or loss_cycles <= PROBE_SHARE * waited
+        state = self._states[kind]
+        return state.num_confirmed < FREE_PROBES or max(loss_cycles, state.lost) <= PROBE_SHARE * waited
 
     def is_overdue(self, waited: int) -> bool:
         """Whether a single cycle of the cheapest shape is to be tried in any case."""
         return waited >= OVERDUE
 
-    def probed(self, kind: Family, share: float, before: float) -> None:
-        """Take note of what a probe showed: the kind reaches `share` of the best speed, not `before`."""
+    def probed(self, kind: Family, share: float, before: float, lost: float) -> None:
+        """Take note of what a probe showed.
+
+        Args:
+            kind: What was probed.
+            share: Of the best speed, that the kind reaches by now.
+            before: The same as it was believed before.
+            lost: Tokens that the present shape would have brought beyond the probe's, in its time.
+        """
         state = self._states[kind]
-        if share >= CLOSE or share > REFUTED * before:
-            state.gap, state.num_confirmed = MIN_GAP if share > REFUTED * before else 2 * MIN_GAP, 0
-        else:
-            state.gap, state.num_confirmed = min(2 * state.gap, MAX_GAP), state.num_confirmed + 1
+        state.lost += LOSS_RATE * (lost - state.lost)
+        if share > REFUTED * before:
+            state.gap, state.num_confirmed = MIN_GAP, 0
+            return
+        state.num_confirmed += 1
+        state.gap = 2 * MIN_GAP if share >= CLOSE else min(2 * state.gap, MAX_GAP)
