@@ -24,6 +24,12 @@ NEAR = 0.7
 MAX_BURST = 16
 """Cycles after which a probe ends in any case; a drafter may have a long prompt to read."""
 
+OVERDUE = 256
+"""Cycles after which a single cheap cycle is tried whatever it is expected to cost."""
+
+_Plan = tuple[Shape, int, float]
+"""Shape, cycles, and how long the kind must not have been played before."""
+
 _REASONS = {
     Family.PLAIN: Reason.PROBE_PLAIN,
     Family.CHAIN: Reason.PROBE_CHAIN,
@@ -92,6 +98,8 @@ class Bursts:
         self._believed = self._plain_s = self._rate = 0.0
         self._seconds = self._tokens = 0.0
         self._waited = dict.fromkeys(Family, 0)
+        self._looked_at: Prospects | None = None
+        self._plans: dict[Family, list[_Plan]] = {}
 
     @property
     def shape(self) -> Shape | None:
@@ -106,22 +114,30 @@ class Bursts:
             waited = self._costs.probes.waited(kind, self._waited[kind], self._costs.clock)
             if waited is None or kind is prospects.hopeless:
                 continue
-            chosen = self._choose(prospects, kind, waited)
-            if chosen is not None:
-                return self._start(prospects, kind, *chosen)
+            for shape, length, needed in self._plans_for(prospects, kind):
+                if waited >= needed:
+                    return self._start(prospects, kind, shape, length)
         return None
 
-    def _choose(self, prospects: Prospects, kind: Family, waited: int) -> tuple[Shape, int] | None:
-        """Return what to probe of a kind and for how many cycles, None when that costs too much now."""
+    def _plans_for(self, prospects: Prospects, kind: Family) -> list[_Plan]:
+        """Return the probes of a kind, best first; worked out once for the same prospects."""
+        if prospects is not self._looked_at:
+            self._looked_at = prospects
+            self._plans.clear()
+        if kind not in self._plans:
+            self._plans[kind] = self._plan(prospects, kind)
+        return self._plans[kind]
+
+    def _plan(self, prospects: Prospects, kind: Family) -> list[_Plan]:
         shape, length, probes = self._promising(prospects, kind), BURSTS[kind], self._costs.probes
         if shape is None:
-            return None
-        if probes.is_affordable(kind, waited, length * prospects.loss(shape)):
-            return shape, length
+            return []
         # A single cheap cycle tells whether the belief is outdated, too.
-        shape = min(prospects.of(kind), key=prospects.loss)
-        is_due = probes.is_affordable(kind, waited, prospects.loss(shape)) or probes.is_overdue(waited)
-        return (shape, 1) if is_due else None
+        cheap = min(prospects.of(kind), key=prospects.loss)
+        return [
+            (shape, length, probes.needed_wait(kind, length, prospects.loss(shape))),
+            (cheap, 1, min(probes.needed_wait(kind, 1, prospects.loss(cheap)), OVERDUE)),
+        ]
 
     def _start(self, prospects: Prospects, kind: Family, shape: Shape, length: int) -> Shape:
         self._kind, self._shape = kind, replace(shape, reason=_REASONS[kind].value)
@@ -158,9 +174,7 @@ class Bursts:
         self._waited[self._kind] = 0
         if prospects is None:
             return
-        lost = (
-            self._rate * self._seconds - self._tokens
-        )
+        lost = self._rate * self._seconds - self._tokens
         self._costs.probes.played(self._kind, self._costs.clock)
         self._costs.probes.probed(self._kind, prospects.share(self._kind), self._believed, lost)
 

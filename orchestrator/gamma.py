@@ -29,9 +29,6 @@ LEAVE_PLAIN = 1.1
 REFRESH = 8
 """Cycles that one evaluation of all shapes serves."""
 
-PROBE_PERIOD = 4
-"""Cycles after which it is looked at again whether a probe is due: the look takes longer than all else."""
-
 FADE = 0.99
 """What a session knows of its own acceptance fades by this with each plain cycle."""
 
@@ -94,7 +91,7 @@ class AdaptiveGamma:
             self._decide()
         if self._prospects is None:
             return Shape(min(FIRST_GAMMA, self._max_gamma), 0, Reason.FIRST.value)
-        probe = self._bursts.due(self._prospects) if self._num_cycles % PROBE_PERIOD == 0 else None
+        probe = self._bursts.due(self._prospects)
         if probe is not None:
             return self._bursts.stopping_at(self._stop(probe))
         if self._num_cycles % EXPLORE_PERIOD == EXPLORE_PERIOD - 1:

@@ -31,17 +31,15 @@ FREE_PROBES = 3
 OWN_PATIENCE = 8
 """A session waits so many times longer when others have probed."""
 
-OVERDUE = 256
-"""Cycles after which a single cheap cycle is tried whatever it is expected to cost."""
-
 REFUTED = 1.5
 """A probe that shows a kind so many times as fast as thought has refuted the belief."""
 
 CLOSE = 0.93
 """A kind that reaches this share of the best speed is looked at again soon."""
 
-LOSS_RATE = 0.5
-"""Weight of the last probe in the mean of what probes cost."""
+LOSS_RATE, MOST_LOST = 0.5, 0.5
+"""Weight of the last probe in the mean of what a cycle of them cost, and as how much that counts at most:
+what once was awful is looked at again."""
 
 
 class Family(str, Enum):
@@ -96,14 +94,18 @@ class ProbeSchedule:
         waited = round(max(own / OWN_PATIENCE, now - state.played_at))
         return waited if waited >= state.gap else None
 
-    def is_affordable(self, kind: Family, waited: int, loss_cycles: float) -> bool:
-        """Whether a probe that is expected to cost so much is within the bound."""
-        state = self._states[kind]
-        return state.num_confirmed < FREE_PROBES or max(loss_cycles, state.lost) <= PROBE_SHARE * waited
+    def needed_wait(self, kind: Family, length: int, loss: float) -> float:
+        """Return for how many cycles a kind must not have been played before a probe is within the bound.
 
-    def is_overdue(self, waited: int) -> bool:
-        """Whether a single cycle of the cheapest shape is to be tried in any case."""
-        return waited >= OVERDUE
+        Args:
+            kind: What to probe.
+            length: Cycles of the probe.
+            loss: What each is expected to cost, in cycles of the present shape.
+        """
+        state = self._states[kind]
+        if state.num_confirmed < FREE_PROBES:
+            return 0.0
+        return length * max(loss, min(state.lost, MOST_LOST)) / PROBE_SHARE
 
     def probed(self, kind: Family, share: float, before: float, lost: float) -> None:
         """Take note of what a probe showed.
@@ -112,10 +114,11 @@ class ProbeSchedule:
             kind: What was probed.
             share: Of the best speed, that the kind reaches by now.
             before: The same as it was believed before.
-            lost: Tokens that the present shape would have brought beyond the probe's, in its time.
+            lost: Tokens that the present shape would have brought in a cycle of the probe, beyond those.
         """
         state = self._states[kind]
-        state.lost += LOSS_RATE * (lost - state.lost)
+        if kind in (Family.CHAIN, Family.TREE):  # where a drafter catches up first; else the model knows
+            state.lost += LOSS_RATE * (lost - state.lost)
         if share > REFUTED * before:
             state.gap, state.num_confirmed = MIN_GAP, 0
             return
