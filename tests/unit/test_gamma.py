@@ -12,7 +12,7 @@ from benchmarks.simulation import UNIT_S, Lone, crowd, drive, make_cycle
 from benchmarks.worlds import World, candidates
 from orchestrator.costs import CostModel
 from orchestrator.cycle import Shape
-from orchestrator.gamma import AdaptiveGamma, FixedGamma, Reason
+from orchestrator.gamma import REFRESH, AdaptiveGamma, FixedGamma, Reason
 from orchestrator.probing import Family, family
 
 CHAINS, SHAPES = candidates(8, 0), candidates(8, 32)
@@ -212,3 +212,22 @@ def test_adaptive_gamma_lone_session_pays_no_burden():
     drive(AdaptiveGamma(8, costs), World(), 200, Lone(random.Random(1)))
     assert costs.burden_s(8) == pytest.approx(0.0, abs=1e-9)
     assert replace(Shape(1), reason="x") == Shape(1), "the reason is no part of a shape"
+
+
+@pytest.mark.parametrize(
+    ("current", "other", "gain", "leaves"),
+    [(0, 3, 1.08, False), (0, 3, 1.12, True), (3, 5, 1.02, False), (3, 5, 1.05, True), (3, 0, 1.01, True)],
+)
+def test_adaptive_gamma_leaves_plain_decoding_for_a_clear_gain_and_comes_back_for_any(
+    monkeypatch, current, other, gain, leaves
+):
+    controller = AdaptiveGamma(8, CostModel())
+    speeds = {Shape(current): 100.0, Shape(other): 90.0}
+    monkeypatch.setattr(controller, "_evaluate", lambda: speeds)
+    controller.next_shape()
+    speeds[Shape(other)] = 100.0 * gain
+    controller._num_cycles = REFRESH
+    chosen = controller.next_shape()
+    assert chosen.depth == (other if leaves else current)
+    held = Reason.BEST if leaves else Reason.HELD
+    assert chosen.reason == held.value
