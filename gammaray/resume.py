@@ -61,7 +61,8 @@ async def stream_completion(
                     yield chunk
                     if chunk.finish_reason is not None:
                         return
-            raise _BrokenServerError("the server ended the stream without a finish reason")
+            # A proxy on the way may lose the status of a stream, that of a refusal included.
+            raise InternalError("the server ended the stream without a finish reason")
         except GammarayError as error:
             pause_s = patience.pause_s(error)
         await asyncio.sleep(pause_s)

@@ -102,7 +102,8 @@ async def test_complete_joins_text_and_tokens():
 
 @pytest.mark.parametrize("chunks", [(), (piece("cut"),)], ids=["empty", "cut"])
 async def test_generate_stream_without_an_end_raises(chunks):
-    async with serve(ScriptedService(answer(*chunks))) as address, AsyncClient(address) as client:
+    service = ScriptedService(answer(*chunks))
+    async with serve(service) as address, AsyncClient(address, retry=NO_RETRY) as client:
         with pytest.raises(InternalError, match="finish reason"):
             await client.complete("Hi")
 

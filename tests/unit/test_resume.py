@@ -51,6 +51,30 @@ async def test_resume_goes_on_behind_the_last_token(error):
     assert {request.text for request in service.requests} == {"Hi"}
 
 
+@pytest.mark.parametrize("after", [0, 2])
+async def test_resume_stream_that_lost_its_status_is_asked_for_again(after):
+    """As of a proxy that ends a stream as if all were well."""
+
+    async def behaviour(request, attempt):
+        words = list(enumerate(WORDS))[request.resume_from :]
+        for number, word in words if attempt else words[:after]:
+            yield last(word) if number == len(WORDS) - 1 else piece(word)
+
+    service = ScriptedService(behaviour)
+    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
+        chunks = [chunk async for chunk in client.generate("Hi")]
+    assert pieces_of(chunks) == WORDS
+    assert [request.resume_from for request in service.requests] == [0, after]
+
+
+async def test_resume_stream_that_never_ends_well_is_not_tried_for_long():
+    service = ScriptedService(answer())
+    async with serve(service) as address, AsyncClient(address, retry=HASTY) as client:
+        with pytest.raises(InternalError, match="finish reason"):
+            await client.complete("Hi")
+    assert len(service.requests) == HASTY.max_attempts
+
+
 def test_resume_blocking_client_goes_on_too():
     from sdk_helpers import serve_in_thread
 
