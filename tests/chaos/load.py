@@ -6,11 +6,12 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from gammaray import AsyncClient
 from gammaray.errors import GammarayError
 
-__all__ = ["Ask", "Load", "Tally", "asks", "reference"]
+__all__ = ["PROMPTS", "Ask", "Load", "Said", "Tally", "asks", "difference", "generate", "reference"]
 
 PROMPTS = (
     "def read_lines(path):\n",
@@ -64,13 +65,18 @@ class Tally:
     num_tokens: int = 0
 
 
-async def generate(client: AsyncClient, ask: Ask, arrivals: list[float], tally: Tally | None = None) -> Said:
-    """Return one whole completion; the times at which tokens came are added to `arrivals`."""
+async def generate(
+    client: AsyncClient, ask: Ask, arrivals: list[float], tally: Tally | None = None, **how: Any
+) -> Said:
+    """Return one whole completion; the times at which tokens came are added to `arrivals`.
+
+    What is in `how` (gamma, drafter) changes no token.
+    """
     token_ids: list[int] = []
     text: list[str] = []
     options = {"temperature": ask.temperature, "seed": ask.seed, "max_tokens": ask.max_tokens}
     arrivals.append(time.monotonic())
-    async for chunk in client.generate(ask.prompt, ignore_eos=True, **options):
+    async for chunk in client.generate(ask.prompt, ignore_eos=True, **options, **how):
         if chunk.tokens:
             arrivals.append(time.monotonic())
         token_ids += (token.token_id for token in chunk.tokens)

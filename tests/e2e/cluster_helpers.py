@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc
@@ -62,7 +62,7 @@ class Cluster:
         held = dict.fromkeys(("orchestrator", "draft", "target"), 0)
         for process in self.status():
             if process.role in held:
-                held[process.role] += _num_sessions(process)
+                held[process.role] += asked(process).sessions
         return held
 
     def wait_until_idle(self, timeout_s: float = 15.0) -> None:
@@ -120,15 +120,20 @@ def started_with(mark: str) -> list[str]:
     return found
 
 
-def _num_sessions(process: ProcessStatus) -> int:
-    if process.role == "orchestrator":
-        return process.sessions
+def asked(process: ProcessStatus) -> ProcessStatus:
+    """Return a process's status with what a worker itself says of its sessions, for it now."""
+    if process.role not in ("draft", "target"):
+        return process
     with grpc.insecure_channel(process.address) as channel:
         if process.role == "draft":
             draft = draft_service_pb2_grpc.DraftServiceStub(channel)
-            return draft.GetDraftInfo(draft_service_pb2.GetDraftInfoRequest(), timeout=10).num_sessions
-        target = target_service_pb2_grpc.TargetServiceStub(channel)
-        return target.GetTargetInfo(target_service_pb2.GetTargetInfoRequest(), timeout=10).num_sessions
+            info = draft.GetDraftInfo(draft_service_pb2.GetDraftInfoRequest(), timeout=10)
+        else:
+            target = target_service_pb2_grpc.TargetServiceStub(channel)
+            info = target.GetTargetInfo(target_service_pb2.GetTargetInfoRequest(), timeout=10)
+    return replace(
+        process, sessions=info.num_sessions, num_queued=info.num_queued, cache_bytes=info.cache_bytes
+    )
 
 
 def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:

@@ -30,6 +30,7 @@ class Holding:
         sessions: Sessions.
         queued: Blocks waiting or running.
         cache_bytes: KV cache in use.
+        threads: Threads.
     """
 
     rss_mb: float
@@ -37,6 +38,7 @@ class Holding:
     sessions: int
     queued: int
     cache_bytes: int
+    threads: int = 0
 
     def __str__(self) -> str:
         return (
@@ -54,10 +56,11 @@ def census(processes: list[ProcessStatus]) -> dict[tuple[str, int], Holding]:
         try:
             alive = psutil.Process(process.pid)
             rss_mb, files = alive.memory_info().rss / 2**20, alive.num_fds()
+            threads = alive.num_threads()
         except psutil.Error:
             continue
         held[process.role, process.pid] = Holding(
-            rss_mb, files, process.sessions, process.num_queued, process.cache_bytes
+            rss_mb, files, process.sessions, process.num_queued, process.cache_bytes, threads
         )
     return held
 
