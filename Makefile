@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test lint chart protos bench chaos fuzz clean
+.PHONY: install demo test lint chart protos bench chaos fuzz soak clean
 install: $(STAMP)
 
 # torch goes first and by exact version: the plain PyPI build would bring gigabytes of CUDA.
@@ -42,6 +42,9 @@ chaos: install  ## kill and stop every kind of process under load for five minut
 
 fuzz: install  ## hostile requests, frames, drafters and targets for ten minutes; ARGS="--seconds N --seed S"
 	$(BIN)/python tests/fuzz $(ARGS)
+
+soak: install  ## half an hour of mixed load, and what processes and Redis hold meanwhile; ARGS="--minutes N --seed S --out FILE"
+	$(BIN)/python tests/soak $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -1,0 +1,61 @@
+"""Soaks a cluster of its own: `python tests/soak --minutes 30 --seed 0`, or `make soak`.
+
+Starts a cluster with `gammaray up`, keeps clients of every kind busy, and looks every half minute, while
+nothing runs, what its processes and its Redis hold. Exits with 1 when something grew, when a completion with
+a fixed seed was not what it had been at the start, or when anything is left in the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[1:1] = [str(TESTS / name) for name in ("chaos", "fuzz", "e2e")] + [str(TESTS.parent)]
+
+from redis import Redis  # noqa: E402
+from soak_census import Observer  # noqa: E402
+from soak_report import figures, table  # noqa: E402
+from soak_run import CLUSTER, TTL_S, Options, Outcome, run  # noqa: E402
+
+from benchmarks.cluster import run_or_exit, running_cluster  # noqa: E402
+from benchmarks.provenance import write_result  # noqa: E402
+from orchestrator.redis_server import RedisServer  # noqa: E402
+
+
+def main() -> int:
+    """Run, print, write the result; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python tests/soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0, help="How long. Default: 30.")
+    parser.add_argument("--seed", type=int, default=0, help="Of every choice. Default: 0.")
+    parser.add_argument("--clients", type=int, default=6, help="How many do something at once. Default: 6.")
+    parser.add_argument("--out", type=Path, help="Result file. Default: benchmarks/results/soak-<date>.json.")
+    given = parser.parse_args()
+    options = Options(given.minutes * 60, given.seed, given.clients)
+    # A Redis as the launcher would start it, whose password is known here: it is asked what it holds.
+    with TemporaryDirectory() as directory, RedisServer.start(Path(directory)) as redis:
+        outcome = run_or_exit(soak(redis.url, options))
+    print("", table(outcome), "", sep="\n")
+    print("written:", write_result("soak", figures(outcome, options), given.out))
+    return 1 if outcome.complaints() else 0
+
+
+async def soak(redis_url: str, options: Options) -> Outcome:
+    """Run on a cluster of its own."""
+    os.environ |= {"GAMMARAY_REDIS_URL": redis_url, "GAMMARAY_SESSION_TTL_S": str(TTL_S)}
+    async with running_cluster(*CLUSTER) as cluster:
+        with Redis.from_url(redis_url) as redis:
+            observer = Observer(cluster.grpc_address, cluster.pid, redis)
+            http = f"http://{cluster.http_address}"
+            return await run(cluster.grpc_address, http, observer, options, _say)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

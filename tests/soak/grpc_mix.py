@@ -1,0 +1,176 @@
+"""What clients do over gRPC: complete, talk, leave, come back, cancel, ask for nonsense, look things up."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from contextlib import aclosing
+
+from load import Ask, Said, difference, generate
+from samples import LENGTHS, Expected, SampleError, turns
+
+from gammaray import (
+    AsyncClient,
+    FinishReason,
+    GammarayError,
+    GenerateOptions,
+    InvalidArgumentError,
+    NotFoundError,
+)
+from gammaray.request import Prompt
+
+__all__ = ["GRPC_MIX", "check", "draw"]
+
+GAMMAS = ("adaptive", "adaptive", "adaptive", 0, 2, 5, 8)
+DRAFTERS = ("model", "model", "model", "ngram", "none")
+
+
+def draw(rng: random.Random, expected: Expected, min_tokens: int = 0) -> Ask:
+    """Return one of the samples."""
+    return rng.choice([ask for ask in expected.completions if ask.max_tokens >= min_tokens])
+
+
+def check(expected: Expected, ask: Ask, said: Said) -> None:
+    """Compare a completion with what was said at the start.
+
+    Raises:
+        SampleError: They differ.
+    """
+    if said != expected.completions[ask]:
+        raise SampleError(f"{ask}: {difference(expected.completions[ask], said)}")
+
+
+async def complete(client: AsyncClient, expected: Expected, rng: random.Random) -> None:
+    """A sample, whose tokens depend on neither gamma nor drafter."""
+    ask = draw(rng, expected)
+    said = await generate(client, ask, [], gamma=rng.choice(GAMMAS), drafter=rng.choice(DRAFTERS))
+    check(expected, ask, said)
+
+
+async def complete_unseeded(client: AsyncClient, expected: Expected, rng: random.Random) -> None:
+    """A completion whose seed the server draws: nothing to compare but the length."""
+    ask = draw(rng, expected)
+    verification = rng.choice(("coupled", "rejection", "naive"))
+    said = await client.complete(
+        ask.prompt, temperature=1.0, max_tokens=ask.max_tokens, ignore_eos=True, verification=verification
+    )
+    if len(said.tokens) != ask.max_tokens:
+        raise SampleError(f"{len(said.tokens)} tokens of {ask.max_tokens}")
+
+
+async def talk(client: AsyncClient, expected: Expected, rng: random.Random) -> None:
+    """A session of several turns, with and without caches kept between them."""
+    temperature = rng.choice(list(expected.turns))
+    said = await turns(client, temperature, uuid.uuid4().hex, rng.choice((0.0, 1.0)))
+    if said != expected.turns[temperature]:
+        raise SampleError(f"turns at temperature {temperature:g}: {said} not {expected.turns[temperature]}")
+
+
+async def leave(client: AsyncClient, expected: Expected, rng: random.Random) -> None:
+    """A client that goes away after some pieces, and never comes back."""
+    ask = draw(rng, expected, LENGTHS[2])
+    await _begin(client, ask, uuid.uuid4().hex, rng.randrange(1, 6))
+
+
+async def resume(client: AsyncClient, expected: Expected, rng: random.Random) -> None:
+    """A client that goes away and comes back for the rest."""
+    ask, name = draw(rng, expected, LENGTHS[2]), uuid.uuid4().hex
+    begun = await _begin(client, ask, name, rng.randrange(1, 6))
+    token_ids, text = list(begun.token_ids), begun.text
+    async for chunk in client.resume(name, offset=len(token_ids)):
+        token_ids += (token.token_id for token in chunk.tokens)
+        text += chunk.text
+    check(expected, ask, Said(tuple(token_ids), text))
+
+
+async def cancel(client: AsyncClient, expected: Expected, rng: random.Random) -> None:
+    """A turn that is ended from elsewhere while it is streamed."""
+    ask, name = draw(rng, expected, LENGTHS[3]), uuid.uuid4().hex
+    token_ids: list[int] = []
+    reason = None
+    stream = client.generate(
+        ask.prompt,
+        temperature=ask.temperature,
+        seed=ask.seed,
+        max_tokens=ask.max_tokens,
+        ignore_eos=True,
+        session_id=name,
+    )
+    async for chunk in stream:
+        if not token_ids:
+            await client.cancel(name)
+        token_ids += (token.token_id for token in chunk.tokens)
+        reason = chunk.finish_reason
+    wanted = expected.completions[ask].token_ids
+    if reason is not FinishReason.CANCELLED or tuple(token_ids) != wanted[: len(token_ids)]:
+        raise SampleError(f"cancelled: ended with {reason} after {len(token_ids)} tokens of {ask}")
+
+
+async def refused(client: AsyncClient, expected: Expected, rng: random.Random) -> None:
+    """What must be refused, and by the right name."""
+    nonsense: list[tuple[type[GammarayError], Prompt, GenerateOptions]] = [
+        (InvalidArgumentError, [1] * 5000, {"max_tokens": 4}),  # beyond the context
+        (InvalidArgumentError, (1, 2, 10_000_000), {"max_tokens": 4}),
+        (NotFoundError, "x", {"model": "no-such-model"}),
+    ]
+    wanted, prompt, options = rng.choice(nonsense)
+    try:
+        await client.complete(prompt, **options)
+    except wanted:
+        return
+    raise SampleError(f"{str(prompt)[:40]}, {options}: not refused")
+
+
+async def look_up(client: AsyncClient, expected: Expected, rng: random.Random) -> None:
+    """A session that is listed, read, traced and deleted."""
+    name = uuid.uuid4().hex
+    said = await client.complete("x = ", session_id=name, seed=1, max_tokens=8, ignore_eos=True)
+    if name not in [info.session_id for info in await client.list_sessions(1000)]:
+        raise SampleError("a session that just finished is not listed")
+    _, tokens = await client.get_session(name)
+    if tokens != said.tokens:
+        raise SampleError(f"the store has {tokens}, the client got {said.tokens}")
+    await client.session_trace(name)
+    await client.status()
+    if not await client.delete_session(name):
+        raise SampleError("there was nothing to delete")
+    try:
+        await client.get_session(name)
+    except NotFoundError:
+        return
+    raise SampleError("a deleted session is still there")
+
+
+async def _begin(client: AsyncClient, ask: Ask, name: str, num_pieces: int) -> Said:
+    """Return what the first pieces of a session say; the call is left then."""
+    token_ids: list[int] = []
+    text = ""
+    stream = client.generate(
+        ask.prompt,
+        temperature=ask.temperature,
+        seed=ask.seed,
+        max_tokens=ask.max_tokens,
+        ignore_eos=True,
+        session_id=name,
+    )
+    async with aclosing(stream) as chunks:
+        async for chunk in chunks:
+            token_ids += (token.token_id for token in chunk.tokens)
+            text += chunk.text
+            num_pieces -= 1
+            if num_pieces <= 0:
+                break
+    return Said(tuple(token_ids), text)
+
+
+GRPC_MIX = {
+    complete: 8,
+    complete_unseeded: 3,
+    talk: 2,
+    leave: 2,
+    resume: 2,
+    cancel: 2,
+    refused: 1,
+    look_up: 2,
+}
+"""How often each, in parts."""

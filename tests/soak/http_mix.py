@@ -1,0 +1,156 @@
+"""What clients do over the OpenAI API: complete, chat, leave, come back, ask for nonsense; and Prometheus."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import httpx
+from grpc_mix import GAMMAS, check, draw
+from load import Ask, Said
+from samples import LENGTHS, Expected, SampleError, chat
+
+__all__ = ["HTTP_MIX", "num_series"]
+
+PATH = "/v1/completions"
+
+
+async def complete(http: httpx.AsyncClient, expected: Expected, rng: random.Random) -> None:
+    """A sample as one answer."""
+    ask = draw(rng, expected)
+    answer = await http.post(PATH, json=_body(ask, rng))
+    if answer.status_code != 200:
+        raise SampleError(f"{answer.status_code} {answer.text[:300]}")
+    body = answer.json()
+    check(expected, ask, Said(tuple(body["gammaray"]["token_ids"]), body["choices"][0]["text"]))
+
+
+async def stream(http: httpx.AsyncClient, expected: Expected, rng: random.Random) -> None:
+    """A sample as events."""
+    ask, heard = draw(rng, expected), _Heard()
+    async for _ in heard.events(http, _body(ask, rng)):
+        pass
+    check(expected, ask, heard.said)
+
+
+async def resume(http: httpx.AsyncClient, expected: Expected, rng: random.Random) -> None:
+    """A client that loses its connection and sends the request again, with the last event that it has."""
+    ask, heard = draw(rng, expected, LENGTHS[2]), _Heard()
+    body = _body(ask, rng)
+    await heard.some(http, body, rng.randrange(1, 6))
+    async for _ in heard.events(http, body):
+        pass
+    check(expected, ask, heard.said)
+
+
+async def leave(http: httpx.AsyncClient, expected: Expected, rng: random.Random) -> None:
+    """A client that goes away after some events; or before an answer that would come whole."""
+    body = _body(draw(rng, expected, LENGTHS[2]), rng)
+    if rng.random() < 0.5:
+        await _Heard().some(http, body, rng.randrange(1, 6))
+        return
+    try:
+        await http.post(PATH, json=body, timeout=httpx.Timeout(5.0, read=0.2))
+    except httpx.ReadTimeout:
+        pass
+
+
+async def talk(http: httpx.AsyncClient, expected: Expected, rng: random.Random) -> None:
+    """A chat."""
+    text, temperature = rng.choice(list(expected.chats))
+    answer = await chat(http, text, temperature)
+    if answer != expected.chats[text, temperature]:
+        raise SampleError(f"chat {text!r}: {answer!r} not {expected.chats[text, temperature]!r}")
+
+
+async def refused(http: httpx.AsyncClient, expected: Expected, rng: random.Random) -> None:
+    """What must be refused, with OpenAI's error object."""
+    content, status = rng.choice(
+        [
+            (b"{", 400),
+            (b'{"prompt": "x", "max_tokens": -1}', 400),
+            (b'{"prompt": "x", "no_such_field": 1}', 400),
+            (b'{"prompt": "x", "model": "no-such-model"}', 404),
+        ]
+    )
+    answer = await http.post(PATH, content=content, headers={"content-type": "application/json"})
+    if answer.status_code != status or "message" not in answer.json()["error"]:
+        raise SampleError(f"{answer.status_code} not {status}: {content!r} {answer.text[:300]}")
+
+
+async def look_up(http: httpx.AsyncClient, expected: Expected, rng: random.Random) -> None:
+    """The models, the health, and the metrics of every process."""
+    for path in ("/v1/models", "/health"):
+        (await http.get(path)).raise_for_status()
+    for target in (await http.get("/metrics/targets")).raise_for_status().json():
+        answer = await http.get(f"http://{target['targets'][0]}/metrics")
+        if not num_series(answer.raise_for_status().text):
+            raise SampleError(f"no metrics of {target}")
+
+
+def num_series(metrics: str) -> int:
+    """Return how many series there are in the text of a Prometheus endpoint."""
+    return sum(bool(line) and not line.startswith("#") for line in metrics.splitlines())
+
+
+def _body(ask: Ask, rng: random.Random) -> dict[str, Any]:
+    return {
+        "prompt": ask.prompt,
+        "temperature": ask.temperature,
+        "seed": ask.seed,
+        "max_tokens": ask.max_tokens,
+        "ignore_eos": True,
+        "gammaray": {"gamma": rng.choice(GAMMAS)},
+    }
+
+
+class _Heard:
+    """What has come of one stream of events, over one connection or several."""
+
+    def __init__(self) -> None:
+        self._text, self._last_id = "", ""
+        self._token_ids: tuple[int, ...] = ()
+
+    @property
+    def said(self) -> Said:
+        """The completion; its token ids come with the last event."""
+        return Said(self._token_ids, self._text)
+
+    async def some(self, http: httpx.AsyncClient, body: dict[str, Any], count: int) -> None:
+        """Listen to some events and break the connection."""
+        async with aclosing(self.events(http, body)) as events:
+            async for _ in events:
+                count -= 1
+                if count <= 0:
+                    return
+
+    async def events(self, http: httpx.AsyncClient, body: dict[str, Any]) -> AsyncGenerator[None, None]:
+        """Listen from behind the last event on, until the end."""
+        headers = {"Last-Event-ID": self._last_id} if self._last_id else {}
+        async with http.stream("POST", PATH, json={**body, "stream": True}, headers=headers) as answer:
+            if answer.status_code != 200:
+                raise SampleError(f"{answer.status_code} {(await answer.aread())[:300]!r}")
+            event_id = ""
+            async for line in answer.aiter_lines():
+                if line.startswith("id: "):
+                    event_id = line[4:]
+                elif line == "data: [DONE]":
+                    return
+                elif line.startswith("data: "):
+                    self._take(json.loads(line[6:]))
+                    self._last_id = event_id or self._last_id
+                    yield
+        raise SampleError("a stream of events without an end")
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if "error" in event:
+            raise SampleError(f"{event['error']}")
+        self._text += event["choices"][0]["text"]
+        self._token_ids = tuple(event.get("gammaray", {}).get("token_ids", self._token_ids))
+
+
+HTTP_MIX = {complete: 3, stream: 5, resume: 2, leave: 2, talk: 3, refused: 1, look_up: 2}
+"""How often each, in parts."""

@@ -1,0 +1,108 @@
+"""What is asked for with a fixed seed, and what was said to it at the start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import httpx
+from load import PROMPTS, Ask, Said, reference
+
+from gammaray import AsyncClient
+
+__all__ = [
+    "LENGTHS",
+    "TURNS",
+    "Expected",
+    "SampleError",
+    "chat",
+    "chat_body",
+    "first_said",
+    "samples",
+    "turns",
+]
+
+LENGTHS = (8, 48, 160, 400)
+LONG_PROMPT = "".join(f"def f{i}(value, other={i}):\n    return value + {i}\n\n" for i in range(60))
+"""Several chunks of a prefill."""
+
+TURNS = ("def area(width, height):\n", "\n\nclass Shape:\n", "\n    def name(self):\n")
+CHATS = ("Write a loop.", "What is a tuple?")
+
+
+class SampleError(Exception):
+    """A completion that is not what it has to be."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an undisturbed cluster said.
+
+    Args:
+        completions: By what was asked for.
+        chats: Texts by (message, temperature).
+        turns: Token ids of each turn of a session, by temperature.
+    """
+
+    completions: dict[Ask, Said]
+    chats: dict[tuple[str, float], str]
+    turns: dict[float, list[tuple[int, ...]]]
+
+
+def samples() -> list[Ask]:
+    """Return what is asked for: greedy and sampled, short and long, one prompt in eight a long one."""
+    found = []
+    for number in range(24):
+        prompt = LONG_PROMPT if number % 8 == 5 else PROMPTS[number % len(PROMPTS)]
+        # Not in step with the temperatures: each length has both.
+        length = LENGTHS[(number // 2 + number // 8) % len(LENGTHS)]
+        found.append(Ask(prompt, float(number % 2), 2000 + number, length))
+    return found
+
+
+async def first_said(grpc: str, http: str) -> Expected:
+    """Return what the cluster says to all samples."""
+    completions = await reference(grpc, samples())
+    async with AsyncClient(grpc) as client, httpx.AsyncClient(base_url=http, timeout=120) as web:
+        chats = {(text, t): await chat(web, text, t) for text in CHATS for t in (0.0, 1.0)}
+        talks = {t: await turns(client, t, f"soak-first-{t:g}", 0.0) for t in (0.0, 1.0)}
+    return Expected(completions, chats, talks)
+
+
+def chat_body(text: str, temperature: float) -> dict[str, object]:
+    """Return the body of a chat request."""
+    messages = [{"role": "system", "content": "Answer in Python."}, {"role": "user", "content": text}]
+    return {
+        "messages": messages,
+        "temperature": temperature,
+        "seed": 7,
+        "max_completion_tokens": 60,
+        "ignore_eos": True,
+    }
+
+
+async def chat(http: httpx.AsyncClient, text: str, temperature: float) -> str:
+    """Return what is answered to a chat request."""
+    answer = await http.post("/v1/chat/completions", json=chat_body(text, temperature))
+    if answer.status_code != 200:
+        raise SampleError(f"chat: {answer.status_code} {answer.text[:300]}")
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+async def turns(
+    client: AsyncClient, temperature: float, session_id: str, keep_cache_s: float
+) -> list[tuple[int, ...]]:
+    """Return the token ids of each turn of a conversation."""
+    found = []
+    for turn, prompt in enumerate(TURNS):
+        said = await client.complete(
+            prompt,
+            session_id=session_id,
+            turn=turn,
+            temperature=temperature,
+            seed=30 + turn,
+            max_tokens=40,
+            ignore_eos=True,
+            keep_cache_s=keep_cache_s if turn + 1 < len(TURNS) else 0.0,
+        )
+        found.append(tuple(token.token_id for token in said.tokens))
+    return found

@@ -1,0 +1,141 @@
+"""What a cluster holds while nothing runs: its processes by role, the workers by their own account, Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+from census import Holding, census, settled
+from cluster_helpers import asked
+from http_mix import num_series
+from redis import Redis
+
+from gammaray import Client, ProcessStatus
+
+__all__ = ["Census", "Observer"]
+
+SCRAPE_TIMEOUT_S = 10.0
+QUIET_S = 1.0
+"""What a process closes and forgets behind the last answer, it does within this."""
+
+
+@dataclass(frozen=True)
+class Census:
+    """What was held at one moment.
+
+    Args:
+        at_s: When, in seconds since the run began.
+        rest_s: Seconds from the last answer until nothing was held for requests any more.
+        figures: By (role, measure), summed over the role's processes.
+        processes: Ids of the processes, by role.
+    """
+
+    at_s: float
+    rest_s: float
+    figures: dict[tuple[str, str], float]
+    processes: dict[str, tuple[int, ...]]
+
+
+class Observer:
+    """Takes the census of a cluster.
+
+    Args:
+        grpc_address: host:port of the gRPC API.
+        launcher_pid: The process that started all others.
+        redis: The cluster's Redis; None where it cannot be asked.
+    """
+
+    def __init__(self, grpc_address: str, launcher_pid: int, redis: Redis | None) -> None:
+        self._grpc, self._launcher_pid, self._redis = grpc_address, launcher_pid, redis
+
+    async def census(self, began_at: float) -> Census:
+        """Wait until nothing is held for requests, or it takes too long, and return what is held then.
+
+        Args:
+            began_at: `time.monotonic()` of the run's start.
+        """
+        answered_at = time.monotonic()
+        await asyncio.to_thread(settled, self._all)
+        rest_s = time.monotonic() - answered_at
+        await asyncio.sleep(QUIET_S)
+        return await asyncio.to_thread(self._look, time.monotonic() - began_at, rest_s)
+
+    def left_keys(self) -> list[str]:
+        """Return the names of the keys of sessions."""
+        if self._redis is None:
+            return []
+        return sorted(key.decode() for key in self._redis.scan_iter("gammaray:session:*", count=1000))
+
+    def _look(self, at_s: float, rest_s: float) -> Census:
+        processes = self._all()
+        figures: Counter[tuple[str, str]] = Counter()
+        pids: dict[str, list[int]] = defaultdict(list)
+        for (role, pid), holding in census(processes).items():
+            pids[role].append(pid)
+            figures.update({(role, measure): value for measure, value in _figures(role, holding).items()})
+        with httpx.Client(timeout=SCRAPE_TIMEOUT_S) as http:
+            for process in processes:
+                if process.metrics_address:
+                    metrics = http.get(f"http://{process.metrics_address}/metrics").raise_for_status()
+                    figures[process.role, "series"] += num_series(metrics.text)
+        return Census(
+            at_s,
+            {**figures, **self._redis_figures()},
+            {role: tuple(sorted(found)) for role, found in pids.items()},
+        )
+
+    def _all(self) -> list[ProcessStatus]:
+        """Return every process: those of the status, the workers asked themselves, and the rest."""
+        with Client(self._grpc) as client:
+            known = [asked(process) for process in client.status() if process.role != "proxy"]
+        pids = {process.pid for process in known}
+        try:
+            launcher = psutil.Process(self._launcher_pid)
+            family = [launcher, *launcher.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            family = []
+        for process in family:
+            if process.pid not in pids and (role := self._role(process)):
+                known.append(ProcessStatus(role, process.pid, "", "", True, 0))
+        return known
+
+    def _role(self, process: psutil.Process) -> str:
+        """Return what a process is in one word, "" for one that is gone."""
+        try:
+            name, command = process.name(), process.cmdline()
+        except psutil.Error:
+            return ""
+        if process.pid == self._launcher_pid:
+            return "launcher"
+        if name.startswith("ray::"):
+            return re.split("[:.]", name.removeprefix("ray::"))[0]  # what it does at present follows
+        scripts = [word for word in command[1:] if word.endswith(".py") or word.startswith("orchestrator.")]
+        return Path(scripts[0]).name.removeprefix("orchestrator.") if scripts else name
+
+    def _redis_figures(self) -> dict[tuple[str, str], float]:
+        if self._redis is None:
+            return {}
+        keyspace = self._redis.info("keyspace").get("db0", {"keys": 0, "expires": 0})
+        figures = {
+            "memory_mb": self._redis.info("memory")["used_memory"] / 2**20,
+            "clients": self._redis.info("clients")["connected_clients"],
+            "keys": keyspace["keys"],
+            "lasting_keys": keyspace["keys"] - keyspace["expires"],
+            "running": self._redis.scard("gammaray:running"),
+        }
+        return {("redis", measure): float(value) for measure, value in figures.items()}
+
+
+def _figures(role: str, holding: Holding) -> dict[str, float]:
+    figures = {"rss_mb": holding.rss_mb, "threads": holding.threads, "files": holding.files}
+    if role in ("orchestrator", "draft", "target"):
+        figures |= {"sessions": holding.sessions, "queued": holding.queued}
+    if role in ("draft", "target"):
+        figures["kv_mb"] = holding.cache_bytes / 2**20
+    return figures

@@ -1,0 +1,56 @@
+"""What a run came to: for people, and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from soak_run import TTL_S, Options, Outcome
+from trend import BOUNDS, MIN_SHARE
+
+__all__ = ["figures", "table"]
+
+HEAD = ("who", "what", "first", "second third", "last third", "allowed", "rose in", "")
+
+
+def table(outcome: Outcome) -> str:
+    """Return the table of trends, the counts of what was done, and the verdict."""
+    lines = [HEAD]
+    for (role, measure), found in outcome.trends().items():
+        first = outcome.censuses[0].figures[role, measure]
+        numbers = (f"{first:.1f}", f"{found.before:.1f}", f"{found.after:.1f}", f"+{found.allowed:.1f}")
+        verdict = "GROWS" if found.grows else ""
+        lines.append((role, measure, *numbers, f"{found.share:.0%}", verdict))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    if not outcome.trends():
+        text = [f"{len(outcome.censuses)} censuses are too few to tell growth"]
+    complaints = outcome.complaints()
+    verdict = (
+        [f"WRONG ({len(complaints)}):", *complaints] if complaints else ["nothing grew, nothing differed"]
+    )
+    return "\n".join([*text, "", outcome.campaign.table(), "", *verdict])
+
+
+def figures(outcome: Outcome, options: Options) -> dict[str, Any]:
+    """Return the result for a result file."""
+    return {
+        "options": {**asdict(options), "session_ttl_s": TTL_S},
+        "bounds": {name: asdict(bound) for name, bound in BOUNDS.items()} | {"min_share": MIN_SHARE},
+        "done": {f"{what}: {result}": count for (what, result), count in outcome.campaign.counts.items()},
+        "slowest_s": {what: round(seconds, 2) for what, seconds in outcome.slowest_s.items()},
+        "samples_again": outcome.num_again,
+        "trends": [
+            {"role": role, "measure": measure, **asdict(found), "grows": found.grows}
+            for (role, measure), found in outcome.trends().items()
+        ],
+        "censuses": [
+            {
+                "at_s": round(census.at_s, 1),
+                "rest_s": round(census.rest_s, 1),
+                **{f"{role}.{measure}": round(value, 2) for (role, measure), value in census.figures.items()},
+            }
+            for census in outcome.censuses
+        ],
+        "complaints": outcome.complaints(),
+    }

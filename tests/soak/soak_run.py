@@ -1,0 +1,200 @@
+"""A run: rounds of mixed load, a census between them, and what they come to."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from campaign import Campaign
+from grpc_mix import GRPC_MIX, check
+from http_mix import HTTP_MIX
+from load import generate
+from samples import Expected, SampleError, first_said
+from soak_census import Census, Observer
+from trend import BOUNDS, MIN_COUNT, Trend, trend
+
+from gammaray import AsyncClient
+
+__all__ = ["CLUSTER", "TTL_S", "Options", "Outcome", "run"]
+
+CLUSTER = ("--deterministic",)
+"""Tokens must not depend on who else was in a batch: what is compared here, is compared bit by bit."""
+
+TTL_S = 30
+"""Sessions stay in Redis for their TTL by design: short, so that their number is steady before the warm-up
+ends, and long enough for everything here that comes back to a session."""
+
+MIN_CENSUSES = 18
+"""Six to each third, so that the medians of short runs mean something too."""
+
+ACTION_TIMEOUT_S = 120.0
+MAX_PAUSE_S = 0.4
+EXPIRY_S = 5.0
+"""How long after the TTL the last key is gone: Redis looks for expired keys ten times a second."""
+
+AT_REST = ("sessions", "queued", "kv_mb", "running")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run is like.
+
+    Args:
+        seconds: How long, censuses included.
+        seed: Of every choice of the load.
+        clients: How many do something at once.
+        round_s: Bound of the seconds between two censuses.
+    """
+
+    seconds: float = 1800.0
+    seed: int = 0
+    clients: int = 6
+    round_s: float = 30.0
+
+
+@dataclass
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        campaign: Counts of what was done, and what was wrong with it.
+        censuses: What was held, over time.
+        slowest_s: Of each kind of thing that was done, how long the slowest took.
+        left: What was held, in words, when nothing ought to be any more.
+        num_again: Samples that were asked for again in the end.
+    """
+
+    campaign: Campaign
+    censuses: list[Census] = field(default_factory=list)
+    slowest_s: dict[str, float] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    num_again: int = 0
+
+    def trends(self) -> dict[tuple[str, str], Trend]:
+        """Return the trend of what was there in all censuses and has a bound, by role and measure."""
+        if len(self.censuses) < MIN_COUNT:
+            return {}
+        at_s = [census.at_s for census in self.censuses]
+        return {
+            key: trend(at_s, [census.figures[key] for census in self.censuses], BOUNDS[key[1]])
+            for key in sorted(set.intersection(*(set(census.figures) for census in self.censuses)))
+            if key[1] in BOUNDS
+        }
+
+    def complaints(self) -> list[str]:
+        """Return everything that must not be, in words."""
+        grown = [
+            f"{role} {measure} grew: {found.before:.1f} -> {found.after:.1f}, allowed +{found.allowed:.1f}"
+            for (role, measure), found in self.trends().items()
+            if found.grows
+        ]
+        return [*self._gone(), *grown, *self.left, *self.campaign.wrong]
+
+    def _gone(self) -> list[str]:
+        """Return who died: a process that begins anew hides what the one before it had gathered."""
+        third = len(self.censuses) // 3
+        if not third:
+            return []
+        seen = [_pids(census) for census in self.censuses[third : 2 * third]]
+        lost = sorted(set.intersection(*seen) - _pids(self.censuses[-1]))
+        return [f"{role} (process {pid}) is gone" for role, pid in lost]
+
+
+async def run(
+    grpc: str, http: str, observer: Observer, options: Options, say: Callable[[str], None]
+) -> Outcome:
+    """Soak a cluster that nobody else uses, at its gRPC address and the base URL of its HTTP API."""
+    say("what the cluster says at the start ...")
+    expected = await first_said(grpc, http)
+    campaign = Campaign(options.seconds, options.seed)
+    outcome, start = Outcome(campaign), time.monotonic()
+    dice = [campaign.dice(f"client {number}") for number in range(options.clients)]
+    round_s = min(options.round_s, options.seconds / MIN_CENSUSES)
+    for number in campaign.rounds():
+        # Each census has load before it, also when the round before has run into this one.
+        until = max(start + (number + 1) * round_s, time.monotonic() + round_s / 2)
+        await asyncio.gather(*(_client(grpc, http, expected, outcome, rng, until) for rng in dice))
+        try:
+            outcome.censuses.append(await observer.census(start))
+        except Exception as error:  # somebody died: that is told, and the rest of the run is worth having
+            campaign.blame(f"no census: {type(error).__name__}: {error}")
+            continue
+        say(_line(outcome.censuses[-1], campaign))
+    say("what it says at the end ...")
+    outcome.num_again = await _again(grpc, expected, campaign)
+    outcome.left = await _left(observer, start)
+    return outcome
+
+
+async def _left(observer: Observer, start: float) -> list[str]:
+    """Return, in words, what is held when all sessions have expired."""
+    await asyncio.sleep(TTL_S + EXPIRY_S)
+    last = await observer.census(start)
+    left = [
+        f"{role} holds {value:g} {measure} at the end"
+        for (role, measure), value in last.figures.items()
+        if measure in AT_REST and value
+    ]
+    if keys := await asyncio.to_thread(observer.left_keys):
+        left.append(f"{len(keys)} keys of sessions are left in Redis: {', '.join(keys[:3])} ...")
+    return left
+
+
+async def _client(
+    grpc: str, http: str, expected: Expected, outcome: Outcome, rng: random.Random, until: float
+) -> None:
+    """Do one thing after the other over its own connections until a moment; what runs then still ends."""
+    timeout = httpx.Timeout(ACTION_TIMEOUT_S)
+    async with AsyncClient(grpc) as client, httpx.AsyncClient(base_url=http, timeout=timeout) as web:
+        surfaces: tuple[tuple[str, Any, Mapping[Callable[..., Awaitable[None]], int]], ...] = (
+            ("grpc", client, GRPC_MIX),
+            ("http", web, HTTP_MIX),
+        )
+        while time.monotonic() < until:
+            surface, connection, mix = rng.choice(surfaces)
+            (action,) = rng.choices(list(mix), list(mix.values()))
+            name, begun = f"{surface} {action.__name__}", time.monotonic()
+            try:
+                await asyncio.wait_for(action(connection, expected, rng), ACTION_TIMEOUT_S)
+            except Exception as error:
+                kind = type(error).__name__
+                outcome.campaign.count(name, kind, wrong=f"{kind}: {error}")
+            else:
+                outcome.campaign.count(name, "right")
+            outcome.slowest_s[name] = max(outcome.slowest_s.get(name, 0.0), time.monotonic() - begun)
+            await asyncio.sleep(rng.uniform(0.0, MAX_PAUSE_S))
+
+
+async def _again(grpc: str, expected: Expected, campaign: Campaign) -> int:
+    """Ask for every sample once more; return how many there were."""
+    async with AsyncClient(grpc) as client:
+        for ask in expected.completions:
+            try:
+                check(expected, ask, await generate(client, ask, []))
+            except SampleError as error:
+                campaign.count("at the end", "differs", wrong=str(error))
+            else:
+                campaign.count("at the end", "right")
+    return len(expected.completions)
+
+
+def _pids(census: Census) -> set[tuple[str, int]]:
+    return {(role, pid) for role, pids in census.processes.items() for pid in pids}
+
+
+def _line(census: Census, campaign: Campaign) -> str:
+    """Return a census in one line."""
+    shown = [
+        f"{role} {census.figures[role, 'rss_mb']:.0f} MiB"
+        for role in ("orchestrator", "draft", "target", "redis")
+        if (role, "rss_mb") in census.figures
+    ]
+    if (keys := census.figures.get(("redis", "keys"))) is not None:
+        shown.append(f"{keys:.0f} keys")
+    told = f"{sum(campaign.counts.values())} done, {campaign.num_wrong} wrong"
+    return f"{census.at_s:6.0f} s, at rest after {census.rest_s:4.1f} s: {', '.join(shown)}; {told}"

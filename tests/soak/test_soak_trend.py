@@ -1,0 +1,98 @@
+"""The soak's verdict on growth: what grows, what is flat, what is noise, what was the warm-up."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path.extend(str(TESTS / name) for name in ("soak", "chaos", "fuzz", "e2e"))
+
+from campaign import Campaign
+from samples import LENGTHS, samples
+from soak_census import Census
+from soak_report import figures, table
+from soak_run import Options, Outcome
+from trend import BOUNDS, Bound, trend
+
+BOUND = Bound(slack=4.0, per_hour=30.0)
+AT_S = [30.0 * number for number in range(60)]
+"""Half an hour: ten minutes from the middle of the second third to that of the last, so +9 is allowed."""
+
+
+def noise(number: int, width: float) -> float:
+    return random.Random(number).uniform(-width, width)
+
+
+@pytest.mark.parametrize(
+    ("value", "grows"),
+    [
+        pytest.param(lambda n: 500.0, False, id="flat"),
+        pytest.param(lambda n: 500.0 + n, True, id="grows-by-two-a-minute"),
+        pytest.param(lambda n: 500.0 + n + noise(n, 5.0), True, id="grows-with-noise"),
+        pytest.param(lambda n: 500.0 + 0.4 * n, False, id="grows-within-the-bound"),
+        pytest.param(lambda n: 500.0 - n, False, id="shrinks"),
+        pytest.param(lambda n: 500.0 + noise(n, 60.0), False, id="noisy"),
+        pytest.param(lambda n: 300.0 if n < 15 else 500.0, False, id="step-in-the-warm-up"),
+        pytest.param(lambda n: 500.0 if n < 42 else 520.0, True, id="step-in-the-last-third"),
+        pytest.param(lambda n: 900.0 if n == 55 else 500.0, False, id="one-peak"),
+        pytest.param(lambda n: 500.0 + 40.0 * (n % 7), False, id="saw-teeth"),
+    ],
+)
+def test_trend_tells_growth_from_the_rest(value, grows):
+    found = trend(AT_S, [value(number) for number in range(60)], BOUND)
+    assert found.allowed == pytest.approx(9.0)
+    assert found.grows is grows, found
+
+
+def test_noise_around_a_flat_line_is_hardly_ever_growth():
+    num_wrong = sum(
+        trend(AT_S[:18], [noise(100 * run + n, 60.0) for n in range(18)], BOUND).grows for run in range(200)
+    )
+    assert num_wrong < 200 * 0.1
+
+
+@pytest.mark.parametrize(("value", "grows"), [(lambda n: 2.0, False), (lambda n: float(n // 20), True)])
+def test_counts_at_rest_may_not_grow_at_all(value, grows):
+    assert trend(AT_S, [value(number) for number in range(60)], BOUNDS["sessions"]).grows is grows
+
+
+def test_trend_refuses_too_few_values():
+    with pytest.raises(ValueError, match="at least 6"):
+        trend(AT_S[:5], AT_S[:5], BOUND)
+
+
+def outcome(growth_mb: float, last_pid: int = 7) -> Outcome:
+    """Return the outcome of a run in which a target gains some MiB with each census."""
+    found = Outcome(Campaign(0.0, 0))
+    for number, at_s in enumerate(AT_S):
+        pid = last_pid if number == len(AT_S) - 1 else 7
+        held = {("target", "rss_mb"): 500.0 + growth_mb * number, ("target", "sessions"): 0.0}
+        found.censuses.append(Census(at_s, 0.1, held, {"target": (pid,)}))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        pytest.param(outcome(0.0), None, id="clean"),
+        pytest.param(outcome(3.0), "target rss_mb grew: 588.5 -> 648.5", id="grown"),
+        pytest.param(outcome(0.0, last_pid=8), "target (process 7) is gone", id="gone"),
+    ],
+)
+def test_report_tells_what_grew_and_who_died(found, words):
+    assert [words] * (words is not None) == [told[: len(words)] for told in found.complaints()]
+    assert (words or "nothing grew, nothing differed") in table(found)
+    result = json.loads(json.dumps(figures(found, Options())))
+    assert len(result["censuses"]) == len(AT_S)
+    assert [row["measure"] for row in result["trends"]] == ["rss_mb", "sessions"]
+
+
+def test_samples_are_all_different_and_of_every_length_at_both_temperatures():
+    found = samples()
+    assert len(set(found)) == len(found)
+    assert {(a.max_tokens, a.temperature) for a in found} == {(n, t) for n in LENGTHS for t in (0.0, 1.0)}
