@@ -86,6 +86,7 @@ class Observer:
                     figures[process.role, "series"] += num_series(metrics.text)
         return Census(
             at_s,
+            rest_s,
             {**figures, **self._redis_figures()},
             {role: tuple(sorted(found)) for role, found in pids.items()},
         )

@@ -23,8 +23,6 @@ def table(outcome: Outcome) -> str:
         lines.append((role, measure, *numbers, f"{found.share:.0%}", verdict))
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    if not outcome.trends():
-        text = [f"{len(outcome.censuses)} censuses are too few to tell growth"]
     complaints = outcome.complaints()
     verdict = (
         [f"WRONG ({len(complaints)}):", *complaints] if complaints else ["nothing grew, nothing differed"]

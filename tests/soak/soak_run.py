@@ -11,14 +11,16 @@ from typing import Any
 
 import httpx
 from campaign import Campaign
+from grpc import RpcError
 from grpc_mix import GRPC_MIX, check
 from http_mix import HTTP_MIX
 from load import generate
+from redis import RedisError
 from samples import Expected, SampleError, first_said
 from soak_census import Census, Observer
 from trend import BOUNDS, MIN_COUNT, Trend, trend
 
-from gammaray import AsyncClient
+from gammaray import AsyncClient, GammarayError
 
 __all__ = ["CLUSTER", "TTL_S", "Options", "Outcome", "run"]
 
@@ -37,6 +39,7 @@ MAX_PAUSE_S = 0.4
 EXPIRY_S = 5.0
 """How long after the TTL the last key is gone: Redis looks for expired keys ten times a second."""
 
+UNREACHABLE = (GammarayError, RpcError, httpx.HTTPError, RedisError)
 AT_REST = ("sessions", "queued", "kv_mb", "running")
 
 
@@ -93,7 +96,8 @@ class Outcome:
             for (role, measure), found in self.trends().items()
             if found.grows
         ]
-        return [*self._gone(), *grown, *self.left, *self.campaign.wrong]
+        few = [f"{len(self.censuses)} censuses are too few to tell growth"] * (len(self.censuses) < MIN_COUNT)
+        return [*few, *self._gone(), *grown, *self.left, *self.campaign.wrong]
 
     def _gone(self) -> list[str]:
         """Return who died: a process that begins anew hides what the one before it had gathered."""
@@ -121,8 +125,9 @@ async def run(
         await asyncio.gather(*(_client(grpc, http, expected, outcome, rng, until) for rng in dice))
         try:
             outcome.censuses.append(await observer.census(start))
-        except Exception as error:  # somebody died: that is told, and the rest of the run is worth having
+        except UNREACHABLE as error:  # somebody died; the rest of the run is worth having
             campaign.blame(f"no census: {type(error).__name__}: {error}")
+            say(campaign.wrong[-1])
             continue
         say(_line(outcome.censuses[-1], campaign))
     say("what it says at the end ...")

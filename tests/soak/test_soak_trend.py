@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path.extend(str(TESTS / name) for name in ("soak", "chaos", "fuzz", "e2e"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "soak"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "chaos"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "fuzz"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "e2e"))
 
 from campaign import Campaign
 from samples import LENGTHS, samples
