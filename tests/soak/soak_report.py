@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from soak_run import TTL_S, Options, Outcome
-from trend import BOUNDS, MIN_SHARE
+from trend import BOUNDS
 
 __all__ = ["figures", "table"]
 
@@ -34,7 +34,7 @@ def figures(outcome: Outcome, options: Options) -> dict[str, Any]:
     """Return the result for a result file."""
     return {
         "options": {**asdict(options), "session_ttl_s": TTL_S},
-        "bounds": {name: asdict(bound) for name, bound in BOUNDS.items()} | {"min_share": MIN_SHARE},
+        "bounds": {name: asdict(bound) for name, bound in BOUNDS.items()},
         "done": {f"{what}: {result}": count for (what, result), count in outcome.campaign.counts.items()},
         "slowest_s": {what: round(seconds, 2) for what, seconds in outcome.slowest_s.items()},
         "samples_again": outcome.num_again,

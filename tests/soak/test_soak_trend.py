@@ -55,7 +55,7 @@ def test_noise_around_a_flat_line_is_hardly_ever_growth():
     num_wrong = sum(
         trend(AT_S[:18], [noise(100 * run + n, 60.0) for n in range(18)], BOUND).grows for run in range(200)
     )
-    assert num_wrong < 200 * 0.1
+    assert num_wrong <= 2
 
 
 @pytest.mark.parametrize(("value", "grows"), [(lambda n: 2.0, False), (lambda n: float(n // 20), True)])

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 __all__ = ["BOUNDS", "Bound", "Trend", "trend"]
 
-MIN_SHARE = 0.8
+Z = 3.0
 """Growth orders the two thirds: nearly all later values are above nearly all earlier ones. Noise leaves half
-of the pairs either way; it reaches 0.8 in 5 % of runs with six values a third, in 0.04 % with twenty, as half
-an hour has."""
+of the pairs either way, give or take the deviation of the rank-sum test. A run judges some seventy figures,
+so each may raise a false alarm in one of several hundred runs at most: three deviations."""
 
 MIN_COUNT = 6
 """Below that, thirds hold one value and say nothing."""
@@ -65,17 +66,19 @@ class Trend:
         after: Median of the last third.
         allowed: How far `after` may lie above `before`.
         share: Of pairs of a value of the last third and one of the second, those that rose; ties count half.
+        min_share: What chance does not reach.
     """
 
     before: float
     after: float
     allowed: float
     share: float
+    min_share: float
 
     @property
     def grows(self) -> bool:
         """Whether it rose beyond what is allowed, and not by chance."""
-        return self.after - self.before > self.allowed and self.share >= MIN_SHARE
+        return self.after - self.before > self.allowed and self.share >= self.min_share
 
 
 def trend(at_s: Sequence[float], values: Sequence[float], bound: Bound) -> Trend:
@@ -95,4 +98,5 @@ def trend(at_s: Sequence[float], values: Sequence[float], bound: Bound) -> Trend
         statistics.median(late),
         bound.slack + bound.per_hour * hours,
         statistics.fmean(rises),
+        min(1.0, 0.5 + Z * math.sqrt((2 * third + 1) / (12 * third**2))),
     )
