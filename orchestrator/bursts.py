@@ -111,7 +111,7 @@ class Bursts:
         for kind in Family:
             if kind is family(prospects.current):
                 continue
-            waited = self._costs.probes.waited(kind, self._waited[kind], self._costs.clock)
+            waited = self._costs.probes.waited(kind, self._waited[kind])
             if waited is None or kind is prospects.hopeless:
                 continue
             for shape, length, needed in self._plans_for(prospects, kind):
@@ -175,7 +175,7 @@ class Bursts:
         if prospects is None:
             return
         lost = self._rate * self._seconds - self._tokens
-        self._costs.probes.played(self._kind, self._costs.clock)
+        self._costs.probes.played(self._kind)
         self._costs.probes.probed(self._kind, prospects.share(self._kind), self._believed, lost)
 
     def _promising(self, prospects: Prospects, kind: Family) -> Shape | None:

@@ -18,7 +18,7 @@ from orchestrator.probing import ProbeSchedule
 from orchestrator.trees import TreeModel
 from orchestrator.waits import Mean, WaitTable
 
-__all__ = ["CostModel"]
+__all__ = ["CostModel", "share_of"]
 
 STEP_RATE, DRAFT_RATE = 0.1, 0.05
 """Share of a deviation that goes to the level: some ten steps and twenty proposals, whose waits vary more."""
@@ -69,7 +69,7 @@ class CostModel:
             cycle: The cycle.
             depth_before: Gamma of the session's cycle before; 0 when that had no proposal.
         """
-        share = 1.0 / max(1, cycle.timing.batch_size) if cycle.timing is not None else 1.0
+        share = share_of(cycle)
         self.clock += share
         if cycle.is_first:
             return
@@ -197,6 +197,11 @@ class CostModel:
         if plain is None or self._predicted <= 0:
             return plain
         return plain * self._actual / self._predicted
+
+
+def share_of(cycle: Cycle) -> float:
+    """Return what a cycle counts for: sessions whose steps are shared all report the same step."""
+    return 1.0 / max(1, cycle.timing.batch_size) if cycle.timing is not None else 1.0
 
 
 def _drafted(cycle: Cycle) -> Shape:

@@ -42,7 +42,7 @@ class Learner:
         if kind is Family.CHAIN and cycle.num_drafted > 0:
             self._costs.reach.observe(cycle.num_drafted + stopped_early(cycle), cycle.num_drafted)
         if kind is Family.PLAIN or cycle.num_drafted > 0:
-            self._costs.probes.played(kind, self._costs.clock)
+            self._costs.probes.played(kind)
 
 
 class FixedGamma:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from gammaray.metrics import AcceptanceEstimator
 from orchestrator.bursts import FIRST_GAMMA, Bursts, Prospects
-from orchestrator.costs import CostModel
+from orchestrator.costs import CostModel, share_of
 from orchestrator.cycle import Cycle, Shape
 from orchestrator.fixed_gamma import FixedGamma, Learner, Reason, first_children, stopped_early
 from orchestrator.probing import Family, family
@@ -103,6 +103,7 @@ class AdaptiveGamma:
         self._num_cycles += 1
         kind = family(cycle.shape)
         self._observe_tokens(cycle, kind)
+        self._costs.probes.clock += share_of(cycle)
         self._learner.learn(cycle, kind)
         if kind is Family.PLAIN or cycle.num_drafted > 0:
             self._played_at[cycle.shape] = self._num_cycles

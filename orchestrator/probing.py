@@ -68,19 +68,25 @@ class _State:
 
 @dataclass
 class ProbeSchedule:
-    """What all sessions of a replica know of probing."""
+    """What all sessions of a replica know of probing.
 
+    Attributes:
+        clock: Cycles so far of the sessions that probe, those in one batch counted once: what probes may cost
+            is a share of these.
+    """
+
+    clock: float = 0.0
     _states: dict[Family, _State] = field(default_factory=lambda: {kind: _State() for kind in Family})
 
-    def played(self, kind: Family, now: float) -> None:
-        """Take note that a family was played at `now`."""
-        self._states[kind].played_at = now
+    def played(self, kind: Family) -> None:
+        """Take note that a family was played just now."""
+        self._states[kind].played_at = self.clock
 
     def num_confirmed(self, kind: Family) -> int:
         """Return how many probes in a row confirmed the belief."""
         return self._states[kind].num_confirmed
 
-    def waited(self, kind: Family, own: int, now: float) -> int | None:
+    def waited(self, kind: Family, own: int) -> int | None:
         """Return for how many cycles a kind was not played, None while it is too early for a probe.
 
         What one session finds out serves all of them, but for its own acceptance.
@@ -88,10 +94,9 @@ class ProbeSchedule:
         Args:
             kind: What to probe.
             own: Cycles of this session since it played it.
-            now: Cycles so far, those of sessions in one batch counted once.
         """
         state = self._states[kind]
-        waited = round(max(own / OWN_PATIENCE, now - state.played_at))
+        waited = round(max(own / OWN_PATIENCE, self.clock - state.played_at))
         return waited if waited >= state.gap else None
 
     def needed_wait(self, kind: Family, length: int, loss: float) -> float:

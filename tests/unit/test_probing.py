@@ -10,7 +10,8 @@ from test_gamma_stop import cycle
 from orchestrator.bursts import BURSTS, OVERDUE, Bursts, Prospects
 from orchestrator.costs import CostModel
 from orchestrator.cycle import Shape
-from orchestrator.fixed_gamma import Reason
+from orchestrator.fixed_gamma import FixedGamma, Reason
+from orchestrator.gamma import AdaptiveGamma
 from orchestrator.probing import FREE_PROBES, MIN_GAP, MOST_LOST, PROBE_SHARE, Family, ProbeSchedule
 
 PLAIN_S = 2e-3
@@ -47,8 +48,10 @@ def test_probe_that_gained_is_repeated_soon():
 
 def test_close_is_looked_at_again_soon_and_yet_has_its_price():
     schedule = confirmed(share=0.95)
-    assert schedule.waited(Family.CHAIN, 0, 2 * MIN_GAP - 1) is None
-    assert schedule.waited(Family.CHAIN, 0, 2 * MIN_GAP) is not None
+    schedule.clock = 2.0 * MIN_GAP - 1
+    assert schedule.waited(Family.CHAIN, 0) is None
+    schedule.clock += 1
+    assert schedule.waited(Family.CHAIN, 0) == 2 * MIN_GAP
     assert schedule.needed_wait(Family.CHAIN, 3, 0.2) > 0
 
 
@@ -74,7 +77,7 @@ def wait_for_probe(bursts: Bursts, prospects: Prospects, costs: CostModel) -> in
         if bursts.due(prospects) is not None:
             return waited
         bursts.observe(plain_cycle())
-        costs.clock += 1
+        costs.probes.clock += 1
     raise AssertionError("no probe ever")
 
 
@@ -83,7 +86,7 @@ def probe(bursts: Bursts, prospects: Prospects, costs: CostModel, cycle_s: float
     for number in range(1, 20):
         shape = bursts.shape
         assert shape is not None
-        costs.clock += 1
+        costs.probes.clock += 1
         if bursts.observe(replace(cycle(shape, shape.depth, 1), total_s=cycle_s)):
             bursts.conclude(prospects)
             assert bursts.shape is None
@@ -126,3 +129,13 @@ def test_burst_ends_at_once_when_the_drafter_fails():
     assert bursts.observe(failed)
     assert bursts.shape is None
     bursts.conclude(None)
+
+
+def test_cycles_of_sessions_that_never_probe_pay_for_no_probe():
+    costs = CostModel()
+    fixed, adaptive = FixedGamma(0, costs), AdaptiveGamma(8, costs)
+    for _ in range(100):
+        fixed.observe(plain_cycle())
+    assert costs.probes.clock == 0
+    adaptive.observe(plain_cycle())
+    assert costs.probes.clock == 1
