@@ -13,7 +13,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from rich.console import Console
@@ -106,10 +106,11 @@ async def _stream(client: AsyncClient, console: Console, max_tokens: int) -> Non
 async def compare(
     client: AsyncClient, asks: Sequence[Ask], advance: Callable[[], None], repetitions: int = 2
 ) -> Comparison:
-    """Complete each prompt plainly and speculatively in turn; one completion of each kind warms up."""
+    """Complete each prompt plainly and speculatively in turn, the first two once more before that to warm up."""
     plain, speculative = Stack(0, client), Stack("adaptive", client)
-    for system in (plain, speculative):
-        await system.sample(replace(asks[0], max_tokens=16))
+    for ask in asks[:2]:
+        for system in (plain, speculative):
+            await system.sample(ask)
     made: dict[str, list[list[Sample]]] = {plain.name: [], speculative.name: []}
     for ask in asks:
         for samples in made.values():
@@ -156,7 +157,7 @@ def main() -> None:
     """Command line of this module."""
     parser = argparse.ArgumentParser(description="Start a cluster, stream a completion, measure the speedup.")
     parser.add_argument("--prompts", type=int, default=6, help="number of prompts measured")
-    parser.add_argument("--tokens", type=int, default=96, help="tokens per completion")
+    parser.add_argument("--tokens", type=int, default=192, help="tokens per completion")
     options = parser.parse_args()
     sys.exit(run_or_exit(demo(Console(), options.prompts, options.tokens)))
 
