@@ -106,7 +106,7 @@ async def _stream(client: AsyncClient, console: Console, max_tokens: int) -> Non
 async def compare(
     client: AsyncClient, asks: Sequence[Ask], advance: Callable[[], None], repetitions: int = 2
 ) -> Comparison:
-    """Complete each prompt plainly and speculatively in turn, the first two once more before that to warm up."""
+    """Complete each prompt plainly and speculatively in turn; the first two also before, to warm up."""
     plain, speculative = Stack(0, client), Stack("adaptive", client)
     for ask in asks[:2]:
         for system in (plain, speculative):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from orchestrator.costs import CostModel
 from orchestrator.cycle import Cycle, Shape
@@ -76,7 +77,7 @@ class Prospects:
         mine, its = (self.costs.cycle_s(s, max(s.depth, s.max_nodes)) for s in (self.current, shape))
         return (its / mine if mine and its else 1.0) * share
 
-    @property
+    @cached_property
     def hopeless(self) -> Family | None:
         """The slower one of chains and trees while plain decoding is best: one probe tells on both."""
         if self.current.depth > 0:

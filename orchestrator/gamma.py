@@ -26,8 +26,9 @@ about that from cycle to cycle, and a switch costs what was drafted ahead."""
 LEAVE_PLAIN = 1.1
 """As much before plain decoding is left: a drafter that was not asked for long has to catch up first."""
 
-REFRESH = 8
-"""Cycles that one evaluation of all shapes serves."""
+REFRESH, REFRESH_PLAIN = 8, 32
+"""Cycles that one evaluation of all shapes serves. It takes as long as a tenth of a small model's plain cycle,
+and plain cycles tell nothing of acceptance."""
 
 FADE = 0.99
 """What a session knows of its own acceptance fades by this with each plain cycle."""
@@ -86,7 +87,7 @@ class AdaptiveGamma:
             return Shape(0, 0, Reason.OFF.value)
         if self._bursts.shape is not None:
             return self._bursts.shape
-        if self._num_cycles % REFRESH == 0 or self._prospects is None:
+        if self._prospects is None or self._num_cycles % self._refresh == 0:
             self._speeds = self._evaluate()
             self._decide()
         if self._prospects is None:
@@ -195,6 +196,10 @@ class AdaptiveGamma:
         if not self._speeds or self._shape is None:
             return None
         return Prospects(self._speeds, self._shape, self._max_gamma, self._costs)
+
+    @property
+    def _refresh(self) -> int:
+        return REFRESH_PLAIN if self._shape is not None and self._shape.depth == 0 else REFRESH
 
     def _decide(self) -> None:
         """Choose what is played until the next evaluation."""

@@ -12,7 +12,7 @@ from benchmarks.simulation import UNIT_S, Lone, crowd, drive, make_cycle
 from benchmarks.worlds import World, candidates
 from orchestrator.costs import CostModel
 from orchestrator.cycle import Shape
-from orchestrator.gamma import REFRESH, AdaptiveGamma, FixedGamma, Reason
+from orchestrator.gamma import REFRESH_PLAIN, AdaptiveGamma, FixedGamma, Reason
 from orchestrator.probing import Family, family
 
 CHAINS, SHAPES = candidates(8, 0), candidates(8, 32)
@@ -226,7 +226,7 @@ def test_adaptive_gamma_leaves_plain_decoding_for_a_clear_gain_and_comes_back_fo
     monkeypatch.setattr(controller, "_evaluate", lambda: speeds)
     controller.next_shape()
     speeds[Shape(other)] = 100.0 * gain
-    controller._num_cycles = REFRESH
+    controller._num_cycles = REFRESH_PLAIN
     chosen = controller.next_shape()
     assert chosen.depth == (other if leaves else current)
     held = Reason.BEST if leaves else Reason.HELD
