@@ -27,7 +27,7 @@ LEAVE_PLAIN = 1.1
 """As much before plain decoding is left: a drafter that was not asked for long has to catch up first."""
 
 REFRESH, REFRESH_PLAIN = 8, 32
-"""Cycles that one evaluation of all shapes serves. It takes a tenth as long as a plain cycle of a small model,
+"""Cycles that one evaluation of all shapes serves. It takes up to a tenth of a plain cycle of a small model,
 and plain cycles tell nothing of acceptance."""
 
 FADE = 0.99
