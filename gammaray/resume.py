@@ -26,6 +26,7 @@ from gammaray.errors import (
     UnavailableError,
 )
 from gammaray.rpc_errors import code_of, is_from_gammaray
+from gammaray.tasks import num_cancellations
 from gammaray.transport import Transport
 from gammaray.types import Chunk, GenerationRequest
 
@@ -49,6 +50,7 @@ async def stream_completion(
     patience = _Patience(transport, transport.deadline(timeout_s))
     offset = request.resume_from or 0
     while True:
+        asked_to_end = num_cancellations()
         try:
             message = convert.request_to_proto(request)
             async with aclosing(transport.attempt("Generate", message, patience.deadline)) as messages:
@@ -64,6 +66,8 @@ async def stream_completion(
             # A proxy on the way may lose the status of a stream, that of a refusal included.
             raise InternalError("the server ended the stream without a finish reason")
         except GammarayError as error:
+            if num_cancellations() > asked_to_end:
+                raise asyncio.CancelledError from error
             pause_s = patience.pause_s(error)
         await asyncio.sleep(pause_s)
         request = replace(request, resume_from=offset)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from typing import Any
 
-__all__ = ["END_S", "end_tasks"]
+__all__ = ["END_S", "end_tasks", "num_cancellations"]
 
 _log = logging.getLogger(__name__)
 
@@ -39,3 +40,15 @@ async def end_tasks(*tasks: asyncio.Task[Any], timeout_s: float = END_S) -> None
         names = ", ".join(sorted(task.get_name() for task in running))
         _log.error("tasks did not end within %g s of their cancellation: %s", timeout_s, names)
     await asyncio.gather(*(task for task in tasks if task.done()), return_exceptions=True)
+
+
+def num_cancellations() -> int:
+    """Return how often the running task was asked to end; always 0 before Python 3.11.
+
+    Whoever tries again after a failure compares it with what it was before: gRPC may tell a cancellation that
+    comes together with a message as a status of the call, or as the end of the stream.
+    """
+    task = asyncio.current_task()
+    if task is None or sys.version_info < (3, 11):
+        return 0
+    return task.cancelling()

@@ -21,6 +21,7 @@ from gammaray.errors import (
 )
 from gammaray.propagation import trace_metadata
 from gammaray.rpc_errors import error_from_rpc
+from gammaray.tasks import num_cancellations
 from gammaray.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 __all__ = ["APPLICATION", "MAX_TIMEOUT_MS", "TIMEOUT_HEADER", "RetryPolicy", "Transport"]
@@ -164,10 +165,13 @@ class Transport:
         """
         deadline, attempt = self.deadline(timeout_s), 0
         while True:
+            asked_to_end = num_cancellations()
             try:
                 async with aclosing(self.attempt(method, request, deadline)) as messages:
                     return await anext(messages)
-            except _PASSING:
+            except _PASSING as error:
+                if num_cancellations() > asked_to_end:
+                    raise asyncio.CancelledError from error
                 delay_s = self.retry.delay_s(attempt)
                 attempt += 1
                 has_time = time.monotonic() + delay_s < deadline and attempt < self.retry.max_attempts

@@ -1,5 +1,8 @@
 """Completions that go on when their call breaks: what the client asks for, and when it gives up."""
 
+import asyncio
+import sys
+
 import grpc
 import pytest
 from sdk_helpers import FAST_RETRY, NO_RETRY, ScriptedService, answer, last, piece, refuse, serve, token
@@ -16,6 +19,7 @@ from gammaray.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from gammaray.transport import Transport
 
 WORDS = ["one ", "two ", "three ", "four ", "five"]
 PASSING = [UnavailableError("gone"), CancelledError("replica died"), InternalError("actor died")]
@@ -236,3 +240,34 @@ async def test_resume_closed_client_gives_up_at_once():
         with pytest.raises((CancelledError, InternalError)):
             await anext(stream)
     assert len(service.requests) == 1
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tasks do not count their cancellations before")
+@pytest.mark.parametrize("error", PASSING, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("method", ["generate", "status"])
+async def test_cancellation_that_grpc_tells_as_a_failure_ends_the_call(monkeypatch, method, error):
+    """As when it comes together with a message: trying again would go on for ever."""
+    attempts, begun = [], asyncio.Event()
+
+    async def attempt(self, *_):
+        attempts.append(self)
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise error from None
+        yield
+
+    monkeypatch.setattr(Transport, "attempt", attempt)
+    async with AsyncClient("127.0.0.1:1", retry=FAST_RETRY) as client:
+        call = client.complete("Hi") if method == "generate" else client.status()
+        task = asyncio.create_task(call)
+        await begun.wait()
+        task.cancel()
+        done, _ = await asyncio.wait([task], timeout=10)
+        assert done
+        if method == "status" and isinstance(error, InternalError):  # never tried again in any case
+            assert isinstance(task.exception(), InternalError)
+        else:
+            assert task.cancelled()
+    assert len(attempts) == 1
