@@ -96,7 +96,7 @@ class Bursts:
         self._costs = costs
         self._kind, self._shape = Family.PLAIN, Shape(0)
         self._left = self._num_cycles = 0
-        self._believed = self._plain_s = self._rate = 0.0
+        self._believed = self._rate = 0.0
         self._seconds = self._tokens = 0.0
         self._waited = dict.fromkeys(Family, 0)
         self._looked_at: Prospects | None = None
@@ -175,7 +175,7 @@ class Bursts:
         self._waited[self._kind] = 0
         if prospects is None:
             return
-        lost = self._rate * self._seconds - self._tokens
+        lost = (self._rate * self._seconds - self._tokens) / max(1, self._num_cycles)
         self._costs.probes.played(self._kind)
         self._costs.probes.probed(self._kind, prospects.share(self._kind), self._believed, lost)
 

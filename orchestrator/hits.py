@@ -11,7 +11,9 @@ MEMORY = 128.0
 
 PRIOR_SLOPE, PRIOR_STRENGTH = -0.4, 4.0
 """Share of the mean rate by which the rate grows with the logarithm of the depth, and the spread of depths
-that this is worth. The demo pair's rates were 0.78 at 2, 0.69 at 3, 0.55 at 4, 0.47 at 6, 0.44 at 8."""
+that this is worth. The demo pair's rates were 0.78 at 2, 0.69 at 3, 0.55 at 4, 0.47 at 6, 0.44 at 8
+(greedily, fixed gammas, by `gammaray trace --json`, two AMD EPYC cores, 2026-11-21): a start, which each
+replica corrects."""
 
 
 class HitRates:

@@ -9,6 +9,8 @@ from contextlib import suppress
 
 __all__ = ["GivingWay", "can_give_way"]
 
+_TRIAL_TIMEOUT_S = 5.0
+
 
 @functools.cache
 def can_give_way() -> bool:
@@ -32,7 +34,7 @@ def can_give_way() -> bool:
 
     thread = threading.Thread(target=attempt, name="idle-priority-check")
     thread.start()
-    thread.join()
+    thread.join(_TRIAL_TIMEOUT_S)  # on cores that are all taken it may never get a turn: then it is of no use
     return bool(succeeded)
 
 

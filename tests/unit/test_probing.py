@@ -111,6 +111,17 @@ def test_bursts_that_lose_more_than_expected_become_rare():
     assert max(dear) <= OVERDUE
 
 
+def test_loss_of_a_burst_is_told_by_cycle():
+    costs = CostModel()
+    bursts, prospects = Bursts(costs), plain_is_best(costs)
+    told = []
+    costs.probes.probed = lambda kind, share, before, lost: told.append((kind, lost))
+    wait_for_probe(bursts, prospects, costs)
+    assert probe(bursts, prospects, costs, 3 * PLAIN_S) == 3
+    # Three cycles' time of plain decoding for two tokens, each.
+    assert told == [(Family.CHAIN, pytest.approx(3.0 - 2.0))]
+
+
 def test_burst_says_why_and_has_the_length_of_its_kind():
     costs = CostModel()
     bursts, prospects = Bursts(costs), plain_is_best(costs)
