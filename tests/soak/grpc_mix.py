@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import uuid
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from load import Ask, Said, difference, generate
@@ -18,6 +19,7 @@ from gammaray import (
     NotFoundError,
 )
 from gammaray.request import Prompt
+from gammaray.types import Chunk
 
 __all__ = ["GRPC_MIX", "check", "draw"]
 
@@ -88,14 +90,7 @@ async def cancel(client: AsyncClient, expected: Expected, rng: random.Random) ->
     ask, name = draw(rng, expected, LENGTHS[3]), uuid.uuid4().hex
     token_ids: list[int] = []
     reason = None
-    stream = client.generate(
-        ask.prompt,
-        temperature=ask.temperature,
-        seed=ask.seed,
-        max_tokens=ask.max_tokens,
-        ignore_eos=True,
-        session_id=name,
-    )
+    stream = _open(client, ask, name)
     async for chunk in stream:
         if not token_ids:
             await client.cancel(name)
@@ -141,11 +136,9 @@ async def look_up(client: AsyncClient, expected: Expected, rng: random.Random) -
     raise SampleError("a deleted session is still there")
 
 
-async def _begin(client: AsyncClient, ask: Ask, name: str, num_pieces: int) -> Said:
-    """Return what the first pieces of a session say; the call is left then."""
-    token_ids: list[int] = []
-    text = ""
-    stream = client.generate(
+def _open(client: AsyncClient, ask: Ask, name: str) -> AsyncGenerator[Chunk, None]:
+    """Begin a session of that name."""
+    return client.generate(
         ask.prompt,
         temperature=ask.temperature,
         seed=ask.seed,
@@ -153,6 +146,13 @@ async def _begin(client: AsyncClient, ask: Ask, name: str, num_pieces: int) -> S
         ignore_eos=True,
         session_id=name,
     )
+
+
+async def _begin(client: AsyncClient, ask: Ask, name: str, num_pieces: int) -> Said:
+    """Return what the first pieces of a session say; the call is left then."""
+    token_ids: list[int] = []
+    text = ""
+    stream = _open(client, ask, name)
     async with aclosing(stream) as chunks:
         async for chunk in chunks:
             token_ids += (token.token_id for token in chunk.tokens)
