@@ -97,12 +97,20 @@ def drive(
 
 
 def crowd(
-    controllers: Sequence[GammaController], worlds: Sequence[World], num_rounds: int, rng: random.Random
+    controllers: Sequence[GammaController],
+    worlds: Sequence[World],
+    num_rounds: int,
+    rng: random.Random,
+    *,
+    begins_at: float = 0.0,
 ) -> list[Run]:
     """Run sessions whose proposals one target verifies in one batch, round by round.
 
     The batch starts when the last proposal is there. Costs of the step are those of the first world, with the
-    tokens of all sessions.
+    tokens of all sessions, and its strain.
+
+    Args:
+        begins_at: Units of time before the first round.
 
     Returns:
         One run per session; all have the same time.
@@ -112,7 +120,8 @@ def crowd(
         shapes = [controller.next_shape() for controller in controllers]
         drafts = [world.draft_s(shape) for world, shape in zip(worlds, shapes, strict=True)]
         num_tokens = sum(1 + world.num_nodes(shape) for world, shape in zip(worlds, shapes, strict=True))
-        step = worlds[0].step_s(num_tokens)
+        drafting = sum(shape.depth > 0 for shape in shapes) / len(shapes)
+        step = worlds[0].step_s(num_tokens) * (1.0 + worlds[0].strain * drafting)
         network, other = 2 * worlds[0].network, worlds[0].other
         for run, controller, world, shape, draft in zip(
             runs, controllers, worlds, shapes, drafts, strict=True
@@ -131,6 +140,7 @@ def crowd(
                         queue * factor * UNIT_S, step * factor * UNIT_S, len(worlds), num_tokens
                     ),
                     is_first=index == 0,
+                    started=begins_at + run.units,
                 )
             )
             run.tokens += world.tokens(shape)
@@ -150,6 +160,7 @@ def make_cycle(
     timing: VerifyTiming | None = None,
     is_first: bool = False,
     draft_failed: bool = False,
+    started: float = 0.0,
 ) -> Cycle:
     """Return a cycle from times in units; one that failed to draft has no levels."""
     accepted = sum(rank >= 0 for _, rank in levels)
@@ -171,4 +182,5 @@ def make_cycle(
         shape=shape,
         levels=tuple(levels),
         timing=timing,
+        started=started * UNIT_S,
     )

@@ -36,6 +36,7 @@ class World:
         spikes: Share of waits that take ten times as long.
         slow: Factor on all waits: the machine is busy.
         slow_draft: Factor on the draft's forwards.
+        strain: By how much the target's step is slower when all sessions of a crowd draft: shared cores.
     """
 
     alpha: float = 0.8
@@ -52,6 +53,7 @@ class World:
     spikes: float = 0.01
     slow: float = 1.0
     slow_draft: float = 1.0
+    strain: float = 0.0
 
     def by_depth(self, depth: int) -> tuple[float, ...]:
         """Return the first child's acceptance at each depth."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 
 from gammaray.metrics import AcceptanceEstimator
+from orchestrator.contest import Contest
 from orchestrator.cycle import Cycle, Shape
 from orchestrator.hits import HitRates
 from orchestrator.probing import ProbeSchedule
@@ -44,6 +45,7 @@ class CostModel:
         reach: How far chains get before the draft ends them, over all sessions.
         trees: What trees gain, over all sessions.
         probes: When what was tried.
+        contest: Drafting against plain decoding under load.
         clock: Cycles so far, those of sessions whose steps are shared counted once.
     """
 
@@ -52,6 +54,7 @@ class CostModel:
         self.reach = AcceptanceEstimator(decay=0.995, prior_alpha=SURE, prior_strength=8.0)
         self.trees = TreeModel()
         self.probes = ProbeSchedule()
+        self.contest = Contest()
         self.clock = 0.0
         self._draft = WaitTable(is_proportional=True, strengths=(2.0, 50.0), rate=DRAFT_RATE)
         self._step = WaitTable(is_proportional=False, strengths=(2.0, 1.0), rate=STEP_RATE)

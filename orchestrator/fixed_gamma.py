@@ -20,6 +20,7 @@ class Reason(str, Enum):
     FIRST = "costs unknown"
     BEST = "best"
     HELD = "held by hysteresis"
+    LOAD = "plain decoding gives more under this load"
     EXPLORE = "near best, untried for long"
     PROBE_PLAIN = "probe of plain decoding"
     PROBE_CHAIN = "probe of chains"

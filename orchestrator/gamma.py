@@ -46,6 +46,8 @@ LEAST_EFFECTIVE = 0.5
 LEAST_STOP, MOST_STOP = 0.02, 0.8
 """Bounds of the probability below which chains end."""
 
+_PLAIN_UNDER_LOAD = Shape(0, 0, Reason.LOAD.value)
+
 
 class AdaptiveGamma:
     """The shape, gamma 0 included, that promises most tokens per second; implements GammaController.
@@ -54,7 +56,8 @@ class AdaptiveGamma:
     from the fleet's acceptance by rank. Seconds come from the shared cost model: those of this session's
     cycle, and those that its proposal takes from the other sessions of the target worker, weighted by how
     fast these are. So under load each further token is proposed where it is most likely accepted, and the
-    last session stops proposing when no token is worth what it costs everybody.
+    last session stops proposing when no token is worth what it costs everybody. What this model does not
+    see is left to the contest of drafting with plain decoding.
 
     Args:
         max_gamma: Upper bound of the depth.
@@ -85,6 +88,8 @@ class AdaptiveGamma:
         """Return the shape of the next cycle's proposal, with the reason."""
         if self._max_gamma == 0:
             return Shape(0, 0, Reason.OFF.value)
+        if self._costs.contest.is_plain:
+            return _PLAIN_UNDER_LOAD
         if self._bursts.shape is not None:
             return self._bursts.shape
         if self._prospects is None or self._num_cycles % self._refresh == 0:
@@ -104,6 +109,7 @@ class AdaptiveGamma:
         self._num_cycles += 1
         kind = family(cycle.shape)
         self._observe_tokens(cycle, kind)
+        self._costs.contest.observe(cycle)
         self._costs.probes.clock += share_of(cycle)
         self._learner.learn(cycle, kind)
         if kind is Family.PLAIN or cycle.num_drafted > 0:

@@ -188,8 +188,8 @@ def test_adaptive_gamma_crowd_reaches_the_best_common_gamma(num_sessions):
     world, rng = World(alpha=0.75, per_token=0.04, draft=0.03, spikes=0.0), random.Random(1)
     worlds, costs = [world] * num_sessions, CostModel()
     controllers = [AdaptiveGamma(8, costs) for _ in worlds]
-    crowd(controllers, worlds, 100, rng)
-    got = total(crowd(controllers, worlds, 200, rng))
+    before = crowd(controllers, worlds, 100, rng)
+    got = total(crowd(controllers, worlds, 200, rng, begins_at=before[0].units))
     by_gamma = [total(crowd([FixedGamma(g, CostModel())] * num_sessions, worlds, 1, rng)) for g in range(9)]
     assert got >= 0.94 * max(by_gamma), (got, by_gamma)
     assert got >= 0.97 * by_gamma[0]
@@ -199,8 +199,8 @@ def test_adaptive_gamma_crowd_gives_tokens_to_those_whose_are_accepted():
     easy, hard = World(alpha=0.95, per_token=0.03, draft=0.03), World(alpha=0.25, per_token=0.03, draft=0.03)
     worlds, costs, rng = [easy, hard] * 6, CostModel(), random.Random(3)
     controllers = [AdaptiveGamma(8, costs) for _ in worlds]
-    crowd(controllers, worlds, 150, rng)
-    runs = crowd(controllers, worlds, 200, rng)
+    before = crowd(controllers, worlds, 150, rng)
+    runs = crowd(controllers, worlds, 200, rng, begins_at=before[0].units)
     depth = [sum(shape.depth for shape in run.shapes) / 200 for run in runs]
     assert min(depth[::2]) > 2 + max(depth[1::2])
     common = max(total(crowd([FixedGamma(g, CostModel()) for _ in worlds], worlds, 1, rng)) for g in range(9))

@@ -1,0 +1,220 @@
+"""Distil the draft further: long, from stored targets, and on text that the target itself wrote.
+
+    python -m benchmarks.demo_pair.corpus
+    python -m benchmarks.demo_pair.distil --out build/demo_pair/distilled    # starts from the shipped pair
+
+The target reads every training window once and its likeliest tokens are kept; epochs then cost the draft's
+own passes alone. A quarter of the windows is the target's own text (greedy, temperature 0.7 and 1), begun by
+words of the training split: what the draft has to foresee when it serves (arXiv 2310.08461). The loss is the
+divergence from the target; over the last part of the run its total variation distance, which is one minus the
+acceptance (arXiv 2211.17192), at temperature 1 and sharpened to 0.5, where the likeliest token counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaForCausalLM
+from transformers.utils import logging
+
+from benchmarks.demo_pair import models
+from benchmarks.demo_pair.corpus import read_split
+from benchmarks.demo_pair.muon import Muon
+from benchmarks.demo_pair.train import held_out_windows, rate
+from services.demo_pair import DRAFT_DIR, TARGET_DIR
+
+__all__ = ["Lessons", "acceptance", "distil", "divergence", "read_lessons", "variation", "write_samples"]
+
+_LENGTH = 256
+_NUM_KEPT = 48
+_PROMPT_TOKENS = 32
+_TEMPERATURES = (0.0, 0.7, 1.0)
+_VARIATION_FROM = 0.6
+"""The share of the run after which the total variation is what counts."""
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """Windows and what the target expects behind each of their tokens.
+
+    `windows` is `[num_windows, length]` token ids; `ids` and `logs` are `[num_windows, length, kept]`: the
+    target's likeliest tokens at each position and their log-probabilities (float16).
+    """
+
+    windows: Tensor
+    ids: Tensor
+    logs: Tensor
+
+
+@torch.no_grad()
+def write_samples(target: LlamaForCausalLM, train: Tensor, num_windows: int, batch: int = 128) -> Tensor:
+    """Return windows that `target` wrote, `[num_windows, length]`, each begun by words of `train`."""
+    generator = torch.Generator().manual_seed(1)
+    written = []
+    for start in range(0, num_windows, batch):
+        temperature = _TEMPERATURES[start // batch % len(_TEMPERATURES)]
+        begins = torch.randint(
+            len(train) - _PROMPT_TOKENS, (min(batch, num_windows - start),), generator=generator
+        )
+        prompts = torch.stack([train[begin : begin + _PROMPT_TOKENS] for begin in begins.tolist()])
+        sampling = (
+            {"do_sample": True, "temperature": temperature, "top_k": 0}
+            if temperature
+            else {"do_sample": False}
+        )
+        with _half_precision(target):
+            written.append(
+                target.generate(
+                    prompts.to(target.device),
+                    attention_mask=torch.ones_like(prompts, device=target.device),
+                    max_new_tokens=_LENGTH - _PROMPT_TOKENS,
+                    min_new_tokens=_LENGTH - _PROMPT_TOKENS,
+                    **sampling,
+                ).cpu()
+            )
+    return torch.cat(written)
+
+
+@torch.no_grad()
+def read_lessons(target: LlamaForCausalLM, windows: Tensor, batch: int = 16) -> Lessons:
+    """Return what `target` expects behind each token of `windows`, `[num_windows, length]`."""
+    kept = min(_NUM_KEPT, target.config.vocab_size)
+    ids = torch.empty((*windows.shape, kept), dtype=torch.int16)
+    logs = torch.empty((*windows.shape, kept), dtype=torch.float16)
+    for start in range(0, len(windows), batch):
+        with _half_precision(target):
+            logits = target(windows[start : start + batch].to(target.device)).logits
+        best = F.log_softmax(logits.float(), -1).topk(kept, -1)
+        logs[start : start + batch], ids[start : start + batch] = (
+            best.values.half().cpu(),
+            best.indices.short().cpu(),
+        )
+    return Lessons(windows, ids, logs)
+
+
+def _with_rest(probs: Tensor) -> Tensor:
+    """Append the probability of all other tokens: `[..., kept]` to `[..., kept + 1]`."""
+    return torch.cat((probs, (1 - probs.sum(-1, keepdim=True)).clamp_min(1e-6)), -1)
+
+
+def divergence(draft_probs: Tensor, target_probs: Tensor) -> Tensor:
+    """Return the mean Kullback-Leibler divergence of `[positions, kept]`; the rest counts as one token."""
+    wanted = _with_rest(target_probs)
+    return (wanted * (wanted.log() - _with_rest(draft_probs).clamp_min(1e-9).log())).sum(-1).mean()
+
+
+def variation(draft_probs: Tensor, target_probs: Tensor) -> Tensor:
+    """Return the mean total variation distance of `[positions, kept]`; the rest counts as one token."""
+    return 1 - torch.minimum(_with_rest(draft_probs), _with_rest(target_probs)).sum(-1).mean()
+
+
+def _loss(logits: Tensor, ids: Tensor, logs: Tensor, progress: float) -> Tensor:
+    target_probs = logs.exp()
+    draft_probs = torch.softmax(logits, -1).gather(-1, ids)
+    if progress < _VARIATION_FROM:
+        return divergence(draft_probs, target_probs)
+    sharp_draft = torch.softmax(2 * logits, -1).gather(-1, ids)
+    sharp_target = torch.softmax(2 * logs, -1)
+    return (
+        variation(draft_probs, target_probs)
+        + variation(sharp_draft, sharp_target)
+        + 0.1 * divergence(draft_probs, target_probs)
+    )
+
+
+def distil(
+    draft: LlamaForCausalLM, lessons: Lessons, *, num_steps: int, learning_rate: float, batch: int = 32
+) -> Iterator[tuple[float, float]]:
+    """Train `draft` for `num_steps` batches; yield the share that is done and the loss, now and then."""
+    matrices = [p for name, p in draft.named_parameters() if p.ndim == 2 and "embed" not in name]
+    rest = [p for name, p in draft.named_parameters() if p.ndim != 2 or "embed" in name]
+    rates = (learning_rate, learning_rate / 10)
+    optimizers = (
+        Muon(matrices, rates[0]),
+        torch.optim.AdamW(rest, lr=rates[1], betas=(0.9, 0.98), weight_decay=0.0),
+    )
+    for step in range(num_steps):
+        progress = step / num_steps
+        for optimizer, base in zip(optimizers, rates, strict=True):
+            optimizer.param_groups[0]["lr"] = base * rate(progress, step)
+        chosen = torch.randint(len(lessons.windows), (batch,))
+        with _half_precision(draft):
+            logits = draft(lessons.windows[chosen].to(draft.device)).logits.flatten(0, 1).float()
+        ids = lessons.ids[chosen].flatten(0, 1).long().to(draft.device)
+        loss = _loss(logits, ids, lessons.logs[chosen].flatten(0, 1).float().to(draft.device), progress)
+        draft.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        if step % 100 == 99:
+            yield progress, loss.item()
+
+
+@torch.no_grad()
+def acceptance(target: LlamaForCausalLM, draft: LlamaForCausalLM, windows: Tensor) -> tuple[float, float]:
+    """Return argmax match and mean of 1 - TV at temperature 1 over `windows`, `[num_windows, length]`."""
+    matches, overlaps = [], []
+    for batch in windows.split(16):
+        wanted, got = (torch.softmax(m(batch.to(m.device)).logits.float(), -1) for m in (target, draft))
+        matches.append((wanted.argmax(-1) == got.argmax(-1)).float().mean().item() * len(batch))
+        overlaps.append(torch.minimum(wanted, got).sum(-1).mean().item() * len(batch))
+    return sum(matches) / len(windows), sum(overlaps) / len(windows)
+
+
+def _half_precision(model: LlamaForCausalLM) -> torch.autocast:
+    return torch.autocast(model.device.type, torch.bfloat16)
+
+
+def main() -> None:
+    """Command line of this module."""
+    parser = argparse.ArgumentParser(description="Distil the draft further, on stored targets.")
+    parser.add_argument("--work", type=Path, default=Path("build/demo_pair"), help="the corpus")
+    parser.add_argument("--target", type=Path, default=TARGET_DIR)
+    parser.add_argument("--draft", type=Path, default=DRAFT_DIR, help="where the draft starts from")
+    parser.add_argument("--out", type=Path, default=Path("build/demo_pair/distilled"))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3600, help="batches of 32 windows")
+    parser.add_argument("--samples", type=int, default=4096, help="windows that the target writes")
+    parser.add_argument(
+        "--limit", type=int, help="take only this many windows of the corpus (for a quick try)"
+    )
+    parser.add_argument("--learning-rate", type=float, default=0.008)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.set_flush_denormal(True)
+    torch.manual_seed(0)
+    logging.disable_progress_bar()
+    target = models.load(options.target).to(options.device).eval()
+    draft = models.load(options.draft).to(options.device)
+    train, held = (
+        torch.from_numpy(np.asarray(read_split(options.work, split))) for split in ("train", "held")
+    )
+    held_windows = held_out_windows(held.numpy(), _LENGTH)[:, :-1]
+    own_windows = write_samples(target, held, 96)
+    corpus = train[: len(train) // _LENGTH * _LENGTH].view(-1, _LENGTH)[: options.limit]
+    windows = torch.cat((corpus, write_samples(target, train, options.samples)))
+    print(f"{windows.numel() / 1e6:.2f} M tokens written and read", flush=True)
+    lessons = read_lessons(target, windows)
+    for progress, loss in distil(
+        draft, lessons, num_steps=options.steps, learning_rate=options.learning_rate
+    ):
+        found = (acceptance(target, draft, held_windows), acceptance(target, draft, own_windows))
+        print(
+            f"{progress:.0%}: loss {loss:.3f}, argmax match and alpha on held-out text "
+            f"{found[0][0]:.3f} {found[0][1]:.3f}, on the target's own {found[1][0]:.3f} {found[1][1]:.3f}",
+            flush=True,
+        )
+        draft.save_pretrained(options.out)
+    draft.save_pretrained(options.out)
+
+
+if __name__ == "__main__":
+    main()
