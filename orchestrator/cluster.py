@@ -32,7 +32,7 @@ from orchestrator.http_errors import invalid_argument
 from orchestrator.placement import worker_cores
 from orchestrator.preflight import check_port, check_vocabularies, gpus_by_role
 from orchestrator.readiness import missing_parts
-from orchestrator.reaper import MARK, Guardian, die_with_parent, end_marked
+from orchestrator.reaper import MARK, Guardian, children_named, die_with_parent, end_marked, runs
 from orchestrator.redis_server import RedisServer, check_redis
 from orchestrator.stopping import Stop, StopSignals, silence
 
@@ -163,7 +163,7 @@ def _stop_serve() -> None:
     from ray import serve
 
     silence()
-    if len(_essential_processes()) == len(_ESSENTIAL):  # else it would wait for half a minute in vain
+    if len(children_named(_ESSENTIAL)) == len(_ESSENTIAL):  # else it would wait for half a minute in vain
         serve.shutdown()  # type: ignore[no-untyped-call]
 
 
@@ -280,19 +280,14 @@ def _watch(redis: RedisServer | None) -> NoReturn:
     Raises:
         UnavailableError: One of them ended, or Redis does so again and again.
     """
-    essential = _essential_processes()
+    essential = children_named(_ESSENTIAL)
     while True:
         for process, name in essential.items():
-            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+            if not runs(process):
                 raise UnavailableError(f"{name} (process {process.pid}) ended, and nothing restarts it")
         if redis is not None and not redis.is_running:
             redis.revive()
         time.sleep(_POLL_S)
-
-
-def _essential_processes() -> dict[psutil.Process, str]:
-    children = (p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE)
-    return {p: p.name() for p in children if p.name() in _ESSENTIAL}
 
 
 if __name__ == "__main__":

@@ -24,20 +24,20 @@ def find_proxies() -> list[ProcessStatus]:
     proxy actors; HAProxy is their child, and its configuration file says where it listens.
     """
     found = []
-    for process in _children(os.getppid()):
+    for process in _children(os.getppid()):  # any of them may end while it is looked at
         title = " ".join(_command(process))
         if not title.startswith(_TITLES):
             continue
         found.append(ProcessStatus("proxy", process.pid, "", "", _is_alive(process), 0))
-        for child in process.children(recursive=True):
+        for child in _children(process.pid, recursive=True):
             if address := _haproxy_address(_command(child)):
                 found.append(ProcessStatus("proxy", child.pid, address, "", _is_alive(child), 0))
     return found
 
 
-def _children(pid: int) -> list[psutil.Process]:
+def _children(pid: int, *, recursive: bool = False) -> list[psutil.Process]:
     try:
-        return list(psutil.Process(pid).children())
+        return list(psutil.Process(pid).children(recursive))
     except psutil.Error:
         return []
 

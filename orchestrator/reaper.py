@@ -8,6 +8,7 @@ left and removes the cluster's directory.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -15,12 +16,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import psutil
 
-__all__ = ["MARK", "Guardian", "die_with_parent", "end_marked", "marked"]
+__all__ = ["MARK", "Guardian", "children_named", "die_with_parent", "end_marked", "marked", "runs"]
 
 MARK = "GAMMARAY_CLUSTER_ID"
 """The variable; it must be set before the first process of the cluster starts."""
@@ -47,8 +48,8 @@ class Guardian:
             start_new_session=True,
         )
 
-    def dismiss(self, timeout_s: float = 15.0) -> None:
-        """Let it clean up now, and wait for it."""
+    def dismiss(self, timeout_s: float = 30.0) -> None:
+        """Let it clean up now, and wait for it: longer than `end_marked` takes on a busy machine."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -64,6 +65,16 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
+def children_named(names: Collection[str]) -> dict[psutil.Process, str]:
+    """Return the children of this process that run and have one of these names, and their names."""
+    found = {}
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it may end while it is looked at
+            if runs(child) and (name := child.name()) in names:
+                found[child] = name
+    return found
+
+
 def end_marked(cluster_id: str, grace_s: float = 2.0) -> int:
     """Terminate, then kill, every process of a cluster; return how many there were."""
     known = set(found := marked(cluster_id))
@@ -74,7 +85,7 @@ def end_marked(cluster_id: str, grace_s: float = 2.0) -> int:
     # known from the look that still saw its parent.
     while time.monotonic() < deadline:
         known.update(marked(cluster_id))
-        alive = [process for process in known if _runs(process)]
+        alive = [process for process in known if runs(process)]
         if not alive:
             break
         _signal_all(alive, psutil.Process.kill)
@@ -88,7 +99,7 @@ def marked(cluster_id: str) -> list[psutil.Process]:
     A process that changes its title may wipe a part of its environment, and Ray starts its agents with the
     variables in any order: what descends from a marked process therefore belongs too.
     """
-    processes = {process.pid: process for process in psutil.process_iter() if _runs(process)}
+    processes = {process.pid: process for process in psutil.process_iter() if runs(process)}
     parents = {pid: parent for pid, process in processes.items() if (parent := _parent(process)) is not None}
     belongs = {pid: _has_mark(process, cluster_id) for pid, process in processes.items()}
     return [process for pid, process in processes.items() if any(belongs[a] for a in _line(pid, parents))]
@@ -103,7 +114,8 @@ def _line(pid: int, parents: dict[int, int]) -> Iterator[int]:
         pid = parents[pid]
 
 
-def _runs(process: psutil.Process) -> bool:
+def runs(process: psutil.Process) -> bool:
+    """Return whether a process is there and has not ended; it may do so at any time."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:

@@ -23,7 +23,8 @@ from orchestrator.preflight import (
     gpus_by_role,
     vocab_size,
 )
-from orchestrator.reaper import MARK, Guardian, end_marked, marked
+from orchestrator.proxies import find_proxies
+from orchestrator.reaper import MARK, Guardian, children_named, end_marked, marked
 
 
 def model(folder, **config):
@@ -223,3 +224,35 @@ def test_guardian_that_is_dismissed_cleans_up_and_ends(tmp_path):
     start_orphan(cluster_id)
     guardian.dismiss()
     assert marked(cluster_id) == []
+
+
+class Vanished:
+    """A process that was listed, and has ended by the time anything is asked of it."""
+
+    pid = 2**22
+
+    def __getattr__(self, name):
+        raise psutil.NoSuchProcess(self.pid)
+
+
+def test_children_named_leaves_out_one_that_ends_while_it_is_looked_at(monkeypatch):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        name = psutil.Process(child.pid).name()
+        real = psutil.Process.children
+        monkeypatch.setattr(psutil.Process, "children", lambda self: [Vanished(), *real(self)])
+        assert child.pid in {process.pid for process in children_named([name])}
+        child.communicate()
+    assert child.pid not in {process.pid for process in children_named([name])}
+
+
+def test_find_proxies_survives_a_proxy_that_ends_while_it_is_looked_at(monkeypatch):
+    class Proxy(Vanished):
+        def cmdline(self):
+            return ["ray::HAProxyManager"]
+
+    real = psutil.Process
+    monkeypatch.setattr(real, "children", lambda self, recursive=False: [Vanished(), Proxy()])
+    monkeypatch.setattr(psutil, "Process", lambda pid: Vanished() if pid == Vanished.pid else real(pid))
+    assert [(found.role, found.pid, found.healthy) for found in find_proxies()] == [
+        ("proxy", Vanished.pid, False)
+    ]
