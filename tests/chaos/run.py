@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ from watch import Watch
 __all__ = ["Options", "Outcome", "run"]
 
 CLUSTER = ("--orchestrators", "2", "--draft-workers", "2", "--target-workers", "2", "--deterministic")
-MOVE_TIMEOUT_S = 10.0
 CALM_S = 1.0
 SETTLE_S = 0.3
 """Tokens that were under way when something was struck come within this."""
@@ -38,6 +38,7 @@ class Options:
         stop_s: Bounds of the seconds that a process is stopped.
         max_strikes: Ends the run earlier.
         roles: Who is struck.
+        move_timeout_s: How long the next strike waits at most for all streams to move again.
     """
 
     seconds: float = 300.0
@@ -48,6 +49,7 @@ class Options:
     stop_s: tuple[float, float] = (0.5, 4.0)
     max_strikes: int = 10_000
     roles: tuple[str, ...] = ROLES
+    move_timeout_s: float = 10.0
 
 
 @dataclass
@@ -87,7 +89,7 @@ async def run(cluster: Cluster, options: Options, say: Callable[[str], None]) ->
     outcome = Outcome(load.tally)
     load.start()
     try:
-        await _until_all_move(load, time.monotonic())
+        await _until_all_move(load, time.monotonic(), options.move_timeout_s)
         calm = time.monotonic()
         await asyncio.sleep(2.0)
         outcome.usual_pause_s = max(usual_pause_s(load.arrivals, calm + 0.1 * step) for step in range(10))
@@ -99,7 +101,7 @@ async def run(cluster: Cluster, options: Options, say: Callable[[str], None]) ->
             event = await _carry_out(cluster.launcher.pid, blows)
             event.is_calm = load.all_moved_between(event.at - CALM_S, event.at)
             outcome.events.append(event)
-            await _until_all_move(load, event.at + max(SETTLE_S, event.stop_s))
+            await _until_all_move(load, event.at + max(SETTLE_S, event.stop_s), options.move_timeout_s)
             say(f"{event.at - start:6.1f} s  {_describe(blows)}: {_sums(load)}")
         outcome.seconds = time.monotonic() - start
         await load.end(END_TIMEOUT_S)
@@ -127,16 +129,16 @@ async def _carry_out(launcher_pid: int, blows: Strike) -> Event:
     )
     for stop_s, victim in stopped:
         await asyncio.sleep(max(0.0, event.at + stop_s - time.monotonic()))
-        if victim.is_running():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may have been killed meanwhile
             victim.resume()
         event.stop_s = stop_s
     event.killed = tuple(blow.role for blow, _ in struck if blow.action is Action.KILL)
     return event
 
 
-async def _until_all_move(load: Load, moment: float) -> None:
+async def _until_all_move(load: Load, moment: float, timeout_s: float) -> None:
     """Wait until tokens came on every stream since a moment, or it takes too long."""
-    deadline = time.monotonic() + MOVE_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while not load.all_moved_since(moment) and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
 
