@@ -17,7 +17,7 @@ MAX_GROWTH_MB = 64.0
 
 MAX_GROWTH_SHARE = 0.25
 MAX_MORE_FILES = 20
-SETTLE_S = 30.0
+SETTLE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,22 @@ def census(processes: list[ProcessStatus]) -> dict[tuple[str, int], Holding]:
     return held
 
 
-def settled(status: Callable[[], list[ProcessStatus]]) -> dict[tuple[str, int], Holding]:
-    """Wait until no process holds a session, a block or cache any more, and return what they hold then."""
+def settled(
+    status: Callable[[], list[ProcessStatus]], before: Mapping[tuple[str, int], Holding] | None = None
+) -> dict[tuple[str, int], Holding]:
+    """Wait until no process holds a session or a block any more, and return what they hold then.
+
+    Args:
+        status: Asks a cluster for its processes.
+        before: What they held earlier. Connections are closed and memory is given back some time after their
+            last use: what is beyond bounds may sink below them while there is time.
+    """
     deadline = time.monotonic() + SETTLE_S
     while True:
         held = census(status())
         is_quiet = not any(h.sessions or h.queued for h in held.values())
-        if is_quiet or time.monotonic() > deadline:
+        has_grown = before is not None and growth(before, held)
+        if (is_quiet and not has_grown) or time.monotonic() > deadline:
             return held
         time.sleep(0.2)
 

@@ -76,7 +76,7 @@ def run(cluster: Cluster, seconds: float, seed: int, say: Callable[[str], None])
         say(f"warmed up in {warm_up_s:g} s, {sum(warm_up.counts.values())} calls")
         campaign = Campaign(seconds, seed)
         asyncio.run(_fuzz(cluster, redis, campaign))
-    after = settled(lambda: _status(cluster))
+    after = settled(lambda: _status(cluster), before)
     campaign.num_wrong += warm_up.num_wrong
     campaign.wrong.extend(warm_up.wrong)
     _check_alive(cluster, campaign)

@@ -20,7 +20,7 @@ from gammaray.v1 import types_pb2 as pb
 
 __all__ = ["fuzz_with_hostile_drafter", "fuzz_with_hostile_target"]
 
-REQUEST_TIMEOUT_S = 20.0
+REQUEST_TIMEOUT_S = 60.0
 NUM_TOKENS = 12
 VOCAB = 2048
 CONTEXT = 1024
