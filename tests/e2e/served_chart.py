@@ -12,10 +12,12 @@ import os
 import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
+from ray_start import patiently
 
 from gammaray.serving import APPLICATIONS
 from orchestrator.cluster_env import private_directory, serve_environment
@@ -64,7 +66,9 @@ def deploy(config: dict[str, Any], directory: Path, started: ExitStack) -> None:
     from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
 
-    ray.init(
+    started.callback(ray.shutdown)
+    start = partial(
+        ray.init,
         address="local",
         num_cpus=1,
         resources={application.resource: 1 for application in APPLICATIONS.values()},
@@ -74,7 +78,7 @@ def deploy(config: dict[str, Any], directory: Path, started: ExitStack) -> None:
         _temp_dir=str(directory / "ray"),
         _node_ip_address=HOST,
     )
-    started.callback(ray.shutdown)
+    patiently(start, directory.name)
     schema = ServeDeploySchema.model_validate(config)
     serve.start(
         proxy_location=config["proxy_location"],

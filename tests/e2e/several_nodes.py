@@ -16,6 +16,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from ray_start import patiently
+
 from gammaray.config import OrchestratorSettings
 from orchestrator.cluster_env import private_directory, serve_environment
 from orchestrator.preflight import free_ports
@@ -75,23 +77,28 @@ def start_nodes(directory: Path, started: ExitStack) -> tuple[dict[str, Any], An
 
     # Each node has a loopback address of its own, and not 127.0.0.1: Ray would take the machine's for that.
     head = {"node_ip_address": "127.0.0.2", "object_store_memory": MEMORY}
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={
-            **head,
-            "temp_dir": str(directory / "ray"),
-            "resources": {"head": 1},
-            "include_dashboard": False,
-        },
-    )
-    started.callback(cluster.shutdown)
-    nodes = {"head": cluster.head_node} | {
-        name: cluster.add_node(
-            wait=False, resources=has, node_ip_address=f"127.0.0.{number}", object_store_memory=MEMORY
+
+    def start() -> tuple[dict[str, Any], Any]:
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={
+                **head,
+                "temp_dir": str(directory / "ray"),
+                "resources": {"head": 1},
+                "include_dashboard": False,
+            },
         )
-        for number, (name, has) in enumerate(NODES.items(), start=3)
-    }
-    cluster.wait_for_nodes(60)
+        nodes = {"head": cluster.head_node} | {
+            name: cluster.add_node(
+                wait=False, resources=has, node_ip_address=f"127.0.0.{number}", object_store_memory=MEMORY
+            )
+            for number, (name, has) in enumerate(NODES.items(), start=3)
+        }
+        cluster.wait_for_nodes(60)
+        return nodes, cluster
+
+    nodes, cluster = patiently(start, directory.name)
+    started.callback(cluster.shutdown)
     ray.init(address=cluster.address, _node_ip_address=head["node_ip_address"], log_to_driver=False)
     started.callback(ray.shutdown)
     return nodes, cluster

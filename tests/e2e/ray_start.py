@@ -1,0 +1,26 @@
+"""Starts of Ray on a machine that may be busy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from orchestrator.reaper import end_marked
+
+__all__ = ["patiently"]
+
+T = TypeVar("T")
+
+
+def patiently(start: Callable[[], T], cluster_id: str) -> T:
+    """Return what `start` does, tried twice as by the launcher: Ray gives up after 30 s, be it only late.
+
+    Args:
+        start: Starts Ray.
+        cluster_id: The mark of its processes; those of a start that failed are ended.
+    """
+    try:
+        return start()
+    except Exception:
+        end_marked(cluster_id)
+        return start()
