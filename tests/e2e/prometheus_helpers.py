@@ -19,7 +19,7 @@ from orchestrator.preflight import free_ports
 
 ROOT = Path(__file__).parents[2]
 PROMETHEUS = shutil.which("prometheus")
-START_TIMEOUT_S, SCRAPE_S = 30.0, 1.0
+START_TIMEOUT_S, SCRAPE_S = 60.0, 1.0
 
 
 def get_json(url: str) -> Any:

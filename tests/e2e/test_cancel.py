@@ -15,6 +15,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 NUM_STREAMS = 40  # a proxy that loses one cancellation in four passes a test of a few by luck
 LONG = {"max_tokens": 1500, "ignore_eos": True}
+SLOW = {**LONG, "gamma": {"fixed": 0}}
+"""What must not be over before it is looked at."""
 
 
 async def test_cancelled_calls_free_the_workers(cluster):
@@ -27,7 +29,7 @@ async def test_cancelled_calls_free_the_workers(cluster):
                 assert await call.read() is not grpc.aio.EOF
             call.cancel()
 
-        witness = stub.Generate(pb.GenerateRequest(text="import ", **LONG), timeout=120)
+        witness = stub.Generate(pb.GenerateRequest(text="import ", **SLOW), timeout=120)
         assert await witness.read() is not grpc.aio.EOF
         held = await asyncio.to_thread(cluster.sessions)
         assert held["orchestrator"] == held["target"] == 1
@@ -71,7 +73,7 @@ async def test_closed_http_connections_free_the_workers(cluster, stream):
 async def test_deadline_of_a_call_ends_it(cluster):
     async with grpc.aio.insecure_channel(cluster.grpc) as channel:
         call = pb_grpc.GenerationServiceStub(channel).Generate(
-            pb.GenerateRequest(text="import ", **LONG), timeout=0.5
+            pb.GenerateRequest(text="import ", **SLOW), timeout=0.5
         )
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in call:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from cluster_helpers import eventually
 
 from gammaray import Client, FinishReason, InvalidArgumentError
 
@@ -43,14 +44,23 @@ def test_client_gets_the_error_that_the_server_raised(cluster):
 
 
 def test_status_lists_every_process(cluster):
-    processes = cluster.status()
-    roles = [process.role for process in processes]
-    assert set(roles) == {"orchestrator", "draft", "target", "redis", "proxy"}
-    assert all(process.healthy for process in processes)
-    assert all(process.model == "demo" for process in processes if process.role in ("draft", "target"))
-    running = {process.pid for process in cluster.processes()}
-    assert {process.pid for process in processes} <= running
-    assert cluster.http.removeprefix("http://") in {process.address for process in processes}
+    def is_true():
+        """Whether a status is whole and is the state of the machine just before and just after it.
+
+        Not each one is: a process may be replaced while it is made (HAProxy is, by each configuration that it
+        gets), and one that does not answer within a second is told as not healthy.
+        """
+        before = {process.pid for process in cluster.processes()}
+        processes = cluster.status()
+        running = before & {process.pid for process in cluster.processes()}
+        told[:] = processes
+        return all(process.healthy and process.pid in running for process in processes)
+
+    told = []
+    assert eventually(is_true), told
+    assert {process.role for process in told} == {"orchestrator", "draft", "target", "redis", "proxy"}
+    assert all(process.model == "demo" for process in told if process.role in ("draft", "target"))
+    assert cluster.http.removeprefix("http://") in {process.address for process in told}
 
 
 def test_cli_status_prints_json(cluster):

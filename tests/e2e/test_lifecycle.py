@@ -1,5 +1,6 @@
 """Clusters come and go: several workers, a launcher that is killed, starts that cannot succeed."""
 
+import contextlib
 import json
 import shutil
 import signal
@@ -11,7 +12,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster_helpers import launch, running_cluster, started_with, wait_until_gone
+from cluster_helpers import (
+    START_TIMEOUT_S,
+    STOP_TIMEOUT_S,
+    alive,
+    eventually,
+    launch,
+    running_cluster,
+    started_with,
+    wait_until_gone,
+)
 
 from gammaray import Client
 from orchestrator.preflight import free_ports
@@ -37,25 +47,48 @@ def refuse(*options, timeout_s=FAIL_FAST_S):
     return complaint
 
 
-def environment(process):
-    return Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace")
+def workers(client):
+    """Return how many targets and drafters serve."""
+    roles = [process.role for process in client.status() if process.healthy]
+    return roles.count("target"), roles.count("draft")
+
+
+def is_unmarked(process):
+    """Whether this is a process of Ray's that runs and does not have the mark; one that ended has nothing."""
+    try:
+        environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+        is_ray = process.name().startswith("ray::")
+    except (OSError, psutil.Error):
+        return False
+    return is_ray and MARK.encode() not in environment and bool(alive([process]))
+
+
+def raylet_and_guardian(process):
+    """Return everything below a launcher and its guardian's directory once it has started a raylet."""
+    commands = []
+    for child in process.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            commands.append((child, child.cmdline()))
+    directories = [Path(command[-1]) for _, command in commands if "orchestrator.reaper" in command]
+    if directories and any("raylet" in " ".join(command[:1]) for _, command in commands):
+        return [child for child, _ in commands], directories[0]
+    return None
 
 
 def test_several_of_each_serve_and_vanish_with_a_killed_launcher():
     with running_cluster("--target-workers", "2", "--draft-workers", "2", "--orchestrators", "2") as cluster:
         with Client(cluster.grpc) as client:
-            ready = client.wait_ready(60, roles=("target", "draft"))
+            # Each orchestrator finds the workers for itself.
+            assert eventually(lambda: workers(client) == (2, 2)), client.status()
             texts = {client.complete("import ", max_tokens=24, seed=1, gamma=g).text for g in (0, 2, 4, 8)}
         assert len(texts) == 1
-        roles = [process.role for process in ready]
-        assert roles.count("target") == roles.count("draft") == 2
         below = cluster.processes()
         assert len(below) > 8
         # The guardian knows Ray's processes by the mark, whatever they do to their titles.
-        assert [p.name() for p in below if p.name().startswith("ray::") and MARK not in environment(p)] == []
+        assert [process for process in below if is_unmarked(process)] == []
         cluster.launcher.send_signal(signal.SIGKILL)
-        cluster.launcher.wait(10)
-        assert wait_until_gone(below, 20) == []
+        cluster.launcher.wait(STOP_TIMEOUT_S)
+        assert wait_until_gone(below, STOP_TIMEOUT_S) == []
 
 
 def test_interrupt_stops_everything():
@@ -101,15 +134,14 @@ def test_interrupt_during_the_start_leaves_and_says_nothing():
     ports = [str(port) for port in free_ports("127.0.0.1", 2)]
     options = ("--wait-ready", "--http-port", ports[0], "--grpc-port", ports[1])
     with launch(*options, stderr=subprocess.PIPE) as launcher:
-        process, deadline = psutil.Process(launcher.pid), time.monotonic() + 60
-        while not any("raylet" in " ".join(p.cmdline()[:1]) for p in process.children()):
+        process, deadline = psutil.Process(launcher.pid), time.monotonic() + START_TIMEOUT_S
+        while (found := raylet_and_guardian(process)) is None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        below = process.children(recursive=True)
-        directory = Path(next(p.cmdline()[-1] for p in below if "orchestrator.reaper" in p.cmdline()))
+        below, directory = found
         assert directory.exists()
         launcher.send_signal(signal.SIGTERM)
-        output = launcher.communicate(timeout=60)
+        output = launcher.communicate(timeout=STOP_TIMEOUT_S)
         assert (launcher.returncode, *output) == (0, "", "")
         assert wait_until_gone(below, 1) == []
     assert not directory.exists()

@@ -4,6 +4,7 @@ import json
 import urllib.request
 
 import pytest
+from cluster_helpers import undisturbed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(300)]
 
@@ -50,7 +51,11 @@ def check_summary(summary, usage):
 
 
 def test_completion_has_text_usage_and_summary(client):
-    answer = complete(client, max_tokens=32, seed=1, temperature=0.7, ignore_eos=True, gammaray={"gamma": 4})
+    options = {"max_tokens": 32, "seed": 1, "temperature": 0.7, "ignore_eos": True}
+    answer = undisturbed(
+        lambda: complete(client, gammaray={"gamma": 4}, **options),
+        lambda answer: answer.gammaray["fallback_cycles"],
+    )
     choice = answer.choices[0]
     assert choice.finish_reason == "length"
     assert choice.text

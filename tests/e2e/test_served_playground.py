@@ -2,6 +2,7 @@
 
 import pytest
 from browser import browser_page, find_chromium
+from cluster_helpers import undisturbed
 
 CHROMIUM = find_chromium()
 
@@ -12,6 +13,12 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path"),
 ]
 IDLE = "document.body.dataset.state === 'idle'"
+NOTE_FALLBACKS = """void (JSON.parse = (parse => (...given) => {
+  const parsed = parse(...given);
+  window.fallbacks = parsed?.gammaray?.fallback_cycles ?? window.fallbacks;
+  return parsed;
+})(JSON.parse))"""
+"""The page does not show how often the drafter was late, which changes alpha."""
 
 
 @pytest.fixture(scope="module")
@@ -42,17 +49,19 @@ def test_page_shows_the_model(page):
 
 def test_page_streams_the_text_of_the_api_coloured_by_origin(page, cluster, tmp_path):
     prompt = "def read_lines(path):\n"
-    got = generate(page, prompt=prompt, gamma=4, max_tokens=48, temperature=0.7, seed=3)
+    page.evaluate(NOTE_FALLBACKS)
+    got = undisturbed(
+        lambda: generate(page, prompt=prompt, gamma=4, max_tokens=48, temperature=0.7, seed=3),
+        lambda _: page.evaluate("window.fallbacks"),
+    )
     with cluster.openai() as client:
-        answer = client.completions.create(
-            model="demo",
-            prompt=prompt,
-            max_tokens=48,
-            temperature=0.7,
-            seed=3,
-            extra_body={"gammaray": {"gamma": 4}},
+        options = {"max_tokens": 48, "temperature": 0.7, "seed": 3, "extra_body": {"gammaray": {"gamma": 4}}}
+        answer = undisturbed(
+            lambda: client.completions.create(model="demo", prompt=prompt, **options),
+            lambda answer: answer.gammaray["fallback_cycles"],
         )
     assert got["error"] == ""
+    assert page.evaluate("window.fallbacks") == 0
     assert got["text"] == answer.choices[0].text
     assert set(got["origins"]) >= {"accepted", "correction", "prompt"}
     assert got["shown"]["used_seed"] == "3"

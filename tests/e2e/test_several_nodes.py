@@ -13,10 +13,10 @@ import pytest
 
 from gammaray import AsyncClient
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 SCRIPT = Path(__file__).with_name("several_nodes.py")
-START_TIMEOUT_S, ANSWER_TIMEOUT_S, STOP_TIMEOUT_S = 240.0, 60.0, 60.0
+START_TIMEOUT_S, ANSWER_TIMEOUT_S, STOP_TIMEOUT_S = 240.0, 60.0, 120.0
 PROMPT, SEEDS = "def read_lines(path):\n", range(4)
 
 
