@@ -34,7 +34,7 @@ from orchestrator.reaper import runs
 T = TypeVar("T")
 
 TEST_MARK = "GAMMARAY_TEST_MARK"
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 330.0  # the launcher itself gives up after 300 s, and says why
 STOP_TIMEOUT_S = 120.0
 PATIENCE_S = 60.0
 """For what takes a moment on a quiet machine: a shared one may stand still for many seconds."""

@@ -11,7 +11,7 @@ from gammaray import AsyncClient
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1 import generation_service_pb2_grpc as pb_grpc
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 NUM_STREAMS = 40  # a proxy that loses one cancellation in four passes a test of a few by luck
 LONG = {"max_tokens": 1500, "ignore_eos": True}

@@ -10,7 +10,7 @@ from cluster_helpers import eventually
 
 from gammaray import Client, FinishReason, InvalidArgumentError
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(600)]
 
 PROMPT = "def read_lines(path):\n"
 

@@ -24,7 +24,7 @@ SEED = 11
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_fuzzing_finds_nothing(cluster: Cluster):
     report = run(cluster, seconds=8, seed=SEED, say=print)
     print(report)

@@ -28,9 +28,9 @@ from orchestrator.preflight import free_ports
 from orchestrator.reaper import MARK
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-FAIL_FAST_S = 30.0
+FAIL_FAST_S = 60.0
 
 
 def refuse(*options, timeout_s=FAIL_FAST_S):

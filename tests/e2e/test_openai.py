@@ -6,7 +6,7 @@ import urllib.request
 import pytest
 from cluster_helpers import undisturbed
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(600)]
 
 PROMPT = "def read_lines(path):\n"
 FIELDS = {

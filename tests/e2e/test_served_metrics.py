@@ -14,7 +14,7 @@ from gammaray import Client, Completion
 from gammaray.cli import main
 from gammaray.metric_catalog import CATALOG, Role, by_name
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(600)]
 
 PREFIX = "gammaray_spec_decode_num"
 COUNTED = ("gammaray_requests", "gammaray_cycles", "gammaray_tokens")

@@ -9,7 +9,7 @@ CHROMIUM = find_chromium()
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.usefixtures("idle_afterwards"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path"),
 ]
 IDLE = "document.body.dataset.state === 'idle'"

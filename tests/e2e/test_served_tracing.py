@@ -14,7 +14,7 @@ from opentelemetry import trace
 from gammaray import Client
 from gammaray import telemetry as t
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(600)]
 
 PROMPT = "def read_lines(path):\n"
 TRACE_ID, SPAN_ID = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331

@@ -16,7 +16,7 @@ from gammaray import Client, InvalidArgumentError, NotFoundError, Unauthenticate
 from gammaray.keys import create_key, revoke_key
 from gammaray.v1 import target_service_pb2, target_service_pb2_grpc
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 PROMPT = "def read_lines(path):"
 
