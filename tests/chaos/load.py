@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gammaray import AsyncClient
+from gammaray import AsyncClient, RetryPolicy
 from gammaray.errors import GammarayError
 
 __all__ = ["PROMPTS", "Ask", "Load", "Said", "Tally", "asks", "difference", "generate", "reference"]
@@ -99,14 +99,15 @@ class Load:
     Args:
         address: host:port of the gRPC API.
         expected: What each ask must say.
+        retry: How long the clients try.
 
     Attributes:
         tally: What became of them.
         arrivals: By stream, the times at which it was begun or tokens came.
     """
 
-    def __init__(self, address: str, expected: dict[Ask, Said]) -> None:
-        self._address, self._expected = address, expected
+    def __init__(self, address: str, expected: dict[Ask, Said], retry: RetryPolicy | None = None) -> None:
+        self._address, self._expected, self._retry = address, expected, retry
         self.tally = Tally()
         self.arrivals: list[list[float]] = [[] for _ in expected]
         self._is_ending = False
@@ -135,7 +136,7 @@ class Load:
         return all(any(first < time <= last for time in reversed(times)) for times in self.arrivals)
 
     async def _repeat(self, ask: Ask, arrivals: list[float]) -> None:
-        async with AsyncClient(self._address) as client:
+        async with AsyncClient(self._address, retry=self._retry) as client:
             while not self._is_ending:
                 try:
                     said = await generate(client, ask, arrivals, self.tally)

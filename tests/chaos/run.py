@@ -15,6 +15,8 @@ from pauses import Event, pause_s, usual_pause_s
 from victims import ROLES, Action, Blow, Strike, find, plan, strike
 from watch import Watch
 
+from gammaray import RetryPolicy
+
 __all__ = ["Options", "Outcome", "run"]
 
 CLUSTER = ("--orchestrators", "2", "--draft-workers", "2", "--target-workers", "2", "--deterministic")
@@ -39,6 +41,7 @@ class Options:
         max_strikes: Ends the run earlier.
         roles: Who is struck.
         move_timeout_s: How long the next strike waits at most for all streams to move again.
+        resume_s: How long a client tries to go on with a stream.
     """
 
     seconds: float = 300.0
@@ -50,6 +53,7 @@ class Options:
     max_strikes: int = 10_000
     roles: tuple[str, ...] = ROLES
     move_timeout_s: float = 10.0
+    resume_s: float = RetryPolicy.resume_s
 
 
 @dataclass
@@ -84,7 +88,8 @@ async def run(cluster: Cluster, options: Options, say: Callable[[str], None]) ->
     wanted = asks(options.streams, options.max_tokens)
     say(f"{len(wanted)} streams of {options.max_tokens} tokens, first undisturbed ...")
     expected = await reference(cluster.grpc, wanted)
-    load, watch = Load(cluster.grpc, expected), Watch(cluster.grpc)
+    load = Load(cluster.grpc, expected, RetryPolicy(resume_s=options.resume_s))
+    watch = Watch(cluster.grpc)
     watching = asyncio.create_task(watch.run())
     outcome = Outcome(load.tally)
     load.start()
@@ -104,7 +109,7 @@ async def run(cluster: Cluster, options: Options, say: Callable[[str], None]) ->
             await _until_all_move(load, event.at + max(SETTLE_S, event.stop_s), options.move_timeout_s)
             say(f"{event.at - start:6.1f} s  {_describe(blows)}: {_sums(load)}")
         outcome.seconds = time.monotonic() - start
-        await load.end(END_TIMEOUT_S)
+        await load.end(max(END_TIMEOUT_S, options.resume_s))
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)

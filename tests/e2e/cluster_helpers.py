@@ -66,7 +66,7 @@ class Cluster:
 
     def status(self) -> list[ProcessStatus]:
         with Client(self.grpc) as client:
-            return client.status()
+            return client.status(timeout_s=PATIENCE_S)
 
     def sessions(self) -> dict[str, int]:
         """Return how many sessions each role holds; the workers are asked themselves, for it now."""
@@ -217,7 +217,8 @@ def _wait_ready(launcher: subprocess.Popen[str]) -> Cluster:
     line = launcher.stdout.readline()
     timer.cancel()
     match = READY.fullmatch(line)
-    assert match is not None, f"printed {line!r}, exit status {launcher.poll()}"
+    status = launcher.poll() if line else launcher.wait(STOP_TIMEOUT_S)
+    assert match is not None, f"printed {line!r}, exit status {status}"
     cluster = Cluster(match[1], match[2], launcher, [line])
     threading.Thread(target=cluster.output.extend, args=(launcher.stdout,), daemon=True).start()
     return cluster

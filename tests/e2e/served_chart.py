@@ -26,7 +26,7 @@ from orchestrator.reaper import MARK, Guardian, die_with_parent
 from orchestrator.redis_server import RedisServer
 
 HOST = "127.0.0.1"
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 300.0
 
 
 def main() -> None:

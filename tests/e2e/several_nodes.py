@@ -120,7 +120,7 @@ def deploy(redis_url: str, http_port: int, grpc_port: int, started: ExitStack) -
     started.callback(serve.shutdown)
     worker = {"redis_url": redis_url, "device": "cpu", "drain_timeout_s": 5.0}
     drafter = {**worker, "draft_ahead": False}  # so that load is what is asked for, and not what is foreseen
-    settings = OrchestratorSettings(redis_url=redis_url, worker_wait_s=60.0)
+    settings = OrchestratorSettings(redis_url=redis_url, worker_wait_s=240.0)
     orchestrator = serve.deployment(
         name="Orchestrator",
         max_ongoing_requests=100,

@@ -13,17 +13,20 @@ import psutil
 import pytest
 from cluster_helpers import Cluster, eventually, running_cluster
 
-from gammaray import AsyncClient, Client, GammarayError, NotFoundError, SessionState
+from gammaray import AsyncClient, Client, GammarayError, NotFoundError, RetryPolicy, SessionState
 from gammaray.types import FinishReason
 from orchestrator.reaper import runs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 NUM_TOKENS, NUM_HTTP_TOKENS = 250, 600
 """So many that a stream still runs when it is disturbed, however late that is on a busy machine."""
 
-RECOVERY_S = 120.0
-"""For a replica to be noticed as dead and replaced: its process alone takes ten seconds and more to start."""
+RECOVERY_S = 240.0
+"""For a replica to be noticed as dead and replaced: its process alone takes ten seconds to start on a quiet
+machine, and over a minute on a busy one."""
+
+PATIENT = RetryPolicy(resume_s=RECOVERY_S)
 
 PROMPTS = [
     "def read_lines(path):\n",
@@ -54,7 +57,8 @@ def orchestrators(cluster: Cluster) -> list[psutil.Process]:
         try:
             for _ in range(4):  # a new connection goes to the next one
                 with Client(cluster.grpc) as client:
-                    views.append({p.pid for p in client.status() if p.role == "orchestrator" and p.healthy})
+                    told = client.status(timeout_s=30)
+                views.append({p.pid for p in told if p.role == "orchestrator" and p.healthy})
         except GammarayError:
             return False
         found = views[0]
@@ -93,7 +97,7 @@ async def all_told(client: AsyncClient, note) -> list[tuple[list[int], str]]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_streams_of_the_sdk_outlive_every_orchestrator(replicas, number):
     serving = await asyncio.to_thread(orchestrators, replicas)
-    async with AsyncClient(replicas.grpc) as client:
+    async with AsyncClient(replicas.grpc, retry=PATIENT) as client:
         undisturbed = await all_told(client, lambda name: None)
         pieces: set[str] = set()
         all_begun = asyncio.Event()
@@ -104,11 +108,11 @@ async def test_streams_of_the_sdk_outlive_every_orchestrator(replicas, number):
                 all_begun.set()
 
         running = asyncio.create_task(all_told(client, note))
-        await asyncio.wait_for(all_begun.wait(), 60)
+        await asyncio.wait_for(all_begun.wait(), RECOVERY_S)
         kill(serving, number)
         assert not running.done(), "too late to disturb anything"
         assert await running == undisturbed
-        epochs = [(await client.get_session(name))[0].epoch for name in pieces]
+        epochs = [(await client.get_session(name, timeout_s=60))[0].epoch for name in pieces]
         assert len(epochs) == len(STREAMS)
         assert max(epochs) > 1, "no stream changed hands"
     await asyncio.to_thread(replicas.wait_until_idle)
@@ -183,7 +187,7 @@ def test_stream_over_http_goes_on_behind_the_last_event(replicas, path):
 
 async def test_session_calls_reach_any_orchestrator(replicas):
     await asyncio.to_thread(orchestrators, replicas)
-    async with AsyncClient(replicas.grpc) as client:
+    async with AsyncClient(replicas.grpc, retry=PATIENT) as client:
         # Slowly, so that it still runs when it is asked for and cancelled.
         stream = client.generate("import ", max_tokens=1500, ignore_eos=True, session_id="called", gamma=0)
         first = await anext(stream)
