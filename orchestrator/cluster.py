@@ -41,7 +41,7 @@ __all__ = ["main"]
 HOST = "127.0.0.1"
 _WORKER_BUILDERS = {"target": "services.app:build_target", "draft": "services.app:build_draft"}
 _ESSENTIAL = ("gcs_server", "raylet")
-_RAY_TRIES = 2
+_RAY_TRIES = 4
 _POLL_S = 0.1
 _HOPELESS = re.compile(r"[\w.]*(UnsupportedModelError|InvalidArgumentError)\b")
 _ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)\b")
@@ -100,7 +100,7 @@ def serve_cluster(
         started.callback(guardian.dismiss)
     os.environ.update({MARK: directory.name, **serve_environment(directory, HOST)})
     os.environ.pop("RAY_ADDRESS", None)  # always a cluster of its own
-    _start_ray(directory, started, signals)
+    _start_ray(directory, started, signals, deadline)
     signals.check()
     _start_serve(settings, started)
     redis = None if settings.redis_url else _start_redis(directory, started)
@@ -112,8 +112,8 @@ def serve_cluster(
     _watch(redis)
 
 
-def _start_ray(directory: Path, started: ExitStack, signals: StopSignals) -> None:
-    """Start a local Ray cluster.
+def _start_ray(directory: Path, started: ExitStack, signals: StopSignals, deadline: float) -> None:
+    """Start a local Ray cluster, by trying some times until the deadline.
 
     Raises:
         UnavailableError: It does not come up.
@@ -137,9 +137,9 @@ def _start_ray(directory: Path, started: ExitStack, signals: StopSignals) -> Non
             return
         except Exception as error:
             signals.check()
-            # Ray gives up after 30 s, which a busy machine may well take.
+            # Ray gives up after 30 s, which a busy machine may well take, and more than once.
             end_marked(directory.name)
-            if attempt == _RAY_TRIES:
+            if attempt == _RAY_TRIES or time.monotonic() >= deadline:
                 raise UnavailableError(f"Ray does not start: {error}") from error
 
 

@@ -9,18 +9,20 @@ from orchestrator.reaper import end_marked
 
 __all__ = ["patiently"]
 
+NUM_TRIES = 4
 T = TypeVar("T")
 
 
 def patiently(start: Callable[[], T], cluster_id: str) -> T:
-    """Return what `start` does, tried twice as by the launcher: Ray gives up after 30 s, be it only late.
+    """Return what `start` does, tried again as by the launcher: Ray gives up after 30 s, be it only late.
 
     Args:
         start: Starts Ray.
         cluster_id: The mark of its processes; those of a start that failed are ended.
     """
-    try:
-        return start()
-    except Exception:
-        end_marked(cluster_id)
-        return start()
+    for _ in range(NUM_TRIES - 1):
+        try:
+            return start()
+        except Exception:
+            end_marked(cluster_id)
+    return start()

@@ -6,13 +6,17 @@ import socket
 import subprocess
 import sys
 import time
+import types
 import uuid
+from contextlib import ExitStack
+from functools import partial
 
 import psutil
 import pytest
 
-from gammaray.errors import InvalidArgumentError
+from gammaray.errors import InvalidArgumentError, UnavailableError
 from gammaray.pools import PoolSize
+from orchestrator import cluster
 from orchestrator.cluster_env import private_directory, serve_environment
 from orchestrator.cluster_options import parse_options
 from orchestrator.preflight import (
@@ -25,6 +29,7 @@ from orchestrator.preflight import (
 )
 from orchestrator.proxies import find_proxies
 from orchestrator.reaper import MARK, Guardian, children_named, end_marked, marked
+from orchestrator.stopping import StopSignals
 
 
 def model(folder, **config):
@@ -256,3 +261,32 @@ def test_find_proxies_survives_a_proxy_that_ends_while_it_is_looked_at(monkeypat
     assert [(found.role, found.pid, found.healthy) for found in find_proxies()] == [
         ("proxy", Vanished.pid, False)
     ]
+
+
+@pytest.mark.parametrize(
+    ("num_failures", "left_s", "num_tries"),
+    [
+        pytest.param(0, 60, 1, id="at-once"),
+        pytest.param(3, 60, 4, id="late-three-times"),
+        pytest.param(9, 60, None, id="never"),
+        pytest.param(1, -1, None, id="no-time-left"),
+    ],
+)
+def test_ray_that_gives_up_is_started_again(monkeypatch, tmp_path, num_failures, left_s, num_tries):
+    tries, ended = [], []
+
+    def init(**_):
+        tries.append(1)
+        if len(tries) <= num_failures:
+            raise RuntimeError("the current node timed out during startup")
+
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(init=init))
+    monkeypatch.setattr(cluster, "end_marked", ended.append)
+    start = partial(cluster._start_ray, tmp_path, ExitStack(), StopSignals(), time.monotonic() + left_s)
+    if num_tries is None:
+        with pytest.raises(UnavailableError, match="timed out"):
+            start()
+    else:
+        start()
+        assert len(tries) == num_tries
+    assert ended == [tmp_path.name] * min(len(tries), num_failures)
