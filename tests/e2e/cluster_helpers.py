@@ -183,30 +183,42 @@ def eventually(condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> b
     return True
 
 
-def undisturbed(ask: Callable[[], T], fallbacks: Callable[[T], int]) -> T:
-    """Return the first answer of which every cycle was drafted by the drafter that was asked for.
+def num_fallbacks(completion: Completion) -> int:
+    """Return how many cycles went on without their drafter."""
+    return completion.summary.fallback_cycles
+
+
+def undisturbed(ask: Callable[[], T], is_disturbed: Callable[[T], object]) -> T:
+    """Return the first answer that was drafted as a test needs it.
 
     A draft worker that is late is left alone for a while, by design, and on a busy machine it may be late at
     any time. The answer tells; what is drafted otherwise is another experiment.
 
     Args:
         ask: Returns an answer.
-        fallbacks: Returns the cycles of an answer that went on without their drafter.
+        is_disturbed: Whether too many cycles of an answer went on without their drafter.
     """
     deadline = time.monotonic() + DRAFT_PATIENCE_S
-    while fallbacks(answer := ask()):
-        assert time.monotonic() < deadline, f"no answer without fallbacks within {DRAFT_PATIENCE_S:g} s"
+    while is_disturbed(answer := ask()):
+        assert time.monotonic() < deadline, f"the drafter was late for {DRAFT_PATIENCE_S:g} s"
         time.sleep(0.2)
     return answer
 
 
-async def undisturbed_completion(ask: Callable[[], Awaitable[Completion]]) -> Completion:
-    """Return the first completion without fallbacks; see `undisturbed`."""
+async def undisturbed_completion(
+    ask: Callable[[], Awaitable[Completion]], is_disturbed: Callable[[Completion], object] = num_fallbacks
+) -> Completion:
+    """Return the first completion that was drafted as a test needs it; see `undisturbed`."""
     deadline = time.monotonic() + DRAFT_PATIENCE_S
-    while (answer := await ask()).summary.fallback_cycles:
-        assert time.monotonic() < deadline, f"no answer without fallbacks within {DRAFT_PATIENCE_S:g} s"
+    while is_disturbed(answer := await ask()):
+        assert time.monotonic() < deadline, f"the drafter was late for {DRAFT_PATIENCE_S:g} s"
         await asyncio.sleep(0.2)
     return answer
+
+
+def is_without_model(completion: Completion) -> bool:
+    """Whether no cycle at all had a proposal of a draft worker."""
+    return completion.summary.model_cycles == 0
 
 
 def _wait_ready(launcher: subprocess.Popen[str]) -> Cluster:

@@ -6,7 +6,7 @@ import urllib.request
 
 import pytest
 from click.testing import CliRunner
-from cluster_helpers import Cluster, eventually, undisturbed
+from cluster_helpers import Cluster, eventually, is_without_model, undisturbed
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_helpers import PROMETHEUS, ROOT, get_json, running_prometheus
 
@@ -61,7 +61,7 @@ def complete(cluster: Cluster, **options) -> Completion:
 
 def wait_for_drafter(cluster: Cluster) -> None:
     """Wait until the draft worker is not left alone for having been late: what it proposes is counted."""
-    undisturbed(lambda: complete(cluster, gamma=4), lambda completion: completion.summary.fallback_cycles)
+    undisturbed(lambda: complete(cluster, gamma=4), is_without_model)
 
 
 def test_every_process_serves_every_metric_of_its_role(cluster):
