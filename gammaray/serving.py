@@ -39,6 +39,9 @@ WORKER_PORT: Final = 50051
 SERVE_ENVIRONMENT: Final[Mapping[str, str]] = {
     # Serve's own proxy loses client cancellations and costs several times as much per message.
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    # A proxy that is not ready in thrice that time is killed, and the start of a cluster fails with it: on a
+    # busy machine the default of 5 s is too short.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "3",
     # One event loop per replica: with a second one each cycle takes some 5 to 12 % longer (the GIL).
