@@ -8,7 +8,8 @@ import time
 import pytest
 import torch
 from engine_helpers import plain_model, random_tokens, tiny_model
-from workers_helpers import Driver, propose_block, running, spec_message
+from held_engine import HeldEngine, all_read
+from workers_helpers import ANSWER_TIMEOUT_S, Driver, propose_block, running, spec_message
 
 from gammaray.types import SamplingParams, VerificationMethod
 
@@ -49,9 +50,16 @@ async def stats(worker):
     return await worker._engine.call(lambda scheduler: scheduler.preparer.throttle.stats)
 
 
+def hold_open(scheduler):
+    """Have it draft ahead whether that pays or not: on a busy machine it may not."""
+    throttle = scheduler.preparer.throttle
+    throttle.worked = lambda num_rows, stolen_s: type(throttle).worked(throttle, num_rows, 0.0)
+    throttle.delayed = lambda seconds: None
+
+
 async def quiet(worker):
     """Wait until the worker has nothing left to do."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + ANSWER_TIMEOUT_S
     while await worker._engine.call(lambda scheduler: scheduler.has_work):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
@@ -112,6 +120,7 @@ async def test_ahead_on_and_off_emit_the_same_tokens(models, method):
         running("draft", models[1], **settings) as (ahead, worker),
         running("draft", models[1], **settings, draft_ahead=False) as (fresh, _),
     ):
+        await worker._engine.call(hold_open)
         for seed in range(3):
             emitted = []
             for draft in (ahead, fresh):
@@ -145,12 +154,16 @@ async def test_hit_is_answered_without_a_forward(pair):
 
 async def test_new_block_preempts_ahead_work_within_a_forward(models):
     async with running("draft", models[1], ahead_rows=1) as (draft, worker):
-        await draft.ask(propose_block(PROMPT, 60))
-        before = (await stats(worker)).forwards
-        result = await draft.ask(propose_block(PROMPT, 2, session_id="t"))
-        assert result.num_forwards == 2
-        # Far from all of the 60 tokens of several outcomes was drafted before it was served.
-        assert (await stats(worker)).forwards - before < 55
+        async with HeldEngine(worker, after=61) as engine:
+            (long,) = await draft.send([propose_block(PROMPT, 60)])
+            await engine.waits()
+            assert (await asyncio.wait_for(long, ANSWER_TIMEOUT_S)).num_forwards == 60
+            (new,) = await draft.send([propose_block(PROMPT, 2, session_id="t")])
+            await all_read(draft)
+            engine.let_go()
+            assert (await asyncio.wait_for(new, ANSWER_TIMEOUT_S)).num_forwards == 2
+        # It came during the first forward ahead, and none of the many others was before it.
+        assert engine.forwards[:63] == [["s"]] * 61 + [["t"]] * 2
 
 
 async def test_release_during_ahead_frees_everything(models):

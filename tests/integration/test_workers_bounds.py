@@ -7,7 +7,9 @@ import asyncio
 import grpc
 import pytest
 from engine_helpers import random_tokens, tiny_model
-from workers_helpers import Link, propose_block, running, verify_block
+from held_engine import HeldEngine, all_read
+from scripted_workers import until
+from workers_helpers import ANSWER_TIMEOUT_S, Link, propose_block, running, verify_block
 
 from gammaray.types import SamplingParams, VerificationMethod
 from services import sessions, streams
@@ -43,15 +45,12 @@ async def test_token_ids_of_all_streams_are_bounded(model, monkeypatch):
 
 async def test_stream_that_breaks_gives_its_token_ids_back(model):
     async with running("target", model, max_batch_tokens=16, prefill_chunk=16) as (link, worker):
-        await link.send([verify_block(random_tokens(250, seed=i), session_id=f"s{i}") for i in range(8)])
-        await link.until(lambda info: info.num_queued > 0)
-        assert worker._streams.num_ids > 0
-        await link.close()
-        for _ in range(500):
-            if worker._streams.num_ids == 0:
-                break
-            await asyncio.sleep(0.01)
-        assert worker._streams.num_ids == 0
+        async with HeldEngine(worker):
+            await link.send([verify_block(random_tokens(250, seed=i), session_id=f"s{i}") for i in range(8)])
+            await all_read(link)
+            assert worker._streams.num_ids == 8 * 250
+            await link.close()
+        await until(lambda: worker._streams.num_ids == 0)
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
@@ -60,12 +59,12 @@ async def test_frame_of_too_many_blocks_ends_its_stream_with_a_status(model, rol
     block = verify_block(PROMPT) if role == "target" else propose_block(PROMPT, 2)
     async with running(role, model) as (link, worker):
         await link.send([type(block).FromString(block.SerializeToString()) for _ in range(11)])
-        assert await asyncio.wait_for(link.call.code(), 10) is RESOURCE_EXHAUSTED
+        assert await asyncio.wait_for(link.call.code(), ANSWER_TIMEOUT_S) is RESOURCE_EXHAUSTED
         assert "11 blocks" in await link.call.details()
         fresh = Link(worker.address, role)
         assert (await fresh.ask(block)).WhichOneof("outcome") in ("verdict", "proposal")
         await fresh.send(releases=[f"s{i}" for i in range(11)])
-        assert await asyncio.wait_for(fresh.call.code(), 10) is RESOURCE_EXHAUSTED
+        assert await asyncio.wait_for(fresh.call.code(), ANSWER_TIMEOUT_S) is RESOURCE_EXHAUSTED
         await fresh.close()
 
 

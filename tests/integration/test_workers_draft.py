@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 from engine_helpers import plain_logits, plain_model, random_tokens, tiny_model
-from workers_helpers import propose_block, running, spec_message
+from held_engine import HeldEngine, all_read
+from workers_helpers import ANSWER_TIMEOUT_S, propose_block, running, spec_message
 
 from gammaray import convert
 from gammaray.types import SamplingParams, VerificationMethod
@@ -156,16 +157,21 @@ async def test_short_proposals_are_answered_before_long_ones(draft):
     answered = []
     long.add_done_callback(lambda _: answered.append("long"))
     short.add_done_callback(lambda _: answered.append("short"))
-    await asyncio.wait_for(short, 10)
-    assert len((await asyncio.wait_for(long, 10)).proposal.token_ids) == 64
+    await asyncio.wait([long, short], timeout=ANSWER_TIMEOUT_S)
+    assert len(long.result().proposal.token_ids) == 64
     assert answered == ["short", "long"]
 
 
-async def test_release_cancels_a_proposal_under_way(draft):
-    (waiting,) = await draft.send([propose_block(PROMPT, 64)])
-    await draft.release("s")
-    assert (await asyncio.wait_for(waiting, 10)).error.code == CANCELLED
-    assert (await draft.info()).num_sessions == 0
+async def test_release_cancels_a_proposal_under_way(model):
+    async with running("draft", model) as (draft, worker):
+        async with HeldEngine(worker) as engine:
+            (waiting,) = await draft.send([propose_block(PROMPT, 64)])
+            await engine.waits()
+            await draft.release("s")
+            await all_read(draft)
+        assert (await asyncio.wait_for(waiting, ANSWER_TIMEOUT_S)).error.code == CANCELLED
+        assert len(engine.forwards) == 1
+        assert (await draft.info()).num_sessions == 0
 
 
 async def test_epochs_fence_draft_sessions_too(draft):

@@ -6,7 +6,9 @@ import math
 import pytest
 import torch
 from engine_helpers import plain_logits, plain_model, random_tokens, tiny_model
-from workers_helpers import Driver, Link, running, spec_message, verify_block
+from held_engine import HeldEngine, all_read
+from scripted_workers import until
+from workers_helpers import ANSWER_TIMEOUT_S, Driver, Link, running, spec_message, verify_block
 
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from gammaray.v1 import types_pb2 as types
@@ -172,17 +174,17 @@ async def test_many_sessions_in_one_frame_are_one_batch_with_the_answers_of_one_
 
 
 async def test_long_prefill_does_not_stall_short_verifies(model):
-    async with running("target", model, max_batch_tokens=64, prefill_chunk=32) as (link, _):
+    async with running("target", model, max_batch_tokens=64, prefill_chunk=32) as (link, worker):
         long_prompt = random_tokens(900, seed=9)
-        (slow,) = await link.send([verify_block(long_prompt, session_id="long")])
-        shorts = []
-        driver = Driver(link, None, PROMPT, session_id="short")
-        driver.tokens = list(PROMPT)
-        while not slow.done():
-            await driver.verify(Proposal())
-            shorts.append(slow.done())
-        assert shorts.count(False) >= 5
-        answer = await slow
+        async with HeldEngine(worker) as engine:
+            (slow,) = await link.send([verify_block(long_prompt, session_id="long")])
+            await engine.waits()
+            (short,) = await link.send([verify_block(PROMPT, session_id="short")])
+            await all_read(link)
+            engine.let_go()
+            assert (await asyncio.wait_for(short, ANSWER_TIMEOUT_S)).timing.batch_size == 2
+            answer = await asyncio.wait_for(slow, ANSWER_TIMEOUT_S)
+        assert engine.forwards == [["long"], ["long", "short"], *[["long"]] * 27]
         assert emitted(answer) == [int(plain_logits(plain_model(model), long_prompt)[-1].argmax())]
         assert answer.timing.batch_size == 2
         assert answer.timing.forward_us <= answer.timing.compute_us
@@ -194,18 +196,22 @@ async def test_sampling_parameters_reach_the_verdict(target):
     assert set(await driver.generate(12)) == {7, 8}
 
 
-async def test_release_frees_the_cache_and_cancels_what_waits(target):
+async def test_release_frees_the_cache_and_cancels_what_waits(model):
     long_prompt = random_tokens(900, seed=1)
-    await target.ask(verify_block(PROMPT, session_id="kept"))
-    await target.ask(verify_block(PROMPT, session_id="gone"))
-    assert (await target.info()).num_sessions == 2
-    (waiting,) = await target.send([verify_block(long_prompt, session_id="busy")])
-    await target.release("gone", "busy", "never-seen")
-    assert (await asyncio.wait_for(waiting, 10)).error.code == CANCELLED
-    info = await target.info()
-    assert info.num_sessions == 1
-    assert info.num_queued == 0
-    assert 0 < info.cache_bytes <= info.cache_budget_bytes
+    async with running("target", model) as (target, worker):
+        await target.ask(verify_block(PROMPT, session_id="kept"))
+        await target.ask(verify_block(PROMPT, session_id="gone"))
+        assert (await target.info()).num_sessions == 2
+        async with HeldEngine(worker) as engine:
+            (waiting,) = await target.send([verify_block(long_prompt, session_id="busy")])
+            await engine.waits()
+            await target.release("gone", "busy", "never-seen")
+            await all_read(target)
+        assert (await asyncio.wait_for(waiting, ANSWER_TIMEOUT_S)).error.code == CANCELLED
+        info = await target.info()
+        assert info.num_sessions == 1
+        assert info.num_queued == 0
+        assert 0 < info.cache_bytes <= info.cache_budget_bytes
 
 
 async def test_info_tells_what_is_served(target, model):
@@ -218,10 +224,14 @@ async def test_stream_that_goes_away_drops_its_blocks_and_keeps_its_sessions(mod
     async with running("target", model, max_batch_tokens=16, prefill_chunk=16) as (link, worker):
         await link.ask(verify_block(PROMPT))
         other = Link(worker.address, "target")
-        await other.send([verify_block(random_tokens(1000, seed=2), session_id="long")])
-        await link.until(lambda info: info.num_queued == 1)
-        await other.close()
+        async with HeldEngine(worker) as engine:
+            (dropped,) = await other.send([verify_block(random_tokens(1000, seed=2), session_id="long")])
+            await engine.waits()
+            await other.close()
+            await until(lambda: len(worker._streams._open) == 1)
         await link.until(lambda info: info.num_queued == 0)
+        assert not dropped.done()
+        assert len(engine.forwards) < 5, "of more than sixty"
         follow = verify_block([*PROMPT, reference[0]])
         follow.context.CopyFrom(types.TokenSpan(start=len(PROMPT), token_ids=reference[:1]))
         follow.ClearField("spec")

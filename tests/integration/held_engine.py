@@ -1,0 +1,58 @@
+"""A worker whose engine waits for the test: what is under way stays so, however slow the machine is."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+from workers_helpers import ANSWER_TIMEOUT_S, Link, propose_block, verify_block
+
+
+class HeldEngine:
+    """The engine of a worker in this process, which waits after one of its next forwards until it is let go.
+
+    Args:
+        worker: The worker; what it says about itself waits, too.
+        after: Which of the next forwards.
+
+    Attributes:
+        forwards: The sessions of each forward from then on.
+    """
+
+    def __init__(self, worker: Any, after: int = 1) -> None:
+        self._engine = worker._engine._scheduler.engine
+        self._step = self._engine.step
+        self._is_held, self._may_go_on = threading.Event(), threading.Event()
+        self._after = after
+        self.forwards: list[list[str]] = []
+
+    async def __aenter__(self) -> HeldEngine:
+        self._engine.step = self._held_step
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.let_go()
+        self._engine.step = self._step
+
+    def _held_step(self, feeds: Any, *arguments: Any) -> Any:
+        self.forwards.append([feed.session_id for feed in feeds])
+        logits = self._step(feeds, *arguments)
+        if len(self.forwards) >= self._after:
+            self._is_held.set()
+            self._may_go_on.wait(ANSWER_TIMEOUT_S)
+        return logits
+
+    async def waits(self) -> None:
+        """Return once the engine waits."""
+        assert await asyncio.to_thread(self._is_held.wait, ANSWER_TIMEOUT_S)
+
+    def let_go(self) -> None:
+        """Let the engine go on for good."""
+        self._may_go_on.set()
+
+
+async def all_read(link: Link) -> None:
+    """Return once the worker has read what was sent before: it refuses a bad block without its engine."""
+    block = verify_block([]) if link.is_target else propose_block([], 1)
+    assert (await link.ask(block)).WhichOneof("outcome") == "error"
