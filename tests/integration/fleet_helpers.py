@@ -26,7 +26,7 @@ class ListRegistry:
 
 
 @asynccontextmanager
-async def fleet_of(*workers: ScriptedWorker, registry=None, settle_s: float = 5.0):
+async def fleet_of(*workers: ScriptedWorker, registry=None, settle_s: float = 30.0):
     by_role = {role: ",".join(w.address for w in workers if w.role == role) for role in ("target", "draft")}
     fleet = Fleet(
         registry or ListRegistry(),
@@ -41,11 +41,11 @@ async def fleet_of(*workers: ScriptedWorker, registry=None, settle_s: float = 5.
         await fleet.close()
 
 
-def clients(fleet, session, *, propose_timeout_s=5.0, verify_timeout_s=5.0, wait_s=5.0):
+def clients(fleet, session, *, propose_timeout_s=30.0, verify_timeout_s=30.0, wait_s=30.0):
     spec = session_spec(session, frozenset())
     return (
         RemoteDrafter(
-            fleet.drafts, spec, timeout_s=propose_timeout_s, prefill_timeout_s=5.0, vocab_size=VOCAB
+            fleet.drafts, spec, timeout_s=propose_timeout_s, prefill_timeout_s=30.0, vocab_size=VOCAB
         ),
         RemoteVerifier(fleet.targets, spec, timeout_s=verify_timeout_s, wait_s=wait_s),
     )

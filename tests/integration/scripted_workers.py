@@ -253,7 +253,7 @@ async def finish(session: Session, drafter: Any, verifier: Any, gamma: int) -> l
     return cycles
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Wait until a condition holds."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not condition():

@@ -187,17 +187,19 @@ async def test_prepared_proposals_change_when_and_not_what(model, method, temper
             fleet = Fleet(
                 ListRegistry(), VOCAB, target_addresses=target.address, draft_addresses=draft.address
             )
-            await fleet.start(10.0)
+            await fleet.start(30.0)
             params = SamplingParams(temperature=temperature, seed=5)
             session = Session("s", PROMPT, params, method, LENGTH, NoText(), epoch=1)
             spec = session_spec(session, frozenset())
-            drafter = _Counting(fleet.drafts, spec, timeout_s=10.0, prefill_timeout_s=10.0, vocab_size=VOCAB)
-            verifier = RemoteVerifier(fleet.targets, spec, timeout_s=10.0, wait_s=5.0)
+            drafter = _Counting(fleet.drafts, spec, timeout_s=30.0, prefill_timeout_s=30.0, vocab_size=VOCAB)
+            verifier = RemoteVerifier(fleet.targets, spec, timeout_s=30.0, wait_s=30.0)
             num_prepared = 0
             while session.finish_reason is None:
                 cycle = await run_cycle(session, drafter, verifier, NoStore(), Steady(3))
                 num_prepared += cycle.is_prepared
-                # As long as a large target would take.
+                # As long as a large target would take, and as this machine needs at present.
+                while await worker._engine.call(lambda scheduler: scheduler.has_work):
+                    await asyncio.sleep(0.005)
                 await asyncio.sleep(0.02)
             texts.append(session.token_ids)
             assert num_prepared == drafter.num_prepared
