@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 from scripted_workers import PROMPT, VOCAB, ScriptedWorker
 
+from orchestrator import backoff
 from orchestrator.fleet import Fleet
 from orchestrator.remote import session_spec
 from orchestrator.remote_draft import RemoteDrafter
@@ -49,6 +52,12 @@ def clients(fleet, session, *, propose_timeout_s=30.0, verify_timeout_s=30.0, wa
         ),
         RemoteVerifier(fleet.targets, spec, timeout_s=verify_timeout_s, wait_s=wait_s),
     )
+
+
+def stop_pauses_ending(monkeypatch) -> None:
+    """Have the pauses of failing workers last for ever, however long this machine takes for a few cycles."""
+    now = time.monotonic()
+    monkeypatch.setattr(backoff, "time", SimpleNamespace(monotonic=lambda: now))
 
 
 def emitted(session) -> list[int]:

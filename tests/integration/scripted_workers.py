@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -251,6 +251,16 @@ async def finish(session: Session, drafter: Any, verifier: Any, gamma: int) -> l
     while session.finish_reason is None:
         cycles.append(await run_cycle(session, drafter, verifier, NoStore(), Steady(gamma)))
     return cycles
+
+
+async def until_so(ask: Callable[[], Awaitable[Any]], timeout_s: float = 30.0) -> Any:
+    """Ask until the answer is true or not empty, and return it; the last one when it never was."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while True:
+        answer = await ask()
+        if answer or asyncio.get_running_loop().time() > deadline:
+            return answer
+        await asyncio.sleep(0.02)
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:

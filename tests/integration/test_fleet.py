@@ -87,4 +87,4 @@ async def test_fleet_close_wakes_those_who_wait_for_a_worker():
         await asyncio.sleep(0.05)
         await fleet.close()
         with pytest.raises(UnavailableError):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, 30)

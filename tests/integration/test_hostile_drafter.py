@@ -171,7 +171,7 @@ async def pusher():
 
 async def tokens_and_summary(redis_server, target, drafters, gamma):
     addresses = ",".join(worker.address for worker in drafters)
-    async with running(redis_server, target.address, addresses, propose_timeout_s=10.0) as orchestrator:
+    async with running(redis_server, target.address, addresses, propose_timeout_s=30.0) as orchestrator:
         for other in drafters[1:]:  # the first is chosen first
             orchestrator._fleet.drafts.links[other.address].sessions |= {"x", "y"}
         chunks = await complete(orchestrator, request_of(max_tokens=NUM_TOKENS, gamma=GammaPolicy(gamma)))

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 import pytest
-from fleet_helpers import clients, emitted, fleet_of
+from fleet_helpers import clients, emitted, fleet_of, stop_pauses_ending
 from scripted_workers import PROMPT, VOCAB, NoStore, Steady, continuation, make_session, scripted, until
 
 from gammaray.errors import UnavailableError
@@ -78,16 +78,16 @@ def emitted_after(session, num_prompt):
 async def test_ladder_falls_in_the_cycle_that_lost_its_drafter_and_climbs_back():
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         session = make_session(max_tokens=100_000)
-        ladder, verifier = ladder_of(fleet, session, propose_timeout_s=0.3)
+        ladder, verifier = ladder_of(fleet, session, propose_timeout_s=30.0)
         for _ in range(5):
             assert (await one_cycle(session, ladder, verifier)).drafter is DrafterKind.MODEL
         await draft.stop()
         lost = [await one_cycle(session, ladder, verifier) for _ in range(20)]
         assert all(cycle.is_fallback for cycle in lost[1:])
-        assert max(cycle.total_s for cycle in lost) < 0.3 + 0.25 + 0.3
+        assert max(cycle.total_s for cycle in lost) < 30.0, "nobody waits for one that is gone"
         assert DrafterKind.MODEL not in {cycle.drafter for cycle in lost[1:]}
         await draft.start()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while (cycle := await one_cycle(session, ladder, verifier)).drafter is not DrafterKind.MODEL:
             assert time.monotonic() < deadline, "it never climbed back"
             await asyncio.sleep(0.01)
@@ -95,20 +95,22 @@ async def test_ladder_falls_in_the_cycle_that_lost_its_drafter_and_climbs_back()
         assert emitted(session) == continuation(PROMPT, session.num_emitted)
 
 
-async def test_ladder_stopped_drafter_costs_one_deadline_and_is_used_as_soon_as_it_goes_on():
+async def test_ladder_stopped_drafter_costs_one_deadline_and_is_used_as_soon_as_it_goes_on(monkeypatch):
+    stop_pauses_ending(monkeypatch)
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         session = make_session(max_tokens=100_000)
-        ladder, verifier = ladder_of(fleet, session, propose_timeout_s=0.3)
+        ladder, verifier = ladder_of(fleet, session, propose_timeout_s=2.0)
         for _ in range(5):
             await one_cycle(session, ladder, verifier)
         draft.runs.clear()
         lost = [await one_cycle(session, ladder, verifier) for _ in range(30)]
-        assert sum(cycle.total_s > 0.3 for cycle in lost) == 1, "one deadline, not a pause per cycle"
         assert all(cycle.is_fallback for cycle in lost)
+        # The others did not even ask it: they were begun on another rung.
+        assert [cycle.shape.is_fallback for cycle in lost] == [False] + [True] * 29
         draft.runs.set()
         start = time.monotonic()
         while (await one_cycle(session, ladder, verifier)).drafter is not DrafterKind.MODEL:
-            assert time.monotonic() - start < 1.0, "its late answers say that it goes on"
+            assert time.monotonic() - start < 30.0, "its late answers say that it goes on"
             await asyncio.sleep(0.01)
 
 
@@ -127,7 +129,7 @@ async def test_ladder_sessions_that_fail_together_do_not_shut_the_drafter_out():
         draft.on_block = draft.work
         start = time.monotonic()
         while not all(cycle.drafter is DrafterKind.MODEL for cycle in await cycle_of_all()):
-            assert time.monotonic() - start < 5.0
+            assert time.monotonic() - start < 20.0
             await asyncio.sleep(0.05)
 
 
@@ -186,7 +188,7 @@ async def test_ladder_controller_of_a_rung_learns_only_of_its_own_cycles():
 
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         session = make_session(max_tokens=100_000)
-        drafter, verifier = clients(fleet, session, propose_timeout_s=0.2)
+        drafter, verifier = clients(fleet, session, propose_timeout_s=1.0)
         controllers = {rung: Watching(3) for rung in RUNGS}
         ladder = Ladder(session, DrafterKind.MODEL, drafter, controllers)
         for _ in range(4):
@@ -219,7 +221,7 @@ async def test_workers_that_drain_are_left_without_a_failure():
         assert not any(cycle.is_fallback for cycle in after)
         stayed = [worker.address for worker in workers if worker.role == "draft" and worker not in leaving]
         assert {cycle.draft_worker for cycle in after} == set(stayed)
-        assert [worker.released for worker in leaving] == [["s"], ["s"]]
+        await until(lambda: [worker.released for worker in leaving] == [["s"], ["s"]])
         assert emitted(session) == continuation(PROMPT, session.num_emitted)
 
 
@@ -237,13 +239,13 @@ async def test_only_target_that_drains_is_waited_for_and_then_unavailable():
 async def test_slow_target_is_left_for_another_at_its_deadline():
     async with scripted("target", "target") as targets, fleet_of(*targets) as fleet:
         session = make_session(max_tokens=100_000)
-        ladder, verifier = ladder_of(fleet, session, verify_timeout_s=0.2)
+        ladder, verifier = ladder_of(fleet, session, verify_timeout_s=2.0)
         await one_cycle(session, ladder, verifier)
         (slow,) = [worker for worker in targets if worker.blocks]
         slow.on_block = lambda block: None
         start = time.monotonic()
         await one_cycle(session, ladder, verifier)
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 20
         assert emitted(session) == continuation(PROMPT, session.num_emitted)
 
 

@@ -7,6 +7,7 @@ import statistics
 import time
 from contextlib import asynccontextmanager
 
+import grpc
 import pytest
 from scripted_workers import ScriptedWorker, scripted, until
 
@@ -47,7 +48,7 @@ def block(session_id: str = "s", base: int = 1) -> target_pb.VerifyBlock:
 async def test_link_calls_of_one_tick_leave_in_one_frame():
     async with scripted("target") as worker, link_to(worker.address) as link:
         await until(lambda: link.is_up)
-        results = await asyncio.gather(*(link.call(block(f"s{i}", i + 1), 5) for i in range(40)))
+        results = await asyncio.gather(*(link.call(block(f"s{i}", i + 1), 30) for i in range(40)))
         assert [r.session_id for r in results] == [f"s{i}" for i in range(40)]
         assert len({r.request_id for r in results}) == 40
         assert len(worker.frames) == 1
@@ -60,7 +61,7 @@ async def test_link_blocks_that_come_during_a_write_share_the_next_frame():
 
         async def one(index):
             await asyncio.sleep(0.0001 * index)
-            return await link.call(block(f"s{index}"), 5)
+            return await link.call(block(f"s{index}"), 30)
 
         results = await asyncio.gather(*(one(i) for i in range(60)))
         assert sorted(r.session_id for r in results) == sorted(f"s{i}" for i in range(60))
@@ -88,7 +89,7 @@ async def test_link_answers_in_any_order_reach_their_callers():
         worker.on_block = all_at_once
         calls = []
         for i in range(3):
-            calls.append(asyncio.create_task(link.call(block(f"s{i}"), 5)))
+            calls.append(asyncio.create_task(link.call(block(f"s{i}"), 30)))
             await until(lambda: len(kept) == len(calls))
         assert [r.session_id for r in await asyncio.gather(*calls)] == ["s0", "s1", "s2"]
 
@@ -99,10 +100,10 @@ async def test_link_silent_worker_fails_the_call_at_its_deadline():
         worker.on_block = lambda b: None if b.session_id == "silent" else worker.work(b)
         start = time.monotonic()
         silent = asyncio.create_task(link.call(block("silent"), 0.3))
-        assert (await link.call(block("other"), 5)).session_id == "other"
+        assert (await link.call(block("other"), 30)).session_id == "other"
         with pytest.raises(DeadlineExceededError, match=r"no answer within 0\.3 s"):
             await silent
-        assert 0.3 <= time.monotonic() - start < 2
+        assert 0.3 <= time.monotonic() - start < 20
         assert link.is_up
         assert not link._pending
 
@@ -114,17 +115,17 @@ async def test_link_late_answer_is_dropped():
         with pytest.raises(DeadlineExceededError):
             await link.call(block("late"), 0.01)
         worker.delay_s = 0.0
-        assert (await link.call(block("next"), 5)).session_id == "next"
+        assert (await link.call(block("next"), 30)).session_id == "next"
 
 
 async def test_link_cancelled_call_that_was_not_sent_is_never_sent():
     async with scripted("target") as worker, link_to(worker.address) as link:
         await until(lambda: link.is_up)
-        call = asyncio.create_task(link.call(block("gone"), 5))
+        call = asyncio.create_task(link.call(block("gone"), 30))
         await asyncio.sleep(0)  # let it queue its block; the writer has not run yet
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
-        await link.call(block("there"), 5)
+        await link.call(block("there"), 30)
         assert [b.session_id for b in worker.blocks] == ["there"]
         assert not link._pending
 
@@ -132,7 +133,7 @@ async def test_link_cancelled_call_that_was_not_sent_is_never_sent():
 async def test_link_release_reaches_the_worker():
     async with scripted("target") as worker, link_to(worker.address) as link:
         await until(lambda: link.is_up)
-        await link.call(block("s"), 5)
+        await link.call(block("s"), 30)
         link.release("s")
         await until(lambda: worker.released == ["s"])
         assert worker.held == {}
@@ -150,11 +151,11 @@ async def test_link_worker_dies_pending_calls_fail_and_it_reconnects():
             assert worker.address in str(result)
         await until(lambda: not link.is_up)
         with pytest.raises(UnavailableError, match="not connected"):
-            await link.call(block(), 5)
+            await link.call(block(), 30)
         worker.on_block = worker.work
         await worker.start()
         await until(lambda: link.is_up)
-        assert (await link.call(block("back"), 5)).session_id == "back"
+        assert (await link.call(block("back"), 30)).session_id == "back"
 
 
 async def test_link_worker_that_comes_late_is_connected():
@@ -180,10 +181,10 @@ async def test_link_stream_broken_by_the_worker_alone_is_opened_again():
 
         worker.on_block = explode
         with pytest.raises(UnavailableError):
-            await link.call(block(), 5)
+            await link.call(block(), 30)
         worker.on_block = worker.work
         await until(lambda: link.is_up)
-        assert (await link.call(block(), 5)).session_id == "s"
+        assert (await link.call(block(), 30)).session_id == "s"
         assert worker.num_streams == 2
 
 
@@ -196,7 +197,7 @@ async def test_link_stuck_worker_is_given_up_before_the_deadline(monkeypatch):
         start = time.monotonic()
         with pytest.raises(UnavailableError):
             await link.call(block(), 60)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30
         worker.runs.set()
         await until(lambda: link.is_up)
 
@@ -229,12 +230,19 @@ async def test_link_close_fails_what_is_in_flight():
 
 
 async def test_link_round_trip_is_short():
+    """Against a bare stream in the same moments: client and server share this process and its core."""
     async with scripted("target") as worker, link_to(worker.address) as link:
-        await until(lambda: link.is_up)
-        times = []
-        for _ in range(200):
-            start = time.perf_counter()
-            await link.call(block(), 5)
-            times.append(time.perf_counter() - start)
-        # Client and server share this process here, and perhaps its core with other tests.
-        assert statistics.median(times) < 0.005
+        async with grpc.aio.insecure_channel(worker.address) as channel:
+            await until(lambda: link.is_up)
+            bare = TARGET.open_stream(channel)
+            times, bare_times = [], []
+            for _ in range(200):
+                start = time.perf_counter()
+                await link.call(block(), 30)
+                between = time.perf_counter()
+                await bare.write(TARGET.make_frame([block()], []))
+                await bare.read()
+                times.append(between - start)
+                bare_times.append(time.perf_counter() - between)
+            bare.cancel()
+    assert statistics.median(times) < 2 * statistics.median(bare_times) + 0.002

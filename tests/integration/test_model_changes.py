@@ -87,7 +87,7 @@ async def test_target_of_another_model_alone_is_refused_with_both_names():
 async def test_target_that_comes_back_as_another_model_is_not_fed():
     async with scripted("target", identity=OLD) as target, fleet_of(target) as fleet:
         session = make_session(max_tokens=20)
-        drafter, verifier = clients(fleet, session, wait_s=2.0)
+        drafter, verifier = clients(fleet, session, wait_s=6.0)
         stops_after(target, 3)
         work = asyncio.create_task(finish(session, drafter, verifier, 0))
         await until(lambda: not fleet.targets.links[target.address].is_up and hasattr(target, "stopping"))
@@ -95,7 +95,7 @@ async def test_target_that_comes_back_as_another_model_is_not_fed():
         num_blocks, target.identity, target.on_block = len(target.blocks), NEW, target.work
         await target.start()
         with pytest.raises(ModelChangedError):
-            await asyncio.wait_for(work, 20)
+            await asyncio.wait_for(work, 60)
         assert len(target.blocks) == num_blocks
 
 
@@ -207,7 +207,7 @@ async def test_resume_waits_for_a_worker_of_the_old_model(redis_server):
             await settled(one)
         await old.stop()
         both = f"{old.address},{new.address}"
-        async with orchestrating(redis_server, both, "", worker_wait_s=10.0) as other:
+        async with orchestrating(redis_server, both, "", worker_wait_s=60.0) as other:
             rest = asyncio.create_task(complete(other, resumed(request, chunks)))
             await asyncio.sleep(0.3)
             assert not rest.done()

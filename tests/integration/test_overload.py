@@ -85,7 +85,7 @@ async def test_deadline_of_a_running_request_ends_it_and_frees_its_place(redis_s
         began = time.monotonic()
         with pytest.raises(DeadlineExceededError):
             await finish(orchestrator, Caller(deadline=time.monotonic() + 0.5), request)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 25, "half of what it would take"
         assert orchestrator._admission.num_running == 0
 
 

@@ -199,7 +199,7 @@ async def test_prepared_proposals_change_when_and_not_what(model, method, temper
                 num_prepared += cycle.is_prepared
                 # As long as a large target would take, and as this machine needs at present.
                 while await worker._engine.call(lambda scheduler: scheduler.has_work):
-                    await asyncio.sleep(0.005)
+                    pass
                 await asyncio.sleep(0.02)
             texts.append(session.token_ids)
             assert num_prepared == drafter.num_prepared

@@ -1,10 +1,11 @@
 """Orchestrators find each other in the registry, and are gone when they say so or say nothing any more."""
 
-import asyncio
+import itertools
 from collections.abc import AsyncIterator
 
 import pytest
 from redis_helpers import running_redis
+from scripted_workers import until_so
 
 from gammaray.processes import ProcessStatus, SpeculationTotals
 from orchestrator import presence
@@ -36,16 +37,20 @@ def state(pid, cycles=0):
 
 async def test_orchestrators_tell_each_other_their_state(redis, monkeypatch):
     monkeypatch.setattr(presence, "REFRESH_S", 0.05)
-    cycles = iter(range(1000))
+    cycles = itertools.count()
     first = Presence(RedisRegistry(redis), lambda: state(1, next(cycles)))
     second = Presence(RedisRegistry(redis), lambda: state(2))
     await first.start()
     await second.start()
-    assert await first.others() == [state(2)]
-    (seen,) = await second.others()
-    await asyncio.sleep(0.2)
-    (later,) = await second.others()
-    assert later.speculation_totals.cycles > seen.speculation_totals.cycles
+    assert await until_so(first.others) == [state(2)]
+    (seen,) = await until_so(second.others)
+
+    async def later():
+        return [
+            s for s in await second.others() if s.speculation_totals.cycles > seen.speculation_totals.cycles
+        ]
+
+    assert await until_so(later)
     await first.stop()
     assert await second.others() == []
     await second.stop()
@@ -53,13 +58,18 @@ async def test_orchestrators_tell_each_other_their_state(redis, monkeypatch):
 
 async def test_orchestrator_that_says_nothing_any_more_is_gone_soon(redis, monkeypatch):
     monkeypatch.setattr(presence, "REFRESH_S", 3600)
-    monkeypatch.setattr(presence, "ENTRY_S", 0.2)
     silent = Presence(RedisRegistry(redis), lambda: state(1))
     await silent.start()
     other = Presence(RedisRegistry(redis), lambda: state(2))
-    assert await other.others() == [state(1)]
-    await asyncio.sleep(0.4)
-    assert await other.others() == []
+    assert await until_so(other.others) == [state(1)]
+    (key,) = await redis.keys("gammaray:orchestrator:*")
+    assert 0 < await redis.pttl(key) <= presence.ENTRY_S * 1e3
+    assert await redis.pexpire(key, 1)
+
+    async def is_gone():
+        return not await other.others()
+
+    assert await until_so(is_gone)
     await silent.stop()
 
 

