@@ -32,7 +32,7 @@ from gammaray.v1.generation_service_pb2_grpc import (
     add_GenerationServiceServicer_to_server,
 )
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 NO_RETRY = RetryPolicy(max_attempts=1)
 FAST_RETRY = RetryPolicy(max_attempts=4, initial_delay_s=0.01)
 

@@ -88,23 +88,24 @@ async def test_http_odd_header_of_ours_is_named():
 
 
 async def test_http_bodies_of_all_together_are_bounded():
-    release = asyncio.Event()
+    release, is_held = asyncio.Event(), asyncio.Event()
 
     async def slow_body():
         yield b'{"prompt": "'
         yield b"x" * 1000
+        is_held.set()
         await release.wait()
         yield b'"}'
 
     app = create_app(ScriptedBackend(), max_bodies_bytes=1500)
     async with client(app) as http:
         first = asyncio.create_task(http.post("/v1/completions", content=slow_body()))
-        await asyncio.sleep(0.05)
+        await asyncio.wait_for(is_held.wait(), 30)
         second = await http.post("/v1/completions", json={"prompt": "y" * 1000})
         assert second.status_code == 429
         assert int(second.headers["retry-after"]) >= 1
         release.set()
-        assert (await asyncio.wait_for(first, 10)).status_code == 200
+        assert (await asyncio.wait_for(first, 30)).status_code == 200
         third = await http.post("/v1/completions", json={"prompt": "y" * 1000})
         assert third.status_code == 200
 

@@ -34,12 +34,12 @@ async def test_stop_kills_and_names_what_outlives_the_cluster(monkeypatch: pytes
         sys.executable, "-c", parent, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )
     assert process.stdout is not None
-    await asyncio.wait_for(process.stdout.readline(), 20)
+    await asyncio.wait_for(process.stdout.readline(), 100)
     (grandchild,) = psutil.Process(process.pid).children()
     with pytest.raises(ClusterError, match=f"left behind(.|\n)*{grandchild.pid}"):
         await cluster._stop(process)
     assert process.returncode == 0
-    assert not cluster._is_alive(grandchild) or not psutil.wait_procs([grandchild], timeout=5)[1]
+    assert not cluster._is_alive(grandchild) or not psutil.wait_procs([grandchild], timeout=30)[1]
 
 
 def test_free_ports_are_different_and_nobody_listens() -> None:

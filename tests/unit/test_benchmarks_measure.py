@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -61,11 +62,12 @@ class SlowSystem:
     async def sample(self, ask: Ask) -> Sample:
         self.in_flight += 1
         self.most = max(self.most, self.in_flight)
+        began = time.perf_counter()
         try:
             await asyncio.sleep(0.01)
             if ask.seed == self._failing_seed:
                 raise InternalError("planted")
-            return Sample((ask.seed,), 0.01)
+            return Sample((ask.seed,), time.perf_counter() - began)
         finally:
             self.in_flight -= 1
 

@@ -16,7 +16,7 @@ from gammaray.config import ClusterSettings
 from orchestrator.cluster_options import parse_options
 
 ROOT = Path(gammaray.__file__).parents[1]
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 STAND_IN = """
 import json, os, signal, sys, time
@@ -27,7 +27,7 @@ signal.signal(signal.SIGINT, leave)
 signal.signal(signal.SIGTERM, leave)
 print(json.dumps({"pid": os.getpid(), "arguments": sys.argv[1:]}), flush=True)
 if "--target=wait" in sys.argv:
-    time.sleep(60)
+    time.sleep(200)
 sys.exit(5)
 """
 

@@ -176,12 +176,13 @@ async def test_call_after_close_raises():
 @pytest.mark.parametrize("per_call", [True, False], ids=["of the call", "of the client"])
 async def test_generate_deadline_ends_the_call_on_both_sides(per_call):
     service = ScriptedService(silent)
-    client_s, call_s = (600.0, 0.2) if per_call else (0.2, None)
+    client_s, call_s = (600.0, 1.0) if per_call else (1.0, None)
     async with serve(service) as address, AsyncClient(address, timeout_s=client_s) as client:
+        await client.status()  # the time is not for connecting
         started = time.monotonic()
         with pytest.raises(DeadlineExceededError):
             await client.complete("Hi", timeout_s=call_s)
-        assert 0.2 <= time.monotonic() - started < 5
+        assert 0.9 <= time.monotonic() - started < 60
         assert await happens(service.cancelled)
 
 
@@ -211,15 +212,15 @@ async def test_wait_ready_cluster_that_starts_returns_when_a_target_is_healthy()
 
     service = ScriptedService(status=starting)
     async with serve(service) as address, AsyncClient(address, retry=NO_RETRY) as client:
-        processes = await client.wait_ready(10)
+        processes = await client.wait_ready(60)
     assert [process.healthy for process in processes] == [True]
     assert service.num_status_calls == 3
 
 
 async def test_wait_ready_missing_role_times_out_and_names_it():
     async with serve(ScriptedService()) as address, AsyncClient(address) as client:
-        with pytest.raises(DeadlineExceededError, match=r"not ready after 0\.3 s: no healthy draft"):
-            await client.wait_ready(0.3, roles=("target", "draft"))
+        with pytest.raises(DeadlineExceededError, match=r"not ready after 1 s: no healthy draft"):
+            await client.wait_ready(1, roles=("target", "draft"))
 
 
 async def test_wait_ready_nobody_listening_times_out():
@@ -227,7 +228,7 @@ async def test_wait_ready_nobody_listening_times_out():
         started = time.monotonic()
         with pytest.raises(DeadlineExceededError, match="not ready"):
             await client.wait_ready(0.3)
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 20
 
 
 async def test_wait_ready_refused_key_raises_at_once():

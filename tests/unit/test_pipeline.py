@@ -143,7 +143,8 @@ async def test_pipeline_cancelling_the_consumer_cancels_the_cycle():
             await anext(cycles)
 
     task = asyncio.create_task(consume())
-    await asyncio.sleep(0.01)
+    for _ in range(20):
+        await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

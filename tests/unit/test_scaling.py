@@ -148,7 +148,8 @@ def test_policy_waits_for_replicas_that_have_not_reported():
 
 def test_reporter_turns_sums_into_rates(monkeypatch):
     clock = iter([10.0, 14.0, 16.0])
-    monkeypatch.setattr("services.load.time.monotonic", lambda: next(clock))
+    # Not time.monotonic itself: threads of other tests may look at it, too.
+    monkeypatch.setattr("services.load.time", SimpleNamespace(monotonic=lambda: next(clock)))
     reporter = LoadReporter()
     first = reporter.report(LoadCounters(8.0, 2.0, 10, 4, 40.0, 0.5))
     assert first == LoadReport(in_flight=2.0, busy=0.5, hit_rate=0.4, gained=10.0, cache_use=0.5)

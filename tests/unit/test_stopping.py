@@ -18,7 +18,7 @@ signals.take()
 
 def run(body):
     """Run a script that has taken the signals, in a process of its own."""
-    return subprocess.run([sys.executable, "-c", SCRIPT + body], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", SCRIPT + body], capture_output=True, text=True, timeout=200)
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])

@@ -25,7 +25,7 @@ async def test_end_tasks_survives_a_swallowed_cancellation():
 
     task = asyncio.create_task(stubborn())
     await asyncio.sleep(0)
-    await asyncio.wait_for(end_tasks(task), 5)
+    await asyncio.wait_for(end_tasks(task), 60)
     assert task.cancelled()
     assert swallowed == 2
 
@@ -35,7 +35,7 @@ async def test_end_tasks_drops_failures_and_takes_finished_ones():
         raise RuntimeError("of no interest")
 
     failed, done = asyncio.create_task(fail()), asyncio.create_task(asyncio.sleep(0))
-    await asyncio.sleep(0.01)
+    await asyncio.wait([failed, done])
     await end_tasks(failed, done)
     await end_tasks()
     assert failed.done()
@@ -60,8 +60,8 @@ async def test_end_tasks_gives_up_on_those_that_never_end_and_names_them(caplog)
     await asyncio.sleep(0)
     start = time.monotonic()
     with caplog.at_level(logging.ERROR, logger="gammaray.tasks"):
-        await asyncio.wait_for(end_tasks(*tasks, good, timeout_s=0.2), 5)
-    assert 0.15 < time.monotonic() - start < 3
+        await asyncio.wait_for(end_tasks(*tasks, good, timeout_s=0.2), 60)
+    assert 0.15 < time.monotonic() - start < 20
     assert good.cancelled()
     assert not any(task.done() for task in tasks)
     (record,) = caplog.records
