@@ -29,6 +29,7 @@ from benchmarks.demo_pair.corpus import read_split
 from benchmarks.demo_pair.muon import Muon
 from benchmarks.demo_pair.train import held_out_windows, rate
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
+from services.engine.engine import Engine, Feed
 
 __all__ = ["Lessons", "acceptance", "distil", "divergence", "read_lessons", "variation", "write_samples"]
 
@@ -53,33 +54,26 @@ class Lessons:
     logs: Tensor
 
 
-@torch.no_grad()
-def write_samples(target: LlamaForCausalLM, train: Tensor, num_windows: int, batch: int = 128) -> Tensor:
-    """Return windows that `target` wrote, `[num_windows, length]`, each begun by words of `train`."""
+def write_samples(engine: Engine, train: Tensor, num_windows: int, batch: int = 96) -> Tensor:
+    """Return windows that the target wrote, `[num_windows, length]`, each begun by words of `train`."""
     generator = torch.Generator().manual_seed(1)
-    written = []
-    for start in range(0, num_windows, batch):
-        temperature = _TEMPERATURES[start // batch % len(_TEMPERATURES)]
-        begins = torch.randint(
-            len(train) - _PROMPT_TOKENS, (min(batch, num_windows - start),), generator=generator
-        )
-        prompts = torch.stack([train[begin : begin + _PROMPT_TOKENS] for begin in begins.tolist()])
-        sampling = (
-            {"do_sample": True, "temperature": temperature, "top_k": 0}
-            if temperature
-            else {"do_sample": False}
-        )
-        with _half_precision(target):
-            written.append(
-                target.generate(
-                    prompts.to(target.device),
-                    attention_mask=torch.ones_like(prompts, device=target.device),
-                    max_new_tokens=_LENGTH - _PROMPT_TOKENS,
-                    min_new_tokens=_LENGTH - _PROMPT_TOKENS,
-                    **sampling,
-                ).cpu()
-            )
-    return torch.cat(written)
+    begins = torch.randint(len(train) - _PROMPT_TOKENS, (num_windows,), generator=generator).tolist()
+    written = [train[begin : begin + _PROMPT_TOKENS].tolist() for begin in begins]
+    for first in range(0, num_windows, batch):
+        texts = dict(enumerate(written[first : first + batch]))
+        temperatures = torch.tensor([_TEMPERATURES[i % len(_TEMPERATURES)] for i in texts]).unsqueeze(1)
+        fed = 0
+        while (length := len(texts[0])) < _LENGTH:
+            rows = engine.step([Feed(str(i), fed, text[fed:], 1) for i, text in texts.items()])
+            # The argmax of the scaled logits and Gumbel noise is a sample; without noise it is the likeliest.
+            noise = -torch.empty(len(rows), rows[0].size(-1)).exponential_(generator=generator).log()
+            drawn = (torch.cat(rows) + temperatures * noise).argmax(-1).tolist()
+            fed = length
+            for text, token in zip(texts.values(), drawn, strict=True):
+                text.append(token)
+        for i in texts:
+            engine.release(str(i))
+    return torch.tensor(written)
 
 
 @torch.no_grad()
@@ -181,11 +175,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/demo_pair/distilled"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3600, help="batches of 32 windows")
-    parser.add_argument("--samples", type=int, default=4096, help="windows that the target writes")
-    parser.add_argument(
-        "--limit", type=int, help="take only this many windows of the corpus (for a quick try)"
-    )
+    parser.add_argument("--steps", type=int, default=2400, help="batches of 32 windows")
+    parser.add_argument("--samples", type=int, default=2048, help="windows that the target writes")
+    parser.add_argument("--limit", type=int, help="take only so many windows of the corpus, by chance")
     parser.add_argument("--learning-rate", type=float, default=0.008)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -198,9 +190,11 @@ def main() -> None:
         torch.from_numpy(np.asarray(read_split(options.work, split))) for split in ("train", "held")
     )
     held_windows = held_out_windows(held.numpy(), _LENGTH)[:, :-1]
-    own_windows = write_samples(target, held, 96)
-    corpus = train[: len(train) // _LENGTH * _LENGTH].view(-1, _LENGTH)[: options.limit]
-    windows = torch.cat((corpus, write_samples(target, train, options.samples)))
+    writer = Engine.load(str(options.target), threads=options.threads)
+    own_windows = write_samples(writer, held, 96)
+    corpus = train[: len(train) // _LENGTH * _LENGTH].view(-1, _LENGTH)
+    corpus = corpus[torch.randperm(len(corpus))[: options.limit]]
+    windows = torch.cat((corpus, write_samples(writer, train, options.samples)))
     print(f"{windows.numel() / 1e6:.2f} M tokens written and read", flush=True)
     lessons = read_lessons(target, windows)
     for progress, loss in distil(
