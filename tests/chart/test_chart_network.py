@@ -37,6 +37,9 @@ TABLE = {
     ("collector", 4317): RAY,
     ("head", 6379): RAY,
     ("head", 8265): {*RAY, "operator"},
+    # Serve's own proxy, behind HAProxy on every node.
+    ("head", 8500): RAY,
+    ("head", 9500): RAY,
     ("head", 10001): set(),  # Ray's client port runs whatever it is sent
     **{(role, METRICS): {"prometheus"} for role in ("orchestrator", "draft", "target")},
     **{(role, RAY_METRICS): {"prometheus"} for role in RAY},
@@ -133,6 +136,24 @@ def test_ports_of_policies_follow_the_start_parameters_of_ray():
             assert may_reach(rules, everybody["head"], everybody["target"], port)
         assert not first <= WORKER <= last
         assert not may_reach(rules, everybody["head"], everybody["target"], last + 1)
+
+
+def test_ports_of_policies_are_those_of_serve():
+    from ray.serve._private import constants
+
+    everybody, rules = sources(EVERYTHING), policies(EVERYTHING)
+    wanted = {
+        "head": [constants.RAY_SERVE_FALLBACK_PROXY_HTTP_PORT, constants.RAY_SERVE_FALLBACK_PROXY_GRPC_PORT],
+        "orchestrator": [
+            constants.RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT,
+            constants.RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT,
+            constants.RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT,
+            constants.RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT,
+        ],
+    }
+    for goal, ports in wanted.items():
+        for port in ports:
+            assert all(may_reach(rules, everybody[role], everybody[goal], port) for role in RAY), port
 
 
 def test_impostor_of_another_release_is_not_let_in():
