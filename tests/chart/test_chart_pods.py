@@ -1,4 +1,4 @@
-"""What the pods are: who they run as, where, with what; and how a pool is placed and scaled."""
+"""What the pods are: who they run as, where, with what."""
 
 import json
 import math
@@ -131,31 +131,37 @@ def test_gpus_choose_image_device_and_resources():
     assert two["resources"]["limits"]["amd.com/gpu"] == two["resources"]["requests"]["amd.com/gpu"] == "2"
 
 
+def test_ray_is_told_of_gpus_whatever_their_resource_is_called():
+    slices = {"gpuResource": "nvidia.com/mig-1g.10gb", "target": {"gpus": 2}, "draft": {"gpus": 0}}
+    found = groups(slices)
+    assert found["target"]["rayStartParams"]["num-gpus"] == "2"
+    assert found["draft"]["rayStartParams"]["num-gpus"] == "0"
+    assert "num-gpus" not in found["orchestrator"]["rayStartParams"]
+
+
+def test_start_parameters_are_options_of_ray():
+    from ray.scripts.scripts import start
+
+    known = {option.removeprefix("--") for parameter in start.params for option in parameter.opts}
+    for group in groups(EVERYTHING).values():
+        assert group["rayStartParams"].keys() <= known
+
+
+def test_runtime_class_is_that_of_the_role():
+    found = groups({"draft": {"runtimeClassName": "nvidia"}})
+    assert found["draft"]["template"]["spec"]["runtimeClassName"] == "nvidia"
+    assert "runtimeClassName" not in found["orchestrator"]["template"]["spec"]
+
+
+def test_operators_that_know_no_tokens_get_no_such_field():
+    assert cluster()["authOptions"] == {"mode": "token"}
+    assert "authOptions" not in cluster({"ray": {"authMode": "disabled"}})
+
+
 def test_requests_are_not_raised_to_limits():
     values = {"draft": {"resources": {"requests": {"cpu": "1"}, "limits": {"cpu": "3"}}}}
     resources = container(groups(values)["draft"]["template"])["resources"]
     assert (resources["requests"]["cpu"], resources["limits"]["cpu"]) == ("1", "3")
-
-
-@pytest.mark.parametrize(
-    ("workers", "bounds", "replicas"),
-    [("3", (3, 3), 3), (2, (2, 2), 2), ("1:4", (1, 4), 1), ("0:4", (0, 4), 1)],
-)
-def test_pool_has_the_bounds_asked_for(workers, bounds, replicas):
-    values = {"draft": {"workers": workers}}
-    group = groups(values)["draft"]
-    assert (group["minReplicas"], group["maxReplicas"]) == bounds
-    assert group["replicas"] == replicas
-    scales = bounds[0] < bounds[1]
-    assert cluster(values).get("enableInTreeAutoscaling", False) is scales
-    assert ("autoscalerOptions" in cluster(values)) is scales
-
-
-def test_autoscaler_is_as_confined_as_the_rest():
-    options = cluster({"draft": {"workers": "1:2"}})["autoscalerOptions"]
-    assert options["securityContext"]["readOnlyRootFilesystem"] is True
-    volumes = {volume["name"] for volume in groups()["head"]["template"]["spec"]["volumes"]}
-    assert {mount["name"] for mount in options["volumeMounts"]} <= volumes
 
 
 def test_trial_requests_what_it_says():
@@ -166,10 +172,6 @@ def test_trial_requests_what_it_says():
     gib = sum(float(r["memory"][:-2]) * units[r["memory"][-2:]] for r in requests)
     text = (CHART / "examples" / "cpu-trial.yaml").read_text()
     assert f"{round(cpus)} CPUs and {math.ceil(gib)} GiB" in text
-
-
-def test_pool_without_drafters_is_left_out():
-    assert set(groups({"draft": {"workers": "0"}})) == {"head", "orchestrator", "target"}
 
 
 def test_accelerator_is_a_node_label_of_the_role():
@@ -194,18 +196,6 @@ def test_role_overrides_what_all_pods_have():
     assert found["target"]["template"]["spec"]["nodeSelector"] == {"pool": "gpu", "zone": "a"}
     for group in found.values():
         assert group["template"]["metadata"]["labels"]["example.com/team"] == "inference"
-
-
-def test_pods_of_a_role_are_spread_and_kept_from_going_all_at_once():
-    manifests = render()
-    for role in ("orchestrator", "draft", "target"):
-        (constraint,) = groups()[role]["template"]["spec"]["topologySpreadConstraints"]
-        labels = groups()[role]["template"]["metadata"]["labels"]
-        assert labels.items() >= constraint["labelSelector"]["matchLabels"].items()
-        budget = manifests[f"pdb-{role}.yaml"]["spec"]
-        assert labels.items() >= budget["selector"]["matchLabels"].items()
-        assert budget["maxUnavailable"] == 1
-    assert "topologySpreadConstraints" not in groups()["head"]["template"]["spec"]
 
 
 @variants

@@ -38,6 +38,9 @@ spec:
   {{- with $values.priorityClassName }}
   priorityClassName: {{ . }}
   {{- end }}
+  {{- with $values.runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
   {{- with $root.Values.image.pullSecrets }}
   imagePullSecrets: {{- toYaml . | nindent 4 }}
   {{- end }}
@@ -86,6 +89,16 @@ spec:
         {{- toYaml $values.probes.readiness | nindent 8 }}
       volumeMounts: {{- include "gammaray.volumeMounts" (dict "root" $root "component" .component "values" $values) | nindent 8 }}
   volumes: {{- include "gammaray.volumes" (dict "root" $root "component" .component "values" $values) | nindent 4 }}
+{{- end -}}
+
+{{/*
+Pods of a role that no eviction may take: (dict "root" $ "component" name). Kubernetes cannot ask a RayCluster
+how many pods it wants, so `maxUnavailable` or a percentage would forbid every eviction: no node could be drained.
+*/}}
+{{- define "gammaray.minAvailable" -}}
+{{- $values := include "gammaray.podValues" . | fromYaml -}}
+{{- $least := $values.replicas | default (splitList ":" (toString $values.workers) | first) | int -}}
+{{- max 0 (sub $least (int $values.disruptionBudget.maxUnavailable)) -}}
 {{- end -}}
 
 {{/* Requests and limits, GPUs included. */}}

@@ -1,0 +1,59 @@
+"""Pools of pods: their bounds, what scales them, how they are spread and what evictions leave of them."""
+
+import pytest
+from chart_helpers import cluster, groups, render
+
+
+@pytest.mark.parametrize(
+    ("workers", "bounds", "replicas"),
+    [("3", (3, 3), 3), (2, (2, 2), 2), ("1:4", (1, 4), 1), ("0:4", (0, 4), 1)],
+)
+def test_pool_has_the_bounds_asked_for(workers, bounds, replicas):
+    values = {"draft": {"workers": workers}}
+    group = groups(values)["draft"]
+    assert (group["minReplicas"], group["maxReplicas"]) == bounds
+    assert group["replicas"] == replicas
+    scales = bounds[0] < bounds[1]
+    assert cluster(values).get("enableInTreeAutoscaling", False) is scales
+    assert ("autoscalerOptions" in cluster(values)) is scales
+
+
+def test_autoscaler_is_as_confined_as_the_rest():
+    options = cluster({"draft": {"workers": "1:2"}})["autoscalerOptions"]
+    assert options["securityContext"]["readOnlyRootFilesystem"] is True
+    volumes = {volume["name"] for volume in groups()["head"]["template"]["spec"]["volumes"]}
+    assert {mount["name"] for mount in options["volumeMounts"]} <= volumes
+
+
+def test_pool_without_drafters_is_left_out():
+    assert set(groups({"draft": {"workers": "0"}})) == {"head", "orchestrator", "target"}
+
+
+def test_pods_of_a_role_are_spread_and_kept_from_going_all_at_once():
+    manifests = render()
+    for role in ("orchestrator", "draft", "target"):
+        (constraint,) = groups()[role]["template"]["spec"]["topologySpreadConstraints"]
+        labels = groups()[role]["template"]["metadata"]["labels"]
+        assert labels.items() >= constraint["labelSelector"]["matchLabels"].items()
+        budget = manifests[f"pdb-{role}.yaml"]["spec"]
+        assert labels.items() >= budget["selector"]["matchLabels"].items()
+    assert "topologySpreadConstraints" not in groups()["head"]["template"]["spec"]
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [
+        ({}, {"orchestrator": 1, "draft": 0, "target": 0}),
+        ({"orchestrator": {"replicas": 5}, "draft": {"workers": 3}}, {"orchestrator": 4, "draft": 2}),
+        ({"draft": {"workers": "0:8"}, "target": {"workers": "3:6"}}, {"draft": 0, "target": 2}),
+        ({"pods": {"disruptionBudget": {"maxUnavailable": 2}}}, {"orchestrator": 0, "target": 0}),
+        ({"target": {"workers": 2, "disruptionBudget": {"maxUnavailable": 0}}}, {"target": 2}),
+    ],
+)
+def test_budgets_let_nodes_be_drained(values, kept):
+    """Pods of an operator can be counted only by a `minAvailable` that is a number."""
+    manifests = render(values)
+    for role, count in kept.items():
+        budget = manifests[f"pdb-{role}.yaml"]["spec"]
+        assert budget["minAvailable"] == count
+        assert "maxUnavailable" not in budget
