@@ -1,17 +1,18 @@
 """The pages for operators name only what there is: files, commands, values, settings, alerts."""
 
+import json
 import re
 
 import pytest
 import yaml
-from chart_helpers import CHART, ROOT
+from chart_helpers import CHART, ROOT, cluster
 from click import Group
 from click.testing import CliRunner
 
 from gammaray.cli import main
 from gammaray.serving import APPLICATIONS
 
-PAGES = [ROOT / "docs" / f"{name}.md" for name in ("install", "sizing", "upgrade", "troubleshooting", "slo")]
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("install", "sizing", "upgrade", "troubleshooting", "security", "slo")]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
@@ -69,6 +70,19 @@ def test_alerts_are_all_explained():
     names = {rule["alert"] for group in rules for rule in group["rules"]}
     page = (ROOT / "docs" / "slo.md").read_text()
     assert set(re.findall(r"`(Gammaray\w+)`", page)) == names
+
+
+def test_patch_for_other_numbers_of_pods_fits_the_cluster():
+    (text,) = re.findall(r"--patch '(\[.*?\])'", (ROOT / "docs" / "upgrade.md").read_text(), re.DOTALL)
+    first, *others = json.loads(text)
+    *_, number, name = first["path"].split("/")
+    group = cluster()["workerGroupSpecs"][int(number)]
+    assert first["op"] == "test"
+    assert group[name] == first["value"]
+    for operation in others:
+        assert operation["op"] == "replace"
+        assert operation["path"].rpartition("/")[0] == first["path"].rpartition("/")[0]
+        assert operation["path"].rpartition("/")[2] in group
 
 
 def test_sizing_command_of_the_page_runs():
