@@ -45,6 +45,11 @@ def test_every_pod_has_no_more_rights_than_it_needs(values):
         assert not only["image"].endswith(":latest")
 
 
+def test_every_pod_has_the_credentials_of_the_registry():
+    for name, template in pods(EVERYTHING).items():
+        assert template["spec"]["imagePullSecrets"] == [{"name": "registry"}], name
+
+
 @variants
 def test_only_the_autoscaler_may_talk_to_kubernetes(values):
     for name, template in pods(values).items():

@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from gammaray.cli import main
 from gammaray.serving import APPLICATIONS
 
-PAGES = [ROOT / "docs" / f"{name}.md" for name in ("install", "sizing", "upgrade", "troubleshooting", "security", "slo")]
+NAMES = ("install", "sizing", "upgrade", "troubleshooting", "security", "slo")
+PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
