@@ -85,6 +85,16 @@ def test_everything_that_is_written_to_is_a_volume(values):
             assert any(f"{shown[name]}/".startswith(f"{mount}/") for mount in mounts), name
 
 
+@pytest.mark.parametrize(("grace", "drained"), [(60, "50"), (5, "0")])
+def test_ray_moves_replicas_away_before_a_pod_is_killed(grace, drained):
+    from ray._private import ray_constants
+
+    name = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+    assert hasattr(ray_constants, name)
+    for group in groups({"pods": {"terminationGracePeriodSeconds": grace}}).values():
+        assert environment(group["template"])[name] == drained
+
+
 def test_probes_ask_what_each_role_serves():
     found = groups()
     for role in ROLES:

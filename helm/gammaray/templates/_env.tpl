@@ -1,4 +1,4 @@
-{{/* Environment of every Ray container: (dict "root" $ "component" name "env" further). */}}
+{{/* Environment of every Ray container: (dict "root" $ "values" pod values). */}}
 {{- define "gammaray.env" -}}
 {{- $values := .root.Values -}}
 {{- $generated := include "gammaray.generated" .root | fromYaml -}}
@@ -13,6 +13,9 @@
   value: /tmp/triton
 - name: HF_HOME
   value: /models/huggingface
+# On SIGTERM Ray has Serve move replicas to other nodes, for so long; then some time is left to end.
+- name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
+  value: {{ max 0 (sub (int .values.terminationGracePeriodSeconds) 10) | quote }}
 {{ include "gammaray.redisEnv" .root }}
 {{- with $values.huggingFaceTokenSecret }}
 {{- if .name }}
@@ -22,7 +25,7 @@
 {{- end }}
 {{- end }}
 {{ include "gammaray.telemetryEnv" .root }}
-{{- with .env }}
+{{- with .values.env }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}

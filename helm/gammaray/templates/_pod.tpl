@@ -71,7 +71,7 @@ spec:
       image: {{ include "gammaray.image" (dict "root" $root "name" .image) }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
       securityContext: {{- include "gammaray.containerSecurity" . | nindent 8 }}
-      env: {{- include "gammaray.env" (dict "root" $root "env" $values.env) | nindent 8 }}
+      env: {{- include "gammaray.env" (dict "root" $root "values" $values) | nindent 8 }}
       ports:
         - {name: metrics, containerPort: 8080}
         {{- range $name, $port := .ports }}
