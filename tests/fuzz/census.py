@@ -5,12 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
 from gammaray import ProcessStatus
 
-__all__ = ["Holding", "census", "growth", "settled"]
+__all__ = ["POOL_THREAD", "Holding", "census", "growth", "settled"]
+
+POOL_THREAD = "event_engine"
+"""Name of the threads of gRPC's own pool, in our processes and in Ray's. It starts one whenever all are busy,
+at most one a second, and keeps them as long as there is work every 20 seconds: it is as large as at its worst
+moment so far, however short that was."""
 
 MAX_GROWTH_MB = 64.0
 """Resident memory that a process may gain between warm-up and end: allocators keep some of a peak."""
@@ -30,7 +36,8 @@ class Holding:
         sessions: Sessions.
         queued: Blocks waiting or running.
         cache_bytes: KV cache in use.
-        threads: Threads.
+        threads: Threads, but those of gRPC's pool.
+        pool_threads: Threads of gRPC's pool.
     """
 
     rss_mb: float
@@ -39,6 +46,7 @@ class Holding:
     queued: int
     cache_bytes: int
     threads: int = 0
+    pool_threads: int = 0
 
     def __str__(self) -> str:
         return (
@@ -56,13 +64,30 @@ def census(processes: list[ProcessStatus]) -> dict[tuple[str, int], Holding]:
         try:
             alive = psutil.Process(process.pid)
             rss_mb, files = alive.memory_info().rss / 2**20, alive.num_fds()
-            threads = alive.num_threads()
-        except psutil.Error:
+            names = _thread_names(process.pid)
+        except (psutil.Error, OSError):
             continue
+        pooled = names.count(POOL_THREAD)
         held[process.role, process.pid] = Holding(
-            rss_mb, files, process.sessions, process.num_queued, process.cache_bytes, threads
+            rss_mb,
+            files,
+            process.sessions,
+            process.num_queued,
+            process.cache_bytes,
+            len(names) - pooled,
+            pooled,
         )
     return held
+
+
+def _thread_names(pid: int) -> list[str]:
+    names = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            names.append((task / "comm").read_text().strip())
+        except OSError:  # it has ended meanwhile
+            continue
+    return names
 
 
 def settled(

@@ -134,7 +134,12 @@ class Observer:
 
 
 def _figures(role: str, holding: Holding) -> dict[str, float]:
-    figures = {"rss_mb": holding.rss_mb, "threads": holding.threads, "files": holding.files}
+    figures = {
+        "rss_mb": holding.rss_mb,
+        "threads": holding.threads,
+        "pool_threads": holding.pool_threads,
+        "files": holding.files,
+    }
     if role in ("orchestrator", "draft", "target"):
         figures |= {"sessions": holding.sessions, "queued": holding.queued}
     if role in ("draft", "target"):

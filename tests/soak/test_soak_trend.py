@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,11 +18,14 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "fuzz"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "e2e"))
 
 from campaign import Campaign
+from census import POOL_THREAD, census
 from samples import LENGTHS, samples
 from soak_census import Census
 from soak_report import figures, table
 from soak_run import Options, Outcome
 from trend import BOUNDS, Bound, trend
+
+from gammaray import ProcessStatus
 
 BOUND = Bound(slack=4.0, per_hour=30.0)
 AT_S = [30.0 * number for number in range(60)]
@@ -61,6 +67,61 @@ def test_noise_around_a_flat_line_is_hardly_ever_growth():
 @pytest.mark.parametrize(("value", "grows"), [(lambda n: 2.0, False), (lambda n: float(n // 20), True)])
 def test_counts_at_rest_may_not_grow_at_all(value, grows):
     assert trend(AT_S, [value(number) for number in range(60)], BOUNDS["sessions"]).grows is grows
+
+
+POOL = BOUNDS["pool_threads"]
+# As counted in two processes of Ray, every half minute; a test suite ran beside the middle of the run.
+GCS_SERVER = [27] * 19 + [28] * 16 + [29, 29, 31, 32, 33, 33] + [35] * 10
+CONTROLLER = [30] * 37 + [31, 32, 34] + [35] * 11
+
+
+@pytest.mark.parametrize("values", [GCS_SERVER, CONTROLLER])
+def test_pool_that_fills_in_a_bad_minute_is_no_leak_and_other_threads_would_be(values):
+    at_s = [30.0 * number for number in range(len(values))]
+    assert not trend(at_s, values, POOL).grows
+    assert trend(at_s, values, BOUNDS["threads"]).grows
+
+
+@pytest.mark.parametrize(
+    ("value", "grows"),
+    [
+        pytest.param(lambda n: 5, False, id="flat"),
+        pytest.param(lambda n: 5 + n // 4, True, id="one-in-two-minutes"),
+        pytest.param(lambda n: 5 + n // 4 + (n % 3 == 0), True, id="one-in-two-minutes-and-restless"),
+        pytest.param(lambda n: 5 if n < 30 else 5 + (n - 30) // 2, True, id="from-the-middle-on"),
+        pytest.param(lambda n: min(5 + n, 40), False, id="full-before-the-second-half"),
+        pytest.param(lambda n: 5 + 9 * (n > 44), False, id="one-high-step"),
+        pytest.param(lambda n: 5 + 4 * (n > 25) + 4 * (n > 45), False, id="two-steps"),
+    ],
+)
+def test_pool_that_goes_on_growing_is_a_leak(value, grows):
+    assert trend(AT_S, [value(number) for number in range(60)], POOL).grows is grows
+
+
+def test_census_tells_threads_of_the_pool_from_others():
+    stop = threading.Event()
+    others = [threading.Thread(target=stop.wait) for _ in range(3)]
+    pooled = [threading.Thread(target=_named_like_the_pool, args=(stop,)) for _ in range(2)]
+    me = ProcessStatus("launcher", os.getpid(), "", "", True, 0)
+    before = census([me])["launcher", os.getpid()]
+    for thread in (*others, *pooled):
+        thread.start()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        after = census([me])["launcher", os.getpid()]
+        if after.pool_threads == before.pool_threads + 2:
+            break
+        time.sleep(0.01)
+    stop.set()
+    for thread in (*others, *pooled):
+        thread.join()
+    assert after.pool_threads == before.pool_threads + 2
+    assert after.threads >= before.threads + 3
+
+
+def _named_like_the_pool(stop: threading.Event) -> None:
+    Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(POOL_THREAD)
+    stop.wait()
 
 
 def test_trend_refuses_too_few_values():

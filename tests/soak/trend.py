@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 __all__ = ["BOUNDS", "Bound", "Trend", "trend"]
 
@@ -13,6 +14,8 @@ Z = 3.0
 """Growth orders the two thirds: nearly all later values are above nearly all earlier ones. Noise leaves half
 of the pairs either way, give or take the deviation of the rank-sum test. A run judges some seventy figures,
 so each may raise a false alarm in one of several hundred runs at most: three deviations."""
+
+NUM_QUARTERS = 4
 
 MIN_COUNT = 6
 """Below that, thirds hold one value and say nothing."""
@@ -25,10 +28,13 @@ class Bound:
     Args:
         slack: However short the run is.
         per_hour: And per hour between them.
+        is_pool: Whether it may fill up to what the worst moment needed, and stay there. Then a step is no
+            leak, however high; what goes on growing until the end is one.
     """
 
     slack: float
     per_hour: float = 0.0
+    is_pool: bool = False
 
 
 BOUNDS = {
@@ -38,9 +44,12 @@ BOUNDS = {
     "rss_mb": Bound(slack=6.0, per_hour=48.0),
     # Redis says what it has allocated, without arenas, but what it holds is the traffic of the last TTL.
     "memory_mb": Bound(slack=2.0, per_hour=12.0),
-    # Counts are taken at rest. Thread pools and gRPC's pollers grow up to their size with the worst moment so
-    # far; idle connections between processes, one descriptor at each end, come and go with Ray's own calls.
+    # Counts are taken at rest. Pools of Python grow up to their size with the worst moment so far; idle
+    # connections between processes, one descriptor at each end, come and go with Ray's own calls.
     "threads": Bound(slack=3.0),
+    # gRPC's own pool has no size. In the run of 2026-11-21, two processes of Ray that do nothing for requests
+    # got five and seven more threads within some minutes of a starved machine, and none after that.
+    "pool_threads": Bound(slack=3.0, is_pool=True),
     "files": Bound(slack=6.0),
     "clients": Bound(slack=3.0),
     # Lines of /metrics: a label that has a value for the first time adds a histogram of some fifteen lines.
@@ -67,6 +76,8 @@ class Trend:
         allowed: How far `after` may lie above `before`.
         share: Of pairs of a value of the last third and one of the second, those that rose; ties count half.
         min_share: What chance does not reach.
+        goes_on: Whether each quarter of the two thirds lies above the one before it.
+        is_pool: Whether only growth that goes on counts.
     """
 
     before: float
@@ -74,11 +85,14 @@ class Trend:
     allowed: float
     share: float
     min_share: float
+    goes_on: bool
+    is_pool: bool
 
     @property
     def grows(self) -> bool:
         """Whether it rose beyond what is allowed, and not by chance."""
-        return self.after - self.before > self.allowed and self.share >= self.min_share
+        rose = self.after - self.before > self.allowed and self.share >= self.min_share
+        return rose and (self.goes_on or not self.is_pool)
 
 
 def trend(at_s: Sequence[float], values: Sequence[float], bound: Bound) -> Trend:
@@ -99,4 +113,13 @@ def trend(at_s: Sequence[float], values: Sequence[float], bound: Bound) -> Trend
         bound.slack + bound.per_hour * hours,
         statistics.fmean(rises),
         min(1.0, 0.5 + Z * math.sqrt((2 * third + 1) / (12 * third**2))),
+        _goes_on(values[-2 * third :]),
+        bound.is_pool,
     )
+
+
+def _goes_on(values: Sequence[float]) -> bool:
+    """Return whether the medians of the quarters rise from each to the next."""
+    ends = [len(values) * number // NUM_QUARTERS for number in range(NUM_QUARTERS + 1)]
+    medians = [statistics.median(values[begin:end]) for begin, end in pairwise(ends)]
+    return all(new > old for old, new in pairwise(medians))
