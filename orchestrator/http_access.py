@@ -12,8 +12,9 @@ from orchestrator.http_errors import error_response
 
 __all__ = ["AccessControl", "caller_of"]
 
-PUBLIC_PATHS = frozenset({"/", "/favicon.ico", "/health"})
-"""They tell that the server is there and whether it is well. The page at / asks for a key by itself."""
+PUBLIC_PATHS = frozenset({"/", "/favicon.ico", "/health", "/openapi.json"})
+"""They tell that the server is there, whether it is well, and what any server of this version takes. The page
+at / asks for a key by itself."""
 
 
 class AccessControl:

@@ -24,6 +24,7 @@ from orchestrator.http_requests import ChoicePlan, chat_choices, completion_choi
 from orchestrator.http_responses import ChatResponse, CompletionResponse, Response
 from orchestrator.http_resume import HEADER, EventId, recall, resumed
 from orchestrator.http_stream import EventStream, generate_all
+from orchestrator.openapi import add_document
 from orchestrator.playground import playground
 
 __all__ = ["MAX_BODY_BYTES", "create_app"]
@@ -58,6 +59,7 @@ def create_app(
     _add_generation(app, backend, Bodies(max_bodies_bytes))
     _add_information(app, backend)
     add_targets(app, backend)
+    add_document(app)
     return app
 
 

@@ -17,11 +17,22 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.types import MAX_TOP_LOGPROBS
 from orchestrator.http_errors import invalid_argument
 
-__all__ = ["ChatRequest", "CompletionRequest", "GammarayOptions", "OpenAIRequest", "parse_body"]
+__all__ = [
+    "IGNORED",
+    "MAX_CHOICES",
+    "NEUTRAL",
+    "ChatMessage",
+    "ChatRequest",
+    "CompletionRequest",
+    "GammarayOptions",
+    "OpenAIRequest",
+    "StreamOptions",
+    "parse_body",
+]
 
 MAX_CHOICES = 128
 
-_IGNORED = frozenset(
+IGNORED = frozenset(
     {
         "metadata",
         "parallel_tool_calls",  # means nothing without tools
@@ -35,7 +46,7 @@ _IGNORED = frozenset(
     }
 )
 # Unsupported fields, with the values that ask for nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "function_call": ("none",),
@@ -245,9 +256,9 @@ def parse_body(model: type[_Request], body: bytes) -> _Request:
         raise InvalidArgumentError("body", f"malformed JSON ({error})", "a JSON object") from None
     if not isinstance(payload, dict):
         raise InvalidArgumentError("body", f"a JSON {type(payload).__name__}", "a JSON object")
-    fields = {name: value for name, value in payload.items() if value is not None and name not in _IGNORED}
-    for name, neutral in _NEUTRAL.items():
-        if name in fields and fields.pop(name) not in neutral:
+    fields = {name: value for name, value in payload.items() if value is not None and name not in IGNORED}
+    for name, neutral in NEUTRAL.items():
+        if name in fields and not _is_any_of(fields.pop(name), neutral):
             raise InvalidArgumentError(name, payload[name], "nothing; this server does not support it")
     if isinstance(nested := fields.get("gammaray"), dict):
         fields["gammaray"] = {name: value for name, value in nested.items() if value is not None}
@@ -255,6 +266,11 @@ def parse_body(model: type[_Request], body: bytes) -> _Request:
         return model.model_validate(fields)
     except ValidationError as error:
         raise invalid_argument(error) from None
+
+
+def _is_any_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Return whether a JSON value is one of them; true is no 1, as it would be in Python."""
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed)
 
 
 def _is_text(value: Any) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,14 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "integration"))
 from campaign import Campaign
 from census import Holding, growth
 from fuzz_run import run
+from openapi_fuzz import SURFACE, schemathesis
 from values import encode_json, mutate_bytes, mutate_json, mutate_message
 
 from gammaray.v1 import generation_service_pb2 as pb
+from orchestrator.openapi import document
 
 SEED = 11
+TIMEOUT_S = 200.0
 
 
 @pytest.mark.e2e
@@ -31,6 +36,43 @@ def test_fuzzing_finds_nothing(cluster: Cluster):
     assert report.is_clean, str(report)
     surfaces = {surface for surface, _ in report.campaign.counts}
     assert surfaces >= {"http", "grpc", "target stream", "draft stream", "hostile drafter", "hostile target"}
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+async def test_schemathesis_finds_nothing(cluster: Cluster):
+    campaign = Campaign(0, SEED)
+    options = ("--phases", "fuzzing", "--max-examples", "8", "--no-shrink")
+    await schemathesis(cluster.http, campaign, SEED, TIMEOUT_S, *options)
+    assert not campaign.num_wrong, "\n".join(campaign.wrong)
+    assert campaign.counts[SURFACE, "generated"] > 0
+
+
+async def test_schemathesis_finds_an_answer_that_is_not_as_documented():
+    answers = {"/openapi.json": document(), "/health": {"status": "fine"}}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(answers[self.path]).encode())
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    campaign = Campaign(0, SEED)
+    try:
+        options = ("--phases", "fuzzing", "--max-examples", "3", "--no-shrink", "--include-path", "/health")
+        await schemathesis(f"http://127.0.0.1:{server.server_port}", campaign, SEED, TIMEOUT_S, *options)
+    finally:
+        server.shutdown()
+        server.server_close()
+    (found,) = campaign.wrong
+    assert "GET /health" in found
+    assert '"ok" was expected' in found
 
 
 def test_dice_decide_alone():

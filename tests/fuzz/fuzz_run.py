@@ -15,6 +15,7 @@ from census import Holding, growth, settled
 from grpc_fuzz import fuzz_public, fuzz_worker
 from hostile import fuzz_with_hostile_drafter, fuzz_with_hostile_target
 from http_fuzz import fuzz_http
+from openapi_fuzz import fuzz_openapi
 
 from gammaray import Client
 from orchestrator.redis_server import RedisServer
@@ -71,11 +72,11 @@ def run(cluster: Cluster, seconds: float, seed: int, say: Callable[[str], None])
     warm_up_s = min(max(WARM_UP_S[0], seconds / 5), WARM_UP_S[1])
     with TemporaryDirectory() as directory, RedisServer.start(Path(directory)) as redis:
         warm_up = Campaign(warm_up_s, seed + 1)
-        asyncio.run(_fuzz(cluster, redis, warm_up))
+        asyncio.run(_fuzz(cluster, redis, warm_up, seed + 1))
         before = settled(lambda: _status(cluster))
         say(f"warmed up in {warm_up_s:g} s, {sum(warm_up.counts.values())} calls")
         campaign = Campaign(seconds, seed)
-        asyncio.run(_fuzz(cluster, redis, campaign))
+        asyncio.run(_fuzz(cluster, redis, campaign, seed))
     after = settled(lambda: _status(cluster), before)
     campaign.num_wrong += warm_up.num_wrong
     campaign.wrong.extend(warm_up.wrong)
@@ -83,11 +84,12 @@ def run(cluster: Cluster, seconds: float, seed: int, say: Callable[[str], None])
     return Report(campaign, before, after, growth(before, after))
 
 
-async def _fuzz(cluster: Cluster, redis: RedisServer, campaign: Campaign) -> None:
+async def _fuzz(cluster: Cluster, redis: RedisServer, campaign: Campaign, seed: int) -> None:
     addresses = {p.role: p.address for p in _status(cluster) if p.role in ("target", "draft")}
     work = {f"http {i}": fuzz_http(cluster.http, campaign, f"http {i}") for i in range(NUM_HTTP)}
     work |= {f"grpc {i}": fuzz_public(cluster.grpc, campaign, f"grpc {i}") for i in range(NUM_GRPC)}
     work |= {f"{role} stream": fuzz_worker(addresses[role], role, campaign, role) for role in addresses}
+    work["schemathesis"] = fuzz_openapi(cluster.http, campaign, seed)
     work["hostile drafter"] = fuzz_with_hostile_drafter(redis, addresses["target"], campaign)
     work["hostile target"] = fuzz_with_hostile_target(redis, campaign)
     tasks = [asyncio.create_task(campaign.guard(name, fuzzer), name=name) for name, fuzzer in work.items()]

@@ -1,0 +1,61 @@
+"""schemathesis against the HTTP API: requests drawn from its OpenAPI document, and from what that forbids.
+
+It checks statuses, content types, headers and bodies of the answers against the document, that what the
+document forbids is refused, and that methods which it does not name are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from campaign import Campaign
+
+__all__ = ["SURFACE", "fuzz_openapi", "schemathesis"]
+
+SURFACE = "openapi"
+CONFIG = Path(__file__).with_name("schemathesis.toml")
+MIN_S = 45.0
+"""In less than this little more than the document would be read on a busy machine."""
+
+GRACE_S = 60.0
+_COUNTED = re.compile(r"(\d+) generated")
+
+
+async def fuzz_openapi(base_url: str, campaign: Campaign, seed: int) -> None:
+    """Run schemathesis until the campaign is over; campaigns that are too short for it do without."""
+    if campaign.left_s < MIN_S:
+        return
+    seconds = int(campaign.left_s)
+    options = ("--phases", "coverage,fuzzing", "--max-time", str(seconds))
+    await schemathesis(base_url, campaign, seed, seconds + GRACE_S, *options)
+
+
+async def schemathesis(base_url: str, campaign: Campaign, seed: int, timeout_s: float, *options: str) -> None:
+    """Run schemathesis, and count what it tried and what it found; it has to end in time."""
+    command = [
+        *(sys.executable, "-m", "schemathesis.cli", "--no-color", "--config-file", str(CONFIG)),
+        *("run", f"{base_url}/openapi.json", "--wait-for-schema", "60", "--warnings", "off"),
+        *("--seed", str(seed), "--continue-on-failure", *options),
+    ]
+    with TemporaryDirectory() as directory:  # where it would leave what it saw
+        process = await asyncio.create_subprocess_exec(
+            *command, cwd=directory, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+        try:
+            output, _ = await asyncio.wait_for(process.communicate(), timeout_s)
+        except asyncio.TimeoutError:
+            process.kill()
+            await process.wait()
+            campaign.count(
+                SURFACE, "hang", wrong=f"schemathesis does not end within {GRACE_S:g} s of its time"
+            )
+            return
+    text = output.decode(errors="replace")
+    counted = _COUNTED.search(text)
+    campaign.counts[SURFACE, "generated"] += int(counted[1]) if counted else 0
+    if process.returncode or counted is None:
+        campaign.blame(f"schemathesis, exit status {process.returncode}:\n{text}")

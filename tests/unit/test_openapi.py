@@ -1,0 +1,171 @@
+"""The OpenAPI document says what the HTTP API does: its paths, the edges of its fields, its answers."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from http_helpers import CHAT, call, complete, events
+from jsonschema import Draft202012Validator
+from surface_helpers import ScriptedBackend
+
+from orchestrator.http_api import create_app
+from orchestrator.http_models import ChatRequest, CompletionRequest
+from orchestrator.openapi import PATH, document
+
+SCHEMAS = document()["components"]["schemas"]
+BODIES = {"/v1/completions": {"prompt": "x"}, "/v1/chat/completions": {"messages": CHAT}}
+
+
+def validator(schema) -> Draft202012Validator:
+    """Return what checks values by a schema of the document."""
+    return Draft202012Validator({**schema, "components": {"schemas": SCHEMAS}})
+
+
+def request_schema(path):
+    body = document()["paths"][path]["post"]["requestBody"]
+    return body["content"]["application/json"]["schema"]
+
+
+def test_document_has_the_paths_and_methods_that_the_application_has():
+    app = create_app(ScriptedBackend())
+    served = {
+        (re.sub(r":path}", "}", route.path), method.lower())
+        for route in app.routes
+        for method in route.methods - {"HEAD"}
+    }
+    told = {(path, method) for path, methods in document()["paths"].items() for method in methods}
+    assert told == served
+
+
+async def test_document_is_served_as_it_is():
+    answer = await call(ScriptedBackend(), "GET", PATH)
+    assert answer.json() == json.loads(json.dumps(document()))
+
+
+@pytest.mark.parametrize("name", sorted(SCHEMAS))
+def test_schemas_are_schemas(name):
+    Draft202012Validator.check_schema(SCHEMAS[name])
+
+
+@pytest.mark.parametrize("model", [CompletionRequest, ChatRequest])
+def test_defaults_are_those_of_the_models(model):
+    properties = SCHEMAS[model.__name__]["properties"]
+    for name, field in model.model_fields.items():
+        if isinstance(field.default, str | int | float):
+            assert properties[name]["default"] == field.default
+
+
+def bounded(schema):
+    """Return the schema of a number within an optional field's, None when it is no number."""
+    choices = [schema, *schema.get("anyOf", [])]
+    return next((one for one in choices if one.get("type") in ("integer", "number")), None)
+
+
+def edges():
+    """Yield each number of the request bodies: path, name, where it is, and its schema."""
+    for path, model in (("/v1/completions", "CompletionRequest"), ("/v1/chat/completions", "ChatRequest")):
+        for holder, name in ((None, model), ("gammaray", "GammarayOptions")):
+            for field, schema in SCHEMAS[name]["properties"].items():
+                number = bounded(schema)
+                if number is not None and "maximum" in number:
+                    yield pytest.param(path, holder, field, number, id=f"{path}-{holder}-{field}")
+
+
+def body_with(path, holder, field, value):
+    # What else must be there for a field to make sense.
+    extra = {"logprobs": True} if field == "top_logprobs" else {}
+    options = {"session_id": "s"} if field == "turn" else {}
+    if holder is None:
+        return {**BODIES[path], **extra, field: value}
+    return {**BODIES[path], "gammaray": {**options, field: value}}
+
+
+@pytest.mark.parametrize(("path", "holder", "field", "number"), list(edges()))
+async def test_numbers_are_taken_up_to_their_edges_and_no_further(path, holder, field, number):
+    low = number.get("minimum", number.get("exclusiveMinimum"))
+    step = 1 if number["type"] == "integer" else 1e-6
+    inside = [low + step * ("exclusiveMinimum" in number), number["maximum"]]
+    outside = [low - step * ("minimum" in number), number["maximum"] + step]
+    if (path, field) == ("/v1/chat/completions", "turn"):
+        inside, outside = [0], [1, *outside]  # told in words: a chat has no turns
+    for value in inside:
+        body = body_with(path, holder, field, value)
+        answer = await complete(ScriptedBackend(), path, **body)
+        assert answer.status_code == 200, answer.text
+        assert validator(request_schema(path)).is_valid(body)
+    for value in outside:
+        answer = await complete(ScriptedBackend(), path, **body_with(path, holder, field, value))
+        assert answer.status_code == 400, (value, answer.text)
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"no_such_field": 1},
+        {"stop": [""]},
+        {"stop": ["x"] * 17},
+        {"logit_bias": {"x": 1}},
+        {"logit_bias": {"1": 101}},
+        {"best_of": True},
+        {"best_of": 2},
+        {"tools": [{}]},
+        {"stream_options": {"include_usage": None}},
+        {"gammaray": {"gamma": "some"}},
+        {"gammaray": {"session_id": "no spaces"}},
+        {"gammaray": {"drafter": "eagle"}},
+        {"stop_token_ids": [-1]},
+        {"ignore_eos": 1},
+    ],
+    ids=str,
+)
+async def test_what_the_document_forbids_is_refused(path, wrong):
+    body = {**BODIES[path], **wrong}
+    assert not validator(request_schema(path)).is_valid(body)
+    assert (await complete(ScriptedBackend(), path, **body)).status_code == 400
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    "right",
+    [
+        {"stop": "x", "user": {"any": "thing"}, "best_of": 1, "tools": None},
+        {"logit_bias": {"5": -100, "12": 1.5}, "stop_token_ids": [], "seed": None},
+        {"n": 2, "temperature": 0, "stream_options": {}},
+        {"gammaray": {"gamma": 3, "max_gamma": None}},
+    ],
+    ids=str,
+)
+async def test_what_the_document_allows_is_answered_as_it_says(path, right):
+    body = {**BODIES[path], **right}
+    assert validator(request_schema(path)).is_valid(body)
+    answer = await complete(ScriptedBackend(), path, **body)
+    assert answer.status_code == 200, answer.text
+    answered = document()["paths"][path]["post"]["responses"]["200"]["content"]
+    validator(answered["application/json"]["schema"]).validate(answer.json())
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("tells_tokens", [False, True])
+async def test_events_are_as_the_document_says(path, tells_tokens):
+    with_logprobs = {"logprobs": 2} if path == "/v1/completions" else {"logprobs": True, "top_logprobs": 2}
+    options = {"stream_options": {"include_usage": True}, "gammaray": {"stream_tokens": tells_tokens}}
+    found = await events(ScriptedBackend(), path, **BODIES[path], **with_logprobs, **options)
+    answered = document()["paths"][path]["post"]["responses"]["200"]["content"]
+    told = validator(answered["text/event-stream"]["x-event-data"])
+    assert len(found) >= 5
+    for event in found:
+        told.validate(event if event == "[DONE]" else json.loads(event))
+
+
+@pytest.mark.parametrize(
+    ("path", "is_healthy"),
+    [("/", True), ("/health", True), ("/health", False), ("/v1/models", True), ("/metrics/targets", True)],
+)
+async def test_what_is_looked_up_is_as_the_document_says(path, is_healthy):
+    answer = await call(ScriptedBackend(healthy=is_healthy), "GET", path)
+    told = document()["paths"][path]["get"]["responses"][str(answer.status_code)]
+    validator(told["content"]["application/json"]["schema"]).validate(answer.json())
+    assert all(name in answer.headers for name in told.get("headers", ()))
