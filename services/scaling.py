@@ -126,7 +126,10 @@ def wanted_drafters(
     if pool.wanted == 0:
         begins = demand > 0 and now >= memory.paused_until
         return pool.clip(int(begins)), memory
-    if pool.in_flight > 0 and pool.is_settled:
+    if not pool.reports:
+        return pool.clip(pool.wanted), memory  # they load their model: nobody has worked yet, so nobody idles
+    # A drafter that nobody asks while targets work is one that does not pay: controllers have left it.
+    if max(pool.in_flight, demand) > 0 and pool.is_settled:
         if sum(report.gained for report in pool.reports) < settings.min_gain * pool.wanted:
             return pool.clip(pool.wanted - 1), _pause(memory, pool.wanted, settings, now)
         if pool.wanted >= memory.refused:

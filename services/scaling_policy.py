@@ -1,7 +1,8 @@
 """The rules of `services.scaling` as Serve calls them, in its controller, with what the workers reported.
 
 Both pools' policies run in that one process. The draft pool must know whether there is anybody to draft for
-even while it has no worker to ask, so the target pool's policy leaves its load where the other one finds it.
+even while it has no worker to ask, so the target pool's policy leaves its load where the other one finds it
+(`services.demand`).
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from gammaray.config import ScalingSettings
+from services import demand
 from services.load import LoadReport
 from services.scaling import DraftMemory, Pool, wanted_drafters, wanted_targets
 
 __all__ = ["DraftPolicy", "TargetPolicy"]
 
 _MEMORY = "gammaray"
-_demand = 0.0  # blocks in flight at the target workers, as their policy saw them last
 
 
 class _Policy:
@@ -36,9 +37,8 @@ class TargetPolicy(_Policy):
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         """Return the wanted number of replicas and the state to keep."""
-        global _demand
         pool = _pool(context)
-        _demand = pool.in_flight
+        demand.in_flight = pool.in_flight
         return wanted_targets(pool, self._settings), {}
 
 
@@ -49,7 +49,7 @@ class DraftPolicy(_Policy):
         """Return the wanted number of replicas and the state to keep."""
         memory = DraftMemory(**context.policy_state.get(_MEMORY, {}))
         number, memory = wanted_drafters(
-            _pool(context), _demand, memory, self._settings, context.current_time
+            _pool(context), demand.in_flight, memory, self._settings, context.current_time
         )
         return number, {_MEMORY: asdict(memory)}
 

@@ -3,7 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
+from ray.serve.config import AutoscalingConfig
 
+from gammaray.autoscaling import autoscaling_config
 from gammaray.config import ScalingSettings
 from gammaray.errors import InvalidArgumentError
 from gammaray.pools import PoolSize
@@ -112,6 +114,17 @@ def test_empty_pool_begins_when_there_is_somebody_to_draft_for():
     assert drafters(pool(), demand=0.2)[0] == 1
 
 
+def test_drafters_that_load_their_model_are_not_idle():
+    assert drafters(pool(wanted=1), demand=0.0) == (1, FRESH)
+    assert drafters(pool(wanted=2), demand=3.0) == (2, FRESH)
+
+
+def test_drafter_that_nobody_asks_while_targets_work_does_not_pay():
+    number, memory = drafters(pool(report(0, gained=0)), demand=2.0)
+    assert (number, memory.paused_until) == (0, 60)
+    assert drafters(pool(report(0, gained=0)), demand=0.0) == (0, FRESH)  # nobody works: it may begin again
+
+
 def context(reports, wanted, bounds, state, now=0.0):
     names = ("in_flight", "busy", "hit_rate", "gained", "cache_use")
     metrics = {name: {i: getattr(r, name) for i, r in enumerate(reports)} for name in names}
@@ -137,6 +150,19 @@ def test_policies_share_the_demand_and_keep_their_memory_in_serves_state():
     assert number == 0
     assert draft(context([], 0, (0, 2), {**state, "decision_counter": 3}, now=64.0))[0] == 0
     assert draft(context([], 0, (0, 2), state, now=66.0))[0] == 1
+
+
+def test_policies_share_the_demand_as_serve_loads_them():
+    """Serve pickles a policy by value, with a copy of what its module holds."""
+    bounds = PoolSize.parse("0:2")
+    policies = {
+        role: AutoscalingConfig(**autoscaling_config(role, bounds, SETTINGS)).policy
+        for role in ("draft", "target")
+    }
+    loaded = {role: policy.get_policy()(**policy.policy_kwargs) for role, policy in policies.items()}
+    for in_flight, wanted in ((0, 0), (3, 1), (0, 0)):
+        loaded["target"](context([report(in_flight)], 1, (1, 1), {}))
+        assert loaded["draft"](context([], 0, (0, 2), {}))[0] == wanted
 
 
 def test_policy_waits_for_replicas_that_have_not_reported():
