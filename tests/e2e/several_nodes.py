@@ -1,7 +1,8 @@
-"""A cluster of five emulated nodes on this machine, in a process of its own: `python several_nodes.py`.
+"""A cluster of five emulated nodes on this machine, in a process of its own: `several_nodes.py OPTIONS`.
 
 A head with the orchestrator, two nodes of small GPUs for drafters, two of large ones for targets; the GPUs
-are custom resources. Prints `ready GRPC_ADDRESS`, then answers commands on standard input in lines of JSON:
+are custom resources. OPTIONS are JSON: `draft_workers`, and what differs from here in `draft` (settings of
+drafters) and `scaling`. Prints `ready GRPC_ADDRESS`, then answers commands on its input in lines of JSON:
 
     placement      the nodes of each role's running replicas
     kill NODE      ends a node as a power cut would; answers when it is gone
@@ -26,6 +27,7 @@ from orchestrator.redis_server import RedisServer
 
 HOST = "127.0.0.1"
 MEMORY = 80 * 2**20
+NODE_START_TIMEOUT_S = 180
 NODES = {
     "small-a": {"small_gpu": 2},
     "small-b": {"small_gpu": 1},
@@ -34,7 +36,6 @@ NODES = {
 }
 SCALING = {
     "draft_load": 1.0,
-    "min_gain": -1e9,  # cores are shared: whether drafting pays here is not the question
     "scale_up_delay_s": 0.5,
     "scale_down_delay_s": 1.0,
     "report_interval_s": 0.3,
@@ -59,7 +60,7 @@ def main() -> None:
         http_port, grpc_port = free_ports(HOST, 2)
         redis = started.enter_context(RedisServer.start(directory / "redis"))
         nodes, cluster = start_nodes(directory, started)
-        deploy(redis.url, http_port, grpc_port, started)
+        deploy(json.loads(sys.argv[1]), redis.url, http_port, grpc_port, started)
         answer(f"ready {HOST}:{grpc_port}")
         for line in sys.stdin:
             command, _, name = line.strip().partition(" ")
@@ -94,7 +95,7 @@ def start_nodes(directory: Path, started: ExitStack) -> tuple[dict[str, Any], An
             )
             for number, (name, has) in enumerate(NODES.items(), start=3)
         }
-        cluster.wait_for_nodes(60)
+        cluster.wait_for_nodes(NODE_START_TIMEOUT_S)
         return nodes, cluster
 
     nodes, cluster = patiently(start, directory.name)
@@ -104,7 +105,9 @@ def start_nodes(directory: Path, started: ExitStack) -> tuple[dict[str, Any], An
     return nodes, cluster
 
 
-def deploy(redis_url: str, http_port: int, grpc_port: int, started: ExitStack) -> None:
+def deploy(
+    options: dict[str, Any], redis_url: str, http_port: int, grpc_port: int, started: ExitStack
+) -> None:
     """Deploy all roles, each to its nodes, and wait until they run."""
     from ray import serve
 
@@ -119,7 +122,9 @@ def deploy(redis_url: str, http_port: int, grpc_port: int, started: ExitStack) -
     )
     started.callback(serve.shutdown)
     worker = {"redis_url": redis_url, "device": "cpu", "drain_timeout_s": 5.0}
-    drafter = {**worker, "draft_ahead": False}  # so that load is what is asked for, and not what is foreseen
+    # Without draft-ahead load is what is asked for, and not what is foreseen.
+    drafter = {**worker, "draft_ahead": False, **options.get("draft", {})}
+    scaling = SCALING | options.get("scaling", {})
     settings = OrchestratorSettings(redis_url=redis_url, worker_wait_s=240.0)
     orchestrator = serve.deployment(
         name="Orchestrator",
@@ -128,8 +133,10 @@ def deploy(redis_url: str, http_port: int, grpc_port: int, started: ExitStack) -
     )(OrchestratorDeployment)
     small, large = ({"resources": {kind: 1}} for kind in ("small_gpu", "large_gpu"))
     targets = [
-        serve.RunTarget(build_target(worker, 2, large, SCALING), APPLICATIONS["target"].name, None),
-        serve.RunTarget(build_draft(drafter, "1:3", small, SCALING), APPLICATIONS["draft"].name, None),
+        serve.RunTarget(build_target(worker, 2, large, scaling), APPLICATIONS["target"].name, None),
+        serve.RunTarget(
+            build_draft(drafter, options["draft_workers"], small, scaling), APPLICATIONS["draft"].name, None
+        ),
         serve.RunTarget(
             orchestrator.bind(settings.model_dump(mode="json")), APPLICATIONS["orchestrator"].name, "/"
         ),

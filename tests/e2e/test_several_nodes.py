@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -10,17 +11,21 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from gammaray import AsyncClient
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 SCRIPT = Path(__file__).with_name("several_nodes.py")
-START_TIMEOUT_S, ANSWER_TIMEOUT_S, STOP_TIMEOUT_S = 330.0, 60.0, 120.0
+DEMO_DRAFT = SCRIPT.parents[2] / "services" / "demo_pair" / "draft"
+START_TIMEOUT_S, ANSWER_TIMEOUT_S, STOP_TIMEOUT_S = 360.0, 60.0, 120.0
+READY_TIMEOUT_S = 400.0
 PATIENCE_S = 300.0
 """For the next step of scaling, or some streams: on a busy machine replicas take minutes to start."""
 
-PROMPT, SEEDS = "def read_lines(path):\n", range(4)
+PROMPT, SEEDS, NUM_STREAMS = "def read_lines(path):\n", range(4), 12
 
 
 class Nodes:
@@ -59,15 +64,15 @@ def log(tmp_path):
 
 
 @asynccontextmanager
-async def emulated_nodes(log):
-    root = str(SCRIPT.parents[2])
+async def emulated_nodes(log, **options):
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         str(SCRIPT),
+        json.dumps(options),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,
-        env={**os.environ, "PYTHONPATH": root},
+        env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])},
     )
     try:
         line = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
@@ -82,21 +87,35 @@ async def emulated_nodes(log):
             await process.wait()
 
 
-async def token_ids(client, seed, gamma):
+async def complete(client, seed, gamma):
     options = {"seed": seed, "gamma": gamma, "max_tokens": 80, "ignore_eos": True, "timeout_s": PATIENCE_S}
-    return [token.token_id for token in (await client.complete(PROMPT, **options)).tokens]
+    return await client.complete(PROMPT, **options)
+
+
+def tokens_of(completion):
+    return [token.token_id for token in completion.tokens]
+
+
+async def plain_tokens(client):
+    """Return the tokens of plain decoding by seed."""
+    completions = await asyncio.gather(*(complete(client, seed, 0) for seed in SEEDS))
+    return {seed: tokens_of(completion) for seed, completion in zip(SEEDS, completions, strict=True)}
 
 
 @asynccontextmanager
 async def traffic(client, expected, count, gamma):
-    """Keep `count` streams going; each must give the tokens of plain decoding. Yields how many have."""
+    """Keep `count` streams going; each must give the tokens of plain decoding.
+
+    Yields the summaries of those that ended.
+    """
     finished = []
 
     async def stream(number):
         while True:
             seed = SEEDS[number % len(SEEDS)]
-            assert await token_ids(client, seed, gamma) == expected[seed]
-            finished.append(seed)
+            completion = await complete(client, seed, gamma)
+            assert tokens_of(completion) == expected[seed]
+            finished.append(completion.summary)
 
     tasks = [asyncio.create_task(stream(number)) for number in range(count)]
     try:
@@ -116,17 +135,42 @@ async def more(finished, count, timeout_s=PATIENCE_S):
         await asyncio.sleep(0.05)
 
 
+def save_guesser(directory):
+    """Save a drafter that guesses: the demo draft's tokenizer and shape, with weights that nobody trained."""
+    shutil.copytree(DEMO_DRAFT, directory)
+    torch.manual_seed(0)
+    # Not tied: tied weights that nobody trained repeat their input, which may be right among spaces.
+    config = AutoConfig.from_pretrained(directory, tie_word_embeddings=False)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return str(directory)
+
+
+async def until_drafters_stay_away(nodes, finished, timeout_s=300.0):
+    """Wait until the pool is empty and stays so, while as many streams again go without a drafter."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        await nodes.until_drafters(0)
+        await more(finished, NUM_STREAMS)  # those that had begun before
+        seen = len(finished)
+        await more(finished, NUM_STREAMS)
+        left = (await nodes.ask("placement"))["DraftWorker"]
+        if not left and not any(summary.model_cycles for summary in finished[seen:]):
+            return
+        assert time.monotonic() < deadline, (left, finished[seen:])
+
+
 async def test_drafters_follow_the_load_and_streams_survive_drains_and_lost_nodes(log):
-    async with emulated_nodes(log) as nodes, AsyncClient(nodes.grpc) as client:
-        await client.wait_ready(PATIENCE_S, roles=("target", "draft"))
+    # Cores are shared: whether drafting pays here is not the question.
+    options = {"draft_workers": "1:3", "scaling": {"min_gain": -1e9}}
+    async with emulated_nodes(log, **options) as nodes, AsyncClient(nodes.grpc) as client:
+        await client.wait_ready(READY_TIMEOUT_S, roles=("target", "draft"))
         placement = await nodes.ask("placement")
         assert placement["TargetWorker"] == ["large-a", "large-b"]
         assert placement["DraftWorker"][0].startswith("small-")
         assert placement["Orchestrator"] == ["head"]
-        plain = await asyncio.gather(*(token_ids(client, seed, 0) for seed in SEEDS))
-        expected = dict(zip(SEEDS, plain, strict=True))
+        expected = await plain_tokens(client)
 
-        async with traffic(client, expected, 12, gamma=8) as finished:
+        async with traffic(client, expected, NUM_STREAMS, gamma=8) as finished:
             placement = await nodes.until_drafters(3)
             assert placement["DraftWorker"] == ["small-a", "small-a", "small-b"]
             await more(finished, 4)
@@ -141,3 +185,22 @@ async def test_drafters_follow_the_load_and_streams_survive_drains_and_lost_node
             await nodes.ask("kill large-b")
             await more(finished, 4)
         await nodes.until(lambda placement: placement["TargetWorker"] == ["large-a"])
+
+
+async def test_drafter_that_does_not_pay_is_scaled_away_and_streams_go_on(log, tmp_path):
+    # By load alone the pool would grow: it is that of the test above, where it grows to three.
+    options = {
+        "draft": {"model": save_guesser(tmp_path / "guesser")},
+        "draft_workers": "0:3",
+        # An idle drafter costs nothing, and stays for long enough to be found; one that costs stays away.
+        "scaling": {"min_gain": 0.0, "scale_down_delay_s": 20.0, "retry_s": 600.0},
+    }
+    async with emulated_nodes(log, **options) as nodes, AsyncClient(nodes.grpc) as client:
+        await client.wait_ready(READY_TIMEOUT_S)
+        expected = await plain_tokens(client)
+        async with traffic(client, expected, NUM_STREAMS, gamma=8) as finished:
+            deadline = time.monotonic() + READY_TIMEOUT_S
+            while not any(summary.model_cycles for summary in finished):
+                assert time.monotonic() < deadline, "no stream had a drafter"
+                await more(finished, 1)
+            await until_drafters_stay_away(nodes, finished)
