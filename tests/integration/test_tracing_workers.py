@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CALLER_SPAN = "b7ad6b7169203331"
 SAMPLED = Caller(traceparent=f"00-{TRACE_ID}-{CALLER_SPAN}-01")
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -124,10 +124,11 @@ async def test_trace_of_a_generation_has_every_cycle_with_both_sides(redis_serve
 async def test_trace_durations_nest_and_explain_the_wall_time(redis_server, workers, exporting):
     explained = []
     async with running(redis_server, *workers) as orchestrator:
-        for _ in range(5):  # on a busy machine a process may be set aside between two spans
-            exporting.spans.clear()
-            await generate(orchestrator, request(seed=2))
-            spans = await whole_trace(exporting)
+        # Where this machine stalls between two spans is chance; what no span tells of would lack in each of them.
+        for trace_id in (digit * 32 for digit in "12345"):
+            caller = Caller(traceparent=f"00-{trace_id}-{CALLER_SPAN}-01")
+            await generate(orchestrator, request(seed=2), caller)
+            spans = await whole_trace(exporting, trace_id)
             assert_nested(spans)
             explained.append(shares_explained(spans))
             if explained[-1][0] >= 0.95 and explained[-1][1] >= 0.9:
@@ -158,10 +159,10 @@ async def test_trace_attributes_are_those_of_the_catalogue(redis_server, workers
     (root,) = named(spans, t.SPAN_GENERATE)
     assert root.attributes[t.REQUEST_SEED] == "3"
     assert root.attributes[t.FINISH_REASONS] == ["length"]
-    cycle = named(spans, t.SPAN_CYCLE)[5]
+    cycles = named(spans, t.SPAN_CYCLE)
+    cycle = next(cycle for cycle in cycles if cycle.attributes[t.DRAFTER] == "model")  # once it has read it
     assert cycle.attributes[t.GAMMA] == 2
     assert cycle.attributes[t.VERIFICATION] == "coupled"
-    assert cycle.attributes[t.DRAFTER] == "model"
     assert cycle.attributes[t.SESSION_ID] == root.attributes[t.SESSION_ID]
 
 
@@ -173,7 +174,7 @@ async def test_trace_unsampled_session_leaves_no_span(redis_server, workers, exp
         await generate(orchestrator, request(seed=4))  # what came before it was sent before it
         spans = await whole_trace(exporting)
     assert len(named(spans, t.SPAN_GENERATE)) == 1
-    assert {span.trace_id for span in exporting.spans} == {TRACE_ID}
+    assert {span.trace_id for span in exporting.spans} <= {TRACE_ID, *(number * 32 for number in "1234")}
 
 
 async def test_trace_off_sets_nothing_up_and_serves_the_same(redis_server, workers, monkeypatch):
@@ -190,10 +191,12 @@ async def test_trace_target_dies_its_successor_serves_the_same_cycle(
 ):
     environment, _ = collector
     survivor, draft = workers
+    dying = "4" * 32  # of its own: what its worker sends late is nobody else's
+    caller = Caller(traceparent=f"00-{dying}-{CALLER_SPAN}-01")
     with exporting_worker("target", environment) as (process, victim):
         async with running(redis_server, victim, draft) as orchestrator:
             chunks = []
-            async for chunk in orchestrator.generate(request(seed=6), SAMPLED):
+            async for chunk in orchestrator.generate(request(seed=6), caller):
                 chunks.append(chunk)
                 if len(chunks) == 5:
                     orchestrator._fleet.targets.announce({survivor})
@@ -201,13 +204,14 @@ async def test_trace_target_dies_its_successor_serves_the_same_cycle(
                     process.kill()
             spans = await asyncio.to_thread(
                 exporting.wait,
-                lambda spans: len(named(spans, t.SPAN_CYCLE)) == chunks[-1].summary.cycles,
+                lambda spans: (
+                    len(named(of_trace(spans, dying), t.SPAN_CYCLE)) == chunks[-1].summary.cycles
+                    and bool(named(of_trace(spans, dying), t.SPAN_GENERATE))
+                    and bool(served_by_survivor(of_trace(spans, dying), survivor))
+                ),
                 TIMEOUT_S,
             )
-            spans = await asyncio.to_thread(
-                exporting.wait, lambda spans: bool(served_by_survivor(spans, survivor)), TIMEOUT_S
-            )
-    assert {span.trace_id for span in spans} == {TRACE_ID}
+    spans = of_trace(spans, dying)
     assert len(tokens_of(chunks)) == 96
     addresses = [span.attributes[t.WORKER_ADDRESS] for span in named(spans, t.SPAN_VERIFY, "client")]
     assert addresses == sorted(addresses, key=[victim, survivor].index)
@@ -257,7 +261,10 @@ async def test_trace_of_a_failure_names_the_error(redis_server, exporting):
     async with running(redis_server, "127.0.0.1:1", "", worker_wait_s=0.2) as orchestrator:
         with pytest.raises(UnavailableError):
             await generate(orchestrator, request(seed=8))
-    (root,) = await asyncio.to_thread(exporting.wait, lambda spans: len(spans) > 0, TIMEOUT_S)
+    spans = await asyncio.to_thread(
+        exporting.wait, lambda spans: bool(named(spans, t.SPAN_GENERATE)), TIMEOUT_S
+    )
+    (root,) = named(spans, t.SPAN_GENERATE)
     assert root.is_error
     assert root.attributes[t.ERROR_TYPE] == "UnavailableError"
     assert root.attributes[t.CYCLES] == 0

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from benchmarks.otlp_receiver import ReceivedSpan
 from gammaray import telemetry
 
-STOP_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 60.0
 MICROSECOND_NS = 1000
 ASKING, SERVING = ("client", "producer"), ("server", "consumer")
 
