@@ -10,6 +10,7 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 from redis_helpers import running_redis
+from scripted_workers import until, until_so
 from service_helpers import PROMPTS, SEEDED, complete, running, text_of, tokens_of, worker_process
 
 from gammaray.errors import (
@@ -188,6 +189,10 @@ async def sessions_on_workers(orchestrator) -> int:
     return total
 
 
+async def both_hold(orchestrator) -> bool:
+    return await sessions_on_workers(orchestrator) >= 2
+
+
 @asynccontextmanager
 async def link_channel(link):
     import grpc
@@ -216,10 +221,10 @@ async def test_service_ended_request_frees_the_workers(orchestrator, how):
     task = asyncio.create_task(consume())
     await asyncio.wait_for(started.wait(), 30)
     if how == "cancelled":
-        assert await sessions_on_workers(orchestrator) >= 2
+        assert await until_so(lambda: both_hold(orchestrator))
         task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while await sessions_on_workers(orchestrator) > 0:
         assert time.monotonic() < deadline, "the workers still hold the session"
         await asyncio.sleep(0.05)
@@ -250,10 +255,11 @@ async def test_service_draft_worker_killed_in_flight_changes_no_token(redis_serv
             chunks = await complete(
                 orchestrator, request, lambda count: process.kill() if count == 5 else None
             )
+            await until(lambda: orchestrator._fleet.drafts.num_up == 0)
             draft_status = [p for p in await orchestrator.status() if p.role == "draft"]
             assert not any(p.healthy for p in draft_status)
             plain = await complete(orchestrator, dataclasses.replace(request, drafter=DrafterKind.NONE))
     assert tokens_of(chunks) == tokens_of(plain)
     early = [token for chunk in chunks[:5] for token in chunk.tokens]
     assert any(token.origin is TokenOrigin.ACCEPTED for token in early)
-    assert len(chunks[-1].tokens) == 1
+    assert chunks[-1].summary.fallback_cycles > 0
