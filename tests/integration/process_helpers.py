@@ -8,7 +8,7 @@ import subprocess
 import sys
 from contextlib import asynccontextmanager
 
-START_TIMEOUT_S = 60
+START_TIMEOUT_S = 150
 
 
 @asynccontextmanager

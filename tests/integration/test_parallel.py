@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 from engine_helpers import random_tokens, tiny_model
+from held_engine import all_read
 from test_workers_process import EXIT_TIMEOUT_S, spawned
 from workers_helpers import Link, verify_block
 
@@ -76,7 +77,7 @@ def pair():
     model = str(TARGET_DIR)
     one = Engine.load(model, device="cpu", lean=False, cache_budget_bytes=both_budgets(1))
     two = ParallelEngine.load_parallel(
-        model, num_ranks=2, device="cpu", cache_budget_bytes=both_budgets(2), timeout_s=60
+        model, num_ranks=2, device="cpu", cache_budget_bytes=both_budgets(2), timeout_s=200
     )
     yield Pair(two, one)
     two.close()
@@ -207,7 +208,9 @@ async def test_dead_rank_ends_its_worker_and_tells_who_waits():
         link = Link(address, "target")
         answer = await link.ask(verify_block([1, 2, 3]))
         assert answer.WhichOneof("outcome") == "verdict"
+        os.kill(rank.pid, signal.SIGSTOP)  # what comes now cannot be done before it is killed
         (pending,) = await link.send([verify_block(some_tokens(1500), session_id="t")])
+        await all_read(link)
         os.kill(rank.pid, signal.SIGKILL)
         answer = await asyncio.wait_for(pending, EXIT_TIMEOUT_S)
         assert answer.error.code == UNAVAILABLE

@@ -26,7 +26,7 @@ from services.qualify.ties import is_tie, parting
 pytestmark = pytest.mark.integration
 
 ROOT = Path(gammaray.__file__).parents[1]
-TIMEOUT_S = 100
+TIMEOUT_S = 250
 SMALL = ("--num-prompts", "2", "--tokens", "24", "--gammas", "1,3")
 
 

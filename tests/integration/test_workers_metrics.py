@@ -15,7 +15,7 @@ from orchestrator.preflight import free_ports
 pytestmark = pytest.mark.integration
 
 PROMPT = random_tokens(12, seed=3)
-EXIT_TIMEOUT_S = 30
+EXIT_TIMEOUT_S = 100
 
 
 @pytest.fixture(scope="module")

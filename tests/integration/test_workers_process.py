@@ -9,20 +9,21 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import grpc
 import pytest
 from engine_helpers import random_tokens, tiny_model
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from held_engine import HeldEngine
 from process_helpers import START_TIMEOUT_S, spawned
 from redis.asyncio import Redis
+from scripted_workers import until, until_so
 from workers_helpers import Link, propose_block, running, verify_block
 
 from gammaray.config import DraftSettings, TargetSettings
 from services.standalone import run
-from services.streams import NOTICE_S
 
 pytestmark = [
     pytest.mark.integration,
@@ -30,7 +31,7 @@ pytestmark = [
 ]
 
 PROMPT = random_tokens(12, seed=3)
-EXIT_TIMEOUT_S = 30
+EXIT_TIMEOUT_S = 100
 UNAVAILABLE = 14
 
 
@@ -59,7 +60,7 @@ def redis_server(port, directory):
     options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(directory)]
     process = subprocess.Popen([binary, *options], stdout=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
@@ -74,25 +75,40 @@ def redis_server(port, directory):
 async def entries(port, role="*"):
     async with Redis(port=port) as redis:
         keys = sorted([key async for key in redis.scan_iter(f"gammaray:worker:{role}:*")])
-        return {key.decode(): json.loads(await redis.get(key)) for key in keys}
+        values = [(key.decode(), await redis.get(key)) for key in keys]
+        return {key: json.loads(value) for key, value in values if value is not None}  # gone in between
+
+
+async def is_gone(port, key):
+    return key not in await entries(port)
 
 
 async def test_sigterm_drains_running_blocks_and_exits_0(model, redis_port):
     url = f"redis://127.0.0.1:{redis_port}/0"
     options = ["--model", model, "--redis-url", url, "--max-batch-tokens", 16, "--prefill-chunk", 16]
+    options += ["--drain-timeout-s", EXIT_TIMEOUT_S]
     async with spawned("target", *options) as (process, address):
         (key,) = await entries(redis_port)
         link = Link(address, "target")
-        blocks = [verify_block(random_tokens(1000, seed=i), session_id=f"s{i}") for i in range(3)]
+        blocks = [verify_block(random_tokens(1000, seed=i), session_id=f"s{i}") for i in range(12)]
         pending = await link.send(blocks)
-        await link.until(lambda info: info.num_queued == 3)
+        await link.until(lambda info: info.num_queued > 0)
         process.send_signal(signal.SIGTERM)
+        await until_so(lambda: is_gone(redis_port, key))
+        assert not all(answer.done() for answer in pending), "it leaves the registry first"
         answers = await asyncio.wait_for(asyncio.gather(*pending), EXIT_TIMEOUT_S)
-        assert [answer.WhichOneof("outcome") for answer in answers] == ["verdict"] * 3
-        assert key not in await entries(redis_port)
+        assert {answer.WhichOneof("outcome") for answer in answers} == {"verdict"}
         assert await link.call.code() == grpc.StatusCode.OK
         assert await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S) == 0
         await link.close()
+
+
+def affinities(pid):
+    found = set()
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with suppress(ProcessLookupError):  # threads come and go
+            found.add(tuple(os.sched_getaffinity(int(thread))))
+    return found
 
 
 async def test_options_and_environment_reach_a_worker_that_sigint_ends(model):
@@ -103,29 +119,27 @@ async def test_options_and_environment_reach_a_worker_that_sigint_ends(model):
         link = Link(address, "draft")
         assert (await link.info()).cache_budget_bytes == 7 << 20
         assert (await link.ask(propose_block(PROMPT, 2))).WhichOneof("outcome") == "proposal"
-        threads = os.listdir(f"/proc/{process.pid}/task")
-        assert {tuple(os.sched_getaffinity(int(thread))) for thread in threads} == {(int(core),)}
+        assert affinities(process.pid) == {(int(core),)}
         process.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S) == 0
         await link.close()
 
 
 async def test_draining_worker_says_so_and_then_refuses_new_blocks(model):
-    async with running("target", model, max_batch_tokens=16, prefill_chunk=16) as (link, worker):
+    async with running("target", model, drain_timeout_s=EXIT_TIMEOUT_S) as (link, worker):
         health = health_pb2_grpc.HealthStub(link.channel)
         watch = health.Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        blocks = [verify_block(random_tokens(1000, seed=i), session_id=f"long{i}") for i in range(20)]
-        pending = await link.send(blocks)
-        await link.until(lambda info: info.num_queued > 0)
-        assert not link.is_told_to_leave
-        stopping = asyncio.create_task(worker.stop())
-        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        await link.until(lambda info: info.is_draining)
-        await asyncio.sleep(2 * NOTICE_S)
-        assert link.is_told_to_leave
-        late = await link.ask(verify_block(PROMPT))
-        assert late.error.code == UNAVAILABLE
+        async with HeldEngine(worker) as engine:
+            blocks = [verify_block(random_tokens(900, seed=i), session_id=f"long{i}") for i in range(3)]
+            pending = await link.send(blocks)
+            await engine.waits()
+            assert not link.is_told_to_leave
+            stopping = asyncio.create_task(worker.stop())
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            await until(lambda: link.is_told_to_leave and worker._streams.is_draining)
+            late = await link.ask(verify_block(PROMPT))
+            assert late.error.code == UNAVAILABLE
         answers = await asyncio.wait_for(asyncio.gather(*pending), EXIT_TIMEOUT_S)
         assert {answer.WhichOneof("outcome") for answer in answers} == {"verdict"}
         assert await stopping
@@ -152,7 +166,7 @@ async def test_drain_gives_up_after_its_timeout(model):
         await link.until(lambda info: info.num_queued > 0)
         began = time.monotonic()
         assert not await worker.stop()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
 
 
 async def test_registry_entry_appears_is_renewed_and_disappears(model, redis_port):
@@ -174,11 +188,11 @@ async def test_registry_entry_appears_is_renewed_and_disappears(model, redis_por
         async with Redis(port=redis_port) as redis:
             assert 0 < await redis.pttl(key) <= 5000
             await redis.delete(key)
-        for _ in range(100):
-            if key in await entries(redis_port):
-                break
-            await asyncio.sleep(0.05)
-        assert key in await entries(redis_port)
+
+        async def is_back():
+            return key in await entries(redis_port)
+
+        assert await until_so(is_back)
         assert (await link.ask(propose_block(PROMPT, 2))).WhichOneof("outcome") == "proposal"
     assert await entries(redis_port) == {}
 
@@ -188,11 +202,7 @@ async def test_worker_serves_while_redis_is_dead_and_announces_itself_when_it_is
     async with running("target", model, redis_url=f"redis://127.0.0.1:{port}/0") as (link, _):
         assert (await link.ask(verify_block(PROMPT))).WhichOneof("outcome") == "verdict"
         with redis_server(port, tmp_path):
-            for _ in range(100):
-                if await entries(port):
-                    break
-                await asyncio.sleep(0.05)
-            assert len(await entries(port, "target")) == 1
+            assert len(await until_so(lambda: entries(port, "target"))) == 1
         assert (await link.ask(verify_block(PROMPT))).WhichOneof("outcome") == "verdict"
 
 
