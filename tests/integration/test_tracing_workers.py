@@ -124,7 +124,7 @@ async def test_trace_of_a_generation_has_every_cycle_with_both_sides(redis_serve
 async def test_trace_durations_nest_and_explain_the_wall_time(redis_server, workers, exporting):
     explained = []
     async with running(redis_server, *workers) as orchestrator:
-        # Where this machine stalls between two spans is chance; what no span tells of would lack in each of them.
+        # Where this machine stalls between two spans is chance; what no span tells of lacks in each of them.
         for trace_id in (digit * 32 for digit in "12345"):
             caller = Caller(traceparent=f"00-{trace_id}-{CALLER_SPAN}-01")
             await generate(orchestrator, request(seed=2), caller)
