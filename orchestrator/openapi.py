@@ -71,13 +71,19 @@ def document() -> dict[str, Any]:
 def _generation(request: str, response: str) -> Schema:
     """Return the path of a kind of completions."""
     body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
-    events = {
-        "schema": {"type": "string"},
-        "x-event-data": {"anyOf": [_ref(f"{response}Piece"), _ref("Error"), {"const": "[DONE]"}]},
+    told = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [_ref(f"{response}Piece"), _ref("Error")]},
+    }
+    event = {  # each event as an object, as tools read this media type
+        "type": "object",
+        "properties": {"id": {"type": "string"}, "data": {"anyOf": [{"const": "[DONE]"}, told]}},
+        "required": ["data"],
     }
     answer = {
         "description": "The completion; with `stream` its pieces, as server-sent events.",
-        "content": {"application/json": {"schema": _ref(response)}, "text/event-stream": events},
+        "content": {"application/json": {"schema": _ref(response)}, "text/event-stream": {"schema": event}},
     }
     return {
         "post": {
