@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import time
@@ -77,7 +78,8 @@ def is_running(pid: int) -> bool:
 
 def kill(processes: list[psutil.Process], number: int) -> None:
     for process in processes:
-        process.send_signal(number)
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that was replaced meanwhile disturbs nobody
+            process.send_signal(number)
 
 
 async def told(client: AsyncClient, fields, note) -> tuple[list[int], str]:
