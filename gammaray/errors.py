@@ -64,10 +64,19 @@ class InvalidArgumentError(GammarayError):
 
 
 class NotFoundError(GammarayError):
-    """No such model or session."""
+    """No such model or session.
+
+    Args:
+        message: What is missing.
+        kind: "model" or "session"; "" as far as a client knows.
+    """
 
     status = grpc.StatusCode.NOT_FOUND
     http_status = 404
+
+    def __init__(self, message: str, kind: str = "") -> None:
+        self.kind = kind
+        super().__init__(message)
 
 
 class UnauthenticatedError(GammarayError):

@@ -115,7 +115,7 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
         if name != backend.model_name:
-            raise NotFoundError(f"no model {name!r}; this server has {backend.model_name!r}")
+            raise NotFoundError(f"no model {name!r}; this server has {backend.model_name!r}", "model")
         return model()
 
     @app.get("/health")

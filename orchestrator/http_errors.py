@@ -27,6 +27,7 @@ from gammaray.errors import (
     GammarayError,
     InternalError,
     InvalidArgumentError,
+    NotFoundError,
     ResourceExhaustedError,
     UnauthenticatedError,
     UnavailableError,
@@ -39,7 +40,6 @@ _logger = logging.getLogger(__name__)
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _CODES = {
     401: "invalid_api_key",
-    404: "model_not_found",
     413: "request_too_large",
     429: "rate_limit_exceeded",
 }
@@ -92,7 +92,10 @@ def error_body(error: GammarayError) -> dict[str, Any]:
     if isinstance(error, InvalidArgumentError):
         param = _HTTP_NAMES.get(error.field, error.field)
         message = f"{param}: got {error.got}, allowed: {error.allowed}"
-    return _object(message, error.http_status, param, _CODES.get(error.http_status))
+    code = _CODES.get(error.http_status)
+    if isinstance(error, NotFoundError) and error.kind:
+        code = f"{error.kind}_not_found"
+    return _object(message, error.http_status, param, code)
 
 
 def install_handlers(app: FastAPI) -> None:

@@ -31,7 +31,7 @@ def check_request(
         InvalidArgumentError: Names the first wrong field.
     """
     if request.model not in ("", model_name):
-        raise NotFoundError(f"no model {request.model!r}; served: {model_name!r}")
+        raise NotFoundError(f"no model {request.model!r}; served: {model_name!r}", "model")
     if isinstance(request.prompt, str):
         size = len(request.prompt.encode(errors="surrogatepass"))
         if size > max_prompt_bytes:

@@ -196,7 +196,7 @@ class RedisStore:
         """
         (found,) = await self._read([session_id])
         if found is None:
-            raise NotFoundError(f"no session {session_id}")
+            raise NotFoundError(f"no session {session_id}", "session")
         if not found.is_whole:
             raise InternalError(f"session {session_id}: Redis lost tokens of it")
         return found
@@ -272,7 +272,9 @@ class RedisStore:
 def _checked(result: int, session_id: str, start: int = 0) -> int:
     """Return what a script answered, or raise what it means."""
     if result == scripts.GONE:
-        raise NotFoundError(f"session {session_id} was deleted or has expired, if there ever was one")
+        raise NotFoundError(
+            f"session {session_id} was deleted or has expired, if there ever was one", "session"
+        )
     if result == scripts.OTHER_OWNER:
         raise FailedPreconditionError(f"session {session_id} has another owner by now")
     if result == scripts.WRONG_OFFSET:

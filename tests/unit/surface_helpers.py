@@ -52,7 +52,7 @@ class ScriptedBackend:
         self, request: GenerationRequest, caller: Caller = ANONYMOUS
     ) -> AsyncGenerator[Chunk, None]:
         if request.model not in ("", self.model_name):
-            raise NotFoundError(f"no model {request.model!r}")
+            raise NotFoundError(f"no model {request.model!r}", "model")
         request.validate()
         self.requests.append(request)
         self.callers.append(caller)
@@ -96,7 +96,7 @@ class ScriptedBackend:
 
     async def get(self, session_id: str, caller: Caller) -> tuple[None, tuple[EmittedToken, ...]]:
         if session_id == "gone":
-            raise NotFoundError("no session gone")
+            raise NotFoundError("no session gone", "session")
         return None, tuple(
             EmittedToken(n + 1, TokenOrigin.ACCEPTED, data, -0.5) for n, data in enumerate(self._pieces)
         )

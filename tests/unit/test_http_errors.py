@@ -10,11 +10,13 @@ from gammaray.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
     InternalError,
+    NotFoundError,
     ResourceExhaustedError,
     UnauthenticatedError,
     UnavailableError,
 )
 from orchestrator.http_api import MAX_BODY_BYTES, create_app
+from orchestrator.http_errors import error_body
 
 
 async def post(content, path="/v1/completions", backend=None):
@@ -161,6 +163,12 @@ async def test_unknown_model_is_404():
     answer = await post({"prompt": "x", "model": "other"})
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(("kind", "code"), [("session", "session_not_found"), ("", None)])
+def test_what_is_not_found_has_a_code_of_its_own(kind, code):
+    found = error_body(NotFoundError("no session s", kind))["error"]
+    assert (found["code"], found["message"]) == (code, "no session s")
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v2", 404), ("GET", "/v1/completions", 405)])
