@@ -117,7 +117,8 @@ class AdaptiveGamma:
         if not cycle.is_first and cycle.total_s > 0:
             rate = (cycle.num_accepted + 1) / cycle.total_s
             self._rate += (rate - self._rate) * (0.05 if self._rate else 1.0)
-        if self._bursts.observe(cycle):
+        # A probe that a plain round cuts off goes on behind it.
+        if cycle.shape.reason != _PLAIN_UNDER_LOAD.reason and self._bursts.observe(cycle):
             self._speeds = self._evaluate()
             self._bursts.conclude(self._expectations())
             self._decide()

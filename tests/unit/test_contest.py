@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from benchmarks.simulation import crowd, make_cycle
+from benchmarks.simulation import Lone, crowd, drive, make_cycle
 from benchmarks.worlds import World
 from orchestrator.contest import LEAST_CYCLES, Contest
 from orchestrator.costs import CostModel
@@ -124,3 +124,17 @@ def test_adaptive_gamma_crowd_on_shared_cores_never_loses_to_plain_decoding(num_
     if by_gamma[0] == max(by_gamma):
         reasons = {shape.reason for run in runs for shape in run.shapes}
         assert Reason.LOAD.value in reasons
+
+
+def test_adaptive_gamma_probe_that_a_plain_round_cuts_off_goes_on_behind_it():
+    world, costs = World(), CostModel()
+    controller, session = AdaptiveGamma(8, costs), Lone(random.Random(3))
+    drive(controller, world, 60, session)
+    while "probe" not in (shape := controller.next_shape()).reason or shape.depth == 0:
+        drive(controller, world, 1, session, is_new=False)
+    costs.contest.is_plain = True
+    run = drive(controller, world, 40, session, is_new=False)
+    assert {shape.reason for shape in run.shapes} == {Reason.LOAD.value}
+    costs.contest.is_plain = False
+    again = controller.next_shape()
+    assert (again, again.reason) == (shape, shape.reason)
