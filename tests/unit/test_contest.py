@@ -12,6 +12,7 @@ from orchestrator.contest import LEAST_CYCLES, Contest
 from orchestrator.costs import CostModel
 from orchestrator.cycle import Shape
 from orchestrator.gamma import AdaptiveGamma, FixedGamma, Reason
+from orchestrator.probing import Family
 
 
 class Load:
@@ -132,9 +133,11 @@ def test_adaptive_gamma_probe_that_a_plain_round_cuts_off_goes_on_behind_it():
     drive(controller, world, 60, session)
     while "probe" not in (shape := controller.next_shape()).reason or shape.depth == 0:
         drive(controller, world, 1, session, is_new=False)
+    concluded = [costs.probes.num_confirmed(kind) for kind in Family]
     costs.contest.is_plain = True
     run = drive(controller, world, 40, session, is_new=False)
     assert {shape.reason for shape in run.shapes} == {Reason.LOAD.value}
     costs.contest.is_plain = False
+    assert [costs.probes.num_confirmed(kind) for kind in Family] == concluded
     again = controller.next_shape()
     assert (again, again.reason) == (shape, shape.reason)
