@@ -13,7 +13,7 @@ __all__ = ["MetricsExport"]
 
 
 class MetricsExport:
-    """Exports a meter until it is stopped.
+    """Exports a meter until it is stopped; made where the event loop of the process runs.
 
     Args:
         meter: The process's.
@@ -30,6 +30,8 @@ class MetricsExport:
 
     def __init__(self, meter: Meter, *, role: str, model: str, listen: str) -> None:
         meter.gauge("gammaray.info", lambda: 1.0, role=role, model=model, version=__version__)
+        loop = asyncio.get_running_loop()
+        meter.gauge("gammaray.tasks", lambda: len(asyncio.all_tasks(loop)), role=role)
         is_pushed = exports("metrics")
         self._server = MetricsServer(meter, listen) if listen else None
         self.address = self._server.address if self._server is not None else ""

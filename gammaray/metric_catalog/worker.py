@@ -113,4 +113,11 @@ INFO = (
         "Processes by role and version.",
         labels=("role", "model", "version"),
     ),
+    Metric(
+        *("gammaray.tasks", Kind.GAUGE, "{task}", ALL),
+        "asyncio tasks that are not done: some of the process's own, and some per request and stream.",
+        "max by (role) (gammaray_tasks)",
+        "Most tasks in a process by role: at rest it always comes back to the same few.",
+        labels=("role",),
+    ),
 )

@@ -13,7 +13,7 @@ from grpc_mix import GAMMAS, check, draw
 from load import Ask, Said
 from samples import LENGTHS, Expected, SampleError, chat
 
-__all__ = ["HTTP_MIX", "num_series"]
+__all__ = ["HTTP_MIX", "num_series", "num_tasks"]
 
 PATH = "/v1/completions"
 
@@ -94,6 +94,12 @@ async def look_up(http: httpx.AsyncClient, expected: Expected, rng: random.Rando
 def num_series(metrics: str) -> int:
     """Return how many series there are in the text of a Prometheus endpoint."""
     return sum(bool(line) and not line.startswith("#") for line in metrics.splitlines())
+
+
+def num_tasks(metrics: str) -> int:
+    """Return the asyncio tasks of a process, by the text of its Prometheus endpoint."""
+    (line,) = (line for line in metrics.splitlines() if line.startswith("gammaray_tasks{"))
+    return round(float(line.rpartition(" ")[2]))
 
 
 def _body(ask: Ask, rng: random.Random) -> dict[str, Any]:

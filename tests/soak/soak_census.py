@@ -13,7 +13,7 @@ import httpx
 import psutil
 from census import Holding, census, settled
 from cluster_helpers import asked
-from http_mix import num_series
+from http_mix import num_series, num_tasks
 from redis import Redis
 
 from gammaray import Client, ProcessStatus
@@ -84,6 +84,7 @@ class Observer:
                 if process.metrics_address:
                     metrics = http.get(f"http://{process.metrics_address}/metrics").raise_for_status()
                     figures[process.role, "series"] += num_series(metrics.text)
+                    figures[process.role, "tasks"] += num_tasks(metrics.text)
         return Census(
             at_s,
             rest_s,

@@ -51,6 +51,8 @@ BOUNDS = {
     # got five and seven more threads within some minutes of a starved machine, and none after that.
     "pool_threads": Bound(slack=3.0, is_pool=True),
     "files": Bound(slack=6.0),
+    # asyncio tasks at rest: the process's own and one or two per stream between processes.
+    "tasks": Bound(slack=3.0),
     "clients": Bound(slack=3.0),
     # Lines of /metrics: a label that has a value for the first time adds a histogram of some fifteen lines.
     "series": Bound(slack=40.0),

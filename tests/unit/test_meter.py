@@ -104,6 +104,24 @@ async def test_endpoint_on_every_interface_is_announced_where_others_reach_it():
     await export.stop()
 
 
+async def test_tasks_are_counted_from_any_thread():
+    meter, never = Meter(), asyncio.Event()
+    export = MetricsExport(meter, role="draft", model="demo", listen="")
+
+    async def count():
+        (value,) = next(series for metric, series in meter.read() if metric.name == "gammaray.tasks")
+        assert value[0] == {"role": "draft"}
+        return await asyncio.to_thread(value[1])
+
+    before = await count()
+    waiting = [asyncio.create_task(never.wait()) for _ in range(5)]
+    assert await count() == before + 5
+    never.set()
+    await asyncio.gather(*waiting)
+    assert await count() == before
+    await export.stop()
+
+
 async def test_nothing_listens_without_an_address():
     export = MetricsExport(Meter(), role="draft", model="demo", listen="")
     assert export.address == ""
@@ -164,7 +182,7 @@ async def test_push_to_nobody_does_not_hold_up_the_end(monkeypatch):
 
 
 @pytest.mark.parametrize("interval", ["often", "0", "-5", "inf"])
-def test_bad_interval_is_named(monkeypatch, interval):
+async def test_bad_interval_is_named(monkeypatch, interval):
     monkeypatch.setenv("OTEL_METRICS_EXPORTER", "otlp")
     monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", interval)
     with pytest.raises(InvalidArgumentError, match="OTEL_METRIC_EXPORT_INTERVAL"):
