@@ -7,6 +7,7 @@ document forbids is refused, and that methods which it does not name are.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ __all__ = ["SURFACE", "fuzz_openapi", "schemathesis"]
 
 SURFACE = "openapi"
 CONFIG = Path(__file__).with_name("schemathesis.toml")
+HOOKS = Path(__file__).with_name("schemathesis_hooks.py")
 MIN_S = 45.0
 """In less than this little more than the document would be read on a busy machine."""
 
@@ -43,7 +45,11 @@ async def schemathesis(base_url: str, campaign: Campaign, seed: int, timeout_s: 
     ]
     with TemporaryDirectory() as directory:  # where it would leave what it saw
         process = await asyncio.create_subprocess_exec(
-            *command, cwd=directory, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+            *command,
+            cwd=directory,
+            env={**os.environ, "SCHEMATHESIS_HOOKS": str(HOOKS)},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
         )
         try:
             output, _ = await asyncio.wait_for(process.communicate(), timeout_s)
