@@ -22,7 +22,7 @@ LEAST_CYCLES = 64
 """Cycles of all sessions together that a round has at least: tokens per cycle vary by half."""
 
 LEAST_SESSIONS = 1.5
-"""Sessions at once from which on there is a contest: for a lone one the cost model knows all."""
+"""Sessions at once from which on there is a contest: a lone one takes time from nobody."""
 
 SAME_LOAD = 0.25
 """Rounds are compared when the sessions at once differ by at most this share."""
@@ -33,8 +33,8 @@ OPENING, PLAIN_TO_SEE = 3, 0.25
 RETRY_SHARE = 0.005
 """Share of the time that trying the loser again may cost."""
 
-LEAST_GAP, MOST_GAP = 8, 256
-"""Rounds of the winner between two of the loser, whatever that costs."""
+LEAST_GAP = 8
+"""Rounds of the winner between two of the loser, however little it loses."""
 
 RATE = 0.25
 """Weight of the last comparison in the mean, once there are as many as that says."""
@@ -60,7 +60,7 @@ class _Standing:
     def gap(self) -> float:
         """Rounds of the winner between two of the loser."""
         lost = 1.0 - math.exp(-abs(self.advantage))
-        return min(max(lost / RETRY_SHARE, LEAST_GAP), MOST_GAP)
+        return max(lost / RETRY_SHARE, LEAST_GAP)
 
     def compared(self, advantage: float) -> None:
         self.num_compared += 1

@@ -26,12 +26,12 @@ from transformers.utils import logging
 
 from benchmarks.demo_pair import models
 from benchmarks.demo_pair.corpus import read_split
-from benchmarks.demo_pair.muon import Muon
-from benchmarks.demo_pair.train import held_out_windows, rate
+from benchmarks.demo_pair.evaluate import agreement
+from benchmarks.demo_pair.train import held_out_windows, optimizers_of, rate
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.engine.engine import Engine, Feed
 
-__all__ = ["Lessons", "acceptance", "distil", "divergence", "read_lessons", "variation", "write_samples"]
+__all__ = ["Lessons", "distil", "divergence", "read_lessons", "variation", "write_samples"]
 
 _LENGTH = 256
 _NUM_KEPT = 48
@@ -78,7 +78,13 @@ def write_samples(engine: Engine, train: Tensor, num_windows: int, batch: int = 
 
 @torch.no_grad()
 def read_lessons(target: LlamaForCausalLM, windows: Tensor, batch: int = 16) -> Lessons:
-    """Return what `target` expects behind each token of `windows`, `[num_windows, length]`."""
+    """Return what `target` expects behind each token of `windows`, `[num_windows, length]`.
+
+    Raises:
+        ValueError: Its vocabulary is too large for the 16 bits that hold a token id here.
+    """
+    if target.config.vocab_size > 2**15:
+        raise ValueError(f"vocab_size: got {target.config.vocab_size}, allowed: at most {2**15}")
     kept = min(_NUM_KEPT, target.config.vocab_size)
     ids = torch.empty((*windows.shape, kept), dtype=torch.int16)
     logs = torch.empty((*windows.shape, kept), dtype=torch.float16)
@@ -127,13 +133,8 @@ def distil(
     draft: LlamaForCausalLM, lessons: Lessons, *, num_steps: int, learning_rate: float, batch: int = 32
 ) -> Iterator[tuple[float, float]]:
     """Train `draft` for `num_steps` batches; yield the share that is done and the loss, now and then."""
-    matrices = [p for name, p in draft.named_parameters() if p.ndim == 2 and "embed" not in name]
-    rest = [p for name, p in draft.named_parameters() if p.ndim != 2 or "embed" in name]
     rates = (learning_rate, learning_rate / 10)
-    optimizers = (
-        Muon(matrices, rates[0]),
-        torch.optim.AdamW(rest, lr=rates[1], betas=(0.9, 0.98), weight_decay=0.0),
-    )
+    optimizers = optimizers_of(draft, *rates)
     for step in range(num_steps):
         progress = step / num_steps
         for optimizer, base in zip(optimizers, rates, strict=True):
@@ -149,17 +150,6 @@ def distil(
             optimizer.step()
         if step % 100 == 99:
             yield progress, loss.item()
-
-
-@torch.no_grad()
-def acceptance(target: LlamaForCausalLM, draft: LlamaForCausalLM, windows: Tensor) -> tuple[float, float]:
-    """Return argmax match and mean of 1 - TV at temperature 1 over `windows`, `[num_windows, length]`."""
-    matches, overlaps = [], []
-    for batch in windows.split(16):
-        wanted, got = (torch.softmax(m(batch.to(m.device)).logits.float(), -1) for m in (target, draft))
-        matches.append((wanted.argmax(-1) == got.argmax(-1)).float().mean().item() * len(batch))
-        overlaps.append(torch.minimum(wanted, got).sum(-1).mean().item() * len(batch))
-    return sum(matches) / len(windows), sum(overlaps) / len(windows)
 
 
 def _half_precision(model: LlamaForCausalLM) -> torch.autocast:
@@ -189,7 +179,7 @@ def main() -> None:
     train, held = (
         torch.from_numpy(np.asarray(read_split(options.work, split))) for split in ("train", "held")
     )
-    held_windows = held_out_windows(held.numpy(), _LENGTH)[:, :-1]
+    held_windows = held_out_windows(held.numpy(), _LENGTH)
     writer = Engine.load(str(options.target), threads=options.threads)
     own_windows = write_samples(writer, held, 96)
     corpus = train[: len(train) // _LENGTH * _LENGTH].view(-1, _LENGTH)
@@ -200,10 +190,11 @@ def main() -> None:
     for progress, loss in distil(
         draft, lessons, num_steps=options.steps, learning_rate=options.learning_rate
     ):
-        found = (acceptance(target, draft, held_windows), acceptance(target, draft, own_windows))
+        held_out, own = (agreement(target, draft, windows) for windows in (held_windows, own_windows))
         print(
             f"{progress:.0%}: loss {loss:.3f}, argmax match and alpha on held-out text "
-            f"{found[0][0]:.3f} {found[0][1]:.3f}, on the target's own {found[1][0]:.3f} {found[1][1]:.3f}",
+            f"{held_out.argmax_match:.3f} {held_out.alpha:.3f}, "
+            f"on the target's own {own.argmax_match:.3f} {own.alpha:.3f}",
             flush=True,
         )
         draft.save_pretrained(options.out)

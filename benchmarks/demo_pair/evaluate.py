@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging
 
 from benchmarks.demo_pair.corpus import encode
@@ -57,16 +57,17 @@ class Agreement:
 
 
 @torch.no_grad()
-def agreement(target: Path, draft: Path, windows: Tensor, seed: int = 0) -> Agreement:
+def agreement(target: LlamaForCausalLM, draft: LlamaForCausalLM, windows: Tensor, seed: int = 0) -> Agreement:
     """Compare two models on `windows`, `[num_windows, length + 1]` token ids."""
-    target_model, draft_model = load(target).eval(), load(draft).eval()
     generator = torch.Generator().manual_seed(seed)
     sums: dict[str, float] = dict.fromkeys(["match", "alpha", "target_loss", "draft_loss"], 0.0)
     hits = dict.fromkeys(_CHILDREN, 0.0)
     for window in windows.split(4):
         wanted = window[:, 1:].flatten()
-        target_log = F.log_softmax(target_model(window[:, :-1]).logits.flatten(0, 1), -1)
-        draft_log = F.log_softmax(draft_model(window[:, :-1]).logits.flatten(0, 1), -1)
+        target_log, draft_log = (
+            F.log_softmax(model(window[:, :-1].to(model.device)).logits.flatten(0, 1).float().cpu(), -1)
+            for model in (target, draft)
+        )
         sums["match"] += (target_log.argmax(-1) == draft_log.argmax(-1)).sum().item()
         sums["alpha"] += torch.minimum(target_log.exp(), draft_log.exp()).sum().item()
         sums["target_loss"] += F.nll_loss(target_log, wanted, reduction="sum").item()
@@ -114,7 +115,7 @@ def evaluate(target: Path, draft: Path, num_windows: int, num_steps: int) -> dic
     tokenizer = AutoTokenizer.from_pretrained(target).backend_tokenizer
     held = encode(tokenizer, [d.text for d in documents() if d.is_held_out]).astype(np.int64)
     windows = held_out_windows(held, count=num_windows)
-    found = agreement(target, draft, windows)
+    found = agreement(load(target).eval(), load(draft).eval(), windows)
     return {
         "argmax_match": found.argmax_match,
         "alpha": found.alpha,

@@ -38,7 +38,7 @@ from benchmarks.demo_pair import models
 from benchmarks.demo_pair.corpus import read_split
 from benchmarks.demo_pair.muon import Muon
 
-__all__ = ["STAGES", "Budget", "Stage", "held_out_windows", "train_stage"]
+__all__ = ["STAGES", "Budget", "Stage", "held_out_windows", "optimizers_of", "rate", "train_stage"]
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def train_stage(name: str, budget: Budget, options: TrainingOptions) -> float:
     vocab_size = int(max(train.max(), held.max())) + 1
     model = _start(stage, options, vocab_size).to(options.device).train()
     teacher = models.load(options.work / stage.teacher).to(options.device).eval() if stage.teacher else None
-    optimizers = _optimizers(model, stage)
+    optimizers = optimizers_of(model, stage.muon_lr, stage.adam_lr)
     started, step, num_tokens = time.monotonic(), 0, 0
     while (progress := budget.progress(started, num_tokens)) < 1:
         for optimizer, lr in zip(optimizers, (stage.muon_lr, stage.adam_lr), strict=True):
@@ -157,12 +157,13 @@ def _start(stage: Stage, options: TrainingOptions, vocab_size: int) -> LlamaForC
     return model
 
 
-def _optimizers(model: LlamaForCausalLM, stage: Stage) -> tuple[Muon, torch.optim.AdamW]:
+def optimizers_of(model: LlamaForCausalLM, muon_lr: float, adam_lr: float) -> tuple[Muon, torch.optim.AdamW]:
+    """Return the optimisers of the blocks' matrices, and of embeddings and norms."""
     matrices, rest = [], []
     for name, parameter in model.named_parameters():
         (matrices if parameter.ndim == 2 and "embed" not in name else rest).append(parameter)
-    adam = torch.optim.AdamW(rest, lr=stage.adam_lr, betas=(0.9, 0.98), weight_decay=0.0)
-    return Muon(matrices, stage.muon_lr), adam
+    adam = torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.98), weight_decay=0.0)
+    return Muon(matrices, muon_lr), adam
 
 
 def _loss(model: LlamaForCausalLM, teacher: LlamaForCausalLM | None, batch: Tensor) -> Tensor:

@@ -124,15 +124,11 @@ def test_train_all_stages_learns_and_exports_a_pair_that_loads(work: Path) -> No
     assert tokenizer.decode(ids) == "def read_lines(path):"
     assert 0 not in ids
 
-    found = agreement(work / "pair" / "target", work / "pair" / "draft", windows[:8])
-    strangers = agreement(work / "pair" / "target", _saved_stranger(work), windows[:8])
+    target, draft = (models.load(work / "pair" / role).eval() for role in ("target", "draft"))
+    found = agreement(target, draft, windows[:8])
+    strangers = agreement(target, _trained(2).eval(), windows[:8])
     assert found.alpha > strangers.alpha
     assert found.coupled_alpha[1] <= found.coupled_alpha[2] <= found.coupled_alpha[8]
-    itself = agreement(work / "pair" / "draft", work / "pair" / "draft", windows[:2])
+    itself = agreement(draft, draft, windows[:2])
     assert itself.alpha == pytest.approx(1.0, abs=1e-4)
     assert itself.argmax_match == itself.coupled_alpha[1] == 1.0
-
-
-def _saved_stranger(work: Path) -> Path:
-    _trained(2).save_pretrained(work / "stranger")
-    return work / "stranger"
