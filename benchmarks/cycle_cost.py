@@ -138,7 +138,7 @@ class _Stack:
         """Return the cycles of one completion but the first ones."""
         session = await open_session(request, self.tokenizer, self.tokenizer.max_context)
         await self.store.create(session, b"")
-        spec = session_spec(session, self.tokenizer.eos_token_ids)
+        spec = session_spec(session, self.tokenizer.eos_token_ids, shares_caches=False)
         drafter = _TimedDrafter(
             self.fleet.drafts,
             spec,

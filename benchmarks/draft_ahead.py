@@ -37,7 +37,7 @@ from services.draft.throttle import AheadStats, Throttle
 from services.engine.engine import Engine
 from services.planning import Limits
 from services.target.scheduler import TargetScheduler
-from services.tasks import ProposeTask, SessionSpec, Task, VerifyTask
+from services.tasks import Ending, ProposeTask, SessionSpec, Task, VerifyTask
 
 __all__ = ["Pair", "Run", "main"]
 
@@ -162,8 +162,8 @@ class Pair:
                 run.draft_ms += draft_s * 1e3
                 run.verify_ms += verify_s * 1e3
             _draft_ahead(draft, run.window * verify_s)
-        draft.release([name])
-        target.release([name])
+        draft.release([Ending(name)])
+        target.release([Ending(name)])
         return tokens
 
 

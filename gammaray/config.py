@@ -144,6 +144,10 @@ class OrchestratorSettings(_ServingSettings):
     worker_wait_s: float = Field(
         30.0, ge=0, description="How long a request waits for a target worker to be there."
     )
+    prefix_caching: bool = Field(
+        True,
+        description="Workers keep the caches of ended sessions for others of the tenant that begin alike.",
+    )
     session_ttl_s: int = Field(
         3600, ge=1, description="How long a finished or abandoned session stays in the store."
     )

@@ -142,6 +142,7 @@ def request_to_proto(request: t.GenerationRequest) -> gen.GenerateRequest:
         turn=request.turn,
         resume_from=request.resume_from,
         keep_cache_s=request.keep_cache_s,
+        cache_salt=request.cache_salt,
     )
     if request.gamma.fixed is None:
         message.gamma.adaptive = True
@@ -181,6 +182,7 @@ def request_from_proto(message: gen.GenerateRequest) -> t.GenerationRequest:
         turn=message.turn,
         resume_from=message.resume_from if message.HasField("resume_from") else None,
         keep_cache_s=message.keep_cache_s,
+        cache_salt=message.cache_salt,
     )
     request.validate()
     return request
@@ -248,6 +250,7 @@ def _usage_from_proto(message: gen.Usage) -> t.Usage:
         message.completion_tokens,
         message.accepted_prediction_tokens,
         message.rejected_prediction_tokens,
+        message.cached_tokens,
     )
 
 

@@ -65,6 +65,7 @@ class GenerateOptions(TypedDict, total=False):
     session_id: str
     turn: int
     keep_cache_s: float
+    cache_salt: str
     model: str
 
 
@@ -166,6 +167,7 @@ _CONVERTERS: dict[str, Any] = {
     "ignore_eos": _flag,
     "session_id": _text,
     "model": _text,
+    "cache_salt": _text,
     "verification": lambda name, value: _choice(VerificationMethod, name, value),
     "drafter": lambda name, value: _choice(DrafterKind, name, value),
 }

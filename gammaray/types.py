@@ -41,6 +41,7 @@ MAX_GAMMA = 64
 MAX_NODES = 256
 MAX_TOP_LOGPROBS = 20
 MAX_KEEP_CACHE_S = 3600
+MAX_CACHE_SALT = 64
 
 
 class VerificationMethod(str, Enum):
@@ -171,6 +172,7 @@ class GenerationRequest:
         resume_from: Resume the turn behind this many of its tokens; None begins it. With it the prompt may be
             left out, and otherwise the request must be the one that began the turn.
         keep_cache_s: Seconds that the workers keep their caches for the next turn, in [0, 3600].
+        cache_salt: The workers' caches are shared only with requests of the same salt; at most 64 characters.
     """
 
     prompt: str | tuple[int, ...]
@@ -188,6 +190,7 @@ class GenerationRequest:
     turn: int = 0
     resume_from: int | None = None
     keep_cache_s: float = 0.0
+    cache_salt: str = ""
 
     def validate(self) -> None:
         """Check what can be checked without the model.
@@ -223,6 +226,10 @@ class GenerationRequest:
         check_session_id(self.session_id)
         check_int("turn", self.turn, 0, 2**31 - 1)
         check_number("keep_cache_s", self.keep_cache_s, 0, MAX_KEEP_CACHE_S)
+        if len(self.cache_salt) > MAX_CACHE_SALT:
+            got = f"{len(self.cache_salt)} characters"
+            raise InvalidArgumentError("cache_salt", got, f"at most {MAX_CACHE_SALT} characters")
+        check_encodable("cache_salt", self.cache_salt)
         if self.resume_from is not None:
             check_int("resume_from", self.resume_from, 0, 2**31 - 1)
         if not self.session_id and (self.turn > 0 or self.resume_from is not None):
@@ -251,12 +258,13 @@ class EmittedToken:
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of a completion."""
+    """Token counts of a completion; see the proto of the same name for each field."""
 
     prompt_tokens: int
     completion_tokens: int
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)

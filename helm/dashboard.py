@@ -160,6 +160,7 @@ _WORKERS = (
     Panel("Batch", "short", (_of("worker.step.blocks", _ROLE),), text="Sessions per step."),
     Panel("Tokens fed per second", "short", (_of("worker.step.tokens", _ROLE),)),
     Panel("KV cache, the fullest", "percentunit", (_of("worker.cache.used", _ROLE),)),
+    Panel("Prompts found cached", "percentunit", (_of("worker.prefix_cache.queries", _ROLE),)),
     Panel("Evictions per second", "short", (_of("worker.cache.evictions", _ROLE),)),
     Panel("Blocks that failed", "percentunit", (_of("worker.blocks", _ROLE),)),
     Panel(

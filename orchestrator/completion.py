@@ -74,6 +74,7 @@ class Progress:
             completion_tokens=self._offset,
             accepted_prediction_tokens=self.counters.accepted,
             rejected_prediction_tokens=self.counters.drafted - self.counters.accepted,
+            cached_tokens=session.num_cached,
         )
         summary = self.counters.summary(self.elapsed_s)
         return replace(piece, finish_reason=finish_reason, usage=usage, summary=summary)

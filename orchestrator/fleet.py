@@ -90,11 +90,17 @@ class Fleet:
         ]
         return min(lengths, default=None)
 
-    def release(self, session_id: str, epoch: int) -> None:
-        """Have all workers free what they hold of a session, but for newer epochs; returns at once."""
+    def release(self, session_id: str, epoch: int, *, forget: bool = False) -> None:
+        """Have all workers give up what they hold of a session, but for newer epochs; returns at once.
+
+        Args:
+            session_id: The session.
+            epoch: Of the owner that ends it; 0 for any.
+            forget: They drop it, and what it left before; otherwise it may serve others that begin alike.
+        """
         for links in (self.targets.links, self.drafts.links):
             for link in links.values():
-                link.release(session_id, epoch)
+                link.release(session_id, epoch, forget=forget)
 
     def status(self) -> list[ProcessStatus]:
         """Return the state of each worker."""

@@ -51,6 +51,7 @@ _HTTP_NAMES = {
     "session_id": "gammaray.session_id",
     "turn": "gammaray.turn",
     "keep_cache_s": "gammaray.keep_cache_s",
+    "cache_salt": "gammaray.cache_salt",
     "num_top_logprobs": "top_logprobs",
 }
 

@@ -78,6 +78,7 @@ class GammarayOptions(_Strict):
         session_id: Name of the session; empty lets the server draw one. Only with one choice.
         turn: Turn of the session; above 0 its finished turn before is continued. Not for chats.
         keep_cache_s: Seconds that the workers keep their caches for the next turn.
+        cache_salt: The workers' caches are shared only with requests of the same salt.
         stream_tokens: Whether each streamed piece tells its tokens, with their origins, under `gammaray`.
     """
 
@@ -89,6 +90,7 @@ class GammarayOptions(_Strict):
     session_id: str = ""
     turn: int = 0
     keep_cache_s: float = 0.0
+    cache_salt: str = ""
     stream_tokens: bool = False
 
     @field_validator("gamma", mode="plain")

@@ -109,6 +109,7 @@ def _requests(
             session_id=options.session_id,
             turn=options.turn,
             keep_cache_s=options.keep_cache_s,
+            cache_salt=options.cache_salt,
         )
         for sample_index in range(body.n)
     ]

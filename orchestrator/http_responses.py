@@ -157,11 +157,13 @@ class Response(ABC):
         usages = [(state.plan.prompt_index, state.usage) for state in self.states if state.usage is not None]
         # The samples of one prompt share it, so it counts once.
         prompt_tokens = sum({index: usage.prompt_tokens for index, usage in usages}.values())
+        cached_tokens = sum({index: usage.cached_tokens for index, usage in reversed(usages)}.values())
         completion_tokens = sum(usage.completion_tokens for _, usage in usages)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": sum(usage.accepted_prediction_tokens for _, usage in usages),
                 "rejected_prediction_tokens": sum(usage.rejected_prediction_tokens for _, usage in usages),

@@ -17,6 +17,7 @@ from gammaray.tls import TlsFiles, dial
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.backoff import Backoff, Patience
+from orchestrator.prefixes import Prefixes
 from orchestrator.traffic import Traffic
 from orchestrator.wire import BlockT, ResultT, WorkerInfo, WorkerProtocol
 
@@ -74,6 +75,7 @@ class WorkerLink(Generic[BlockT, ResultT]):
         info: What the worker last said about itself; None before the first connection.
         refusal: Why the worker is refused, or None.
         sessions: Sessions attached to this link.
+        prefixes: What the worker has read.
         traffic: Bytes sent and received.
         backoff: Pauses the use of a worker that is connected and yet late.
         patience: How long its answers are waited for.
@@ -95,6 +97,7 @@ class WorkerLink(Generic[BlockT, ResultT]):
         self.info: WorkerInfo | None = None
         self.refusal: GammarayError | None = None
         self.sessions: set[str] = set()
+        self.prefixes = Prefixes()
         self.traffic = Traffic()
         self.backoff = Backoff()
         self.patience = Patience()
@@ -161,11 +164,11 @@ class WorkerLink(Generic[BlockT, ResultT]):
             self._blocks.append(block)
             asyncio.get_running_loop().call_soon(self._has_output.set)
 
-    def release(self, session_id: str, epoch: int = 0) -> None:
-        """Tell the worker that a session has ended for this owner (0: for any); returns at once."""
+    def release(self, session_id: str, epoch: int = 0, *, forget: bool = False) -> None:
+        """Tell the worker that a session has ended for this owner (0: for any); see pb.ReleaseSession."""
         self.sessions.discard(session_id)
         if self._is_up:
-            self._releases.append(pb.ReleaseSession(session_id=session_id, epoch=epoch))
+            self._releases.append(pb.ReleaseSession(session_id=session_id, epoch=epoch, forget=forget))
             self._has_output.set()
 
     def _expire(self, request_id: int, timeout_s: float) -> None:
@@ -288,6 +291,7 @@ class WorkerLink(Generic[BlockT, ResultT]):
         _log.info("%s worker at %s: %s", self.role, self.address, reason)
         self._blocks.clear()
         self._releases.clear()
+        self.prefixes.clear()  # it may be another process when it is back
         for future in self._pending.values():
             if not future.done():
                 message = f"the link to the {self.role} worker at {self.address} broke: {reason}"

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from gammaray.checks import MAX_TOKEN_IDS
-from gammaray.types import MAX_GAMMA, MAX_KEEP_CACHE_S, MAX_NODES, MAX_TOP_LOGPROBS
+from gammaray.types import MAX_CACHE_SALT, MAX_GAMMA, MAX_KEEP_CACHE_S, MAX_NODES, MAX_TOP_LOGPROBS
 from orchestrator.http_models import (
     IGNORED,
     MAX_CHOICES,
@@ -97,6 +97,11 @@ _FIELDS: dict[type[BaseModel], dict[str, Schema]] = {
         "session_id": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{0,128}$"},
         "turn": _integer(0, 2**31 - 1, "Above 0 the session's finished turn before is continued."),
         "keep_cache_s": _number(0, MAX_KEEP_CACHE_S, "How long workers keep caches for the next turn."),
+        "cache_salt": {
+            "type": "string",
+            "maxLength": MAX_CACHE_SALT,
+            "description": "Caches are shared only with requests of the same salt.",
+        },
         "stream_tokens": _boolean("Whether each streamed piece tells its tokens."),
     },
     ChatMessage: {

@@ -105,6 +105,7 @@ _USAGE = _object(
         "prompt_tokens": _COUNT,
         "completion_tokens": _COUNT,
         "total_tokens": _COUNT,
+        "prompt_tokens_details": _object({"cached_tokens": _COUNT}),
         "completion_tokens_details": _object(
             {"accepted_prediction_tokens": _COUNT, "rejected_prediction_tokens": _COUNT}
         ),

@@ -18,7 +18,9 @@ from gammaray.rpc_errors import error_from_status
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.calls import Call
 from orchestrator.links import WorkerLink
+from orchestrator.prefixes import prefix_keys
 from orchestrator.session import Session
+from orchestrator.stored import tenant_of
 from orchestrator.wire import BlockT, ResultT
 from orchestrator.workers import WorkerPool
 
@@ -48,6 +50,7 @@ class Remote(ABC, Generic[BlockT, ResultT]):
     def release(self, session: Session) -> None:
         """Free what the worker holds of the session; returns at once."""
         if self._link is not None:
+            self._link.prefixes.add(self._keys(session))
             self._link.release(session.session_id, session.epoch)
             self._link = None
 
@@ -66,11 +69,17 @@ class Remote(ABC, Generic[BlockT, ResultT]):
         """host:port of the worker in use, "" for none."""
         return self._link.address if self._link is not None else ""
 
+    def _keys(self, session: Session) -> list[int]:
+        """What its text is known by to `WorkerPool.pick`; nothing when it shares no caches."""
+        spec = self._spec
+        return prefix_keys(session.token_ids, spec.cache_salt) if spec.HasField("cache_salt") else []
+
     def _attach(self, session: Session, link: WorkerLink[BlockT, ResultT]) -> None:
         if link is not self._link:
             self.release(session)
             self._link, self._num_known = link, 0
             link.sessions.add(session.session_id)
+            link.prefixes.add(self._keys(session))
 
     def _detach(self, session: Session) -> None:
         """Leave a worker whose link broke; it drops the session by itself, by eviction if it still lives."""
@@ -142,11 +151,14 @@ def _failure(link: WorkerLink[BlockT, ResultT], error: pb.BlockError) -> Gammara
     return InternalError(f"the {link.role} worker at {link.address} failed with code {error.code}: {message}")
 
 
-def session_spec(session: Session, eos_token_ids: frozenset[int]) -> pb.SessionSpec:
+def session_spec(session: Session, eos_token_ids: frozenset[int], *, shares_caches: bool) -> pb.SessionSpec:
     """Return what workers must know of a session beside its tokens."""
+    # Nobody's caches serve another tenant: how soon a first token comes would tell what others have asked.
+    salt = f"{tenant_of(session.session_id)}:{session.cache_salt}"
     return pb.SessionSpec(
         sampling=sampling_to_proto(session.params),
         verification=method_to_proto(session.method),
         prompt_length=len(session.prompt),
         eos_token_ids=sorted(eos_token_ids | session.stop_token_ids),
+        cache_salt=salt if shares_caches else None,
     )

@@ -74,9 +74,9 @@ class RemoteDrafter(Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
         """Choose a worker, have it read what it lacks when that is long, and tell whether it can propose."""
         if self._prefill is not None and not self._prefill.done():
             return Readiness.READING
-        link = (
-            self._link if self._link is not None and self._suits(self._link) else self._pool.pick(self._suits)
-        )
+        link = self._link
+        if link is None or not self._suits(link):
+            link = self._pool.pick(self._suits, self._keys(session))
         if link is None:
             return Readiness.ABSENT
         self._attach(session, link)

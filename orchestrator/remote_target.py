@@ -85,6 +85,8 @@ class RemoteVerifier(Remote[target_pb.VerifyBlock, target_pb.VerifyResult]):
             self._num_known = self._base_position + len(result.verdict.accepted_path)
             verdict = self._verdict(session, link, result)
             session.model_identity = self._identity
+            if session.num_emitted == 0:
+                session.num_cached = min(result.timing.cached_tokens, len(session.prompt))
             return verdict
 
     async def _choose(self, session: Session, timeout_s: float) -> TargetLink:
@@ -94,7 +96,7 @@ class RemoteVerifier(Remote[target_pb.VerifyBlock, target_pb.VerifyResult]):
         if link is not None and link.is_up and not link.is_draining and suits(link):
             return link
         try:
-            return await self._pool.wait(session.left_s(timeout_s), suits)
+            return await self._pool.wait(session.left_s(timeout_s), suits, self._keys(session))
         except UnavailableError as error:
             raise why_nobody(self._pool, session.session_id, session.model_identity, error) from None
 

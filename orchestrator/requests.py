@@ -91,6 +91,7 @@ def make_session(
         stop_token_ids=frozenset(request.stop_token_ids),
         num_top_logprobs=request.num_top_logprobs,
         turn=request.turn,
+        cache_salt=request.cache_salt,
     )
 
 

@@ -170,7 +170,7 @@ class Orchestrator:
 
     async def _run(self, opened: Opened, progress: Progress) -> AsyncGenerator[Chunk, None]:
         settings, session = self._settings, opened.session
-        spec = session_spec(session, self._tokenizer.eos_token_ids)
+        spec = session_spec(session, self._tokenizer.eos_token_ids, shares_caches=settings.prefix_caching)
         ladder = self._drafting.ladder(session, opened.request, spec)
         verifier = RemoteVerifier(
             self._fleet.targets, spec, timeout_s=settings.verify_timeout_s, wait_s=settings.worker_wait_s

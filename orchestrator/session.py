@@ -48,6 +48,7 @@ class Session:
         num_top_logprobs: None for no log-probabilities, else how many alternatives per token.
         epoch: Fencing number of the owner: workers and store refuse older ones.
         turn: Turn of the session, from 0; the prompt holds the turns before.
+        cache_salt: The workers' caches are shared only with the tenant's requests of the same salt.
 
     Attributes:
         token_ids: The committed tokens: prompt, then emitted. Positions are absolute.
@@ -55,6 +56,7 @@ class Session:
         state: What an heir should know, to be stored with the next commit.
         deadline: `time.monotonic()` past which nobody waits for the completion.
         calls: Where to note what workers are asked; None for nowhere.
+        num_cached: Tokens of the prompt that the target worker had cached.
         model_identity: Of the target whose tokens these are, see `orchestrator.identity`; "" for any yet.
     """
 
@@ -69,11 +71,13 @@ class Session:
     num_top_logprobs: int | None = None
     epoch: int = 1
     turn: int = 0
+    cache_salt: str = ""
     token_ids: list[int] = field(init=False)
     finish_reason: FinishReason | None = field(init=False, default=None)
     state: bytes = field(init=False, default=b"")
     deadline: float = field(init=False, default=math.inf)
     calls: CallLog | None = field(init=False, default=None)
+    num_cached: int = field(init=False, default=0)
     model_identity: str = field(init=False, default="")
 
     def __post_init__(self) -> None:

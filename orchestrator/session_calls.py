@@ -5,7 +5,7 @@ Whose session is whose is decided in one place: a name reaches the store only th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 from gammaray.checks import check_int
 from gammaray.errors import InvalidArgumentError
@@ -25,13 +25,20 @@ MAX_LISTED = 1000
 DEFAULT_LISTED = 100
 
 
+class Release(Protocol):
+    """Has all workers give up what they hold of a session, see `orchestrator.fleet.Fleet.release`."""
+
+    def __call__(self, session_id: str, epoch: int, *, forget: bool = False) -> None:
+        """Return at once."""
+
+
 class SessionCalls:
     """Get, trace, list, cancel and delete.
 
     Args:
         store: Where sessions are kept.
         tokenizer: The target's.
-        release: Has all workers free what they hold of a session, but for newer epochs (0: for any).
+        release: Of the fleet.
         traces: Where the records of their cycles are kept.
     """
 
@@ -39,7 +46,7 @@ class SessionCalls:
         self,
         store: RedisStore,
         tokenizer: Tokenizer,
-        release: Callable[[str, int], None],
+        release: Release,
         traces: RedisTraceStore,
     ) -> None:
         self._store, self._tokenizer, self._release = store, tokenizer, release
@@ -103,7 +110,7 @@ class SessionCalls:
         """
         name = _qualified(session_id, caller)
         existed = await self._store.delete(name)
-        self._release(name, 0)
+        self._release(name, 0, forget=True)
         return existed
 
 

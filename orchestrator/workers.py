@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic
 
 from gammaray.convert_processes import worker_totals_from_proto
@@ -18,6 +18,9 @@ __all__ = ["WorkerPool"]
 
 REGISTRY_MISSES = 3
 """A worker is dropped after it was missing this many times in a row, if its link is down too."""
+
+CROWDED = 1.5
+"""With more than this times the fewest sessions, and two more, what a worker has read does not count."""
 
 
 class WorkerPool(Generic[BlockT, ResultT]):
@@ -66,21 +69,31 @@ class WorkerPool(Generic[BlockT, ResultT]):
                 task.add_done_callback(self._closing.discard)
 
     def pick(
-        self, suits: Callable[[WorkerLink[BlockT, ResultT]], bool] = lambda _: True
+        self,
+        suits: Callable[[WorkerLink[BlockT, ResultT]], bool] = lambda _: True,
+        keys: Sequence[int] = (),
     ) -> WorkerLink[BlockT, ResultT] | None:
-        """Return the usable worker with the fewest sessions of those that suit, or None."""
-        links = [link for link in self.links.values() if link.is_usable and suits(link)]
-        return min(links, key=lambda link: len(link.sessions), default=None)
+        """Return the usable worker, of those that suit, for a text with these keys; None when there is none.
+
+        It is the one that has read most of the text, at least half, unless it has many more sessions than
+        others; else the one with the fewest sessions.
+        """
+        return _best([link for link in self.links.values() if link.is_usable and suits(link)], keys)
 
     def pick_any(
-        self, suits: Callable[[WorkerLink[BlockT, ResultT]], bool] = lambda _: True
+        self,
+        suits: Callable[[WorkerLink[BlockT, ResultT]], bool] = lambda _: True,
+        keys: Sequence[int] = (),
     ) -> WorkerLink[BlockT, ResultT] | None:
-        """Return the usable worker with the fewest sessions, else one that is late at present, or None."""
+        """Return the worker of `pick`, else one that is late at present, or None."""
         late = [link for link in self.links.values() if link.is_up and not link.is_draining and suits(link)]
-        return self.pick(suits) or min(late, key=lambda link: len(link.sessions), default=None)
+        return self.pick(suits, keys) or _best(late, keys)
 
     async def wait(
-        self, timeout_s: float, suits: Callable[[WorkerLink[BlockT, ResultT]], bool] = lambda _: True
+        self,
+        timeout_s: float,
+        suits: Callable[[WorkerLink[BlockT, ResultT]], bool] = lambda _: True,
+        keys: Sequence[int] = (),
     ) -> WorkerLink[BlockT, ResultT]:
         """Return the worker of `pick_any`, as soon as there is one that suits.
 
@@ -88,7 +101,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
             UnavailableError: There was none within `timeout_s`, or the pool was closed.
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
-        while (link := self.pick_any(suits)) is None:
+        while (link := self.pick_any(suits, keys)) is None:
             if self._is_closed:
                 raise UnavailableError("the orchestrator is shutting down")
             left_s = deadline - asyncio.get_running_loop().time()
@@ -153,3 +166,11 @@ class WorkerPool(Generic[BlockT, ResultT]):
         ]
         known = "; ".join(reasons) or f"{len(self.links)} known, none connected"
         return f"no {self.role} worker within {timeout_s:g} s ({known})"
+
+
+def _best(
+    links: Sequence[WorkerLink[BlockT, ResultT]], keys: Sequence[int]
+) -> WorkerLink[BlockT, ResultT] | None:
+    fewest = min((len(link.sessions) for link in links), default=0)
+    calm = [link for link in links if len(link.sessions) <= CROWDED * fewest + 2]
+    return max(calm, key=lambda link: (link.prefixes.count(keys), -len(link.sessions)), default=None)

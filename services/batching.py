@@ -10,7 +10,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import ClassVar, Generic
 
@@ -25,19 +25,17 @@ from gammaray.errors import (
 )
 from services.engine.engine import Engine, Feed
 from services.engine.errors import CacheFullError, EngineLostError
+from services.engine.retained import MIN_PREFIX
 from services.load import LoadCounters
 from services.meter import WorkerMeter
 from services.planning import Limits, Running, TaskT, plan
 from services.sessions import Session, SessionTable
-from services.tasks import NeedTokens, Reply, Task, Timing
+from services.tasks import Ending, NeedTokens, Reply, Task, Timing
 
-__all__ = ["MAX_SESSIONS", "MIN_SHARED_PREFIX", "Scheduler"]
+__all__ = ["MAX_SESSIONS", "Scheduler"]
 
 MAX_SESSIONS = 4096
 """Sessions whose token ids a worker keeps; their KV cache has its own budget."""
-
-MIN_SHARED_PREFIX = 16
-"""Shared leading tokens, from which on a cache is copied rather than computed again."""
 
 _log = logging.getLogger(__name__)
 
@@ -104,16 +102,13 @@ class Scheduler(ABC, Generic[TaskT]):
     def hurry(self, tasks: Iterable[TaskT]) -> None:
         """Blocks are about to be submitted: end soon what nobody waits for; may be called in any thread."""
 
-    def release(self, session_ids: Sequence[str], epochs: Sequence[int] = ()) -> None:
-        """End sessions: their caches are freed and blocks of theirs that are under way are cancelled.
-
-        Args:
-            session_ids: Their names.
-            epochs: Of the owner that ends each, 0 for anybody. A newer owner keeps its session. None: all 0.
-        """
-        for session_id, epoch in zip(session_ids, epochs or [0] * len(session_ids), strict=True):
+    def release(self, endings: Iterable[Ending]) -> None:
+        """End sessions: their caches are given up and blocks of theirs that are under way are cancelled."""
+        for session_id, epoch, forgets in endings:
             if epoch == 0 or epoch >= self._newest_epoch(session_id):
                 self._end(session_id, CancelledError(f"session {session_id} was released"))
+                if forgets:
+                    self.engine.forget(session_id)
 
     def _newest_epoch(self, session_id: str) -> int:
         waiting = max((task.epoch for task in self._waiting.get(session_id, ())), default=0)
@@ -142,9 +137,12 @@ class Scheduler(ABC, Generic[TaskT]):
             self._reply(running.task, error, running.timing)
         self.sessions.drop(session_id)
 
-    def _forget(self, session_id: str) -> None:
-        """Free what is kept of a session beside its tokens."""
-        self.engine.release(session_id)
+    def _forget(self, session: Session) -> None:
+        """Give up what is kept of a session beside its tokens; others that begin alike may use its cache."""
+        if session.spec.cache_salt is not None:
+            self.engine.retain(session.session_id, session.spec.cache_salt)
+        else:
+            self.engine.release(session.session_id)
 
     def _drop_dead(self) -> None:
         now = time.monotonic()
@@ -174,7 +172,11 @@ class Scheduler(ABC, Generic[TaskT]):
             if isinstance(session, NeedTokens):
                 return session
             self._match_cache(session)
-            return self._start(task, session)
+            outcome = self._start(task, session)
+            if task.spec is not None and isinstance(outcome, Running):
+                outcome.timing.cached_tokens = self.engine.length(task.session_id)
+                self.meter.looked_up(len(session.tokens), outcome.timing.cached_tokens)
+            return outcome
         except GammarayError as error:
             return error
 
@@ -187,11 +189,13 @@ class Scheduler(ABC, Generic[TaskT]):
             same += 1
         if same < num_cached:
             self.engine.truncate(session.session_id, same)
-        if same == 0 and len(tokens) > MIN_SHARED_PREFIX:
-            source, shared = self.engine.longest_prefix(tokens[:-1])
-            if shared >= MIN_SHARED_PREFIX:
+        salt = session.spec.cache_salt
+        if same == 0 and salt is not None and len(tokens) > MIN_PREFIX:
+            source, shared = self.engine.longest_prefix(tokens[:-1], salt)
+            if shared >= MIN_PREFIX:
                 with suppress(CacheFullError):  # Both do not fit: it is computed again, in chunks.
                     self.engine.fork(source, session.session_id, shared)
+        self.engine.share(session.session_id, salt)
 
     def _forward(self, batch: list[tuple[Running[TaskT], Feed]]) -> None:
         began, now = time.perf_counter(), time.monotonic()

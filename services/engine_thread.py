@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from gammaray.errors import InternalError, UnavailableError
 from services.batching import Scheduler
 from services.engine.errors import EngineLostError
-from services.tasks import Reply, Task
+from services.tasks import Ending, Reply, Task
 
 __all__ = ["EngineThread"]
 
@@ -73,9 +73,9 @@ class EngineThread:
         """Have the engine looked at between two steps: the thread ends when it is lost."""
         self._inbox.put(lambda scheduler: scheduler.engine.check())
 
-    def release(self, session_ids: Sequence[str], epochs: Sequence[int] = ()) -> None:
-        """Free the caches of sessions, see `Scheduler.release`."""
-        self._inbox.put(lambda scheduler: scheduler.release(session_ids, epochs))
+    def release(self, endings: Sequence[Ending]) -> None:
+        """End sessions, see `Scheduler.release`."""
+        self._inbox.put(lambda scheduler: scheduler.release(endings))
 
     async def call(self, function: Callable[[Scheduler[Any]], T]) -> T:
         """Run `function` between two steps and return its result.

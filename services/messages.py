@@ -69,6 +69,7 @@ def _spec(message: types_pb2.SessionSpec) -> SessionSpec:
         method=convert.method_from_proto(message.verification),
         prompt_length=message.prompt_length,
         eos_token_ids=tuple(message.eos_token_ids),
+        cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
     )
 
 
@@ -89,6 +90,7 @@ def fill_result(result: Any, reply: Reply) -> None:
     result.timing.forward_us = min(timing.forward_us, _MAX_UINT32)
     result.timing.batch_size = timing.batch_size
     result.timing.batch_tokens = timing.batch_tokens
+    result.timing.cached_tokens = timing.cached_tokens
 
 
 async def describe(model: Model, engine: EngineThread) -> dict[str, Any]:

@@ -38,6 +38,8 @@ class WorkerMeter:
             outcome: meter.counter("gammaray.worker.blocks", role=role, outcome=outcome)
             for outcome in ("done", "need", "error")
         }
+        self._prefix_queries = meter.counter("gammaray.worker.prefix_cache.queries", role=role)
+        self._prefix_hits = meter.counter("gammaray.worker.prefix_cache.hits", role=role)
         self._ahead: AheadStats | None = None
 
     def watch(self, scheduler: Scheduler[Any]) -> None:
@@ -47,6 +49,7 @@ class WorkerMeter:
         meter.gauge("gammaray.worker.sessions", lambda: engine.stats().num_sessions, role=role)
         meter.gauge("gammaray.worker.cache.used", lambda: engine.stats().cache_bytes, role=role)
         meter.gauge("gammaray.worker.cache.budget", lambda: engine.stats().cache_budget_bytes, role=role)
+        meter.gauge("gammaray.worker.cache.retained", lambda: engine.stats().retained_bytes, role=role)
         meter.observed("gammaray.worker.cache.evictions", lambda: engine.stats().num_evictions, role=role)
 
     def watch_ahead(self, stats: AheadStats) -> None:
@@ -60,6 +63,11 @@ class WorkerMeter:
     def waited(self, seconds: float) -> None:
         """Count the wait of one block before its first step."""
         self._queue_s.observe(seconds)
+
+    def looked_up(self, num_tokens: int, num_cached: int) -> None:
+        """Count the tokens that a session begins with here, and those of them that were cached."""
+        self._prefix_queries.value += num_tokens
+        self._prefix_hits.value += num_cached
 
     def step(self, seconds: float, num_blocks: int, num_tokens: int) -> None:
         """Count one step."""

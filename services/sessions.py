@@ -76,7 +76,7 @@ class SessionTable:
         vocab_size: Size of the vocabulary that noise is drawn for.
         device: Where noise is made.
         is_busy: Whether a session has a block running and must stay.
-        on_drop: Told the id of each session that is dropped.
+        on_drop: Told each session that is dropped.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class SessionTable:
         vocab_size: int,
         device: str,
         is_busy: Callable[[str], bool],
-        on_drop: Callable[[str], None],
+        on_drop: Callable[[Session], None],
     ) -> None:
         self._capacity, self._vocab_size, self._device = capacity, vocab_size, device
         self._is_busy, self._on_drop = is_busy, on_drop
@@ -148,7 +148,7 @@ class SessionTable:
         session = self._sessions.pop(session_id, None)
         if session is not None:
             self._num_tokens -= session.num_counted
-            self._on_drop(session_id)
+            self._on_drop(session)
 
     def _add(self, task: Task, spec: SessionSpec) -> Session:
         session = Session(task.session_id, task.epoch, spec)

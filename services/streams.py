@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from gammaray.errors import GammarayError, InternalError, ResourceExhaustedError, UnavailableError
 from services.engine_thread import EngineThread
-from services.tasks import Reply, Task
+from services.tasks import Ending, Reply, Task
 from services.tracing import BlockTracer
 
 __all__ = ["MAX_IN_FLIGHT", "BlockStream", "Streams"]
@@ -175,8 +175,7 @@ class BlockStream:
 
     def _take(self, frame: Frame) -> None:
         if frame.releases:
-            ended = list(frame.releases)
-            self._streams.engine.release([r.session_id for r in ended], [r.epoch for r in ended])
+            self._streams.engine.release([Ending(r.session_id, r.epoch, r.forget) for r in frame.releases])
         tasks = list(self._parse_all(frame.blocks))
         if tasks:
             self._streams.engine.submit(tasks)

@@ -5,13 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from gammaray.checks import MAX_TOKEN_IDS
 from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.types import MAX_GAMMA, Proposal, SamplingParams, VerificationMethod
 
-__all__ = ["NeedTokens", "Prepared", "ProposeTask", "Reply", "SessionSpec", "Task", "Timing", "VerifyTask"]
+__all__ = [
+    "Ending",
+    "NeedTokens",
+    "Prepared",
+    "ProposeTask",
+    "Reply",
+    "SessionSpec",
+    "Task",
+    "Timing",
+    "VerifyTask",
+]
 
 MAX_SESSION_ID = 256
 """Longest name of a session, in characters: a tenant's name and the 128 that its own may have."""
@@ -26,12 +36,14 @@ class SessionSpec:
         method: Verification method of the whole session.
         prompt_length: Number of leading tokens that are the prompt.
         eos_token_ids: Tokens masked until `params.min_tokens` were produced; they end a proposal.
+        cache_salt: Caches are shared between sessions of the same one; None: with nobody.
     """
 
     params: SamplingParams
     method: VerificationMethod
     prompt_length: int
     eos_token_ids: tuple[int, ...]
+    cache_salt: str | None = None
 
     @property
     def num_ids(self) -> int:
@@ -57,6 +69,23 @@ class SessionSpec:
             )
         if any(not 0 <= token_id < vocab_size for token_id in self.eos_token_ids):
             raise InvalidArgumentError("spec.eos_token_ids", self.eos_token_ids, f"below {vocab_size}")
+        if self.cache_salt is not None and len(self.cache_salt) > MAX_SESSION_ID:
+            got = f"{len(self.cache_salt)} characters"
+            raise InvalidArgumentError("spec.cache_salt", got, f"at most {MAX_SESSION_ID}")
+
+
+class Ending(NamedTuple):
+    """The end of a session on a worker.
+
+    Args:
+        session_id: Its name.
+        epoch: Of the owner that ends it, 0 for anybody. A newer owner keeps its session.
+        forgets: What it leaves in the caches for others that begin alike is dropped, too.
+    """
+
+    session_id: str
+    epoch: int = 0
+    forgets: bool = False
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -173,6 +202,7 @@ class Timing:
     batch_size: int = 0
     batch_tokens: int = 0
     num_forwards: int = 0
+    cached_tokens: int = 0
 
     def add(self, step: Timing) -> None:
         """Count one more step that served the block."""

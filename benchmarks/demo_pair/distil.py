@@ -54,9 +54,9 @@ class Lessons:
     logs: Tensor
 
 
-def write_samples(engine: Engine, train: Tensor, num_windows: int, batch: int = 96) -> Tensor:
+def write_samples(engine: Engine, train: Tensor, num_windows: int, batch: int = 96, seed: int = 1) -> Tensor:
     """Return windows that the target wrote, `[num_windows, length]`, each begun by words of `train`."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     begins = torch.randint(len(train) - _PROMPT_TOKENS, (num_windows,), generator=generator).tolist()
     written = [train[begin : begin + _PROMPT_TOKENS].tolist() for begin in begins]
     for first in range(0, num_windows, batch):
@@ -169,10 +169,11 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2048, help="windows that the target writes")
     parser.add_argument("--limit", type=int, help="take only so many windows of the corpus, by chance")
     parser.add_argument("--learning-rate", type=float, default=0.008)
+    parser.add_argument("--seed", type=int, default=0, help="of the windows' choice, texts and batches")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.set_flush_denormal(True)
-    torch.manual_seed(0)
+    torch.manual_seed(options.seed)
     logging.disable_progress_bar()
     target = models.load(options.target).to(options.device).eval()
     draft = models.load(options.draft).to(options.device)
@@ -184,7 +185,7 @@ def main() -> None:
     own_windows = write_samples(writer, held, 96)
     corpus = train[: len(train) // _LENGTH * _LENGTH].view(-1, _LENGTH)
     corpus = corpus[torch.randperm(len(corpus))[: options.limit]]
-    windows = torch.cat((corpus, write_samples(writer, train, options.samples)))
+    windows = torch.cat((corpus, write_samples(writer, train, options.samples, seed=options.seed + 1)))
     print(f"{windows.numel() / 1e6:.2f} M tokens written and read", flush=True)
     lessons = read_lessons(target, windows)
     for progress, loss in distil(

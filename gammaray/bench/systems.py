@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from dataclasses import dataclass
 from typing import Protocol
@@ -99,6 +100,7 @@ class Stack:
             gamma=self._policy,
             verification=self._verification,
             ignore_eos=True,
+            cache_salt=secrets.token_hex(8),  # Each reads its prompt itself, whoever read it before.
         ):
             if last.tokens:
                 arrivals.append((time.perf_counter() - started, len(last.tokens)))

@@ -36,6 +36,29 @@ ENGINE = (
         labels=("role",),
     ),
     Metric(
+        *("gammaray.worker.cache.retained", Kind.GAUGE, "By", BOTH_WORKERS),
+        "KV cache that sessions left when they ended, beside what is in use: for others that begin alike, "
+        "until somebody needs the room.",
+        "sum by (role) (gammaray_worker_cache_retained_bytes)",
+        "KV cache retained by role.",
+        labels=("role",),
+    ),
+    Metric(
+        *("gammaray.worker.prefix_cache.queries", Kind.COUNTER, "{token}", BOTH_WORKERS),
+        "Tokens that sessions began with on this worker.",
+        "sum by (role) (rate(gammaray_worker_prefix_cache_hits_total[5m])) / sum by (role) "
+        "(rate(gammaray_worker_prefix_cache_queries_total[5m]))",
+        "Share of prompts that need not be read again, by role.",
+        labels=("role",),
+    ),
+    Metric(
+        *("gammaray.worker.prefix_cache.hits", Kind.COUNTER, "{token}", BOTH_WORKERS),
+        "Those of them that were cached: by an earlier turn, or by another session that begins alike.",
+        "sum by (role) (rate(gammaray_worker_prefix_cache_hits_total[5m]))",
+        "Tokens per second that were cached instead of read, by role.",
+        labels=("role",),
+    ),
+    Metric(
         *("gammaray.worker.cache.evictions", Kind.COUNTER, "{session}", BOTH_WORKERS),
         "Sessions whose cache was evicted; they are fed again.",
         "sum by (role) (rate(gammaray_worker_cache_evictions_total[5m]))",

@@ -106,6 +106,7 @@ class GenerateRequest(_message.Message):
     TURN_FIELD_NUMBER: _builtins.int
     RESUME_FROM_FIELD_NUMBER: _builtins.int
     KEEP_CACHE_S_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model; empty means the one served."""
     text: _builtins.str
@@ -134,6 +135,10 @@ class GenerateRequest(_message.Message):
     """
     keep_cache_s: _builtins.float
     """Seconds to keep the workers' caches after the turn has finished, for the next one. Range [0, 3600]. Default 0."""
+    cache_salt: _builtins.str
+    """The workers' caches are shared only with the tenant's requests of the same salt. Empty is one, too. At most 64
+    characters.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids of the target's vocabulary."""
@@ -173,10 +178,11 @@ class GenerateRequest(_message.Message):
         turn: _builtins.int = ...,
         resume_from: _builtins.int | None = ...,
         keep_cache_s: _builtins.float = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_top_logprobs", b"_num_top_logprobs", "_resume_from", b"_resume_from", "gamma", b"gamma", "max_tokens", b"max_tokens", "num_top_logprobs", b"num_top_logprobs", "prompt", b"prompt", "resume_from", b"resume_from", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_top_logprobs", b"_num_top_logprobs", "_resume_from", b"_resume_from", "drafter", b"drafter", "gamma", b"gamma", "ignore_eos", b"ignore_eos", "keep_cache_s", b"keep_cache_s", "max_tokens", b"max_tokens", "model", b"model", "num_top_logprobs", b"num_top_logprobs", "prompt", b"prompt", "resume_from", b"resume_from", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids", "turn", b"turn", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_top_logprobs", b"_num_top_logprobs", "_resume_from", b"_resume_from", "cache_salt", b"cache_salt", "drafter", b"drafter", "gamma", b"gamma", "ignore_eos", b"ignore_eos", "keep_cache_s", b"keep_cache_s", "max_tokens", b"max_tokens", "model", b"model", "num_top_logprobs", b"num_top_logprobs", "prompt", b"prompt", "resume_from", b"resume_from", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids", "turn", b"turn", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
@@ -370,6 +376,7 @@ class Usage(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     completion_tokens: _builtins.int
@@ -378,6 +385,8 @@ class Usage(_message.Message):
     """Proposed tokens that were accepted and emitted."""
     rejected_prediction_tokens: _builtins.int
     """Proposed tokens that were not."""
+    cached_tokens: _builtins.int
+    """Tokens of the prompt that the target worker had cached, and need not read."""
     def __init__(
         self,
         *,
@@ -385,10 +394,11 @@ class Usage(_message.Message):
         completion_tokens: _builtins.int = ...,
         accepted_prediction_tokens: _builtins.int = ...,
         rejected_prediction_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_prediction_tokens", b"accepted_prediction_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -340,6 +340,7 @@ class SessionSpec(_message.Message):
     PROMPT_LENGTH_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MODEL_IDENTITY_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     verification: Global___VerificationMethod.ValueType
     """Verification method for the whole session. Never UNSPECIFIED here."""
     prompt_length: _builtins.int
@@ -347,6 +348,10 @@ class SessionSpec(_message.Message):
     model_identity: _builtins.str
     """Identity of the target model whose tokens the session holds, see GetTargetInfoResponse. A target worker of
     another identity refuses the block with FAILED_PRECONDITION; draft workers ignore it. Empty allows any.
+    """
+    cache_salt: _builtins.str
+    """Sessions of one salt may copy each other's caches where their tokens begin alike, and use what ended ones have left.
+    Absent: this session shares nothing. At most 256 characters.
     """
     @_builtins.property
     def sampling(self) -> Global___SamplingParams:
@@ -364,12 +369,15 @@ class SessionSpec(_message.Message):
         prompt_length: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         model_identity: _builtins.str = ...,
+        cache_salt: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "model_identity", b"model_identity", "prompt_length", b"prompt_length", "sampling", b"sampling", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "model_identity", b"model_identity", "prompt_length", b"prompt_length", "sampling", b"sampling", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
 
 Global___SessionSpec: _TypeAlias = SessionSpec  # noqa: Y015
 
@@ -488,6 +496,7 @@ class WorkerTiming(_message.Message):
     FORWARD_US_FIELD_NUMBER: _builtins.int
     BATCH_SIZE_FIELD_NUMBER: _builtins.int
     BATCH_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     queue_us: _builtins.int
     """Microseconds between the arrival of the block and the start of its first forward."""
     compute_us: _builtins.int
@@ -498,6 +507,10 @@ class WorkerTiming(_message.Message):
     """Sessions in the (largest) batch that served this block."""
     batch_tokens: _builtins.int
     """Tokens fed in the steps that served this block, over the whole batch."""
+    cached_tokens: _builtins.int
+    """In the answer to a block with a SessionSpec: leading tokens of the session that were cached, its own or copied from
+    another session.
+    """
     def __init__(
         self,
         *,
@@ -506,10 +519,11 @@ class WorkerTiming(_message.Message):
         forward_us: _builtins.int = ...,
         batch_size: _builtins.int = ...,
         batch_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_size", b"batch_size", "batch_tokens", b"batch_tokens", "compute_us", b"compute_us", "forward_us", b"forward_us", "queue_us", b"queue_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_size", b"batch_size", "batch_tokens", b"batch_tokens", "cached_tokens", b"cached_tokens", "compute_us", b"compute_us", "forward_us", b"forward_us", "queue_us", b"queue_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -517,25 +531,31 @@ Global___WorkerTiming: _TypeAlias = WorkerTiming  # noqa: Y015
 
 @_typing.final
 class ReleaseSession(_message.Message):
-    """Ends a session on a worker: its cache is freed. Unknown sessions are ignored. Not answered."""
+    """Ends a session on a worker: its cache is free for who needs the room, and serves sessions of its salt until then.
+    Unknown sessions are ignored. Not answered.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    FORGET_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The session."""
     epoch: _builtins.int
     """Fencing: ignored where a newer epoch has been seen, whose owner still needs the cache. 0 means any."""
+    forget: _builtins.bool
+    """Forget what it holds, and what it left when it ended before, at once. Default false."""
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
+        forget: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "forget", b"forget", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -137,12 +137,12 @@ class DraftScheduler(Scheduler[ProposeTask]):
     def _reply(self, task: ProposeTask, outcome: object, timing: Timing | None = None) -> None:
         super()._reply(task, None if task.is_notice else outcome, timing)
 
-    def _forget(self, session_id: str) -> None:
-        self._gain.drop(session_id)
-        self._speculations.pop(session_id, None)
+    def _forget(self, session: Session) -> None:
+        self._gain.drop(session.session_id)
+        self._speculations.pop(session.session_id, None)
         if self.preparer is not None:
-            self.preparer.drop(session_id)
-        super()._forget(session_id)
+            self.preparer.drop(session.session_id)
+        super()._forget(session)
 
     def _match_cache(self, session: Session) -> None:
         """Move the session's tree to its tokens; begin a new one where the old one does not reach."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.engine.kv_cache import SessionCache
+from services.engine.session_cache import SessionCache
 
 __all__ = ["Batch", "Feed", "Segment", "allowed_slots", "node_path"]
 

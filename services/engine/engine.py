@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -23,32 +22,15 @@ from services.engine.feeds import check_feed, feed_positions, is_chain
 from services.engine.general import GeneralRunner
 from services.engine.graphs import GraphRunner
 from services.engine.graphs_weights import build_graph_model, prefers_graphs
-from services.engine.kv_cache import CacheShape, CacheStore
+from services.engine.kv_cache import CacheShape, CacheStats, CacheStore, Source
 from services.engine.model import load_model
 from services.engine.native.runner import NativeRunner
 from services.engine.native.weights import build_native, has_native_path
 from services.engine.probe import probe_model
 
-__all__ = ["Engine", "EngineStats", "Feed", "Runner"]
+__all__ = ["Engine", "Feed", "Runner"]
 
 DEFAULT_CACHE_BUDGET_BYTES = 2 * 2**30
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """What the cache holds.
-
-    Attributes:
-        num_sessions: Sessions with a cache.
-        cache_bytes: Bytes allocated for them.
-        cache_budget_bytes: Upper bound of `cache_bytes`.
-        num_evictions: Sessions evicted since the start.
-    """
-
-    num_sessions: int
-    cache_bytes: int
-    cache_budget_bytes: int
-    num_evictions: int
 
 
 class Runner(Protocol):
@@ -206,8 +188,8 @@ class Engine:
             raise CacheGapError(session_id, 0)
         cache.keep_path(base, path, keep)
 
-    def fork(self, source: str, copy: str, length: int) -> None:
-        """Make `copy`'s cache the first `length` tokens of `source`'s.
+    def fork(self, source: Source, copy: str, length: int) -> None:
+        """Make `copy`'s cache the first `length` tokens of `source`'s, a session or what is retained of one.
 
         Raises:
             CacheGapError: `source` holds fewer.
@@ -215,13 +197,27 @@ class Engine:
         """
         self._store.fork(source, copy, length)
 
-    def longest_prefix(self, token_ids: Sequence[int]) -> tuple[str, int]:
-        """Return the session whose cache shares the longest prefix with `token_ids`, and its length."""
-        return self._store.longest_prefix(token_ids)
+    def share(self, session_id: str, salt: str | None) -> None:
+        """Let sessions of `salt`, and no others, copy what is cached of this one, if anything is."""
+        cache = self._store.get(session_id)
+        if cache is not None:
+            cache.salt = salt
+
+    def longest_prefix(self, token_ids: Sequence[int], salt: str) -> tuple[Source, int]:
+        """Return whose cache, among those of `salt`, shares the longest prefix, and its length."""
+        return self._store.longest_prefix(token_ids, salt)
 
     def release(self, session_id: str) -> None:
-        """Forget a session and free its cache; unknown ones are ignored."""
+        """End a session and free its cache; unknown ones are ignored."""
         self._store.release(session_id)
+
+    def retain(self, session_id: str, salt: str) -> None:
+        """End a session; while nobody needs the room its cache serves those of `salt` that begin alike."""
+        self._store.retain(session_id, salt)
+
+    def forget(self, session_id: str) -> None:
+        """End a session and free its cache, and what was retained of it before."""
+        self._store.forget(session_id)
 
     def num_nodes(self, session_id: str) -> int:
         """Return how many nodes of a tree are cached beside the session's chain."""
@@ -232,10 +228,9 @@ class Engine:
         """Return whether a session can hold that many tokens, nodes included, and no other has to go."""
         return self._store.has_room(session_id, num_tokens)
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> CacheStats:
         """Return what the cache holds."""
-        store = self._store
-        return EngineStats(len(store), store.used_bytes, store.budget_bytes, store.num_evictions)
+        return self._store.stats()
 
     def check(self) -> None:
         """Raise EngineLostError when a part of the engine is gone: never, but for a parallel one."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from services.engine.batch import Feed
 from services.engine.errors import CacheGapError
-from services.engine.kv_cache import SessionCache
+from services.engine.session_cache import SessionCache
 
 __all__ = ["check_feed", "feed_positions", "is_chain"]
 

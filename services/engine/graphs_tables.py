@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from services.engine.batch import Batch, Segment, node_path
-from services.engine.kv_cache import SessionCache
+from services.engine.session_cache import SessionCache
 
 __all__ = ["GREEDY", "NO_TREE", "Bucket", "Race", "Tables", "bucket_of", "fill", "new_tables"]
 

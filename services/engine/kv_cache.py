@@ -10,14 +10,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from services.engine.errors import CacheFullError, CacheGapError
+from services.engine.retained import MIN_PREFIX, RetainedCaches
+from services.engine.session_cache import SessionCache, common_prefix
 
-__all__ = ["BLOCK", "CacheShape", "CacheStore", "SessionCache"]
+__all__ = ["BLOCK", "CacheShape", "CacheStats", "CacheStore", "Source"]
+
+Source = str | int
+"""Whose slots are copied: a session's, by its name, or retained ones, by their number."""
 
 # Buffers come in whole blocks of slots, zeros at first: attention may read to a block's end, behind a mask.
 BLOCK = 64
@@ -39,98 +43,35 @@ class CacheShape:
         return self.num_layers * self.rows * self.dim * self.dtype.itemsize
 
 
-@dataclass
-class SessionCache:
-    """One session's slots.
+@dataclass(frozen=True)
+class CacheStats:
+    """What a store holds.
 
     Attributes:
-        data: [num_layers, rows, capacity, dim].
-        tokens: The cached chain; token i is in slot i.
-        tree_tokens: Nodes in the slots after the chain, waiting for `keep_path`.
-        tree_parents: Index of each node's parent among the nodes; -k for the k-th last token of the chain.
-        views: Views into `data` that a runner wants to keep; emptied when `data` is replaced.
+        num_sessions: Sessions with a cache.
+        cache_bytes: Bytes allocated for them.
+        cache_budget_bytes: Upper bound of these and `retained_bytes` together.
+        num_evictions: Sessions evicted since the start.
+        retained_bytes: Bytes kept of sessions that have ended; free for who needs them.
     """
 
-    data: Tensor
-    tokens: list[int] = field(default_factory=list)
-    tree_tokens: list[int] = field(default_factory=list)
-    tree_parents: list[int] = field(default_factory=list)
-    views: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]] = field(default_factory=dict)
-
-    @property
-    def capacity(self) -> int:
-        """How many slots the buffer has."""
-        return self.data.shape[2]
-
-    @property
-    def num_slots(self) -> int:
-        """How many slots are in use, tree nodes included."""
-        return len(self.tokens) + len(self.tree_tokens)
-
-    def truncate(self, length: int, num_nodes: int = 0) -> None:
-        """Keep the first `length` tokens of the chain and the first `num_nodes` nodes of the tree."""
-        del self.tokens[length:]
-        del self.tree_tokens[num_nodes:], self.tree_parents[num_nodes:]
-
-    def keep_path(self, base: int, path: Sequence[int], keep: Sequence[int] = ()) -> None:
-        """Make the chain its first `base` tokens and the nodes `path`, root first; drop all other nodes.
-
-        Args:
-            base: Position of the path's first node.
-            path: Indices of nodes, each the child of the one before.
-            keep: Indices, ascending, of nodes that stay beside the new chain.
-
-        Raises:
-            ValueError: `base` is past the chain, `path` is no path from there, or the parent of a node in
-                `keep` does not stay.
-        """
-        if not self.tree_tokens:
-            self._keep_chain(base, path)
-            return
-        length, num_nodes = len(self.tokens), len(self.tree_tokens)
-        if not 0 <= base <= length or (not path and base < length and not keep):
-            raise ValueError(f"base: got {base}, the tree's nodes start at {length}")
-        previous = base - 1 - length
-        for node in path:
-            if not 0 <= node < num_nodes or self.tree_parents[node] != previous:
-                raise ValueError(f"path: got {list(path)}, not a path from position {base}")
-            previous = node
-        parents = self._parents_after(base, path, keep)
-        staying = [*path, *keep]
-        if base != length or staying != list(range(len(staying))):
-            slots = torch.tensor(staying, device=self.data.device) + length
-            self.data[:, :, base : base + len(staying)] = self.data.index_select(2, slots)
-        del self.tokens[base:]
-        self.tokens.extend(self.tree_tokens[node] for node in path)
-        self.tree_tokens, self.tree_parents = [self.tree_tokens[node] for node in keep], parents
-
-    def _parents_after(self, base: int, path: Sequence[int], keep: Sequence[int]) -> list[int]:
-        """The parents of `keep`, counted as they will be."""
-        length, new_length = len(self.tokens), base + len(path)
-        places = {node: base + index - new_length for index, node in enumerate(path)}
-        parents = []
-        for index, node in enumerate(keep):
-            parent = self.tree_parents[node]
-            if parent in places:
-                parents.append(places[parent])
-            elif parent < 0 and length + parent < base:
-                parents.append(length + parent - new_length)
-            else:
-                raise ValueError(f"keep: the parent of node {node} does not stay")
-            places[node] = index
-        return parents
-
-    def _keep_chain(self, base: int, path: Sequence[int]) -> None:
-        end = base + len(path)
-        if list(path) != list(range(len(path))) or not 0 <= base <= end <= len(self.tokens):
-            raise ValueError(
-                f"path: got {list(path)} from base {base}, not a path of the {len(self.tokens)} cached tokens"
-            )
-        self.truncate(end)
+    num_sessions: int
+    cache_bytes: int
+    cache_budget_bytes: int
+    num_evictions: int
+    retained_bytes: int
 
 
 class CacheStore:
-    """All sessions' caches under one byte budget; the least recently used go first."""
+    """All sessions' caches under one byte budget.
+
+    What room they leave, those of ended sessions may take. When room is needed these go first, and then the
+    sessions that were used longest ago.
+
+    Attributes:
+        used_bytes: Of the sessions, what is retained apart.
+        num_evictions: Sessions that had to go.
+    """
 
     def __init__(self, shape: CacheShape, budget_bytes: int) -> None:
         self.shape = shape
@@ -138,9 +79,21 @@ class CacheStore:
         self.used_bytes = 0
         self.num_evictions = 0
         self._sessions: OrderedDict[str, SessionCache] = OrderedDict()
+        self._retained = RetainedCaches()
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    @property
+    def retained_bytes(self) -> int:
+        """Bytes of what ended sessions left; free for who needs them."""
+        return self._retained.num_slots * self.shape.slot_bytes
+
+    def stats(self) -> CacheStats:
+        """Return what it holds."""
+        return CacheStats(
+            len(self), self.used_bytes, self.budget_bytes, self.num_evictions, self.retained_bytes
+        )
 
     def get(self, session_id: str) -> SessionCache | None:
         """Return a session's cache, None when it is unknown or was evicted."""
@@ -173,9 +126,7 @@ class CacheStore:
 
     def has_room(self, session_id: str, num_slots: int) -> bool:
         """Whether the session can have that many slots and every other session stays."""
-        session = self._sessions.get(session_id)
-        held = 0 if session is None else session.capacity
-        missing = max(0, _round_up(num_slots, BLOCK) - held)
+        missing = self._missing_slots(session_id, num_slots)
         return self.used_bytes + missing * self.shape.slot_bytes <= self.budget_bytes
 
     def release(self, session_id: str) -> None:
@@ -184,37 +135,71 @@ class CacheStore:
         if session is not None:
             self.used_bytes -= session.capacity * self.shape.slot_bytes
 
-    def longest_prefix(self, token_ids: Sequence[int]) -> tuple[str, int]:
-        """Return the session whose chain shares the longest prefix with `token_ids`, and its length.
+    def retain(self, session_id: str, salt: str) -> None:
+        """End a session and keep its chain for those of `salt` that begin alike; unknown ones are ignored."""
+        session = self._sessions.get(session_id)
+        self.release(session_id)
+        if session is not None and len(session.tokens) >= MIN_PREFIX:
+            self._retained.add(session_id, salt, session)
+
+    def forget(self, session_id: str) -> None:
+        """Free what a session holds, and what it left behind under this name before."""
+        self.release(session_id)
+        self._retained.forget(session_id)
+
+    def longest_prefix(self, token_ids: Sequence[int], salt: str) -> tuple[Source, int]:
+        """Return who of `salt` shares the longest prefix with `token_ids`, and its length.
 
         ("", 0) when none shares a token.
         """
-        best, best_length = "", 0
+        best: Source
+        best, best_length = self._retained.longest_prefix(token_ids, salt)
         wanted = list(token_ids)
         for session_id, session in self._sessions.items():
-            length = _common_prefix(session.tokens, wanted)
+            length = common_prefix(session.tokens, wanted) if session.salt == salt else 0
             if length > best_length:
                 best, best_length = session_id, length
-        return best, best_length
+        return (best, best_length) if best_length else ("", 0)
 
-    def fork(self, source: str, copy: str, length: int) -> None:
+    def fork(self, source: Source, copy: str, length: int) -> None:
         """Make `copy` hold the first `length` tokens of `source`'s chain.
+
+        Retained slots are handed over when there is no room for two.
 
         Raises:
             CacheGapError: `source` holds fewer.
             CacheFullError: The two do not fit the budget.
         """
-        origin = self._sessions.get(source)
+        origin = self._retained.get(source) if isinstance(source, int) else self._sessions.get(source)
         held = len(origin.tokens) if origin is not None else 0
         if origin is None or length > held:
-            raise CacheGapError(source, held)
+            raise CacheGapError(str(source), held)
         if copy == source:
             origin.truncate(length)
             return
-        target = self.reserve(copy, length, frozenset({source}))
+        if isinstance(source, int):
+            self._retained.touch(source)
+            if not self._has_room_beside(origin, copy, length):
+                self.release(copy)
+                self._sessions[copy] = self._retained.pop(source)
+                self.used_bytes += origin.capacity * self.shape.slot_bytes
+                origin.truncate(length)
+                origin.salt = None
+                return
+        target = self.reserve(copy, length, frozenset({source} if isinstance(source, str) else ()))
         target.truncate(0)
         target.data[:, :, :length] = origin.data[:, :, :length]
         target.tokens.extend(origin.tokens[:length])
+
+    def _has_room_beside(self, retained: SessionCache, session_id: str, num_slots: int) -> bool:
+        """Whether a session can have slots and both `retained` and every other session stay."""
+        missing = self._missing_slots(session_id, num_slots) + retained.capacity
+        return self.used_bytes + missing * self.shape.slot_bytes <= self.budget_bytes
+
+    def _missing_slots(self, session_id: str, num_slots: int) -> int:
+        session = self._sessions.get(session_id)
+        held = 0 if session is None else session.capacity
+        return max(0, _round_up(num_slots, BLOCK) - held)
 
     def _make_room(self, wanted: dict[str, int], keep: frozenset[str]) -> None:
         slot_bytes = self.shape.slot_bytes
@@ -233,9 +218,11 @@ class CacheStore:
             self._grow(session_id, chosen[session_id])
 
     def _evict(self, allowed_bytes: int, pinned: set[str]) -> None:
-        """Drop the least recently used sessions until all that are not pinned fit `allowed_bytes`."""
+        """Drop what is least needed until what is retained and not pinned fits `allowed_bytes`."""
         others = [name for name in self._sessions if name not in pinned]
         held = sum(self._sessions[name].capacity for name in others) * self.shape.slot_bytes
+        while self._retained and held + self.retained_bytes > allowed_bytes:
+            self._retained.pop(next(iter(self._retained)))
         for name in others:
             if held <= allowed_bytes:
                 return
@@ -258,18 +245,6 @@ class CacheStore:
                 data[:, :, : session.num_slots] = session.data[:, :, : session.num_slots]
                 session.data, session.views = data, {}
         self._sessions.move_to_end(session_id)
-
-
-def _common_prefix(left: list[int], right: list[int]) -> int:
-    """Length of the common prefix; slices compare at C speed, so a binary search beats a loop."""
-    low, high = 0, min(len(left), len(right))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -27,7 +27,7 @@ from services.engine.checks import check_model
 from services.engine.engine import DEFAULT_CACHE_BUDGET_BYTES, Engine
 from services.engine.errors import EngineLostError
 from services.engine.general import GeneralRunner
-from services.engine.kv_cache import CacheShape, CacheStore
+from services.engine.kv_cache import CacheShape, CacheStore, Source
 from services.engine.model import load_model
 from services.engine.parallel_checks import check_parallel
 from services.engine.parallel_group import RankSpec, check_alone, join_group, leave_group, meeting_place
@@ -117,13 +117,21 @@ class ParallelEngine(Engine):
         """See `Engine.keep_path`."""
         self._on_all_ranks(super().keep_path, session_id, base, list(path), list(keep))
 
-    def fork(self, source: str, copy: str, length: int) -> None:
+    def fork(self, source: Source, copy: str, length: int) -> None:
         """See `Engine.fork`."""
         self._on_all_ranks(super().fork, source, copy, length)
 
     def release(self, session_id: str) -> None:
         """See `Engine.release`; the other ranks free theirs with the next step."""
         self._on_all_ranks(super().release, session_id)
+
+    def retain(self, session_id: str, salt: str) -> None:
+        """See `Engine.retain`; the other ranks, too, do it with the next step."""
+        self._on_all_ranks(super().retain, session_id, salt)
+
+    def forget(self, session_id: str) -> None:
+        """See `Engine.forget`; the other ranks free theirs with the next step."""
+        self._on_all_ranks(super().forget, session_id)
 
     def check(self) -> None:
         """Look whether the other ranks still run.

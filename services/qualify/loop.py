@@ -16,7 +16,7 @@ from services.draft.scheduler import DraftScheduler
 from services.engine.engine import Engine
 from services.planning import Limits
 from services.target.scheduler import TargetScheduler, VerifyOutcome
-from services.tasks import ProposeTask, Reply, SessionSpec, VerifyTask
+from services.tasks import Ending, ProposeTask, Reply, SessionSpec, VerifyTask
 
 __all__ = ["Ask", "Cycle", "Pair", "Text", "draft_scheduler", "target_scheduler"]
 
@@ -111,7 +111,7 @@ class Pair:
                 cycles.append(self._cycle(session, min(gamma, session.remaining - 1)))
         finally:
             for scheduler in (self.target, self.draft):
-                scheduler.release([session.name])
+                scheduler.release([Ending(session.name)])
                 scheduler.step()
         return Text(tuple(session.output), tuple(cycles))
 

@@ -137,6 +137,23 @@ def test_chat_whole_and_streamed_agree(client):
     assert chunks[-1].gammaray["token_ids"] == whole.gammaray["token_ids"]
 
 
+def test_a_conversation_reads_only_what_is_new(client):
+    messages = [
+        {"role": "user", "content": "import os\n\n\nclass Stack:\n    def push(self, item):\n        "}
+    ]
+    options = {"model": "demo", "max_completion_tokens": 24, "seed": 5, "extra_body": {"ignore_eos": True}}
+    first = client.chat.completions.create(messages=messages, **options)
+    messages += [first.choices[0].message, {"role": "user", "content": "\n\ndef pop(self):"}]
+    second = client.chat.completions.create(messages=messages, **options)
+    details = second.usage.prompt_tokens_details
+    # Text that is read anew may be cut into other tokens where prompt and answer meet.
+    assert first.usage.prompt_tokens // 2 < details.cached_tokens < second.usage.prompt_tokens
+    apart = {**options, "extra_body": {"ignore_eos": True, "gammaray": {"cache_salt": "apart"}}}
+    again = client.chat.completions.create(messages=messages, **apart)
+    assert again.usage.prompt_tokens_details.cached_tokens == 0
+    assert again.choices[0].message.content == second.choices[0].message.content
+
+
 def test_samples_differ_and_each_is_its_own_function_of_the_seed(client):
     options = {"max_tokens": 16, "seed": 7, "temperature": 1.0, "ignore_eos": True}
     three = complete(client, n=3, **options)

@@ -45,7 +45,7 @@ async def fleet_of(*workers: ScriptedWorker, registry=None, settle_s: float = 30
 
 
 def clients(fleet, session, *, propose_timeout_s=30.0, verify_timeout_s=30.0, wait_s=30.0):
-    spec = session_spec(session, frozenset())
+    spec = session_spec(session, frozenset(), shares_caches=True)
     return (
         RemoteDrafter(
             fleet.drafts, spec, timeout_s=propose_timeout_s, prefill_timeout_s=30.0, vocab_size=VOCAB

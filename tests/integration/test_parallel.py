@@ -113,6 +113,19 @@ def test_trees_and_forks_agree(clean):
     clean.step(Feed("b", 21, [7, 8], 2), Feed("a", 23, [9], 1))
 
 
+def test_what_ended_sessions_leave_agrees(clean):
+    tokens = some_tokens(30, 6)
+    clean.step(Feed("a", 0, tokens, 1))
+    clean.do("retain", "a", "us")
+    sources = {engine.longest_prefix(tokens, "us") for engine in (clean.two, clean.one)}
+    ((source, length),) = sources
+    assert length == 30
+    clean.do("fork", source, "b", 25)
+    clean.step(Feed("b", 25, [3, 4], 2))
+    clean.do("forget", "a")
+    assert clean.two.stats().retained_bytes == clean.one.stats().retained_bytes == 0
+
+
 def test_sampled_and_greedy_tokens_agree(clean):
     generator = torch.Generator().manual_seed(4)
     tokens = some_tokens(10, 5)

@@ -190,7 +190,7 @@ async def test_prepared_proposals_change_when_and_not_what(model, method, temper
             await fleet.start(30.0)
             params = SamplingParams(temperature=temperature, seed=5)
             session = Session("s", PROMPT, params, method, LENGTH, NoText(), epoch=1)
-            spec = session_spec(session, frozenset())
+            spec = session_spec(session, frozenset(), shares_caches=True)
             drafter = _Counting(fleet.drafts, spec, timeout_s=30.0, prefill_timeout_s=30.0, vocab_size=VOCAB)
             verifier = RemoteVerifier(fleet.targets, spec, timeout_s=30.0, wait_s=30.0)
             num_prepared = 0

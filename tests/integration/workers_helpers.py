@@ -202,6 +202,7 @@ def spec_message(
     method: VerificationMethod = VerificationMethod.COUPLED,
     prompt_length: int = 1,
     eos_token_ids: Sequence[int] = (),
+    cache_salt: str | None = None,
 ) -> types.SessionSpec:
     """Return a session spec."""
     return types.SessionSpec(
@@ -209,6 +210,7 @@ def spec_message(
         verification=convert.method_to_proto(method),
         prompt_length=prompt_length,
         eos_token_ids=eos_token_ids,
+        cache_salt=cache_salt,
     )
 
 

@@ -16,8 +16,8 @@ from services.draft.outlook import race_temperature
 from services.draft.scheduler import DraftScheduler
 from services.draft.throttle import Throttle
 from services.engine.engine import Feed
-from services.engine.kv_cache import SessionCache
 from services.engine.noise import Noise
+from services.engine.session_cache import SessionCache
 from services.planning import Limits
 from services.tasks import ProposeTask, Reply, SessionSpec
 
@@ -109,8 +109,8 @@ class TableEngine:
     def has_room(self, session_id: str, num_tokens: int) -> bool:
         return self.has_space
 
-    def longest_prefix(self, token_ids: Sequence[int]) -> tuple[str, int]:
-        return "", 0
+    def share(self, session_id: str, salt: str | None) -> None:
+        assert salt is None, "no test here shares caches"
 
     def release(self, session_id: str) -> None:
         self.caches.pop(session_id, None)

@@ -50,7 +50,11 @@ SUMMARY = SpeculationSummary(
     speedup_estimate=1.5,
 )
 USAGE = Usage(
-    prompt_tokens=4, completion_tokens=6, accepted_prediction_tokens=3, rejected_prediction_tokens=1
+    prompt_tokens=4,
+    completion_tokens=6,
+    accepted_prediction_tokens=3,
+    rejected_prediction_tokens=1,
+    cached_tokens=2,
 )
 PROCESSES = [
     ProcessStatus("orchestrator", 11, "127.0.0.1:1", "demo", True, 2),

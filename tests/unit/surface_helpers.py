@@ -84,7 +84,7 @@ class ScriptedBackend:
             tokens=(token,),
             seed=request.sampling.seed or 0,
             finish_reason=reason if last else None,
-            usage=Usage(5, len(pieces), 2, 1) if last else None,
+            usage=Usage(5, len(pieces), 2, 1, 3) if last else None,
             summary=SUMMARY if last else None,
             offset=number,
             turn=request.turn,

@@ -92,6 +92,7 @@ def test_generate_json_is_one_object(story):
             "completion_tokens": 6,
             "accepted_prediction_tokens": 3,
             "rejected_prediction_tokens": 1,
+            "cached_tokens": 2,
         },
         "gammaray": {
             "session_id": "s1",

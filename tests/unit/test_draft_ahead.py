@@ -10,6 +10,7 @@ from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.draft.outlook import outlooks
 from services.draft.throttle import MIN_LOOKUPS, MIN_OUTCOME, PAUSE, Throttle
 from services.engine.noise import Noise
+from services.tasks import Ending
 
 COUPLED, REJECTION, NAIVE = (
     VerificationMethod.COUPLED,
@@ -151,10 +152,10 @@ def test_ahead_release_ends_it_and_frees_everything():
     for name in ("s", "t"):
         ahead.ask(PROMPT, 4, session_id=name)
     ahead.idle(2)
-    ahead.scheduler.release(["s"])
+    ahead.scheduler.release([Ending("s")])
     assert list(ahead.engine.caches) == ["t"]
     assert ahead.idle() > 0
-    ahead.scheduler.release(["t"])
+    ahead.scheduler.release([Ending("t")])
     assert not ahead.scheduler.has_work
     assert not ahead.engine.caches
     assert not ahead.scheduler._speculations

@@ -126,12 +126,14 @@ def test_fork_copies_and_lives_on_its_own(engine: Engine, directory: Path) -> No
 
 
 def test_longest_prefix_finds_the_best_session(engine: Engine) -> None:
-    assert engine.longest_prefix([1, 2]) == ("", 0)
+    assert engine.longest_prefix([1, 2], "us") == ("", 0)
     engine.step([Feed("a", 0, [1, 2, 3], 0), Feed("b", 0, [1, 2, 4, 5, 6], 0), Feed("c", 0, [9], 0)])
-    assert engine.longest_prefix([1, 2, 4, 5, 7, 8]) == ("b", 4)
-    assert engine.longest_prefix([1, 2, 3, 4]) == ("a", 3)
-    assert engine.longest_prefix((9,)) == ("c", 1)
-    assert engine.longest_prefix([8]) == ("", 0)
+    for session_id in "abc":
+        engine.share(session_id, "us")
+    assert engine.longest_prefix([1, 2, 4, 5, 7, 8], "us") == ("b", 4)
+    assert engine.longest_prefix([1, 2, 3, 4], "us") == ("a", 3)
+    assert engine.longest_prefix((9,), "us") == ("c", 1)
+    assert engine.longest_prefix([8], "us") == ("", 0)
 
 
 def test_release_frees_the_bytes(engine: Engine) -> None:

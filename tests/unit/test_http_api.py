@@ -22,6 +22,7 @@ async def test_completion_returns_text_usage_and_gammaray():
         "prompt_tokens": 5,
         "completion_tokens": 3,
         "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 3},
         "completion_tokens_details": {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 1},
     }
     assert body["gammaray"] == GAMMARAY
@@ -56,6 +57,7 @@ async def test_completion_every_option_reaches_the_orchestrator():
             "max_nodes": 12,
             "drafter": "none",
             "session_id": "mine",
+            "cache_salt": "apart",
         },
     )
     assert answer.status_code == 200
@@ -80,7 +82,7 @@ async def test_completion_every_option_reaches_the_orchestrator():
     assert request.verification is VerificationMethod.REJECTION
     assert request.gamma == GammaPolicy(fixed=3, max_nodes=12)
     assert request.drafter is DrafterKind.NONE
-    assert request.session_id == "mine"
+    assert (request.session_id, request.cache_salt) == ("mine", "apart")
 
 
 async def test_completion_defaults_are_those_of_openai():

@@ -45,6 +45,7 @@ def test_request_every_option_lands_in_its_field():
         "session_id": "mine",
         "turn": 2,
         "keep_cache_s": 1.5,
+        "cache_salt": "apart",
         "model": "demo",
     }
     assert options.keys() == GenerateOptions.__annotations__.keys()
@@ -64,6 +65,7 @@ def test_request_every_option_lands_in_its_field():
         session_id="mine",
         turn=2,
         keep_cache_s=1.5,
+        cache_salt="apart",
     )
 
 
@@ -116,6 +118,9 @@ def test_request_gamma_of_every_form_is_a_policy(gamma, policy):
         ({"ignore_eos": "yes"}, "ignore_eos"),
         ({"session_id": "a b"}, "session_id"),
         ({"session_id": None}, "session_id"),
+        ({"cache_salt": "x" * 65}, "cache_salt"),
+        ({"cache_salt": "\ud800"}, "cache_salt"),
+        ({"cache_salt": None}, "cache_salt"),
         ({"model": 3}, "model"),
     ],
     ids=str,

@@ -1,0 +1,115 @@
+"""One session's keys and values: the slots of its chain, and of a tree's nodes behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+__all__ = ["SessionCache", "common_prefix"]
+
+
+@dataclass
+class SessionCache:
+    """One session's slots.
+
+    Attributes:
+        data: [num_layers, rows, capacity, dim].
+        tokens: The cached chain; token i is in slot i.
+        tree_tokens: Nodes in the slots after the chain, waiting for `keep_path`.
+        tree_parents: Index of each node's parent among the nodes; -k for the k-th last token of the chain.
+        salt: Only sessions of the same one may copy what is cached here; None: none may.
+        views: Views into `data` that a runner wants to keep; emptied when `data` is replaced.
+    """
+
+    data: Tensor
+    tokens: list[int] = field(default_factory=list)
+    tree_tokens: list[int] = field(default_factory=list)
+    tree_parents: list[int] = field(default_factory=list)
+    salt: str | None = None
+    views: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]] = field(default_factory=dict)
+
+    @property
+    def capacity(self) -> int:
+        """How many slots the buffer has."""
+        return self.data.shape[2]
+
+    @property
+    def num_slots(self) -> int:
+        """How many slots are in use, tree nodes included."""
+        return len(self.tokens) + len(self.tree_tokens)
+
+    def truncate(self, length: int, num_nodes: int = 0) -> None:
+        """Keep the first `length` tokens of the chain and the first `num_nodes` nodes of the tree."""
+        del self.tokens[length:]
+        del self.tree_tokens[num_nodes:], self.tree_parents[num_nodes:]
+
+    def keep_path(self, base: int, path: Sequence[int], keep: Sequence[int] = ()) -> None:
+        """Make the chain its first `base` tokens and the nodes `path`, root first; drop all other nodes.
+
+        Args:
+            base: Position of the path's first node.
+            path: Indices of nodes, each the child of the one before.
+            keep: Indices, ascending, of nodes that stay beside the new chain.
+
+        Raises:
+            ValueError: `base` is past the chain, `path` is no path from there, or the parent of a node in
+                `keep` does not stay.
+        """
+        if not self.tree_tokens:
+            self._keep_chain(base, path)
+            return
+        length, num_nodes = len(self.tokens), len(self.tree_tokens)
+        if not 0 <= base <= length or (not path and base < length and not keep):
+            raise ValueError(f"base: got {base}, the tree's nodes start at {length}")
+        previous = base - 1 - length
+        for node in path:
+            if not 0 <= node < num_nodes or self.tree_parents[node] != previous:
+                raise ValueError(f"path: got {list(path)}, not a path from position {base}")
+            previous = node
+        parents = self._parents_after(base, path, keep)
+        staying = [*path, *keep]
+        if base != length or staying != list(range(len(staying))):
+            slots = torch.tensor(staying, device=self.data.device) + length
+            self.data[:, :, base : base + len(staying)] = self.data.index_select(2, slots)
+        del self.tokens[base:]
+        self.tokens.extend(self.tree_tokens[node] for node in path)
+        self.tree_tokens, self.tree_parents = [self.tree_tokens[node] for node in keep], parents
+
+    def _parents_after(self, base: int, path: Sequence[int], keep: Sequence[int]) -> list[int]:
+        """The parents of `keep`, counted as they will be."""
+        length, new_length = len(self.tokens), base + len(path)
+        places = {node: base + index - new_length for index, node in enumerate(path)}
+        parents = []
+        for index, node in enumerate(keep):
+            parent = self.tree_parents[node]
+            if parent in places:
+                parents.append(places[parent])
+            elif parent < 0 and length + parent < base:
+                parents.append(length + parent - new_length)
+            else:
+                raise ValueError(f"keep: the parent of node {node} does not stay")
+            places[node] = index
+        return parents
+
+    def _keep_chain(self, base: int, path: Sequence[int]) -> None:
+        end = base + len(path)
+        if list(path) != list(range(len(path))) or not 0 <= base <= end <= len(self.tokens):
+            raise ValueError(
+                f"path: got {list(path)} from base {base}, not a path of the {len(self.tokens)} cached tokens"
+            )
+        self.truncate(end)
+
+
+def common_prefix(left: list[int], right: list[int]) -> int:
+    """Length of the common prefix; slices compare at C speed, so a binary search beats a loop."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

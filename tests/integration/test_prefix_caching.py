@@ -1,0 +1,117 @@
+"""Caches that ended sessions leave: they save reading, change no token, and serve their own tenant alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from redis_helpers import running_redis
+from service_helpers import running, tokens_of, worker_process
+
+from gammaray.types import GenerationRequest, SamplingParams
+from orchestrator.access import ANONYMOUS, Caller
+
+pytestmark = pytest.mark.integration
+
+ALICE, BOB = Caller("alice"), Caller("bob")
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def redis_server():
+    with running_redis() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def workers():
+    with worker_process("target") as (_, target), worker_process("draft") as (_, draft):
+        yield target, draft
+
+
+@pytest.fixture
+async def orchestrator(redis_server, workers):
+    async with running(redis_server, *workers) as orchestrator:
+        yield orchestrator
+
+
+def request_of(**fields) -> GenerationRequest:
+    """A request whose prompt no other test has had, of some hundred tokens."""
+    lines = [f"def area_{next(_numbers)}(width, height):"]
+    lines += [f"    total_{index} = width * {index} + height" for index in range(8)]
+    fields = {"prompt": "\n".join(lines), "max_tokens": 24, "ignore_eos": True, **fields}
+    return GenerationRequest(sampling=SamplingParams(temperature=1.0, seed=7), **fields)
+
+
+async def ask(orchestrator, request, caller=ANONYMOUS):
+    """Return the emitted tokens and the usage."""
+    chunks = [chunk async for chunk in orchestrator.generate(request, caller)]
+    return tokens_of(chunks), chunks[-1].usage
+
+
+async def test_the_same_prompt_is_read_once_and_gives_the_same_tokens(orchestrator):
+    request = request_of()
+    first, before = await ask(orchestrator, request)
+    again, after = await ask(orchestrator, request)
+    assert again == first
+    assert before.cached_tokens < 10
+    assert after.cached_tokens == after.prompt_tokens - 1 > 60, "the last one is fed for its logits"
+
+
+async def test_a_conversation_reads_only_what_is_new(orchestrator):
+    request = request_of()
+    answer, usage = await ask(orchestrator, request)
+    prompt = tuple(orchestrator.encode(request.prompt))
+    longer = dataclasses.replace(request, prompt=(*prompt, *answer, *orchestrator.encode("\n\n\nimport os")))
+    tokens, after = await ask(orchestrator, longer)
+    # The last token that was emitted was never fed.
+    assert usage.prompt_tokens + 23 <= after.cached_tokens < after.prompt_tokens
+    salted, nothing = await ask(orchestrator, dataclasses.replace(longer, cache_salt="apart"))
+    assert salted == tokens
+    assert nothing.cached_tokens == 0
+
+
+async def test_a_tenant_is_not_served_from_another_ones(orchestrator):
+    request = request_of()
+    await ask(orchestrator, request, ALICE)
+    assert (await ask(orchestrator, request, BOB))[1].cached_tokens == 0
+    assert (await ask(orchestrator, request))[1].cached_tokens == 0
+    assert (await ask(orchestrator, request, ALICE))[1].cached_tokens > 60
+
+
+async def test_a_deleted_session_leaves_nothing(orchestrator):
+    request = request_of(session_id="secret")
+    await ask(orchestrator, request, ALICE)
+    assert await orchestrator.sessions.delete("secret", ALICE)
+    other = dataclasses.replace(request, session_id="")
+    assert (await ask(orchestrator, other, ALICE))[1].cached_tokens == 0
+
+
+async def test_a_kept_turn_counts_as_cached(orchestrator):
+    first = request_of(session_id="turns", keep_cache_s=60.0)
+    _, usage = await ask(orchestrator, first, BOB)
+    second = dataclasses.replace(first, prompt="\n\n\nimport os", turn=1, keep_cache_s=0.0)
+    assert (await ask(orchestrator, second, BOB))[1].cached_tokens >= usage.prompt_tokens + 23
+
+
+async def test_it_can_be_switched_off(redis_server, workers):
+    request = request_of()
+    async with running(redis_server, *workers, prefix_caching=False) as orchestrator:
+        first, _ = await ask(orchestrator, request)
+        again, usage = await ask(orchestrator, request)
+    assert again == first
+    assert usage.cached_tokens == 0
+
+
+async def test_the_next_request_goes_to_the_worker_that_has_its_prompt(redis_server, workers):
+    target, draft = workers
+    with worker_process("target") as (_, other):
+        async with running(redis_server, f"{target},{other}", draft) as orchestrator:
+            request = request_of()
+            await ask(orchestrator, request)
+            (used,) = [link for link in orchestrator._fleet.targets.links.values() if link.prefixes._keys]
+            # By sessions alone the other one would be asked, which has not read it.
+            used.sessions |= {"one more", "another"}
+            _, usage = await ask(orchestrator, request)
+            assert usage.cached_tokens > 60

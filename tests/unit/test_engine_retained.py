@@ -1,0 +1,145 @@
+"""What ended sessions leave in the caches: whom it serves, that it is right, and that it makes room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engine_helpers import CheckedEngine, plain_model, random_tokens, tiny_model
+
+from services.engine.engine import Engine, Feed
+from services.engine.errors import CacheGapError
+from services.engine.retained import MAX_RETAINED, MIN_PREFIX
+
+# Layers x key and value heads x head_dim x bytes of a float32, 64 slots.
+BLOCK_BYTES = 64 * 3 * 4 * 8 * 4
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama", tmp_path_factory.mktemp("retained"))
+
+
+@pytest.fixture
+def engine(directory: Path) -> Engine:
+    return Engine.load(str(directory))
+
+
+def small(directory: Path, num_blocks: int) -> Engine:
+    return Engine.load(str(directory), cache_budget_bytes=num_blocks * BLOCK_BYTES)
+
+
+def leave(engine: Engine, tokens: list[int], salt: str = "us", session_id: str = "ended") -> None:
+    engine.step([Feed(session_id, 0, tokens, 0)])
+    engine.retain(session_id, salt)
+
+
+def test_a_session_that_begins_alike_goes_on_with_the_right_logits(engine: Engine, directory: Path) -> None:
+    run = CheckedEngine(engine, plain_model(directory))
+    tokens = random_tokens(80, 1)
+    leave(engine, tokens)
+    assert engine.length("ended") == 0
+    source, shared = engine.longest_prefix([*tokens[:70], *random_tokens(9, 2)], "us")
+    assert shared >= 70
+    engine.fork(source, "new", 70)
+    run.step(Feed("new", 70, random_tokens(9, 3), 9))
+    assert run.worst <= 1e-4
+    assert engine.longest_prefix(tokens, "us")[1] == 80, "the copy left it whole"
+
+
+def test_who_has_another_salt_is_not_served(engine: Engine) -> None:
+    tokens = random_tokens(40, 1)
+    leave(engine, tokens)
+    assert engine.longest_prefix(tokens, "them") == ("", 0)
+    engine.step([Feed("live", 0, tokens, 0)])
+    assert engine.longest_prefix(tokens, "them") == ("", 0), "a session shares nothing until it says so"
+    engine.share("live", "them")
+    assert engine.longest_prefix(tokens, "them") == ("live", 40)
+
+
+def test_a_short_chain_and_an_unknown_session_leave_nothing(engine: Engine) -> None:
+    leave(engine, random_tokens(MIN_PREFIX - 1, 1))
+    engine.retain("nobody", "us")
+    assert engine.stats().retained_bytes == 0
+
+
+def test_tree_nodes_are_not_left(engine: Engine) -> None:
+    tokens = random_tokens(20, 1)
+    engine.step([Feed("ended", 0, tokens, 1)])
+    engine.step([Feed("ended", 20, [1, 2, 3], 3, [-1, -1, 0])])
+    engine.retain("ended", "us")
+    assert engine.longest_prefix([*tokens, 1, 3], "us")[1] == 20
+
+
+def test_what_says_no_more_than_another_is_not_kept_twice(engine: Engine) -> None:
+    tokens = random_tokens(60, 1)
+    leave(engine, tokens[:30])
+    leave(engine, tokens)
+    leave(engine, tokens[:40])
+    assert engine.stats().retained_bytes == BLOCK_BYTES
+    assert engine.longest_prefix(tokens, "us")[1] == 60
+    leave(engine, tokens, "them")
+    assert engine.stats().retained_bytes == 2 * BLOCK_BYTES, "another salt has its own"
+
+
+def test_it_makes_room_before_any_session_has_to_go(directory: Path) -> None:
+    engine = small(directory, 4)
+    engine.step([Feed("old", 0, random_tokens(20, 1), 0)])
+    texts = [random_tokens(20, seed) for seed in (2, 3)]
+    for text in texts:
+        leave(engine, text)
+    assert engine.has_room("another", 128), "what is retained is free room"
+    engine.step([Feed("a", 0, random_tokens(20, 4), 0), Feed("b", 0, random_tokens(20, 5), 0)])
+    assert [engine.longest_prefix(text, "us")[1] for text in texts] == [0, 20], "the older one went"
+    engine.step([Feed("c", 0, random_tokens(20, 6), 0)])
+    stats = engine.stats()
+    assert (stats.num_sessions, stats.num_evictions, stats.retained_bytes) == (4, 0, 0)
+    assert stats.cache_bytes == stats.cache_budget_bytes
+
+
+def test_use_keeps_it_longer(directory: Path) -> None:
+    engine = small(directory, 3)
+    texts = [random_tokens(20, seed) for seed in (1, 2)]
+    for text in texts:
+        leave(engine, text)
+    source, _ = engine.longest_prefix(texts[0], "us")
+    engine.fork(source, "new", 20)
+    engine.step([Feed("other", 0, random_tokens(20, 3), 0)])
+    engine.release("new")
+    assert [engine.longest_prefix(text, "us")[1] for text in texts] == [20, 0]
+
+
+def test_slots_are_handed_over_where_two_do_not_fit(directory: Path) -> None:
+    engine = small(directory, 2)
+    run = CheckedEngine(engine, plain_model(directory))
+    tokens = random_tokens(50, 1)
+    leave(engine, tokens)
+    engine.step([Feed("live", 0, random_tokens(9, 2), 0)])
+    source, _ = engine.longest_prefix(tokens, "us")
+    engine.fork(source, "new", 40)
+    stats = engine.stats()
+    assert (stats.num_sessions, stats.num_evictions, stats.retained_bytes) == (2, 0, 0)
+    assert stats.cache_bytes == 2 * BLOCK_BYTES
+    assert engine.longest_prefix(tokens, "us") == ("", 0), "handed over, not yet shared anew"
+    run.step(Feed("new", 40, random_tokens(5, 3), 5))
+    assert run.worst <= 1e-4
+    with pytest.raises(CacheGapError):
+        engine.fork(source, "late", 40)
+
+
+def test_forget_drops_what_was_left_under_the_name(engine: Engine) -> None:
+    text, other = random_tokens(20, 1), random_tokens(20, 2)
+    leave(engine, text, session_id="secret")
+    leave(engine, other)
+    engine.step([Feed("secret", 0, text, 0)])
+    engine.forget("secret")
+    assert engine.length("secret") == 0
+    assert [engine.longest_prefix(tokens, "us")[1] for tokens in (text, other)] == [0, 20]
+
+
+def test_their_number_is_bounded(engine: Engine) -> None:
+    texts = [[seed % 90, seed // 90, *random_tokens(MIN_PREFIX, 1)] for seed in range(MAX_RETAINED + 2)]
+    for text in texts:
+        leave(engine, text)
+    assert engine.stats().retained_bytes == MAX_RETAINED * BLOCK_BYTES
+    assert [engine.longest_prefix(text, "us")[1] > MIN_PREFIX for text in texts[:3]] == [False, False, True]
