@@ -83,6 +83,7 @@ BAD_VERIFIES = {
     "prompt longer than the context": verify_block(PROMPT, spec=spec_message(prompt_length=13)),
     "no prompt": verify_block(PROMPT, spec=spec_message(prompt_length=0)),
     "end of sequence out of vocabulary": verify_block(PROMPT, spec=spec_message(eos_token_ids=[97])),
+    "salt of 10^4 characters": verify_block(PROMPT, spec=spec_message(cache_salt="x" * 10**4)),
     "masks of the whole vocabulary": verify_block(
         PROMPT, spec=spec_message(SamplingParams(seed=1, banned_token_ids=tuple(range(97))))
     ),
