@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 
 INFO_PERIOD_S = 2.0
 INFO_TIMEOUT_S = 5.0
+MAX_FORGETS = 1024  # that wait for a worker to come back
 RECONNECT_BASE_S, RECONNECT_CAP_S = 0.05, 2.0
 ANSWER_GRACE_S = 0.25
 """How much longer than the worker's own deadline we wait, so that its answer (which says why) wins."""
@@ -167,7 +168,7 @@ class WorkerLink(Generic[BlockT, ResultT]):
     def release(self, session_id: str, epoch: int = 0, *, forget: bool = False) -> None:
         """Tell the worker that a session has ended for this owner (0: for any); see pb.ReleaseSession."""
         self.sessions.discard(session_id)
-        if self._is_up:
+        if self._is_up or (forget and len(self._releases) < MAX_FORGETS):
             self._releases.append(pb.ReleaseSession(session_id=session_id, epoch=epoch, forget=forget))
             self._has_output.set()
 
@@ -290,7 +291,7 @@ class WorkerLink(Generic[BlockT, ResultT]):
         reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
         _log.info("%s worker at %s: %s", self.role, self.address, reason)
         self._blocks.clear()
-        self._releases.clear()
+        self._releases = [release for release in self._releases if release.forget]
         self.prefixes.clear()  # it may be another process when it is back
         for future in self._pending.values():
             if not future.done():

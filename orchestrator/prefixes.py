@@ -7,7 +7,7 @@ They are this orchestrator's guess: a worker may have dropped a cache since, and
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 __all__ = ["BLOCK", "MAX_KEYS", "Prefixes", "prefix_keys"]
 
@@ -33,9 +33,9 @@ class Prefixes:
     def __init__(self) -> None:
         self._keys: OrderedDict[int, None] = OrderedDict()
 
-    def add(self, keys: Iterable[int]) -> None:
+    def add(self, keys: Sequence[int]) -> None:
         """It has read a text."""
-        for key in keys:
+        for key in reversed(keys):  # the shortest is the last to go: without it the others are of no use
             self._keys[key] = None
             self._keys.move_to_end(key)
         while len(self._keys) > MAX_KEYS:

@@ -50,7 +50,8 @@ class Remote(ABC, Generic[BlockT, ResultT]):
     def release(self, session: Session) -> None:
         """Free what the worker holds of the session; returns at once."""
         if self._link is not None:
-            self._link.prefixes.add(self._keys(session))
+            if self._num_known > 0:
+                self._link.prefixes.add(self._keys(session))
             self._link.release(session.session_id, session.epoch)
             self._link = None
 
@@ -79,7 +80,6 @@ class Remote(ABC, Generic[BlockT, ResultT]):
             self.release(session)
             self._link, self._num_known = link, 0
             link.sessions.add(session.session_id)
-            link.prefixes.add(self._keys(session))
 
     def _detach(self, session: Session) -> None:
         """Leave a worker whose link broke; it drops the session by itself, by eviction if it still lives."""
@@ -121,6 +121,8 @@ class Remote(ABC, Generic[BlockT, ResultT]):
             if outcome == "error":
                 raise _failure(link, result.error)
             if outcome != "need":
+                if self._num_known == 0:
+                    link.prefixes.add(self._keys(session))
                 return result
             if result.need.position > session.num_committed:
                 raise InternalError(

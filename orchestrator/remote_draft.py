@@ -7,6 +7,7 @@ import contextlib
 import time
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 
 from gammaray.convert import proposal_from_proto
 from gammaray.errors import DeadlineExceededError, GammarayError, InternalError, UnavailableError
@@ -76,7 +77,7 @@ class RemoteDrafter(Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
             return Readiness.READING
         link = self._link
         if link is None or not self._suits(link):
-            link = self._pool.pick(self._suits, self._keys(session))
+            link = self._pool.pick(self._suits, partial(self._keys, session))
         if link is None:
             return Readiness.ABSENT
         self._attach(session, link)

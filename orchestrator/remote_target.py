@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from functools import partial
 
 from gammaray.convert import origin_from_proto, proposal_to_proto
 from gammaray.errors import DeadlineExceededError, GammarayError, InternalError, UnavailableError
@@ -96,7 +97,7 @@ class RemoteVerifier(Remote[target_pb.VerifyBlock, target_pb.VerifyResult]):
         if link is not None and link.is_up and not link.is_draining and suits(link):
             return link
         try:
-            return await self._pool.wait(session.left_s(timeout_s), suits, self._keys(session))
+            return await self._pool.wait(session.left_s(timeout_s), suits, partial(self._keys, session))
         except UnavailableError as error:
             raise why_nobody(self._pool, session.session_id, session.model_identity, error) from None
 
@@ -140,6 +141,7 @@ class RemoteVerifier(Remote[target_pb.VerifyBlock, target_pb.VerifyResult]):
             self.release(session)
         else:
             self._detach(session)
+        link.prefixes.clear()  # what it has read is no reason to ask it again
         if isinstance(error, DeadlineExceededError):
             link.backoff.failed(lost_s)
             if self._pool.pick(of_identity(session.model_identity)) is None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from gammaray.config import OrchestratorSettings
-from gammaray.errors import CancelledError, GammarayError
+from gammaray.errors import CancelledError, GammarayError, NotFoundError
 from gammaray.otel import Telemetry
 from gammaray.tls import tls_files
 from gammaray.types import (
@@ -195,6 +195,9 @@ class Orchestrator:
                         yield chunk
         except CancelledError:
             yield progress.piece((), "", FinishReason.CANCELLED)
+        except NotFoundError:  # it was deleted, and workers may have been fed again since they forgot it
+            self._fleet.release(session.session_id, session.epoch, forget=True)
+            raise
         finally:
             session.state = _heritage(progress, ladder, verifier).to_bytes()
             ladder.release(session)

@@ -23,6 +23,10 @@ CROWDED = 1.5
 """With more than this times the fewest sessions, and two more, what a worker has read does not count."""
 
 
+Keys = Callable[[], Sequence[int]]
+"""Returns the keys of a text, see `orchestrator.prefixes`; called where there is a choice."""
+
+
 class WorkerPool(Generic[BlockT, ResultT]):
     """The workers of one role.
 
@@ -71,9 +75,9 @@ class WorkerPool(Generic[BlockT, ResultT]):
     def pick(
         self,
         suits: Callable[[WorkerLink[BlockT, ResultT]], bool] = lambda _: True,
-        keys: Sequence[int] = (),
+        keys: Keys = tuple,
     ) -> WorkerLink[BlockT, ResultT] | None:
-        """Return the usable worker, of those that suit, for a text with these keys; None when there is none.
+        """Return the usable worker, of those that suit, for a text of these keys; None when there is none.
 
         It is the one that has read most of the text, at least half, unless it has many more sessions than
         others; else the one with the fewest sessions.
@@ -83,7 +87,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
     def pick_any(
         self,
         suits: Callable[[WorkerLink[BlockT, ResultT]], bool] = lambda _: True,
-        keys: Sequence[int] = (),
+        keys: Keys = tuple,
     ) -> WorkerLink[BlockT, ResultT] | None:
         """Return the worker of `pick`, else one that is late at present, or None."""
         late = [link for link in self.links.values() if link.is_up and not link.is_draining and suits(link)]
@@ -93,7 +97,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
         self,
         timeout_s: float,
         suits: Callable[[WorkerLink[BlockT, ResultT]], bool] = lambda _: True,
-        keys: Sequence[int] = (),
+        keys: Keys = tuple,
     ) -> WorkerLink[BlockT, ResultT]:
         """Return the worker of `pick_any`, as soon as there is one that suits.
 
@@ -168,9 +172,10 @@ class WorkerPool(Generic[BlockT, ResultT]):
         return f"no {self.role} worker within {timeout_s:g} s ({known})"
 
 
-def _best(
-    links: Sequence[WorkerLink[BlockT, ResultT]], keys: Sequence[int]
-) -> WorkerLink[BlockT, ResultT] | None:
+def _best(links: Sequence[WorkerLink[BlockT, ResultT]], keys: Keys) -> WorkerLink[BlockT, ResultT] | None:
     fewest = min((len(link.sessions) for link in links), default=0)
     calm = [link for link in links if len(link.sessions) <= CROWDED * fewest + 2]
-    return max(calm, key=lambda link: (link.prefixes.count(keys), -len(link.sessions)), default=None)
+    if len(calm) < 2:
+        return next(iter(calm), None)
+    text = keys()
+    return max(calm, key=lambda link: (link.prefixes.count(text), -len(link.sessions)))

@@ -106,18 +106,19 @@ class Scheduler(ABC, Generic[TaskT]):
         """End sessions: their caches are given up and blocks of theirs that are under way are cancelled."""
         for session_id, epoch, forgets in endings:
             if epoch == 0 or epoch >= self._newest_epoch(session_id):
-                self._end(session_id, CancelledError(f"session {session_id} was released"))
                 if forgets:
                     self.engine.forget(session_id)
+                self._end(session_id, CancelledError(f"session {session_id} was released"))
 
     def _newest_epoch(self, session_id: str) -> int:
         waiting = max((task.epoch for task in self._waiting.get(session_id, ())), default=0)
         return max(waiting, self.sessions.epoch(session_id))
 
     def fail_all(self, error: GammarayError) -> None:
-        """Answer every block with `error` and forget every session."""
+        """Answer every block with `error` and forget every session, those that have ended as well."""
         for session_id in {*self._waiting, *self._running, *self.sessions}:
             self._end(session_id, error)
+        self.engine.drop_retained()
 
     def step(self) -> list[tuple[TaskT, Reply]]:
         """Do one forward for as many blocks as fit and return the answers that are ready."""
@@ -171,6 +172,7 @@ class Scheduler(ABC, Generic[TaskT]):
             session = self.sessions.admit(task)
             if isinstance(session, NeedTokens):
                 return session
+            self.engine.share(task.session_id, session.spec.cache_salt)
             self._match_cache(session)
             outcome = self._start(task, session)
             if task.spec is not None and isinstance(outcome, Running):
@@ -195,7 +197,6 @@ class Scheduler(ABC, Generic[TaskT]):
             if shared >= MIN_PREFIX:
                 with suppress(CacheFullError):  # Both do not fit: it is computed again, in chunks.
                     self.engine.fork(source, session.session_id, shared)
-        self.engine.share(session.session_id, salt)
 
     def _forward(self, batch: list[tuple[Running[TaskT], Feed]]) -> None:
         began, now = time.perf_counter(), time.monotonic()

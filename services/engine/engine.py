@@ -198,10 +198,8 @@ class Engine:
         self._store.fork(source, copy, length)
 
     def share(self, session_id: str, salt: str | None) -> None:
-        """Let sessions of `salt`, and no others, copy what is cached of this one, if anything is."""
-        cache = self._store.get(session_id)
-        if cache is not None:
-            cache.salt = salt
+        """Let sessions of `salt`, and no others, copy what this one caches, until it ends; None: nobody."""
+        self._store.share(session_id, salt)
 
     def longest_prefix(self, token_ids: Sequence[int], salt: str) -> tuple[Source, int]:
         """Return whose cache, among those of `salt`, shares the longest prefix, and its length."""
@@ -218,6 +216,10 @@ class Engine:
     def forget(self, session_id: str) -> None:
         """End a session and free its cache, and what was retained of it before."""
         self._store.forget(session_id)
+
+    def drop_retained(self) -> None:
+        """Free what ended sessions have left."""
+        self._store.drop_retained()
 
     def num_nodes(self, session_id: str) -> int:
         """Return how many nodes of a tree are cached beside the session's chain."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from services.engine.errors import CacheFullError, CacheGapError
 from services.engine.retained import MIN_PREFIX, RetainedCaches
@@ -80,6 +81,7 @@ class CacheStore:
         self.num_evictions = 0
         self._sessions: OrderedDict[str, SessionCache] = OrderedDict()
         self._retained = RetainedCaches()
+        self._salts: dict[str, str] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -129,8 +131,19 @@ class CacheStore:
         missing = self._missing_slots(session_id, num_slots)
         return self.used_bytes + missing * self.shape.slot_bytes <= self.budget_bytes
 
+    def share(self, session_id: str, salt: str | None) -> None:
+        """Let sessions of `salt`, and no others, copy what this one caches, now and later; None: nobody."""
+        if salt is None:
+            self._salts.pop(session_id, None)
+        else:
+            self._salts[session_id] = salt
+
     def release(self, session_id: str) -> None:
         """Forget a session; unknown ones are ignored."""
+        self._salts.pop(session_id, None)
+        self._drop(session_id)
+
+    def _drop(self, session_id: str) -> None:
         session = self._sessions.pop(session_id, None)
         if session is not None:
             self.used_bytes -= session.capacity * self.shape.slot_bytes
@@ -141,6 +154,10 @@ class CacheStore:
         self.release(session_id)
         if session is not None and len(session.tokens) >= MIN_PREFIX:
             self._retained.add(session_id, salt, session)
+
+    def drop_retained(self) -> None:
+        """Free what ended sessions left."""
+        self._retained.clear()
 
     def forget(self, session_id: str) -> None:
         """Free what a session holds, and what it left behind under this name before."""
@@ -156,7 +173,9 @@ class CacheStore:
         best, best_length = self._retained.longest_prefix(token_ids, salt)
         wanted = list(token_ids)
         for session_id, session in self._sessions.items():
-            length = common_prefix(session.tokens, wanted) if session.salt == salt else 0
+            if self._salts.get(session_id) != salt:
+                continue
+            length = common_prefix(session.tokens, wanted, best_length)
             if length > best_length:
                 best, best_length = session_id, length
         return (best, best_length) if best_length else ("", 0)
@@ -164,7 +183,8 @@ class CacheStore:
     def fork(self, source: Source, copy: str, length: int) -> None:
         """Make `copy` hold the first `length` tokens of `source`'s chain.
 
-        Retained slots are handed over when there is no room for two.
+        Where there is no room for two, what is retained makes room for the copy or, if that needs most of it,
+        becomes the copy.
 
         Raises:
             CacheGapError: `source` holds fewer.
@@ -180,12 +200,13 @@ class CacheStore:
         if isinstance(source, int):
             self._retained.touch(source)
             if not self._has_room_beside(origin, copy, length):
-                self.release(copy)
-                self._sessions[copy] = self._retained.pop(source)
-                self.used_bytes += origin.capacity * self.shape.slot_bytes
-                origin.truncate(length)
-                origin.salt = None
-                return
+                self._retained.pop(source)
+                if origin.capacity <= 2 * _round_up(length, BLOCK):
+                    self._drop(copy)
+                    self._sessions[copy] = origin
+                    self.used_bytes += origin.capacity * self.shape.slot_bytes
+                    origin.truncate(length)
+                    return
         target = self.reserve(copy, length, frozenset({source} if isinstance(source, str) else ()))
         target.truncate(0)
         target.data[:, :, :length] = origin.data[:, :, :length]
@@ -227,21 +248,29 @@ class CacheStore:
             if held <= allowed_bytes:
                 return
             held -= self._sessions[name].capacity * self.shape.slot_bytes
-            self.release(name)
+            self._drop(name)
             self.num_evictions += 1
 
-    def _grow(self, session_id: str, capacity: int) -> None:
+    def _new_slots(self, capacity: int) -> Tensor:
         shape = self.shape
+        size = (shape.num_layers, shape.rows, capacity, shape.dim)
+        try:
+            return torch.zeros(size, dtype=shape.dtype, device=shape.device)
+        except RuntimeError:  # The budget promised more memory than there is.
+            if not self._retained:
+                raise
+            self.drop_retained()
+            return torch.zeros(size, dtype=shape.dtype, device=shape.device)
+
+    def _grow(self, session_id: str, capacity: int) -> None:
         session = self._sessions.get(session_id)
         if session is None or session.capacity < capacity:
-            data = torch.zeros(
-                shape.num_layers, shape.rows, capacity, shape.dim, dtype=shape.dtype, device=shape.device
-            )
-            self.used_bytes += capacity * shape.slot_bytes
+            data = self._new_slots(capacity)
+            self.used_bytes += capacity * self.shape.slot_bytes
             if session is None:
                 session = self._sessions[session_id] = SessionCache(data)
             else:
-                self.used_bytes -= session.capacity * shape.slot_bytes
+                self.used_bytes -= session.capacity * self.shape.slot_bytes
                 data[:, :, : session.num_slots] = session.data[:, :, : session.num_slots]
                 session.data, session.views = data, {}
         self._sessions.move_to_end(session_id)

@@ -133,6 +133,10 @@ class ParallelEngine(Engine):
         """See `Engine.forget`; the other ranks free theirs with the next step."""
         self._on_all_ranks(super().forget, session_id)
 
+    def drop_retained(self) -> None:
+        """See `Engine.drop_retained`; the other ranks free theirs with the next step."""
+        self._on_all_ranks(super().drop_retained)
+
     def check(self) -> None:
         """Look whether the other ranks still run.
 

@@ -18,7 +18,7 @@ MIN_PREFIX = 16
 """Shared leading tokens, from which on a cache is copied rather than computed again."""
 
 MAX_RETAINED = 256
-"""Caches kept at most: each new session is compared with all of them, some microseconds each."""
+"""Caches kept at most: each new session is compared with all of them."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,10 @@ class RetainedCaches:
         """Keep a cache, unless one that is kept says it all; what it says all of goes."""
         cache.truncate(len(cache.tokens))
         for number, other in list(self._alike(salt, cache.tokens)):
-            shared = common_prefix(other.cache.tokens, cache.tokens)
-            if shared == len(cache.tokens):
+            if _begins_with(other.cache.tokens, cache.tokens):
                 self.touch(number)
                 return
-            if shared == len(other.cache.tokens):
+            if _begins_with(cache.tokens, other.cache.tokens):
                 self.pop(number)
         if len(self) >= MAX_RETAINED:
             self.pop(next(iter(self)))
@@ -79,6 +78,11 @@ class RetainedCaches:
         self.num_slots -= cache.capacity
         return cache
 
+    def clear(self) -> None:
+        """Drop all."""
+        self._caches.clear()
+        self.num_slots = 0
+
     def forget(self, session_id: str) -> None:
         """Drop what a session left."""
         for number, retained in list(self._caches.items()):
@@ -89,7 +93,7 @@ class RetainedCaches:
         """Return the number of the cache that shares the longest prefix, and its length; (0, 0) for none."""
         wanted, best, best_length = list(token_ids), 0, 0
         for number, retained in self._alike(salt, wanted):
-            length = common_prefix(retained.cache.tokens, wanted)
+            length = common_prefix(retained.cache.tokens, wanted, best_length)
             if length > best_length:
                 best, best_length = number, length
         return best, best_length
@@ -100,3 +104,8 @@ class RetainedCaches:
         for number, retained in self._caches.items():
             if retained.salt == salt and retained.cache.tokens[:MIN_PREFIX] == begin:
                 yield number, retained
+
+
+def _begins_with(tokens: list[int], prefix: list[int]) -> bool:
+    last = len(prefix) - 1
+    return len(tokens) > last and tokens[last] == prefix[last] and tokens[:last] == prefix[:last]

@@ -20,7 +20,6 @@ class SessionCache:
         tokens: The cached chain; token i is in slot i.
         tree_tokens: Nodes in the slots after the chain, waiting for `keep_path`.
         tree_parents: Index of each node's parent among the nodes; -k for the k-th last token of the chain.
-        salt: Only sessions of the same one may copy what is cached here; None: none may.
         views: Views into `data` that a runner wants to keep; emptied when `data` is replaced.
     """
 
@@ -28,7 +27,6 @@ class SessionCache:
     tokens: list[int] = field(default_factory=list)
     tree_tokens: list[int] = field(default_factory=list)
     tree_parents: list[int] = field(default_factory=list)
-    salt: str | None = None
     views: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]] = field(default_factory=dict)
 
     @property
@@ -103,9 +101,15 @@ class SessionCache:
         self.truncate(end)
 
 
-def common_prefix(left: list[int], right: list[int]) -> int:
-    """Length of the common prefix; slices compare at C speed, so a binary search beats a loop."""
-    low, high = 0, min(len(left), len(right))
+def common_prefix(left: list[int], right: list[int], beyond: int = 0) -> int:
+    """Length of the common prefix, 0 when it is not longer than `beyond`.
+
+    Slices compare at C speed, so a binary search beats a loop; one token tells most of those that are not.
+    """
+    high = min(len(left), len(right))
+    if high <= beyond or left[beyond] != right[beyond] or left[:beyond] != right[:beyond]:
+        return 0
+    low = beyond + 1
     while low < high:
         middle = (low + high + 1) // 2
         if left[low:middle] == right[low:middle]:

@@ -124,6 +124,22 @@ def test_what_ended_sessions_leave_agrees(clean):
     clean.step(Feed("b", 25, [3, 4], 2))
     clean.do("forget", "a")
     assert clean.two.stats().retained_bytes == clean.one.stats().retained_bytes == 0
+    clean.step(Feed("b", 27, [5], 1))
+
+
+def test_ranks_evict_the_same_of_what_was_left(clean):
+    for seed in range(20):  # more than fit
+        clean.step(Feed("a", 0, some_tokens(70, seed), 1))
+        clean.do("retain", "a", "us")
+    kept = [clean.two.longest_prefix(some_tokens(70, seed), "us") for seed in range(20)]
+    assert kept == [clean.one.longest_prefix(some_tokens(70, seed), "us") for seed in range(20)]
+    assert [length for _, length in kept].count(70) < 20
+    for seed, (source, length) in enumerate(kept):
+        if length == 70:  # rank 1 would be lost, were it not there
+            clean.do("fork", source, "b", 66)
+            clean.step(Feed("b", 66, [seed], 1))
+    clean.do("drop_retained")
+    clean.step(Feed("b", 67, [1], 1))
 
 
 def test_sampled_and_greedy_tokens_agree(clean):

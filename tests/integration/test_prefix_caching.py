@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from contextlib import aclosing
 
 import pytest
 from redis_helpers import running_redis
 from service_helpers import running, tokens_of, worker_process
 
+from gammaray.errors import NotFoundError
 from gammaray.types import GenerationRequest, SamplingParams
 from orchestrator.access import ANONYMOUS, Caller
 
@@ -85,6 +87,20 @@ async def test_a_deleted_session_leaves_nothing(orchestrator):
     await ask(orchestrator, request, ALICE)
     assert await orchestrator.sessions.delete("secret", ALICE)
     other = dataclasses.replace(request, session_id="")
+    assert (await ask(orchestrator, other, ALICE))[1].cached_tokens == 0
+
+
+async def test_a_session_that_is_deleted_while_it_runs_leaves_nothing(orchestrator):
+    request = request_of(session_id="soon-gone", max_tokens=1500)
+    stream = orchestrator.generate(request, ALICE)
+    async with aclosing(stream):
+        await anext(stream)
+        assert await orchestrator.sessions.delete("soon-gone", ALICE)
+        # What a worker does that was fed again before the owner heard of it.
+        with pytest.raises(NotFoundError):
+            async for _ in stream:
+                pass
+    other = dataclasses.replace(request, session_id="", max_tokens=4)
     assert (await ask(orchestrator, other, ALICE))[1].cached_tokens == 0
 
 

@@ -80,7 +80,9 @@ async def test_drafter_refuses_a_context_that_no_model_has(model, monkeypatch):
 def test_masks_of_sessions_count_towards_the_bound_of_the_table(monkeypatch):
     monkeypatch.setattr(sessions, "MAX_TOKENS", 300)
     dropped = []
-    table = SessionTable(100, 97, "cpu", lambda session_id: False, dropped.append)
+    table = SessionTable(
+        100, 97, "cpu", lambda session_id: False, lambda session: dropped.append(session.session_id)
+    )
     params = SamplingParams(temperature=0.0, seed=1, banned_token_ids=tuple(range(90)))
     for index in range(10):
         table.admit(

@@ -239,13 +239,23 @@ async def test_stream_that_goes_away_drops_its_blocks_and_keeps_its_sessions(mod
 
 
 async def test_shared_prefix_is_copied_not_computed(target):
+    def block(tokens, name, salt):
+        return verify_block(tokens, session_id=name, spec=spec_message(cache_salt=salt))
+
     prompt = random_tokens(500, seed=4)
-    first = await target.ask(verify_block(prompt, session_id="first"))
-    second = await target.ask(verify_block([*prompt, 1, 2, 3], session_id="second"))
-    assert first.timing.batch_tokens == 500
-    assert second.timing.batch_tokens == 3
-    alone = verify_block([*random_tokens(1, seed=99), *prompt[1:], 1, 2, 3], session_id="third")
+    first = await target.ask(block(prompt, "first", "us"))
+    second = await target.ask(block([*prompt, 1, 2, 3], "second", "us"))
+    assert (first.timing.batch_tokens, first.timing.cached_tokens) == (500, 0)
+    assert (second.timing.batch_tokens, second.timing.cached_tokens) == (3, 500)
+    for name, salt in (("third", "them"), ("fourth", None)):
+        other = await target.ask(block([*prompt, 1, 2, 3], name, salt))
+        assert (other.timing.batch_tokens, other.timing.cached_tokens) == (503, 0)
+    alone = block([*random_tokens(1, seed=99), *prompt[1:], 1, 2, 3], "fifth", "us")
     assert (await target.ask(alone)).timing.batch_tokens > 480
+    await target.release("first", "second")
+    ended = await target.ask(block([*prompt, 4], "sixth", "us"))
+    assert (ended.timing.batch_tokens, ended.timing.cached_tokens) == (1, 500)
+    assert emitted(ended) == emitted(await target.ask(block([*prompt, 4], "seventh", None)))
 
 
 async def test_deterministic_mode_is_bit_identical_alone_and_in_a_batch(model):

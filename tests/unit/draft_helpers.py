@@ -112,6 +112,9 @@ class TableEngine:
     def share(self, session_id: str, salt: str | None) -> None:
         assert salt is None, "no test here shares caches"
 
+    def drop_retained(self) -> None:
+        """There is nothing."""
+
     def release(self, session_id: str) -> None:
         self.caches.pop(session_id, None)
 

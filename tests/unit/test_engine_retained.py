@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from engine_helpers import CheckedEngine, plain_model, random_tokens, tiny_model
 
 from services.engine.engine import Engine, Feed
@@ -17,7 +19,7 @@ BLOCK_BYTES = 64 * 3 * 4 * 8 * 4
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("llama", tmp_path_factory.mktemp("retained"))
+    return tiny_model("llama", tmp_path_factory.mktemp("retained"), max_position_embeddings=256)
 
 
 @pytest.fixture
@@ -55,6 +57,20 @@ def test_who_has_another_salt_is_not_served(engine: Engine) -> None:
     assert engine.longest_prefix(tokens, "them") == ("", 0), "a session shares nothing until it says so"
     engine.share("live", "them")
     assert engine.longest_prefix(tokens, "them") == ("live", 40)
+    engine.share("live", None)
+    assert engine.longest_prefix(tokens, "them") == ("", 0)
+
+
+def test_a_session_shares_what_it_caches_later(engine: Engine) -> None:
+    tokens = random_tokens(40, 1)
+    engine.share("live", "us")
+    engine.step([Feed("live", 0, tokens[:20], 0)])
+    assert engine.longest_prefix(tokens, "us") == ("live", 20)
+    engine.step([Feed("live", 20, tokens[20:], 0)])
+    assert engine.longest_prefix(tokens, "us") == ("live", 40)
+    engine.release("live")
+    engine.step([Feed("live", 0, tokens, 0)])
+    assert engine.longest_prefix(tokens, "us") == ("", 0), "another session of that name"
 
 
 def test_a_short_chain_and_an_unknown_session_leave_nothing(engine: Engine) -> None:
@@ -120,11 +136,45 @@ def test_slots_are_handed_over_where_two_do_not_fit(directory: Path) -> None:
     stats = engine.stats()
     assert (stats.num_sessions, stats.num_evictions, stats.retained_bytes) == (2, 0, 0)
     assert stats.cache_bytes == 2 * BLOCK_BYTES
-    assert engine.longest_prefix(tokens, "us") == ("", 0), "handed over, not yet shared anew"
+    assert engine.longest_prefix(tokens, "us") == ("", 0), "handed over"
     run.step(Feed("new", 40, random_tokens(5, 3), 5))
     assert run.worst <= 1e-4
     with pytest.raises(CacheGapError):
         engine.fork(source, "late", 40)
+
+
+def test_a_large_buffer_makes_room_for_the_few_slots_that_are_needed(directory: Path) -> None:
+    engine = small(directory, 4)
+    run = CheckedEngine(engine, plain_model(directory))
+    tokens = random_tokens(150, 1)
+    leave(engine, tokens)
+    engine.step([Feed("live", 0, random_tokens(9, 2), 0)])
+    source, _ = engine.longest_prefix(tokens, "us")
+    engine.fork(source, "new", 40)
+    stats = engine.stats()
+    assert (stats.num_sessions, stats.cache_bytes, stats.retained_bytes) == (2, 2 * BLOCK_BYTES, 0)
+    run.step(Feed("new", 40, random_tokens(5, 3), 5))
+    assert run.worst <= 1e-4
+
+
+def test_memory_that_is_not_there_is_taken_from_what_is_retained(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(engine, random_tokens(20, 1))
+    zeros, failures = torch.zeros, [RuntimeError("out of memory")]
+
+    def scarce(*arguments: Any, **options: Any) -> torch.Tensor:
+        if failures:
+            raise failures.pop()
+        return zeros(*arguments, **options)
+
+    monkeypatch.setattr(torch, "zeros", scarce)
+    engine.step([Feed("new", 0, random_tokens(9, 2), 0)])
+    assert engine.length("new") == 9
+    assert engine.stats().retained_bytes == 0
+    failures.append(RuntimeError("out of memory"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.step([Feed("another", 0, random_tokens(9, 2), 0)])
 
 
 def test_forget_drops_what_was_left_under_the_name(engine: Engine) -> None:
@@ -135,6 +185,9 @@ def test_forget_drops_what_was_left_under_the_name(engine: Engine) -> None:
     engine.forget("secret")
     assert engine.length("secret") == 0
     assert [engine.longest_prefix(tokens, "us")[1] for tokens in (text, other)] == [0, 20]
+    engine.drop_retained()
+    assert engine.longest_prefix(other, "us") == ("", 0)
+    assert engine.stats().retained_bytes == 0
 
 
 def test_their_number_is_bounded(engine: Engine) -> None:

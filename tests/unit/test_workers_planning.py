@@ -101,7 +101,9 @@ def test_limits_check_proposal_leaves_room_for_the_token_before_it():
 @pytest.fixture
 def table():
     dropped = []
-    made = SessionTable(3, 50, "cpu", lambda session_id: session_id == "busy", dropped.append)
+    made = SessionTable(
+        3, 50, "cpu", lambda name: name == "busy", lambda session: dropped.append(session.session_id)
+    )
     made.dropped = dropped
     return made
 
