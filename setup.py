@@ -9,6 +9,7 @@ import platform
 from setuptools import Extension, setup
 
 SOURCE = "services/engine/native/kernel.c"
+HEADER = "services/engine/native/attention.h"
 FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=fast", "-fvisibility=hidden"]
 VARIANTS = {"_kernel": []}
 if platform.machine() in ("x86_64", "AMD64"):
@@ -20,6 +21,7 @@ setup(
         Extension(
             f"services.engine.native.{name}",
             [SOURCE],
+            depends=[HEADER],
             extra_compile_args=[*FLAGS, *flags],
             libraries=["m"],
             optional=True,

@@ -81,6 +81,46 @@ def test_native_path_every_instruction_set_exact(
     assert run.worst <= 1e-4
 
 
+HEADS = [(4, 2, 64), (2, 1, 128), (20, 1, 8), (6, 2, 24), (3, 3, 40)]
+"""Query heads, key heads and their numbers: groups in one part and in two, whole vectors and not."""
+
+
+@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
+@pytest.mark.parametrize("window", [5, 4096])
+def test_native_path_attention_is_exact_and_of_the_row_alone(
+    variant: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows that share keys are computed together; none may get another bit by that."""
+    monkeypatch.setattr(weights, "load_library", lambda: bindings.open_library(variant))
+    directory = tiny_model(
+        "mistral",
+        tmp_path,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        sliding_window=window,
+    )
+    engine = Engine.load(str(directory))
+    assert isinstance(engine._runner, NativeRunner)
+    text = random_tokens(46, 1)
+    run = CheckedEngine(engine, plain_model(directory))
+    run.step(Feed("whole", 0, text, 46))
+    run.step(Feed("whole", 46, random_tokens(6, 2), 6, (-1, -1, 0, 2, 1, 3)))
+    assert run.worst <= 1e-4
+    engine.release("whole")
+    (whole,) = engine.step([Feed("whole", 0, text, 46)])
+    for index in range(46):
+        (row,) = engine.step([Feed("single", index, text[index : index + 1], 1)])
+        assert torch.equal(row[0], whole[index]), index
+
+
 def test_pack_panels_places_each_weight() -> None:
     weight = torch.randn(50, 7, generator=torch.Generator().manual_seed(0))
     full = pack_panels(weight, 32, 16)

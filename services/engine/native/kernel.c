@@ -254,103 +254,7 @@ static void gate(float *gate_up, int size) {
     }
 }
 
-typedef struct {
-    int32_t first, last, num_chain; /* positions first..last */
-    const int32_t *path;
-} view;
-
-INLINE int64_t slot_of(const view *v, int32_t position) {
-    return position < v->num_chain ? position : v->path[position - v->num_chain];
-}
-
-/* The j-th vector of a head of `dim` numbers, filled up with zeros at the head's end. */
-INLINE vf load_part(const float *head, int j, int dim) {
-    if ((j + 1) * LANES <= dim) return load(head + j * LANES);
-    float part[LANES] = {0};
-    memcpy(part, head + j * LANES, (dim - j * LANES) * sizeof(float));
-    return load(part);
-}
-
-/* One query head over its path: out = softmax(q . keys) values. `dim` may be a constant where this is inlined. */
-INLINE void attend(const int dim, const float *query, const float *keys, const float *values, const view *v,
-                   float *scores, float *out) {
-    const int vectors = (dim + LANES - 1) / LANES;
-    int count = v->last - v->first + 1;
-    vf q[MAX_HEAD_VECTORS], sum[MAX_HEAD_VECTORS], total = splat(0);
-    for (int j = 0; j < vectors; j++) q[j] = load_part(query, j, dim);
-    float largest = -INFINITY;
-    for (int i = 0; i < count; i++) {
-        const float *key = keys + slot_of(v, v->first + i) * dim;
-        vf product = q[0] * load_part(key, 0, dim);
-#pragma GCC unroll 16
-        for (int j = 1; j < vectors; j++) product += q[j] * load_part(key, j, dim);
-        scores[i] = sum_of(product);
-        if (scores[i] > largest) largest = scores[i];
-    }
-    for (int i = count; i % LANES; i++) scores[i] = -INFINITY;
-    for (int i = 0; i < count; i += LANES) {
-        vf score = load(scores + i);
-        vf e = select(score == splat(-INFINITY), splat(0), vector_exp(score - largest));
-        store(scores + i, e);
-        total += e;
-    }
-    for (int j = 0; j < vectors; j++) sum[j] = splat(0);
-    for (int i = 0; i < count; i++) {
-        const float *value = values + slot_of(v, v->first + i) * dim;
-        vf weight = splat(scores[i]);
-#pragma GCC unroll 16
-        for (int j = 0; j < vectors; j++) sum[j] += weight * load_part(value, j, dim);
-    }
-    vf scale = splat(1.0f / sum_of(total));
-    for (int j = 0; j < vectors; j++) {
-        float part[LANES];
-        store(part, sum[j] * scale);
-        int left = dim - j * LANES;
-        memcpy(out + j * LANES, part, (left < LANES ? left : LANES) * sizeof(float));
-    }
-}
-
-static void attend_head(int dim, const float *query, const float *keys, const float *values, const view *v,
-                        float *scores, float *out) {
-    if (dim == 64)
-        attend(64, query, keys, values, v, scores, out);
-    else if (dim == 128)
-        attend(128, query, keys, values, v, scores, out);
-    else
-        attend(dim, query, keys, values, v, scores, out);
-}
-
-/* Keys and values of a segment's rows go to the cache, then each row attends. */
-static void attention(const gr_model *m, const gr_batch *b, const gr_layer *layer, int index,
-                      const gr_segment *s, int first_row, float *qkv, float *mixed, float *scores) {
-    int dim = m->head_dim, half = dim / 2, width = (m->heads + 2 * m->kv_heads) * dim;
-    int group = m->heads / m->kv_heads;
-    int64_t head_size = s->capacity * dim;
-    float *cache = s->cache + (int64_t)index * 2 * m->kv_heads * head_size;
-    for (int r = 0; r < s->count; r++) {
-        float *row = qkv + (int64_t)(first_row + r) * width;
-        const float *cos = b->cos + (int64_t)b->position[first_row + r] * half;
-        const float *sin = b->sin + (int64_t)b->position[first_row + r] * half;
-        for (int h = 0; h < m->heads + m->kv_heads; h++) {
-            const float *norm = h < m->heads ? layer->query_norm : layer->key_norm;
-            if (norm) rms_norm(row + h * dim, norm, row + h * dim, dim, m->norm_eps);
-            rotate(row + h * dim, cos, sin, half, h < m->heads ? m->scaling : 1.0f);
-        }
-        for (int h = 0; h < 2 * m->kv_heads; h++)
-            memcpy(cache + h * head_size + (s->slot + r) * dim, row + (m->heads + h) * dim, dim * sizeof(float));
-    }
-    for (int r = 0; r < s->count; r++) {
-        int row = first_row + r, position = b->position[row];
-        view v = {0, position, b->num_chain[row], b->path + b->path_offset[row]};
-        if (layer->window && position >= layer->window) v.first = position - layer->window + 1;
-        for (int h = 0; h < m->heads; h++) {
-            const float *keys = cache + h / group * head_size;
-            attend_head(dim, qkv + (int64_t)row * width + h * dim, keys, keys + m->kv_heads * head_size,
-                        &v, scores, mixed + ((int64_t)row * m->heads + h) * dim);
-        }
-    }
-}
-
+#include "attention.h"
 
 EXPORT int32_t gr_panel(void) { return PANEL; }
 EXPORT int32_t gr_lanes(void) { return LANES; }
@@ -359,7 +263,7 @@ EXPORT int32_t gr_lanes(void) { return LANES; }
 EXPORT int64_t gr_scratch_size(const gr_model *m, int32_t rows, int32_t position) {
     int64_t width = (m->heads + 2 * m->kv_heads) * m->head_dim;
     int64_t per_row = 2 * m->hidden + width + m->heads * m->head_dim + 2 * m->intermediate;
-    return rows * per_row + position + 1 + 2 * LANES;
+    return rows * per_row + attention_scratch(position);
 }
 
 /* Fills the rows' slots of the caches, and the logits of the wanted rows. */
