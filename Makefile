@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 install: $(STAMP)
 
 # torch goes first and by exact version: the plain PyPI build would bring gigabytes of CUDA.
-$(STAMP): pyproject.toml constraints.txt setup.py services/engine/native/kernel.c
+$(STAMP): pyproject.toml constraints.txt setup.py services/engine/native/kernel.c services/engine/native/attention.h
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt pip setuptools torch==2.13.0
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[all,dev]'

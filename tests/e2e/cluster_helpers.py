@@ -34,6 +34,8 @@ from orchestrator.reaper import runs
 T = TypeVar("T")
 
 TEST_MARK = "GAMMARAY_TEST_MARK"
+CACHE_BUDGET_MB = "256"
+"""Of each worker: caches of ended sessions fill it, in some hundred sessions of the demo pair."""
 START_TIMEOUT_S = 330.0  # the launcher itself gives up after 300 s, and says why
 STOP_TIMEOUT_S = 120.0
 PATIENCE_S = 60.0
@@ -130,7 +132,7 @@ def running_cluster(*options: str, stderr: int | None = None) -> Iterator[Cluste
 def launch(*options: str, mark: str = "", stderr: int | None = None) -> subprocess.Popen[str]:
     """Start the launcher; `mark` is handed down to all that it starts, for `started_with` to find."""
     command = [sys.executable, "-m", "orchestrator.cluster", *options]
-    environment = {**os.environ, TEST_MARK: mark}
+    environment = {"GAMMARAY_CACHE_BUDGET_MB": CACHE_BUDGET_MB, **os.environ, TEST_MARK: mark}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
 
 

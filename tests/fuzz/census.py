@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from cluster_helpers import CACHE_BUDGET_MB
 
 from gammaray import ProcessStatus
 
@@ -119,7 +120,10 @@ def growth(before: Mapping[tuple[str, int], Holding], after: Mapping[tuple[str, 
         if new is None:
             found.append(f"{who} is gone")
             continue
-        if new.rss_mb - old.rss_mb > max(MAX_GROWTH_MB, MAX_GROWTH_SHARE * old.rss_mb):
+        bound_mb = max(MAX_GROWTH_MB, MAX_GROWTH_SHARE * old.rss_mb)
+        if role in ("draft", "target"):
+            bound_mb += int(CACHE_BUDGET_MB)  # what ended sessions leave fills it
+        if new.rss_mb - old.rss_mb > bound_mb:
             found.append(f"{who} has grown from {old.rss_mb:.0f} to {new.rss_mb:.0f} MiB")
         if new.files - old.files > MAX_MORE_FILES:
             found.append(f"{who} holds {new.files} files, {old.files} before")

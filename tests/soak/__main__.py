@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[1:1] = [str(TESTS / name) for name in ("chaos", "fuzz", "e2e")] + [str(TESTS.parent)]
 
+from cluster_helpers import CACHE_BUDGET_MB  # noqa: E402
 from redis import Redis  # noqa: E402
 from soak_census import Observer  # noqa: E402
 from soak_report import figures, table  # noqa: E402
@@ -45,7 +46,11 @@ def main() -> int:
 
 async def soak(redis_url: str, options: Options) -> Outcome:
     """Run on a cluster of its own."""
-    os.environ |= {"GAMMARAY_REDIS_URL": redis_url, "GAMMARAY_SESSION_TTL_S": str(TTL_S)}
+    os.environ |= {
+        "GAMMARAY_REDIS_URL": redis_url,
+        "GAMMARAY_SESSION_TTL_S": str(TTL_S),
+        "GAMMARAY_CACHE_BUDGET_MB": CACHE_BUDGET_MB,
+    }
     async with running_cluster(*CLUSTER) as cluster:
         with Redis.from_url(redis_url) as redis:
             observer = Observer(cluster.grpc_address, cluster.pid, redis)
