@@ -200,6 +200,8 @@ def main() -> None:
         )
         draft.save_pretrained(options.out)
     draft.save_pretrained(options.out)
+    size = models.export(options.out, options.work / "tokenizer.json", options.out / "export")
+    print(f"{size / 1e6:.1f} MB in {options.out / 'export'}")
 
 
 if __name__ == "__main__":
