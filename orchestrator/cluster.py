@@ -134,6 +134,7 @@ def _start_ray(directory: Path, started: ExitStack, signals: StopSignals, deadli
                     _temp_dir=str(directory / "ray"),
                     _node_ip_address=HOST,
                 )
+            signals.take()  # the core has set handlers of its own, below Python: they abort the process
             return
         except Exception as error:
             signals.check()

@@ -32,9 +32,10 @@ class StopSignals:
         self.came = False
 
     def take(self) -> None:
-        """Handle the signals from now on."""
-        for number in _SIGNALS:
-            signal.signal(number, self._stop)
+        """Handle the signals from now on, unless one came already."""
+        if not self.came:
+            for number in _SIGNALS:
+                _set_handler(number, self._stop)
 
     def check(self) -> None:
         """Raise `Stop` if a signal came: what it raised at the time may have been swallowed."""

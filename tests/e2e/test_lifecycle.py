@@ -91,12 +91,13 @@ def test_several_of_each_serve_and_vanish_with_a_killed_launcher():
         assert wait_until_gone(below, STOP_TIMEOUT_S) == []
 
 
-def test_interrupt_stops_everything():
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_stops_everything(number):
     with running_cluster("--draft-workers", "0") as cluster:
         with Client(cluster.grpc) as client:
             assert client.complete("import ", max_tokens=8, seed=1).usage.completion_tokens == 8
         below = cluster.processes()
-        assert cluster.stop(signal.SIGINT) == 0
+        assert cluster.stop(number) == 0
         assert wait_until_gone(below, 1) == []
         assert len(cluster.output) == 1  # the ready line, and nothing after it
 
