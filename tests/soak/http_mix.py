@@ -13,7 +13,7 @@ from grpc_mix import GAMMAS, check, draw
 from load import Ask, Said
 from samples import LENGTHS, Expected, SampleError, chat
 
-__all__ = ["HTTP_MIX", "num_series", "num_tasks"]
+__all__ = ["HTTP_MIX", "num_series", "num_tasks", "retained_mb"]
 
 PATH = "/v1/completions"
 
@@ -98,8 +98,18 @@ def num_series(metrics: str) -> int:
 
 def num_tasks(metrics: str) -> int:
     """Return the asyncio tasks of a process, by the text of its Prometheus endpoint."""
-    (line,) = (line for line in metrics.splitlines() if line.startswith("gammaray_tasks{"))
-    return round(float(line.rpartition(" ")[2]))
+    return round(_value(metrics, "gammaray_tasks{"))
+
+
+def retained_mb(metrics: str) -> float:
+    """Return what ended sessions have left in the KV cache of a process, 0 for one that has none."""
+    name = "gammaray_worker_cache_retained_bytes{"
+    return _value(metrics, name) / 2**20 if name in metrics else 0.0
+
+
+def _value(metrics: str, beginning: str) -> float:
+    (line,) = (line for line in metrics.splitlines() if line.startswith(beginning))
+    return float(line.rpartition(" ")[2])
 
 
 def _body(ask: Ask, rng: random.Random) -> dict[str, Any]:

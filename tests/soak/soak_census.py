@@ -13,7 +13,7 @@ import httpx
 import psutil
 from census import Holding, census, settled
 from cluster_helpers import asked
-from http_mix import num_series, num_tasks
+from http_mix import num_series, num_tasks, retained_mb
 from redis import Redis
 
 from gammaray import Client, ProcessStatus
@@ -85,6 +85,8 @@ class Observer:
                     metrics = http.get(f"http://{process.metrics_address}/metrics").raise_for_status()
                     figures[process.role, "series"] += num_series(metrics.text)
                     figures[process.role, "tasks"] += num_tasks(metrics.text)
+                    # It fills up to its bounds by design, and not within minutes.
+                    figures[process.role, "rss_mb"] -= retained_mb(metrics.text)
         return Census(
             at_s,
             rest_s,
