@@ -9,9 +9,9 @@ proposal; *emitted* = accepted + one of the two. *alpha* is accepted / tested to
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 
 from gammaray.checks import check_encodable, check_int, check_number, check_session_id, check_token_ids
+from gammaray.enums import DrafterKind, FinishReason, TokenOrigin, VerificationMethod
 from gammaray.errors import InvalidArgumentError
 from gammaray.processes import ProcessStatus
 from gammaray.sampling import SamplingParams
@@ -42,38 +42,6 @@ MAX_NODES = 256
 MAX_TOP_LOGPROBS = 20
 MAX_KEEP_CACHE_S = 3600
 MAX_CACHE_SALT = 64
-
-
-class VerificationMethod(str, Enum):
-    """How the target decides which proposed tokens stand; all are lossless."""
-
-    COUPLED = "coupled"
-    REJECTION = "rejection"
-    NAIVE = "naive"
-
-
-class TokenOrigin(str, Enum):
-    """Where an emitted token came from."""
-
-    ACCEPTED = "accepted"
-    CORRECTION = "correction"
-    BONUS = "bonus"
-
-
-class FinishReason(str, Enum):
-    """Why a generation ended; the values are OpenAI's where it has one."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    CANCELLED = "cancelled"
-
-
-class DrafterKind(str, Enum):
-    """Which drafter may propose: the rung of the ladder model, ngram, none on which a request starts."""
-
-    MODEL = "model"
-    NGRAM = "ngram"
-    NONE = "none"
 
 
 @dataclass(frozen=True)

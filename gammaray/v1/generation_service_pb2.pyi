@@ -386,7 +386,7 @@ class Usage(_message.Message):
     rejected_prediction_tokens: _builtins.int
     """Proposed tokens that were not."""
     cached_tokens: _builtins.int
-    """Tokens of the prompt that the target worker had cached, and need not read."""
+    """Tokens of the prompt that the target worker had cached, and need not read. 0 for a turn that was resumed."""
     def __init__(
         self,
         *,

@@ -243,7 +243,7 @@ class CacheStore:
         others = [name for name in self._sessions if name not in pinned]
         held = sum(self._sessions[name].capacity for name in others) * self.shape.slot_bytes
         while self._retained and held + self.retained_bytes > allowed_bytes:
-            self._retained.pop(next(iter(self._retained)))
+            self._retained.pop_oldest()
         for name in others:
             if held <= allowed_bytes:
                 return

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from services.engine.session_cache import SessionCache, common_prefix
 
-__all__ = ["MAX_RETAINED", "MIN_PREFIX", "Retained", "RetainedCaches"]
+__all__ = ["MAX_RETAINED", "MIN_PREFIX", "RetainedCaches"]
 
 MIN_PREFIX = 16
 """Shared leading tokens, from which on a cache is copied rather than computed again."""
@@ -45,9 +45,6 @@ class RetainedCaches:
     def __len__(self) -> int:
         return len(self._caches)
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._caches)
-
     def get(self, number: int) -> SessionCache | None:
         """Return one, None when it is gone."""
         retained = self._caches.get(number)
@@ -63,7 +60,7 @@ class RetainedCaches:
             if _begins_with(cache.tokens, other.cache.tokens):
                 self.pop(number)
         if len(self) >= MAX_RETAINED:
-            self.pop(next(iter(self)))
+            self.pop_oldest()
         self._next += 1
         self._caches[self._next] = Retained(session_id, salt, cache)
         self.num_slots += cache.capacity
@@ -77,6 +74,10 @@ class RetainedCaches:
         cache = self._caches.pop(number).cache
         self.num_slots -= cache.capacity
         return cache
+
+    def pop_oldest(self) -> None:
+        """Drop the one that was of use longest ago."""
+        self.pop(next(iter(self._caches)))
 
     def clear(self) -> None:
         """Drop all."""

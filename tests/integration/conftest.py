@@ -1,6 +1,8 @@
 """What all integration tests share."""
 
 import pytest
+from redis_helpers import running_redis
+from service_helpers import worker_process
 
 from orchestrator.backoff import Patience
 
@@ -9,3 +11,17 @@ from orchestrator.backoff import Patience
 def _no_haste(monkeypatch):
     """A drafter is late at the deadline that a test sets, not when this machine stalls for half a second."""
     monkeypatch.setattr(Patience, "NUM_SAMPLES", 1_000_000)
+
+
+@pytest.fixture(scope="module")
+def redis_server():
+    """A Redis of the module's own."""
+    with running_redis() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def workers():
+    """Addresses of a target and a draft worker with the demo pair."""
+    with worker_process("target") as (_, target), worker_process("draft") as (_, draft):
+        yield target, draft

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from redis_helpers import running_redis
 from resume_helpers import request_of
 from scripted_workers import ScriptedWorker, judge, scripted
 from service_helpers import complete, running, tokens_of
@@ -145,12 +144,6 @@ class Watched(PreparedProposals):
         Watched.most = max(Watched.most, len(self._by_outcome))
         real_bytes = sum(4 * len(o) + len(data) for o, data in self._by_outcome.items())
         Watched.most_bytes = max(Watched.most_bytes, self.num_bytes, real_bytes)
-
-
-@pytest.fixture(scope="module")
-def redis_server():
-    with running_redis() as server:
-        yield server
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ import dataclasses
 import pytest
 from engine_helpers import random_tokens, tiny_model
 from fleet_helpers import clients, emitted, fleet_of
-from redis_helpers import running_redis
 from resume_helpers import first_chunks, request_of, resumed, settled
 from scripted_workers import PROMPT, continuation, finish, make_session, scripted, until
 from service_helpers import complete, tokens_of
@@ -25,12 +24,6 @@ pytestmark = pytest.mark.integration
 
 OLD, NEW = "a" * 64 + "/float32", "b" * 64 + "/float32"
 DEMO = {"vocab_size": 2048, "max_context": 1024}
-
-
-@pytest.fixture(scope="module")
-def redis_server():
-    with running_redis() as server:
-        yield server
 
 
 def stops_after(worker, count):

@@ -7,7 +7,6 @@ import math
 import time
 
 import pytest
-from redis_helpers import running_redis
 from scripted_workers import scripted
 from service_helpers import running, tokens_of
 
@@ -18,12 +17,6 @@ from orchestrator.access import Caller
 pytestmark = pytest.mark.integration
 
 REQUEST = GenerationRequest("x = ", max_tokens=12, ignore_eos=True, drafter=DrafterKind.NONE)
-
-
-@pytest.fixture(scope="module")
-def redis_server():
-    with running_redis() as server:
-        yield server
 
 
 @pytest.fixture

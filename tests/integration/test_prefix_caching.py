@@ -7,7 +7,6 @@ import itertools
 from contextlib import aclosing
 
 import pytest
-from redis_helpers import running_redis
 from service_helpers import running, tokens_of, worker_process
 
 from gammaray.errors import NotFoundError
@@ -18,18 +17,6 @@ pytestmark = pytest.mark.integration
 
 ALICE, BOB = Caller("alice"), Caller("bob")
 _numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def redis_server():
-    with running_redis() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def workers():
-    with worker_process("target") as (_, target), worker_process("draft") as (_, draft):
-        yield target, draft
 
 
 @pytest.fixture

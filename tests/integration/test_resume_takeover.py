@@ -8,7 +8,6 @@ import time
 from contextlib import aclosing
 
 import pytest
-from redis_helpers import running_redis
 from resume_helpers import (
     first_chunks,
     request_of,
@@ -18,7 +17,7 @@ from resume_helpers import (
     two_orchestrators,
     undisturbed,
 )
-from service_helpers import PROMPTS, complete, text_of, tokens_of, worker_process
+from service_helpers import PROMPTS, complete, text_of, tokens_of
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from gammaray.sessions import SessionState
@@ -30,18 +29,6 @@ from orchestrator.stored import keys_of
 pytestmark = pytest.mark.integration
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
-
-
-@pytest.fixture(scope="module")
-def redis_server():
-    with running_redis() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def workers():
-    with worker_process("target") as (_, target), worker_process("draft") as (_, draft):
-        yield target, draft
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import time
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
-from redis_helpers import running_redis
 from scripted_workers import until, until_so
 from service_helpers import PROMPTS, SEEDED, complete, running, text_of, tokens_of, worker_process
 
@@ -32,18 +31,6 @@ from orchestrator.tokenizer import resolve_model
 pytestmark = pytest.mark.integration
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
-
-
-@pytest.fixture(scope="module")
-def redis_server():
-    with running_redis() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def workers():
-    with worker_process("target") as (_, target), worker_process("draft") as (_, draft):
-        yield target, draft
 
 
 @pytest.fixture

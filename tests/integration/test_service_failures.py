@@ -27,12 +27,6 @@ BIASED = SamplingParams(logit_bias={2048: 1.0})
 NOT_A_NUMBER = SamplingParams(temperature=float("nan"))
 
 
-@pytest.fixture(scope="module")
-def redis_server():
-    with running_redis() as server:
-        yield server
-
-
 @pytest.fixture
 async def target():
     async with scripted("target", vocab_size=2048, max_context=2048) as target:

@@ -7,7 +7,6 @@ import dataclasses
 import time
 
 import pytest
-from redis_helpers import running_redis
 from service_helpers import PROMPTS, complete, running, tokens_of
 from tracing_helpers import (
     ASKING,
@@ -35,12 +34,6 @@ TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CALLER_SPAN = "b7ad6b7169203331"
 SAMPLED = Caller(traceparent=f"00-{TRACE_ID}-{CALLER_SPAN}-01")
 TIMEOUT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def redis_server():
-    with running_redis() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

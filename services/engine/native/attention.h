@@ -64,7 +64,7 @@ INLINE void dots(const int dim, const float *query, const float *const key[KEYS]
     memcpy(out, &sum, KEYS * sizeof(float));
 }
 
-/* Scores of the positions from `from` up to `to`, which lie anywhere. */
+/* Scores of the positions from `from` up to `to`, which lie anywhere; `scores` is by position. */
 INLINE void score_one(const int dim, const float *query, const float *keys, const view *v, int32_t from,
                       int32_t to, float *scores) {
     for (int32_t p = from; p < to; p += KEYS) {
@@ -73,7 +73,7 @@ INLINE void score_one(const int dim, const float *query, const float *keys, cons
         int count = to - p < KEYS ? to - p : KEYS;
         for (int i = 0; i < KEYS; i++) key[i] = keys + slot_of(v, p + (i < count ? i : 0)) * dim;
         dots(dim, query, key, out);
-        memcpy(scores + p - v->first, out, count * sizeof(float));
+        memcpy(scores + p, out, count * sizeof(float));
     }
 }
 
@@ -140,7 +140,7 @@ INLINE void attend(const int dim, int num_queries, int group, const float *const
         const float *key[KEYS];
         for (int i = 0; i < KEYS; i++) key[i] = keys + (int64_t)(p + i) * dim;
         for (int q = 0; q < num_queries; q++)
-            dots(dim, query[q], key, scores + q * stride + p - rows[q / group].first);
+            dots(dim, query[q], key, scores + q * stride + p);
     }
     const float *weight[MAX_QUERIES];
     float scale[MAX_QUERIES];
@@ -150,8 +150,8 @@ INLINE void attend(const int dim, int num_queries, int group, const float *const
         /* A window may begin where no other row's does. */
         score_one(dim, query[q], keys, v, v->first, low < v->last + 1 ? low : v->last + 1, own);
         score_one(dim, query[q], keys, v, whole > v->first ? whole : v->first, v->last + 1, own);
-        scale[q] = soften(own, v->last - v->first + 1);
-        weight[q] = own - v->first;
+        scale[q] = soften(own + v->first, v->last - v->first + 1);
+        weight[q] = own;
         for (int j = 0; j < vectors; j++) store_part(out[q], j, dim, splat(0));
         add_values(dim, 1, values, v, v->first, low < v->last + 1 ? low : v->last + 1, weight + q, out + q);
     }
