@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gammaray.types import Proposal
+from services.draft.calibration import scales
 from services.draft.tree import Node
 
 __all__ = ["MIN_GROWN", "MIN_PROPOSED", "Reading", "Shape"]
@@ -49,6 +50,7 @@ class Reading:
         root: The node.
         shape: What the proposal may look like.
         eos_token_ids: Tokens that nothing follows.
+        power: What confidences are raised to; see `services.draft.calibration`.
 
     Attributes:
         nodes: The nodes so far, each after its parent.
@@ -56,9 +58,9 @@ class Reading:
         parents: Index of each node's parent in `nodes`, -1 for children of the root; None for a chain.
     """
 
-    def __init__(self, root: Node, shape: Shape, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, root: Node, shape: Shape, eos_token_ids: Sequence[int], power: float = 1.0) -> None:
         self.root, self.shape = root, shape
-        self._eos = eos_token_ids
+        self._eos, self._power = eos_token_ids, power
         self.nodes: list[Node] = []
         self.weights: list[float] = []
         self.parents: list[int] | None = [] if shape.max_nodes > shape.depth else None
@@ -106,9 +108,14 @@ class Reading:
             if node.outlook is None:
                 still_open.append((weight, node))
                 continue
+            sure, unsure = scales(node.outlook.confidence(base), self._power)
+            if not tested and node.outlook.law is not None:
+                sure = unsure = 1.0  # a bonus is drawn from the target's law: nothing is accepted or not
+            own = None if tested else node.outlook.choose(base)
             for token_id, probability in node.outlook.guesses(base if tested else None):
                 if token_id not in tested:
-                    ends.append((weight * probability, node, token_id))
+                    scale = sure if token_id == own else unsure
+                    ends.append((weight * scale * probability, node, token_id))
         return ends, still_open
 
     def _reached(self) -> list[float]:
@@ -118,7 +125,7 @@ class Reading:
         base, reached, node = self.root.position + 1, [1.0], self.root
         for following in self.nodes:
             assert node.outlook is not None
-            reached.append(reached[-1] * node.outlook.confidence(base))
+            reached.append(reached[-1] * node.outlook.confidence(base) ** self._power)
             node = following
         return reached
 
@@ -133,7 +140,8 @@ class Reading:
             if shape.stop_threshold and not self._is_ended:
                 # Lossless for every method: where the draft's law is tested, the confidence does not depend
                 # on the token, so whether a token has a place is decided before it is drawn.
-                weight = (self.weights[-1] if self.weights else 1.0) * outlook.confidence(base)
+                believed = outlook.confidence(base) ** self._power
+                weight = (self.weights[-1] if self.weights else 1.0) * believed
                 self._is_ended = bool(self.nodes) and weight < shape.stop_threshold
                 self.weights.append(weight)
             if self._is_ended:
@@ -158,7 +166,7 @@ class Reading:
         def offer(parent: Node, index: int, weight: float, rank: int) -> None:
             guesses = parent.outlook.guesses(None)  # type: ignore[union-attr]
             if rank < len(guesses):
-                weight *= guesses[rank][1]
+                weight *= guesses[rank][1] * scales(guesses[0][1], self._power)[rank > 0]
                 if weight >= MIN_PROPOSED or not nodes:
                     heapq.heappush(heap, (-weight, next(age), parent, index, rank))
 

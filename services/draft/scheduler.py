@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gammaray.types import Proposal, VerificationMethod
 from services.batching import Scheduler
+from services.draft.calibration import Calibration
 from services.draft.gain import GainMeter
 from services.draft.preparer import Preparer
 from services.draft.reading import Reading, Shape
@@ -88,7 +89,11 @@ class DraftScheduler(Scheduler[ProposeTask]):
         if self.preparer is not None:
             self.meter.watch_ahead(self.preparer.throttle.stats)
         self._speculate = partial(
-            Speculation, max_context=engine.max_context, top_k=draft_top_k, bits=weight_bits
+            Speculation,
+            max_context=engine.max_context,
+            top_k=draft_top_k,
+            bits=weight_bits,
+            calibration=Calibration(),
         )
         self._speculations: dict[str, Speculation] = {}
         self._forward_s = 0.0
@@ -152,6 +157,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
         if speculation is None:
             speculation = self._speculations[session.session_id] = self._speculate(session)
         speculation.foreseen = speculation.foresee()
+        speculation.note_outcome()
         if not speculation.follow(self.engine):
             super()._match_cache(session)
             speculation.begin()

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.draft.ahead import Ahead
-from services.draft.outlook import outlooks
+from services.draft.calibration import Calibration
+from services.draft.outlook import Outlook, outlooks
 from services.draft.reading import Reading, Shape
 from services.draft.tree import Node, SpeculationTree
 from services.engine.engine import Engine, Feed
@@ -31,6 +32,7 @@ class Speculation:
         max_context: Positions that the draft model knows.
         top_k: Rejection: largest support of a shipped law.
         bits: Rejection: its weights' sum is 2^bits.
+        calibration: Of all sessions of the worker.
 
     Attributes:
         tree: The tree.
@@ -41,8 +43,13 @@ class Speculation:
         num_used: Nodes fed ahead that became of use.
     """
 
-    def __init__(self, session: Session, max_context: int, top_k: int, bits: int) -> None:
+    def __init__(
+        self, session: Session, max_context: int, top_k: int, bits: int, calibration: Calibration
+    ) -> None:
         self.session = session
+        self._calibration = Calibration(calibration)
+        self._tested: list[tuple[Outlook, int]] = []
+        self._is_rejected = False
         self.foreseen: float | None = None
         self.num_used = 0
         self._max_context, self._top_k, self._bits = max_context, top_k, bits
@@ -83,6 +90,33 @@ class Speculation:
             return None
         return 0.0 if self.ahead is None else self.ahead.covered
 
+    def note_outcome(self) -> None:
+        """Note how far the session's tokens follow the draft's choices, before the root moves."""
+        self._learn()
+        sent, tokens = self.sent, self.session.tokens
+        if sent is None or self.session.changed_from < self.tree.base:
+            return
+        node, base = sent.root, sent.root.position + 1
+        for token_id in tokens[base : base + sent.depth]:
+            if node.outlook is None:
+                break
+            self._tested.append((node.outlook, base))
+            self._is_rejected = node.outlook.choose(base) != token_id
+            if self._is_rejected:
+                break
+            node = node.child(token_id)
+
+    def _learn(self) -> None:
+        """Learn from the outcome that was noted.
+
+        It counts from the next but one proposal on: what is prepared while the target verifies must be what
+        would be drafted when it has, or a proposal would depend on whether it was prepared.
+        """
+        if self._tested:
+            confidences = [outlook.confidence(base) for outlook, base in self._tested]
+            self._calibration.observe(confidences, is_rejected=self._is_rejected)
+        self._tested, self._is_rejected = [], False
+
     def follow(self, engine: Engine) -> bool:
         """Move the root to where the session's tokens end; False when the tree was never opened there.
 
@@ -118,12 +152,13 @@ class Speculation:
             return None
         if depth < shape.depth:
             shape = replace(shape, depth=depth)
-        return Reading(root, shape, self.session.spec.eos_token_ids)
+        return Reading(root, shape, self.session.spec.eos_token_ids, self._calibration.power)
 
     def read_outcome(self, root: Node) -> Reading | None:
         """Begin to read what will be asked for when the sent proposal ends at `root`; None for nothing."""
         if self.sent is None or root.token_id in self.session.spec.eos_token_ids:
             return None
+        self._learn()
         return self.read(root, self.sent.shape)
 
     def feed(self, nodes: Sequence[Node]) -> Feed:

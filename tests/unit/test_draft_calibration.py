@@ -1,0 +1,119 @@
+"""What the draft's confidence is worth, learned from what came of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from draft_helpers import VOCAB, Drafter, TableEngine
+from test_draft_tree import EOS, Fixed, opened
+
+from gammaray.types import SamplingParams
+from services.draft.calibration import LEAST, MOST, Calibration, scales
+from services.draft.reading import Reading, Shape
+from services.draft.tree import Node
+
+PROMPT = [1, 2, 3, 4]
+
+
+def taught(calibration: Calibration, power: float, num_proposals: int, seed: int = 1) -> None:
+    """Show it proposals of four tokens that are accepted as often as confidences to that power say."""
+    rng = random.Random(seed)
+    for _ in range(num_proposals):
+        tested, is_rejected = [], False
+        while len(tested) < 4 and not is_rejected:
+            tested.append(rng.uniform(0.3, 1.0))
+            is_rejected = rng.random() >= tested[-1] ** power
+        calibration.observe(tested, is_rejected=is_rejected)
+
+
+@pytest.mark.parametrize("power", [0.4, 1.0, 1.6])
+def test_power_is_found_that_makes_confidences_true(power: float):
+    # Some 512 proposals count, of two to three tested tokens with an information of about a quarter each:
+    # three standard deviations of the logarithm are 3 / sqrt(300) = 0.17.
+    calibration = Calibration()
+    taught(calibration, power, 3000)
+    assert calibration.power == pytest.approx(power, rel=0.17)
+
+
+def test_power_is_one_at_first_and_bounded():
+    trusting, doubting = Calibration(), Calibration()
+    assert trusting.power == 1.0
+    for _ in range(3000):
+        trusting.observe([0.2], is_rejected=False)
+        doubting.observe([0.999], is_rejected=True)
+    assert trusting.power == LEAST
+    assert doubting.power == MOST
+
+
+def test_sessions_begin_with_what_the_worker_knows_and_leave_it_where_they_differ():
+    common = Calibration()
+    taught(common, 0.4, 500)
+    session = Calibration(common)
+    assert session.power == pytest.approx(common.power)
+    taught(session, 1.5, 60)
+    assert session.power > 2 * 0.4
+    assert common.power > 0.4  # it learned from this session, too
+    assert Calibration(common).power < session.power
+
+
+def test_a_certain_token_that_fails_is_no_certainty_from_then_on():
+    calibration = Calibration()
+    calibration.observe([0.0], is_rejected=True)
+    calibration.observe([1.0], is_rejected=True)
+    assert 1.0 < calibration.power <= MOST
+
+
+@pytest.mark.parametrize("confidence", [0.01, 0.5, 0.9, 1 - 1e-9, 1.0])
+@pytest.mark.parametrize("power", [0.1, 0.5, 1.0, 3.0])
+def test_scales_leave_the_sum_as_it_was(confidence: float, power: float):
+    sure, unsure = scales(confidence, power)
+    assert sure * confidence == pytest.approx(confidence**power)
+    assert sure * confidence + unsure * (1 - confidence) == pytest.approx(1.0)
+    assert unsure >= 0
+
+
+@pytest.mark.parametrize(("power", "length"), [(0.5, 4), (1.0, 2), (2.0, 1)])
+def test_chain_goes_as_far_as_its_calibrated_confidence(power: float, length: int):
+    root = Node(9, 5, None)
+    node = root
+    for token_id in range(1, 5):
+        node.outlook = Fixed((token_id, 0.5))
+        node = node.child(token_id)
+    reading = Reading(root, Shape(4, stop_threshold=0.25), EOS, power)
+    assert reading.go_on() == []
+    assert len(reading.nodes) == length
+
+
+@pytest.mark.parametrize("power", [0.3, 0.7, 1.8])
+@pytest.mark.parametrize("shape", [Shape(3), Shape(3, 9)], ids=str)
+def test_outcomes_are_every_way_out_at_any_power(shape: Shape, power: float):
+    root = Node(8, 5, None)
+    opened(root, 3, random.Random(2))
+    reading = Reading(root, shape, EOS, power)
+    reading.go_on()
+    ends, leaves = reading.outcomes()
+    assert sum(p for p, _, _ in ends) + sum(p for p, _ in leaves) == pytest.approx(1.0)
+
+
+def compared(follow: Callable[[list[int], tuple[int, ...]], list[int]]) -> float:
+    """Return how long a session's chains are over those of sessions without a past, at the same texts."""
+    drafter, tokens = Drafter(TableEngine()), list(PROMPT)
+    fields = {"params": SamplingParams(seed=5), "stop_threshold": 0.2}
+    ours = theirs = 0
+    for cycle in range(30):
+        chain = drafter.ask(tokens, 6, **fields).outcome.token_ids
+        if cycle >= 10:
+            ours += len(chain)
+            theirs += len(Drafter(TableEngine()).ask(tokens, 6, **fields).outcome)
+        tokens = follow(tokens, chain)
+    return ours / theirs
+
+
+def test_session_whose_tokens_are_accepted_gets_longer_chains():
+    assert compared(lambda tokens, chain: [*tokens, *chain, (chain[-1] + 1) % VOCAB]) > 1.2
+
+
+def test_session_whose_tokens_are_rejected_gets_shorter_chains():
+    assert compared(lambda tokens, chain: [*tokens, (chain[0] + 1) % VOCAB]) < 0.8
