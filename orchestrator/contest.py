@@ -34,7 +34,8 @@ RETRY_SHARE = 0.005
 """Share of the time that trying the loser again may cost."""
 
 LEAST_GAP = 8
-"""Rounds of the winner between two of the loser, however little it loses."""
+"""Rounds of the winner between two of the loser, however little it loses; fewer after fewer comparisons, for
+drafting gets better while its costs are learned."""
 
 RATE = 0.25
 """Weight of the last comparison in the mean, once there are as many as that says."""
@@ -60,7 +61,7 @@ class _Standing:
     def gap(self) -> float:
         """Rounds of the winner between two of the loser."""
         lost = 1.0 - math.exp(-abs(self.advantage))
-        return max(lost / RETRY_SHARE, LEAST_GAP)
+        return max(lost / RETRY_SHARE, min(self.num_compared, LEAST_GAP))
 
     def compared(self, advantage: float) -> None:
         self.num_compared += 1

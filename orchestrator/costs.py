@@ -30,6 +30,15 @@ WARM_UP = 8
 SURE = 0.999
 """Probability that a chain goes on, before any ended early."""
 
+LEAST_KNOWN = 3.0
+"""Fresh observations from which on the cost of a chain's length is known."""
+
+LEAST_CROWD = 0.2
+"""Sessions that wait for the same worker on average, below which there is nobody else."""
+
+LEAST_DRAFTED = 0.1
+"""Nodes that the others propose on average from which on somebody drafts."""
+
 EXACT_TOKENS, TOKEN_RATIO = 32, 1.08
 """Steps of more tokens than the first share a mean with those that have up to 8 % more."""
 
@@ -57,7 +66,7 @@ class CostModel:
         self.contest = Contest()
         self.clock = 0.0
         self._draft = WaitTable(is_proportional=True, strengths=(2.0, 50.0), rate=DRAFT_RATE)
-        self._step = WaitTable(is_proportional=False, strengths=(2.0, 1.0), rate=STEP_RATE)
+        self._step = WaitTable(is_proportional=False, strengths=(60.0, 4.0), rate=STEP_RATE)
         self._hits, self._prepared = HitRates(), Mean()
         self._overhead, self._rest = Mean(), Mean()
         self._others, self._crowd = Mean(), Mean()
@@ -114,8 +123,8 @@ class CostModel:
             self._crowd.observe(timing.batch_size * (1.0 + busy) - 1.0)
         self._others.observe(tokens - own)
         self._overhead.observe(max(0.0, cycle.verify_s - step_s))
-        key = _step_key(tokens)
-        self._step.observe(key, step_s, self.clock, share)
+        is_drafted = tokens > (own if timing is None else timing.batch_size)
+        self._step.observe(_step_key(tokens, is_drafted), step_s, self.clock, share)
 
     def draft_s(self, shape: Shape) -> float | None:
         """Return the expected wait for a proposal; None before one was asked for."""
@@ -148,8 +157,9 @@ class CostModel:
         """Return the expected seconds of a step with `nodes` proposed tokens in the company of the moment."""
         tokens = self._others.value + 1.0 + nodes
         if self._others.value < 1.0:
-            return self._step.estimate(_step_key(tokens), self.clock)
-        return self._step.trend(tokens)  # the batch varies more than the proposal
+            return self._step.estimate(_step_key(tokens, nodes > 0), self.clock)
+        # The batch varies more than the proposal.
+        return self._step.trend(tokens, nodes > 0 or self.mean_nodes >= LEAST_DRAFTED)
 
     def cycle_s(self, shape: Shape, nodes: float, forwards: float | None = None) -> float | None:
         """Return the expected seconds of a cycle; None while unknown.
@@ -167,12 +177,33 @@ class CostModel:
         draft = self._mixed(asked, shape.depth)
         return draft + step + self._overhead.value + self._rest.value
 
+    def token_s(self, longest: int) -> float | None:
+        """Return the seconds that each further token of a chain takes its cycle; None while unknown.
+
+        On average from the shortest to the longest chain of late: between lengths that are close together
+        the estimates' errors would be most of the difference, and what is long ago may no longer hold.
+
+        Args:
+            longest: Of the chains that are asked for, at least 2.
+        """
+        known = [n for n in range(1, longest + 1) if self._chain_weight(n) >= LEAST_KNOWN]
+        first, last = (known[0], known[-1]) if known and known[-1] - known[0] >= 2 else (1, longest)
+        shorter, longer = (self.cycle_s(Shape(n), n) for n in (first, last))
+        return None if shorter is None or longer is None else (longer - shorter) / (last - first)
+
+    def _chain_weight(self, length: int) -> float:
+        """Return how many fresh observations there are of a chain's draft or step, the rarer of both."""
+        drafts = self._draft.weight(_draft_key(Shape(length)), self.clock)
+        return min(drafts, self._step.weight(_step_key(length + 1, True), self.clock))
+
     def burden_s(self, nodes: float) -> float:
         """Return the seconds that `nodes` proposed tokens cost all other sessions at the target together.
 
         Those in the same batch wait for the longer step, and so do those that come while it runs: as many as
         find the worker busy, by what it reports of queueing.
         """
+        if self._crowd.value < LEAST_CROWD:
+            return 0.0
         step, plain = self.step_s(nodes), self.step_s(0)
         if step is None or plain is None:
             return 0.0
@@ -195,7 +226,7 @@ class CostModel:
         Measured where there was one, else extrapolated from steps with different numbers of tokens; None
         while there are none.
         """
-        is_known = self._step.is_measured(_step_key(1)) or self._step.num_shapes >= 2
+        is_known = self._step.is_measured(_step_key(1, False)) or self._step.num_shapes >= 2
         plain = self.cycle_s(Shape(0), 0) if is_known else None
         if plain is None or self._predicted <= 0:
             return plain
@@ -221,8 +252,9 @@ def _draft_key(shape: Shape) -> tuple[int, int]:
     return shape.depth, max(0, shape.max_nodes - shape.depth)
 
 
-def _step_key(tokens: float) -> tuple[int, int]:
+def _step_key(tokens: float, is_drafted: bool) -> tuple[int, int]:
+    """Tokens, and whether some are proposed: on shared cores, steps are slower while somebody drafts."""
     if tokens <= EXACT_TOKENS:
-        return max(1, round(tokens)), 0
+        return max(1, round(tokens)), is_drafted
     bucket = round(math.log(tokens / EXACT_TOKENS, TOKEN_RATIO))
-    return round(EXACT_TOKENS * TOKEN_RATIO**bucket), 0
+    return round(EXACT_TOKENS * TOKEN_RATIO**bucket), is_drafted

@@ -66,4 +66,5 @@ class Drafting:
             policy.max_gamma or self._settings.max_gamma,
             costs,
             (policy.max_nodes or self._settings.max_nodes) if takes_trees else 0,
+            ends_early=rung is DrafterKind.MODEL,
         )

@@ -26,9 +26,13 @@ about that from cycle to cycle, and a switch costs what was drafted ahead."""
 LEAVE_PLAIN = 1.1
 """As much before plain decoding is left: a drafter that was not asked for long has to catch up first."""
 
-REFRESH, REFRESH_PLAIN = 8, 32
+REFRESH, REFRESH_PLAIN = 16, 32
 """Cycles that one evaluation of all shapes serves. It takes up to a tenth of a plain cycle of a small model,
 and plain cycles tell nothing of acceptance."""
+
+TREE_PERIOD = 4
+"""Evaluations of chains to one of trees, which are many, while chains are played: in between, trees are as
+fast beside chains as they were."""
 
 FADE = 0.99
 """What a session knows of its own acceptance fades by this with each plain cycle."""
@@ -36,6 +40,14 @@ FADE = 0.99
 EXPLORE_PERIOD, EXPLORE_SHARE = 24, 0.95
 """Every so many cycles the nearly best shape that was tried longest ago is played: what costs are estimated
 from would else be one shape only. It costs at most 5 % of one cycle in 24."""
+
+LONGER_SHARE = 0.97
+"""The longest chain that promises this share of the best one is played where the draft ends chains early: it
+knows of the text to come, and what is known of past text comes some cycles late."""
+
+EXPLORE_STOP = 0.5
+"""Share of the usual threshold at which chains end then, and in deeper probes: some tokens later, which
+tells what those cost."""
 
 MAX_RATE_RATIO = 3.0
 """How many times as valuable another session's time may count as this one's, and the reverse."""
@@ -63,16 +75,20 @@ class AdaptiveGamma:
         max_gamma: Upper bound of the depth.
         costs: Shared by the sessions of this replica.
         max_nodes: Upper bound of the nodes; up to 1 for chains only.
+        ends_early: Whether the drafter ends chains where it is told to by `Shape.stop_threshold`.
 
     Attributes:
         acceptance: This session's, shrunk towards the fleet's.
     """
 
-    def __init__(self, max_gamma: int, costs: CostModel, max_nodes: int = 0) -> None:
+    def __init__(
+        self, max_gamma: int, costs: CostModel, max_nodes: int = 0, *, ends_early: bool = True
+    ) -> None:
         self._costs, self._learner = costs, Learner(costs)
         self.acceptance = AcceptanceEstimator(0.975, prior_strength=8.0, fleet=costs.acceptance)
         self._reach = AcceptanceEstimator(0.975, prior_strength=8.0, fleet=costs.reach)
         self._shapes = all_shapes(max_gamma, max_nodes)
+        self._ends_early = ends_early
         self._max_gamma, self._max_nodes = max_gamma, max_nodes
         self._bursts = Bursts(costs)
         self._speeds: Mapping[Shape, float] = {}
@@ -80,7 +96,8 @@ class AdaptiveGamma:
         self._shape: Shape | None = None
         self._prospects: Prospects | None = None
         self._usual = Shape(0)
-        self._num_cycles = 0
+        self._num_cycles = self._num_evaluated = 0
+        self._tree_shares: dict[Shape, float] = {}
         self._played_at: dict[Shape, int] = {}
         self._rate = 0.0
 
@@ -99,7 +116,8 @@ class AdaptiveGamma:
             return Shape(min(FIRST_GAMMA, self._max_gamma), 0, Reason.FIRST.value)
         probe = self._bursts.due(self._prospects)
         if probe is not None:
-            return self._bursts.stopping_at(self._stop(probe))
+            is_deeper = probe.reason == Reason.PROBE_DEEPER.value
+            return self._bursts.stopping_at((EXPLORE_STOP if is_deeper else 1.0) * self._stop(probe))
         if self._num_cycles % EXPLORE_PERIOD == EXPLORE_PERIOD - 1:
             return self._least_tried()
         return self._usual
@@ -147,9 +165,14 @@ class AdaptiveGamma:
         weight, usual = self._weight(), costs.burden_s(self._usual_nodes())
         lengths = [0.0, *itertools.accumulate(self._reach.survival(self._max_gamma))]
         sizes: dict[int, list[float]] = {}
+        self._num_evaluated += 1
+        is_in_use = self._shape is not None and family(self._shape) is Family.TREE
+        has_trees = is_in_use or not self._tree_shares or self._num_evaluated % TREE_PERIOD == 0
         for shape in self._shapes:
             nodes, forwards = lengths[shape.depth], None
             if family(shape) is Family.TREE:
+                if not has_trees:
+                    continue
                 if shape.depth not in sizes:
                     sizes[shape.depth] = costs.trees.model(by_depth[: shape.depth], self._max_nodes)
                 tokens_by_size = sizes[shape.depth]
@@ -168,7 +191,10 @@ class AdaptiveGamma:
                 return {}
             burden = weight * (costs.burden_s(nodes) - usual)
             speeds[shape] = tokens / max(seconds + burden, LEAST_EFFECTIVE * seconds)
-        return speeds
+        best = max(speed for shape, speed in speeds.items() if family(shape) is not Family.TREE)
+        if has_trees:
+            self._tree_shares = {s: v / best for s, v in speeds.items() if family(s) is Family.TREE}
+        return speeds | {shape: share * best for shape, share in self._tree_shares.items()}
 
     def _weight(self) -> float:
         """Return how many times as valuable the other sessions' time is as this one's: by their speeds."""
@@ -181,7 +207,7 @@ class AdaptiveGamma:
             return self._costs.mean_nodes
         if family(self._shape) is Family.TREE and self._shape in self._promises:
             return self._costs.trees.nodes(self._shape, self._promises[self._shape][1])
-        return self._shape.depth
+        return sum(self._reach.survival(self._shape.depth))
 
     def _stop(self, shape: Shape) -> float:
         """Return the probability of acceptance below which a chain's next token costs more than it brings.
@@ -189,14 +215,14 @@ class AdaptiveGamma:
         Speed is tokens over seconds, so a token pays just when its probability exceeds the seconds that it
         takes, others' included, times the speed.
         """
-        if family(shape) is not Family.CHAIN:
+        if family(shape) is not Family.CHAIN or shape.depth == 1 or not self._ends_early:
             return 0.0
-        costs, length = self._costs, max(1, shape.depth // 2)
-        shorter, longer = (costs.cycle_s(Shape(n), n) for n in (length, length + 2))
-        if shorter is None or longer is None:
+        costs, longest = self._costs, shape.depth
+        own_s = costs.token_s(longest)
+        if own_s is None:
             return 0.0
-        burden = self._weight() * (costs.burden_s(length + 2) - costs.burden_s(length))
-        price = (longer - shorter + burden) / 2 * max(self._speeds.values())
+        others_s = (costs.burden_s(longest) - costs.burden_s(1)) / (longest - 1)
+        price = (own_s + self._weight() * others_s) * max(self._speeds.values())
         return min(max(price, LEAST_STOP), MOST_STOP)
 
     def _expectations(self) -> Prospects | None:
@@ -217,14 +243,24 @@ class AdaptiveGamma:
             self._usual = replace(self._shape, reason=reason.value, stop_threshold=threshold)
 
     def _choose(self) -> Reason:
-        best = max(self._speeds, key=self._speeds.__getitem__)
-        current = self._speeds.get(self._shape, 0.0) if self._shape is not None else 0.0
-        is_plain = self._shape is not None and self._shape.depth == 0
+        best, before = max(self._speeds, key=self._speeds.__getitem__), self._shape
+        current = self._speeds.get(before, 0.0) if before is not None else 0.0
+        is_plain = before is not None and before.depth == 0
         needed = (LEAVE_PLAIN if is_plain else HYSTERESIS) * current
-        if best.depth > 0 and self._speeds[best] <= needed and best != self._shape:
-            return Reason.HELD
-        self._shape = best
-        return Reason.BEST
+        is_held = best.depth > 0 and self._speeds[best] <= needed and best != before
+        if not is_held:
+            self._shape = best
+        if self._shape is not None:
+            self._shape = self._lengthened(self._shape)
+        return Reason.HELD if is_held else Reason.BEST
+
+    def _lengthened(self, shape: Shape) -> Shape:
+        """Return the longest chain that promises nearly as much as the best one, for a chain."""
+        if family(shape) is not Family.CHAIN or not self._ends_early:
+            return shape
+        chains = {s: speed for s, speed in self._speeds.items() if family(s) is Family.CHAIN}
+        enough = LONGER_SHARE * max(chains.values())
+        return max((s for s, speed in chains.items() if speed >= enough), key=lambda s: s.depth)
 
     def _least_tried(self) -> Shape:
         assert self._shape is not None
@@ -233,4 +269,4 @@ class AdaptiveGamma:
             s for s, speed in self._speeds.items() if speed >= enough and family(s) is family(self._shape)
         ]
         shape = min(near, key=lambda s: self._played_at.get(s, 0))
-        return replace(shape, reason=Reason.EXPLORE.value, stop_threshold=self._stop(shape))
+        return replace(shape, reason=Reason.EXPLORE.value, stop_threshold=EXPLORE_STOP * self._stop(shape))

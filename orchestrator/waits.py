@@ -29,6 +29,9 @@ up to twice: stories of former slowness do not keep deeper proposals from being 
 STALE, DOUBT = 16.0, 0.1
 """After so many cycles a measurement is old; what a doubt leaves of its weight."""
 
+QUIET = 0.1
+"""Relative deviation of waits that counts as none."""
+
 FIRST_SPREAD, SPREAD_RATE = 0.3, 0.05
 """Mean deviation of a wait from what was expected, as a share of it: at first, and how fast it follows."""
 
@@ -85,9 +88,12 @@ class _Entry:
     mean: float
     weight: float
     seen_at: float
+    spread: float
 
-    def weight_at(self, now: float) -> float:
-        return max(LEAST_WEIGHT, self.weight * math.exp((self.seen_at - now) / FADING))
+    def weight_at(self, now: float, spread: float) -> float:
+        """Return what it is worth: less the older it is, and the more waits varied when it was seen."""
+        quiet = min(1.0, (spread + QUIET) / (self.spread + QUIET))
+        return max(LEAST_WEIGHT, self.weight * quiet * quiet * math.exp((self.seen_at - now) / FADING))
 
 
 class WaitTable:
@@ -126,10 +132,11 @@ class WaitTable:
             seconds = min(seconds, bound * change * expected)
         seconds /= self._level
         if entry is None:
-            self._entries[key] = _Entry(seconds, share, now)
+            self._entries[key] = _Entry(seconds, share, now, self._spread)
         else:
-            entry.weight = min(entry.weight_at(now) + share, MEMORY)
+            entry.weight = min(entry.weight_at(now, self._spread) + share, MEMORY)
             entry.mean += (seconds - entry.mean) * share / entry.weight
+            entry.spread += (self._spread - entry.spread) * share / entry.weight
             entry.seen_at = now
         self._seen_at = now
         self._observed_since_fit += 1
@@ -158,7 +165,7 @@ class WaitTable:
         if self._run in (SURPRISES, -5 * SURPRISES):
             self._run, change = 0, ratio
         else:
-            weight = 0.0 if entry is None else entry.weight_at(now)
+            weight = 0.0 if entry is None else entry.weight_at(now, self._spread)
             trust = self._gain(now) * share * weight / (weight + LEVEL_TRUST)
             change = 1.0 + trust * (min(ratio, bound) - 1.0)
         self._level *= change
@@ -181,7 +188,7 @@ class WaitTable:
         flat, first, second = self._plane
         plane = max(flat + first * key[0] + second * key[1], self._floor)
         entry = self._entries.get(key)
-        weight, mean = (0.0, 0.0) if entry is None else (entry.weight_at(now), entry.mean)
+        weight, mean = (0.0, 0.0) if entry is None else (entry.weight_at(now, self._spread), entry.mean)
         relative = (weight * mean + LINE_STRENGTH * plane) / (weight + LINE_STRENGTH)
         if weight < WELL_KNOWN:
             relative = min(
@@ -189,11 +196,12 @@ class WaitTable:
             )
         return self._level * relative
 
-    def trend(self, first: float) -> float | None:
-        """Return what all shapes together say of one whose first count is `first`; None while unknown."""
+    def trend(self, first: float, second: float) -> float | None:
+        """Return what all shapes together say of one with these counts; None while unknown."""
         if not self._entries:
             return None
-        return self._level * max(self._plane[0] + self._plane[1] * first, self._floor)
+        flat, by_first, by_second = self._plane
+        return self._level * max(flat + by_first * first + by_second * second, self._floor)
 
     @property
     def level(self) -> float:
@@ -203,7 +211,7 @@ class WaitTable:
     def weight(self, key: Key, now: float) -> float:
         """Return how many fresh observations the mean of a shape is worth."""
         entry = self._entries.get(key)
-        return 0.0 if entry is None else entry.weight_at(now)
+        return 0.0 if entry is None else entry.weight_at(now, self._spread)
 
     def is_measured(self, key: Key) -> bool:
         """Whether this shape was ever observed."""
@@ -217,7 +225,10 @@ class WaitTable:
     def _fit(self, now: float) -> None:
         """Fit the plane by weighted least squares, its slopes shrunk towards what is assumed of them."""
         self._observed_since_fit = 0
-        rows = [(min(e.weight_at(now), FIT_WEIGHT), *key, e.mean) for key, e in self._entries.items()]
+        rows = [
+            (min(e.weight_at(now, self._spread), FIT_WEIGHT), *key, e.mean)
+            for key, e in self._entries.items()
+        ]
         total = math.fsum(w for w, *_ in rows)
         mean_x = math.fsum(w * x for w, x, _, _ in rows) / total
         mean_z = math.fsum(w * z for w, _, z, _ in rows) / total
@@ -234,7 +245,9 @@ class WaitTable:
         slope_x = max(0.0, (xy * zz - zy * xz) / determinant)
         slope_z = max(0.0, (zy * xx - xy * xz) / determinant)
         if self._is_proportional:
-            well_known = [(k, e) for k, e in self._entries.items() if e.weight_at(now) >= WELL_KNOWN]
+            well_known = [
+                (k, e) for k, e in self._entries.items() if e.weight_at(now, self._spread) >= WELL_KNOWN
+            ]
             self._rates = [(_size(key), entry.mean / _size(key)) for key, entry in well_known]
         self._floor = LEAST_SHARE * min(y for *_, y in rows)
         self._plane = (mean_y - slope_x * mean_x - slope_z * mean_z, slope_x, slope_z)

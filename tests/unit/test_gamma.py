@@ -221,7 +221,7 @@ def test_adaptive_gamma_lone_session_pays_no_burden():
 def test_adaptive_gamma_leaves_plain_decoding_for_a_clear_gain_and_comes_back_for_any(
     monkeypatch, current, other, gain, leaves
 ):
-    controller = AdaptiveGamma(8, CostModel())
+    controller = AdaptiveGamma(8, CostModel(), ends_early=False)
     speeds = {Shape(current): 100.0, Shape(other): 90.0}
     monkeypatch.setattr(controller, "_evaluate", lambda: speeds)
     controller.next_shape()
@@ -231,3 +231,14 @@ def test_adaptive_gamma_leaves_plain_decoding_for_a_clear_gain_and_comes_back_fo
     assert chosen.depth == (other if leaves else current)
     held = Reason.BEST if leaves else Reason.HELD
     assert chosen.reason == held.value
+
+
+@pytest.mark.parametrize(("share", "chosen"), [(0.9, 3), (0.97, 8)])
+@pytest.mark.parametrize("ends_early", [True, False])
+def test_adaptive_gamma_asks_for_the_longest_chain_that_is_nearly_best_when_the_draft_ends_chains(
+    monkeypatch, share, chosen, ends_early
+):
+    controller = AdaptiveGamma(8, CostModel(), 12, ends_early=ends_early)
+    speeds = {Shape(0): 50.0, Shape(3): 100.0, Shape(8): 100.0 * share, Shape(8, 12): 99.0}
+    monkeypatch.setattr(controller, "_evaluate", lambda: speeds)
+    assert controller.next_shape().depth == (chosen if ends_early else 3)
