@@ -19,6 +19,9 @@ __all__ = ["Preparer"]
 MIN_SENT = 0.25
 """Proposals are sent in company until they make up this probability: a message costs what a forward does."""
 
+ROUND_TRIP = 2
+"""Forwards that take at least as long as asking for a proposal and being answered."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -54,13 +57,16 @@ class Preparer:
         """Leave a session alone."""
         self._pending.pop(session_id, None)
 
-    def note_answer(self, speculation: Speculation, num_forwards: int, forward_s: float) -> None:
+    def note_answer(
+        self, speculation: Speculation, num_forwards: int, forward_s: float, *, was_at_hand: bool
+    ) -> None:
         """Note that the proposal that was asked for was sent.
 
         Args:
             speculation: Its session's.
             num_forwards: Forwards that it took since it was asked for.
             forward_s: Seconds of a forward.
+            was_at_hand: Whether it was sent before it was asked for.
         """
         reading, foreseen = speculation.sent, speculation.foreseen
         assert reading is not None
@@ -68,7 +74,7 @@ class Preparer:
         self.throttle.stats.used_rows += speculation.num_used
         speculation.num_used = 0
         if foreseen is not None:
-            saved = max(0, reading.depth - num_forwards)
+            saved = max(0, reading.depth - num_forwards) + (ROUND_TRIP if was_at_hand else 0)
             self.throttle.looked_up(is_hit=num_forwards == 0, foreseen=foreseen, saved_s=saved * forward_s)
 
     def note_arrival(self, arrived: float) -> None:

@@ -205,7 +205,9 @@ class DraftScheduler(Scheduler[ProposeTask]):
         task = drafting.task
         self._gain.sent(task.session_id, proposal, task.base_position, task.arrived, time.monotonic())
         if self.preparer is not None:
-            self.preparer.note_answer(speculation, drafting.num_forwards, self._forward_s)
+            self.preparer.note_answer(
+                speculation, drafting.num_forwards, self._forward_s, was_at_hand=task.is_notice
+            )
             self.preparer.add(speculation, task)
         return proposal
 

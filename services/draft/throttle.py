@@ -1,8 +1,9 @@
 """Whether drafting ahead pays, from what it saved and what it cost.
 
-It saves the forwards that a request would have waited for. It costs the wait for a forward that is under
-way when a request arrives, and, on cores that others want as well, the time it takes from them: while this
-thread waits for its core somebody else runs, and would have run sooner without it.
+It saves the forwards that a request would have waited for, and the request where the proposal was at hand.
+It costs the wait for a forward that is under way when a request arrives, and, on cores that others want as
+well, the time it takes from them: while this thread waits for its core somebody else runs, and would have run
+sooner without it.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Throttle:
         Args:
             is_hit: Whether its proposal was ready.
             foreseen: The probability that it would be, as far as the draft could tell.
-            saved_s: Forwards it did not have to wait for, in seconds.
+            saved_s: Forwards and messages it did not have to wait for, in seconds.
         """
         self.stats.lookups += 1
         self.stats.hits += is_hit

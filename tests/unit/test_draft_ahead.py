@@ -268,3 +268,21 @@ def test_throttle_prepares_for_less_when_hits_are_rarer_than_foreseen():
         optimist.looked_up(is_hit=index % 10 != 0, foreseen=0.9, saved_s=1.0)
     assert throttle.floor > 2 * MIN_OUTCOME
     assert optimist.floor == pytest.approx(MIN_OUTCOME, rel=0.2)
+
+
+def test_ahead_proposal_at_hand_saved_a_round_trip_more_than_one_that_was_ready():
+    saved = {}
+    for is_notice in (False, True):
+        ahead = Drafter(TableEngine(), ahead_rows=4)
+        first = ahead.ask(PROMPT, 4).outcome
+        ahead.idle()
+        longer = Drafter(TableEngine()).ask(PROMPT, 5).outcome
+        task = ahead.task([*PROMPT, *longer.token_ids], 4)
+        assert longer.token_ids[:4] == first.token_ids
+        task.is_notice = is_notice
+        throttle = ahead.scheduler.preparer.throttle
+        throttle.looked_up = lambda saved_s, is_notice=is_notice, **_: saved.update({is_notice: saved_s})
+        ahead.scheduler.submit([task])
+        ahead.scheduler._forward_s = 1.0
+        ahead.scheduler.step()
+    assert saved == {False: 4.0, True: 6.0}
