@@ -24,6 +24,10 @@ __all__ = ["CostModel", "share_of"]
 STEP_RATE, DRAFT_RATE = 0.1, 0.05
 """Share of a deviation that goes to the level: some ten steps and twenty proposals, whose waits vary more."""
 
+STEP_STRENGTHS = (60.0, 4.0)
+"""What it is worth to assume that tokens cost next to nothing, and that drafting slows no step: eight
+observations of two lengths that are four tokens apart, and eight of plain steps and eight of others."""
+
 WARM_UP = 8
 """Steps, and proposals, of a replica that are left out: fresh workers are slow."""
 
@@ -66,7 +70,7 @@ class CostModel:
         self.contest = Contest()
         self.clock = 0.0
         self._draft = WaitTable(is_proportional=True, strengths=(2.0, 50.0), rate=DRAFT_RATE)
-        self._step = WaitTable(is_proportional=False, strengths=(60.0, 4.0), rate=STEP_RATE)
+        self._step = WaitTable(is_proportional=False, strengths=STEP_STRENGTHS, rate=STEP_RATE)
         self._hits, self._prepared = HitRates(), Mean()
         self._overhead, self._rest = Mean(), Mean()
         self._others, self._crowd = Mean(), Mean()

@@ -23,6 +23,10 @@ HYSTERESIS = 1.03
 """Another shape must promise this much more speed before it replaces the current one: the estimates move by
 about that from cycle to cycle, and a switch costs what was drafted ahead."""
 
+LEAST_GAIN = 1.05
+"""Drafting must promise this much more than plain decoding: its cycles have more messages, any of which may
+be late, and means that leave hiccups out make them too short."""
+
 LEAVE_PLAIN = 1.1
 """As much before plain decoding is left: a drafter that was not asked for long has to catch up first."""
 
@@ -58,6 +62,7 @@ LEAST_EFFECTIVE = 0.5
 LEAST_STOP, MOST_STOP = 0.02, 0.8
 """Bounds of the probability below which chains end."""
 
+_PLAIN = Shape(0)
 _PLAIN_UNDER_LOAD = Shape(0, 0, Reason.LOAD.value)
 
 
@@ -137,6 +142,8 @@ class AdaptiveGamma:
             self._rate += (rate - self._rate) * (0.05 if self._rate else 1.0)
         # A probe that a plain round cuts off goes on behind it.
         if cycle.shape.reason != _PLAIN_UNDER_LOAD.reason and self._bursts.observe(cycle):
+            if kind is Family.TREE:
+                self._tree_shares = {}  # what was believed of them is outdated
             self._speeds = self._evaluate()
             self._bursts.conclude(self._expectations())
             self._decide()
@@ -244,6 +251,8 @@ class AdaptiveGamma:
 
     def _choose(self) -> Reason:
         best, before = max(self._speeds, key=self._speeds.__getitem__), self._shape
+        if self._speeds[best] < LEAST_GAIN * self._speeds.get(_PLAIN, 0.0):
+            best = _PLAIN
         current = self._speeds.get(before, 0.0) if before is not None else 0.0
         is_plain = before is not None and before.depth == 0
         needed = (LEAVE_PLAIN if is_plain else HYSTERESIS) * current

@@ -9,6 +9,7 @@ import pytest
 from draft_helpers import VOCAB, Drafter, TableEngine
 from test_draft_tree import EOS, Fixed, opened
 
+from benchmarks.calibration import chains, error
 from gammaray.types import SamplingParams
 from services.draft.calibration import LEAST, MOST, Calibration, scales
 from services.draft.reading import Reading, Shape
@@ -117,3 +118,15 @@ def test_session_whose_tokens_are_accepted_gets_longer_chains():
 
 def test_session_whose_tokens_are_rejected_gets_shorter_chains():
     assert compared(lambda tokens, chain: [*tokens, (chain[0] + 1) % VOCAB]) < 0.8
+
+
+def test_benchmark_tells_the_error_of_a_draft_that_doubts_itself_and_that_it_shrinks():
+    rng, common, found = random.Random(5), Calibration(), []
+    for _ in range(40):
+        believed = [rng.uniform(0.3, 1.0) for _ in range(200)]
+        is_right = [rng.random() < confidence**0.4 for confidence in believed]
+        found += chains(believed, is_right, 4, common)
+    plain, calibrated = (error([(chain[i], chain[2]) for chain in found]) for i in (0, 1))
+    assert plain > 0.15
+    assert calibrated < 0.3 * plain
+    assert error([(0.5, True), (0.5, False), (1.0, True)]) == 0.0

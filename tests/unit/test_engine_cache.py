@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from engine_helpers import (
     MAX_CONTEXT,
     VOCAB_SIZE,
@@ -17,6 +18,7 @@ from engine_helpers import (
 from gammaray.errors import FailedPreconditionError, ResourceExhaustedError
 from services.engine.engine import Engine, Feed
 from services.engine.errors import CacheFullError, CacheGapError
+from services.engine.session_cache import SessionCache
 
 # Layers x key and value heads x head_dim x bytes of a float32.
 SLOT_BYTES = 3 * 4 * 8 * 4
@@ -231,3 +233,16 @@ def test_context_may_be_filled_to_the_last_position(engine: Engine, directory: P
     run.step(Feed("a", MAX_CONTEXT - 2, random_tokens(6, 2), 6, [-1, -1, -1, 0, 1, 1]))
     run.step(Feed("a", MAX_CONTEXT - 2, [3, 4], 2))
     assert run.worst <= 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_keep_path_moves_whole_slots_of_every_dtype(dtype: torch.dtype) -> None:
+    data = torch.randn(2, 3, 16, 4).to(dtype)
+    cache = SessionCache(
+        data.clone(), tokens=[5, 6, 7], tree_tokens=[1, 2, 3, 4], tree_parents=[-1, -1, 1, 0]
+    )
+    cache.keep_path(3, [1, 2], [0, 3])
+    assert cache.tokens == [5, 6, 7, 2, 3]
+    assert cache.tree_tokens == [1, 4]
+    assert torch.equal(cache.data[:, :, :3], data[:, :, :3])
+    assert torch.equal(cache.data[:, :, 3:7], data[:, :, [4, 5, 3, 6]])

@@ -242,3 +242,10 @@ def test_adaptive_gamma_asks_for_the_longest_chain_that_is_nearly_best_when_the_
     speeds = {Shape(0): 50.0, Shape(3): 100.0, Shape(8): 100.0 * share, Shape(8, 12): 99.0}
     monkeypatch.setattr(controller, "_evaluate", lambda: speeds)
     assert controller.next_shape().depth == (chosen if ends_early else 3)
+
+
+@pytest.mark.parametrize(("gain", "chosen"), [(1.03, 0), (1.07, 4)])
+def test_adaptive_gamma_drafts_only_for_a_gain_that_its_errors_leave(monkeypatch, gain, chosen):
+    controller = AdaptiveGamma(8, CostModel())
+    monkeypatch.setattr(controller, "_evaluate", lambda: {Shape(0): 100.0, Shape(4): 100.0 * gain})
+    assert controller.next_shape().depth == chosen
