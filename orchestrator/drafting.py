@@ -62,9 +62,11 @@ class Drafting:
             return FixedGamma(policy.fixed, costs, policy.max_nodes)
         # Only sample-and-match walks trees, at any temperature; prompt lookup proposes chains.
         takes_trees = request.verification is VerificationMethod.COUPLED and rung is DrafterKind.MODEL
+        # Chains with their laws take as many forwards wherever they end.
+        ships_laws = request.verification is VerificationMethod.REJECTION and request.sampling.temperature > 0
         return AdaptiveGamma(
             policy.max_gamma or self._settings.max_gamma,
             costs,
             (policy.max_nodes or self._settings.max_nodes) if takes_trees else 0,
-            ends_early=rung is DrafterKind.MODEL,
+            ends_early=rung is DrafterKind.MODEL and not ships_laws,
         )

@@ -35,7 +35,7 @@ REFRESH, REFRESH_PLAIN = 16, 32
 and plain cycles tell nothing of acceptance."""
 
 TREE_PERIOD = 4
-"""Evaluations of chains to one of trees, which are many, while chains are played: in between, trees are as
+"""Evaluations of chains to one of trees, which are many, while no tree is played: in between, trees are as
 fast beside chains as they were."""
 
 FADE = 0.99
@@ -60,7 +60,7 @@ LEAST_EFFECTIVE = 0.5
 """Relief for the others makes a cycle appear at most this much shorter."""
 
 LEAST_STOP, MOST_STOP = 0.02, 0.8
-"""Bounds of the probability below which chains end."""
+"""Bounds of the probability below which chains usually end."""
 
 _PLAIN = Shape(0)
 _PLAIN_UNDER_LOAD = Shape(0, 0, Reason.LOAD.value)
@@ -261,7 +261,7 @@ class AdaptiveGamma:
             self._shape = best
         if self._shape is not None:
             self._shape = self._lengthened(self._shape)
-        return Reason.HELD if is_held else Reason.BEST
+        return Reason.HELD if is_held and self._shape == before else Reason.BEST
 
     def _lengthened(self, shape: Shape) -> Shape:
         """Return the longest chain that promises nearly as much as the best one, for a chain."""

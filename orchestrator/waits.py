@@ -91,7 +91,10 @@ class _Entry:
     spread: float
 
     def weight_at(self, now: float, spread: float) -> float:
-        """Return what it is worth: less the older it is, and the more waits varied when it was seen."""
+        """Return what it is worth: less the older it is, and the more waits varied when it was seen.
+
+        What is observed in quieter times takes that much weight from it for good.
+        """
         quiet = min(1.0, (spread + QUIET) / (self.spread + QUIET))
         return max(LEAST_WEIGHT, self.weight * quiet * quiet * math.exp((self.seen_at - now) / FADING))
 

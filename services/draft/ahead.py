@@ -62,7 +62,7 @@ class Ahead:
     """
 
     def __init__(self, sent: Reading, start: Callable[[Node], Reading | None], floor: float) -> None:
-        self._start, self._floor = start, floor
+        self._sent, self._start, self._floor = sent, start, floor
         self._branches: list[Branch] = []
         self._leaves: list[tuple[float, Node]] = []
         ends, leaves = sent.outcomes()
@@ -94,7 +94,7 @@ class Ahead:
             self._leaves = [(weight, node) for weight, node in self._leaves if node.outlook is None]
             for weight, node in opened:
                 assert node.outlook is not None
-                guesses = node.outlook.guesses(None)
+                guesses = self._sent.guesses(node.outlook, is_tested=False)
                 self._branch_off([(weight * share, node, token_id) for token_id, share in guesses])
         wanted = list(self._leaves)
         for branch in self._branches:

@@ -59,23 +59,30 @@ class Calibration:
             information += surprise * surprise * odds
         self._information = PRIOR + self._fading * (self._information - PRIOR) + information
         pull = (1.0 - self._fading) * PRIOR * self._shift
-        self._shift += min(max((score - pull) / self._information, -MAX_STEP), MAX_STEP)
+        step = min(max((score - pull) / self._information, -MAX_STEP), MAX_STEP)
+        # Bounded here too: what is beyond would have to be unlearned first.
+        known = self._known
+        self._shift = min(max(self._shift + step, math.log(LEAST / known)), math.log(MOST / known))
         self.power = self._estimate()
 
+    @property
+    def _known(self) -> float:
+        return 1.0 if self._common is None else self._common._estimate()
+
     def _estimate(self) -> float:
-        known = 1.0 if self._common is None else self._common._estimate()
-        return min(max(known * math.exp(self._shift), LEAST), MOST)
+        return min(max(self._known * math.exp(self._shift), LEAST), MOST)
 
 
 def scales(confidence: float, power: float) -> tuple[float, float]:
     """Return the factors on the probability of the draft's own token, and on those of all others.
 
     Args:
-        confidence: The probability of its own, in (0, 1].
+        confidence: The probability of its own, in [0, 1].
         power: What it is to be raised to.
     """
-    rest = 1.0 - confidence
-    if confidence <= 0.0 or rest <= 1e-6:
+    if confidence <= 0.0:
+        return 1.0, 1.0
+    if confidence >= MAX_CONFIDENCE:
         return 1.0, power
     sure = confidence ** (power - 1.0)
-    return sure, (1.0 - sure * confidence) / rest
+    return sure, (1.0 - sure * confidence) / (1.0 - confidence)

@@ -20,7 +20,8 @@ MIN_SENT = 0.25
 """Proposals are sent in company until they make up this probability: a message costs what a forward does."""
 
 ROUND_TRIP = 2
-"""Forwards that take at least as long as asking for a proposal and being answered."""
+"""Forwards that asking for a proposal and being answered takes as long as, at the least: the network is free
+of charge here."""
 
 _log = logging.getLogger(__name__)
 

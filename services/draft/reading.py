@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from gammaray.types import Proposal
 from services.draft.calibration import scales
+from services.draft.outlook import Guess, Outlook
 from services.draft.tree import Node
 
 __all__ = ["MIN_GROWN", "MIN_PROPOSED", "Reading", "Shape"]
@@ -60,10 +61,12 @@ class Reading:
 
     def __init__(self, root: Node, shape: Shape, eos_token_ids: Sequence[int], power: float = 1.0) -> None:
         self.root, self.shape = root, shape
-        self._eos, self._power = eos_token_ids, power
+        self._eos = eos_token_ids
         self.nodes: list[Node] = []
         self.weights: list[float] = []
         self.parents: list[int] | None = [] if shape.max_nodes > shape.depth else None
+        # A doubted draft's runners-up would outweigh its first choice, behind which they are offered.
+        self._power = power if self.parents is None else min(power, 1.0)
         self._is_ended = self._is_read = False
         self._beyond: list[Node] = []  # drafted behind the proposal's end, for the time that it takes
 
@@ -95,7 +98,6 @@ class Reading:
             The likely (probability, last accepted node, next token), and the (probability, node) of open
             nodes behind which it may end too.
         """
-        base = self.root.position + 1
         proposed: list[set[int]] = [set() for _ in range(len(self.nodes) + 1)]
         for index, node in enumerate(self.nodes):
             parent = index - 1 if self.parents is None else self.parents[index]
@@ -108,15 +110,24 @@ class Reading:
             if node.outlook is None:
                 still_open.append((weight, node))
                 continue
-            sure, unsure = scales(node.outlook.confidence(base), self._power)
-            if not tested and node.outlook.law is not None:
-                sure = unsure = 1.0  # a bonus is drawn from the target's law: nothing is accepted or not
-            own = None if tested else node.outlook.choose(base)
-            for token_id, probability in node.outlook.guesses(base if tested else None):
+            for token_id, probability in self.guesses(node.outlook, is_tested=bool(tested)):
                 if token_id not in tested:
-                    scale = sure if token_id == own else unsure
-                    ends.append((weight * scale * probability, node, token_id))
+                    ends.append((weight * probability, node, token_id))
         return ends, still_open
+
+    def guesses(self, outlook: Outlook, *, is_tested: bool) -> list[Guess]:
+        """Return the target's likely tokens behind a node, calibrated.
+
+        Args:
+            outlook: The node's.
+            is_tested: Whether the draft's own choice is part of the proposal.
+        """
+        base = self.root.position + 1
+        guesses = outlook.guesses(base if is_tested else None)
+        if outlook.law is not None or self._power == 1.0:
+            return list(guesses)
+        own, (sure, unsure) = outlook.choose(base), scales(outlook.confidence(base), self._power)
+        return [(token_id, share * (sure if token_id == own else unsure)) for token_id, share in guesses]
 
     def _reached(self) -> list[float]:
         """The probability that the target reaches the root and each node."""

@@ -96,6 +96,9 @@ class Speculation:
         sent, tokens = self.sent, self.session.tokens
         if sent is None or self.session.changed_from < self.tree.base:
             return
+        # With a law, only what was tested would tell, and that is not known here.
+        if sent.root.outlook is not None and sent.root.outlook.law is not None:
+            return
         node, base = sent.root, sent.root.position + 1
         for token_id in tokens[base : base + sent.depth]:
             if node.outlook is None:
@@ -152,7 +155,13 @@ class Speculation:
             return None
         if depth < shape.depth:
             shape = replace(shape, depth=depth)
-        return Reading(root, shape, self.session.spec.eos_token_ids, self._calibration.power)
+        return Reading(root, shape, self.session.spec.eos_token_ids, self._power)
+
+    @property
+    def _power(self) -> float:
+        spec = self.session.spec
+        ships_laws = spec.method is VerificationMethod.REJECTION and spec.params.temperature > 0
+        return 1.0 if ships_laws else self._calibration.power
 
     def read_outcome(self, root: Node) -> Reading | None:
         """Begin to read what will be asked for when the sent proposal ends at `root`; None for nothing."""

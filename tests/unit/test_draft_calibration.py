@@ -11,6 +11,7 @@ from test_draft_tree import EOS, Fixed, opened
 
 from benchmarks.calibration import chains, error
 from gammaray.types import SamplingParams
+from services.draft.ahead import Ahead
 from services.draft.calibration import LEAST, MOST, Calibration, scales
 from services.draft.reading import Reading, Shape
 from services.draft.tree import Node
@@ -44,8 +45,8 @@ def test_power_is_one_at_first_and_bounded():
     for _ in range(3000):
         trusting.observe([0.2], is_rejected=False)
         doubting.observe([0.999], is_rejected=True)
-    assert trusting.power == LEAST
-    assert doubting.power == MOST
+    assert trusting.power == pytest.approx(LEAST)
+    assert doubting.power == pytest.approx(MOST)
 
 
 def test_sessions_begin_with_what_the_worker_knows_and_leave_it_where_they_differ():
@@ -130,3 +131,38 @@ def test_benchmark_tells_the_error_of_a_draft_that_doubts_itself_and_that_it_shr
     assert plain > 0.15
     assert calibrated < 0.3 * plain
     assert error([(0.5, True), (0.5, False), (1.0, True)]) == 0.0
+
+
+def test_power_at_its_bound_is_left_at_once():
+    calibration = Calibration(Calibration())
+    for _ in range(400):
+        calibration.observe([0.5] * 6, is_rejected=False)
+    assert calibration.power == pytest.approx(LEAST)
+    for _ in range(12):
+        calibration.observe([0.5], is_rejected=True)
+    assert calibration.power > 1.5 * LEAST
+
+
+@pytest.mark.parametrize("power", [0.4, 1.0, 2.5])
+def test_outcomes_are_the_same_whether_the_last_node_was_opened_before_or_after(power: float):
+    def branches(is_open: bool) -> list[tuple[int, float]]:
+        root = Node(8, 5, None)
+        opened(root, 2 + is_open, random.Random(4))
+        sent = Reading(root, Shape(2), EOS, power)
+        sent.go_on()
+        ahead = Ahead(sent, lambda node: Reading(node, Shape(1), EOS, power), 0.0)
+        if not is_open:
+            opened(root, 3, random.Random(4))
+            ahead.wanted()
+        return sorted((b.reading.root.token_id, round(b.probability, 9)) for b in ahead._branches)
+
+    assert branches(is_open=True) == branches(is_open=False)
+
+
+def test_tree_of_a_doubted_draft_keeps_its_runners_up():
+    root = Node(8, 5, None)
+    root.outlook = Fixed((1, 0.4), (2, 0.35), (3, 0.25))
+    reading = Reading(root, Shape(1, 3), EOS, 2.0)
+    assert reading.go_on() == []
+    assert reading.proposal().token_ids == (1, 2, 3)
+    assert reading.weights == sorted(reading.weights, reverse=True)
