@@ -50,8 +50,8 @@ LONGER_SHARE = 0.97
 knows of the text to come, and what is known of past text comes some cycles late."""
 
 EXPLORE_STOP = 0.5
-"""Share of the usual threshold at which chains end then, and in deeper probes: some tokens later, which
-tells what those cost."""
+"""Share of the usual threshold at which the chains of such a cycle end, and those of deeper probes: some
+tokens later, which tells what those cost."""
 
 MAX_RATE_RATIO = 3.0
 """How many times as valuable another session's time may count as this one's, and the reverse."""
