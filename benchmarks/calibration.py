@@ -4,8 +4,8 @@
 
 The target writes texts. At each place the draft would propose a chain, which is accepted as far as it is the
 target's text; shared noise above temperature 0. Chains are put into bins by the probability that the draft
-gives them, as it is and with the power that it learns of each text (`services.draft.calibration`). The error
-is the mean distance of belief and share over all chains.
+gives them, as it is and with the power that it learns of each text (`services.draft.calibration`; here at
+once, in a worker one proposal later). The error is the mean distance of belief and share over all chains.
 """
 
 from __future__ import annotations
@@ -131,6 +131,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4, help="of the chains, in tokens")
     parser.add_argument("--out", type=Path, help="result file (default: in benchmarks/results)")
     options = parser.parse_args()
+    if not 1 <= options.length <= options.tokens:
+        parser.error(f"--length: got {options.length}, allowed: 1 to --tokens ({options.tokens})")
     points = measure(options.target, options.draft, options.prompts, options.tokens, options.length)
     columns = ("workload", "T", "chains", "believed", "calibrated", "accepted", "error", "calibrated error")
     table = plain_table(f"Chains of {options.length} tokens, accepted whole", columns)

@@ -251,7 +251,7 @@ class AdaptiveGamma:
 
     def _choose(self) -> Reason:
         best, before = max(self._speeds, key=self._speeds.__getitem__), self._shape
-        if self._speeds[best] < LEAST_GAIN * self._speeds.get(_PLAIN, 0.0):
+        if self._speeds[best] < LEAST_GAIN * self._speeds[_PLAIN]:
             best = _PLAIN
         current = self._speeds.get(before, 0.0) if before is not None else 0.0
         is_plain = before is not None and before.depth == 0

@@ -29,6 +29,7 @@ LEAST, MOST = 0.1, 3.0
 """Bounds of the power."""
 
 MIN_CONFIDENCE, MAX_CONFIDENCE = 0.01, 1.0 - 1e-6
+"""What less, or more, is taken for: one token that was thought impossible must not outweigh all others."""
 
 
 class Calibration:

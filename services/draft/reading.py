@@ -51,7 +51,7 @@ class Reading:
         root: The node.
         shape: What the proposal may look like.
         eos_token_ids: Tokens that nothing follows.
-        power: What confidences are raised to; see `services.draft.calibration`.
+        power: What confidences are raised to; see `services.draft.calibration`. 1 where the choice is a draw.
 
     Attributes:
         nodes: The nodes so far, each after its parent.
@@ -124,7 +124,7 @@ class Reading:
         """
         base = self.root.position + 1
         guesses = outlook.guesses(base if is_tested else None)
-        if outlook.law is not None or self._power == 1.0:
+        if self._power == 1.0:
             return list(guesses)
         own, (sure, unsure) = outlook.choose(base), scales(outlook.confidence(base), self._power)
         return [(token_id, share * (sure if token_id == own else unsure)) for token_id, share in guesses]

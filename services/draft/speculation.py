@@ -94,10 +94,7 @@ class Speculation:
         """Note how far the session's tokens follow the draft's choices, before the root moves."""
         self._learn()
         sent, tokens = self.sent, self.session.tokens
-        if sent is None or self.session.changed_from < self.tree.base:
-            return
-        # With a law, only what was tested would tell, and that is not known here.
-        if sent.root.outlook is not None and sent.root.outlook.law is not None:
+        if sent is None or self.session.changed_from < self.tree.base or not self._is_race:
             return
         node, base = sent.root, sent.root.position + 1
         for token_id in tokens[base : base + sent.depth]:
@@ -155,13 +152,17 @@ class Speculation:
             return None
         if depth < shape.depth:
             shape = replace(shape, depth=depth)
-        return Reading(root, shape, self.session.spec.eos_token_ids, self._power)
+        power = self._calibration.power if self._is_race else 1.0
+        return Reading(root, shape, self.session.spec.eos_token_ids, power)
 
     @property
-    def _power(self) -> float:
+    def _is_race(self) -> bool:
+        """Whether the draft's choice is what it foresees of the target's, and no draw of its own.
+
+        Only then does the text say of each choice whether it was right, tested or not.
+        """
         spec = self.session.spec
-        ships_laws = spec.method is VerificationMethod.REJECTION and spec.params.temperature > 0
-        return 1.0 if ships_laws else self._calibration.power
+        return spec.method is VerificationMethod.COUPLED or spec.params.temperature == 0
 
     def read_outcome(self, root: Node) -> Reading | None:
         """Begin to read what will be asked for when the sent proposal ends at `root`; None for nothing."""

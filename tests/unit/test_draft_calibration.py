@@ -10,7 +10,7 @@ from draft_helpers import VOCAB, Drafter, TableEngine
 from test_draft_tree import EOS, Fixed, opened
 
 from benchmarks.calibration import chains, error
-from gammaray.types import SamplingParams
+from gammaray.types import SamplingParams, VerificationMethod
 from services.draft.ahead import Ahead
 from services.draft.calibration import LEAST, MOST, Calibration, scales
 from services.draft.reading import Reading, Shape
@@ -99,10 +99,13 @@ def test_outcomes_are_every_way_out_at_any_power(shape: Shape, power: float):
     assert sum(p for p, _, _ in ends) + sum(p for p, _ in leaves) == pytest.approx(1.0)
 
 
-def compared(follow: Callable[[list[int], tuple[int, ...]], list[int]]) -> float:
+def compared(
+    follow: Callable[[list[int], tuple[int, ...]], list[int]],
+    method: VerificationMethod = VerificationMethod.COUPLED,
+) -> float:
     """Return how long a session's chains are over those of sessions without a past, at the same texts."""
     drafter, tokens = Drafter(TableEngine()), list(PROMPT)
-    fields = {"params": SamplingParams(seed=5), "stop_threshold": 0.2}
+    fields = {"params": SamplingParams(seed=5), "stop_threshold": 0.2, "method": method}
     ours = theirs = 0
     for cycle in range(30):
         chain = drafter.ask(tokens, 6, **fields).outcome.token_ids
@@ -119,6 +122,11 @@ def test_session_whose_tokens_are_accepted_gets_longer_chains():
 
 def test_session_whose_tokens_are_rejected_gets_shorter_chains():
     assert compared(lambda tokens, chain: [*tokens, (chain[0] + 1) % VOCAB]) < 0.8
+
+
+@pytest.mark.parametrize("method", [VerificationMethod.REJECTION, VerificationMethod.NAIVE])
+def test_draws_of_the_draft_teach_nothing(method: VerificationMethod):
+    assert compared(lambda tokens, chain: [*tokens, *chain, (chain[-1] + 1) % VOCAB], method) == 1.0
 
 
 def test_benchmark_tells_the_error_of_a_draft_that_doubts_itself_and_that_it_shrinks():

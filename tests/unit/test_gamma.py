@@ -222,7 +222,7 @@ def test_adaptive_gamma_leaves_plain_decoding_for_a_clear_gain_and_comes_back_fo
     monkeypatch, current, other, gain, leaves
 ):
     controller = AdaptiveGamma(8, CostModel(), ends_early=False)
-    speeds = {Shape(current): 100.0, Shape(other): 90.0}
+    speeds = {Shape(0): 1.0, Shape(current): 100.0, Shape(other): 90.0}
     monkeypatch.setattr(controller, "_evaluate", lambda: speeds)
     controller.next_shape()
     speeds[Shape(other)] = 100.0 * gain
