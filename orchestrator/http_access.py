@@ -7,12 +7,13 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gammaray.errors import GammarayError
+from orchestrator import openapi
 from orchestrator.access import Authenticator, Caller
 from orchestrator.http_errors import error_response
 
 __all__ = ["AccessControl", "caller_of"]
 
-PUBLIC_PATHS = frozenset({"/", "/favicon.ico", "/health", "/openapi.json"})
+PUBLIC_PATHS = frozenset({"/", "/favicon.ico", "/health", openapi.PATH})
 """They tell that the server is there, whether it is well, and what any server of this version takes. The page
 at / asks for a key by itself."""
 
