@@ -1,13 +1,15 @@
-"""Distil the draft further: long, from stored targets, and on text that the target itself wrote.
+"""Make the draft: some of the target's own blocks, distilled from it, also on text that it wrote itself.
 
     python -m benchmarks.demo_pair.corpus
-    python -m benchmarks.demo_pair.distil --out build/demo_pair/distilled    # starts from the shipped pair
+    python -m benchmarks.demo_pair.distil    # the draft of the shipped target, in build/demo_pair/draft
 
-The target reads every training window once and its likeliest tokens are kept; epochs then cost the draft's
-own passes alone. A quarter of the windows is the target's own text (greedy, temperature 0.7 and 1), begun by
-words of the training split: what the draft has to foresee when it serves (arXiv 2310.08461). The loss is the
-divergence from the target; over the last part of the run its total variation distance, which is one minus the
-acceptance (arXiv 2211.17192), at temperature 1 and sharpened to 0.5, where the likeliest token counts.
+The draft starts as every n-th of the target's blocks: those that were there before it was grown (drafting
+by skipping blocks: arXiv 2309.08168). The target reads every training window once and its likeliest tokens
+are kept; epochs then cost the draft's own passes alone. More than a quarter of the windows is the target's
+own text (greedy, temperature 0.7 and 1), begun by words of the training split: what the draft has to foresee
+when it serves (arXiv 2310.08461). The loss is the divergence from the target; over the last part of the run
+its total variation distance, which is one minus the acceptance (arXiv 2211.17192), at temperature 1 and
+sharpened to 0.5, where the likeliest token counts.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from benchmarks.demo_pair import models
 from benchmarks.demo_pair.corpus import read_split
 from benchmarks.demo_pair.evaluate import agreement
 from benchmarks.demo_pair.train import held_out_windows, optimizers_of, rate
-from services.demo_pair import DRAFT_DIR, TARGET_DIR
+from services.demo_pair import TARGET_DIR
 from services.engine.engine import Engine, Feed
 
 __all__ = ["Lessons", "distil", "divergence", "read_lessons", "variation", "write_samples"]
@@ -158,17 +160,18 @@ def _half_precision(model: LlamaForCausalLM) -> torch.autocast:
 
 def main() -> None:
     """Command line of this module."""
-    parser = argparse.ArgumentParser(description="Distil the draft further, on stored targets.")
+    parser = argparse.ArgumentParser(description="Distil a draft from stored targets.")
     parser.add_argument("--work", type=Path, default=Path("build/demo_pair"), help="the corpus")
     parser.add_argument("--target", type=Path, default=TARGET_DIR)
-    parser.add_argument("--draft", type=Path, default=DRAFT_DIR, help="where the draft starts from")
-    parser.add_argument("--out", type=Path, default=Path("build/demo_pair/distilled"))
+    parser.add_argument("--blocks", type=int, default=4, help="depth of the draft")
+    parser.add_argument("--draft", type=Path, help="a draft to start from, instead of blocks of the target")
+    parser.add_argument("--out", type=Path, default=Path("build/demo_pair/draft"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=2400, help="batches of 32 windows")
+    parser.add_argument("--steps", type=int, default=800, help="batches of 32 windows")
     parser.add_argument("--samples", type=int, default=2048, help="windows that the target writes")
     parser.add_argument("--limit", type=int, help="take only so many windows of the corpus, by chance")
-    parser.add_argument("--learning-rate", type=float, default=0.008)
+    parser.add_argument("--learning-rate", type=float, default=0.004)
     parser.add_argument("--seed", type=int, default=0, help="of the windows' choice, texts and batches")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -176,7 +179,8 @@ def main() -> None:
     torch.manual_seed(options.seed)
     logging.disable_progress_bar()
     target = models.load(options.target).to(options.device).eval()
-    draft = models.load(options.draft).to(options.device)
+    draft = models.load(options.draft) if options.draft else models.truncated(target, options.blocks)
+    draft = draft.to(options.device)
     train, held = (
         torch.from_numpy(np.asarray(read_split(options.work, split))) for split in ("train", "held")
     )

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.demo_pair.corpus import END_ID, END_TOKEN
 
-__all__ = ["CHAT_TEMPLATE", "build", "export", "grow", "load", "truncate"]
+__all__ = ["CHAT_TEMPLATE", "build", "export", "grow", "load", "truncated"]
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """The contents one after the other: the pair continues code and knows no roles."""
@@ -60,19 +60,22 @@ def grow(model: LlamaForCausalLM, source: LlamaForCausalLM) -> None:
             _silence(layer)
 
 
-def truncate(model: LlamaForCausalLM, source: LlamaForCausalLM) -> None:
-    """Start the shallower `model` from the first blocks of `source`; its last block is the source's last.
+def truncated(source: LlamaForCausalLM, num_layers: int) -> LlamaForCausalLM:
+    """Return a shallower model of every n-th block of `source`, from the first one on.
+
+    Of a grown model these are the blocks that it grew from.
 
     Raises:
-        ValueError: `model` is deeper than `source`.
+        ValueError: The depth of `source` is no multiple of `num_layers`.
     """
-    blocks, depth = source.model.layers, len(model.model.layers)
-    if depth > len(blocks):
-        raise ValueError(f"layers: got {depth}, allowed: at most {len(blocks)}")
+    blocks = source.model.layers
+    if num_layers < 1 or len(blocks) % num_layers:
+        raise ValueError(f"layers: got {num_layers}, allowed: a divisor of {len(blocks)}")
+    model = build(num_layers, source.config.hidden_size, source.config.vocab_size)
     _copy_ends(model, source)
-    kept = [*blocks[: depth - 1], blocks[-1]]
-    for layer, block in zip(model.model.layers, kept, strict=True):
+    for layer, block in zip(model.model.layers, blocks[:: len(blocks) // num_layers], strict=True):
         layer.load_state_dict(block.state_dict())
+    return model
 
 
 def load(directory: Path) -> LlamaForCausalLM:

@@ -1,15 +1,14 @@
-"""Train the demo pair: a shallow base, grown in depth into the target; a draft distilled from it.
+"""Train the demo pair's target: a shallow base, grown in depth. The draft is made of it by `distil`.
 
-The recipe of the shipped weights, 1.5 hours on two CPU cores (`--device cuda` trains on a GPU):
+The recipe of the shipped weights, an hour on two CPU cores (`--device cuda` trains on a GPU):
 
     python -m benchmarks.demo_pair.corpus
     python -m benchmarks.demo_pair.train --stage base      # 4 layers, 36 minutes, 11.2 M tokens
     python -m benchmarks.demo_pair.train --stage target    # 16 layers grown from it, 22 minutes, 1.9 M tokens
-    python -m benchmarks.demo_pair.train --stage predraft  # 2 of base's layers, distilled from it, 14 minutes
-    python -m benchmarks.demo_pair.train --stage draft     # distilled further, from the target, 16 minutes
-    python -m benchmarks.demo_pair.train --stage export    # bf16 safetensors and tokenizer
+    python -m benchmarks.demo_pair.train --stage export    # bf16 safetensors and tokenizer, in pair/target
+    python -m benchmarks.demo_pair.distil --target build/demo_pair/pair/target
 
-`--stage all` runs the five; `--minutes` or `--tokens` replace a stage's budget. A try in seconds:
+`--stage all` runs all three of `train`; `--minutes` or `--tokens` replace a stage's budget. A try in seconds:
 
     python -m benchmarks.demo_pair.corpus --out build/tiny --limit 30 --vocab-size 512
     python -m benchmarks.demo_pair.train --stage all --work build/tiny --tokens 4096 --hidden-size 64
@@ -43,22 +42,18 @@ __all__ = ["STAGES", "Budget", "Stage", "held_out_windows", "optimizers_of", "ra
 
 @dataclass(frozen=True)
 class Stage:
-    """One training run: depth, start, teacher, budget (minutes on two cores) and learning rates."""
+    """One training run: depth, start, budget (minutes on two cores) and learning rates."""
 
     num_layers: int
     minutes: float
     muon_lr: float
     adam_lr: float
     grow_from: str = ""
-    truncate_from: str = ""
-    teacher: str = ""
 
 
 STAGES = {
     "base": Stage(4, 36, 0.02, 0.003),
     "target": Stage(16, 22, 0.006, 0.0006, grow_from="base"),
-    "predraft": Stage(2, 14, 0.01, 0.001, truncate_from="base", teacher="base"),
-    "draft": Stage(2, 16, 0.008, 0.0008, truncate_from="predraft", teacher="target"),
 }
 _WARMUP_STEPS = 40
 
@@ -123,7 +118,6 @@ def train_stage(name: str, budget: Budget, options: TrainingOptions) -> float:
     train, held = read_split(options.work, "train"), read_split(options.work, "held")
     vocab_size = int(max(train.max(), held.max())) + 1
     model = _start(stage, options, vocab_size).to(options.device).train()
-    teacher = models.load(options.work / stage.teacher).to(options.device).eval() if stage.teacher else None
     optimizers = optimizers_of(model, stage.muon_lr, stage.adam_lr)
     started, step, num_tokens = time.monotonic(), 0, 0
     while (progress := budget.progress(started, num_tokens)) < 1:
@@ -131,7 +125,7 @@ def train_stage(name: str, budget: Budget, options: TrainingOptions) -> float:
             optimizer.param_groups[0]["lr"] = lr * rate(progress, step)
         starts = rng.integers(0, len(train) - options.length - 1, options.batch)
         batch = torch.from_numpy(np.stack([train[s : s + options.length + 1] for s in starts]))
-        loss = _loss(model, teacher, batch.to(options.device))
+        loss = _loss(model, batch.to(options.device))
         model.zero_grad()
         loss.backward()
         for optimizer in optimizers:
@@ -152,8 +146,6 @@ def _start(stage: Stage, options: TrainingOptions, vocab_size: int) -> LlamaForC
     model = models.build(stage.num_layers, options.hidden_size, vocab_size)
     if stage.grow_from:
         models.grow(model, models.load(options.work / stage.grow_from))
-    if stage.truncate_from:
-        models.truncate(model, models.load(options.work / stage.truncate_from))
     return model
 
 
@@ -166,20 +158,16 @@ def optimizers_of(model: LlamaForCausalLM, muon_lr: float, adam_lr: float) -> tu
     return Muon(matrices, muon_lr), adam
 
 
-def _loss(model: LlamaForCausalLM, teacher: LlamaForCausalLM | None, batch: Tensor) -> Tensor:
-    """Next-token loss, or the divergence from the teacher; `batch` is `[batch, length + 1]`."""
+def _loss(model: LlamaForCausalLM, batch: Tensor) -> Tensor:
+    """Next-token loss of `batch`, `[batch, length + 1]`."""
     with torch.autocast(batch.device.type, torch.bfloat16, enabled=batch.device.type == "cuda"):
         logits = model(batch[:, :-1]).logits.flatten(0, 1).float()
-        if teacher is None:
-            return F.cross_entropy(logits, batch[:, 1:].flatten())
-        with torch.no_grad():
-            wanted = F.log_softmax(teacher(batch[:, :-1]).logits.flatten(0, 1).float(), -1)
-    return F.kl_div(F.log_softmax(logits, -1), wanted, reduction="batchmean", log_target=True)
+        return F.cross_entropy(logits, batch[:, 1:].flatten())
 
 
 def main() -> None:
     """Command line of this module."""
-    parser = argparse.ArgumentParser(description="Train the demo pair.")
+    parser = argparse.ArgumentParser(description="Train the demo pair's target.")
     parser.add_argument("--stage", choices=[*STAGES, "export", "all"], required=True)
     parser.add_argument("--work", type=Path, default=Path("build/demo_pair"), help="corpus and models")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda (bf16 autocast)")
@@ -198,10 +186,9 @@ def main() -> None:
         minutes = given.minutes if given.minutes is not None else STAGES[name].minutes
         train_stage(name, Budget(minutes * 60, given.tokens), options)
     if given.stage in ("export", "all"):
-        for role in ("target", "draft"):
-            out = given.work / "pair" / role
-            size = models.export(given.work / role, given.work / "tokenizer.json", out)
-            print(f"{out}: {size / 1e6:.1f} MB")
+        out = given.work / "pair" / "target"
+        size = models.export(given.work / "target", given.work / "tokenizer.json", out)
+        print(f"{out}: {size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

@@ -54,20 +54,26 @@ def test_grow_starts_as_the_same_function() -> None:
     torch.testing.assert_close(_logits(model), _logits(source))
 
 
-def test_truncate_keeps_first_blocks_and_the_last() -> None:
-    source, model = _trained(4), _model(2, seed=1)
-    models.truncate(model, source)
-    for layer, block in zip(
-        model.model.layers, (source.model.layers[0], source.model.layers[3]), strict=True
-    ):
-        torch.testing.assert_close(dict(layer.state_dict()), dict(block.state_dict()))
+def test_truncated_is_what_the_source_grew_from() -> None:
+    base, grown = _trained(2), _model(6, seed=1)
+    models.grow(grown, base)
+    model = models.truncated(grown, 2)
+    torch.testing.assert_close(_logits(model), _logits(base))
+    with torch.no_grad():
+        model.model.embed_tokens.weight.zero_()
+    assert _logits(grown).abs().max() > 0, "its weights are its own"
 
 
-@pytest.mark.parametrize(("start", "num_layers"), [(models.grow, 3), (models.grow, 1), (models.truncate, 3)])
-def test_start_from_another_depth_that_does_not_fit_raises(start: object, num_layers: int) -> None:
-    assert callable(start)
-    with pytest.raises(ValueError, match=f"layers: got {num_layers}, allowed"):
-        start(_model(num_layers), _model(2))
+@pytest.mark.parametrize("num_layers", [3, 1])
+def test_grow_to_a_depth_that_does_not_fit_raises(num_layers: int) -> None:
+    with pytest.raises(ValueError, match=f"layers: got {num_layers}, allowed: a multiple of 2"):
+        models.grow(_model(num_layers), _model(2))
+
+
+@pytest.mark.parametrize("num_layers", [0, 3, 8])
+def test_truncated_to_a_depth_that_does_not_fit_raises(num_layers: int) -> None:
+    with pytest.raises(ValueError, match=f"layers: got {num_layers}, allowed: a divisor of 4"):
+        models.truncated(_model(4), num_layers)
 
 
 @pytest.mark.parametrize("shape", [(32, 32), (48, 16), (16, 48)])
@@ -100,31 +106,29 @@ def test_read_split_missing_says_what_to_run(tmp_path: Path) -> None:
         corpus.read_split(tmp_path, "train")
 
 
-def test_train_all_stages_learns_and_exports_a_pair_that_loads(work: Path) -> None:
+def test_train_all_stages_learns_and_exports_a_target_that_loads(work: Path) -> None:
     reports: list[str] = []
     options = train.TrainingOptions(work, "cpu", batch=4, length=64, hidden_size=64, report=reports.append)
     windows = train.held_out_windows(corpus.read_split(work, "held"), length=64, stride=65)
     untrained = train.held_out_loss(_model(4), windows)
-    tokens = {"base": 60 * 256, "target": 5 * 256, "predraft": 20 * 256, "draft": 20 * 256}
+    tokens = {"base": 60 * 256, "target": 5 * 256}
     losses = {
         name: train.train_stage(name, train.Budget(None, tokens[name]), options) for name in train.STAGES
     }
     assert losses["base"] < untrained - 0.5
     assert losses["target"] < untrained - 0.5
-    assert losses["draft"] < untrained - 0.5
     assert len(reports) == len(train.STAGES)
-    for role, depth in (("target", 16), ("draft", 2)):
-        size = models.export(work / role, work / "tokenizer.json", work / "pair" / role)
-        assert size > 50_000
-        model = AutoModelForCausalLM.from_pretrained(work / "pair" / role)
-        assert model.config.num_hidden_layers == depth
-        assert model.dtype == torch.bfloat16
-    tokenizer = AutoTokenizer.from_pretrained(work / "pair" / "target")
+    assert models.export(work / "target", work / "tokenizer.json", work / "pair") > 50_000
+    model = AutoModelForCausalLM.from_pretrained(work / "pair")
+    assert model.config.num_hidden_layers == 16
+    assert model.dtype == torch.bfloat16
+    tokenizer = AutoTokenizer.from_pretrained(work / "pair")
     ids = tokenizer("def read_lines(path):").input_ids
     assert tokenizer.decode(ids) == "def read_lines(path):"
     assert 0 not in ids
 
-    target, draft = (models.load(work / "pair" / role).eval() for role in ("target", "draft"))
+    target = models.load(work / "pair").eval()
+    draft = models.truncated(target, 4).eval()
     found = agreement(target, draft, windows[:8])
     strangers = agreement(target, _trained(2).eval(), windows[:8])
     assert found.alpha > strangers.alpha
