@@ -231,7 +231,7 @@ class Scheduler(ABC, Generic[TaskT]):
             EngineLostError: There will be no other forward.
         """
         try:
-            return self.engine.step([feed for _, feed in batch])
+            return self._step(batch)
         except EngineLostError:
             raise
         except CacheFullError as error:
@@ -244,6 +244,10 @@ class Scheduler(ABC, Generic[TaskT]):
             _log.exception("a forward over %d sessions failed", len(batch))
             self._fail(batch, InternalError(f"the forward failed: {type(error).__name__}: {error}"))
         return None
+
+    def _step(self, batch: list[tuple[Running[TaskT], Feed]]) -> list[Tensor]:
+        """Run the forward; a worker may feed more behind a feed, and then puts what it fed into `batch`."""
+        return self.engine.step([feed for _, feed in batch])
 
     def _try_advance(self, running: Running[TaskT], logits: Tensor) -> object | None:
         try:

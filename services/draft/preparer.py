@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from ctypes import c_int32
 
 from services.draft.ahead import Ahead
 from services.draft.priority import GivingWay, can_give_way
@@ -18,6 +19,9 @@ __all__ = ["Preparer"]
 
 MIN_SENT = 0.25
 """Proposals are sent in company until they make up this probability: a message costs what a forward does."""
+
+RUN = 4
+"""Forwards in one call, along the likeliest line of a session that is alone."""
 
 ROUND_TRIP = 2
 """Forwards that asking for a proposal and being answered takes as long as, at the least: the network is free
@@ -42,6 +46,7 @@ class Preparer:
         self._engine, self._max_rows = engine, max_rows
         self._pending: dict[str, tuple[Speculation, ProposeTask]] = {}
         self._began = self._ended = 0.0
+        self._stop = c_int32()
         self._giving_way = GivingWay() if engine.device.type == "cpu" and can_give_way() else None
 
     @property
@@ -86,18 +91,23 @@ class Preparer:
 
     def hurry(self) -> None:
         """Have the forward under way done soon: somebody waits for the engine. For any thread to call."""
+        self._stop.value = 1
         if self._giving_way is not None:
             self._giving_way.hurry()
 
     def step(self) -> list[Prepared]:
-        """Do one forward over the open nodes that are likeliest to be of use; return what is whole by it."""
+        """Feed the open nodes that are likeliest to be of use; return what is whole by it.
+
+        It takes one forward, or a few of one row each along a session's likeliest line.
+        """
         self._began, began_cpu = time.monotonic(), time.thread_time()
         pending = list(self._pending.values())
         chosen = self._choose()
         if not chosen:
             return self._whole(pending, 0.0)
+        num_rows = 0
         try:
-            self._forward(chosen)
+            num_rows = self._feed(chosen)
         except CacheFullError:
             self._pending.clear()
         except Exception:
@@ -110,7 +120,7 @@ class Preparer:
         if self._engine.device.type == "cpu" and self._giving_way is None:
             # While this thread waited for its core, somebody ran who will now be done later.
             stolen_s = max(0.0, self._ended - self._began - (time.thread_time() - began_cpu))
-        self.throttle.worked(sum(map(len, chosen.values())), stolen_s)
+        self.throttle.worked(num_rows, stolen_s)
         return self._whole(pending, MIN_SENT)
 
     def _whole(self, pending: list[tuple[Speculation, ProposeTask]], least: float) -> list[Prepared]:
@@ -131,6 +141,10 @@ class Preparer:
             else:
                 del self._pending[session_id]
         candidates.sort(key=lambda candidate: candidate[0], reverse=True)
+        if candidates and len(self._pending) == 1:
+            _, speculation, node = candidates[0]
+            if speculation.can_run(self._engine, [node]):
+                return {speculation: [node]}
         chosen: dict[Speculation, list[Node]] = {}
         for _, speculation, node in candidates[: self._max_rows]:
             chosen.setdefault(speculation, []).append(node)
@@ -139,7 +153,7 @@ class Preparer:
     def _wanted(self, speculation: Speculation) -> list[tuple[float, Node]]:
         """What a session would have fed; nothing when its cache is gone or others would have to make room."""
         engine, tree, session_id = self._engine, speculation.tree, speculation.session.session_id
-        num_slots = tree.chain_length + len(tree.beside) + self._max_rows
+        num_slots = tree.chain_length + len(tree.beside) + max(self._max_rows, RUN)
         if not (
             speculation.has_noise and speculation.is_held(engine) and engine.has_room(session_id, num_slots)
         ):
@@ -149,10 +163,21 @@ class Preparer:
             speculation.ahead = Ahead(speculation.sent, speculation.read_outcome, self.throttle.floor)
         return speculation.ahead.wanted()
 
-    def _forward(self, chosen: dict[Speculation, list[Node]]) -> None:
+    def _feed(self, chosen: dict[Speculation, list[Node]]) -> int:
+        """Feed what was chosen; return how many rows that took."""
+        engine, within = self._engine, self._giving_way
+        (speculation, nodes), *others = chosen.items()
+        if not others and speculation.can_run(engine, nodes):
+            self._stop.value = 0
+            count = min(RUN, engine.max_context - nodes[0].position)
+            token_ids, logits = speculation.run(engine, nodes[0], count, stop=self._stop, within=within)
+            for node in speculation.open_run(engine, nodes[0], token_ids, logits):
+                node.is_ahead = True
+            return len(token_ids)
         feeds = [speculation.feed(nodes) for speculation, nodes in chosen.items()]
-        results = self._engine.step(feeds, self._giving_way)
+        results = engine.step(feeds, within)
         for (speculation, nodes), logits in zip(chosen.items(), results, strict=True):
             speculation.open(nodes, logits)
             for node in nodes:
                 node.is_ahead = True
+        return sum(map(len, chosen.values()))

@@ -79,6 +79,11 @@ class Reading:
         """Length of the longest path, in tokens."""
         return max((node.position for node in self.nodes), default=self.root.position) - self.root.position
 
+    @property
+    def num_open(self) -> int:
+        """Forwards of one row that a chain may still take; 0 for a tree."""
+        return 0 if self.parents is not None else self.shape.depth - len(self.nodes) - len(self._beyond)
+
     def proposal(self) -> Proposal:
         """Return what was read."""
         token_ids = tuple(node.token_id for node in self.nodes)

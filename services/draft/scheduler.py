@@ -1,14 +1,15 @@
 """Drafts proposals for many sessions in lock-step, and ahead of time what will likely be asked for next.
 
 Each forward feeds every drafting session the nodes that its proposal lacks: one token for a chain, a level
-for a tree. When no block is left, forwards go to `services.draft.preparer`, one at a time, so that a block
-that arrives waits for one small forward at most.
+for a tree; the chain of a session that is alone takes several forwards in one call. When no block is left,
+forwards go to `services.draft.preparer`, so that a block that arrives waits for one small forward at most.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
@@ -19,11 +20,12 @@ from gammaray.types import Proposal, VerificationMethod
 from services.batching import Scheduler
 from services.draft.calibration import Calibration
 from services.draft.gain import GainMeter
-from services.draft.preparer import Preparer
+from services.draft.preparer import RUN, Preparer
 from services.draft.reading import Reading, Shape
 from services.draft.speculation import Speculation
 from services.draft.tree import Node
 from services.engine.engine import Engine, Feed
+from services.engine.errors import CacheFullError
 from services.load import LoadCounters
 from services.planning import Limits, Running
 from services.sessions import Session
@@ -41,12 +43,14 @@ class _Drafting(Running[ProposeTask]):
         reading: The proposal so far.
         nodes: The open nodes that the next forward feeds; none while committed tokens lack.
         num_forwards: Forwards that asked for logits so far.
+        run: The tokens that the last call fed, from the open node on; empty if it was one forward.
     """
 
     speculation: Speculation = field(kw_only=True)
     reading: Reading = field(kw_only=True)
     nodes: list[Node] = field(kw_only=True)
     num_forwards: int = field(kw_only=True, default=0)
+    run: list[int] = field(kw_only=True, default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -178,17 +182,39 @@ class DraftScheduler(Scheduler[ProposeTask]):
     def _advance(self, running: Running[ProposeTask], logits: Tensor) -> Proposal | None:
         assert isinstance(running, _Drafting)
         speculation = running.speculation
-        speculation.open(running.nodes or [speculation.tree.root], logits)
-        running.num_forwards += 1
+        nodes = running.nodes or [speculation.tree.root]
+        if running.run:
+            speculation.open_run(self.engine, nodes[0], running.run, logits)
+        else:
+            speculation.open(nodes, logits)
+        running.num_forwards += len(running.run) or 1
         return None if self._reads_on(running) else self._finish(running)
 
     def _run_engine(self, batch: list[tuple[Running[ProposeTask], Feed]]) -> list[Tensor] | None:
         began = time.perf_counter()
         results = super()._run_engine(batch)
         if all(isinstance(running, _Drafting) and running.nodes for running, _ in batch):
-            took = time.perf_counter() - began
+            running = batch[0][0]
+            assert isinstance(running, _Drafting)
+            took = (time.perf_counter() - began) / max(1, len(running.run))
             self._forward_s = took if not self._forward_s else 0.95 * self._forward_s + 0.05 * took
         return results
+
+    def _step(self, batch: list[tuple[Running[ProposeTask], Feed]]) -> list[Tensor]:
+        """Run the forward, or several in one call for a chain that is alone."""
+        (running, feed), *others = batch
+        assert isinstance(running, _Drafting)
+        running.run = []
+        speculation, count = running.speculation, min(RUN, running.reading.num_open)
+        nodes = running.nodes or [speculation.tree.root]
+        is_alone = not others and not self._waiting
+        if is_alone and count > 1 and len(feed.token_ids) == 1 and speculation.can_run(self.engine, nodes):
+            with suppress(CacheFullError):  # there may still be room for one
+                running.run, logits = speculation.run(self.engine, nodes[0], count)
+                running.timing.num_forwards += len(running.run) - 1
+                batch[0] = running, replace(feed, token_ids=running.run, num_logits=len(running.run))
+                return [logits]
+        return super()._step(batch)
 
     def _reads_on(self, drafting: _Drafting) -> bool:
         """Read as far as the tree goes; True when nodes must be fed to read on."""

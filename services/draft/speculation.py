@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from ctypes import c_int32
 from dataclasses import replace
 from typing import Any
 
@@ -180,12 +183,55 @@ class Speculation:
         parents = tree.parents_of(nodes)
         return Feed(session_id, tree.chain_length, token_ids, len(nodes), parents, len(tree.beside))
 
+    def can_run(self, engine: Engine, nodes: Sequence[Node]) -> bool:
+        """Whether `run` can feed these open nodes: one, at the end of the engine's chain."""
+        is_tip = nodes[0] is self.tree.root or self.tree.feeds_chain(nodes)
+        return is_tip and engine.can_chain and self._is_race and not self._counts_tokens
+
+    def run(
+        self,
+        engine: Engine,
+        node: Node,
+        count: int,
+        *,
+        stop: c_int32 | None = None,
+        within: AbstractContextManager[object] | None = None,
+    ) -> tuple[list[int], Tensor]:
+        """Feed an open node and the largest scores behind it, up to `count` in all: see `Engine.chain`."""
+        session, scale = self.session, 1 / (self.session.spec.params.temperature or 1)
+        noise = None if session.noise is None else session.noise.gumbel(node.position + 1, count)
+        feed = Feed(session.session_id, node.position, [node.token_id] * count, count)
+        return engine.chain(feed, noise, scale=scale, stop=stop, within=within)
+
+    def open_run(self, engine: Engine, node: Node, token_ids: Sequence[int], logits: Tensor) -> list[Node]:
+        """Take what `run` returned for a node, up to where a filter makes the draft choose another token."""
+        nodes = [node]
+        for token_id in token_ids[1:]:
+            nodes.append(nodes[-1].child(token_id))
+        self._look_out(nodes, logits)
+        for index, (before, fed) in enumerate(itertools.pairwise(nodes)):
+            if before.outlook and before.outlook.choose(before.position + 1) != fed.token_id:
+                for vain in nodes[index + 1 :]:
+                    vain.outlook = None
+                del nodes[index + 1 :]
+                engine.truncate(self.session.session_id, fed.position)
+                break
+        for fed in nodes:
+            self._note_fed([fed])
+        return nodes
+
     def open(self, nodes: Sequence[Node], logits: Tensor) -> None:
         """Take the logits [nodes, vocab_size] of nodes that were just fed; the root may be one, alone."""
+        self._note_fed(nodes)
+        self._look_out(nodes, logits)
+
+    def _note_fed(self, nodes: Sequence[Node]) -> None:
         if nodes[0] is self.tree.root:
             self.tree.root_fed()
         else:
             self.tree.fed(nodes)
+
+    def _look_out(self, nodes: Sequence[Node], logits: Tensor) -> None:
         if self._params is not None:
             logits = self._processed(nodes, logits, self._params)
         session = self.session

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from ctypes import c_int32
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from services.engine.batch import Batch, Feed, Segment
+from services.engine.batch import Batch, Feed
 from services.engine.checks import check_deterministic, check_model
 from services.engine.deterministic import check_covered
 from services.engine.errors import CacheGapError
-from services.engine.feeds import check_feed, feed_positions, is_chain
+from services.engine.feeds import plan_batch
 from services.engine.general import GeneralRunner
 from services.engine.graphs import GraphRunner
 from services.engine.graphs_weights import build_graph_model, prefers_graphs
@@ -148,6 +150,42 @@ class Engine:
             return [logits]
         return list(logits.split([feed.num_logits for feed in feeds]))
 
+    @property
+    def can_chain(self) -> bool:
+        """Whether `chain` is there: with the compiled kernel."""
+        return isinstance(self._runner, NativeRunner)
+
+    def chain(
+        self,
+        feed: Feed,
+        noise: Tensor | None = None,
+        *,
+        scale: float = 1.0,
+        stop: c_int32 | None = None,
+        within: AbstractContextManager[object] | None = None,
+    ) -> tuple[list[int], Tensor]:
+        """Draft in one call: feed a token, then each time the one with the largest score behind the last.
+
+        Args:
+            feed: A chain, of whose tokens only the first counts; the logits of all are wanted.
+            noise: [tokens, vocab_size] float64, added to the logits times `scale`; None for the logits alone.
+            scale: One over the temperature.
+            stop: Set to another value than 0 in another thread, it ends the chain with the forward under way.
+            within: As for `step`.
+
+        Returns:
+            The tokens that were fed, at least the first, and the logits behind each, [tokens, vocab_size].
+
+        Raises:
+            ValueError, CacheGapError, CacheFullError: As `step`.
+        """
+        batch = self._plan([feed])
+        assert isinstance(self._runner, NativeRunner)
+        with within or nullcontext():
+            token_ids, logits = self._runner.chain(batch, noise, scale, stop or c_int32())
+        self._commit([replace(feed, token_ids=token_ids)], batch)
+        return token_ids, logits
+
     def length(self, session_id: str) -> int:
         """Return how many tokens of the session's chain are cached; 0 when unknown or evicted."""
         cache = self._store.get(session_id)
@@ -256,26 +294,4 @@ class Engine:
                 cache.tree_parents.extend(feed.parents)
 
     def _plan(self, feeds: Sequence[Feed]) -> Batch:
-        """Check all feeds, make room, drop what they replace and lay them out as one packed row."""
-        wanted: dict[str, int] = {}
-        for feed in feeds:
-            if feed.session_id in wanted:
-                raise ValueError(f"feeds: session {feed.session_id!r} is fed twice in one step")
-            check_feed(feed, self._store.get(feed.session_id), self.vocab_size, self.max_context)
-            wanted[feed.session_id] = feed.start + feed.num_kept + len(feed.token_ids)
-        caches = self._store.reserve_all(wanted)
-        segments: list[Segment] = []
-        token_ids: list[int] = []
-        positions: list[int] = []
-        logit_rows: list[int] = []
-        for feed, cache in zip(feeds, caches, strict=True):
-            cache.truncate(feed.start, feed.num_kept)
-            count, row = len(feed.token_ids), len(token_ids)
-            where = feed_positions(feed, cache.tree_parents)
-            parents = None if feed.num_kept == 0 and is_chain(feed.parents) else feed.parents
-            segments.append(Segment(cache, row, count, feed.start, parents, where, feed.num_kept))
-            token_ids.extend(feed.token_ids)
-            positions.extend(where)
-            logit_rows.extend(range(row + count - feed.num_logits, row + count))
-        everything = len(logit_rows) == len(token_ids)
-        return Batch(segments, token_ids, positions, None if everything else logit_rows)
+        return plan_batch(feeds, self._store, self.vocab_size, self.max_context)

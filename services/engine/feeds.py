@@ -1,14 +1,47 @@
-"""What a feed means: its checks, and the positions of its tokens."""
+"""What feeds mean: their checks, the positions of their tokens, and the batch that they make."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.engine.batch import Feed
+from services.engine.batch import Batch, Feed, Segment
 from services.engine.errors import CacheGapError
+from services.engine.kv_cache import CacheStore
 from services.engine.session_cache import SessionCache
 
-__all__ = ["check_feed", "feed_positions", "is_chain"]
+__all__ = ["check_feed", "feed_positions", "is_chain", "plan_batch"]
+
+
+def plan_batch(feeds: Sequence[Feed], store: CacheStore, vocab_size: int, max_context: int) -> Batch:
+    """Check all feeds, make room, drop what they replace and lay them out as one packed row.
+
+    Raises:
+        ValueError: A feed is malformed, or a session is fed twice; nothing was changed.
+        CacheGapError: A feed starts past its session's cache; nothing was changed.
+        CacheFullError: The feeds do not fit the cache budget; nothing was changed.
+    """
+    wanted: dict[str, int] = {}
+    for feed in feeds:
+        if feed.session_id in wanted:
+            raise ValueError(f"feeds: session {feed.session_id!r} is fed twice in one step")
+        check_feed(feed, store.get(feed.session_id), vocab_size, max_context)
+        wanted[feed.session_id] = feed.start + feed.num_kept + len(feed.token_ids)
+    caches = store.reserve_all(wanted)
+    segments: list[Segment] = []
+    token_ids: list[int] = []
+    positions: list[int] = []
+    logit_rows: list[int] = []
+    for feed, cache in zip(feeds, caches, strict=True):
+        cache.truncate(feed.start, feed.num_kept)
+        count, row = len(feed.token_ids), len(token_ids)
+        where = feed_positions(feed, cache.tree_parents)
+        parents = None if feed.num_kept == 0 and is_chain(feed.parents) else feed.parents
+        segments.append(Segment(cache, row, count, feed.start, parents, where, feed.num_kept))
+        token_ids.extend(feed.token_ids)
+        positions.extend(where)
+        logit_rows.extend(range(row + count - feed.num_logits, row + count))
+    everything = len(logit_rows) == len(token_ids)
+    return Batch(segments, token_ids, positions, None if everything else logit_rows)
 
 
 def check_feed(feed: Feed, cache: SessionCache | None, vocab_size: int, max_context: int) -> None:

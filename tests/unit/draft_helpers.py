@@ -34,6 +34,7 @@ class TableEngine:
     """
 
     vocab_size, max_context, device = VOCAB, 400, torch.device("cpu")
+    can_chain = False
 
     def __init__(self, seed: int = 0, spread: float = 2.0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -45,6 +46,26 @@ class TableEngine:
     def step(self, feeds: Sequence[Feed], within: object = None) -> list[Tensor]:
         self.num_steps += 1
         return [self._feed(feed) for feed in feeds]
+
+    def chain(
+        self,
+        feed: Feed,
+        noise: Tensor | None = None,
+        *,
+        scale: float = 1.0,
+        stop: Any = None,
+        within: Any = None,
+    ) -> tuple[list[int], Tensor]:
+        token_id, token_ids, rows = feed.token_ids[0], [], []
+        for index in range(len(feed.token_ids)):
+            self.num_steps += 1
+            token_ids.append(token_id)
+            rows.append(self._feed(Feed(feed.session_id, feed.start + index, [token_id], 1))[0])
+            scores = rows[-1] if noise is None else rows[-1] * scale + noise[index]
+            token_id = int(scores.argmax())
+            if stop is not None and stop.value:
+                break
+        return token_ids, torch.stack(rows)
 
     def _feed(self, feed: Feed) -> Tensor:
         cache = self.caches.setdefault(
@@ -122,6 +143,12 @@ class TableEngine:
 def mark(path: Sequence[int]) -> float:
     """Return a number that tells paths apart."""
     return float(hash(tuple(path)) % 2**50)
+
+
+class ChainingEngine(TableEngine):
+    """A table engine that feeds several tokens of a chain in one call, as the compiled kernel does."""
+
+    can_chain = True
 
 
 class Open(Throttle):

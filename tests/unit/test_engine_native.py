@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import weakref
+from ctypes import c_int32
 from pathlib import Path
 
 import pytest
 import torch
-from engine_helpers import CheckedEngine, plain_model, random_tokens, tiny_model
+from engine_helpers import MAX_CONTEXT, CheckedEngine, plain_model, random_tokens, tiny_model
 
 from services.engine import engine as engine_module
 from services.engine.engine import Engine, Feed
+from services.engine.errors import CacheGapError
 from services.engine.general import GeneralRunner
 from services.engine.model import LoadedModel, resolve_model
 from services.engine.native import bindings, guesses, weights
@@ -205,3 +207,54 @@ def test_likeliest_without_the_kernel_says_the_same(monkeypatch: pytest.MonkeyPa
     without = likeliest(scores, 4, 0.7)
     assert [token_id for token_id, _ in without] == [token_id for token_id, _ in with_kernel]
     assert [share for _, share in without] == pytest.approx([share for _, share in with_kernel], rel=1e-5)
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("variant", variants())
+def test_chain_is_what_single_steps_draw(
+    variant: str, noisy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "load_library", lambda: bindings.open_library(variant))
+    directory = str(tiny_model("qwen3", tmp_path))
+    ours, theirs = Engine.load(directory), Engine.load(directory)
+    noise = torch.randn(6, ours.vocab_size, dtype=torch.float64) if noisy else None
+    prompt = random_tokens(20, 1)
+    for engine in (ours, theirs):
+        engine.step([Feed("a", 0, prompt, 1)])
+    token_ids, logits = ours.chain(Feed("a", 20, [5] * 6, 6), noise, scale=1.25)
+    token_id, drawn = 5, []
+    for index in range(6):
+        drawn.append(token_id)
+        (row,) = theirs.step([Feed("a", 20 + index, [token_id], 1)])
+        assert torch.equal(logits[index], row[0])
+        scores = row[0] if noise is None else row[0].double() * 1.25 + noise[index]
+        token_id = int(scores.argmax())
+    assert token_ids == drawn
+    assert list(ours.tokens("a")) == list(theirs.tokens("a"))
+    (one,), (other,) = (engine.step([Feed("a", 26, [token_id, 3], 2)]) for engine in (ours, theirs))
+    assert torch.equal(one, other)
+
+
+def test_chain_ends_with_the_forward_during_which_it_is_stopped(tmp_path: Path) -> None:
+    directory = str(tiny_model("llama", tmp_path))
+    ours, theirs = Engine.load(directory), Engine.load(directory)
+    token_ids, logits = ours.chain(Feed("a", 0, [5] * 4, 4), stop=c_int32(1))
+    assert token_ids == [5]
+    assert torch.equal(logits, theirs.step([Feed("a", 0, [5], 1)])[0])
+    assert ours.length("a") == 1
+    (one,), (other,) = (engine.step([Feed("a", 1, [7], 1)]) for engine in (ours, theirs))
+    assert torch.equal(one, other)
+
+
+def test_chain_refuses_what_a_step_refuses(tmp_path: Path) -> None:
+    directory = str(tiny_model("llama", tmp_path))
+    engine = Engine.load(directory)
+    assert engine.can_chain
+    assert not Engine.load(directory, lean=False).can_chain
+    engine.step([Feed("a", 0, random_tokens(MAX_CONTEXT - 2, 1), 1)])
+    with pytest.raises(ValueError, match="token_ids"):
+        engine.chain(Feed("a", MAX_CONTEXT - 2, [5] * 3, 3))
+    with pytest.raises(CacheGapError):
+        engine.chain(Feed("a", MAX_CONTEXT - 1, [5], 1))
+    assert engine.length("a") == MAX_CONTEXT - 2
+    assert len(engine.chain(Feed("a", MAX_CONTEXT - 2, [5] * 2, 2))[0]) == 2

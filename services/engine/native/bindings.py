@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sysconfig
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import torch
@@ -124,4 +124,13 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
         guesses.argtypes = (c_void_p, c_int64, c_int32, c_float, c_void_p, c_void_p)
     library.gr_forward.restype = None
     library.gr_forward.argtypes = (POINTER(ModelWeights), POINTER(BatchArguments))
+    library.gr_chain.restype = c_int32
+    library.gr_chain.argtypes = (
+        POINTER(ModelWeights),
+        POINTER(BatchArguments),
+        c_void_p,
+        c_void_p,
+        c_double,
+        POINTER(c_int32),
+    )
     return library

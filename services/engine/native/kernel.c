@@ -294,6 +294,35 @@ EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
     product(&m->head, b->wanted, h, hidden, b->logits, m->head.outputs, 0);
 }
 
+/* Feeds the rows of `b` one after another. All are wanted, in one segment that is a chain; behind each, the
+ * token with the largest score is the next row's: its logit, or where there is noise [rows, vocab] the logit
+ * times `scale` plus the noise. Returns the number of rows that were fed: all, or up to the one during which
+ * `*stop` was set. */
+EXPORT int32_t gr_chain(const gr_model *m, const gr_batch *b, int32_t *token, const double *noise, double scale,
+                        const volatile int32_t *stop) {
+    int32_t vocab = m->head.outputs, first = 0, row = 0;
+    gr_segment segment = *b->segment;
+    gr_batch one = *b;
+    segment.count = 1;
+    one.rows = one.segments = one.wanted = 1;
+    one.segment = &segment, one.logit_row = &first;
+    while (row < b->rows) {
+        one.token = token + row, one.position = b->position + row, one.num_chain = b->num_chain + row;
+        one.path_offset = b->path_offset + row, one.logits = b->logits + (int64_t)row * vocab;
+        gr_forward(m, &one);
+        const double *added = noise ? noise + (int64_t)row * vocab : 0;
+        segment.slot++, row++;
+        if (*stop || row == b->rows) break;
+        double best = -INFINITY;
+        token[row] = 0;
+        for (int32_t i = 0; i < vocab; i++) {
+            double score = added ? one.logits[i] * scale + added[i] : one.logits[i];
+            if (score > best) best = score, token[row] = i;
+        }
+    }
+    return row;
+}
+
 /* ---- guesses ---- */
 
 #define MAX_GUESSES 16

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from ctypes import addressof, byref
+from ctypes import addressof, byref, c_int32
 from itertools import chain
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from services.engine.batch import Batch, node_path
@@ -26,10 +27,39 @@ class NativeRunner:
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the logits [wanted rows, vocab_size] in float32; writes the new keys and values."""
-        model, rows = self._model, len(batch.token_ids)
+        self._make_room(len(batch.token_ids), max(batch.positions))
+        logits, _, arguments, _pointed_to = self._laid_out(batch)
+        self._model.kernel.gr_forward(byref(self._model.weights), byref(arguments))
+        return logits
+
+    def chain(
+        self, batch: Batch, noise: Tensor | None, scale: float, stop: c_int32
+    ) -> tuple[list[int], Tensor]:
+        """Feed a chain row by row, each the token that is drawn behind the one before; see `Engine.chain`.
+
+        Args:
+            batch: One chain, of whose tokens only the first counts; the logits of all are wanted.
+            noise: [rows, vocab_size] float64, added to the logits times `scale`; None for the logits alone.
+            scale: One over the temperature.
+            stop: Set in another thread, it ends the chain with the row under way.
+        """
+        self._make_room(1, max(batch.positions))
+        logits, numbers, arguments, _pointed_to = self._laid_out(batch)
+        count = self._model.kernel.gr_chain(
+            byref(self._model.weights),
+            byref(arguments),
+            numbers.ctypes.data,
+            None if noise is None else noise.data_ptr(),
+            scale,
+            byref(stop),
+        )
+        return numbers[:count].tolist(), logits[:count]
+
+    def _laid_out(self, batch: Batch) -> tuple[Tensor, NDArray[np.int32], BatchArguments, object]:
+        """Return the logits to be filled, all integers, the arguments, and what else these point to."""
+        rows = len(batch.token_ids)
         wanted = range(rows) if batch.logit_rows is None else batch.logit_rows
-        self._make_room(rows, max(batch.positions))
-        logits = torch.empty(len(wanted), model.vocab_size)
+        logits = torch.empty(len(wanted), self._model.vocab_size)
         num_chain, offsets, path = _paths(batch)
         segments = (SegmentArguments * len(batch.segments))(
             *((s.cache.data.data_ptr(), s.cache.capacity, s.slot, s.count) for s in batch.segments)
@@ -55,8 +85,7 @@ class NativeRunner:
             self._scratch.data_ptr(),
             logits.data_ptr(),
         )
-        model.kernel.gr_forward(byref(model.weights), byref(arguments))
-        return logits
+        return logits, numbers, arguments, segments
 
     def _make_room(self, rows: int, position: int) -> None:
         model = self._model

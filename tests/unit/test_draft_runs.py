@@ -1,0 +1,93 @@
+"""Runs: several tokens of a chain in one call of the engine, the same tokens as in as many forwards."""
+
+from __future__ import annotations
+
+import pytest
+from draft_helpers import VOCAB, ChainingEngine, Drafter, TableEngine
+
+from gammaray.types import SamplingParams, VerificationMethod
+from services.draft.preparer import RUN
+
+COUPLED, REJECTION, NAIVE = (
+    VerificationMethod.COUPLED,
+    VerificationMethod.REJECTION,
+    VerificationMethod.NAIVE,
+)
+PROMPT = [1, 2, 3, 4]
+GREEDY, PLAIN, COOL = (SamplingParams(temperature=temperature, seed=5) for temperature in (0.0, 1.0, 0.6))
+PENALTIES = SamplingParams(temperature=0.9, frequency_penalty=1.5, repetition_penalty=1.2, seed=5)
+
+
+@pytest.mark.parametrize("params", [GREEDY, PLAIN, COOL], ids=["greedy", "plain", "cool"])
+def test_a_session_alone_is_drafted_in_runs(params, monkeypatch):
+    ours, theirs = Drafter(ChainingEngine()), Drafter(TableEngine())
+    counts = []
+    monkeypatch.setattr(ours.engine, "chain", _counting(ours.engine.chain, counts))
+    first = ours.ask(PROMPT, RUN + 3, params=params)
+    assert first.outcome == theirs.ask(PROMPT, RUN + 3, params=params).outcome
+    assert counts == [RUN, 2], "the prompt comes first"
+    assert first.timing.num_forwards == RUN + 3
+    assert first.timing.batch_tokens == len(PROMPT) + RUN + 2
+
+
+def test_a_run_that_a_filter_ends_leaves_nothing_behind():
+    """The largest score is often one that top-k drops: the choices are those of single steps all the same."""
+    params, wasted = SamplingParams(temperature=1.5, top_k=2, seed=5), 0
+    for seed in range(8):
+        ours, theirs = Drafter(ChainingEngine(seed)), Drafter(TableEngine(seed))
+        reply = ours.ask(PROMPT, 6, params=params)
+        assert reply.outcome == theirs.ask(PROMPT, 6, params=params).outcome
+        assert list(ours.engine.tokens("s")) == [*PROMPT, *reply.outcome.token_ids[:5]]
+        wasted += reply.timing.num_forwards - 6
+    assert wasted > 0
+
+
+@pytest.mark.parametrize(
+    ("params", "method"),
+    [(PENALTIES, COUPLED), (PLAIN, REJECTION), (PLAIN, NAIVE)],
+    ids=["penalties", "rejection", "naive"],
+)
+def test_what_no_run_can_foresee_is_drafted_step_by_step(params, method, monkeypatch):
+    """Penalties depend on the tokens before; other methods draw what they propose."""
+    ours, counts = Drafter(ChainingEngine(), ahead_rows=3), []
+    monkeypatch.setattr(ours.engine, "chain", _counting(ours.engine.chain, counts))
+    ours.ask(PROMPT, 4, params=params, method=method)
+    ours.idle()
+    assert counts == []
+
+
+def test_a_run_ahead_ends_when_somebody_waits(monkeypatch):
+    ahead, counts = Drafter(ChainingEngine(spread=12.0), ahead_rows=3), []
+    monkeypatch.setattr(ahead.engine, "chain", _counting(ahead.engine.chain, counts))
+    ahead.ask(PROMPT, 4)
+    feed = ahead.engine._feed
+
+    def hurried(fed):
+        ahead.scheduler.preparer.hurry()
+        return feed(fed)
+
+    monkeypatch.setattr(ahead.engine, "_feed", hurried)
+    counts.clear()
+    ahead.idle(1)
+    assert counts == [1]
+    monkeypatch.setattr(ahead.engine, "_feed", feed)
+    ahead.idle(1)
+    assert counts == [1, RUN], "the next one is whole again"
+
+
+def test_runs_leave_room_in_the_context():
+    engine = ChainingEngine()
+    tokens = [index % VOCAB for index in range(engine.max_context - 4)]
+    ahead = Drafter(engine, ahead_rows=3)
+    assert len(ahead.ask(tokens, 6).outcome) == 4
+    ahead.idle()
+    assert engine.length("s") <= engine.max_context
+
+
+def _counting(chain, counts):
+    def counted(*args, **options):
+        token_ids, logits = chain(*args, **options)
+        counts.append(len(token_ids))
+        return token_ids, logits
+
+    return counted
