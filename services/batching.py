@@ -49,6 +49,7 @@ class Scheduler(ABC, Generic[TaskT]):
 
     Attributes:
         meter: What is counted.
+        num_forwards: Of the last step; more than one where a worker took several in one call.
     """
 
     role: ClassVar[str]
@@ -59,6 +60,7 @@ class Scheduler(ABC, Generic[TaskT]):
         self._running: dict[str, Running[TaskT]] = {}
         self._replies: list[tuple[TaskT, Reply]] = []
         self._block_s = 0.0
+        self.num_forwards = 1
         self.meter = WorkerMeter(self.role)
         self.meter.watch(self)
         self.sessions = SessionTable(
@@ -214,10 +216,10 @@ class Scheduler(ABC, Generic[TaskT]):
             outcome = self._try_advance(running, logits) if feed.num_logits else None
             if outcome is not None:
                 done.append((running, outcome))
-        cost = Timing(
-            0, _elapsed_us(began), forward_us, len(batch), sum(len(f.token_ids) for _, f in batch), 1
-        )
-        self.meter.step(cost.compute_us * 1e-6, len(batch), cost.batch_tokens)
+        num_tokens, num_forwards = sum(len(feed.token_ids) for _, feed in batch), self.num_forwards
+        cost = Timing(0, _elapsed_us(began), forward_us, len(batch), num_tokens, num_forwards)
+        for _ in range(num_forwards):
+            self.meter.step(cost.compute_us * 1e-6 / num_forwards, len(batch), num_tokens // num_forwards)
         for running, _ in batch:
             running.timing.add(cost)
         for running, outcome in done:
@@ -246,7 +248,11 @@ class Scheduler(ABC, Generic[TaskT]):
         return None
 
     def _step(self, batch: list[tuple[Running[TaskT], Feed]]) -> list[Tensor]:
-        """Run the forward; a worker may feed more behind a feed, and then puts what it fed into `batch`."""
+        """Run the forward.
+
+        A worker may take several in one call: it sets `num_forwards`, and puts what it fed into `batch`.
+        """
+        self.num_forwards = 1
         return self.engine.step([feed for _, feed in batch])
 
     def _try_advance(self, running: Running[TaskT], logits: Tensor) -> object | None:

@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--target", type=Path, default=TARGET_DIR)
     parser.add_argument("--blocks", type=int, default=4, help="depth of the draft")
     parser.add_argument("--draft", type=Path, help="a draft to start from, instead of blocks of the target")
-    parser.add_argument("--out", type=Path, default=Path("build/demo_pair/draft"))
+    parser.add_argument("--out", type=Path, help="default: `draft` beside the corpus")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=800, help="batches of 32 windows")
@@ -174,6 +174,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=0.004)
     parser.add_argument("--seed", type=int, default=0, help="of the windows' choice, texts and batches")
     options = parser.parse_args()
+    out = options.out or options.work / "draft"
     torch.set_num_threads(options.threads)
     torch.set_flush_denormal(True)
     torch.manual_seed(options.seed)
@@ -202,10 +203,10 @@ def main() -> None:
             f"on the target's own {own.argmax_match:.3f} {own.alpha:.3f}",
             flush=True,
         )
-        draft.save_pretrained(options.out)
-    draft.save_pretrained(options.out)
-    size = models.export(options.out, options.work / "tokenizer.json", options.out / "export")
-    print(f"{size / 1e6:.1f} MB in {options.out / 'export'}")
+        draft.save_pretrained(out)
+    draft.save_pretrained(out)
+    size = models.export(out, options.work / "tokenizer.json", out / "export")
+    print(f"{size / 1e6:.1f} MB in {out / 'export'}")
 
 
 if __name__ == "__main__":

@@ -87,8 +87,12 @@ class Ahead:
             branch.is_taken = True
         return [branch.reading for branch in whole]
 
-    def wanted(self) -> list[tuple[float, Node]]:
-        """Return the nodes to feed next, each with the probability that it is of use; none at the end."""
+    def wanted(self) -> list[tuple[float, Node, int]]:
+        """Return the nodes to feed next; none at the end.
+
+        Each comes with the probability that it is of use, and the number of forwards along its line that may
+        be taken in one call.
+        """
         opened = [(weight, node) for weight, node in self._leaves if node.outlook is not None]
         if opened:
             self._leaves = [(weight, node) for weight, node in self._leaves if node.outlook is None]
@@ -96,9 +100,9 @@ class Ahead:
                 assert node.outlook is not None
                 guesses = self._sent.guesses(node.outlook, is_tested=False)
                 self._branch_off([(weight * share, node, token_id) for token_id, share in guesses])
-        wanted = list(self._leaves)
+        wanted = [(weight, node, self._sent.longest_run) for weight, node in self._leaves]
         for branch in self._branches:
-            wanted += [(branch.probability, node) for node in branch.go_on()]
+            wanted += [(branch.probability, node, branch.reading.run_length) for node in branch.go_on()]
         return wanted
 
     def _branch_off(self, ends: list[tuple[float, Node, int]]) -> None:

@@ -64,8 +64,9 @@ def race_temperature(temperature: float) -> float:
     """Return what turns the lead of a race's winner into the probability that it wins the target's race too.
 
     The draft's logits are off by some scale, and the race divides them by the temperature. Maximum
-    likelihood on the demo pair: 1.2, .9, .65 and .6 at temperatures .5, .7, 1 and 1.2, where .84, .77, .66
-    and .57 match, and .4 for the argmax of plain logits, where .91 do. Closer pairs want less.
+    likelihood on a draft of two blocks for the demo pair's target: 1.2, .9, .65 and .6 at temperatures .5,
+    .7, 1 and 1.2, where .84, .77, .66 and .57 match, and .4 for the argmax of plain logits, where .91 do.
+    Closer pairs want less; what is left is learned (`services.draft.calibration`).
     """
     return 0.4 / temperature + 0.25 if temperature > 0 else 0.4
 

@@ -1,4 +1,4 @@
-"""Runs draft-ahead: one small forward at a time over the sessions that wait for their verdicts."""
+"""Runs draft-ahead: small forwards over the sessions that wait for their verdicts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from ctypes import c_int32
 
 from services.draft.ahead import Ahead
 from services.draft.priority import GivingWay, can_give_way
+from services.draft.reading import RUN
 from services.draft.speculation import Speculation
 from services.draft.throttle import Throttle
 from services.draft.tree import Node
@@ -19,9 +20,6 @@ __all__ = ["Preparer"]
 
 MIN_SENT = 0.25
 """Proposals are sent in company until they make up this probability: a message costs what a forward does."""
-
-RUN = 4
-"""Forwards in one call, along the likeliest line of a session that is alone."""
 
 ROUND_TRIP = 2
 """Forwards that asking for a proposal and being answered takes as long as, at the least: the network is free
@@ -36,17 +34,17 @@ class Preparer:
     Args:
         engine: The draft model and its cache.
         max_rows: Upper bound of tokens in one forward.
+        stop: Set while somebody waits for the engine.
 
     Attributes:
         throttle: Whether it pays, and its counters.
     """
 
-    def __init__(self, engine: Engine, max_rows: int) -> None:
+    def __init__(self, engine: Engine, max_rows: int, stop: c_int32) -> None:
         self.throttle = Throttle()
-        self._engine, self._max_rows = engine, max_rows
+        self._engine, self._max_rows, self._stop = engine, max_rows, stop
         self._pending: dict[str, tuple[Speculation, ProposeTask]] = {}
         self._began = self._ended = 0.0
-        self._stop = c_int32()
         self._giving_way = GivingWay() if engine.device.type == "cpu" and can_give_way() else None
 
     @property
@@ -91,23 +89,22 @@ class Preparer:
 
     def hurry(self) -> None:
         """Have the forward under way done soon: somebody waits for the engine. For any thread to call."""
-        self._stop.value = 1
         if self._giving_way is not None:
             self._giving_way.hurry()
 
     def step(self) -> list[Prepared]:
-        """Feed the open nodes that are likeliest to be of use; return what is whole by it.
-
-        It takes one forward, or a few of one row each along a session's likeliest line.
-        """
+        """Feed the open nodes that are likeliest to be of use; return what is whole by it."""
         self._began, began_cpu = time.monotonic(), time.thread_time()
         pending = list(self._pending.values())
-        chosen = self._choose()
+        chosen, run_length = self._choose()
         if not chosen:
             return self._whole(pending, 0.0)
-        num_rows = 0
+        num_rows, num_forwards = sum(map(len, chosen.values())), 1
         try:
-            num_rows = self._feed(chosen)
+            if run_length > 1:
+                num_rows = num_forwards = self._run(chosen, run_length)
+            else:
+                self._forward(chosen)
         except CacheFullError:
             self._pending.clear()
         except Exception:
@@ -120,7 +117,7 @@ class Preparer:
         if self._engine.device.type == "cpu" and self._giving_way is None:
             # While this thread waited for its core, somebody ran who will now be done later.
             stolen_s = max(0.0, self._ended - self._began - (time.thread_time() - began_cpu))
-        self.throttle.worked(num_rows, stolen_s)
+        self.throttle.worked(num_rows, stolen_s, num_forwards)
         return self._whole(pending, MIN_SENT)
 
     def _whole(self, pending: list[tuple[Speculation, ProposeTask]], least: float) -> list[Prepared]:
@@ -132,25 +129,26 @@ class Preparer:
             for reading in speculation.ahead.take_whole(least)
         ]
 
-    def _choose(self) -> dict[Speculation, list[Node]]:
-        candidates: list[tuple[float, Speculation, Node]] = []
+    def _choose(self) -> tuple[dict[Speculation, list[Node]], int]:
+        """Return the nodes to feed; and how many forwards to take in one call, along the line of one node."""
+        candidates: list[tuple[float, Speculation, Node, int]] = []
         for session_id, (speculation, _) in list(self._pending.items()):
             wanted = self._wanted(speculation)
             if wanted:
-                candidates += [(probability, speculation, node) for probability, node in wanted]
+                candidates += [(weight, speculation, node, length) for weight, node, length in wanted]
             else:
                 del self._pending[session_id]
         candidates.sort(key=lambda candidate: candidate[0], reverse=True)
         if candidates and len(self._pending) == 1:
-            _, speculation, node = candidates[0]
-            if speculation.can_run(self._engine, [node]):
-                return {speculation: [node]}
+            _, speculation, node, length = candidates[0]
+            if length > 1 and speculation.can_run(self._engine, [node]):
+                return {speculation: [node]}, length
         chosen: dict[Speculation, list[Node]] = {}
-        for _, speculation, node in candidates[: self._max_rows]:
+        for _, speculation, node, _ in candidates[: self._max_rows]:
             chosen.setdefault(speculation, []).append(node)
-        return chosen
+        return chosen, 1
 
-    def _wanted(self, speculation: Speculation) -> list[tuple[float, Node]]:
+    def _wanted(self, speculation: Speculation) -> list[tuple[float, Node, int]]:
         """What a session would have fed; nothing when its cache is gone or others would have to make room."""
         engine, tree, session_id = self._engine, speculation.tree, speculation.session.session_id
         num_slots = tree.chain_length + len(tree.beside) + max(self._max_rows, RUN)
@@ -163,21 +161,21 @@ class Preparer:
             speculation.ahead = Ahead(speculation.sent, speculation.read_outcome, self.throttle.floor)
         return speculation.ahead.wanted()
 
-    def _feed(self, chosen: dict[Speculation, list[Node]]) -> int:
-        """Feed what was chosen; return how many rows that took."""
-        engine, within = self._engine, self._giving_way
-        (speculation, nodes), *others = chosen.items()
-        if not others and speculation.can_run(engine, nodes):
-            self._stop.value = 0
-            count = min(RUN, engine.max_context - nodes[0].position)
-            token_ids, logits = speculation.run(engine, nodes[0], count, stop=self._stop, within=within)
-            for node in speculation.open_run(engine, nodes[0], token_ids, logits):
-                node.is_ahead = True
-            return len(token_ids)
+    def _run(self, chosen: dict[Speculation, list[Node]], length: int) -> int:
+        """Feed up to `length` tokens from the node on, and return how many it were."""
+        ((speculation, (node,)),) = chosen.items()
+        length = min(length, self._engine.max_context - node.position)
+        token_ids, logits = speculation.run(
+            self._engine, node, length, stop=self._stop, within=self._giving_way
+        )
+        for fed in speculation.open_run(self._engine, node, token_ids, logits):
+            fed.is_ahead = True
+        return len(token_ids)
+
+    def _forward(self, chosen: dict[Speculation, list[Node]]) -> None:
         feeds = [speculation.feed(nodes) for speculation, nodes in chosen.items()]
-        results = engine.step(feeds, within)
+        results = self._engine.step(feeds, self._giving_way)
         for (speculation, nodes), logits in zip(chosen.items(), results, strict=True):
             speculation.open(nodes, logits)
             for node in nodes:
                 node.is_ahead = True
-        return sum(map(len, chosen.values()))

@@ -21,7 +21,13 @@ from services.draft.calibration import scales
 from services.draft.outlook import Guess, Outlook
 from services.draft.tree import Node
 
-__all__ = ["MIN_GROWN", "MIN_PROPOSED", "Reading", "Shape"]
+__all__ = ["MIN_GROWN", "MIN_PROPOSED", "RUN", "RUN_TO_DOUBT", "Reading", "Shape"]
+
+RUN = 4
+"""Forwards of one row in one call, at most: called one by one, a third of their time is Python's."""
+
+RUN_TO_DOUBT = 2
+"""The same where a chain ends before a token that the draft doubts: what is fed behind it is in vain."""
 
 MIN_PROPOSED, MIN_GROWN = 0.02, 0.05
 """Nodes of a tree that the target reaches less often are not proposed, or get no children: a node costs the
@@ -80,9 +86,16 @@ class Reading:
         return max((node.position for node in self.nodes), default=self.root.position) - self.root.position
 
     @property
-    def num_open(self) -> int:
-        """Forwards of one row that a chain may still take; 0 for a tree."""
-        return 0 if self.parents is not None else self.shape.depth - len(self.nodes) - len(self._beyond)
+    def longest_run(self) -> int:
+        """How many forwards of one row may be taken in one call; 1 for a tree."""
+        if self.parents is not None:
+            return 1
+        return RUN_TO_DOUBT if self.shape.stop_threshold else RUN
+
+    @property
+    def run_length(self) -> int:
+        """How many to take now: no more than the proposal may still need."""
+        return min(self.longest_run, self.shape.depth - len(self.nodes) - len(self._beyond))
 
     def proposal(self) -> Proposal:
         """Return what was read."""

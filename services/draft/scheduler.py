@@ -2,7 +2,8 @@
 
 Each forward feeds every drafting session the nodes that its proposal lacks: one token for a chain, a level
 for a tree; the chain of a session that is alone takes several forwards in one call. When no block is left,
-forwards go to `services.draft.preparer`, so that a block that arrives waits for one small forward at most.
+forwards go to `services.draft.preparer`. A block that arrives waits for one small forward at most: it ends
+what takes several.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from ctypes import c_int32
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
@@ -20,7 +22,7 @@ from gammaray.types import Proposal, VerificationMethod
 from services.batching import Scheduler
 from services.draft.calibration import Calibration
 from services.draft.gain import GainMeter
-from services.draft.preparer import RUN, Preparer
+from services.draft.preparer import Preparer
 from services.draft.reading import Reading, Shape
 from services.draft.speculation import Speculation
 from services.draft.tree import Node
@@ -89,7 +91,8 @@ class DraftScheduler(Scheduler[ProposeTask]):
         self, engine: Engine, limits: Limits, *, draft_top_k: int, weight_bits: int, ahead_rows: int
     ) -> None:
         super().__init__(engine, limits)
-        self.preparer = Preparer(engine, ahead_rows) if ahead_rows > 0 else None
+        self._stop = c_int32()
+        self.preparer = Preparer(engine, ahead_rows, self._stop) if ahead_rows > 0 else None
         if self.preparer is not None:
             self.meter.watch_ahead(self.preparer.throttle.stats)
         self._speculate = partial(
@@ -119,6 +122,8 @@ class DraftScheduler(Scheduler[ProposeTask]):
     def submit(self, tasks: Iterable[ProposeTask]) -> None:
         """Queue blocks; those of one session are served one after another."""
         tasks = list(tasks)
+        if not all(task.is_notice for task in tasks):
+            self._stop.value = 0  # nothing is drafted ahead while they wait
         if self.preparer is not None:
             for task in tasks:
                 if not task.is_notice:
@@ -126,12 +131,17 @@ class DraftScheduler(Scheduler[ProposeTask]):
         super().submit(tasks)
 
     def hurry(self, tasks: Iterable[ProposeTask]) -> None:
-        """A forward ahead no longer gives way to everybody when somebody waits for one of `tasks`."""
+        """Have what is under way done soon when somebody waits for one of `tasks`.
+
+        A forward ahead no longer gives way to everybody, and one that is under way is the last of its call.
+        """
+        if not all(task.is_notice for task in tasks):
+            self._stop.value = 1
         if self.preparer is not None and not all(task.is_notice for task in tasks):
             self.preparer.hurry()
 
     def step(self) -> list[tuple[ProposeTask, Reply]]:
-        """Do one forward for as many blocks as fit, or one ahead when there are none; return the answers."""
+        """Serve as many blocks as fit, or draft ahead when there are none; return the answers."""
         if self.preparer is not None and self.is_idle:
             return [
                 (prepared.task, Reply(0, prepared.task.session_id, prepared))
@@ -188,30 +198,29 @@ class DraftScheduler(Scheduler[ProposeTask]):
         else:
             speculation.open(nodes, logits)
         running.num_forwards += len(running.run) or 1
+        running.run = []
         return None if self._reads_on(running) else self._finish(running)
 
     def _run_engine(self, batch: list[tuple[Running[ProposeTask], Feed]]) -> list[Tensor] | None:
         began = time.perf_counter()
         results = super()._run_engine(batch)
         if all(isinstance(running, _Drafting) and running.nodes for running, _ in batch):
-            running = batch[0][0]
-            assert isinstance(running, _Drafting)
-            took = (time.perf_counter() - began) / max(1, len(running.run))
+            took = (time.perf_counter() - began) / self.num_forwards
             self._forward_s = took if not self._forward_s else 0.95 * self._forward_s + 0.05 * took
         return results
 
     def _step(self, batch: list[tuple[Running[ProposeTask], Feed]]) -> list[Tensor]:
         """Run the forward, or several in one call for a chain that is alone."""
-        (running, feed), *others = batch
+        running, feed = batch[0]
         assert isinstance(running, _Drafting)
-        running.run = []
-        speculation, count = running.speculation, min(RUN, running.reading.num_open)
+        speculation, count = running.speculation, running.reading.run_length
         nodes = running.nodes or [speculation.tree.root]
-        is_alone = not others and not self._waiting
-        if is_alone and count > 1 and len(feed.token_ids) == 1 and speculation.can_run(self.engine, nodes):
+        is_alone = len(self._running) == 1 and not self._waiting
+        is_one = len(feed.token_ids) == feed.num_logits == 1
+        if is_alone and is_one and count > 1 and speculation.can_run(self.engine, nodes):
             with suppress(CacheFullError):  # there may still be room for one
-                running.run, logits = speculation.run(self.engine, nodes[0], count)
-                running.timing.num_forwards += len(running.run) - 1
+                running.run, logits = speculation.run(self.engine, nodes[0], count, stop=self._stop)
+                self.num_forwards = len(running.run)
                 batch[0] = running, replace(feed, token_ids=running.run, num_logits=len(running.run))
                 return [logits]
         return super()._step(batch)

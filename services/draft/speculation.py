@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from ctypes import c_int32
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.draft.ahead import Ahead
 from services.draft.calibration import Calibration
 from services.draft.outlook import Outlook, outlooks
+from services.draft.params import counts_tokens, draft_params
 from services.draft.reading import Reading, Shape
 from services.draft.tree import Node, SpeculationTree
 from services.engine.engine import Engine, Feed
@@ -23,6 +23,9 @@ from services.sessions import Session
 from services.tasks import SessionSpec
 
 __all__ = ["Speculation"]
+
+MOST_CUT = 0.25
+"""Of a session's runs; where filters cut more of them short than this, it goes step by step."""
 
 _NO_PROPOSAL = Proposal()
 
@@ -57,6 +60,7 @@ class Speculation:
         self.num_used = 0
         self._max_context, self._top_k, self._bits = max_context, top_k, bits
         self._spec: SessionSpec | None = None
+        self._cut_share = 0.0
         self._prompt: list[int] = []
         self._output: list[int] = []
         self.begin()
@@ -69,8 +73,8 @@ class Speculation:
         self.ahead: Ahead | None = None
         if self._spec is not session.spec:
             self._spec = session.spec
-            self._params = _draft_params(session.spec)
-            self._counts_tokens = self._params is not None and _counts_tokens(self._params)
+            self._params = draft_params(session.spec)
+            self._counts_tokens = self._params is not None and counts_tokens(self._params)
         self._note_output()
 
     @property
@@ -186,7 +190,8 @@ class Speculation:
     def can_run(self, engine: Engine, nodes: Sequence[Node]) -> bool:
         """Whether `run` can feed these open nodes: one, at the end of the engine's chain."""
         is_tip = nodes[0] is self.tree.root or self.tree.feeds_chain(nodes)
-        return is_tip and engine.can_chain and self._is_race and not self._counts_tokens
+        has_largest = self._is_race and not self._counts_tokens and self._cut_share <= MOST_CUT
+        return is_tip and engine.can_chain and has_largest
 
     def run(
         self,
@@ -209,12 +214,14 @@ class Speculation:
         for token_id in token_ids[1:]:
             nodes.append(nodes[-1].child(token_id))
         self._look_out(nodes, logits)
+        self._cut_share *= 0.9
         for index, (before, fed) in enumerate(itertools.pairwise(nodes)):
             if before.outlook and before.outlook.choose(before.position + 1) != fed.token_id:
                 for vain in nodes[index + 1 :]:
                     vain.outlook = None
                 del nodes[index + 1 :]
                 engine.truncate(self.session.session_id, fed.position)
+                self._cut_share += 0.1
                 break
         for fed in nodes:
             self._note_fed([fed])
@@ -273,28 +280,3 @@ class Speculation:
     def _note_output(self) -> None:
         if self._counts_tokens:
             self._prompt, self._output = self.session.prompt, self.session.output
-
-
-def _draft_params(spec: SessionSpec) -> SamplingParams | None:
-    """What to process the draft's logits with; None when the plain logits do as well.
-
-    At temperature 0 the argmax is all that counts, and a temperature of 1 with no token dropped keeps it and
-    leaves a distribution that the confidence can be read from. Races need no normalised distribution.
-    """
-    params = spec.params
-    if params.temperature == 0:
-        params = replace(params, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
-    elif spec.method is not VerificationMethod.COUPLED:
-        return params
-    plain: Any = SamplingParams(seed=params.seed, sample_index=params.sample_index)
-    return None if params == plain else params
-
-
-def _counts_tokens(params: SamplingParams) -> bool:
-    """Whether the processed distribution depends on the tokens before."""
-    return bool(
-        params.min_tokens
-        or params.repetition_penalty != 1
-        or params.frequency_penalty
-        or params.presence_penalty
-    )

@@ -95,9 +95,9 @@ class Throttle:
             self._pause = PAUSE
             self._num_recent, self._saved_s, self._spent_s = 0, 0.0, 0.0
 
-    def worked(self, num_rows: int, stolen_s: float) -> None:
-        """Note a forward of draft-ahead that others waited `stolen_s` seconds for."""
-        self.stats.forwards += 1
+    def worked(self, num_rows: int, stolen_s: float, num_forwards: int = 1) -> None:
+        """Note forwards of draft-ahead that others waited `stolen_s` seconds for."""
+        self.stats.forwards += num_forwards
         self.stats.rows += num_rows
         self._spent_s += stolen_s
 

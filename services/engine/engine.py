@@ -182,7 +182,7 @@ class Engine:
         batch = self._plan([feed])
         assert isinstance(self._runner, NativeRunner)
         with within or nullcontext():
-            token_ids, logits = self._runner.chain(batch, noise, scale, stop or c_int32())
+            token_ids, logits = self._runner.chain(batch, noise, scale, c_int32() if stop is None else stop)
         self._commit([replace(feed, token_ids=token_ids)], batch)
         return token_ids, logits
 

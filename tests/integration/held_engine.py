@@ -22,26 +22,36 @@ class HeldEngine:
 
     def __init__(self, worker: Any, after: int = 1) -> None:
         self._engine = worker._engine._scheduler.engine
-        self._step = self._engine.step
+        self._step, self._chain = self._engine.step, self._engine.chain
         self._is_held, self._may_go_on = threading.Event(), threading.Event()
         self._after = after
         self.forwards: list[list[str]] = []
 
     async def __aenter__(self) -> HeldEngine:
-        self._engine.step = self._held_step
+        self._engine.step, self._engine.chain = self._held_step, self._held_chain
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.let_go()
-        self._engine.step = self._step
+        self._engine.step, self._engine.chain = self._step, self._chain
 
     def _held_step(self, feeds: Any, *arguments: Any) -> Any:
         self.forwards.append([feed.session_id for feed in feeds])
         logits = self._step(feeds, *arguments)
+        self._hold()
+        return logits
+
+    def _held_chain(self, feed: Any, *arguments: Any, **options: Any) -> Any:
+        """Some forwards in one call: it waits after all of them."""
+        token_ids, logits = self._chain(feed, *arguments, **options)
+        self.forwards += [[feed.session_id] for _ in token_ids]
+        self._hold()
+        return token_ids, logits
+
+    def _hold(self) -> None:
         if len(self.forwards) >= self._after:
             self._is_held.set()
             self._may_go_on.wait(ANSWER_TIMEOUT_S)
-        return logits
 
     async def waits(self) -> None:
         """Return once the engine waits."""

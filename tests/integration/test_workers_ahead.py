@@ -53,7 +53,9 @@ async def stats(worker):
 def hold_open(scheduler):
     """Have it draft ahead whether that pays or not: on a busy machine it may not."""
     throttle = scheduler.preparer.throttle
-    throttle.worked = lambda num_rows, stolen_s: type(throttle).worked(throttle, num_rows, 0.0)
+    throttle.worked = lambda num_rows, _, num_forwards: type(throttle).worked(
+        throttle, num_rows, 0.0, num_forwards
+    )
     throttle.delayed = lambda seconds: None
 
 

@@ -6,7 +6,8 @@ import pytest
 from draft_helpers import VOCAB, ChainingEngine, Drafter, TableEngine
 
 from gammaray.types import SamplingParams, VerificationMethod
-from services.draft.preparer import RUN
+from services.draft.reading import RUN, RUN_TO_DOUBT
+from services.tasks import Ending
 
 COUPLED, REJECTION, NAIVE = (
     VerificationMethod.COUPLED,
@@ -63,7 +64,7 @@ def test_a_run_ahead_ends_when_somebody_waits(monkeypatch):
     feed = ahead.engine._feed
 
     def hurried(fed):
-        ahead.scheduler.preparer.hurry()
+        ahead.scheduler.hurry([ahead.task(PROMPT, 1, session_id="t")])
         return feed(fed)
 
     monkeypatch.setattr(ahead.engine, "_feed", hurried)
@@ -72,7 +73,54 @@ def test_a_run_ahead_ends_when_somebody_waits(monkeypatch):
     assert counts == [1]
     monkeypatch.setattr(ahead.engine, "_feed", feed)
     ahead.idle(1)
-    assert counts == [1, RUN], "the next one is whole again"
+    assert counts == [1, 1], "it is not there yet"
+    ahead.ask(PROMPT, 1, session_id="t")
+    ahead.scheduler.release([Ending("t", 0)])
+    ahead.ask([*PROMPT, 9], 4)
+    counts.clear()
+    ahead.idle(1)
+    assert counts == [RUN]
+
+
+def test_a_run_on_demand_ends_when_somebody_else_waits(monkeypatch):
+    ours, counts = Drafter(ChainingEngine()), []
+    monkeypatch.setattr(ours.engine, "chain", _counting(ours.engine.chain, counts))
+    feed = ours.engine._feed
+
+    def hurried(fed):
+        ours.scheduler.hurry([ours.task(PROMPT, 1, session_id="t")])
+        return feed(fed)
+
+    monkeypatch.setattr(ours.engine, "_feed", hurried)
+    reply = ours.ask(PROMPT, 4)
+    assert set(counts) == {1}
+    assert reply.outcome == Drafter(TableEngine()).ask(PROMPT, 4).outcome
+
+
+def test_sessions_together_go_step_by_step(monkeypatch):
+    ours, counts = Drafter(ChainingEngine()), []
+    monkeypatch.setattr(ours.engine, "chain", _counting(ours.engine.chain, counts))
+    ours.scheduler.submit([ours.task(PROMPT, 4, session_id=name) for name in "ab"])
+    while ours.scheduler.has_work:
+        ours.scheduler.step()
+    assert counts == []
+
+
+def test_chains_that_end_where_the_draft_doubts_take_shorter_runs(monkeypatch):
+    ours, theirs, counts = Drafter(ChainingEngine()), Drafter(TableEngine()), []
+    monkeypatch.setattr(ours.engine, "chain", _counting(ours.engine.chain, counts))
+    reply = ours.ask(PROMPT, 8, stop_threshold=0.05)
+    assert reply.outcome == theirs.ask(PROMPT, 8, stop_threshold=0.05).outcome
+    assert 0 < max(counts) <= RUN_TO_DOUBT
+
+
+def test_where_filters_cut_runs_short_the_session_goes_step_by_step(monkeypatch):
+    ours, counts = Drafter(ChainingEngine()), []
+    monkeypatch.setattr(ours.engine, "chain", _counting(ours.engine.chain, counts))
+    params, tokens = SamplingParams(temperature=1.5, top_k=1, seed=5), list(PROMPT)
+    for _ in range(12):
+        tokens += ours.ask(tokens, 6, params=params).outcome.token_ids
+    assert 1 < len(counts) < 8
 
 
 def test_runs_leave_room_in_the_context():

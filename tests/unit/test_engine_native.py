@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import c_int32
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from services.engine.native import bindings, guesses, weights
 from services.engine.native.guesses import likeliest
 from services.engine.native.runner import NativeRunner
 from services.engine.native.weights import pack_panels
+from services.engine.noise import Noise
 
 
 def scripted_steps() -> list[list[Feed]]:
@@ -217,7 +220,7 @@ def test_chain_is_what_single_steps_draw(
     monkeypatch.setattr(weights, "load_library", lambda: bindings.open_library(variant))
     directory = str(tiny_model("qwen3", tmp_path))
     ours, theirs = Engine.load(directory), Engine.load(directory)
-    noise = torch.randn(6, ours.vocab_size, dtype=torch.float64) if noisy else None
+    noise = Noise(7, 0, ours.vocab_size).gumbel(21, 6) if noisy else None
     prompt = random_tokens(20, 1)
     for engine in (ours, theirs):
         engine.step([Feed("a", 0, prompt, 1)])
@@ -238,7 +241,14 @@ def test_chain_is_what_single_steps_draw(
 def test_chain_ends_with_the_forward_during_which_it_is_stopped(tmp_path: Path) -> None:
     directory = str(tiny_model("llama", tmp_path))
     ours, theirs = Engine.load(directory), Engine.load(directory)
-    token_ids, logits = ours.chain(Feed("a", 0, [5] * 4, 4), stop=c_int32(1))
+    stop = c_int32(0)
+
+    @contextmanager
+    def stopped_meanwhile() -> Iterator[None]:
+        stop.value = 1
+        yield
+
+    token_ids, logits = ours.chain(Feed("a", 0, [5] * 4, 4), stop=stop, within=stopped_meanwhile())
     assert token_ids == [5]
     assert torch.equal(logits, theirs.step([Feed("a", 0, [5], 1)])[0])
     assert ours.length("a") == 1

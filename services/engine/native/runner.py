@@ -44,6 +44,7 @@ class NativeRunner:
             stop: Set in another thread, it ends the chain with the row under way.
         """
         self._make_room(1, max(batch.positions))
+        noise = None if noise is None else noise.contiguous()  # rows of some vocabularies are padded
         logits, numbers, arguments, _pointed_to = self._laid_out(batch)
         count = self._model.kernel.gr_chain(
             byref(self._model.weights),
