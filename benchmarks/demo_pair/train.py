@@ -12,7 +12,8 @@ The recipe of the shipped weights, an hour on two CPU cores (`--device cuda` tra
 
     python -m benchmarks.demo_pair.corpus --out build/tiny --limit 30 --vocab-size 512
     python -m benchmarks.demo_pair.train --stage all --work build/tiny --tokens 4096 --hidden-size 64
-    python -m benchmarks.demo_pair.distil --work build/tiny --target build/tiny/pair/target --samples 96 --steps 9
+    python -m benchmarks.demo_pair.distil --work build/tiny --target build/tiny/pair/target \\
+        --samples 96 --steps 9
 
 Muon trains the matrices of the blocks, AdamW embeddings and norms; the rate warms up, stays, and decays
 linearly over the second half of the budget.
