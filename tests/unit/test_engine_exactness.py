@@ -17,7 +17,7 @@ from engine_helpers import (
 )
 
 from services.engine import attention, batch, general
-from services.engine import engine as engine_module
+from services.engine import feeds as feeds_module
 from services.engine.engine import Engine, Feed
 
 TOLERANCE = 1e-4
@@ -113,7 +113,7 @@ def test_position_off_by_one_after_rollback_is_caught(
         return [feed.start + shift + i for i in range(len(feed.token_ids))]
 
     run = checked(directories["gpt2"], False)
-    monkeypatch.setattr(engine_module, "feed_positions", shifted)
+    monkeypatch.setattr(feeds_module, "feed_positions", shifted)
     run.step(Feed("a", 0, random_tokens(9, 1), 1))
     assert run.worst <= TOLERANCE
     run.step(Feed("a", 9, random_tokens(2, 2), 2))
