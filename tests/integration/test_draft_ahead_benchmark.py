@@ -39,14 +39,14 @@ def test_demo_pair_trees_get_further_than_chains_at_temperature_one(pair):
 def test_demo_pair_shared_noise_keeps_the_hits_that_rejection_loses(pair):
     """With all the time there is: what can be foreseen, not how fast this machine is.
 
-    How much shared noise keeps of the greedy hits is the pair's, which agrees more often without noise.
+    How much shared noise keeps of the greedy hits is the pair's, and so is how easily its draws are guessed.
     """
     greedy, coupled, rejection = (
         pair.run(Run(method, temperature, 2, 0, 1e9), TEXTS, 64).hit_rate
         for method, temperature in ((COUPLED, 0.0), (COUPLED, 1.0), (REJECTION, 1.0))
     )
-    assert coupled > 0.6 * greedy
-    assert rejection < 0.5 * coupled
+    assert coupled > 0.8 * greedy
+    assert rejection < 0.8 * coupled
 
 
 def test_benchmark_writes_what_it_measured(tmp_path, monkeypatch, capsys):
