@@ -245,8 +245,8 @@ def share_of(cycle: Cycle) -> float:
 def _drafted(cycle: Cycle) -> Shape:
     """Return the shape that was drafted: what was asked for, or of a chain that ended early its forwards.
 
-    The forward over the last token of such a chain told that none should follow. A draft that takes forwards in
-    twos may have done one more.
+    The forward over the last token of such a chain told that none should follow. A draft that takes forwards
+    in twos may have done one more.
     """
     shape = cycle.shape
     is_chain, is_short = shape.max_nodes <= shape.depth, 0 < cycle.num_drafted < shape.depth
