@@ -127,6 +127,9 @@ class OrchestratorSettings(_ServingSettings):
     redis_url: str = Field(
         "redis://127.0.0.1:6379/0", repr=False, description="Session store and worker registry."
     )
+    redis_wait_s: float = Field(
+        60.0, ge=0, description="How long a start waits for Redis to answer, in seconds."
+    )
     target_addresses: str = Field(
         "", description="Comma-separated host:port of target workers, beside those of the registry."
     )

@@ -33,7 +33,8 @@ from orchestrator.placement import worker_cores
 from orchestrator.preflight import check_port, check_vocabularies, gpus_by_role
 from orchestrator.readiness import missing_parts
 from orchestrator.reaper import MARK, Guardian, children_named, die_with_parent, end_marked, runs
-from orchestrator.redis_server import RedisServer, check_redis
+from orchestrator.redis_calls import check_redis
+from orchestrator.redis_server import RedisServer
 from orchestrator.stopping import Stop, StopSignals, silence
 
 __all__ = ["main"]

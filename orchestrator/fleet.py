@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Protocol
 
-from gammaray.errors import GammarayError, InvalidArgumentError, UnavailableError
+from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.tasks import end_tasks
 from gammaray.tls import TlsFiles
 from gammaray.types import ProcessStatus
@@ -29,7 +29,7 @@ class Registry(Protocol):
         """Return the addresses of the announced workers of a role.
 
         Raises:
-            UnavailableError: The registry cannot be reached.
+            GammarayError: The registry cannot be reached, or refuses the command.
         """
 
 
@@ -63,6 +63,7 @@ class Fleet:
             DRAFT, _split(draft_addresses), self._check_draft, tls
         )
         self._task: asyncio.Task[None] | None = None
+        self._has_registry = True
 
     async def start(self, settle_s: float) -> None:
         """Connect to the workers that are there, for at most `settle_s` seconds, and watch for others.
@@ -70,7 +71,7 @@ class Fleet:
         Raises:
             InvalidArgumentError: A worker that is there has another vocabulary.
         """
-        await self._look()
+        await self._look_again()
         await self.targets.settle(settle_s)
         await self.drafts.settle(settle_s)
         try:
@@ -115,14 +116,26 @@ class Fleet:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(WATCH_PERIOD_S)
-            try:
-                await self._look()
-            except UnavailableError as error:
-                _log.warning("the worker registry does not answer, known workers stay: %s", error)
+            await self._look_again()
 
-    async def _look(self) -> None:
-        self.targets.announce(await self._registry.addresses("target"))
-        self.drafts.announce(await self._registry.addresses("draft"))
+    async def _look_again(self) -> None:
+        """Ask the registry; known workers stay while it does not answer, whatever it says instead."""
+        try:
+            targets = await self._registry.addresses("target")
+            drafts = await self._registry.addresses("draft")
+        except GammarayError as error:
+            if self._has_registry:
+                _log.warning("the worker registry does not answer, known workers stay: %s", error)
+            self._has_registry = False
+        except Exception:  # a bug must not end the watch: no worker would ever be found again
+            _log.exception("the worker registry cannot be read, known workers stay")
+            self._has_registry = False
+        else:
+            if not self._has_registry:
+                _log.warning("the worker registry answers again")
+            self._has_registry = True
+            self.targets.announce(targets)
+            self.drafts.announce(drafts)
 
     def _check_all(self) -> None:
         for refusal in (*self.targets.refusals(), *self.drafts.refusals()):

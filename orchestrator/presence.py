@@ -9,8 +9,10 @@ import uuid
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from google.protobuf.message import DecodeError
+
 from gammaray.convert_processes import process_from_proto, process_to_proto
-from gammaray.errors import UnavailableError
+from gammaray.errors import GammarayError
 from gammaray.processes import ProcessStatus
 from gammaray.tasks import end_tasks
 from gammaray.v1 import generation_service_pb2 as pb
@@ -34,21 +36,21 @@ class PresenceStore(Protocol):
         """Store an orchestrator's state for a while.
 
         Raises:
-            UnavailableError: The registry cannot be reached.
+            GammarayError: The registry cannot be reached, or refuses the command.
         """
 
     async def withdraw(self, name: str) -> None:
         """Delete an orchestrator's state.
 
         Raises:
-            UnavailableError: The registry cannot be reached.
+            GammarayError: The registry cannot be reached, or refuses the command.
         """
 
     async def orchestrators(self) -> dict[str, bytes]:
         """Return the state of each orchestrator.
 
         Raises:
-            UnavailableError: The registry cannot be reached.
+            GammarayError: The registry cannot be reached, or refuses the command.
         """
 
 
@@ -64,6 +66,7 @@ class Presence:
         self._store, self._state = store, state
         self._name = uuid.uuid4().hex[:12]
         self._task: asyncio.Task[None] | None = None
+        self._is_announced = True
 
     async def start(self) -> None:
         """Announce now and from now on; a dead registry does no harm."""
@@ -74,16 +77,17 @@ class Presence:
         """Return the state of the other orchestrators; none while the registry does not answer."""
         try:
             entries = await asyncio.wait_for(self._store.orchestrators(), CALL_TIMEOUT_S)
-        except (UnavailableError, asyncio.TimeoutError):
+        except (GammarayError, asyncio.TimeoutError):
             return []
         entries.pop(self._name, None)
-        return [process for _, process in sorted((name, _parse(state)) for name, state in entries.items())]
+        found = (_parse(name, state) for name, state in sorted(entries.items()))
+        return [process for process in found if process is not None]
 
     async def stop(self) -> None:
         """Withdraw the announcement."""
         if self._task is not None:
             await end_tasks(self._task)
-            with contextlib.suppress(UnavailableError, asyncio.TimeoutError):
+            with contextlib.suppress(GammarayError, asyncio.TimeoutError):
                 await asyncio.wait_for(self._store.withdraw(self._name), CALL_TIMEOUT_S)
 
     async def _keep_alive(self) -> None:
@@ -92,12 +96,23 @@ class Presence:
             await self._announce()
 
     async def _announce(self) -> None:
-        state: Any = process_to_proto(self._state()).SerializeToString()
         try:
+            state: Any = process_to_proto(self._state()).SerializeToString()
             await asyncio.wait_for(self._store.announce(self._name, state, ENTRY_S), CALL_TIMEOUT_S)
-        except (UnavailableError, asyncio.TimeoutError) as error:
-            _log.debug("the registry does not answer: %r", error)
+        except (GammarayError, asyncio.TimeoutError) as error:
+            if self._is_announced:
+                _log.warning("this orchestrator cannot announce itself, serving goes on: %r", error)
+            self._is_announced = False
+        except Exception:  # a bug must not end the announcements: the others would take this one for dead
+            _log.exception("this orchestrator cannot announce itself, serving goes on")
+            self._is_announced = False
+        else:
+            self._is_announced = True
 
 
-def _parse(state: bytes) -> ProcessStatus:
-    return process_from_proto(pb.ProcessStatus.FromString(state))
+def _parse(name: str, state: bytes) -> ProcessStatus | None:
+    try:
+        return process_from_proto(pb.ProcessStatus.FromString(state))
+    except (DecodeError, ValueError) as error:  # of another version, or not an orchestrator's
+        _log.warning("registry entry of orchestrator %s cannot be read: %s", name, error)
+        return None

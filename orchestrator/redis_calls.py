@@ -1,79 +1,138 @@
-"""How the orchestrator talks to Redis: one kind of connection, one way of retrying, one way of failing."""
+"""How the orchestrator talks to Redis: its connections, the errors of its calls, and scripts in batches."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
+import logging
+import time
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialBackoff
-from redis.exceptions import (
-    BusyLoadingError,
-    ConnectionError,
-    NoScriptError,
-    RedisError,
-    TimeoutError,
+from redis.exceptions import AuthenticationError, ConnectionError, NoScriptError, RedisError, TimeoutError
+
+from gammaray import redis_connection
+from gammaray.errors import (
+    InternalError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
 )
+from gammaray.redis_connection import Redis, RefusedError, address_of, reply_code, without_password
 
-from gammaray.errors import InternalError, InvalidArgumentError, UnavailableError
-
-__all__ = ["BatchedScript", "Redis", "answer", "connect", "without_password"]
+__all__ = ["BatchedScript", "Redis", "address_of", "answer", "check_redis", "connect", "wait_for_redis"]
 
 T = TypeVar("T")
 
-NUM_RETRIES = 8
-BACKOFF_BASE_S, BACKOFF_CAP_S = 0.05, 0.5
-CALL_TIMEOUT_S = 5.0
+_log = logging.getLogger(__name__)
+
+NUM_RETRIES = 12
+"""Over 5 s with the pauses between them: commands are sent again while another server becomes the primary."""
+
+CALL_TIMEOUT_S = 3.0
 MAX_CONNECTIONS = 32
 """A burst of requests waits its turn for a connection: calls take a fraction of a millisecond."""
 
+OOM_RETRY_AFTER_S = 5.0
+"""When clients may come back after Redis was out of memory: sessions expire, which frees some."""
+
+WAIT_PERIOD_S = 0.5
+CHECK_TIMEOUT_S = 5.0
+
+_UNAVAILABLE = redis_connection.PASSING | {"ASK", "MISCONF", "MOVED", "NOAUTH", "NOPERM"}
+"""Codes of replies that the state of the server explains, and not the command."""
+
 
 def connect(redis_url: str) -> Redis:
-    """Return a client that rides out a restart of Redis; connects when first used.
+    """Return a client that rides out a restart or a failover of Redis; connects when first used.
 
     Raises:
         InvalidArgumentError: The URL is not one of Redis.
     """
-    retryable: list[type[Exception]] = [ConnectionError, TimeoutError, BusyLoadingError]
-    try:
-        pool = BlockingConnectionPool.from_url(
-            redis_url,
-            max_connections=MAX_CONNECTIONS,
-            timeout=CALL_TIMEOUT_S,
-            socket_timeout=CALL_TIMEOUT_S,
-            socket_connect_timeout=CALL_TIMEOUT_S,
-            retry=Retry(ExponentialBackoff(cap=BACKOFF_CAP_S, base=BACKOFF_BASE_S), NUM_RETRIES),
-            retry_on_error=retryable,
-        )
-        return Redis.from_pool(pool)
-    except ValueError as error:
-        raise InvalidArgumentError(
-            "redis_url", without_password(redis_url), "redis://host:port/db"
-        ) from error
-
-
-def without_password(redis_url: str) -> str:
-    """Return what may be shown of a URL."""
-    return re.sub(r"//[^/@]*@", "//...@", redis_url)
+    return redis_connection.connect(
+        redis_url, timeout_s=CALL_TIMEOUT_S, num_retries=NUM_RETRIES, max_connections=MAX_CONNECTIONS
+    )
 
 
 async def answer(call: Awaitable[T]) -> T:
     """Wait for a call's answer.
 
     Raises:
-        UnavailableError: Redis cannot be reached, after the retries.
+        UnavailableError: Redis cannot be reached or refuses commands at present, after the retries.
+        ResourceExhaustedError: Redis is out of memory; says when to come back.
         InternalError: Redis refused the command.
     """
     try:
         return await call
+    except RefusedError as error:
+        raise UnavailableError(f"Redis refuses commands: {error}") from error
     except (ConnectionError, TimeoutError, OSError) as error:
         raise UnavailableError(f"Redis cannot be reached: {error}") from error
     except RedisError as error:
+        code = reply_code(error)
+        if code == "OOM":
+            raise ResourceExhaustedError(f"Redis is out of memory: {error}", OOM_RETRY_AFTER_S) from error
+        if code in _UNAVAILABLE:
+            raise UnavailableError(f"Redis refuses commands: {code}: {error}") from error
         raise InternalError(f"Redis: {error}") from error
+
+
+async def wait_for_redis(redis_url: str, timeout_s: float) -> None:
+    """Wait until Redis answers, and check that it is one that gammaray can use.
+
+    Args:
+        redis_url: Where it is; messages leave the password out.
+        timeout_s: Upper bound of the wait, in seconds; 0 tries once.
+
+    Raises:
+        InvalidArgumentError: The URL is not one of Redis, or leads to a node of a Redis Cluster.
+        UnavailableError: Nothing answers there in time, or the password is wrong.
+    """
+    began, shown, is_waiting = time.monotonic(), without_password(redis_url), False
+    redis = redis_connection.connect(redis_url, timeout_s=CHECK_TIMEOUT_S, num_retries=0)
+    try:
+        while True:
+            try:
+                await answer(redis.ping())
+                break
+            except UnavailableError as error:
+                waited_s = time.monotonic() - began
+                if isinstance(error.__cause__, AuthenticationError) or waited_s >= timeout_s:
+                    tried = f" (tried for {waited_s:.0f} s)" if timeout_s else ""
+                    raise UnavailableError(f"redis_url: {shown} does not answer{tried}: {error}") from error
+                if not is_waiting:
+                    _log.warning("waiting up to %g s for %s: %s", timeout_s, shown, error)
+                is_waiting = True
+            await asyncio.sleep(min(WAIT_PERIOD_S, max(0.0, began + timeout_s - time.monotonic())))
+        if is_waiting:
+            _log.warning("%s answers after %.1f s", shown, time.monotonic() - began)
+        await _check_kind(redis, shown)
+    finally:
+        await redis.aclose()
+
+
+async def _check_kind(redis: Redis, shown: str) -> None:
+    try:
+        info = await answer(redis.info("cluster"))
+    except UnavailableError as error:  # an ACL may forbid INFO
+        _log.warning("cannot tell whether %s is a Redis Cluster: %s", shown, error)
+        return
+    if int(info.get("cluster_enabled", 0)):
+        raise InvalidArgumentError(
+            "redis_url",
+            f"{shown}, a node of a Redis Cluster",
+            "a server without cluster mode, with replicas or not: sessions and their indexes are on one node",
+        )
+
+
+def check_redis(redis_url: str) -> None:
+    """Check that a Redis answers, before anything that needs it is started.
+
+    Raises:
+        InvalidArgumentError: The URL is not one of Redis, or leads to a node of a Redis Cluster.
+        UnavailableError: Nothing answers there.
+    """
+    asyncio.run(wait_for_redis(redis_url, 0.0))
 
 
 class BatchedScript:

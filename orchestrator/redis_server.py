@@ -18,14 +18,12 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from gammaray.errors import InvalidArgumentError, UnavailableError
-from orchestrator.redis_calls import without_password
+from gammaray.errors import UnavailableError
 
-__all__ = ["RedisServer", "check_redis"]
+__all__ = ["RedisServer"]
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
-CHECK_TIMEOUT_S = 5.0
 POLL_S = 0.01
 NUM_TRIES = 5
 MAX_REVIVALS, REVIVALS_PER_S = 10, 10.0
@@ -142,30 +140,6 @@ class RedisServer:
             return False
         finally:
             client.close()
-
-
-def check_redis(redis_url: str) -> None:
-    """Check that a Redis answers, before anything that needs it is started.
-
-    Raises:
-        InvalidArgumentError: The URL is not one of Redis.
-        UnavailableError: Nothing answers there.
-    """
-    try:
-        client = redis.Redis.from_url(
-            redis_url,
-            socket_timeout=CHECK_TIMEOUT_S,
-            socket_connect_timeout=CHECK_TIMEOUT_S,
-            retry=Retry(NoBackoff(), 0),
-        )
-    except ValueError:
-        raise InvalidArgumentError("redis_url", without_password(redis_url), "redis://host:port/db") from None
-    try:
-        client.ping()
-    except redis.RedisError as error:  # names host and port, not the password
-        raise UnavailableError(f"redis_url: Redis does not answer: {error}") from None
-    finally:
-        client.close()
 
 
 def _launch(binary: str, port: int, directory: Path, password: str) -> subprocess.Popen[bytes]:

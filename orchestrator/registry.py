@@ -33,7 +33,7 @@ class RedisRegistry:
         """Return the addresses of the announced workers of a role; entries that make no sense are skipped.
 
         Raises:
-            UnavailableError: Redis cannot be reached.
+            GammarayError: Redis cannot be reached, or refuses the command.
         """
         keys = await answer(self._keys(f"gammaray:worker:{role}:*"))
         if not keys:
@@ -52,7 +52,7 @@ class RedisRegistry:
         """Store an orchestrator's state for a while.
 
         Raises:
-            UnavailableError: Redis cannot be reached.
+            GammarayError: Redis cannot be reached, or refuses the command.
         """
         await answer(self._redis.set(f"{_ORCHESTRATOR}{name}", state, px=round(ttl_s * 1e3)))
         await answer(self._redis.sadd(_ORCHESTRATORS, name))
@@ -61,7 +61,7 @@ class RedisRegistry:
         """Delete an orchestrator's state.
 
         Raises:
-            UnavailableError: Redis cannot be reached.
+            GammarayError: Redis cannot be reached, or refuses the command.
         """
         await answer(self._redis.delete(f"{_ORCHESTRATOR}{name}"))
         await answer(self._redis.srem(_ORCHESTRATORS, name))
@@ -70,10 +70,10 @@ class RedisRegistry:
         """Return the state of each orchestrator.
 
         Raises:
-            UnavailableError: Redis cannot be reached.
+            GammarayError: Redis cannot be reached, or refuses the command.
         """
         members: set[Any] = await answer(self._redis.smembers(_ORCHESTRATORS))
-        names = sorted(member.decode() for member in members)
+        names = sorted(str(member, "utf-8", "replace") for member in members)
         if not names:
             return {}
         values: list[Any] = await answer(self._redis.mget([f"{_ORCHESTRATOR}{name}" for name in names]))

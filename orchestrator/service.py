@@ -32,7 +32,7 @@ from orchestrator.ladder import Ladder
 from orchestrator.leases import Keeper
 from orchestrator.meter import OrchestratorMeter, metered
 from orchestrator.pipeline import run_cycles
-from orchestrator.redis_calls import Redis, answer, connect
+from orchestrator.redis_calls import Redis, connect, wait_for_redis
 from orchestrator.registry import RedisRegistry
 from orchestrator.remote import session_spec
 from orchestrator.remote_target import RemoteVerifier
@@ -101,12 +101,13 @@ class Orchestrator:
         """Connect to Redis, load the tokenizer and watch the workers.
 
         Raises:
-            UnavailableError: Redis cannot be reached.
-            InvalidArgumentError: No such model, or a worker that is there has another vocabulary.
+            UnavailableError: Redis cannot be reached within `redis_wait_s`.
+            InvalidArgumentError: No such model, a worker that is there has another vocabulary, or the URL is
+                one of a Redis Cluster.
         """
+        await wait_for_redis(settings.redis_url, settings.redis_wait_s)
         redis = connect(settings.redis_url)
         try:
-            await answer(redis.ping())
             tokenizer = await asyncio.to_thread(Tokenizer, resolve_model(settings.model))
             orchestrator = cls(settings, redis, tokenizer)
             await orchestrator._fleet.start(SETTLE_S)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 
-from gammaray.errors import UnavailableError
+from gammaray.errors import GammarayError
 from gammaray.metrics_export import MetricsExport
 from gammaray.processes import ProcessStatus
 from orchestrator.admission import Admission
 from orchestrator.fleet import Fleet
 from orchestrator.meter import OrchestratorMeter
 from orchestrator.presence import Presence
-from orchestrator.redis_calls import Redis, answer
+from orchestrator.redis_calls import Redis, address_of, answer
 from orchestrator.registry import RedisRegistry
 
 __all__ = ["StatusBoard"]
@@ -77,10 +77,9 @@ class StatusBoard:
             await self._export.stop()
 
     async def _redis_status(self) -> ProcessStatus:
-        where = self._redis.connection_pool.connection_kwargs
-        address = f"{where.get('host', '')}:{where.get('port', '')}"
+        address = address_of(self._redis)
         try:
             info = await asyncio.wait_for(answer(self._redis.info("server")), TIMEOUT_S)
-        except (UnavailableError, asyncio.TimeoutError):
+        except (GammarayError, asyncio.TimeoutError):
             return ProcessStatus("redis", 0, address, "", False, 0)
         return ProcessStatus("redis", int(info.get("process_id", 0)), address, "", True, 0)

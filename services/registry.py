@@ -9,19 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import time
 import uuid
 from collections.abc import Awaitable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
-
-from gammaray.errors import InvalidArgumentError
+from gammaray.redis_connection import connect
 from gammaray.tasks import end_tasks
 
 __all__ = ["Announcer", "WorkerEntry"]
@@ -61,17 +55,8 @@ class Announcer:
     def __init__(self, redis_url: str, entry: WorkerEntry) -> None:
         self.key = f"gammaray:worker:{entry.role}:{uuid.uuid4().hex[:12]}"
         self._value = json.dumps(asdict(entry))
-        try:
-            # The next refresh is the retry: a call that waits longer than that would only delay it.
-            self._redis = Redis.from_url(
-                redis_url,
-                socket_timeout=CALL_TIMEOUT_S,
-                socket_connect_timeout=CALL_TIMEOUT_S,
-                retry=Retry(NoBackoff(), 1),
-            )
-        except ValueError as error:
-            shown = re.sub(r"//[^/@]*@", "//...@", redis_url)  # without the password
-            raise InvalidArgumentError("redis_url", shown, "redis://host:port/db") from error
+        # The next refresh is the retry: a call that waits longer than that would only delay it.
+        self._redis = connect(redis_url, timeout_s=CALL_TIMEOUT_S, num_retries=1)
         self._task: asyncio.Task[None] | None = None
         self._is_reachable = True
 
@@ -98,9 +83,11 @@ class Announcer:
     async def _call(self, command: Awaitable[Any]) -> None:
         try:
             await asyncio.wait_for(command, 2 * CALL_TIMEOUT_S)
-        except (RedisError, OSError, asyncio.TimeoutError) as error:
+        except Exception as error:  # whatever it is, the worker serves on and announces itself again
             if self._is_reachable:
-                _log.warning("the registry does not answer; serving goes on: %r", error)
+                _log.warning("the registry does not answer; serving goes on: %s", error or repr(error))
             self._is_reachable = False
         else:
+            if not self._is_reachable:
+                _log.warning("the registry answers again")
             self._is_reachable = True

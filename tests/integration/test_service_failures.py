@@ -117,7 +117,7 @@ async def test_service_start_refuses_a_draft_of_another_vocabulary(redis_server,
 
 async def test_service_start_without_redis_is_unavailable():
     with pytest.raises(UnavailableError, match="Redis"):
-        await Orchestrator.start(OrchestratorSettings(redis_url="redis://127.0.0.1:1/0"))
+        await Orchestrator.start(OrchestratorSettings(redis_url="redis://127.0.0.1:1/0", redis_wait_s=0))
 
 
 async def test_service_start_with_an_unknown_model_names_it(redis_server):

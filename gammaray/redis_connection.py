@@ -1,0 +1,305 @@
+"""Connections of orchestrators and workers to Redis: URLs, retries, and failover to another primary.
+
+A URL is one of
+
+    redis://[[user]:password@]host[:port][/db]                  a server, or a name that leads to the primary
+    rediss://...                                                 the same over TLS
+    unix://[[user]:password@]/path[?db=db]                       a server on this machine
+    redis+sentinel://[[user]:password@]host[:port][,host2[:port2]...]/service[/db]
+    rediss+sentinel://...                                        the same over TLS
+
+with redis-py's options as query, `ssl_ca_certs` for instance. With Sentinel the hosts are sentinels, user and
+password are those of the Redis servers; `sentinel_username` and `sentinel_password` in the query are those of
+the sentinels.
+
+A server that was demoted, is loading or has lost its primary answers commands with an error but keeps the
+connection open. Such a reply closes all connections of the pool, and the command is sent again over a new
+one, for which the name is resolved, or Sentinel asked, again.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
+
+from redis.asyncio import BlockingConnectionPool, Redis, Sentinel
+from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocketConnection, parse_url
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import (
+    SentinelConnectionPool,
+    SentinelManagedConnection,
+    SentinelManagedSSLConnection,
+)
+from redis.backoff import ExponentialBackoff, NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    BusyLoadingError,
+    ClusterDownError,
+    ConnectionError,
+    MasterDownError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+    TryAgainError,
+)
+
+from gammaray.errors import InvalidArgumentError
+
+__all__ = ["ALLOWED_URLS", "Redis", "RefusedError", "address_of", "connect", "reply_code", "without_password"]
+
+T = TypeVar("T")
+
+ALLOWED_URLS = (
+    "redis://host:port/db, rediss://..., unix://path, redis+sentinel://host:port,host2:port2/service/db or "
+    "rediss+sentinel://..."
+)
+
+FAILOVER = frozenset({"READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "LOADING", "NOREPLICAS"})
+"""Codes of replies after which another server may be the primary."""
+
+PASSING = FAILOVER | {"BUSY"}
+"""Codes of replies after which a command is sent again: it was not run."""
+
+BACKOFF_BASE_S, BACKOFF_CAP_S = 0.05, 0.5
+SENTINEL_PORT, SENTINEL_TIMEOUT_S = 26379, 1.0
+
+_SENTINEL_SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
+
+# redis-py cuts the code off the messages of those that it has a class for. Subclasses come first.
+_CODES: tuple[tuple[type[RedisError], str], ...] = (
+    (ReadOnlyError, "READONLY"),
+    (MasterDownError, "MASTERDOWN"),
+    (ClusterDownError, "CLUSTERDOWN"),
+    (TryAgainError, "TRYAGAIN"),
+    (BusyLoadingError, "LOADING"),
+    (OutOfMemoryError, "OOM"),
+    (NoPermissionError, "NOPERM"),
+    (AuthenticationError, "NOAUTH"),
+    (AuthorizationError, "NOAUTH"),
+)
+
+# Redis up to 6.2 wraps the error of a command in a script:
+# "Error running script (call to f_1b5c...): @user_script:9: @user_script: 9: -READONLY You can't write ..."
+_CODE = re.compile(r"(?:Error running script .*? -)?(?P<code>[A-Z]{3,}) ", re.DOTALL)
+
+
+class RefusedError(ConnectionError):
+    """Redis answered, with an error that passes; the command was not run, and has been retried.
+
+    Attributes:
+        code: First word of the reply, in upper case.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        self.code = code
+        super().__init__(message if code in message else f"{code} {message}")
+
+
+def reply_code(error: BaseException) -> str:
+    """Return the code of an error reply, such as "OOM", also where a script got it; empty without one."""
+    if isinstance(error, RefusedError):
+        return error.code
+    for kind, code in _CODES:
+        if isinstance(error, kind):
+            return code
+    found = _CODE.match(str(error)) if isinstance(error, ResponseError) else None
+    return found["code"] if found else ""
+
+
+def without_password(redis_url: str) -> str:
+    """Return what may be shown of a URL."""
+    shown = re.sub(r"//.*@", "//...@", redis_url)
+    return re.sub(r"(password=)[^&]*", r"\1...", shown)
+
+
+def connect(redis_url: str, *, timeout_s: float, num_retries: int, max_connections: int = 2) -> Redis:
+    """Return a client; it connects when first used.
+
+    Args:
+        redis_url: See the module's description.
+        timeout_s: Upper bound of one attempt to connect, of the wait for one reply, and of the wait for one
+            of the connections, in seconds.
+        num_retries: How often a command is sent again while Redis cannot be reached or refuses it for now,
+            after 0.05 s at first and up to 0.5 s later.
+        max_connections: Upper bound of connections; calls wait for one of them.
+
+    Raises:
+        InvalidArgumentError: The URL is not one of Redis.
+    """
+    options: dict[str, Any] = {
+        "max_connections": max_connections,
+        "timeout": timeout_s,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "retry": _Retry(num_retries),
+    }
+    try:
+        parts = urlsplit(redis_url)
+        if parts.scheme in _SENTINEL_SCHEMES:
+            return _connect_by_sentinel(parts, options)
+        options.update(parse_url(redis_url))
+        options["connection_class"] = _CONNECTIONS[options.get("connection_class", Connection)]
+        return Redis.from_pool(_Pool(**options))
+    except ValueError as error:
+        raise InvalidArgumentError("redis_url", without_password(redis_url), ALLOWED_URLS) from error
+
+
+def address_of(redis: Redis) -> str:
+    """Return the host:port or path of the server that a client of `connect` talks to, as far as known."""
+    pool = redis.connection_pool
+    if isinstance(pool, _SentinelPool):
+        host, port = pool.master_address or (f"sentinel {pool.service_name}", "")
+        return f"{host}:{port}" if port else str(host)
+    where = pool.connection_kwargs
+    return str(where["path"]) if "path" in where else f"{where.get('host', '')}:{where.get('port', 6379)}"
+
+
+def _connect_by_sentinel(parts: SplitResult, options: dict[str, Any]) -> Redis:
+    credentials, at, hosts = parts.netloc.rpartition("@")
+    nodes = [urlsplit(f"//{host}") for host in hosts.split(",")]
+    service, _, db = parts.path.strip("/").partition("/")
+    if not service or not all(node.hostname for node in nodes):
+        raise ValueError("a sentinel URL names hosts and a service")
+    int(db or 0)
+    server = SplitResult(
+        _SENTINEL_SCHEMES[parts.scheme], f"{credentials}{at}host", f"/{db or 0}", parts.query, ""
+    )
+    options.update(parse_url(urlunsplit(server)))
+    del options["host"]
+    is_tls = options.pop("connection_class", Connection) is SSLConnection
+    options["connection_class"] = _SentinelSSLConnection if is_tls else _SentinelConnection
+    sentinel_options: dict[str, Any] = {
+        "socket_timeout": SENTINEL_TIMEOUT_S,
+        "socket_connect_timeout": SENTINEL_TIMEOUT_S,
+        "retry": Retry(NoBackoff(), 0),  # the next sentinel is asked instead
+        "username": options.pop("sentinel_username", None),
+        "password": options.pop("sentinel_password", None),
+    }
+    if is_tls:
+        tls = {name: value for name, value in options.items() if name.startswith("ssl_")}
+        sentinel_options.update(tls, ssl=True)
+    addresses = [(str(node.hostname), node.port or SENTINEL_PORT) for node in nodes]
+    sentinel = Sentinel(addresses, sentinel_kwargs=sentinel_options)  # type: ignore[no-untyped-call]
+    return Redis.from_pool(_SentinelPool(unquote(service), sentinel, **options))  # type: ignore[no-untyped-call]
+
+
+class _Retry(Retry):
+    """Retries in one place: a command that is retried connects again, which is not retried on its own too.
+
+    Otherwise the counts would multiply. Each connection copies this object, and serves one command at a time.
+    """
+
+    def __init__(self, num_retries: int) -> None:
+        errors = (ConnectionError, TimeoutError)
+        super().__init__(ExponentialBackoff(cap=BACKOFF_CAP_S, base=BACKOFF_BASE_S), num_retries, errors)
+        self._once = Retry(NoBackoff(), 0, errors)
+        self._is_retrying = False
+
+    async def call_with_retry(self, do: Callable[[], Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+        """Call `do` until it succeeds or the retries are spent; see `redis.asyncio.retry.Retry`."""
+        if self._is_retrying:
+            return await self._once.call_with_retry(do, *args, **kwargs)
+        self._is_retrying = True
+        try:
+            return await super().call_with_retry(do, *args, **kwargs)
+        finally:
+            self._is_retrying = False
+
+
+class _Following:
+    """A connection that takes replies which pass for a broken connection, so that commands are retried."""
+
+    on_failover: Callable[[], Awaitable[None]]
+    is_stale = False
+    """Whether to close it before it is used again."""
+
+    async def read_response(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a reply.
+
+        Raises:
+            RefusedError: One of `PASSING`.
+            RedisError: Another error, or the connection broke.
+        """
+        try:
+            return await super().read_response(*args, **kwargs)  # type: ignore[misc]
+        except RedisError as error:
+            code = reply_code(error)
+            # redis-py has told apart a demoted primary already where Sentinel knows the others.
+            is_demoted = isinstance(self, SentinelManagedConnection) and isinstance(error, ConnectionError)
+            if code in FAILOVER or is_demoted:
+                await self.on_failover()
+            if code in PASSING:
+                raise RefusedError(code, str(error)) from error
+            raise
+
+
+class _Connection(_Following, Connection):
+    """Over TCP."""
+
+
+class _SSLConnection(_Following, SSLConnection):
+    """Over TLS."""
+
+
+class _UnixConnection(_Following, UnixDomainSocketConnection):
+    """Over a socket of this machine."""
+
+
+class _SentinelConnection(_Following, SentinelManagedConnection):
+    """Over TCP, to the primary that Sentinel names."""
+
+
+class _SentinelSSLConnection(_Following, SentinelManagedSSLConnection):
+    """Over TLS, to the primary that Sentinel names."""
+
+
+_CONNECTIONS: dict[type, type] = {
+    Connection: _Connection,
+    SSLConnection: _SSLConnection,
+    UnixDomainSocketConnection: _UnixConnection,
+}
+
+
+class _Pool(BlockingConnectionPool):
+    """Connections to one server, or to whichever server its name leads to."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
+        super().__init__(*args, **kwargs)
+
+    def make_connection(self) -> Any:
+        """Return a new connection."""
+        connection: Any = super().make_connection()  # type: ignore[no-untyped-call]
+        connection.on_failover = self.follow
+        self._made.add(connection)
+        return connection
+
+    async def follow(self) -> None:
+        """Close every connection, those in use when they are released: another server may be the primary."""
+        for connection in self._made:
+            connection.is_stale = True
+        await self.disconnect(inuse_connections=False)
+
+    async def release(self, connection: Any) -> None:
+        """Take a connection back."""
+        if connection.is_stale:
+            connection.is_stale = False
+            await connection.disconnect()
+        await super().release(connection)
+
+
+class _SentinelPool(SentinelConnectionPool, _Pool):
+    """Connections to the primary that Sentinel names."""
+
+    async def aclose(self) -> None:
+        """Close the connections to the primary and to the sentinels."""
+        await super().aclose()
+        for sentinel in self.sentinel_manager.sentinels:
+            await sentinel.aclose()
