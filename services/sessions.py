@@ -6,13 +6,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
+from services.engine.edits import LogitEdits
 from services.engine.noise import Noise
 from services.tasks import NeedTokens, SessionSpec, Task
 
 __all__ = ["Session", "SessionTable"]
 
 MAX_TOKENS = 8 << 20
-"""Token ids kept over all sessions, those of their masks included: some 300 MB of Python integers."""
+"""Token ids kept over all sessions, those of their masks included: some 300 MB of Python integers, and
+twice that at most for what `LogitEdits` derives from them."""
 
 NOISE_BYTES = 512 << 20
 """Memory for rows of noise, over all sessions; rows that are gone are computed again."""
@@ -33,9 +35,21 @@ class Session:
         noise: None at temperature 0, and while the session is not among the recent ones.
         num_counted: What the table has counted of its token ids towards its bound.
         changed_from: First position at which the last block changed or extended `tokens`.
+        edits: What the worker's parameters change of the logits; made by the worker when it first needs them
+            for a spec. It must `follow` the tokens before it is applied.
     """
 
-    __slots__ = ("changed_from", "epoch", "noise", "num_counted", "num_told", "session_id", "spec", "tokens")
+    __slots__ = (
+        "changed_from",
+        "edits",
+        "epoch",
+        "noise",
+        "num_counted",
+        "num_told",
+        "session_id",
+        "spec",
+        "tokens",
+    )
 
     def __init__(self, session_id: str, epoch: int, spec: SessionSpec) -> None:
         self.session_id, self.epoch, self.spec = session_id, epoch, spec
@@ -44,16 +58,13 @@ class Session:
         self.num_counted = 0
         self.num_told = 0
         self.changed_from = 0
+        self.edits: LogitEdits | None = None
 
-    @property
-    def prompt(self) -> list[int]:
-        """The prompt tokens."""
-        return self.tokens[: self.spec.prompt_length]
-
-    @property
-    def output(self) -> list[int]:
-        """The committed tokens after the prompt."""
-        return self.tokens[self.spec.prompt_length :]
+    def truncate(self, length: int) -> None:
+        """Drop the tokens from `length` on."""
+        del self.tokens[length:]
+        if self.edits is not None:
+            self.edits.truncate(length)
 
     def merge(self, start: int, context: list[int]) -> None:
         """Make `tokens` end with `context` at `start`, keeping what agrees and dropping the rest."""
@@ -64,7 +75,8 @@ class Session:
                 break
             same += 1
         self.changed_from = start + same
-        held[start + same :] = context[same:]
+        self.truncate(start + same)
+        held += context[same:]
         self.num_told = len(held)
 
 
@@ -119,9 +131,9 @@ class SessionTable:
         self._sessions.move_to_end(task.session_id)
         if task.epoch > session.epoch:
             session.epoch = task.epoch
-            del session.tokens[session.num_told :]
+            session.truncate(session.num_told)
         if task.spec is not None and task.spec != session.spec:
-            session.spec, session.noise = task.spec, None
+            session.spec, session.noise, session.edits = task.spec, None, None
         if task.context_start > len(session.tokens):
             return NeedTokens(len(session.tokens))
         if task.base_position < session.spec.prompt_length:

@@ -10,13 +10,14 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from gammaray.types import SamplingParams, VerificationMethod
 from services.draft.ahead import Ahead
 from services.draft.calibration import Calibration
 from services.draft.outlook import Outlook, outlooks
 from services.draft.params import counts_tokens, draft_params
 from services.draft.reading import Reading, Shape
 from services.draft.tree import Node, SpeculationTree
+from services.engine.edits import LogitEdits
 from services.engine.engine import Engine, Feed
 from services.engine.processing import processed_log_probs
 from services.sessions import Session
@@ -26,8 +27,6 @@ __all__ = ["Speculation"]
 
 MOST_CUT = 0.25
 """Of a session's runs; where filters cut more of them short than this, it goes step by step."""
-
-_NO_PROPOSAL = Proposal()
 
 
 class Speculation:
@@ -61,8 +60,6 @@ class Speculation:
         self._max_context, self._top_k, self._bits = max_context, top_k, bits
         self._spec: SessionSpec | None = None
         self._cut_share = 0.0
-        self._prompt: list[int] = []
-        self._output: list[int] = []
         self.begin()
 
     def begin(self) -> None:
@@ -75,7 +72,8 @@ class Speculation:
             self._spec = session.spec
             self._params = draft_params(session.spec)
             self._counts_tokens = self._params is not None and counts_tokens(self._params)
-        self._note_output()
+            session.edits = None
+        self._follow_edits()
 
     @property
     def has_noise(self) -> bool:
@@ -143,7 +141,7 @@ class Speculation:
             moved = tree.move_root(node)
             if moved is not None:
                 engine.keep_path(session.session_id, *moved)
-            self._note_output()
+            self._follow_edits()
         return reached
 
     def note_use(self, nodes: Iterable[Node]) -> None:
@@ -256,27 +254,19 @@ class Speculation:
 
     def _processed(self, nodes: Sequence[Node], logits: Tensor, params: SamplingParams) -> Tensor:
         """The processed log-probabilities behind nodes, [nodes, vocab_size]."""
-        if not self._counts_tokens:
-            return processed_log_probs(
-                logits,
-                params,
-                prompt=(),
-                output=(),
-                proposal=_NO_PROPOSAL,
-                eos_token_ids=self.session.spec.eos_token_ids,
+        if not LogitEdits.needed(params):
+            return processed_log_probs(logits, params)
+        session = self.session
+        if session.edits is None:
+            spec = session.spec
+            session.edits = LogitEdits(
+                params, spec.eos_token_ids, spec.prompt_length, logits.shape[-1], logits.device
             )
-        rows = logits.clone()
-        for index, node in enumerate(nodes):
-            rows[index] = processed_log_probs(
-                logits[index : index + 1],
-                params,
-                prompt=self._prompt,
-                output=[*self._output, *(before.token_id for before in node.path())],
-                proposal=_NO_PROPOSAL,
-                eos_token_ids=self.session.spec.eos_token_ids,
-            )[0]
-        return rows
+            self._follow_edits()
+        paths = [[before.token_id for before in node.path()] for node in nodes]
+        return processed_log_probs(logits, params, session.edits, paths)
 
-    def _note_output(self) -> None:
-        if self._counts_tokens:
-            self._prompt, self._output = self.session.prompt, self.session.output
+    def _follow_edits(self) -> None:
+        """Bring masks, bias and penalties to the committed tokens, where the tree's root is."""
+        if self.session.edits is not None:
+            self.session.edits.follow(self.session.tokens)

@@ -1,10 +1,9 @@
 """The processed distribution: what the target samples from, and so what speculation must not change.
 
 Draft and target, plain and speculative decoding all go through `processed_log_probs`. The order is pinned,
-since changing it changes the law: allow and ban masks and `min_tokens`, logit bias, repetition penalty
-(prompt and output), frequency and presence penalties (output only), temperature, min-p, top-k, top-p,
-softmax. Tokens on a node's own path count as output, so that row r is right for exactly the continuations
-in which it is consulted.
+since changing it changes the law: masks, bias and penalties (`services.engine.edits`), temperature, min-p,
+top-k, top-p, softmax. Tokens on a node's own path count as output, so that row r is right for exactly the
+continuations in which it is consulted.
 
 Each row is a function of its own logits and path alone: no reduction crosses rows, and the order in which a
 row is summed does not depend on how many there are. Hence the tokens do not depend on gamma.
@@ -18,14 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gammaray.errors import InvalidArgumentError
-from gammaray.types import Proposal, SamplingParams
+from gammaray.types import SamplingParams
+from services.engine.edits import LogitEdits
 
-__all__ = ["edited_logits", "has_edits", "processed_log_probs"]
+__all__ = ["edited_logits", "processed_log_probs"]
 
 # A temperature this small divides any logits difference out of reach; smaller ones would divide 0 by 0.
 _MIN_TEMPERATURE = 1e-30
-_MAX_LOGIT = 1e8
 # Probabilities are summed as integers, which is exact and therefore independent of the order of summation.
 _MASS_UNIT = 2.0**40
 _USUAL_NUCLEUS = 256
@@ -34,36 +32,22 @@ _USUAL_NUCLEUS = 256
 def processed_log_probs(
     logits: Tensor,
     params: SamplingParams,
-    *,
-    prompt: Sequence[int],
-    output: Sequence[int],
-    proposal: Proposal,
-    eos_token_ids: Sequence[int],
+    edits: LogitEdits | None = None,
+    paths: Sequence[Sequence[int]] = (),
 ) -> Tensor:
     """Return the log-probabilities that tokens are drawn from.
 
-    A draft has one row at a time: it counts what it drafted as output, beside an empty proposal.
-
     Args:
-        logits: [len(proposal) + 1, vocab_size]; row 0 follows the committed tokens, row i + 1 follows node i.
-            Not changed.
+        logits: [rows, vocab_size]. Not changed.
         params: Sampling parameters, validated against the vocabulary.
-        prompt: Committed tokens that count as prompt.
-        output: Committed tokens after the prompt.
-        proposal: The nodes behind rows 1 and up.
-        eos_token_ids: Tokens masked until `params.min_tokens` tokens were produced.
+        edits: Masks, bias and penalties, which follow the committed tokens; None where `params` has none.
+        paths: For each row, the tokens between the committed ones and the row, as of `row_paths`.
 
     Returns:
-        [len(proposal) + 1, vocab_size] float32, -inf for tokens that cannot be drawn. At temperature 0: 0
-        at the argmax (lowest id on ties), -inf elsewhere.
-
-    Raises:
-        InvalidArgumentError: The masks leave no token. It does not depend on the position: masks that would
-            leave none while `min_tokens` holds are refused from the start.
+        [rows, vocab_size] float32, -inf for tokens that cannot be drawn. At temperature 0: 0 at the argmax
+        (lowest id on ties), -inf elsewhere.
     """
-    logits = edited_logits(
-        logits, params, prompt=prompt, output=output, proposal=proposal, eos_token_ids=eos_token_ids
-    )
+    logits = edited_logits(logits, edits, paths)
     if params.temperature == 0:
         return _point_mass(logits)
     if params.temperature != 1:
@@ -78,115 +62,13 @@ def processed_log_probs(
 
 
 def edited_logits(
-    logits: Tensor,
-    params: SamplingParams,
-    *,
-    prompt: Sequence[int],
-    output: Sequence[int],
-    proposal: Proposal,
-    eos_token_ids: Sequence[int],
+    logits: Tensor, edits: LogitEdits | None = None, paths: Sequence[Sequence[int]] = ()
 ) -> Tensor:
     """Return the logits after masks, bias and penalties, the first half of `processed_log_probs`.
 
     At temperature 0 their best token, the lowest id on ties, is all that counts.
     """
-    logits = logits.float()
-    if has_edits(params):
-        logits = logits.clone()
-        _apply_masks(logits, params, len(output), proposal, eos_token_ids)
-        _apply_bias(logits, params)
-        _apply_penalties(logits, params, prompt, output, proposal)
-    return logits
-
-
-def has_edits(params: SamplingParams) -> bool:
-    """Return whether logits depend on the tokens before them, or on masks or bias; else both are unused."""
-    return bool(
-        params.allowed_token_ids
-        or params.banned_token_ids
-        or params.min_tokens
-        or params.logit_bias
-        or params.repetition_penalty != 1
-        or params.frequency_penalty
-        or params.presence_penalty
-    )
-
-
-def _apply_masks(
-    logits: Tensor,
-    params: SamplingParams,
-    num_output: int,
-    proposal: Proposal,
-    eos_token_ids: Sequence[int],
-) -> None:
-    if not (params.allowed_token_ids or params.banned_token_ids or params.min_tokens):
-        return
-    num_rows, vocab_size = logits.shape
-    masked = torch.zeros(vocab_size, dtype=torch.bool, device=logits.device)
-    if params.allowed_token_ids:
-        masked.fill_(True)
-        masked[_ids(params.allowed_token_ids, logits)] = False
-    if params.banned_token_ids:
-        masked[_ids(params.banned_token_ids, logits)] = True
-    eos = _ids(tuple(eos_token_ids), logits) if params.min_tokens else None
-    _check_some_token_left(masked, eos)
-    logits.masked_fill_(masked, -torch.inf)
-    if eos is not None:
-        for row, depth in enumerate((0, *_depths(proposal))[:num_rows]):
-            if num_output + depth < params.min_tokens:
-                logits[row, eos] = -torch.inf
-
-
-def _check_some_token_left(masked: Tensor, eos: Tensor | None) -> None:
-    if eos is not None:
-        masked = masked.clone()
-        masked[eos] = True
-    if bool(masked.all()):
-        raise InvalidArgumentError(
-            "allowed_token_ids, banned_token_ids and min_tokens",
-            "masks of the whole vocabulary",
-            "masks that leave a token (other than end of sequence while min_tokens holds)",
-        )
-
-
-def _apply_bias(logits: Tensor, params: SamplingParams) -> None:
-    if params.logit_bias:
-        bias = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
-        logits[:, _ids(tuple(params.logit_bias), logits)] += bias
-
-
-def _apply_penalties(
-    logits: Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], proposal: Proposal
-) -> None:
-    if params.repetition_penalty == 1 and not params.frequency_penalty and not params.presence_penalty:
-        return
-    counts = _output_counts(logits, output, proposal)
-    if params.repetition_penalty != 1:
-        seen = counts > 0
-        seen[:, _ids(tuple(prompt), logits)] = True
-        penalised = torch.where(
-            logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty
-        )
-        logits.copy_(torch.where(seen, penalised.clamp(max=_MAX_LOGIT), logits))
-    if params.frequency_penalty:
-        logits.sub_(counts * params.frequency_penalty)
-    if params.presence_penalty:
-        logits.sub_((counts > 0) * params.presence_penalty)
-
-
-def _output_counts(logits: Tensor, output: Sequence[int], proposal: Proposal) -> Tensor:
-    """Return [rows, vocab_size] float32: occurrences in the output and on the row's own path."""
-    num_rows, vocab_size = logits.shape
-    committed = torch.bincount(torch.tensor(tuple(output), dtype=torch.int64), minlength=vocab_size)
-    counts = committed.to(logits).repeat(num_rows, 1)
-    for node, token_id in enumerate(proposal.token_ids):
-        # A node's row starts as its parent's row, already complete, plus the node's token.
-        if proposal.parents is None:
-            counts[node + 1 :, token_id] += 1
-        else:
-            counts[node + 1] = counts[proposal.parents[node] + 1]
-            counts[node + 1, token_id] += 1
-    return counts
+    return logits.float() if edits is None else edits.apply(logits, paths)
 
 
 def _point_mass(logits: Tensor) -> Tensor:
@@ -245,17 +127,3 @@ def _keep_down_to(logits: Tensor, last: Tensor, num_ties: Tensor) -> Tensor:
     ties = logits == last
     kept = (logits > last) | (ties & (ties.cumsum(dim=-1) <= num_ties))
     return logits.masked_fill(~kept, -torch.inf)
-
-
-def _depths(proposal: Proposal) -> list[int]:
-    """Return how many tokens end at each node, the node's own included."""
-    if proposal.parents is None:
-        return list(range(1, len(proposal) + 1))
-    depths: list[int] = []
-    for parent in proposal.parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return depths
-
-
-def _ids(token_ids: tuple[int, ...], like: Tensor) -> Tensor:
-    return torch.tensor(token_ids, dtype=torch.int64, device=like.device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from gammaray.types import Proposal
 from services.engine.engine import Engine, Feed
 from services.engine.noise import Noise
 from services.engine.processing import processed_log_probs
@@ -46,9 +45,7 @@ def is_tie(engine: Engine, ask: Ask, common: tuple[int, ...], tokens: tuple[int,
     scores, scale = logits[0].double(), 1.0
     if ask.temperature > 0:
         noise = Noise(ask.seed, 0, engine.vocab_size, device=engine.device)
-        log_probs = processed_log_probs(
-            logits, ask.params, prompt=(), output=(), proposal=Proposal(), eos_token_ids=()
-        )
+        log_probs = processed_log_probs(logits, ask.params)
         scores, scale = log_probs[0] + noise.gumbel(len(context), 1)[0], 1.0 / ask.temperature
     gap = abs((scores[tokens[0]] - scores[tokens[1]]).item())
     is_float32 = engine.dtype == torch.float32

@@ -9,7 +9,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from services.batching import Scheduler
-from services.engine.processing import edited_logits, has_edits, processed_log_probs
+from services.engine.edits import LogitEdits, row_paths
+from services.engine.processing import edited_logits, processed_log_probs
 from services.planning import Running
 from services.sessions import Session
 from services.target.verification import Verdict, verify
@@ -49,18 +50,14 @@ class TargetScheduler(Scheduler[VerifyTask]):
     def _advance(self, running: Running[VerifyTask], logits: Tensor) -> VerifyOutcome:
         task, session = running.task, running.session
         spec, proposal, base = session.spec, task.proposal, task.base_position
+        edits, paths = None, list[Sequence[int]]()
+        if LogitEdits.needed(spec.params):
+            edits, paths = self._edits(session), row_paths(proposal)
         # At temperature 0 a token wins by its logit alone.
-        process = processed_log_probs if spec.params.temperature > 0 else edited_logits
-        # Copies of all tokens: not worth it when nobody looks at them.
-        prompt, output = (session.prompt, session.output) if has_edits(spec.params) else ((), ())
-        log_probs = process(
-            logits,
-            spec.params,
-            prompt=prompt,
-            output=output,
-            proposal=proposal,
-            eos_token_ids=spec.eos_token_ids,
-        )
+        if spec.params.temperature > 0:
+            log_probs = processed_log_probs(logits, spec.params, edits, paths)
+        else:
+            log_probs = edited_logits(logits, edits, paths)
         verdict = verify(spec.method, log_probs, proposal, spec.params, session.noise, base)
         path = verdict.accepted_path
         # Rejected tokens leave no trace: the cache ends with the accepted path.
@@ -74,6 +71,16 @@ class TargetScheduler(Scheduler[VerifyTask]):
             return VerifyOutcome(verdict)
         rows = [0, *(node + 1 for node in path)]
         return VerifyOutcome(verdict, _logprobs(logits[rows], emitted, task.num_top_logprobs))
+
+    def _edits(self, session: Session) -> LogitEdits:
+        """Return the session's masks, bias and penalties, up to its committed tokens."""
+        spec, engine = session.spec, self.engine
+        if session.edits is None:
+            session.edits = LogitEdits(
+                spec.params, spec.eos_token_ids, spec.prompt_length, engine.vocab_size, engine.device
+            )
+        session.edits.follow(session.tokens)
+        return session.edits
 
 
 def _logprobs(logits: Tensor, emitted: Sequence[int], num_top: int) -> list[TokenLogprobs]:

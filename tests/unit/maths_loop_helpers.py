@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 from drafting_helpers import propose_token
+from processing_helpers import processed
 from scipy import stats
 from torch import Tensor
 
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.engine.noise import Noise
-from services.engine.processing import processed_log_probs
 from services.target.verification import verify
 
 Context = tuple[int, ...]
@@ -67,7 +67,7 @@ class Speculator:
             for node, token_id in enumerate(proposal.token_ids):
                 parent = node - 1 if proposal.parents is None else proposal.parents[node]
                 paths.append((*paths[parent + 1], token_id))
-            rows = processed_log_probs(
+            rows = processed(
                 torch.stack([model.logits(path) for path in paths]),
                 self.params,
                 prompt=context[: len(self.prompt)],

@@ -6,11 +6,11 @@ for every method.
 
 import random
 
+import processing_helpers
 import pytest
 from maths_loop_helpers import Speculator, TableModel, chain_of
 
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from services.engine import processing
 from services.engine.noise import Noise
 from services.target import verification
 
@@ -112,23 +112,23 @@ def test_coupled_perfect_draft_is_always_accepted():
     assert perfect.cycle(perfect.prompt, proposal)[:16] == proposal.token_ids
 
 
-def forget_the_path(logits, output, proposal, real=processing._output_counts):
-    return real(logits, output, Proposal((0,) * (len(logits) - 1), (-1,) * (len(logits) - 1)))
+def forget_the_path(proposal):
+    return [()] * (len(proposal) + 1)
 
 
 MUTANTS = {
-    "penalties_without_the_path": (processing, "_output_counts", forget_the_path, "frequency"),
-    "min_tokens_without_the_path": (processing, "_depths", lambda proposal: [0] * 99, "min_tokens"),
+    "penalties_without_the_path": (processing_helpers, "row_paths", forget_the_path, "frequency"),
+    "min_tokens_without_the_path": (processing_helpers, "row_paths", forget_the_path, "min_tokens"),
     "noise_of_the_base_for_all_rows": (
         verification,
         "_row_depths",
         lambda proposal: [0] * (len(proposal) + 1),
         "plain",
     ),
-    "penalties_only_without_speculation": (
-        processing,
-        "has_edits",
-        lambda params: False,
+    "penalties_of_all_rows_by_the_longest_path": (
+        processing_helpers,
+        "row_paths",
+        lambda proposal: [proposal.token_ids] * (len(proposal) + 1),
         "repetition",
     ),
 }

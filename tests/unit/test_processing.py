@@ -6,10 +6,10 @@ import random
 
 import pytest
 import torch
+from processing_helpers import path_of, processed
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import Proposal, SamplingParams
-from services.engine.processing import processed_log_probs
 
 PROMPT, OUTPUT, EOS = (1, 1, 4), (4, 2, 2, 7), (0, 3)
 CHAIN = Proposal((2, 9, 2, 0, 5))
@@ -52,17 +52,6 @@ SETTINGS = {
 }
 
 
-def path_of(proposal, row):
-    """Return the tokens from the root to a row, one parent at a time."""
-    tokens = []
-    while row > 0:
-        node = row - 1
-        tokens.insert(0, proposal.token_ids[node])
-        parent = node - 1 if proposal.parents is None else proposal.parents[node]
-        row = parent + 1
-    return tokens
-
-
 def oracle_row(logits, params, prompt, output, eos):
     """Return one row's probabilities in plain Python; `output` ends with the row's own path."""
     scores = list(logits)
@@ -92,9 +81,7 @@ def oracle_row(logits, params, prompt, output, eos):
 
 
 def process(logits, params, proposal, prompt=PROMPT, output=OUTPUT, eos=EOS):
-    return processed_log_probs(
-        logits, params, prompt=prompt, output=output, proposal=proposal, eos_token_ids=eos
-    )
+    return processed(logits, params, prompt=prompt, output=output, proposal=proposal, eos_token_ids=eos)
 
 
 def assert_equals_oracle(logits, params, proposal):

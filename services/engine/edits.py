@@ -1,0 +1,336 @@
+"""Masks, logit bias and penalties: what a session's parameters change of the logits, kept between cycles.
+
+Token ids arrive as Python sequences of up to the size of the vocabulary, and the engine's thread serves all
+tenants. `LogitEdits` therefore converts them once per session. Penalties depend on the tokens so far: their
+counts are kept for the committed tokens and extended by each row's own path in every cycle. What is stored
+grows with the token ids that the session itself holds, at most some 70 bytes for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gammaray.errors import InvalidArgumentError
+from gammaray.types import Proposal, SamplingParams
+
+__all__ = ["LogitEdits", "row_paths"]
+
+_MAX_LOGIT = 1e8
+# From this share of the vocabulary on, whole rows are faster and no larger than the ids that matter.
+_WIDE_SHARE = 0.125
+
+
+def row_paths(proposal: Proposal) -> list[Sequence[int]]:
+    """Return, for each row of a proposal's logits, the proposed tokens before it; len(proposal) + 1 items."""
+    token_ids = proposal.token_ids
+    if proposal.parents is None:
+        return [token_ids[:row] for row in range(len(token_ids) + 1)]
+    paths: list[Sequence[int]] = [()]
+    for token_id, parent in zip(token_ids, proposal.parents, strict=True):
+        paths.append((*paths[parent + 1], token_id))
+    return paths
+
+
+class LogitEdits:
+    """Masks, bias and penalties of one session.
+
+    The order is pinned: allow and ban masks, `min_tokens`, logit bias, repetition penalty (prompt and
+    output), frequency and presence penalties (output only).
+
+    Args:
+        params: Sampling parameters, validated against the vocabulary.
+        eos_token_ids: Tokens masked until `params.min_tokens` tokens were produced.
+        prompt_length: Number of leading tokens that count as prompt.
+        vocab_size: Number of logits in a row.
+        device: Where the logits are.
+
+    Raises:
+        InvalidArgumentError: The masks leave no token. It does not depend on the position: masks that would
+            leave none while `min_tokens` holds are refused from the start.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        eos_token_ids: Sequence[int],
+        prompt_length: int,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._prompt_length, self._min_tokens = prompt_length, params.min_tokens
+        eos = _array(eos_token_ids) if params.min_tokens else None
+        self._mask = _Mask(params, eos, vocab_size, device)
+        self._bias = _Bias(params, vocab_size, device) if params.logit_bias else None
+        self._eos = None if eos is None else torch.from_numpy(eos).to(device)
+        self._penalties = (
+            _Penalties(params, prompt_length, vocab_size, device) if _has_penalties(params) else None
+        )
+        self._num_tokens = 0
+
+    @staticmethod
+    def needed(params: SamplingParams) -> bool:
+        """Return whether logits depend on masks, bias or the tokens before them."""
+        return bool(
+            params.allowed_token_ids
+            or params.banned_token_ids
+            or params.min_tokens
+            or params.logit_bias
+            or _has_penalties(params)
+        )
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Take the committed tokens, prompt included; those seen before are not read again.
+
+        Tokens that were replaced since the last call must have been dropped with `truncate`.
+        """
+        self.truncate(len(tokens))
+        if self._penalties is not None and len(tokens) > self._num_tokens:
+            self._penalties.extend(tokens[self._num_tokens :])
+        self._num_tokens = len(tokens)
+
+    def truncate(self, length: int) -> None:
+        """Drop the committed tokens from `length` on."""
+        if length < self._num_tokens:
+            self._num_tokens = length
+            if self._penalties is not None:
+                self._num_tokens = self._penalties.truncate(length)
+
+    def apply(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Return edited logits.
+
+        Args:
+            logits: [rows, vocab_size]. Not changed.
+            paths: For each row, the tokens between the committed ones and the row; they count as output.
+
+        Returns:
+            [rows, vocab_size] float32, -inf for masked tokens.
+        """
+        logits = logits.to(torch.float32, copy=True)
+        self._mask.apply(logits)
+        if self._eos is not None:
+            num_output = self._num_tokens - self._prompt_length
+            for row, path in enumerate(paths):
+                if num_output + len(path) < self._min_tokens:
+                    logits[row, self._eos] = -torch.inf
+        if self._bias is not None:
+            self._bias.apply(logits)
+        return logits if self._penalties is None else self._penalties.apply(logits, paths)
+
+
+class _Mask:
+    """The tokens that allow and ban lists mask: their ids, or those of the others where these are fewer."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        eos: NDArray[np.int64] | None,
+        vocab_size: int,
+        device: torch.device | str,
+    ) -> None:
+        masked = np.full(vocab_size, bool(params.allowed_token_ids))
+        masked[_array(params.allowed_token_ids)] = False
+        masked[_array(params.banned_token_ids)] = True
+        _check_some_token_left(masked, eos)
+        self._names_kept = 2 * int(masked.sum()) > vocab_size
+        # NOTE: indexes take a fifth of the time of a boolean mask, which is a branch for each token.
+        token_ids = (masked != self._names_kept).nonzero()[0]
+        self._token_ids = torch.from_numpy(token_ids).to(device)
+
+    def apply(self, logits: Tensor) -> None:
+        if self._names_kept:
+            kept = logits.index_select(1, self._token_ids)
+            logits.fill_(-torch.inf).index_copy_(1, self._token_ids, kept)
+        elif len(self._token_ids):
+            logits.index_fill_(1, self._token_ids, -torch.inf)
+
+
+class _Bias:
+    """The logit bias: ids and values, or a row of the vocabulary where they are many."""
+
+    def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device | str) -> None:
+        token_ids = _array(params.logit_bias)
+        values = np.fromiter(params.logit_bias.values(), np.float64, len(token_ids)).astype(np.float32)
+        self._token_ids: Tensor | None = None
+        if len(token_ids) > vocab_size * _WIDE_SHARE:
+            # Adding -0.0 changes no bit of any number, while 0.0 would change -0.0.
+            row = np.full(vocab_size, -0.0, dtype=np.float32)
+            row[token_ids] = values
+            values = row
+        else:
+            self._token_ids = torch.from_numpy(token_ids).to(device)
+        self._values = torch.from_numpy(values).to(device)
+
+    def apply(self, logits: Tensor) -> None:
+        if self._token_ids is None:
+            logits += self._values
+        else:
+            biased = logits.index_select(1, self._token_ids) + self._values
+            logits.index_copy_(1, self._token_ids, biased)
+
+
+class _Penalties:
+    """Penalties, and which tokens stand in the prompt and how often each stands in the output.
+
+    One column per token that occurred, in order of the ids; a column per token of the vocabulary where many
+    did, and then `_token_ids` is None.
+    """
+
+    def __init__(
+        self, params: SamplingParams, prompt_length: int, vocab_size: int, device: torch.device | str
+    ) -> None:
+        self._params, self._device = params, device
+        self._prompt_length, self._vocab_size = prompt_length, vocab_size
+        # Rounded to 0 it would make 0 / 0 of a logit of 0.
+        self._factor = max(np.float32(params.repetition_penalty), np.finfo(np.float32).smallest_subnormal)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._num_prompt = 0
+        self._output: list[int] = []
+        self._token_ids: NDArray[np.int64] | None = np.empty(0, np.int64)
+        self._in_prompt = np.empty(0, np.bool_)
+        self._counts = np.empty(0, np.float32)
+        self._factors = np.empty(0, np.float32)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Count tokens that follow those counted so far."""
+        num_prompt = max(0, min(len(tokens), self._prompt_length - self._num_prompt))
+        prompt, output = tokens[:num_prompt], tokens[num_prompt:]
+        if prompt and self._params.repetition_penalty != 1:  # the others ask for the output alone
+            columns, _ = self._columns(prompt)
+            self._in_prompt[columns] = True
+            self._factors[columns] = self._factor
+        if output:
+            columns, amounts = self._columns(output)
+            self._counts[columns] += amounts
+            self._factors[columns] = self._factor
+        self._num_prompt += num_prompt
+        self._output += output
+
+    def truncate(self, length: int) -> int:
+        """Forget tokens from `length` on; return how many are still counted: none after a cut prompt."""
+        if length < self._prompt_length:
+            self._clear()
+            return 0
+        removed = self._output[length - self._prompt_length :]
+        del self._output[length - self._prompt_length :]
+        columns, amounts = self._columns(removed)
+        self._counts[columns] -= amounts
+        is_unseen = (self._counts[columns] == 0) & ~self._in_prompt[columns]
+        self._factors[columns[is_unseen]] = 1
+        return length
+
+    def apply(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Return penalised logits; `logits` may be changed, and returned."""
+        params = self._params
+        columns, *arrays = self._with_paths(paths)
+        counts, factors = (torch.from_numpy(array).to(self._device) for array in arrays)
+        token_ids = None if columns is None else torch.from_numpy(columns).to(self._device)
+        scores = logits if token_ids is None else logits.index_select(1, token_ids)
+        counts, spare = counts.expand_as(scores), torch.empty_like(scores)
+        if params.repetition_penalty != 1:
+            # Positive logits are divided by the factor and others multiplied, which is the smaller of the two
+            # for a factor above 1 and the larger one below; 1 changes no bit.
+            # NOTE: `torch.where` takes eight times as long, for it is a branch for each token.
+            torch.div(scores, factors, out=spare)
+            scores.mul_(factors)
+            if self._factor > 1:
+                torch.minimum(scores, spare, out=scores)
+            else:
+                torch.maximum(scores, spare, out=scores)
+                torch.minimum(scores, _MAX_LOGIT / (factors != 1), out=scores)
+        if params.frequency_penalty:
+            scores.sub_(torch.mul(counts, params.frequency_penalty, out=spare))
+        if params.presence_penalty:
+            scores.sub_(torch.clamp(counts, max=1, out=spare).mul_(params.presence_penalty))
+        return scores if token_ids is None else logits.index_copy_(1, token_ids, scores)
+
+    def _with_paths(
+        self, paths: Sequence[Sequence[int]]
+    ) -> tuple[NDArray[np.int64] | None, NDArray[np.float32], NDArray[np.float32]]:
+        """Return the columns' token ids (None for all), and counts and factors [rows or 1, columns]."""
+        lengths = [len(path) for path in paths]
+        total = sum(lengths)
+        token_ids, counts, factors = self._token_ids, self._counts, self._factors
+        if not total:
+            return token_ids, counts[None], factors[None]
+        columns = np.fromiter(chain.from_iterable(paths), np.int64, total)
+        rows = np.repeat(np.arange(len(paths)), lengths)
+        if token_ids is not None:
+            found, inverse = np.unique(columns, return_inverse=True)
+            places, is_new = _places(token_ids, found)
+            num_new = int(is_new.sum())
+            places[is_new] = len(token_ids) + np.arange(num_new)
+            columns = places[inverse]
+            token_ids = np.concatenate([token_ids, found[is_new]])
+            counts = np.concatenate([counts, np.zeros(num_new, np.float32)])
+            factors = np.concatenate([factors, np.ones(num_new, np.float32)])
+        counts, factors = np.tile(counts, (len(paths), 1)), np.tile(factors, (len(paths), 1))
+        np.add.at(counts, (rows, columns), 1)
+        factors[rows, columns] = self._factor
+        return token_ids, counts, factors
+
+    def _columns(self, tokens: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the columns of the distinct tokens, made where they lack, and how often each occurs."""
+        found, amounts = np.unique(_array(tokens), return_counts=True)
+        if self._token_ids is None:
+            return found, amounts
+        places, is_new = _places(self._token_ids, found)
+        if not is_new.any():
+            return places, amounts
+        at = places[is_new]
+        self._token_ids = np.insert(self._token_ids, at, found[is_new])
+        self._in_prompt = np.insert(self._in_prompt, at, False)
+        self._counts = np.insert(self._counts, at, 0)
+        self._factors = np.insert(self._factors, at, 1)
+        if len(self._token_ids) <= self._vocab_size * _WIDE_SHARE:
+            return np.searchsorted(self._token_ids, found), amounts
+        self._widen(self._token_ids)
+        return found, amounts
+
+    def _widen(self, token_ids: NDArray[np.int64]) -> None:
+        """Go over to a column per token of the vocabulary."""
+        narrow = self._in_prompt, self._counts, self._factors
+        self._in_prompt = np.zeros(self._vocab_size, np.bool_)
+        self._counts = np.zeros(self._vocab_size, np.float32)
+        self._factors = np.ones(self._vocab_size, np.float32)
+        for wide, values in zip((self._in_prompt, self._counts, self._factors), narrow, strict=True):
+            wide[token_ids] = values
+        self._token_ids = None
+
+
+def _places(
+    token_ids: NDArray[np.int64], found: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return where `found` stand or would stand in the ordered `token_ids`, and which of them lack there."""
+    places = np.searchsorted(token_ids, found)
+    is_new = np.ones(len(found), np.bool_)
+    inside = places < len(token_ids)
+    is_new[inside] = token_ids[places[inside]] != found[inside]
+    return places, is_new
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    return bool(params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty)
+
+
+def _check_some_token_left(masked: NDArray[np.bool_], eos: NDArray[np.int64] | None) -> None:
+    if eos is not None:
+        masked = masked.copy()
+        masked[eos] = True
+    if masked.all():
+        raise InvalidArgumentError(
+            "allowed_token_ids, banned_token_ids and min_tokens",
+            "masks of the whole vocabulary",
+            "masks that leave a token (other than end of sequence while min_tokens holds)",
+        )
+
+
+def _array(token_ids: Sequence[int] | Mapping[int, float]) -> NDArray[np.int64]:
+    return np.fromiter(token_ids, np.int64, len(token_ids))
