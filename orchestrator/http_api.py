@@ -143,10 +143,8 @@ async def _generate(
         await recall(response, backend, seen, caller)
     requests = [plan.request for plan in plans]
     if body.stream:
-        with_usage = body.stream_options.include_usage
-        return await EventStream.open(
-            backend, requests, response, with_usage=with_usage, caller=caller, seen=seen
-        )
+        options = body.stream_options
+        return await EventStream.open(backend, requests, response, options, caller=caller, seen=seen)
     async with generate_all(backend, requests, caller) as pieces:
         async for index, chunk in pieces:
             response.states[index].add(chunk)

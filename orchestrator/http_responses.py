@@ -112,8 +112,14 @@ class Response(ABC):
         if state.logprobs is not None:
             state.logprobs.render(tokens)
 
-    def piece(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
-        """Take in a piece of choice `index`; return its event, None when there is nothing to tell yet."""
+    def piece(self, index: int, chunk: Chunk, *, with_usage: bool = False) -> dict[str, Any] | None:
+        """Take in a piece of choice `index`; return its event, None when there is nothing to tell yet.
+
+        Args:
+            index: The choice.
+            chunk: The piece.
+            with_usage: Whether the event has the usage of the choice so far.
+        """
         state = self.states[index]
         state.add(chunk)
         logprobs = state.logprobs.render(chunk.tokens) if state.logprobs and chunk.tokens else None
@@ -121,6 +127,8 @@ class Response(ABC):
         if not (chunk.text or logprobs or tells_tokens or chunk.finish_reason):
             return None
         event = self._event(state, self.delta(chunk.text), logprobs, chunk.finish_reason)
+        if with_usage:
+            event["usage"] = _token_counts(chunk.prompt_tokens, chunk.offset + len(chunk.tokens))
         if chunk.finish_reason is not None:
             event["gammaray"] = state.gammaray()
         if tells_tokens:
@@ -160,9 +168,7 @@ class Response(ABC):
         cached_tokens = sum({index: usage.cached_tokens for index, usage in reversed(usages)}.values())
         completion_tokens = sum(usage.completion_tokens for _, usage in usages)
         return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
+            **_token_counts(prompt_tokens, completion_tokens),
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": sum(usage.accepted_prediction_tokens for _, usage in usages),
@@ -221,3 +227,11 @@ class ChatResponse(Response):
 
 def _token(token: EmittedToken) -> dict[str, Any]:
     return {"id": token.token_id, "origin": token.origin.value, "bytes": list(token.token_bytes)}
+
+
+def _token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }

@@ -95,16 +95,17 @@ def _piece(kind: str, choice: Schema) -> Schema:
     """Return the schema of an event; `gammaray` may tell tokens, the summary, both or be absent."""
     piece = _whole(kind, choice)
     told = _object({**_SUMMARY, "tokens": _array(_PIECE_TOKEN)}, optional=(*_SUMMARY, "tokens"))
-    piece["properties"] |= {"gammaray": told}
+    usage = {"anyOf": [_ref("Usage"), _TOKEN_COUNTS]}
+    piece["properties"] |= {"gammaray": told, "usage": usage, "obfuscation": _STRING}
     piece["required"] = [name for name in piece["required"] if name not in ("usage", "gammaray")]
     return piece
 
 
+_COUNTS = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT)
+_TOKEN_COUNTS = _object(_COUNTS)
 _USAGE = _object(
     {
-        "prompt_tokens": _COUNT,
-        "completion_tokens": _COUNT,
-        "total_tokens": _COUNT,
+        **_COUNTS,
         "prompt_tokens_details": _object({"cached_tokens": _COUNT}),
         "completion_tokens_details": _object(
             {"accepted_prediction_tokens": _COUNT, "rejected_prediction_tokens": _COUNT}

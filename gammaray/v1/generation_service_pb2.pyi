@@ -242,6 +242,7 @@ class GenerateResponse(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     TURN_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The session."""
     text: _builtins.str
@@ -254,6 +255,8 @@ class GenerateResponse(_message.Message):
     """Number of tokens of the turn before this piece: `offset` + number of `tokens` is what to resume from."""
     turn: _builtins.int
     """Turn of the session."""
+    prompt_tokens: _builtins.int
+    """Number of tokens of the turn's prompt."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmittedToken]:
         """Tokens emitted since the last piece, with where they came from."""
@@ -278,10 +281,11 @@ class GenerateResponse(_message.Message):
         seed: _builtins.int = ...,
         offset: _builtins.int = ...,
         turn: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_summary", b"_summary", "_usage", b"_usage", "summary", b"summary", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_summary", b"_summary", "_usage", b"_usage", "finish_reason", b"finish_reason", "offset", b"offset", "seed", b"seed", "session_id", b"session_id", "summary", b"summary", "text", b"text", "tokens", b"tokens", "turn", b"turn", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_summary", b"_summary", "_usage", b"_usage", "finish_reason", b"finish_reason", "offset", b"offset", "prompt_tokens", b"prompt_tokens", "seed", b"seed", "session_id", b"session_id", "summary", b"summary", "text", b"text", "tokens", b"tokens", "turn", b"turn", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__summary: _TypeAlias = _typing.Literal["summary"]  # noqa: Y015
     _WhichOneofArgType__summary: _TypeAlias = _typing.Literal["_summary", b"_summary"]  # noqa: Y015
