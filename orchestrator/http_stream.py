@@ -153,9 +153,7 @@ async def _events(
         is_resumable = len(requests) == 1
         try:
             async for index, chunk in pieces:
-                event = response.piece(
-                    index, chunk, with_usage=with_usage and options.continuous_usage_stats
-                )
+                event = response.piece(index, chunk, with_usage=with_usage and options.continuous_usage_stats)
                 data = b""
                 if event is not None and not (seen and seen.has_ended):
                     data = event_bytes(event, EventId.of(chunk) if is_resumable else None)
@@ -180,7 +178,7 @@ def _event(body: Mapping[str, Any], event_id: EventId | None = None) -> bytes:
 
 
 def _padded_event(body: Mapping[str, Any], event_id: EventId | None = None) -> bytes:
-    """Return an event whose size is a multiple of EVENT_BYTES: random characters in `obfuscation` fill it up."""
+    """Return an event padded with random characters, as `obfuscation`, to a multiple of EVENT_BYTES."""
     size = len(_event({**body, "obfuscation": ""}, event_id))
     padding = secrets.token_hex(EVENT_BYTES)[: -size % EVENT_BYTES]
     return _event({**body, "obfuscation": padding}, event_id)

@@ -54,6 +54,20 @@ _SUMMARY: dict[str, Schema] = {
     "fallback_cycles": _COUNT,
     "draft_workers": _COUNT,
 }
+_METRICS = _object(
+    {
+        "speculative_decoding": _object(
+            {
+                "acceptance_histogram": _array(_COUNT),
+                "num_spec_steps": _COUNT,
+                "mean_acceptance_length": {"type": "number", "minimum": 1},
+                "draft_acceptance_rate": _SHARE,
+                "num_accepted_draft_tokens": _COUNT,
+                "num_draft_tokens": _COUNT,
+            }
+        )
+    }
+)
 _PIECE_TOKEN = _object({"id": _COUNT, "origin": _ORIGIN, "bytes": _BYTES})
 _CHAT_ENTRY: dict[str, Schema] = {"token": _STRING, "logprob": _NUMBER, "bytes": _BYTES}
 _CHAT_LOGPROBS = _object(
@@ -88,7 +102,7 @@ def _choice(content: dict[str, Schema], logprobs: Schema, finish: Schema, *extra
 def _whole(kind: str, choice: Schema) -> Schema:
     head = {"id": _STRING, "object": {"const": kind}, "created": _COUNT, "model": _STRING}
     rest = {"choices": _array(choice), "usage": _ref("Usage"), "gammaray": _ref("GammarayResult")}
-    return _object({**head, **rest})
+    return _object({**head, **rest, "metrics": _METRICS}, optional=("metrics",))
 
 
 def _piece(kind: str, choice: Schema) -> Schema:
