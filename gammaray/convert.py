@@ -197,6 +197,7 @@ def chunk_to_proto(chunk: t.Chunk) -> gen.GenerateResponse:
         tokens=[token_to_proto(token) for token in chunk.tokens],
         offset=chunk.offset,
         turn=chunk.turn,
+        prompt_tokens=chunk.prompt_tokens,
     )
     if chunk.finish_reason is not None:
         message.finish_reason = _FINISH[chunk.finish_reason]
@@ -219,6 +220,7 @@ def chunk_from_proto(message: gen.GenerateResponse) -> t.Chunk:
         summary=_summary_from_proto(message.summary) if message.HasField("summary") else None,
         offset=message.offset,
         turn=message.turn,
+        prompt_tokens=message.prompt_tokens,
     )
 
 

@@ -27,6 +27,7 @@ def process_to_proto(process: ProcessStatus) -> gen.ProcessStatus:
 def process_from_proto(message: gen.ProcessStatus) -> ProcessStatus:
     """Return the process status of a wire message."""
     values = {field.name: getattr(message, field.name) for field in fields(ProcessStatus)}
+    values["accepted_per_position"] = tuple(message.accepted_per_position)
     values["worker_totals"] = (
         worker_totals_from_proto(message.worker_totals) if message.HasField("worker_totals") else None
     )

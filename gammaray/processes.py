@@ -39,8 +39,9 @@ class SpeculationTotals:
 class ProcessStatus:
     """One process of the cluster; `role` is orchestrator, draft, target, redis or proxy.
 
-    Only workers have `num_queued` (blocks waiting or running), `cache_bytes` (KV cache in use, of
-    `cache_budget_bytes`) and `worker_totals`, only orchestrators `speculation_totals`.
+    `num_queued` counts blocks waiting or running of a worker, and requests waiting of an orchestrator. Only
+    workers have `cache_bytes` (KV cache in use, of `cache_budget_bytes`) and `worker_totals`, only
+    orchestrators `speculation_totals` and `accepted_per_position` (entry j: accepted tokens at depth j + 1).
     """
 
     role: str
@@ -55,3 +56,4 @@ class ProcessStatus:
     cache_budget_bytes: int = 0
     worker_totals: WorkerTotals | None = None
     speculation_totals: SpeculationTotals | None = None
+    accepted_per_position: tuple[int, ...] = ()

@@ -262,6 +262,7 @@ class Chunk:
     """A piece of a completion; the last one carries `finish_reason`, `usage` and `summary`.
 
     `offset` counts the turn's tokens before this piece; offset + len(tokens) is what to resume from.
+    `prompt_tokens` counts the tokens of the turn's prompt; 0 where the server does not say.
     """
 
     session_id: str
@@ -273,3 +274,4 @@ class Chunk:
     summary: SpeculationSummary | None = None
     offset: int = 0
     turn: int = 0
+    prompt_tokens: int = 0

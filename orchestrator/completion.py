@@ -65,7 +65,13 @@ class Progress:
         session, offset = self._session, self._offset
         self._offset += len(emitted)
         piece = Chunk(
-            session.session_id, text, emitted, session.params.seed or 0, offset=offset, turn=session.turn
+            session.session_id,
+            text,
+            emitted,
+            session.params.seed or 0,
+            offset=offset,
+            turn=session.turn,
+            prompt_tokens=len(session.prompt),
         )
         if finish_reason is None:
             return piece

@@ -18,7 +18,7 @@ from orchestrator.backend import Backend
 from orchestrator.http_access import AccessControl, caller_of
 from orchestrator.http_bodies import MAX_BODY_BYTES, Bodies
 from orchestrator.http_errors import as_gammaray_error, error_response, install_handlers
-from orchestrator.http_metrics import add_targets
+from orchestrator.http_metrics import add_metrics
 from orchestrator.http_models import ChatRequest, CompletionRequest, parse_body
 from orchestrator.http_requests import ChoicePlan, chat_choices, completion_choices
 from orchestrator.http_responses import ChatResponse, CompletionResponse, Response
@@ -58,7 +58,7 @@ def create_app(
     app.add_middleware(AccessControl, authenticator=authenticator or Authenticator())
     _add_generation(app, backend, Bodies(max_bodies_bytes))
     _add_information(app, backend)
-    add_targets(app, backend)
+    add_metrics(app, backend)
     add_document(app)
     return app
 
@@ -143,10 +143,8 @@ async def _generate(
         await recall(response, backend, seen, caller)
     requests = [plan.request for plan in plans]
     if body.stream:
-        with_usage = body.stream_options.include_usage
-        return await EventStream.open(
-            backend, requests, response, with_usage=with_usage, caller=caller, seen=seen
-        )
+        options = body.stream_options
+        return await EventStream.open(backend, requests, response, options, caller=caller, seen=seen)
     async with generate_all(backend, requests, caller) as pieces:
         async for index, chunk in pieces:
             response.states[index].add(chunk)

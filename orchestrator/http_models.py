@@ -102,9 +102,18 @@ class GammarayOptions(_Strict):
 
 
 class StreamOptions(_Strict):
-    """OpenAI's `stream_options`."""
+    """OpenAI's `stream_options`, with vLLM's `continuous_usage_stats`.
+
+    Args:
+        include_usage: Send the usage of the whole response in one more event before `[DONE]`.
+        continuous_usage_stats: With `include_usage`, each event also has the usage of its choice so far.
+        include_obfuscation: Pad each event to a multiple of `http_stream.EVENT_BYTES`, so that event sizes do
+            not show how long the text is. The default is false, where OpenAI's own is true.
+    """
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
 
 
 class OpenAIRequest(_Strict):

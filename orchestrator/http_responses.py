@@ -13,7 +13,7 @@ from gammaray.types import Chunk, EmittedToken, FinishReason, SpeculationSummary
 from orchestrator.http_logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormat
 from orchestrator.http_requests import ChoicePlan
 
-__all__ = ["ChatResponse", "ChoiceState", "CompletionResponse", "Response"]
+__all__ = ["ChatResponse", "ChoiceState", "CompletionResponse", "Response", "speculative_decoding"]
 
 
 @dataclass
@@ -72,6 +72,26 @@ class ChoiceState:
         }
 
 
+def speculative_decoding(summary: SpeculationSummary, usage: Usage) -> dict[str, Any]:
+    """Return vLLM's object `metrics.speculative_decoding` of a finished choice.
+
+    A step is a cycle with a proposal. What former owners of the session did counts in `usage` alone, as the
+    lengths of their steps are not known. `num_spec_tokens` is absent: proposals have no fixed length.
+    """
+    histogram = list(summary.accepted_lengths) or [0]
+    histogram[0] -= summary.plain_cycles
+    steps, accepted = sum(histogram), sum(length * count for length, count in enumerate(histogram))
+    drafted = accepted + usage.rejected_prediction_tokens
+    return {
+        "acceptance_histogram": histogram,
+        "num_spec_steps": steps,
+        "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
+        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,
+    }
+
+
 class Response(ABC):
     """The response to one request: its choices, and their form in JSON."""
 
@@ -112,8 +132,14 @@ class Response(ABC):
         if state.logprobs is not None:
             state.logprobs.render(tokens)
 
-    def piece(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
-        """Take in a piece of choice `index`; return its event, None when there is nothing to tell yet."""
+    def piece(self, index: int, chunk: Chunk, *, with_usage: bool = False) -> dict[str, Any] | None:
+        """Take in a piece of choice `index`; return its event, None when there is nothing to tell yet.
+
+        Args:
+            index: The choice.
+            chunk: The piece.
+            with_usage: Whether the event has the usage of the choice so far.
+        """
         state = self.states[index]
         state.add(chunk)
         logprobs = state.logprobs.render(chunk.tokens) if state.logprobs and chunk.tokens else None
@@ -121,8 +147,11 @@ class Response(ABC):
         if not (chunk.text or logprobs or tells_tokens or chunk.finish_reason):
             return None
         event = self._event(state, self.delta(chunk.text), logprobs, chunk.finish_reason)
+        if with_usage:
+            event["usage"] = _token_counts(chunk.prompt_tokens, chunk.offset + len(chunk.tokens))
         if chunk.finish_reason is not None:
             event["gammaray"] = state.gammaray()
+            event |= self._metrics()
         if tells_tokens:
             event["gammaray"] = {**event.get("gammaray", {}), "tokens": [_token(t) for t in chunk.tokens]}
         return event
@@ -130,7 +159,7 @@ class Response(ABC):
     def usage_event(self) -> dict[str, Any]:
         """Return the last event of a stream whose client asked for usage."""
         event = {"id": self._id, "object": self.chunk_object, **self._head, "choices": []}
-        return {**event, "usage": self._usage(), "gammaray": self.states[0].gammaray()}
+        return {**event, **self._results()}
 
     def whole(self) -> dict[str, Any]:
         """Return the response in one piece; with several choices each has its own `gammaray` too."""
@@ -144,7 +173,18 @@ class Response(ABC):
                 choice["gammaray"] = state.gammaray()
             choices.append(choice)
         body = {"id": self._id, "object": self.whole_object, **self._head, "choices": choices}
-        return {**body, "usage": self._usage(), "gammaray": self.states[0].gammaray()}
+        return {**body, **self._results()}
+
+    def _results(self) -> dict[str, Any]:
+        """Return what is told of the whole response, once all choices are finished."""
+        return {"usage": self._usage(), "gammaray": self.states[0].gammaray(), **self._metrics()}
+
+    def _metrics(self) -> dict[str, Any]:
+        """Return vLLM's `metrics`; as with vLLM only a response of one choice has it."""
+        state = self.states[0]
+        if len(self.states) > 1 or state.summary is None or state.usage is None:
+            return {}
+        return {"metrics": {"speculative_decoding": speculative_decoding(state.summary, state.usage)}}
 
     def _event(
         self, state: ChoiceState, body: dict[str, Any], logprobs: Any, finish: FinishReason | None
@@ -160,9 +200,7 @@ class Response(ABC):
         cached_tokens = sum({index: usage.cached_tokens for index, usage in reversed(usages)}.values())
         completion_tokens = sum(usage.completion_tokens for _, usage in usages)
         return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
+            **_token_counts(prompt_tokens, completion_tokens),
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": sum(usage.accepted_prediction_tokens for _, usage in usages),
@@ -221,3 +259,11 @@ class ChatResponse(Response):
 
 def _token(token: EmittedToken) -> dict[str, Any]:
     return {"id": token.token_id, "origin": token.origin.value, "bytes": list(token.token_bytes)}
+
+
+def _token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeAlias
@@ -17,10 +18,11 @@ from gammaray.types import Chunk, GenerationRequest
 from orchestrator.access import ANONYMOUS, Caller
 from orchestrator.backend import Backend
 from orchestrator.http_errors import as_gammaray_error, error_body
+from orchestrator.http_models import StreamOptions
 from orchestrator.http_responses import Response
 from orchestrator.http_resume import EventId
 
-__all__ = ["EventStream", "Pieces", "generate_all"]
+__all__ = ["EVENT_BYTES", "EventStream", "Pieces", "generate_all"]
 
 Pieces = AsyncIterator[tuple[int, Chunk]]
 """Pieces of several choices as they come, each with the index of its choice."""
@@ -32,6 +34,9 @@ _MAX_HELD = 32
 """Pieces held for a slow client before its generations wait for it."""
 
 _CLOSE_TIMEOUT_S = 5.0
+
+EVENT_BYTES = 256
+"""Sizes of events are multiples of it where `include_obfuscation` is set."""
 
 
 @asynccontextmanager
@@ -100,8 +105,8 @@ class EventStream(StreamingResponse):
         backend: Backend,
         requests: Sequence[GenerationRequest],
         response: Response,
+        options: StreamOptions,
         *,
-        with_usage: bool,
         caller: Caller = ANONYMOUS,
         seen: EventId | None = None,
     ) -> EventStream:
@@ -110,7 +115,7 @@ class EventStream(StreamingResponse):
         Raises:
             GammarayError: The first failure, if it comes before the first piece.
         """
-        events = _events(backend, requests, response, with_usage, caller, seen)
+        events = _events(backend, requests, response, options, caller, seen)
         first = await anext(events)
         return cls(_chain(first, events), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
@@ -135,21 +140,23 @@ async def _events(
     backend: Backend,
     requests: Sequence[GenerationRequest],
     response: Response,
-    with_usage: bool,
+    options: StreamOptions,
     caller: Caller,
     seen: EventId | None,
 ) -> AsyncGenerator[bytes, None]:
+    with_usage = options.include_usage
+    event_bytes = _padded_event if options.include_obfuscation else _event
     async with generate_all(backend, requests, caller) as pieces:
         openings: Sequence[bytes] | None = (
-            [_event(event) for event in response.openings()] if not seen else []
+            [event_bytes(event) for event in response.openings()] if not seen else []
         )
         is_resumable = len(requests) == 1
         try:
             async for index, chunk in pieces:
-                event = response.piece(index, chunk)
+                event = response.piece(index, chunk, with_usage=with_usage and options.continuous_usage_stats)
                 data = b""
                 if event is not None and not (seen and seen.has_ended):
-                    data = _event(event, EventId.of(chunk) if is_resumable else None)
+                    data = event_bytes(event, EventId.of(chunk) if is_resumable else None)
                 if openings is not None:
                     data, openings = b"".join((*openings, data)), None
                 if data:
@@ -168,3 +175,10 @@ def _event(body: Mapping[str, Any], event_id: EventId | None = None) -> bytes:
     data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
     head = b"" if event_id is None else f"id: {event_id}\n".encode()
     return head + b"data: " + data + b"\n\n"
+
+
+def _padded_event(body: Mapping[str, Any], event_id: EventId | None = None) -> bytes:
+    """Return an event padded with random characters, as `obfuscation`, to a multiple of EVENT_BYTES."""
+    size = len(_event({**body, "obfuscation": ""}, event_id))
+    padding = secrets.token_hex(EVENT_BYTES)[: -size % EVENT_BYTES]
+    return _event({**body, "obfuscation": padding}, event_id)

@@ -124,6 +124,14 @@ class OrchestratorMeter:
         return self.meter.counter(name, position=str(position))
 
     @property
+    def accepted_per_position(self) -> tuple[int, ...]:
+        """Accepted tokens by their depth in the proposal, from depth 1; without the zeros at the end."""
+        counts = [int(counter.value) for counter in self._positions]
+        while counts and not counts[-1]:
+            counts.pop()
+        return tuple(counts)
+
+    @property
     def totals(self) -> SpeculationTotals:
         """What the cycles came to so far."""
         ended = {name: int(counter.value) for name, counter in list(self._outcomes.items())}

@@ -129,6 +129,16 @@ def _information() -> dict[str, Schema]:
     everybody: Schema = {"security": [{}]}
     root = get("root", "Root", 405, **everybody)
     root["get"]["responses"]["200"]["content"]["text/html"] = {"schema": {"type": "string"}}
+    scraped: Schema = {
+        "operationId": "scrapeMetrics",
+        "responses": {
+            "200": {
+                "description": "vLLM's metrics about requests and speculation, in Prometheus's text format.",
+                "content": {"text/plain": {"schema": {"type": "string"}}},
+            },
+            **_errors(_LOOKING_UP),
+        },
+    }
     itself = {
         "description": "This document.",
         "content": {"application/json": {"schema": {"type": "object"}}},
@@ -136,6 +146,7 @@ def _information() -> dict[str, Schema]:
     return {
         "/v1/models": get("listModels", "ModelList", *_LOOKING_UP),
         "/v1/models/{name}": get("getModel", "Model", *_LOOKING_UP, 404, parameters=[name]),
+        "/metrics": {"get": scraped},
         "/metrics/targets": get("listMetricsTargets", "MetricsTargets", *_LOOKING_UP),
         "/health": get("health", "Health", 405, 503, **everybody),
         "/": root,

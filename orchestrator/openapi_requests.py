@@ -87,7 +87,11 @@ _COMMON: dict[str, Schema] = {
     "gammaray": {"$ref": "#/components/schemas/GammarayOptions"},
 }
 _FIELDS: dict[type[BaseModel], dict[str, Schema]] = {
-    StreamOptions: {"include_usage": _boolean("Whether a last event carries the usage.")},
+    StreamOptions: {
+        "include_usage": _boolean("Whether a last event carries the usage."),
+        "continuous_usage_stats": _boolean("With include_usage: each event has its choice's usage so far."),
+        "include_obfuscation": _boolean("Whether events are padded to sizes that do not show their text's."),
+    },
     GammarayOptions: {
         "verification": {"enum": ["coupled", "rejection", "naive"]},
         "gamma": {"anyOf": [_integer(0, MAX_GAMMA), {"const": "adaptive"}]},

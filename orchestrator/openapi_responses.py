@@ -54,6 +54,20 @@ _SUMMARY: dict[str, Schema] = {
     "fallback_cycles": _COUNT,
     "draft_workers": _COUNT,
 }
+_METRICS = _object(
+    {
+        "speculative_decoding": _object(
+            {
+                "acceptance_histogram": _array(_COUNT),
+                "num_spec_steps": _COUNT,
+                "mean_acceptance_length": {"type": "number", "minimum": 1},
+                "draft_acceptance_rate": _SHARE,
+                "num_accepted_draft_tokens": _COUNT,
+                "num_draft_tokens": _COUNT,
+            }
+        )
+    }
+)
 _PIECE_TOKEN = _object({"id": _COUNT, "origin": _ORIGIN, "bytes": _BYTES})
 _CHAT_ENTRY: dict[str, Schema] = {"token": _STRING, "logprob": _NUMBER, "bytes": _BYTES}
 _CHAT_LOGPROBS = _object(
@@ -88,23 +102,24 @@ def _choice(content: dict[str, Schema], logprobs: Schema, finish: Schema, *extra
 def _whole(kind: str, choice: Schema) -> Schema:
     head = {"id": _STRING, "object": {"const": kind}, "created": _COUNT, "model": _STRING}
     rest = {"choices": _array(choice), "usage": _ref("Usage"), "gammaray": _ref("GammarayResult")}
-    return _object({**head, **rest})
+    return _object({**head, **rest, "metrics": _METRICS}, optional=("metrics",))
 
 
 def _piece(kind: str, choice: Schema) -> Schema:
     """Return the schema of an event; `gammaray` may tell tokens, the summary, both or be absent."""
     piece = _whole(kind, choice)
     told = _object({**_SUMMARY, "tokens": _array(_PIECE_TOKEN)}, optional=(*_SUMMARY, "tokens"))
-    piece["properties"] |= {"gammaray": told}
+    usage = {"anyOf": [_ref("Usage"), _TOKEN_COUNTS]}
+    piece["properties"] |= {"gammaray": told, "usage": usage, "obfuscation": _STRING}
     piece["required"] = [name for name in piece["required"] if name not in ("usage", "gammaray")]
     return piece
 
 
+_COUNTS = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT)
+_TOKEN_COUNTS = _object(_COUNTS)
 _USAGE = _object(
     {
-        "prompt_tokens": _COUNT,
-        "completion_tokens": _COUNT,
-        "total_tokens": _COUNT,
+        **_COUNTS,
         "prompt_tokens_details": _object({"cached_tokens": _COUNT}),
         "completion_tokens_details": _object(
             {"accepted_prediction_tokens": _COUNT, "rejected_prediction_tokens": _COUNT}

@@ -70,7 +70,7 @@ class Presence:
 
     async def start(self) -> None:
         """Announce now and from now on; a dead registry does no harm."""
-        await self._announce()
+        await self.announce()
         self._task = asyncio.create_task(self._keep_alive(), name="orchestrator presence")
 
     async def others(self) -> list[ProcessStatus]:
@@ -93,9 +93,10 @@ class Presence:
     async def _keep_alive(self) -> None:
         while True:
             await asyncio.sleep(REFRESH_S)
-            await self._announce()
+            await self.announce()
 
-    async def _announce(self) -> None:
+    async def announce(self) -> None:
+        """Announce the present state; a failure is only logged."""
         try:
             state: Any = process_to_proto(self._state()).SerializeToString()
             await asyncio.wait_for(self._store.announce(self._name, state, ENTRY_S), CALL_TIMEOUT_S)

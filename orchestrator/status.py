@@ -63,12 +63,20 @@ class StatusBoard:
             metrics_address=self._export.address if self._export is not None else "",
             num_queued=self._admission.num_waiting,
             speculation_totals=self._meter.totals,
+            accepted_per_position=self._meter.accepted_per_position,
         )
 
     async def all(self) -> list[ProcessStatus]:
-        """Return the state of this orchestrator, of the others, of its workers and of Redis."""
-        others, redis = await asyncio.gather(self._presence.others(), self._redis_status())
-        return [self.own(), *others, *self._fleet.status(), redis]
+        """Return the state of this orchestrator, of the others, of its workers and of Redis.
+
+        The others know this state, or a newer one, when it is returned: sums over the orchestrators do not
+        fall when another one is asked next.
+        """
+        own = self.own()
+        _, others, redis = await asyncio.gather(
+            self._presence.announce(), self._presence.others(), self._redis_status()
+        )
+        return [own, *others, *self._fleet.status(), redis]
 
     async def stop(self) -> None:
         """Withdraw, send the last metrics, stop serving them."""

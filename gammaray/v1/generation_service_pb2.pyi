@@ -242,6 +242,7 @@ class GenerateResponse(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     TURN_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The session."""
     text: _builtins.str
@@ -254,6 +255,8 @@ class GenerateResponse(_message.Message):
     """Number of tokens of the turn before this piece: `offset` + number of `tokens` is what to resume from."""
     turn: _builtins.int
     """Turn of the session."""
+    prompt_tokens: _builtins.int
+    """Number of tokens of the turn's prompt."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmittedToken]:
         """Tokens emitted since the last piece, with where they came from."""
@@ -278,10 +281,11 @@ class GenerateResponse(_message.Message):
         seed: _builtins.int = ...,
         offset: _builtins.int = ...,
         turn: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_summary", b"_summary", "_usage", b"_usage", "summary", b"summary", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_summary", b"_summary", "_usage", b"_usage", "finish_reason", b"finish_reason", "offset", b"offset", "seed", b"seed", "session_id", b"session_id", "summary", b"summary", "text", b"text", "tokens", b"tokens", "turn", b"turn", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_summary", b"_summary", "_usage", b"_usage", "finish_reason", b"finish_reason", "offset", b"offset", "prompt_tokens", b"prompt_tokens", "seed", b"seed", "session_id", b"session_id", "summary", b"summary", "text", b"text", "tokens", b"tokens", "turn", b"turn", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__summary: _TypeAlias = _typing.Literal["summary"]  # noqa: Y015
     _WhichOneofArgType__summary: _TypeAlias = _typing.Literal["_summary", b"_summary"]  # noqa: Y015
@@ -810,6 +814,7 @@ class ProcessStatus(_message.Message):
     CACHE_BUDGET_BYTES_FIELD_NUMBER: _builtins.int
     WORKER_TOTALS_FIELD_NUMBER: _builtins.int
     SPECULATION_TOTALS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PER_POSITION_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """One of orchestrator, draft, target, redis, proxy."""
     pid: _builtins.int
@@ -838,6 +843,10 @@ class ProcessStatus(_message.Message):
     def speculation_totals(self) -> _types_pb2.SpeculationTotals:
         """Orchestrators: what their cycles came to since their start."""
 
+    @_builtins.property
+    def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Entry j: accepted tokens at depth j + 1 of their proposals, since the start; of orchestrators."""
+
     def __init__(
         self,
         *,
@@ -853,10 +862,11 @@ class ProcessStatus(_message.Message):
         cache_budget_bytes: _builtins.int = ...,
         worker_totals: _types_pb2.WorkerTotals | None = ...,
         speculation_totals: _types_pb2.SpeculationTotals | None = ...,
+        accepted_per_position: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_speculation_totals", b"_speculation_totals", "_worker_totals", b"_worker_totals", "speculation_totals", b"speculation_totals", "worker_totals", b"worker_totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_speculation_totals", b"_speculation_totals", "_worker_totals", b"_worker_totals", "address", b"address", "cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "healthy", b"healthy", "metrics_address", b"metrics_address", "model", b"model", "num_queued", b"num_queued", "pid", b"pid", "role", b"role", "sessions", b"sessions", "speculation_totals", b"speculation_totals", "worker_totals", b"worker_totals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_speculation_totals", b"_speculation_totals", "_worker_totals", b"_worker_totals", "accepted_per_position", b"accepted_per_position", "address", b"address", "cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "healthy", b"healthy", "metrics_address", b"metrics_address", "model", b"model", "num_queued", b"num_queued", "pid", b"pid", "role", b"role", "sessions", b"sessions", "speculation_totals", b"speculation_totals", "worker_totals", b"worker_totals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__speculation_totals: _TypeAlias = _typing.Literal["speculation_totals"]  # noqa: Y015
     _WhichOneofArgType__speculation_totals: _TypeAlias = _typing.Literal["_speculation_totals", b"_speculation_totals"]  # noqa: Y015

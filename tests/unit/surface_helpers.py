@@ -88,6 +88,7 @@ class ScriptedBackend:
             summary=SUMMARY if last else None,
             offset=number,
             turn=request.turn,
+            prompt_tokens=5,
         )
 
     @property

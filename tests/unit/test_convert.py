@@ -146,6 +146,7 @@ def totals(kind):
         t.ProcessStatus,
         *(text, counts, text, text, st.booleans(), counts, text, counts, counts, counts),
         *(totals(WorkerTotals), totals(SpeculationTotals)),
+        st.lists(counts).map(tuple),
     )
 )
 def test_process_there_and_back_loses_nothing(process):

@@ -4,11 +4,12 @@ import asyncio
 import json
 
 import pytest
-from http_helpers import CHAT, GAMMARAY, complete, events
+from http_helpers import CHAT, GAMMARAY, complete, events, events_with_ids
 from surface_helpers import PIECES, ScriptedBackend
 
 from gammaray.errors import UnavailableError
 from orchestrator.http_api import create_app
+from orchestrator.http_stream import EVENT_BYTES
 
 
 async def test_stream_holds_partial_characters_and_ends_with_gammaray_and_done():
@@ -29,6 +30,48 @@ async def test_stream_with_usage_ends_with_usage():
     assert json.loads(usage)["choices"] == []
     assert json.loads(usage)["usage"]["total_tokens"] == 8
     assert json.loads(usage)["gammaray"] == GAMMARAY
+
+
+async def test_stream_with_continuous_usage_counts_each_choice_so_far():
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, whole, _ = await events(ScriptedBackend(), prompt="x", n=2, stream_options=options)
+    parsed = [json.loads(chunk) for chunk in chunks]
+    for index in (0, 1):
+        own = [event["usage"] for event in parsed if event["choices"][0]["index"] == index]
+        assert own == [
+            {"prompt_tokens": 5, "completion_tokens": count, "total_tokens": 5 + count} for count in (1, 3)
+        ]
+    assert json.loads(whole)["usage"]["completion_tokens"] == 6
+
+
+async def test_continuous_usage_needs_include_usage_as_with_vllm():
+    chunks = await events(ScriptedBackend(), prompt="x", stream_options={"continuous_usage_stats": True})
+    assert not any("usage" in json.loads(chunk) for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": CHAT})],
+)
+async def test_obfuscated_events_have_sizes_that_do_not_follow_the_text(path, body):
+    pieces = [b"a" * length for length in range(1, 100)]
+
+    async def deltas(**options):
+        backend = ScriptedBackend(pieces=pieces)
+        found = await events_with_ids(backend, path, **body, max_tokens=64, stream_options=options)
+        # Ends before the last piece, which carries the summary.
+        return [(event_id, json.loads(data), data) for event_id, data in found if data != "[DONE]"][:-1]
+
+    def sizes(found):
+        heads = [len(f"id: {event_id}\n") if event_id else 0 for event_id, _, _ in found]
+        return {len(f"data: {data}\n\n") + head for (_, _, data), head in zip(found, heads, strict=True)}
+
+    plain, padded = await deltas(), await deltas(include_obfuscation=True)
+    assert len(sizes(plain)) >= 60
+    assert all(size % EVENT_BYTES == 0 for size in sizes(padded))
+    assert len(sizes(padded)) <= 2
+    assert not any("obfuscation" in event for _, event, _ in plain)
+    assert [event["choices"] for _, event, _ in padded] == [event["choices"] for _, event, _ in plain]
 
 
 async def test_stream_of_samples_interleaves_and_finishes_each():

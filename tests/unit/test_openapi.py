@@ -152,7 +152,11 @@ async def test_what_the_document_allows_is_answered_as_it_says(path, right):
 @pytest.mark.parametrize("tells_tokens", [False, True])
 async def test_events_are_as_the_document_says(path, tells_tokens):
     with_logprobs = {"logprobs": 2} if path == "/v1/completions" else {"logprobs": True, "top_logprobs": 2}
-    options = {"stream_options": {"include_usage": True}, "gammaray": {"stream_tokens": tells_tokens}}
+    names = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+    options = {
+        "stream_options": dict.fromkeys(names, True),
+        "gammaray": {"stream_tokens": tells_tokens},
+    }
     found = await events(ScriptedBackend(), path, **BODIES[path], **with_logprobs, **options)
     answered = document()["paths"][path]["post"]["responses"]["200"]["content"]
     data = answered["text/event-stream"]["schema"]["properties"]["data"]
