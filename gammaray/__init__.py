@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         ModelChangedError,
         NotFoundError,
         ResourceExhaustedError,
+        TlsError,
         UnauthenticatedError,
         UnavailableError,
     )
@@ -72,6 +73,7 @@ __all__ = [
     "SessionInfo",
     "SessionState",
     "SpeculationSummary",
+    "TlsError",
     "TokenOrigin",
     "TopLogprob",
     "UnauthenticatedError",

@@ -7,16 +7,32 @@ for piece in Chat("http://localhost:8000").ask("hello"):
 from __future__ import annotations
 
 import json
+import re
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from http.client import HTTPException
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from gammaray.errors import GammarayError, InternalError, UnauthenticatedError, UnavailableError
+from gammaray.client_tls import ClientTls, client_tls, explain, tls_error
+from gammaray.errors import (
+    GammarayError,
+    InternalError,
+    InvalidArgumentError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from gammaray.types import EmittedToken, TokenOrigin
 
 __all__ = ["Chat", "ChatPiece"]
+
+_ALLOWED_URL = "http://host:port or https://host:port"
+_EXPLAIN_S = 3.0
+"""Bound of each step of a search for the cause of a failed TLS handshake, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +56,21 @@ class Chat:
     """A conversation.
 
     Args:
-        url: Base of the HTTP API, without /v1.
+        url: Base of the HTTP API, without /v1; host:port is http:// or, with TLS options, https://.
         api_key: For clusters that ask for one.
         system: What the model is told before everything else; "" for nothing.
-        timeout_s: Longest silence of the server.
+        timeout_s: Longest silence of the server, in seconds.
         options: Further fields of the request, `gammaray` among them.
+        tls: As of `AsyncClient`, as are the following.
+        ca_file: PEM file of the authorities to trust.
+        cert_file: PEM file of the client certificate.
+        key_file: PEM file of its private key.
 
     Attributes:
         messages: The conversation so far, as the API wants it.
+
+    Raises:
+        InvalidArgumentError: A malformed URL, or a file that cannot be used.
     """
 
     def __init__(
@@ -58,8 +81,13 @@ class Chat:
         system: str = "",
         timeout_s: float = 60.0,
         options: dict[str, Any] | None = None,
+        tls: bool | None = None,
+        ca_file: str | Path | None = None,
+        cert_file: str | Path | None = None,
+        key_file: str | Path | None = None,
     ) -> None:
-        self._url, self._api_key, self._system = url.rstrip("/"), api_key, system
+        self._tls = client_tls(tls, ca_file, cert_file, key_file, url)
+        self._url, self._api_key, self._system = _base_url(url, self._tls), api_key, system
         self._timeout_s, self._options = timeout_s, options or {}
         self.reset()
 
@@ -75,7 +103,8 @@ class Chat:
         A message whose answer fails before it begins is not part of the conversation.
 
         Raises:
-            UnavailableError: Nobody answers, or the stream broke.
+            UnavailableError: The server does not answer, or the stream broke.
+            TlsError: A certificate is not accepted, or one side speaks plain text.
             GammarayError: What the server says is wrong.
         """
         question, said = {"role": "user", "content": text}, ""
@@ -90,21 +119,37 @@ class Chat:
     def _pieces(self, messages: list[dict[str, str]]) -> Iterator[ChatPiece]:
         extra = {**self._options.get("gammaray", {}), "stream_tokens": True}
         body = {**self._options, "messages": messages, "stream": True, "gammaray": extra}
+        context = None if self._tls is None else self._tls.context()
         try:
-            with urllib.request.urlopen(self._request(body), timeout=self._timeout_s) as answer:
+            with urllib.request.urlopen(
+                self._request(body), timeout=self._timeout_s, context=context
+            ) as answer:
                 for line in answer:
                     if line.startswith(b"data: [DONE]"):
                         return
                     if line.startswith(b"data: "):
                         yield _piece(json.loads(line.removeprefix(b"data: ")))
         except urllib.error.HTTPError as error:
+            if "json" not in error.headers.get_content_type() and (cause := self._tls_cause(None)):
+                raise cause from None  # proxies refuse plain text at their TLS port by a page of HTML
             raise _error(error) from None
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # no such server, a silent one, or one that says something else
-            raise UnavailableError(f"{self._url}: {getattr(error, 'reason', error)}") from None
+        except (OSError, ValueError, HTTPException) as error:
+            failure = error.reason if isinstance(error, urllib.error.URLError) else error
+            if cause := self._tls_cause(failure):
+                raise cause from None
+            told = str(failure) or type(failure).__name__
+            raise UnavailableError(f"{self._url}: {told}") from None
         raise UnavailableError(f"{self._url}: the answer broke off")
+
+    def _tls_cause(self, failure: BaseException | str | None) -> GammarayError | None:
+        """Return the TLS error because of which a request failed, if it is one."""
+        if isinstance(failure, ssl.SSLError):
+            return tls_error(self._url, failure, has_certificate=bool(self._tls and self._tls.cert_file))
+        if isinstance(failure, (TimeoutError, ConnectionRefusedError)):
+            return None
+        place = urlsplit(self._url)
+        port = place.port or (80 if self._tls is None else 443)
+        return explain(str(place.hostname), port, self._tls, _EXPLAIN_S, needs_http2=False)
 
     def _request(self, body: dict[str, Any]) -> urllib.request.Request:
         headers = {"Content-Type": "application/json"}
@@ -113,6 +158,25 @@ class Chat:
         return urllib.request.Request(
             f"{self._url}/v1/chat/completions", json.dumps(body).encode(), headers=headers
         )
+
+
+def _base_url(url: str, tls: ClientTls | None) -> str:
+    """Return the URL in full.
+
+    Raises:
+        InvalidArgumentError: It is malformed, or names http:// in spite of TLS options.
+    """
+    full = url if "://" in url else f"http{'' if tls is None else 's'}://{url}"
+    try:
+        parts = urlsplit(full)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_good = False
+    if not is_good or parts.query or parts.fragment or re.search(r"[\s\x00-\x1f]", full):
+        raise InvalidArgumentError("url", url, _ALLOWED_URL)
+    if tls is not None and parts.scheme != "https":
+        raise InvalidArgumentError("url", f"{url} with TLS options", "https://host:port")
+    return full.rstrip("/")
 
 
 def _piece(event: dict[str, Any]) -> ChatPiece:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Collection
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -21,12 +22,14 @@ import grpc
 
 from gammaray import convert
 from gammaray.checks import check_int
+from gammaray.client_tls import client_tls
 from gammaray.completion import Completion
 from gammaray.convert_processes import process_from_proto
 from gammaray.cycles import CycleRecord, cycles_from_proto
 from gammaray.errors import (
     CancelledError,
     DeadlineExceededError,
+    InvalidArgumentError,
     NotFoundError,
     UnavailableError,
 )
@@ -56,14 +59,21 @@ class AsyncClient:
     """A connection to a cluster. Not thread-safe; belongs to the event loop of its first call.
 
     Args:
-        address: host:port of the gRPC API.
+        address: host:port of the gRPC API; https://host:port and grpcs://host:port use TLS.
         api_key: Key of a cluster that asks for one.
         timeout_s: Deadline of a generation, in seconds, unless the call says otherwise.
         retry: How often calls are made again, and for how long completions are resumed.
-        credentials: TLS credentials, `grpc.ssl_channel_credentials()` for instance; None is plain text.
+        credentials: Credentials of gRPC's own, in place of the options below.
+        tls: Use TLS, and trust the authorities of the system unless `ca_file` names others. None: where the
+            address or one of the files asks for it.
+        ca_file: PEM file of the authorities to trust; implies TLS.
+        cert_file: PEM file of the client certificate, for servers that require one; implies TLS.
+        key_file: PEM file of its private key; None: it is in `cert_file`.
 
     Raises:
-        InvalidArgumentError: A malformed address, key or timeout.
+        InvalidArgumentError: A malformed address, key or timeout, or a file that cannot be used.
+
+    Calls raise TlsError where a certificate is not accepted or one side speaks plain text.
     """
 
     def __init__(
@@ -74,13 +84,20 @@ class AsyncClient:
         timeout_s: float = 600.0,
         retry: RetryPolicy | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        tls: bool | None = None,
+        ca_file: str | Path | None = None,
+        cert_file: str | Path | None = None,
+        key_file: str | Path | None = None,
     ) -> None:
+        if credentials is not None and (tls is not None or ca_file or cert_file or key_file):
+            raise InvalidArgumentError("credentials", "credentials and TLS options", "one of the two")
         self._transport = Transport(
             address,
             api_key=api_key,
             timeout_s=timeout_s,
             retry=retry or RetryPolicy(),
             credentials=credentials,
+            tls=client_tls(tls, ca_file, cert_file, key_file, address),
         )
 
     def generate(

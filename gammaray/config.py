@@ -1,16 +1,22 @@
 """Settings, one frozen class per process.
 
 Each field is read from its constructor argument, else from the environment variable `GAMMARAY_<FIELD>`
-(upper case), else it takes the default written here. A bad value stops the start.
+(upper case), else it takes the default written here. A bad value, or an unknown variable whose name begins
+with `GAMMARAY_`, stops the start.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import difflib
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from gammaray.environment import check_environment
+from gammaray.errors import InvalidArgumentError
 from gammaray.pools import PoolSize
 
 __all__ = [
@@ -20,16 +26,84 @@ __all__ = [
     "ScalingSettings",
     "TargetSettings",
     "WorkerSettings",
+    "flag_names",
+    "settings_error",
 ]
 
 DEMO_PAIR = "demo"
 """Model name that stands for the pair that ships with gammaray (its target or its draft, by role)."""
 
+_OWN_MESSAGE = re.compile(r"(?:Value error, )?got (?P<got>.*), allowed: (?P<allowed>.*)", re.DOTALL)
+# What is allowed, by pydantic's type of error; braces take values of the error's context.
+_ALLOWED = {
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "dict_type": "a mapping",
+    "finite_number": "a finite number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "greater_than": "a number above {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "int_from_float": "an integer",
+    "int_parsing": "an integer",
+    "int_parsing_size": "an integer of fewer digits",
+    "int_type": "an integer",
+    "less_than": "a number below {lt:g}",
+    "less_than_equal": "at most {le:g}",
+    "literal_error": "{expected}",
+    "missing": "a value; it is required",
+    "string_pattern_mismatch": "a text that matches {pattern}",
+    "string_too_short": "a text of at least {min_length} character",
+    "string_type": "a text",
+}
+
 
 class _Settings(BaseSettings):
     model_config = SettingsConfigDict(
-        env_prefix="GAMMARAY_", frozen=True, extra="forbid", protected_namespaces=()
+        env_prefix="GAMMARAY_", frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_environment(cls, given: Any) -> Any:
+        check_environment()
+        return given
+
+
+def settings_error(
+    error: ValidationError,
+    settings: type[BaseSettings] | None = None,
+    where: str = "",
+    show: Callable[[Any, str], Any] = lambda value, name: value,
+) -> InvalidArgumentError:
+    """Return the first failure of a validation as an error that names the field.
+
+    Args:
+        error: What pydantic raised.
+        settings: The class that was to be made: an unknown field is told the nearest one of it.
+        where: Name of what holds the fields; becomes the beginning of the field's name.
+        show: Takes a value and the field's name, returns what may be shown of it.
+    """
+    first = error.errors(include_url=False)[0]
+    field = ".".join([*filter(None, [where]), *map(str, first["loc"])])
+    own = _OWN_MESSAGE.fullmatch(first["msg"])
+    if own:
+        return InvalidArgumentError(field, own["got"], own["allowed"])
+    got = "nothing" if first["type"] == "missing" else show(first["input"], field)
+    if first["type"] == "extra_forbidden":
+        known = sorted(settings.model_fields) if settings is not None else []
+        nearest = difflib.get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0.0)
+        return InvalidArgumentError(field, got, "; the nearest is ".join(["no such field", *nearest]))
+    if first["type"] in _ALLOWED:
+        return InvalidArgumentError(field, got, _ALLOWED[first["type"]].format(**first.get("ctx", {})))
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    return InvalidArgumentError(field, got, message)
+
+
+def flag_names(field: str) -> tuple[str, str]:
+    """Return the options that switch a boolean field on and off; that of `no_x` is switched off by `--x`."""
+    name = field.replace("_", "-")
+    return f"--{name}", f"--{name.removeprefix('no-')}" if name.startswith("no-") else f"--no-{name}"
 
 
 class _ServingSettings(_Settings):
@@ -245,6 +319,9 @@ class ClusterSettings(_Settings):
         False, description="Mutual TLS between orchestrators and workers, by certificates made at start."
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the models run.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Arithmetic of the models; auto is float32 on CPU and bfloat16 on CUDA."
+    )
     tensor_parallel: int = Field(
         1, ge=1, le=64, description="Devices that each target's model is spread over, all in one machine."
     )

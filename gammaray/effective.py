@@ -9,7 +9,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gammaray.config import ClusterSettings, ScalingSettings
+from gammaray.config import ClusterSettings, ScalingSettings, settings_error
 from gammaray.errors import InvalidArgumentError
 from gammaray.pools import PoolSize
 from gammaray.serving import APPLICATIONS, GRPC_SERVICERS, ServeApplication, role_settings
@@ -129,21 +129,15 @@ def _application(application: ServeApplication, entry: Mapping[str, Any]) -> dic
             "settings": _settings(application, workers.settings),
         }
     except ValidationError as error:
-        raise _refusal(where, error) from None
+        raise settings_error(error, where=where, show=redacted) from None
 
 
 def _settings(application: ServeApplication, given: Mapping[str, Any]) -> dict[str, Any]:
     try:
         settings = application.settings(**given)
     except ValidationError as error:
-        raise _refusal(application.role, error) from None
+        raise settings_error(error, application.settings, application.role, redacted) from None
     return settings.model_dump(mode="json")
-
-
-def _refusal(where: str, error: ValidationError) -> InvalidArgumentError:
-    first = error.errors()[0]
-    name = ".".join([where, *map(str, first["loc"])])
-    return InvalidArgumentError(name, redacted(first.get("input"), name), first["msg"])
 
 
 def _mapping(name: str, value: object) -> Mapping[str, Any]:

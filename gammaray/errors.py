@@ -9,6 +9,7 @@
     │   └── ModelChangedError     the session is the text of a target model that is not served any more
     ├── DeadlineExceededError     it took longer than the caller allowed
     ├── UnavailableError          a worker or the cluster cannot be reached; retrying may help
+    ├── TlsError                  TLS with the server fails; retrying does not help
     ├── CancelledError            the caller cancelled
     └── InternalError             a bug or a broken peer
 
@@ -32,6 +33,7 @@ __all__ = [
     "ModelChangedError",
     "NotFoundError",
     "ResourceExhaustedError",
+    "TlsError",
     "UnauthenticatedError",
     "UnavailableError",
     "error_class",
@@ -133,6 +135,25 @@ class UnavailableError(GammarayError):
 
     status = grpc.StatusCode.UNAVAILABLE
     http_status = 503
+
+
+class TlsError(GammarayError):
+    """TLS with the server fails, because of a certificate or because one side speaks plain text.
+
+    Raised by clients; it is not retried, since only other certificates or other options help.
+
+    Attributes:
+        address: The server, host:port or a URL.
+        cause: What is wrong.
+        remedy: What to do, with the option of the command line and the argument of the clients.
+    """
+
+    status = grpc.StatusCode.UNAVAILABLE
+    http_status = 503
+
+    def __init__(self, address: str, cause: str, remedy: str) -> None:
+        self.address, self.cause, self.remedy = address, cause, remedy
+        super().__init__(f"{address}: {cause}; {remedy}")
 
 
 class CancelledError(GammarayError):

@@ -118,7 +118,7 @@ APPLICATIONS: Final[Mapping[str, ServeApplication]] = {
 
 def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
     """Return what a cluster's settings say of each role's own; the rest is the environment's and defaults."""
-    worker: dict[str, Any] = {"device": cluster.device}
+    worker: dict[str, Any] = {"device": cluster.device, "dtype": cluster.dtype}
     return {
         "target": {
             "model": cluster.target,
@@ -137,6 +137,9 @@ def serve_document(cluster: ClusterSettings) -> dict[str, Any]:
     Redis is named by the environment (GAMMARAY_REDIS_URL), since its address may hold a password.
     """
     own = role_settings(cluster)
+    if cluster.dtype == "auto":
+        # Left to the workers' own environment, which may differ by role.
+        own = {role: {k: v for k, v in settings.items() if k != "dtype"} for role, settings in own.items()}
     scraped = {"metrics_listen": f"0.0.0.0:{METRICS_PORT}"}
     reachable = {"listen": f"0.0.0.0:{WORKER_PORT}", **scraped}
     pools = {"target": cluster.target_workers, "draft": cluster.draft_workers}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -42,9 +43,21 @@ class Client:
         timeout_s: float = 600.0,
         retry: RetryPolicy | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        tls: bool | None = None,
+        ca_file: str | Path | None = None,
+        cert_file: str | Path | None = None,
+        key_file: str | Path | None = None,
     ) -> None:
         self._client = AsyncClient(
-            address, api_key=api_key, timeout_s=timeout_s, retry=retry, credentials=credentials
+            address,
+            api_key=api_key,
+            timeout_s=timeout_s,
+            retry=retry,
+            credentials=credentials,
+            tls=tls,
+            ca_file=ca_file,
+            cert_file=cert_file,
+            key_file=key_file,
         )
         self._loop = asyncio.new_event_loop()
         # A daemon, so that a client nobody closed does not keep the process alive.

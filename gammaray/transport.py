@@ -14,13 +14,16 @@ from typing import Any
 
 import grpc
 
+from gammaray.client_tls import ClientTls, explain
 from gammaray.errors import (
     CancelledError,
+    GammarayError,
     InvalidArgumentError,
+    TlsError,
     UnavailableError,
 )
 from gammaray.propagation import trace_metadata
-from gammaray.rpc_errors import error_from_rpc
+from gammaray.rpc_errors import error_from_rpc, is_from_gammaray
 from gammaray.tasks import num_cancellations
 from gammaray.v1.generation_service_pb2_grpc import GenerationServiceStub
 
@@ -46,7 +49,13 @@ CHANNEL_OPTIONS = (
 )
 
 _PASSING = (UnavailableError, CancelledError)
-_ADDRESS = re.compile(r"(?!https?:)\S+:[0-9]{1,5}|unix:\S+")
+_EXPLAIN_S = 3.0
+"""Bound of each step of a search for the cause of a failed TLS handshake, in seconds."""
+
+_SCHEME = re.compile(r"(?P<scheme>https|grpcs|grpc)://(?P<place>[^/?#@\s]+)/?")
+_ADDRESS = re.compile(r"(?!https?:|grpcs?:)\S*?\[?(?P<host>[^\s/\[\]]+)\]?:(?P<port>[0-9]{1,5})|unix:\S+")
+_ALLOWED = "host:port, or https://host:port for TLS"
+_TLS_PORT = 443
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,8 @@ class Transport:
         api_key: Sent as bearer token; None sends none.
         timeout_s: Deadline of calls that name none, in seconds.
         retry: How often a call is made again.
-        credentials: TLS credentials; None is plain text.
+        credentials: TLS credentials of gRPC's own; None: as `tls` says.
+        tls: TLS options; None is plain text.
 
     Attributes:
         retry: The policy.
@@ -104,10 +114,13 @@ class Transport:
         timeout_s: float,
         retry: RetryPolicy,
         credentials: grpc.ChannelCredentials | None,
+        tls: ClientTls | None = None,
     ) -> None:
-        if not _ADDRESS.fullmatch(address):
-            raise InvalidArgumentError("address", address, "host:port")
-        self.address = address
+        self.address, self._place, needs_tls = _parsed(address)
+        if needs_tls is False and (tls or credentials):
+            raise InvalidArgumentError("address", f"{address} with TLS options", _ALLOWED)
+        self._tls = None if credentials else tls
+        self._is_explicable = credentials is None  # no other handshake can be made with these
         self._metadata = [("application", APPLICATION)]
         if api_key is not None:
             if not api_key.isascii() or not api_key.isprintable() or not api_key:
@@ -115,7 +128,7 @@ class Transport:
             self._metadata.append(("authorization", f"Bearer {api_key}"))
         self._timeout_s = _check_timeout(timeout_s)
         self.retry = retry
-        self._credentials = credentials
+        self._credentials = credentials if self._tls is None else self._tls.channel_credentials()
         self._channel: grpc.aio.Channel | None = None
         self._stub: GenerationServiceStub | None = None
         self.is_closed = False
@@ -150,7 +163,9 @@ class Transport:
                 raise CancelledError("the client was closed") from None
             raise
         except grpc.aio.AioRpcError as failure:
-            raise error_from_rpc(failure) from failure
+            error = error_from_rpc(failure)
+            error.__cause__ = failure
+            raise await self._tls_cause(error, deadline) or error from failure
         finally:
             call.cancel()
 
@@ -185,6 +200,16 @@ class Transport:
         if self._channel is not None:
             await self._channel.close(None)
 
+    async def _tls_cause(self, error: GammarayError, deadline: float) -> TlsError | None:
+        """Return the TLS error because of which a call failed that never reached a cluster, if it is one."""
+        if self.has_answered or not isinstance(error, UnavailableError) or is_from_gammaray(error):
+            return None
+        if self._place is None or not self._is_explicable:
+            return None
+        self._is_explicable = self._tls is not None  # one look is enough to tell TLS from plain text
+        left_s = min(_EXPLAIN_S, deadline - time.monotonic())
+        return await asyncio.to_thread(explain, *self._place, self._tls, max(0.1, left_s), needs_http2=True)
+
     def _rpc(self, method: str) -> Any:
         if self.is_closed:
             raise RuntimeError("the client is closed")
@@ -201,6 +226,27 @@ class Transport:
 
 async def _only(call: Any) -> AsyncIterator[Any]:
     yield await call
+
+
+def _parsed(address: str) -> tuple[str, tuple[str, int] | None, bool | None]:
+    """Return what gRPC dials, host and port where there are any, and whether the scheme asks for TLS.
+
+    Raises:
+        InvalidArgumentError: A malformed address.
+    """
+    needs_tls, target = None, address
+    if scheme := _SCHEME.fullmatch(address):
+        needs_tls, target = scheme["scheme"] != "grpc", scheme["place"]
+        if needs_tls and not re.search(r":[0-9]+$", target):
+            target = f"{target}:{_TLS_PORT}"
+    match = _ADDRESS.fullmatch(target)
+    if match is None:
+        raise InvalidArgumentError("address", address, _ALLOWED)
+    if match["port"] is None:
+        return target, None, needs_tls
+    if not 1 <= int(match["port"]) <= 65535:
+        raise InvalidArgumentError("address", address, f"{_ALLOWED}, with a port from 1 to 65535")
+    return target, (match["host"], int(match["port"])), needs_tls
 
 
 def _check_timeout(timeout_s: float) -> float:

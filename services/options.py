@@ -8,7 +8,8 @@ from typing import NoReturn, TypeVar
 
 from pydantic import ValidationError
 
-from gammaray.config import WorkerSettings
+from gammaray.config import WorkerSettings, flag_names, settings_error
+from gammaray.errors import InvalidArgumentError
 
 __all__ = ["EXIT_BAD_SETTINGS", "EXIT_UNSUPPORTED_MODEL", "parse_settings"]
 
@@ -35,8 +36,10 @@ def parse_settings(
         option = f"--{name.replace('_', '-')}"
         text = f"{info.description} Default: {info.default!r}.".replace("%", "%%")
         if info.annotation is bool:
+            on, off = flag_names(name)
+            parser.add_argument(on, action="store_true", dest=name, default=argparse.SUPPRESS, help=text)
             parser.add_argument(
-                option, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
+                off, action="store_false", dest=name, default=argparse.SUPPRESS, help=f"Opposite of {on}."
             )
         else:
             parser.add_argument(option, default=argparse.SUPPRESS, help=text, metavar=name.upper())
@@ -44,6 +47,6 @@ def parse_settings(
     try:
         return settings_class(**given)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        parser.error(f"{name}: got {first.get('input')!r}, allowed: {first['msg']}")
+        parser.error(str(settings_error(error)))
+    except InvalidArgumentError as error:  # a variable of the environment that is no setting
+        parser.error(str(error))

@@ -21,7 +21,6 @@ from gammaray.bench.workloads import WORKLOADS, prompts
 from gammaray.cli.connection import connection_options
 from gammaray.cli.lists import list_of
 from gammaray.cli.prompt_file import read_prompts
-from gammaray.client import AsyncClient
 from gammaray.types import VerificationMethod
 
 __all__ = ["bench"]
@@ -135,8 +134,7 @@ async def _measure(options: dict[str, Any], settings: BenchSettings, texts: Sequ
             progress.update(task, description=name)
             return lambda: progress.advance(task)
 
-        client = AsyncClient(options["address"], api_key=options["api_key"], timeout_s=options["timeout_s"])
-        async with client:
+        async with options["connection"].client() as client:
             return await run_bench(client, settings, texts, begin, lambda point: _show(console, point))
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import click
 from rich.console import Console
 
 from gammaray.chat import Chat, ChatPiece
+from gammaray.cli.connection import Connection, connection_options
 from gammaray.cli.painter import OriginPainter
 from gammaray.cli.report import paint
-from gammaray.errors import GammarayError, UnavailableError
+from gammaray.errors import GammarayError, TlsError, UnavailableError
 from gammaray.types import Chunk, DrafterKind, FinishReason, VerificationMethod
 
 __all__ = ["chat"]
@@ -20,18 +22,7 @@ _HELP = "/reset begins anew, /exit ends, Ctrl-C stops an answer."
 
 
 @click.command()
-@click.option(
-    "--url",
-    default="http://127.0.0.1:8000",
-    envvar="GAMMARAY_URL",
-    show_default=True,
-    show_envvar=True,
-    help="The cluster's HTTP API.",
-)
-@click.option(
-    "--api-key", envvar="GAMMARAY_API_KEY", show_envvar=True, metavar="KEY", help="Key, if asked for."
-)
-@click.option("--timeout", "timeout_s", default=120.0, show_default=True, help="Longest silence, in seconds.")
+@connection_options(timeout_s=120.0, http=True)
 @click.option("--system", default="", metavar="TEXT", help="What the model is told before everything else.")
 @click.option("--max-tokens", type=int, help="Upper bound of an answer.  [default: the context's end]")
 @click.option("--temperature", type=float, help="Divides the logits; 0 is greedy.")
@@ -40,18 +31,15 @@ _HELP = "/reset begins anew, /exit ends, Ctrl-C stops an answer."
 @click.option("--drafter", type=click.Choice([d.value for d in DrafterKind]), help="Who proposes.")
 @click.option("--gamma", type=int, help="Draft tokens per cycle.  [default: adaptive]")
 @click.option("--color/--no-color", default=None, help="Colour tokens by origin.  [default: on a terminal]")
-def chat(
-    url: str, api_key: str | None, timeout_s: float, system: str, color: bool | None, **options: Any
-) -> None:
+def chat(connection: Connection, system: str, color: bool | None, **options: Any) -> None:
     """Talk to the model, by its chat template; /reset begins anew, /exit ends, Ctrl-C stops an answer.
 
     Answers go to standard output, everything else to standard error.
     """
     given = {name: value for name, value in options.items() if value is not None}
     own = {name: given.pop(name) for name in ("verification", "drafter", "gamma") if name in given}
-    conversation = Chat(
-        url, api_key=api_key, system=system, timeout_s=timeout_s, options={**given, "gammaray": own}
-    )
+    how = asdict(connection)
+    conversation = Chat(how.pop("address"), system=system, options={**given, "gammaray": own}, **how)
     colored = Console(force_terminal=color).color_system is not None and color is not False
     if sys.stdin.isatty():
         click.echo(_HELP, err=True)
@@ -84,7 +72,8 @@ def _answer(conversation: Chat, text: str, colored: bool) -> None:
     """Show the answer to a message; what goes wrong is told, and the conversation goes on.
 
     Raises:
-        UnavailableError: Nobody answers.
+        UnavailableError: The server does not answer.
+        TlsError: TLS with it fails.
     """
     painter = OriginPainter() if colored else None
     pieces = conversation.ask(text)
@@ -96,7 +85,7 @@ def _answer(conversation: Chat, text: str, colored: bool) -> None:
     except KeyboardInterrupt:
         pieces.close()  # type: ignore[attr-defined]
         click.echo()
-    except UnavailableError:
+    except (TlsError, UnavailableError):
         raise
     except GammarayError as error:
         click.echo(f"gammaray: {error}", err=True)

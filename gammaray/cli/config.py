@@ -9,7 +9,7 @@ import click
 import yaml
 from pydantic import ValidationError
 
-from gammaray.config import ClusterSettings
+from gammaray.config import ClusterSettings, settings_error
 from gammaray.effective import effective_of_serve, effective_settings
 from gammaray.errors import InvalidArgumentError
 from gammaray.serving import serve_document
@@ -43,9 +43,7 @@ def _own(serve: bool) -> dict[str, Any]:
     try:
         cluster = ClusterSettings(**given)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        raise InvalidArgumentError(name, first.get("input"), first["msg"]) from None
+        raise settings_error(error) from None
     return serve_document(cluster) if serve else effective_settings(cluster)
 
 

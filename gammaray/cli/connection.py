@@ -1,37 +1,75 @@
-"""The options of every command that talks to a cluster."""
+"""The options of every command that talks to a cluster: where it is, the key, TLS and the time allowed."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-__all__ = ["connection_options"]
+from gammaray.client import AsyncClient
+
+__all__ = ["Connection", "connection_options"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_FILE = click.Path(path_type=Path)
 
 
-def connection_options(timeout_s: float) -> Callable[[_Function], _Function]:
-    """Add `--address`, `--api-key` and `--timeout`, whose default is `timeout_s`."""
+@dataclass(frozen=True)
+class Connection:
+    """How a command reaches a cluster.
+
+    Args:
+        address: host:port of the gRPC API, or the URL of the HTTP API.
+        api_key: Key of a cluster that requires one.
+        timeout_s: Time allowed, in seconds.
+        tls: Use TLS; None: where a file or the address asks for it.
+        ca_file: PEM file of the authorities to trust.
+        cert_file: PEM file of the client certificate.
+        key_file: PEM file of its private key.
+    """
+
+    address: str
+    api_key: str | None
+    timeout_s: float
+    tls: bool | None
+    ca_file: Path | None
+    cert_file: Path | None
+    key_file: Path | None
+
+    def client(self) -> AsyncClient:
+        """Return a client of the gRPC API.
+
+        Raises:
+            InvalidArgumentError: An option is wrong.
+        """
+        return AsyncClient(**asdict(self))
+
+
+def connection_options(timeout_s: float, *, http: bool = False) -> Callable[[_Function], _Function]:
+    """Add the options of a connection, which the command gets as one argument, `connection`.
+
+    Args:
+        timeout_s: Default of `--timeout`, in seconds.
+        http: The command talks to the HTTP API: `--url` in place of `--address`.
+    """
+    names = ("address", "api_key", "timeout_s", "tls", "ca_file", "cert_file", "key_file")
     options = (
-        click.option(
-            "--address",
-            "-a",
-            default="127.0.0.1:9000",
-            envvar="GAMMARAY_ADDRESS",
+        _option(
+            "--url" if http else "--address",
+            *(() if http else ("-a",)),
+            "address",
+            default="127.0.0.1:8000" if http else "127.0.0.1:9000",
             show_default=True,
-            show_envvar=True,
-            metavar="HOST:PORT",
-            help="The cluster's gRPC API.",
+            metavar="URL" if http else "HOST:PORT",
+            help="The cluster's HTTP API; https:// uses TLS."
+            if http
+            else "The cluster's gRPC API; https://HOST:PORT uses TLS.",
         ),
-        click.option(
-            "--api-key",
-            envvar="GAMMARAY_API_KEY",
-            show_envvar=True,
-            metavar="KEY",
-            help="Key of a cluster that asks for one.",
-        ),
+        _option("--api-key", metavar="KEY", help="Key of a cluster that requires one."),
         click.option(
             "--timeout",
             "timeout_s",
@@ -39,13 +77,35 @@ def connection_options(timeout_s: float) -> Callable[[_Function], _Function]:
             default=timeout_s,
             show_default=True,
             metavar="SECONDS",
-            help="Give up after this long.",
+            help="Longest silence of the server." if http else "Give up after this long.",
         ),
+        _option(
+            "--tls",
+            is_flag=True,
+            default=None,
+            help="Use TLS, and trust the system's certificate authorities.",
+        ),
+        _option("--ca-file", type=_FILE, help="PEM file of the authorities to trust; implies --tls."),
+        _option(
+            "--cert-file", type=_FILE, help="PEM file of a client certificate, for mutual TLS; implies --tls."
+        ),
+        _option("--key-file", type=_FILE, help="PEM file of its private key, if it is another file."),
     )
 
     def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def collected(*args: Any, **given: Any) -> Any:
+            connection = Connection(**{name: given.pop(name) for name in names})
+            return function(*args, connection=connection, **given)
+
+        decorated: Any = collected
         for option in reversed(options):
-            function = option(function)
-        return function
+            decorated = option(decorated)
+        return decorated  # type: ignore[no-any-return]
 
     return decorate
+
+
+def _option(name: str, *others: str, **attributes: Any) -> Callable[[_Function], _Function]:
+    variable = f"GAMMARAY_{name.removeprefix('--').replace('-', '_').upper()}"
+    return click.option(name, *others, envvar=variable, show_envvar=True, **attributes)

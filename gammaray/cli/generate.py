@@ -12,7 +12,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from gammaray.cli.connection import connection_options
+from gammaray.cli.connection import Connection, connection_options
 from gammaray.cli.painter import OriginPainter
 from gammaray.cli.report import paint, print_legend, print_summary
 from gammaray.client import AsyncClient
@@ -67,9 +67,7 @@ _OPTIONS: tuple[tuple[str, Any, str], ...] = (
 @click.option("--color/--no-color", default=None, help="Colour tokens by origin.  [default: on a terminal]")
 def generate(
     prompt: str,
-    address: str,
-    api_key: str | None,
-    timeout_s: float,
+    connection: Connection,
     as_json: bool,
     color: bool | None,
     **options: Any,
@@ -80,8 +78,9 @@ def generate(
     """
     given = {name: value for name, value in options.items() if value is not None}
     text = _read_stdin() if prompt == "-" else prompt
+    timeout_s = connection.timeout_s
     notes = Console(stderr=True, no_color=color is False, force_terminal=color, highlight=False)
-    client = AsyncClient(address, api_key=api_key)
+    client = connection.client()
     if as_json:
         completion = asyncio.run(_run(client, text, timeout_s, given))
         click.echo(json.dumps(_json(completion, "logprobs" in given), ensure_ascii=False))

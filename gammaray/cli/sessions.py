@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from gammaray.cli.connection import connection_options
+from gammaray.cli.connection import Connection, connection_options
 from gammaray.client import AsyncClient
 from gammaray.sessions import SessionInfo
 
@@ -34,9 +34,9 @@ def sessions() -> None:
     "--limit", type=click.IntRange(1, 1000), default=100, show_default=True, help="At most so many."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
-def list_(address: str, api_key: str | None, timeout_s: float, limit: int, as_json: bool) -> None:
+def list_(connection: Connection, limit: int, as_json: bool) -> None:
     """List your sessions, the one with the latest sign of life first."""
-    found = _call(address, api_key, lambda client: client.list_sessions(limit, timeout_s=timeout_s))
+    found = _call(connection, lambda client: client.list_sessions(limit, timeout_s=connection.timeout_s))
     if as_json:
         click.echo(json.dumps({"sessions": [asdict(info) for info in found]}, indent=2))
         return
@@ -49,37 +49,38 @@ def list_(address: str, api_key: str | None, timeout_s: float, limit: int, as_js
 @connection_options(timeout_s=600.0)
 @click.option("--turn", type=click.IntRange(0), default=0, show_default=True, help="Turn of the session.")
 @click.option("--offset", type=click.IntRange(0), default=0, show_default=True, help="Tokens you have.")
-def resume(session: str, address: str, api_key: str | None, timeout_s: float, turn: int, offset: int) -> None:
+def resume(session: str, connection: Connection, turn: int, offset: int) -> None:
     """Stream the rest of a SESSION's turn, behind its first tokens."""
 
     async def stream(client: AsyncClient) -> None:
-        async for chunk in client.resume(session, turn=turn, offset=offset, timeout_s=timeout_s):
+        chunks = client.resume(session, turn=turn, offset=offset, timeout_s=connection.timeout_s)
+        async for chunk in chunks:
             click.echo(chunk.text, nl=chunk.finish_reason is not None)
 
-    _call(address, api_key, stream)
+    _call(connection, stream)
 
 
 @sessions.command()
 @click.argument("session")
 @connection_options(timeout_s=10.0)
-def cancel(session: str, address: str, api_key: str | None, timeout_s: float) -> None:
+def cancel(session: str, connection: Connection) -> None:
     """End the current turn of a SESSION for good."""
-    info = _call(address, api_key, lambda client: client.cancel(session, timeout_s=timeout_s))
+    info = _call(connection, lambda client: client.cancel(session, timeout_s=connection.timeout_s))
     click.echo(f"{info.session_id}: {_state(info)}, {info.emitted_tokens} tokens")
 
 
 @sessions.command()
 @click.argument("session")
 @connection_options(timeout_s=10.0)
-def delete(session: str, address: str, api_key: str | None, timeout_s: float) -> None:
+def delete(session: str, connection: Connection) -> None:
     """End a SESSION and forget it."""
-    existed = _call(address, api_key, lambda client: client.delete_session(session, timeout_s=timeout_s))
+    existed = _call(connection, lambda client: client.delete_session(session, timeout_s=connection.timeout_s))
     click.echo(f"{session}: deleted" if existed else f"{session}: there was none")
 
 
-def _call(address: str, api_key: str | None, work: Callable[[AsyncClient], Awaitable[_Result]]) -> _Result:
+def _call(connection: Connection, work: Callable[[AsyncClient], Awaitable[_Result]]) -> _Result:
     async def run() -> _Result:
-        async with AsyncClient(address, api_key=api_key) as client:
+        async with connection.client() as client:
             return await work(client)
 
     return asyncio.run(run())

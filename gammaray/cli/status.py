@@ -12,8 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from gammaray.cli.connection import connection_options
-from gammaray.client import AsyncClient
+from gammaray.cli.connection import Connection, connection_options
 from gammaray.types import ProcessStatus
 
 __all__ = ["status"]
@@ -22,9 +21,9 @@ __all__ = ["status"]
 @click.command()
 @connection_options(timeout_s=10.0)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
-def status(address: str, api_key: str | None, timeout_s: float, as_json: bool) -> None:
+def status(connection: Connection, as_json: bool) -> None:
     """List the processes of a cluster."""
-    processes = asyncio.run(_fetch(address, api_key, timeout_s))
+    processes = asyncio.run(_fetch(connection))
     if as_json:
         click.echo(json.dumps({"processes": [asdict(process) for process in processes]}, indent=2))
     else:
@@ -32,9 +31,9 @@ def status(address: str, api_key: str | None, timeout_s: float, as_json: bool) -
         Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(_table(processes))
 
 
-async def _fetch(address: str, api_key: str | None, timeout_s: float) -> list[ProcessStatus]:
-    async with AsyncClient(address, api_key=api_key) as client:
-        return await client.status(timeout_s=timeout_s)
+async def _fetch(connection: Connection) -> list[ProcessStatus]:
+    async with connection.client() as client:
+        return await client.status(timeout_s=connection.timeout_s)
 
 
 def _table(processes: Sequence[ProcessStatus]) -> Table:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gammaray.activity import Activity, Speculation, Worker, measure
-from gammaray.cli.connection import connection_options
+from gammaray.cli.connection import Connection, connection_options
 from gammaray.client import AsyncClient
 
 __all__ = ["top", "view"]
@@ -39,14 +39,12 @@ _BARS = " ▁▂▃▄▅▆▇█"
 )
 @click.option("--once", is_flag=True, help="Show one interval and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object per interval, each on a line.")
-def top(
-    address: str, api_key: str | None, timeout_s: float, interval_s: float, once: bool, as_json: bool
-) -> None:
+def top(connection: Connection, interval_s: float, once: bool, as_json: bool) -> None:
     """Show what a cluster is doing: speed, acceptance, gamma, queues and caches.
 
     Ratios are those of the last interval, or since the start where nothing happened in it.
     """
-    asyncio.run(_top(AsyncClient(address, api_key=api_key), timeout_s, interval_s, once, as_json))
+    asyncio.run(_top(connection.client(), connection.timeout_s, interval_s, once, as_json))
 
 
 async def _top(client: AsyncClient, timeout_s: float, interval_s: float, once: bool, as_json: bool) -> None:

@@ -10,9 +10,8 @@ from dataclasses import asdict
 import click
 from rich.console import Console
 
-from gammaray.cli.connection import connection_options
+from gammaray.cli.connection import Connection, connection_options
 from gammaray.cli.timeline import timeline
-from gammaray.client import AsyncClient
 from gammaray.cycles import CycleRecord
 
 __all__ = ["trace"]
@@ -25,11 +24,9 @@ _PIPE_WIDTH = 200
 @connection_options(timeout_s=10.0)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @click.option("--last", type=click.IntRange(1), help="Only this many cycles, the latest.")
-def trace(
-    session: str, address: str, api_key: str | None, timeout_s: float, as_json: bool, last: int | None
-) -> None:
+def trace(session: str, connection: Connection, as_json: bool, last: int | None) -> None:
     """Show what each cycle of a SESSION did and where its time went."""
-    cycles = asyncio.run(_fetch(session, address, api_key, timeout_s))
+    cycles = asyncio.run(_fetch(session, connection))
     cycles = cycles[-last:] if last is not None else cycles
     if as_json:
         click.echo(
@@ -44,6 +41,6 @@ def trace(
     console.print(timeline(cycles, bar_width=max(20, console.width // 3)))
 
 
-async def _fetch(session: str, address: str, api_key: str | None, timeout_s: float) -> list[CycleRecord]:
-    async with AsyncClient(address, api_key=api_key) as client:
-        return await client.session_trace(session, timeout_s=timeout_s)
+async def _fetch(session: str, connection: Connection) -> list[CycleRecord]:
+    async with connection.client() as client:
+        return await client.session_trace(session, timeout_s=connection.timeout_s)

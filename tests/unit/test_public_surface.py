@@ -54,6 +54,7 @@ def test_all_is_frozen_and_sorted():
         "SessionInfo",
         "SessionState",
         "SpeculationSummary",
+        "TlsError",
         "TokenOrigin",
         "TopLogprob",
         "UnauthenticatedError",

@@ -1,0 +1,78 @@
+"""The environment variables of gammaray, and the check that refuses a misspelt one.
+
+A setting is read from `GAMMARAY_<FIELD>`, so the fields of the classes of `gammaray.config` are the larger
+part of the list. `OTHER_VARIABLES` holds the rest; a variable that is new belongs there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Collection, Mapping
+from typing import Final
+
+from gammaray.errors import InvalidArgumentError
+
+__all__ = ["OTHER_VARIABLES", "PREFIX", "check_environment", "known_variables"]
+
+PREFIX: Final = "GAMMARAY_"
+
+OTHER_VARIABLES: Final[Mapping[str, str]] = {
+    "GAMMARAY_ADDRESS": "command line: host:port of the gRPC API",
+    "GAMMARAY_API_KEY": "command line: key of a cluster that requires one",
+    "GAMMARAY_CA_FILE": "command line: PEM file of the authority that signed the server's certificate",
+    "GAMMARAY_CERT_FILE": "command line: PEM file of the client certificate",
+    "GAMMARAY_CLUSTER_ID": "set by `gammaray up` for its processes, which it finds by it",
+    "GAMMARAY_KEY_FILE": "command line: PEM file of the client certificate's private key",
+    "GAMMARAY_TLS": "command line: use TLS",
+    "GAMMARAY_URL": "command line: URL of the HTTP API",
+}
+"""Variables that are no setting, and what each is for."""
+
+_SERVICE_HOST = "_SERVICE_HOST"
+
+
+def check_environment(environment: Mapping[str, str] | None = None) -> None:
+    """Check that every variable whose name begins with `PREFIX` is one that gammaray reads.
+
+    Variables that Kubernetes sets for a Service named gammaray or gammaray-* are left alone.
+
+    Args:
+        environment: What to check; None is the environment of this process.
+
+    Raises:
+        InvalidArgumentError: A variable is unknown; names it and the nearest known one, not its value.
+    """
+    given = os.environ if environment is None else environment
+    # pydantic-settings ignores the case of names.
+    names = {name.upper(): name for name in given if name.upper().startswith(PREFIX)}
+    left = [name for name in names if name not in OTHER_VARIABLES and not _is_service_link(name, names)]
+    if not left:
+        return  # without the cost of importing the settings, which most commands do not need
+    known = known_variables()
+    for name in sorted(left):
+        if name not in known:
+            (nearest,) = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)
+            allowed = f"a variable of gammaray; the nearest name is {nearest}"
+            raise InvalidArgumentError(names[name], "an unknown environment variable", allowed)
+
+
+def known_variables() -> frozenset[str]:
+    """Return the names of all variables that gammaray reads or sets."""
+    from gammaray import config  # slow to import, and not needed where only other variables are set
+
+    classes = (
+        config.ClusterSettings,
+        config.DraftSettings,
+        config.OrchestratorSettings,
+        config.ScalingSettings,
+        config.TargetSettings,
+    )
+    fields = {f"{PREFIX}{field.upper()}" for settings in classes for field in settings.model_fields}
+    return frozenset(fields | OTHER_VARIABLES.keys())
+
+
+def _is_service_link(name: str, names: Collection[str]) -> bool:
+    """Whether Kubernetes set a variable for a Service, as it does in pods with `enableServiceLinks`."""
+    services = (other.removesuffix(_SERVICE_HOST) for other in names if other.endswith(_SERVICE_HOST))
+    return any(name.startswith((f"{service}_SERVICE_", f"{service}_PORT")) for service in services)
