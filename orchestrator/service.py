@@ -104,7 +104,7 @@ class Orchestrator:
             UnavailableError: Redis cannot be reached.
             InvalidArgumentError: No such model, or a worker that is there has another vocabulary.
         """
-        redis = connect(settings.redis_url)
+        redis = connect(settings.redis_login_url)
         try:
             await answer(redis.ping())
             tokenizer = await asyncio.to_thread(Tokenizer, resolve_model(settings.model))
