@@ -11,6 +11,7 @@ import difflib
 import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
+from urllib.parse import quote
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -117,6 +118,22 @@ class _ServingSettings(_Settings):
     )
     tls_cert: str = Field("", description="PEM file of the own certificate, see `gammaray certs`.")
     tls_key: str = Field("", description="PEM file of its private key.")
+    redis_url: str = Field("", repr=False)
+    redis_password: str = Field(
+        "",
+        repr=False,
+        description="Password of that Redis where redis_url has none; any characters, not percent-encoded.",
+    )
+
+    @property
+    def redis_login_url(self) -> str:
+        """`redis_url` with `redis_password` in it, percent-encoded."""
+        scheme, separator, rest = self.redis_url.partition("://")
+        end = next((i for i, character in enumerate(rest) if character in "/?#"), len(rest))
+        user, at, hosts = rest[:end].rpartition("@")
+        if not self.redis_password or not separator or ":" in user:
+            return self.redis_url
+        return f"{scheme}://{user}:{quote(self.redis_password, safe='')}@{hosts}{rest[end:]}"
 
 
 class WorkerSettings(_ServingSettings):
@@ -138,10 +155,19 @@ class WorkerSettings(_ServingSettings):
     )
     threads: int = Field(1, ge=1, le=256, description="CPU threads of the model's arithmetic.")
     cpu_affinity: str = Field("", description="Comma-separated cores to stay on; empty: no binding.")
-    cache_budget_mb: int = Field(
-        1024,
+    cache_budget_mb: int | None = Field(
+        None,
         ge=1,
-        description="Upper bound of KV cache memory, in MiB; least recently used sessions are evicted.",
+        description="Upper bound of KV cache memory, in MiB; least recently used sessions are evicted. Unset: "
+        "cache_memory_share of a GPU's memory that is free once the weights are loaded; on a CPU a quarter of "
+        "the memory that is available then, 1024 at most.",
+    )
+    cache_memory_share: float = Field(
+        0.8,
+        gt=0,
+        le=0.95,
+        description="Share of a GPU's free memory for the KV cache where cache_budget_mb is unset; the rest is "
+        "for activations and CUDA graphs.",
     )
     max_batch_tokens: int = Field(
         1024, ge=16, description="Upper bound of tokens fed in one forward, over all sessions."

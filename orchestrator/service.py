@@ -105,8 +105,8 @@ class Orchestrator:
             InvalidArgumentError: No such model, a worker that is there has another vocabulary, or the URL is
                 one of a Redis Cluster.
         """
-        await wait_for_redis(settings.redis_url, settings.redis_wait_s)
-        redis = connect(settings.redis_url)
+        await wait_for_redis(settings.redis_login_url, settings.redis_wait_s)
+        redis = connect(settings.redis_login_url)
         try:
             tokenizer = await asyncio.to_thread(Tokenizer, resolve_model(settings.model))
             orchestrator = cls(settings, redis, tokenizer)

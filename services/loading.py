@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from gammaray.config import WorkerSettings
+from services.engine.cache_budget import CacheBudget
 from services.engine.engine import Engine
 
-__all__ = ["load_engine"]
+__all__ = ["limit_cache", "load_engine"]
 
 
 def load_engine(path: str, settings: WorkerSettings) -> Engine:
@@ -20,12 +21,20 @@ def load_engine(path: str, settings: WorkerSettings) -> Engine:
         NotFoundError: There is no such model.
         InvalidArgumentError: Unknown device or dtype.
     """
-    return Engine.load(
+    engine = Engine.load(
         path,
         device=settings.device,
         dtype=settings.dtype,
         threads=settings.threads,
-        cache_budget_bytes=settings.cache_budget_mb << 20,
         deterministic=settings.deterministic,
         lean=settings.lean,
     )
+    limit_cache(engine, settings)
+    return engine
+
+
+def limit_cache(engine: Engine, settings: WorkerSettings) -> None:
+    """Give a loaded engine the cache budget that its worker's settings say, or that is free."""
+    given = settings.cache_budget_mb
+    budget = CacheBudget(None if given is None else given << 20, settings.cache_memory_share)
+    engine.limit_cache(budget.on(engine.device))

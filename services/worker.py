@@ -108,7 +108,7 @@ class Worker(ABC, Generic[SettingsT]):
         self._add_servicer(self._server.server, self._streams, self._model)
         self.address = await self._server.start(settings.listen)
         if settings.redis_url:
-            self._announcer = Announcer(settings.redis_url, self._entry(self._model))
+            self._announcer = Announcer(settings.redis_login_url, self._entry(self._model))
             await self._announcer.start()
         self._watcher = asyncio.create_task(self._watch(), name=f"{self.role} watcher")
         return self.address

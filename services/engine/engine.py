@@ -268,6 +268,10 @@ class Engine:
         """Return whether a session can hold that many tokens, nodes included, and no other has to go."""
         return self._store.has_room(session_id, num_tokens)
 
+    def limit_cache(self, num_bytes: int) -> None:
+        """Set the upper bound of all sessions' keys and values; what is past it goes with the next step."""
+        self._store.budget_bytes = num_bytes
+
     def stats(self) -> CacheStats:
         """Return what the cache holds."""
         return self._store.stats()

@@ -137,6 +137,10 @@ class ParallelEngine(Engine):
         """See `Engine.drop_retained`; the other ranks free theirs with the next step."""
         self._on_all_ranks(super().drop_retained)
 
+    def limit_cache(self, num_bytes: int) -> None:
+        """See `Engine.limit_cache`; the bound is that of each rank."""
+        self._on_all_ranks(super().limit_cache, num_bytes)
+
     def check(self) -> None:
         """Look whether the other ranks still run.
 

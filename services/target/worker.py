@@ -10,6 +10,7 @@ from gammaray.v1 import target_service_pb2, target_service_pb2_grpc
 from services.engine.engine import Engine
 from services.engine.parallel import ParallelEngine
 from services.identity import model_identity
+from services.loading import limit_cache
 from services.messages import Model
 from services.streams import Streams
 from services.target.scheduler import TargetScheduler
@@ -31,15 +32,16 @@ class TargetWorker(Worker[TargetSettings]):
             return super()._load_engine(path)
         if settings.deterministic:
             raise InvalidArgumentError("deterministic", True, "false with tensor_parallel")
-        return ParallelEngine.load_parallel(
+        engine = ParallelEngine.load_parallel(
             path,
             num_ranks=settings.tensor_parallel,
             device=settings.device,
             dtype=settings.dtype,
             threads=settings.threads,
-            cache_budget_bytes=settings.cache_budget_mb << 20,
             timeout_s=settings.rank_timeout_s,
         )
+        limit_cache(engine, settings)
+        return engine
 
     def _identity(self, path: str, engine: Engine) -> str:
         return model_identity(

@@ -18,6 +18,9 @@ RELEASE, NAMESPACE = "demo", "somewhere"
 NAME = "demo-gammaray"
 ROLES = ("head", "orchestrator", "draft", "target")
 
+REGISTRY: dict[str, Any] = {"image": {"registry": "registry.example.com/gammaray"}}
+"""What every variant needs, since no image of gammaray is published."""
+
 EVERYTHING: dict[str, Any] = {
     "image": {"registry": "registry.example.com/team", "tag": "1.2.3", "pullSecrets": [{"name": "registry"}]},
     "pods": {
@@ -29,7 +32,10 @@ EVERYTHING: dict[str, Any] = {
         "env": [{"name": "EXTRA", "value": "1"}],
         "volumes": [{"name": "extra", "emptyDir": {}}],
         "volumeMounts": [{"name": "extra", "mountPath": "/extra"}],
+        "initContainers": [{"name": "prepare", "image": "registry.example.com/prepare:1"}],
+        "sidecars": [{"name": "agent", "image": "registry.example.com/agent:1"}],
     },
+    "models": {"target": "team/large", "draft": "team/small"},
     "orchestrator": {"settings": {"max_gamma": 6}},
     "draft": {"workers": "0:4", "acceleratorType": "NVIDIA-L4", "settings": {"draft_ahead": False}},
     "target": {"workers": "2:3", "gpus": 2, "nodeSelector": {"zone": "a"}},
@@ -56,7 +62,14 @@ EVERYTHING: dict[str, Any] = {
         "dashboards": True,
         "labels": {"release": "prometheus"},
     },
-    "networkPolicy": {"clients": [{"namespaceSelector": {"matchLabels": {"name": "clients"}}}]},
+    "networkPolicy": {
+        "clients": [{"namespaceSelector": {"matchLabels": {"name": "clients"}}}],
+        "egress": {
+            "enabled": True,
+            "rules": [{"to": [{"namespaceSelector": {"matchLabels": {"name": "telemetry"}}}]}],
+        },
+    },
+    "helmTest": {"apiKeySecret": {"name": "test-key"}},
     "serviceAccount": {"annotations": {"example.com/role": "reader"}},
 }
 """Every optional feature on."""
@@ -73,10 +86,10 @@ NOTHING: dict[str, Any] = {
 """Every optional feature off."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "default": {},
+    "default": REGISTRY,
     "everything": EVERYTHING,
-    "nothing": NOTHING,
-    **{path.stem: yaml.safe_load(path.read_text()) for path in EXAMPLES},
+    "nothing": {**REGISTRY, **NOTHING},
+    **{path.stem: {**REGISTRY, **yaml.safe_load(path.read_text())} for path in EXAMPLES},
 }
 
 
@@ -86,8 +99,11 @@ def chart() -> helm_python.Chart:
 
 
 def render_texts(values: dict[str, Any] | None = None, name: str = RELEASE) -> dict[str, str]:
-    """Return the text of each template by file name, those that render nothing left out."""
-    rendered = chart().render(values or {}, name=name, namespace=NAMESPACE)
+    """Return the text of each template by file name, those that render nothing left out.
+
+    Values that say nothing of images get `REGISTRY`.
+    """
+    rendered = chart().render({**REGISTRY, **(values or {})}, name=name, namespace=NAMESPACE)
     return {Path(path).name: text for path, text in rendered.items() if text.strip()}
 
 
@@ -115,8 +131,16 @@ def groups(values: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
     return {"head": config["headGroupSpec"], **workers}
 
 
+def passing_pods(values: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
+    """Return the pods that do one thing and end: those of Jobs and tests, by component."""
+    manifests = render(values).values()
+    found = [manifest["spec"]["template"] for manifest in manifests if manifest["kind"] == "Job"]
+    found += [manifest for manifest in manifests if manifest["kind"] == "Pod"]
+    return {pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod for pod in found}
+
+
 def pods(values: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
-    """Return the template of each kind of pod of the release, by component."""
+    """Return the template of each kind of pod of the release that stays, by component."""
     found = {role: group["template"] for role, group in groups(values).items()}
     for manifest in render(values).values():
         if manifest["kind"] in ("Deployment", "StatefulSet"):
@@ -126,9 +150,9 @@ def pods(values: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
 
 
 def container(template: dict[str, Any]) -> dict[str, Any]:
-    """Return the one container of a pod."""
-    (only,) = template["spec"]["containers"]
-    return only
+    """Return the container of a pod that is the chart's own: the first; KubeRay takes it for Ray's."""
+    first: dict[str, Any] = template["spec"]["containers"][0]
+    return first
 
 
 def environment(template: dict[str, Any]) -> dict[str, Any]:

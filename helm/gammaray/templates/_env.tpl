@@ -1,4 +1,4 @@
-{{/* Environment of every Ray container: (dict "root" $ "values" pod values). */}}
+{{/* Environment of every Ray container: (dict "root" $ "component" name "values" pod values). */}}
 {{- define "gammaray.env" -}}
 {{- $values := .root.Values -}}
 {{- $generated := include "gammaray.generated" .root | fromYaml -}}
@@ -24,6 +24,11 @@
     secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
 {{- end }}
 {{- end }}
+{{- if and (include "gammaray.downloads" .root) (ne .component "head") }}
+# One Job has downloaded what is needed.
+- name: HF_HUB_OFFLINE
+  value: "1"
+{{- end }}
 {{ include "gammaray.telemetryEnv" .root }}
 {{- with .values.env }}
 {{ toYaml . }}
@@ -38,12 +43,14 @@
   valueFrom:
     secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
 {{- else -}}
-# Not REDIS_PASSWORD: that is what Ray reads for its own Redis.
-- name: SESSION_STORE_PASSWORD
+- name: GAMMARAY_REDIS_URL
+  value: redis://{{ include "gammaray.fullname" $ }}-redis:6379/0
+{{- end -}}
+{{- if or (not .name) $.Values.redis.passwordSecret.name }}
+# Apart from the URL, in which a password with : / @ # % or a space would have to be encoded.
+- name: GAMMARAY_REDIS_PASSWORD
   valueFrom:
     secretKeyRef: {{ include "gammaray.redisPasswordRef" $ }}
-- name: GAMMARAY_REDIS_URL
-  value: redis://:$(SESSION_STORE_PASSWORD)@{{ include "gammaray.fullname" $ }}-redis:6379/0
 {{- end -}}
 {{- end -}}
 {{- end -}}

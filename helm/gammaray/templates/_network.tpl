@@ -28,7 +28,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Metadata and head of the spec of the policy of one component. */}}
+{{/* Metadata and head of the spec of the policy of one component: (dict "root" $ "component" name "closed" bool). */}}
 {{- define "gammaray.policy" -}}
 apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
@@ -38,5 +38,22 @@ metadata:
 spec:
   podSelector:
     matchLabels: {{- include "gammaray.selector" . | nindent 6 }}
-  policyTypes: [Ingress]
+  policyTypes: [Ingress{{ if .closed }}, Egress{{ end }}]
+  {{- if .closed }}
+  # It starts no connection of its own.
+  egress: []
+  {{- end }}
+{{- end -}}
+
+{{/* Egress rules of whatever may reach beyond the release: DNS, and what the values allow. */}}
+{{- define "gammaray.outside" -}}
+{{- with .Values.networkPolicy.egress.dns }}
+- to: {{- toYaml . | nindent 4 }}
+  ports:
+    - {port: 53, protocol: UDP}
+    - {port: 53, protocol: TCP}
+{{- end }}
+{{- with .Values.networkPolicy.egress.rules }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}

@@ -66,12 +66,22 @@ spec:
         matchLabels: {{- include "gammaray.selector" . | nindent 10 }}
   {{- end }}
   securityContext: {{- include "gammaray.podSecurity" 1000 | nindent 4 }}
+  {{- $waits := and (include "gammaray.downloads" $root) (ne .component "head") }}
+  {{- if or $waits $values.initContainers }}
+  initContainers:
+    {{- if $waits }}
+    {{- include "gammaray.waitForModels" . | nindent 4 }}
+    {{- end }}
+    {{- with $values.initContainers }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- end }}
   containers:
     - name: ray-{{ .component }}
       image: {{ include "gammaray.image" (dict "root" $root "name" .image) }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
       securityContext: {{- include "gammaray.containerSecurity" . | nindent 8 }}
-      env: {{- include "gammaray.env" (dict "root" $root "values" $values) | nindent 8 }}
+      env: {{- include "gammaray.env" (dict "root" $root "component" .component "values" $values) | nindent 8 }}
       ports:
         - {name: metrics, containerPort: 8080}
         {{- range $name, $port := .ports }}
@@ -82,13 +92,31 @@ spec:
         httpGet: {path: /api/local_raylet_healthz, port: 52365}
         {{- toYaml $values.probes.startup | nindent 8 }}
       livenessProbe:
+        {{- if eq .component "head" }}
+        {{- include "gammaray.headAlive" . | nindent 8 }}
+        {{- else }}
         httpGet: {path: /api/local_raylet_healthz, port: 52365}
+        {{- end }}
         {{- toYaml $values.probes.liveness | nindent 8 }}
       readinessProbe:
         {{- toYaml .readiness | nindent 8 }}
         {{- toYaml $values.probes.readiness | nindent 8 }}
       volumeMounts: {{- include "gammaray.volumeMounts" (dict "root" $root "component" .component "values" $values) | nindent 8 }}
+    {{- with $values.sidecars }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   volumes: {{- include "gammaray.volumes" (dict "root" $root "component" .component "values" $values) | nindent 4 }}
+{{- end -}}
+
+{{/* Ray's node and its control service (GCS) both answer; a kubelet can ask only one of them by itself. */}}
+{{- define "gammaray.headAlive" -}}
+exec:
+  command:
+    - python
+    - -c
+    - {{ .root.Files.Get "files/is_alive.py" | quote }}
+    - http://127.0.0.1:52365/api/local_raylet_healthz
+    - http://127.0.0.1:8265/api/gcs_healthz
 {{- end -}}
 
 {{/*

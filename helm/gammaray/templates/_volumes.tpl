@@ -8,7 +8,7 @@
   persistentVolumeClaim:
     claimName: {{ $values.modelCache.existingClaim | default (printf "%s-models" (include "gammaray.fullname" .root)) }}
   {{- else }}
-  emptyDir: {}
+  emptyDir: {sizeLimit: {{ .values.modelsSize }}}
   {{- end }}
 {{- if eq .component "head" }}
 - name: serve

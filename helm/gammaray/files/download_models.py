@@ -1,0 +1,19 @@
+"""Downloads models into the Hugging Face cache, then makes a file: python download_models.py FILE MODEL..."""
+
+import sys
+from pathlib import Path
+
+from huggingface_hub import HfApi, snapshot_download
+
+# What the workers do not read: other formats of the same weights.
+OTHER = ["*.gguf", "*.onnx*", "*.h5", "*.msgpack", "*.tflite", "original/*", "onnx/*"]
+PICKLED = ["*.bin", "*.pt", "*.pth"]
+
+done, models = Path(sys.argv[1]), sys.argv[2:]
+for model in models:
+    files = HfApi().list_repo_files(model)
+    has_safetensors = any(file.endswith(".safetensors") for file in files)
+    place = snapshot_download(model, ignore_patterns=[*OTHER, *(PICKLED if has_safetensors else [])])
+    print(f"{model}: {place}", flush=True)
+done.parent.mkdir(parents=True, exist_ok=True)
+done.touch()

@@ -1,0 +1,7 @@
+"""Succeeds when every URL that is given answers 200: python is_alive.py URL..."""
+
+import sys
+import urllib.request
+
+for url in sys.argv[1:]:
+    urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=2).read()

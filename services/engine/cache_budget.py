@@ -1,0 +1,74 @@
+"""How much memory a KV cache may take: as a setting says, else by what is free once the weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+__all__ = ["CacheBudget", "available_memory", "free_memory"]
+
+MIN_BYTES = 64 * 2**20
+"""What is taken where less is free: a step that does not fit is refused by name."""
+MAX_CPU_BYTES = 2**30
+CPU_SHARE = 0.25
+"""Other workers may run on the same machine, and its memory is measured before their caches fill up."""
+
+
+class CacheBudget:
+    """Resolves a worker's budget.
+
+    Args:
+        num_bytes: Upper bound of keys and values; None: derived from the free memory.
+        share: Share of a GPU's free memory that is taken then.
+        free: Returns the free bytes of a device.
+    """
+
+    def __init__(
+        self,
+        num_bytes: int | None = None,
+        share: float = 0.8,
+        free: Callable[[torch.device], int] | None = None,
+    ) -> None:
+        self.num_bytes, self.share = num_bytes, share
+        self._free = free or free_memory
+
+    def on(self, device: torch.device) -> int:
+        """Return the bytes on a device; call it after the weights are there."""
+        if self.num_bytes is not None:
+            return self.num_bytes
+        free = self._free(device)
+        wanted = int(free * self.share) if device.type == "cuda" else min(int(free * CPU_SHARE), MAX_CPU_BYTES)
+        return max(MIN_BYTES, wanted)
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that this process can still take on a device."""
+    if device.type != "cuda":
+        return available_memory()
+    free, _ = torch.cuda.mem_get_info(device)
+    # What torch holds without using it is free for the cache, too.
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def available_memory(
+    cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")
+) -> int:
+    """Return the bytes of memory that are available: of the machine, or of the container where that is less.
+
+    Args:
+        cgroup: Directory of the container's cgroup, version 2 or 1.
+        meminfo: The kernel's report on memory.
+    """
+    fields = dict(line.split(":") for line in meminfo.read_text().splitlines() if ":" in line)
+    found = [int(fields["MemAvailable"].split()[0]) * 1024]
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            found.append(int((cgroup / limit).read_text()) - int((cgroup / used).read_text()))
+        except (OSError, ValueError):
+            continue  # another version, or no limit ("max")
+    return max(0, min(found))

