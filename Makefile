@@ -16,6 +16,9 @@ $(STAMP): pyproject.toml constraints.txt setup.py services/engine/native/kernel.
 demo: install  ## start a cluster with the demo pair, stream a completion, print the speedup over plain decoding
 	$(BIN)/python -m benchmarks.demo
 
+test-programs:  ## install the Debian packages that some tests need: chromium, prometheus, redis-server
+	$(PYTHON) .ci/packages.py
+
 test: install  ## unit, integration, statistical and end-to-end tests
 	$(BIN)/pytest
 

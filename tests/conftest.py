@@ -1,4 +1,8 @@
-"""Settings every test shares: no hub look-ups, one arithmetic thread (the machines have two cores)."""
+"""What every test shares: no hub look-ups, one arithmetic thread (the machines have two cores), and skips.
+
+A test that needs a program outside Python is marked `needs`. At the end of a run the tests that were skipped
+are listed by reason, each with the command that enables them.
+"""
 
 import gc
 import os
@@ -6,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+from programs import PROGRAMS
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,3 +36,30 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
     finally:
         gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests whose programs are missing."""
+    for item in items:
+        for marker in item.iter_markers("needs"):
+            for program in (PROGRAMS[name] for name in marker.args):
+                if program.path is None:
+                    item.add_marker(pytest.mark.skip(reason=program.missing))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what was skipped and how to enable it."""
+    skipped: dict[str, list[str]] = {}
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        skipped.setdefault(reason.removeprefix("Skipped: "), []).append(report.nodeid)
+    if not skipped:
+        return
+    terminalreporter.section("skipped tests, and how to enable them")
+    for reason, tests in sorted(skipped.items(), key=lambda entry: -len(entry[1])):
+        cause, _, command = reason.partition("; to enable: ")
+        terminalreporter.line(f"{len(tests)} skipped: {cause}")
+        for file in dict.fromkeys(test.partition("::")[0] for test in tests):
+            terminalreporter.line(f"    {file}")
+        if command:
+            terminalreporter.line(f"    to enable: {command}")

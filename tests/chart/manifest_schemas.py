@@ -14,6 +14,7 @@ from typing import Any
 
 import jsonschema
 import kubernetes_validate
+import pytest
 import yaml
 from chart_helpers import ROOT
 
@@ -23,6 +24,11 @@ KUBERNETES_VERSIONS = ("1.27", "1.37")
 SCHEMAS = Path(__file__).parent / "schemas"
 KUBERAY_CRD = Path(
     os.environ.get("GAMMARAY_KUBERAY_CRD") or ROOT.parent / "shared" / "kuberay" / "ray.io_rayservices.yaml"
+)
+
+needs_kuberay = pytest.mark.skipif(
+    not KUBERAY_CRD.is_file(),
+    reason=f"KubeRay's {KUBERAY_CRD.name} is not there; to enable: GAMMARAY_KUBERAY_CRD=FILE make test",
 )
 
 

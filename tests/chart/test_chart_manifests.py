@@ -5,7 +5,7 @@ from pathlib import Path
 import helm_python
 import pytest
 from chart_helpers import CHART, EXAMPLES, NAME, NAMESPACE, VARIANTS, merged, pods, render, render_texts
-from manifest_schemas import KUBERAY_CRD, check, check_by_kuberay, check_pod
+from manifest_schemas import check, check_by_kuberay, check_pod, needs_kuberay
 
 TEMPLATES = sorted(
     path.name
@@ -89,7 +89,7 @@ def test_every_manifest_fits_its_schema(values):
         check_pod(template)
 
 
-@pytest.mark.skipif(not KUBERAY_CRD.is_file(), reason=f"KubeRay's schema is not at {KUBERAY_CRD.name}")
+@needs_kuberay
 @variants
 def test_rayservice_fits_kuberays_schema(values):
     check_by_kuberay(render(values)["rayservice.yaml"])

@@ -2,11 +2,7 @@
 
 import pytest
 from chart_helpers import VARIANTS, groups, render
-from manifest_schemas import KUBERAY_CRD, InvalidManifestError, check, check_by_kuberay, check_pod
-
-needs_kuberay = pytest.mark.skipif(
-    not KUBERAY_CRD.is_file(), reason=f"KubeRay's schema is not at {KUBERAY_CRD.name}"
-)
+from manifest_schemas import InvalidManifestError, check, check_by_kuberay, check_pod, needs_kuberay
 
 
 def everything():

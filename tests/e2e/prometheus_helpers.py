@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from programs import PROGRAMS
+
 from orchestrator.preflight import free_ports
 
 ROOT = Path(__file__).parents[2]
-PROMETHEUS = shutil.which("prometheus")
 START_TIMEOUT_S, SCRAPE_S = 60.0, 1.0
 
 
@@ -57,13 +58,14 @@ class Prometheus:
 @contextmanager
 def running_prometheus(http: str, directory: Path) -> Iterator[Prometheus]:
     """Run Prometheus with the documented configuration, for the cluster at `http`."""
-    assert PROMETHEUS is not None
+    binary = PROGRAMS["prometheus"].path
+    assert binary is not None
     text = (ROOT / "docs" / "prometheus.yml").read_text().replace("http://127.0.0.1:8000", http)
     config = directory / "prometheus.yml"
     config.write_text(text.replace("scrape_interval: 5s", f"scrape_interval: {SCRAPE_S:g}s"))
     shutil.copy(ROOT / "docs" / "prometheus-rules.yml", directory)
     (port,) = free_ports("127.0.0.1", 1)
-    command = [PROMETHEUS, f"--config.file={config}", f"--storage.tsdb.path={directory / 'data'}"]
+    command = [binary, f"--config.file={config}", f"--storage.tsdb.path={directory / 'data'}"]
     command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:

@@ -57,6 +57,9 @@ def main() -> None:
         os.environ.update({MARK: directory.name, **serve_environment(directory, HOST)})
         # With HAProxy replicas have ports of their own, handed out node by node: on one machine they collide.
         os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "0"
+        # cluster_utils writes the head's address to Ray's default directory and does not create it.
+        os.environ["RAY_TMPDIR"] = str(directory)
+        (directory / "ray").mkdir()
         http_port, grpc_port = free_ports(HOST, 2)
         redis = started.enter_context(RedisServer.start(directory / "redis"))
         nodes, cluster = start_nodes(directory, started)

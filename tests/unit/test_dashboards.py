@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from gammaray.metric_catalog import CATALOG
 
 ROOT = Path(__file__).parents[2]
-PROMTOOL = shutil.which("promtool")
 DASHBOARD = json.loads((ROOT / "helm/gammaray/dashboards/gammaray.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 RULES = ROOT / "docs/prometheus-rules.yml"
@@ -23,8 +21,6 @@ SELECTOR = re.compile(r"((?:gammaray|process)_\w+)(?:\{([^}]*)\})?")
 GROUPED = re.compile(r"\bby \(([\w, ]+)\)")
 LABEL = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
 WITH_EVERY_SAMPLE = {"le", "instance", "job"}
-
-needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="no promtool: apt-get install prometheus")
 
 
 def labels_of(sample):
@@ -45,8 +41,7 @@ def check_query(query):
 
 
 def promtool(*arguments):
-    assert PROMTOOL is not None
-    result = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, timeout=200)
+    result = subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -104,7 +99,7 @@ def test_pages_and_alerts_are_about_metrics_that_exist(page):
         check_query(block)
 
 
-@needs_promtool
+@pytest.mark.needs("prometheus")
 def test_promtool_takes_every_query(tmp_path):
     queries = [metric.query for metric in CATALOG]
     queries += [target["expr"] for panel in PANELS for target in panel["targets"]]
@@ -117,7 +112,7 @@ def test_promtool_takes_every_query(tmp_path):
     assert f"{len(queries)} rules found" in promtool("check", "rules", str(path))
 
 
-@needs_promtool
+@pytest.mark.needs("prometheus")
 def test_promtool_takes_the_configuration_and_its_alerts():
     assert "rules found" in promtool("check", "config", str(ROOT / "docs/prometheus.yml"))
 
@@ -155,7 +150,7 @@ ILL = {
 }
 
 
-@needs_promtool
+@pytest.mark.needs("prometheus")
 @pytest.mark.parametrize(("changes", "alert"), ILL.values(), ids=ILL)
 def test_alert_fires_for_what_it_is_named_for_and_for_nothing_else(tmp_path, changes, alert):
     series = [{"series": name, "values": values} for name, values in {**HEALTHY, **changes}.items()]

@@ -26,13 +26,17 @@ from services.engine.graphs_torch import Stripes, TorchKernels
 from services.engine.model import load_model
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETS, reason="runs in the process that interprets")
+NO_TRITON = "Triton is not installed; to enable: .venv/bin/pip install triton"
+HAS_TRITON = find_spec("triton") is not None
+interpreted = pytest.mark.skipif(
+    not INTERPRETS, reason="the first test runs it in Triton's interpreter" if HAS_TRITON else NO_TRITON
+)
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 RACES = (Race(2**63 + 11), GREEDY)
 TOLERANCE = 1e-4
 
 
-@pytest.mark.skipif(INTERPRETS or find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(INTERPRETS or not HAS_TRITON, reason=NO_TRITON)
 def test_kernels_pass_their_checks_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

@@ -1,0 +1,157 @@
+"""Programs that tests need: `.ci/packages.py` with a stand-in for apt-get, and the list of skipped tests."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from programs import PROGRAMS
+
+SCRIPT = Path(__file__).parents[2] / ".ci" / "packages.py"
+APT_GET = """#!/bin/sh
+echo "$@" >> "$FAKE_LOG"
+if [ -x "$FAKE_POLICY" ]; then "$FAKE_POLICY" redis-server start; echo "policy $?" >> "$FAKE_LOG"; fi
+case "$*" in
+  update*) echo "no network" >&2; exit 100 ;;
+  *prometheus*) echo "E: Unable to locate package prometheus" >&2; exit 100 ;;
+  *--no-download*) printf '#!/bin/sh\\n' > "$FAKE_BIN/$FAKE_COMMAND"; chmod +x "$FAKE_BIN/$FAKE_COMMAND" ;;
+esac
+"""
+NO_APT = "this system has no apt-get"
+
+SUDO = """#!/bin/sh
+[ "$1" = -n ] || exit 1
+shift
+exec "$@"
+"""
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Debian's packages")
+
+
+class Machine:
+    """A path with a few commands, and a log of the calls of apt-get.
+
+    Args:
+        directory: Where all of it lies.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.bin, self.log, self.policy = directory / "bin", directory / "log", directory / "policy-rc.d"
+        self.bin.mkdir()
+        for name in ("sh", "env", "timeout", "true", "install", "rm", "chmod"):
+            (self.bin / name).symlink_to(shutil.which(name))
+
+    def add(self, name: str, text: str) -> None:
+        (self.bin / name).write_text(text)
+        (self.bin / name).chmod(0o755)
+
+    def packages(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        fake = {"LOG": self.log, "POLICY": self.policy, "BIN": self.bin, "COMMAND": "redis-server"}
+        environment = {"PATH": str(self.bin), **{f"FAKE_{name}": str(value) for name, value in fake.items()}}
+        return subprocess.run(
+            [sys.executable, str(SCRIPT), "--policy", str(self.policy), *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    def calls(self) -> list[str]:
+        return self.log.read_text().splitlines() if self.log.exists() else []
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return Machine(tmp_path)
+
+
+@pytest.fixture
+def debian(machine):
+    machine.add("apt-get", APT_GET)
+    machine.add("sudo", SUDO)
+    machine.add("update-rc.d", '#!/bin/sh\necho "update-rc.d $@" >> "$FAKE_LOG"\n')
+    return machine
+
+
+def test_installs_without_a_service_now_or_at_boot(debian):
+    done = debian.packages("redis-server")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"redis-server: {debian.bin / 'redis-server'}" in done.stdout
+    calls = debian.calls()
+    downloaded, installed = [call for call in calls if call.startswith("install")]
+    assert "--download-only" in downloaded
+    assert "--no-download" in installed
+    assert all("--no-install-recommends" in call for call in (downloaded, installed))
+    assert calls.count("policy 101") == 3
+    assert calls[-1] == "update-rc.d redis-server disable"
+    assert not debian.policy.exists()
+
+
+def test_what_is_there_is_not_installed_again(debian):
+    debian.add("redis-server", "#!/bin/sh\n")
+    assert debian.packages("redis-server").returncode == 0
+    assert debian.calls() == []
+
+
+def test_one_that_fails_is_reported_and_the_others_are_installed(debian):
+    debian.add("google-chrome", "#!/bin/sh\n")
+    done = debian.packages()
+    assert done.returncode == 1
+    told = dict(line.removeprefix("packages: ").split(": ", 1) for line in done.stdout.splitlines())
+    assert set(told) == set(PROGRAMS)
+    assert "E: Unable to locate package prometheus" in told["prometheus"]
+    assert "skipped" in told["prometheus"]
+    assert told["chromium"].endswith("google-chrome")
+    assert told["redis-server"].endswith("redis-server")
+
+
+def test_package_without_its_command_is_a_failure(debian):
+    done = debian.packages("chromium")  # the stand-in brings another command
+    assert done.returncode == 1
+    assert "none of the commands chromium" in done.stdout
+
+
+def test_without_apt_every_package_is_reported(machine):
+    done = machine.packages()
+    assert done.returncode == 1
+    assert done.stdout.count(NO_APT) == len(PROGRAMS)
+
+
+def test_policy_of_the_machine_is_kept_and_decides(debian):
+    debian.policy.write_text("#!/bin/sh\nexit 0\n")
+    debian.policy.chmod(0o755)
+    done = debian.packages("redis-server")
+    assert done.returncode == 1
+    assert "lets packages start services" in done.stdout
+    assert debian.calls() == []
+    debian.policy.write_text("#!/bin/sh\nexit 101\n")
+    assert debian.packages("redis-server").returncode == 0
+    assert debian.policy.read_text() == "#!/bin/sh\nexit 101\n"
+
+
+def test_misspelt_package_is_refused(debian):
+    done = debian.packages("redis")
+    assert done.returncode == 2
+    assert "unknown: redis; known: chromium, prometheus, redis-server" in done.stderr
+    assert debian.calls() == []
+
+
+def test_run_of_tests_ends_with_what_was_skipped_and_the_command_that_enables_it():
+    tests = Path(__file__).parent / "test_dashboards.py"
+    options = ["-q", "-p", "no:cacheprovider", "-k", "alerts or dashboard"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, str(tests)],
+        env={**os.environ, "PATH": str(Path(sys.executable).parent)},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout
+    _, _, told = done.stdout.partition("skipped tests, and how to enable them")
+    reason, file, command = told.splitlines()[1:4]
+    assert "skipped: prometheus is not installed" in reason
+    assert file.strip() == "tests/unit/test_dashboards.py"
+    assert command.strip() == "to enable: make test-programs"
