@@ -143,12 +143,13 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
 
 
 @contextmanager
-def configured_redis(*lines: str, mode: str = "") -> Iterator[int]:
-    """Run a server of an own configuration without a password; yields its port.
+def configured_redis(*lines: str, mode: str = "", password: str = "") -> Iterator[int]:
+    """Run a server of an own configuration; yields its port.
 
     Args:
-        lines: Of the configuration; PORT in them is the port, DIRECTORY its working directory.
+        lines: Of the configuration.
         mode: Empty, or "--sentinel".
+        password: That the lines set.
     """
     with socket.socket() as probe, TemporaryDirectory() as folder:
         probe.bind(("127.0.0.1", 0))
@@ -160,7 +161,7 @@ def configured_redis(*lines: str, mode: str = "") -> Iterator[int]:
         command = [redis_binary(), str(config), *([mode] if mode else [])]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            with redis.Redis(port=port) as client:
+            with redis.Redis(port=port, password=password or None) as client:
                 wait_until(lambda: bool(client.ping()))
             yield port
         finally:
