@@ -42,6 +42,7 @@ from redis.exceptions import (
     ConnectionError,
     MasterDownError,
     NoPermissionError,
+    NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
@@ -81,6 +82,7 @@ _CODES: tuple[tuple[type[RedisError], str], ...] = (
     (BusyLoadingError, "LOADING"),
     (OutOfMemoryError, "OOM"),
     (NoPermissionError, "NOPERM"),
+    (NoScriptError, "NOSCRIPT"),
     (AuthenticationError, "NOAUTH"),
     (AuthorizationError, "NOAUTH"),
 )

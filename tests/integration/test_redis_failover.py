@@ -1,0 +1,207 @@
+"""Failovers: another server becomes the primary, by name or by Sentinel, and commits go on there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from urllib.parse import urlsplit
+
+import pytest
+import redis as sync_redis
+from redis_helpers import configured_redis, follow, port_of, redis_name, replicated, wait_until
+from scripted_workers import make_session, until_so
+
+from gammaray import redis_connection
+from gammaray.errors import GammarayError, InvalidArgumentError, UnavailableError
+from gammaray.types import TokenOrigin
+from orchestrator.redis_calls import address_of, answer, check_redis, connect
+from orchestrator.registry import RedisRegistry
+from orchestrator.store import RedisStore
+from services.registry import Announcer, WorkerEntry
+
+pytestmark = pytest.mark.integration
+
+
+async def commit(store, session, token_ids):
+    kept = session.commit(token_ids)
+    await store.append(session, token_ids[:kept], [TokenOrigin.BONUS] * kept)
+
+
+def promote(replica):
+    with sync_redis.Redis.from_url(replica.url) as client:
+        client.replicaof("NO", "ONE")
+
+
+def demote(primary, new):
+    """Make a primary the replica of another; it keeps the connections of its clients."""
+    follow(primary, new)
+
+
+async def test_commits_go_on_at_the_primary_that_the_name_leads_to_now():
+    with replicated() as (old, new):
+        async with redis_name(old) as (name, url):
+            redis = connect(url)
+            store, session = RedisStore(redis, ttl_s=60), make_session()
+            await store.create(session, b"")
+            await commit(store, session, [1])
+            # Several connections are open at once, all of them to the server that is about to be demoted.
+            await asyncio.gather(*(answer(redis.set(f"k{i}", i)) for i in range(20)))
+            assert int(await redis.wait(1, 10_000)) == 1
+            promote(new)
+            name.target = port_of(new.url)
+            demote(old, new)
+            await commit(store, session, [2])
+            await asyncio.gather(*(answer(redis.set(f"k{i}", -i)) for i in range(20)))
+            assert (await store.read("s")).token_ids == (1, 2)
+            with sync_redis.Redis.from_url(new.url) as primary:
+                assert [primary.get(f"k{i}") for i in range(20)] == [str(-i).encode() for i in range(20)]
+            with sync_redis.Redis.from_url(old.url) as replica:  # all left, those that only read included
+                (left,) = [client for client in replica.client_list() if client["flags"] == "N"]
+                assert left["id"] == str(replica.client_id())
+            await redis.aclose()
+
+
+async def test_commit_under_way_waits_for_the_new_primary():
+    with replicated() as (old, new):
+        async with redis_name(old) as (name, url):
+            redis = connect(url)
+            store, session = RedisStore(redis, ttl_s=60), make_session()
+            await store.create(session, b"")
+            assert int(await redis.wait(1, 10_000)) == 1
+            with sync_redis.Redis.from_url(old.url) as client:
+                client.config_set("min-replicas-to-write", 3)  # it refuses writes, as one that is cut off
+            committing = asyncio.create_task(commit(store, session, [1]))
+            await asyncio.sleep(0.5)
+            assert not committing.done()
+            promote(new)
+            name.target = port_of(new.url)
+            await committing
+            assert (await store.read("s")).token_ids == (1,)
+            await redis.aclose()
+
+
+async def test_worker_announces_itself_at_the_new_primary():
+    with replicated() as (old, new):
+        async with redis_name(old) as (name, url):
+            announcer = Announcer(url, WorkerEntry("target", "h:1", "m", 1, 50, 100))
+            await announcer.start()
+            fresh = connect(new.url)
+            promote(new)
+            name.target = port_of(new.url)
+            demote(old, new)
+            await fresh.flushall()
+            assert await until_so(lambda: RedisRegistry(fresh).addresses("target")) == {"h:1"}
+            await announcer.withdraw()
+            assert await RedisRegistry(fresh).addresses("target") == set()
+            await fresh.aclose()
+
+
+@contextlib.contextmanager
+def sentinel_of(primary, *lines):
+    secret = urlsplit(primary.url).password
+    watch = [
+        f"sentinel monitor lossless 127.0.0.1 {port_of(primary.url)} 1",
+        f"sentinel auth-pass lossless {secret}",
+        "sentinel down-after-milliseconds lossless 500",
+        "sentinel failover-timeout lossless 3000",
+        *lines,
+    ]
+    with configured_redis(*watch, mode="--sentinel", password="hush" if lines else "") as port:
+        query = "?sentinel_password=hush" if lines else ""
+        yield f"redis+sentinel://:{secret}@127.0.0.1:1,127.0.0.1:{port}/lossless/0{query}"
+
+
+@pytest.mark.parametrize("lines", [(), ("requirepass hush",)], ids=["open", "sentinel-with-password"])
+async def test_sentinel_names_the_primary_and_the_one_after_it(lines):
+    """A primary that is killed, its replica, a sentinel that answers and one that does not."""
+    with replicated() as (old, new), sentinel_of(old, *lines) as url:
+        await asyncio.to_thread(check_redis, url)
+        redis = connect(url)
+        store, session = RedisStore(redis, ttl_s=60), make_session()
+        await store.create(session, b"")
+        await commit(store, session, [1])
+        assert address_of(redis) == f"127.0.0.1:{port_of(old.url)}"
+        await asyncio.sleep(1.5)  # Sentinel asks the primary for its replicas once in a while
+        assert int(await redis.wait(1, 10_000)) == 1
+
+        os.kill(old.pid, signal.SIGKILL)
+        last = await store_until_it_works(store, session, [2])
+        assert (await store.read("s")).token_ids == (1, 2)
+        assert address_of(redis) == f"127.0.0.1:{port_of(new.url)}"
+        assert last is None or isinstance(last, UnavailableError)
+        await redis.aclose()
+
+
+async def store_until_it_works(store, session, token_ids):
+    """Commit; return the error that it met before it worked, if any."""
+    kept, last = session.commit(token_ids), None
+    for _ in range(20):
+        try:
+            await store.append(session, token_ids[:kept], [TokenOrigin.BONUS] * kept)
+            return last
+        except GammarayError as error:
+            last = error
+    raise AssertionError(last)
+
+
+async def test_sentinel_that_demotes_a_living_primary_is_followed():
+    """With `min-replicas-to-write`, the old primary refuses writes from its replica's promotion on."""
+    with replicated() as (old, new), sentinel_of(old) as url:
+        redis = connect(url)
+        await answer(redis.set("k", 1))
+        with sync_redis.Redis.from_url(old.url) as client:
+            client.config_set("min-replicas-to-write", 1)
+        sentinel_port = int(url.rpartition(":")[2].split("/")[0])
+        with sync_redis.Redis(port=sentinel_port) as sentinel:
+            wait_until(lambda: sentinel.sentinel_master("lossless")["num-slaves"] == 1)
+            wait_until(lambda: sentinel.execute_command("SENTINEL FAILOVER lossless"))  # once it knows enough
+            wait_until(lambda: sentinel.sentinel_master("lossless")["port"] == port_of(new.url))
+        await answer(redis.set("k", 2))
+        assert address_of(redis) == f"127.0.0.1:{port_of(new.url)}"
+        assert await redis.get("k") == b"2"
+        await redis.aclose()
+
+
+async def test_sentinels_that_are_all_gone_are_told():
+    redis = redis_connection.connect(
+        "redis+sentinel://127.0.0.1:1,127.0.0.1:2/svc", timeout_s=1, num_retries=0
+    )
+    assert address_of(redis) == "sentinel svc"
+    with pytest.raises(UnavailableError, match="svc"):
+        await answer(redis.ping())
+    await redis.aclose()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis+sentinel://127.0.0.1:26379",
+        "redis+sentinel:///service/0",
+        "redis+sentinel://127.0.0.1:26379/service/zero",
+        "redis+sentinel://127.0.0.1:port/service",
+        "redis+sentinel://:secret@a,/service",
+        "sentinel://:secret@127.0.0.1/service?sentinel_password=secret",
+        "redis://:secret@127.0.0.1:port/0",
+    ],
+)
+def test_url_that_makes_no_sense_is_refused_without_its_password(url):
+    with pytest.raises(
+        InvalidArgumentError, match=r"redis_url: got .*allowed: .*redis\+sentinel://"
+    ) as caught:
+        connect(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_sentinel_url_options_go_where_they_belong():
+    url = "rediss+sentinel://me:p%40ss@one,two:7/my%20svc/3?ssl_ca_certs=ca.pem&sentinel_username=s&sentinel_password=x"
+    pool = connect(url).connection_pool
+    kept = pool.connection_kwargs
+    assert (kept["username"], kept["password"], kept["db"]) == ("me", "p@ss", 3)
+    assert kept["ssl_ca_certs"] == "ca.pem"
+    assert "sentinel_password" not in kept
+    assert pool.service_name == "my svc"
+    sentinels = [s.connection_pool.connection_kwargs for s in pool.sentinel_manager.sentinels]
+    assert [(s["host"], s["port"]) for s in sentinels] == [("one", 26379), ("two", 7)]
+    assert all((s["username"], s["password"], s["ssl_ca_certs"]) == ("s", "x", "ca.pem") for s in sentinels)

@@ -1,0 +1,201 @@
+"""Error replies of Redis: what callers get of them, and that no watcher ends with one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from redis_helpers import RedisName, configured_redis, redis_name, running_redis
+from scripted_workers import scripted, until, until_so
+
+from gammaray.errors import InternalError, InvalidArgumentError, ResourceExhaustedError, UnavailableError
+from gammaray.processes import ProcessStatus
+from orchestrator.fleet import Fleet
+from orchestrator.presence import Presence
+from orchestrator.redis_calls import BatchedScript, answer, check_redis, connect, wait_for_redis
+from orchestrator.registry import RedisRegistry
+from services.registry import Announcer, WorkerEntry
+
+pytestmark = pytest.mark.integration
+
+REPLIES = (
+    "BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.",
+    "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
+    "NOPERM this user has no permissions to run the command",
+    "READONLY You can't write against a read only replica.",
+    "OOM command not allowed when used memory > 'maxmemory'.",
+    "LOADING Redis is loading the dataset in memory",
+    "CLUSTERDOWN The cluster is down",
+    "TRYAGAIN Multiple keys request during rehashing of slot",
+    "MISCONF Redis is configured to save RDB snapshots, but it's currently unable to persist to disk.",
+    "MOVED 3999 127.0.0.1:6381",
+    "NOAUTH Authentication required.",
+    "ERR unknown command",
+    "SOMETHING nobody knows",
+)
+WRITE = "return redis.call('SET', KEYS[1], ARGV[1])"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_redis() as running:
+        yield running
+
+
+def entry(address: str) -> str:
+    return json.dumps({"role": "target", "address": address})
+
+
+def refused(name: RedisName) -> set[str]:
+    """Return which kinds of commands were refused."""
+    return {":".join(command.split(":")[:2]) for command in name.refused}
+
+
+@pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.split()[0])
+async def test_no_reply_ends_a_watcher(server, reply):
+    """Fleet, presence and a worker's announcer go on after any reply, where none of them was restarted."""
+    async with scripted("target") as worker, redis_name(server) as (name, url):
+        redis, direct = connect(url), connect(server.url)
+        await direct.flushall()
+        fleet = Fleet(RedisRegistry(redis), 50)
+        state = ProcessStatus("orchestrator", 1, "", "demo", True, 0)
+        presence, other = (
+            Presence(RedisRegistry(redis), lambda: state),
+            Presence(RedisRegistry(direct), lambda: state),
+        )
+        announcer = Announcer(url, WorkerEntry("draft", "h:1", "m", 1, 50, 100))
+        await fleet.start(0.0)
+        await presence.start()
+        await announcer.start()
+        name.reply = reply
+        await until(lambda: {"SCAN 0", "SET gammaray:orchestrator", "SET gammaray:worker"} <= refused(name))
+        await direct.flushall()
+        await direct.set("gammaray:worker:target:t", entry(worker.address))
+        name.reply = ""
+        await until(lambda: fleet.targets.pick() is not None)
+        assert await until_so(other.others) == [state]
+        assert await until_so(lambda: RedisRegistry(direct).addresses("draft")) == {"h:1"}
+        await announcer.withdraw()
+        await presence.stop()
+        await fleet.close()
+        await redis.aclose()
+        await direct.aclose()
+
+
+@pytest.mark.parametrize(
+    ("reply", "error", "words"),
+    [
+        pytest.param(REPLIES[4], ResourceExhaustedError, "out of memory.*maxmemory", id="OOM"),
+        pytest.param(REPLIES[2], UnavailableError, "refuses commands: NOPERM", id="NOPERM"),
+        pytest.param(REPLIES[8], UnavailableError, "refuses commands: MISCONF", id="MISCONF"),
+        pytest.param("WRONGTYPE Operation against a key", InternalError, "WRONGTYPE", id="WRONGTYPE"),
+        pytest.param("ERR wrong number of arguments", InternalError, "wrong number", id="ERR"),
+    ],
+)
+async def test_reply_that_does_not_pass_is_typed_at_once(server, reply, error, words):
+    async with redis_name(server) as (name, url):
+        redis = connect(url)
+        script = BatchedScript(redis, WRITE)
+        name.reply = reply
+        for call in (redis.set("k", 1), redis.pipeline().get("k").execute(), script.call(["k"], ["1"])):
+            name.refused.clear()
+            with pytest.raises(error, match=words):
+                await answer(call)
+            assert len(name.refused) <= 3, "it is not retried"
+        await redis.aclose()
+
+
+@pytest.mark.parametrize(
+    "reply", [REPLIES[i] for i in (0, 1, 3, 5, 6, 7)], ids=lambda reply: reply.split()[0]
+)
+async def test_reply_that_passes_is_waited_out(server, reply):
+    async with redis_name(server) as (name, url):
+        redis = connect(url)
+        script = BatchedScript(redis, WRITE)
+        name.reply = reply
+        calls = [redis.set("a", 1), redis.pipeline().set("b", 2).execute(), script.call(["c"], ["3"])]
+        tasks = [asyncio.create_task(answer(call)) for call in calls]
+        await until(lambda: len(name.refused) >= 6)
+        name.reply = ""
+        await asyncio.gather(*tasks)
+        assert await redis.mget("a", "b", "c") == [b"1", b"2", b"3"]
+        await redis.aclose()
+
+
+async def test_reply_that_does_not_pass_in_time_names_its_code(server):
+    async with redis_name(server) as (name, url):
+        redis = connect(url)
+        name.reply = REPLIES[0]
+        with pytest.raises(UnavailableError, match="refuses commands: BUSY"):
+            await answer(redis.set("k", 1))
+        await redis.aclose()
+
+
+async def test_full_redis_refuses_a_script_as_exhausted():
+    """The reply of a real server, which wraps it where the command is in a script."""
+    with running_redis() as full:
+        redis = connect(full.url)
+        script = BatchedScript(redis, WRITE)
+        await answer(script.call(["k"], ["before"]))
+        await redis.config_set("maxmemory-policy", "noeviction")
+        await redis.config_set("maxmemory", 1)
+        with pytest.raises(ResourceExhaustedError, match="out of memory") as caught:
+            await answer(script.call(["k"], ["after"]))
+        assert caught.value.retry_after_s > 0
+        with pytest.raises(ResourceExhaustedError, match="out of memory"):
+            await answer(redis.set("k", "after"))
+        await redis.config_set("maxmemory", 0)
+        await answer(script.call(["k"], ["after"]))
+        await redis.aclose()
+
+
+async def test_busy_redis_is_waited_out():
+    """A real server that runs another client's script for too long."""
+    with running_redis() as busy:
+        redis, other = connect(busy.url), connect(busy.url)
+        await redis.config_set("lua-time-limit", 1)
+        await redis.ping()
+        endless = asyncio.create_task(other.eval("while true do end", 0))
+        await asyncio.sleep(0.2)
+        writing = asyncio.create_task(answer(redis.set("k", 1)))
+        await asyncio.sleep(0.2)
+        assert not writing.done()
+        killer = connect(busy.url)
+        await killer.script_kill()
+        await writing
+        await asyncio.gather(endless, return_exceptions=True)
+        for client in (redis, other, killer):
+            await client.aclose()
+
+
+async def test_start_waits_for_redis_and_says_so(server, caplog):
+    async with redis_name(server) as (name, url):
+        name.reply = REPLIES[5]
+        waiting = asyncio.create_task(wait_for_redis(url, 60.0))
+        await until(lambda: "waiting up to 60 s" in caplog.text)
+        await until(lambda: len(name.refused) >= 3)
+        assert not waiting.done()
+        name.reply = ""
+        await waiting
+    assert "answers after" in caplog.text
+    password = url.split("@")[0].rpartition(":")[2]
+    assert password
+    assert password not in caplog.text
+
+
+async def test_start_gives_up_in_time_with_a_typed_error():
+    with pytest.raises(UnavailableError, match=r"redis://127.0.0.1:1/0 does not answer \(tried for 1 s\)"):
+        await wait_for_redis("redis://127.0.0.1:1/0", 1.0)
+
+
+async def test_start_does_not_wait_for_a_password_to_become_right(server):
+    wrong = server.url.replace("redis://:", "redis://:not-")
+    with pytest.raises(UnavailableError, match="password"):
+        await wait_for_redis(wrong, 600.0)
+
+
+def test_node_of_a_redis_cluster_is_refused_with_the_reason():
+    with configured_redis("cluster-enabled yes") as port:
+        with pytest.raises(InvalidArgumentError, match=r"redis_url: got .*Redis Cluster, allowed: .*without"):
+            check_redis(f"redis://127.0.0.1:{port}/0")
