@@ -16,6 +16,7 @@ from gammaray.pools import PoolSize
 __all__ = [
     "ClusterSettings",
     "DraftSettings",
+    "KernelSettings",
     "OrchestratorSettings",
     "ScalingSettings",
     "TargetSettings",
@@ -45,7 +46,16 @@ class _ServingSettings(_Settings):
     tls_key: str = Field("", description="PEM file of its private key.")
 
 
-class WorkerSettings(_ServingSettings):
+class KernelSettings(_Settings):
+    """Where compiled CPU kernels are kept."""
+
+    kernel_cache: str = Field(
+        "",
+        description="Folder of compiled CPU kernels; empty: gammaray/kernel in the user's cache folder.",
+    )
+
+
+class WorkerSettings(_ServingSettings, KernelSettings):
     """What draft and target workers have in common."""
 
     model: str = Field(

@@ -40,7 +40,8 @@ class ProcessStatus:
     """One process of the cluster; `role` is orchestrator, draft, target, redis or proxy.
 
     Only workers have `num_queued` (blocks waiting or running), `cache_bytes` (KV cache in use, of
-    `cache_budget_bytes`) and `worker_totals`, only orchestrators `speculation_totals`.
+    `cache_budget_bytes`), `worker_totals` and `kernel` (what computes the model's forwards), only
+    orchestrators `speculation_totals`.
     """
 
     role: str
@@ -55,3 +56,4 @@ class ProcessStatus:
     cache_budget_bytes: int = 0
     worker_totals: WorkerTotals | None = None
     speculation_totals: SpeculationTotals | None = None
+    kernel: str = ""

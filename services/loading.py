@@ -28,4 +28,5 @@ def load_engine(path: str, settings: WorkerSettings) -> Engine:
         cache_budget_bytes=settings.cache_budget_mb << 20,
         deterministic=settings.deterministic,
         lean=settings.lean,
+        kernel_cache=settings.kernel_cache,
     )
