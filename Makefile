@@ -3,14 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test lint chart protos bench chaos fuzz soak clean
+.PHONY: install demo test lint chart protos bench chaos fuzz soak dist clean
 install: $(STAMP)
 
 # torch goes first and by exact version: the plain PyPI build would bring gigabytes of CUDA.
-$(STAMP): pyproject.toml constraints.txt setup.py services/engine/native/kernel.c services/engine/native/attention.h
+$(STAMP): pyproject.toml constraints.txt services/demo_pair/pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt pip setuptools torch==2.13.0
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e services/demo_pair -e '.[all,dev]'
 	touch $@
 
 demo: install  ## start a cluster with the demo pair, stream a completion, print the speedup over plain decoding
@@ -48,6 +48,10 @@ fuzz: install  ## hostile requests, frames, drafters and targets for ten minutes
 
 soak: install  ## half an hour of mixed load, and what processes and Redis hold meanwhile; ARGS="--minutes N --seed S --out FILE"
 	$(BIN)/python tests/soak $(ARGS)
+
+dist: install  ## wheels and source archives of gammaray and of the demo pair's weights, in dist/
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m build --no-isolation --outdir dist services/demo_pair
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gammaray.bench.tables import plain_table
 from gammaray.types import ProcessStatus
 from services.engine.model import resolve_model
-from services.engine.native.bindings import load_library
+from services.engine.native.library import load_kernel
 
 __all__ = ["ModelMemory", "memory_overhead", "memory_table", "model_memory"]
 
@@ -48,7 +48,7 @@ def model_memory(name: str, bytes_per_value: int) -> ModelMemory:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     weight_bytes = parameters * bytes_per_value
-    if bytes_per_value == 4 and config.dtype == torch.bfloat16 and load_library() is not None:
+    if bytes_per_value == 4 and config.dtype == torch.bfloat16 and load_kernel().library is not None:
         weight_bytes = parameters * 2 + text.vocab_size * text.hidden_size * 4
     return ModelMemory(
         parameters=parameters,

@@ -23,6 +23,7 @@ from gammaray.pools import PoolSize
 __all__ = [
     "ClusterSettings",
     "DraftSettings",
+    "KernelSettings",
     "OrchestratorSettings",
     "ScalingSettings",
     "TargetSettings",
@@ -136,7 +137,16 @@ class _ServingSettings(_Settings):
         return f"{scheme}://{user}:{quote(self.redis_password, safe='')}@{hosts}{rest[end:]}"
 
 
-class WorkerSettings(_ServingSettings):
+class KernelSettings(_Settings):
+    """Where compiled CPU kernels are kept."""
+
+    kernel_cache: str = Field(
+        "",
+        description="Folder of compiled CPU kernels; empty: gammaray/kernel in the user's cache folder.",
+    )
+
+
+class WorkerSettings(_ServingSettings, KernelSettings):
     """What draft and target workers have in common."""
 
     model: str = Field(

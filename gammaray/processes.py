@@ -40,8 +40,9 @@ class ProcessStatus:
     """One process of the cluster; `role` is orchestrator, draft, target, redis or proxy.
 
     `num_queued` counts blocks waiting or running of a worker, and requests waiting of an orchestrator. Only
-    workers have `cache_bytes` (KV cache in use, of `cache_budget_bytes`) and `worker_totals`, only
-    orchestrators `speculation_totals` and `accepted_per_position` (entry j: accepted tokens at depth j + 1).
+    workers have `cache_bytes` (KV cache in use, of `cache_budget_bytes`), `worker_totals` and `kernel` (what
+    computes the model's forwards), only orchestrators `speculation_totals` and `accepted_per_position` (entry
+    j: accepted tokens at depth j + 1).
     """
 
     role: str
@@ -57,3 +58,4 @@ class ProcessStatus:
     worker_totals: WorkerTotals | None = None
     speculation_totals: SpeculationTotals | None = None
     accepted_per_position: tuple[int, ...] = ()
+    kernel: str = ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import math
 import random
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gammaray.config import DEMO_PAIR
+from gammaray.demo_pair import demo_directory
 from gammaray.errors import InvalidArgumentError
 
 __all__ = ["check_port", "check_vocabularies", "free_ports", "gpu_share", "gpus_by_role", "vocab_size"]
@@ -77,7 +77,7 @@ def vocab_size(role: str, model: str) -> int:
     Raises:
         InvalidArgumentError: There is no such model, or its configuration does not tell.
     """
-    config = _config(role, _demo_directory(role) if model == DEMO_PAIR else model)
+    config = _config(role, demo_directory(role, role) if model == DEMO_PAIR else model)
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     if not isinstance(size, int):
         raise InvalidArgumentError(role, f"{model!r}, whose configuration has no vocab_size", "a causal LM")
@@ -112,15 +112,6 @@ def gpus_by_role(num_gpus: int, num_targets: int, num_drafts: int, num_ranks: in
         allowed = f"{num_targets} targets of that many, and one for drafters, within {num_gpus} GPUs"
         raise InvalidArgumentError("tensor_parallel", num_ranks, allowed)
     return {"target": num_ranks, "draft": gpu_share(left, num_drafts)}
-
-
-def _demo_directory(role: str) -> str:
-    # By name and late: the launcher is the one place that knows both sides, and no library code imports it.
-    try:
-        pair = importlib.import_module("services.demo_pair")
-    except ModuleNotFoundError:
-        raise InvalidArgumentError(role, DEMO_PAIR, "another model: the demo pair is not installed") from None
-    return str(getattr(pair, f"{role.upper()}_DIR"))
 
 
 def _config(role: str, model: str) -> dict[str, Any]:

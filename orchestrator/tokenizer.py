@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -12,28 +11,19 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from gammaray.config import DEMO_PAIR
+from gammaray.demo_pair import demo_directory
 from gammaray.errors import InvalidArgumentError
 
 __all__ = ["Tokenizer", "resolve_model", "served_name"]
 
 
 def resolve_model(model: str) -> str:
-    """Return the directory or hub name of a target model; "demo" is the target of the pair that ships.
-
-    The pair lies in the `services.demo_pair` package, which the orchestrator must not import (the protos are
-    the only thing between the two); finding the package's path runs none of its code.
+    """Return the directory or hub name of a target model; "demo" is the target of the demo pair.
 
     Raises:
         InvalidArgumentError: The demo pair is asked for and not installed.
     """
-    if model != DEMO_PAIR:
-        return model
-    services = importlib.util.find_spec("services")
-    for folder in (services.submodule_search_locations or ()) if services else ():
-        target = Path(folder) / "demo_pair" / "target"
-        if target.is_dir():
-            return str(target)
-    raise InvalidArgumentError("model", DEMO_PAIR, "a directory or hub name: the demo pair is not installed")
+    return demo_directory("target") if model == DEMO_PAIR else model
 
 
 def served_name(model: str) -> str:

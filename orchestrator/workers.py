@@ -156,6 +156,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
             cache_bytes=info.cache_bytes,
             cache_budget_bytes=info.cache_budget_bytes,
             worker_totals=worker_totals_from_proto(info.totals),
+            kernel=info.kernel,
         )
 
     async def close(self) -> None:

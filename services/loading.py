@@ -28,6 +28,7 @@ def load_engine(path: str, settings: WorkerSettings) -> Engine:
         threads=settings.threads,
         deterministic=settings.deterministic,
         lean=settings.lean,
+        kernel_cache=settings.kernel_cache,
     )
     limit_cache(engine, settings)
     return engine

@@ -30,6 +30,7 @@ class Model:
         name: As it was named at start.
         vocab_sha256: Fingerprint of the tokenizer's vocabulary; empty without a tokenizer.
         metrics_address: host:port of the Prometheus endpoint; empty: none.
+        kernel: What computes its forwards, see `Engine.kernel`.
         identity: Of a target's weights and arithmetic, see `services.identity`; empty: not known.
     """
 
@@ -38,6 +39,7 @@ class Model:
     max_context: int
     vocab_sha256: str
     metrics_address: str = ""
+    kernel: str = ""
     identity: str = ""
 
 
@@ -113,5 +115,6 @@ async def describe(model: Model, engine: EngineThread) -> dict[str, Any]:
         "pid": os.getpid(),
         "vocab_sha256": model.vocab_sha256,
         "metrics_address": model.metrics_address,
+        "kernel": model.kernel,
         **await engine.call(measure),
     }

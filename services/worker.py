@@ -182,6 +182,7 @@ class Worker(ABC, Generic[SettingsT]):
             engine.vocab_size,
             engine.max_context,
             vocab_sha256(path),
+            kernel=engine.kernel,
             identity=self._identity(path, engine),
         )
         scheduler = self._scheduler(engine)

@@ -38,7 +38,7 @@ async def _fetch(connection: Connection) -> list[ProcessStatus]:
 
 def _table(processes: Sequence[ProcessStatus]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("ROLE", "PID", "ADDRESS", "MODEL", "HEALTHY", "SESSIONS", "METRICS"):
+    for name in ("ROLE", "PID", "ADDRESS", "MODEL", "HEALTHY", "SESSIONS", "METRICS", "KERNEL"):
         table.add_column(name, overflow="fold", justify="right" if name in ("PID", "SESSIONS") else "left")
     for process in processes:
         table.add_row(
@@ -49,5 +49,6 @@ def _table(processes: Sequence[ProcessStatus]) -> Table:
             "[green]yes[/]" if process.healthy else "[red]no[/]",
             str(process.sessions),
             process.metrics_address or "-",
+            process.kernel or "-",
         )
     return table

@@ -307,6 +307,7 @@ class GetDraftInfoResponse(_message.Message):
     TOTALS_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     IS_DRAINING_FIELD_NUMBER: _builtins.int
+    KERNEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model as it was named at start."""
     vocab_size: _builtins.int
@@ -329,6 +330,8 @@ class GetDraftInfoResponse(_message.Message):
     """host:port of its Prometheus endpoint, or empty."""
     is_draining: _builtins.bool
     """The worker is about to stop: it takes no new stream. Default false."""
+    kernel: _builtins.str
+    """What computes the model's forwards, see `ProcessStatus.kernel`."""
     @_builtins.property
     def totals(self) -> _types_pb2.WorkerTotals:
         """What it did since its start."""
@@ -348,10 +351,11 @@ class GetDraftInfoResponse(_message.Message):
         totals: _types_pb2.WorkerTotals | None = ...,
         metrics_address: _builtins.str = ...,
         is_draining: _builtins.bool = ...,
+        kernel: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "is_draining", b"is_draining", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "pid", b"pid", "totals", b"totals", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "is_draining", b"is_draining", "kernel", b"kernel", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "pid", b"pid", "totals", b"totals", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -815,6 +815,7 @@ class ProcessStatus(_message.Message):
     WORKER_TOTALS_FIELD_NUMBER: _builtins.int
     SPECULATION_TOTALS_FIELD_NUMBER: _builtins.int
     ACCEPTED_PER_POSITION_FIELD_NUMBER: _builtins.int
+    KERNEL_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """One of orchestrator, draft, target, redis, proxy."""
     pid: _builtins.int
@@ -835,6 +836,10 @@ class ProcessStatus(_message.Message):
     """Workers: bytes of KV cache in use."""
     cache_budget_bytes: _builtins.int
     """Workers: upper bound of `cache_bytes`."""
+    kernel: _builtins.str
+    """Workers: what computes the model's forwards: an instruction set that the CPU kernel was compiled for (such as
+    x86-64-v4), "CUDA graphs", or "none: " and the reason; empty when unknown.
+    """
     @_builtins.property
     def worker_totals(self) -> _types_pb2.WorkerTotals:
         """Workers: what they did since their start."""
@@ -863,10 +868,11 @@ class ProcessStatus(_message.Message):
         worker_totals: _types_pb2.WorkerTotals | None = ...,
         speculation_totals: _types_pb2.SpeculationTotals | None = ...,
         accepted_per_position: _abc.Iterable[_builtins.int] | None = ...,
+        kernel: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_speculation_totals", b"_speculation_totals", "_worker_totals", b"_worker_totals", "speculation_totals", b"speculation_totals", "worker_totals", b"worker_totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_speculation_totals", b"_speculation_totals", "_worker_totals", b"_worker_totals", "accepted_per_position", b"accepted_per_position", "address", b"address", "cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "healthy", b"healthy", "metrics_address", b"metrics_address", "model", b"model", "num_queued", b"num_queued", "pid", b"pid", "role", b"role", "sessions", b"sessions", "speculation_totals", b"speculation_totals", "worker_totals", b"worker_totals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_speculation_totals", b"_speculation_totals", "_worker_totals", b"_worker_totals", "accepted_per_position", b"accepted_per_position", "address", b"address", "cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "healthy", b"healthy", "kernel", b"kernel", "metrics_address", b"metrics_address", "model", b"model", "num_queued", b"num_queued", "pid", b"pid", "role", b"role", "sessions", b"sessions", "speculation_totals", b"speculation_totals", "worker_totals", b"worker_totals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__speculation_totals: _TypeAlias = _typing.Literal["speculation_totals"]  # noqa: Y015
     _WhichOneofArgType__speculation_totals: _TypeAlias = _typing.Literal["_speculation_totals", b"_speculation_totals"]  # noqa: Y015

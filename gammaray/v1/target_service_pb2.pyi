@@ -320,6 +320,7 @@ class GetTargetInfoResponse(_message.Message):
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     IS_DRAINING_FIELD_NUMBER: _builtins.int
     MODEL_IDENTITY_FIELD_NUMBER: _builtins.int
+    KERNEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model as it was named at start."""
     vocab_size: _builtins.int
@@ -347,6 +348,8 @@ class GetTargetInfoResponse(_message.Message):
     `/deterministic/device` behind it. Workers of one identity emit the same tokens, up to ties. Empty when it is
     not known.
     """
+    kernel: _builtins.str
+    """What computes the model's forwards, see `ProcessStatus.kernel`."""
     @_builtins.property
     def totals(self) -> _types_pb2.WorkerTotals:
         """What it did since its start."""
@@ -367,10 +370,11 @@ class GetTargetInfoResponse(_message.Message):
         metrics_address: _builtins.str = ...,
         is_draining: _builtins.bool = ...,
         model_identity: _builtins.str = ...,
+        kernel: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "is_draining", b"is_draining", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "model_identity", b"model_identity", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "pid", b"pid", "totals", b"totals", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "is_draining", b"is_draining", "kernel", b"kernel", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "model_identity", b"model_identity", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "pid", b"pid", "totals", b"totals", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,4 +1,7 @@
-"""The target and draft models that ship with gammaray; see MODEL_CARD.md beside this file."""
+"""The target and draft models of the distribution gammaray-demo-pair; see MODEL_CARD.md in this folder.
+
+Installed, the package is `gammaray_demo_pair`. Programs find it with `gammaray.demo_pair`.
+"""
 
 from pathlib import Path
 

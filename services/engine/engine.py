@@ -7,6 +7,7 @@ thread-safe: one thread owns an engine.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import c_int32
@@ -26,13 +27,16 @@ from services.engine.graphs import GraphRunner
 from services.engine.graphs_weights import build_graph_model, prefers_graphs
 from services.engine.kv_cache import CacheShape, CacheStats, CacheStore, Source
 from services.engine.model import load_model
+from services.engine.native.library import load_kernel
 from services.engine.native.runner import NativeRunner
-from services.engine.native.weights import build_native, has_native_path
+from services.engine.native.weights import build_native, native_obstacle
 from services.engine.probe import probe_model
 
 __all__ = ["Engine", "Feed", "Runner"]
 
 DEFAULT_CACHE_BUDGET_BYTES = 2 * 2**30
+
+_log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
@@ -53,14 +57,24 @@ class Engine:
         num_layers: Depth of the model.
         device: Where it runs; logits are returned there.
         dtype: Type of its weights, keys and values.
+        kernel: What computes its forwards: an instruction set that the CPU kernel was compiled for, "CUDA
+            graphs", or "none: " and the reason, where the model library's own layers do.
     """
 
     def __init__(
-        self, runner: Runner, store: CacheStore, *, model_name: str, vocab_size: int, max_context: int
+        self,
+        runner: Runner,
+        store: CacheStore,
+        *,
+        model_name: str,
+        vocab_size: int,
+        max_context: int,
+        kernel: str = "",
     ) -> None:
         self.model_name = model_name
         self.vocab_size = vocab_size
         self.max_context = max_context
+        self.kernel = kernel
         self.num_layers = store.shape.num_layers
         self.device = store.shape.device
         self.dtype = store.shape.dtype
@@ -78,6 +92,7 @@ class Engine:
         cache_budget_bytes: int = DEFAULT_CACHE_BUDGET_BYTES,
         deterministic: bool = False,
         lean: bool = True,
+        kernel_cache: str = "",
     ) -> Engine:
         """Load a model and check that it can be served exactly.
 
@@ -90,6 +105,7 @@ class Engine:
             deterministic: Logits do not depend, to the last bit, on what else is in a step; see
                 `services.engine.deterministic` for what is covered.
             lean: Use the compiled kernel (CPU) or CUDA graphs where they cover the architecture.
+            kernel_cache: Folder of compiled CPU kernels; empty: that of the settings.
 
         Raises:
             UnsupportedModelError: It cannot be served exactly; the reason is in the error.
@@ -103,13 +119,17 @@ class Engine:
         layout = probe_model(loaded)
         rows, dim = layout.kv_heads, layout.kv_dim
         runner: Runner
-        if lean and has_native_path(loaded):
+        obstacle = native_obstacle(loaded, kernel_cache) if lean else "lean is off"
+        if not obstacle:
+            kernel = load_kernel().variant
             runner = NativeRunner(build_native(loaded, layout.windows, layout.vocab_size))
             rows, dim = 2 * rows, dim // 2
         elif lean and not deterministic and prefers_graphs(loaded):
+            kernel = "CUDA graphs"
             runner = GraphRunner(build_graph_model(loaded, layout.vocab_size))
             rows, dim = 2 * rows, dim // 2
         else:
+            kernel = f"none: {obstacle}"
             runner = GeneralRunner(loaded, layout, fixed_shapes=deterministic)
         shape = CacheShape(layout.num_layers, rows, dim, loaded.dtype, loaded.device)
         engine = cls(
@@ -118,7 +138,9 @@ class Engine:
             model_name=model,
             vocab_size=layout.vocab_size,
             max_context=loaded.max_context,
+            kernel=kernel,
         )
+        _log_kernel(engine)
         check_model(engine, loaded)
         if deterministic:
             check_deterministic(engine)
@@ -299,3 +321,14 @@ class Engine:
 
     def _plan(self, feeds: Sequence[Feed]) -> Batch:
         return plan_batch(feeds, self._store, self.vocab_size, self.max_context)
+
+
+def _log_kernel(engine: Engine) -> None:
+    if engine.device.type == "cpu" and engine.kernel.startswith("none"):
+        _log.warning(
+            "%s runs without the compiled CPU kernel (%s): its forwards take several times as long",
+            engine.model_name,
+            engine.kernel,
+        )
+    else:
+        _log.info("%s runs with the kernel %s on %s", engine.model_name, engine.kernel, engine.device.type)

@@ -9,13 +9,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
+from gammaray.config import DEMO_PAIR
+from gammaray.demo_pair import demo_directory
 from gammaray.errors import InvalidArgumentError, NotFoundError
-from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.engine.errors import UnsupportedModelError
 
-__all__ = ["DEMO", "LoadedModel", "check_config", "load_config", "load_model", "resolve_model"]
+__all__ = ["LoadedModel", "check_config", "load_config", "load_model", "resolve_model"]
 
-DEMO = "demo"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
@@ -48,19 +48,16 @@ class LoadedModel:
 
 
 def resolve_model(name: str, role: str) -> str:
-    """Return the directory or hub name for `name`; "demo" is the pair that ships with gammaray.
+    """Return the directory or hub name for `name`; "demo" is the demo pair.
 
     Args:
         name: Directory, hub name or "demo".
         role: "target" or "draft".
 
     Raises:
-        InvalidArgumentError: Another role.
+        InvalidArgumentError: Another role, or "demo" where the demo pair is not installed.
     """
-    directories = {"target": TARGET_DIR, "draft": DRAFT_DIR}
-    if role not in directories:
-        raise InvalidArgumentError("role", role, "target or draft")
-    return str(directories[role]) if name == DEMO else name
+    return demo_directory(role) if name == DEMO_PAIR else name
 
 
 def load_model(name: str, *, device: str = "auto", dtype: str = "auto", num_ranks: int = 1) -> LoadedModel:

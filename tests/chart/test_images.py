@@ -93,10 +93,20 @@ def test_image_installs_the_version_of_the_package_without_an_index(name):
     assert f"ARG VERSION={gammaray.__version__}" in lines
     (install,) = [line for line in lines if "pip install" in line]
     assert "--no-index" in install
-    extra = "orchestrator" if name == "orchestrator" else "all"
+    extra = "orchestrator,demo" if name == "orchestrator" else "all"
     assert f'"gammaray[{extra}]==${{VERSION}}"' in install
     wheels = stages(DOCKERFILE.read_text())[f"wheels-{name}"]
-    assert f'RUN ["pip", "wheel", "--wheel-dir=/wheels", ".[{extra}]"]' in wheels
+    assert f'RUN ["pip", "wheel", "--wheel-dir=/wheels", "./services/demo_pair", ".[{extra}]"]' in wheels
+
+
+def test_image_without_a_compiler_brings_the_kernel():
+    found = stages(DOCKERFILE.read_text())
+    assert (
+        'RUN ["python", "-m", "services.engine.native.build", "--out=/kernel"]' in found["wheels-worker-cpu"]
+    )
+    copied = next(line for line in found["worker-cpu"] if line.startswith("COPY --from=wheels-worker-cpu"))
+    python = re.search(r"python:(3\.\d+)", found["base"][0])[1]
+    assert copied.endswith(f"/kernel /usr/local/lib/python{python}/site-packages/services/engine/native/")
 
 
 def test_versions_come_from_the_constraints_of_the_repository():

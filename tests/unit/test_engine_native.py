@@ -18,8 +18,10 @@ from services.engine.engine import Engine, Feed
 from services.engine.errors import CacheGapError
 from services.engine.general import GeneralRunner
 from services.engine.model import LoadedModel, resolve_model
-from services.engine.native import bindings, guesses, weights
+from services.engine.native import guesses, weights
+from services.engine.native.build import BASELINE
 from services.engine.native.guesses import likeliest
+from services.engine.native.library import Kernel, open_kernel
 from services.engine.native.runner import NativeRunner
 from services.engine.native.weights import pack_panels
 from services.engine.noise import Noise
@@ -66,8 +68,8 @@ def test_native_path_bfloat16_weights_stay_exact(arch: str, tmp_path: Path) -> N
 
 def variants() -> list[str]:
     """The kernels that this machine can run."""
-    runs = {"AVX512": ("_kernel_v4", "_kernel_v3"), "AVX2": ("_kernel_v3",)}
-    return [*runs.get(torch.backends.cpu.get_cpu_capability(), ()), "_kernel"]
+    runs = {"AVX512": ("x86-64-v4", "x86-64-v3"), "AVX2": ("x86-64-v3",)}
+    return [*runs.get(torch.backends.cpu.get_cpu_capability(), ()), BASELINE]
 
 
 @pytest.mark.parametrize("variant", variants())
@@ -76,7 +78,7 @@ def test_native_path_every_instruction_set_exact(
     variant: str, bfloat16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads of 8 numbers: shorter than a vector of AVX-512, and so handled apart."""
-    monkeypatch.setattr(weights, "load_library", lambda: bindings.open_library(variant))
+    monkeypatch.setattr(weights, "load_kernel", lambda *_: open_kernel(variant))
     directory = tiny_model("qwen3", tmp_path, bfloat16=bfloat16)
     engine = Engine.load(str(directory), deterministic=True)
     assert isinstance(engine._runner, NativeRunner)
@@ -103,7 +105,7 @@ def test_native_path_attention_is_exact_and_of_the_row_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows that share keys are computed together; none may get another bit by that."""
-    monkeypatch.setattr(weights, "load_library", lambda: bindings.open_library(variant))
+    monkeypatch.setattr(weights, "load_kernel", lambda *_: open_kernel(variant))
     directory = tiny_model(
         "mistral",
         tmp_path,
@@ -142,9 +144,10 @@ def test_pack_panels_places_each_weight() -> None:
 
 def test_native_path_absent_takes_the_general_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An installation without a C compiler has no kernel."""
-    monkeypatch.setattr(weights, "load_library", lambda: None)
+    monkeypatch.setattr(weights, "load_kernel", lambda *_: Kernel(None, reason="no C compiler"))
     engine = Engine.load(str(tiny_model("llama", tmp_path)))
     assert isinstance(engine._runner, GeneralRunner)
+    assert engine.kernel == "none: no C compiler"
 
 
 def test_native_path_large_logits_of_attention_exact(tmp_path: Path) -> None:
@@ -190,7 +193,7 @@ def test_native_path_does_not_keep_the_loaded_model(tmp_path: Path, monkeypatch:
 def test_likeliest_equals_a_sorted_softmax(
     size: int, dtype: torch.dtype, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guesses, "load_library", lambda: bindings.open_library(variant))
+    monkeypatch.setattr(guesses, "load_kernel", lambda: open_kernel(variant))
     generator = torch.Generator().manual_seed(size)
     for temperature in (0.1, 1.0, 3.0):
         scores = torch.randn(size, generator=generator, dtype=dtype) * 4
@@ -206,7 +209,7 @@ def test_likeliest_equals_a_sorted_softmax(
 def test_likeliest_without_the_kernel_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.randn(500, generator=torch.Generator().manual_seed(1))
     with_kernel = likeliest(scores, 4, 0.7)
-    monkeypatch.setattr(guesses, "load_library", lambda: None)
+    monkeypatch.setattr(guesses, "load_kernel", lambda: Kernel(None))
     without = likeliest(scores, 4, 0.7)
     assert [token_id for token_id, _ in without] == [token_id for token_id, _ in with_kernel]
     assert [share for _, share in without] == pytest.approx([share for _, share in with_kernel], rel=1e-5)
@@ -217,7 +220,7 @@ def test_likeliest_without_the_kernel_says_the_same(monkeypatch: pytest.MonkeyPa
 def test_chain_is_what_single_steps_draw(
     variant: str, noisy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "load_library", lambda: bindings.open_library(variant))
+    monkeypatch.setattr(weights, "load_kernel", lambda *_: open_kernel(variant))
     directory = str(tiny_model("qwen3", tmp_path))
     ours, theirs = Engine.load(directory), Engine.load(directory)
     noise = Noise(7, 0, ours.vocab_size).gumbel(21, 6) if noisy else None

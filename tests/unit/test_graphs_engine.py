@@ -222,7 +222,7 @@ def test_engine_load_takes_the_captured_path_where_it_is_preferred(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What `Engine.load` does on a CUDA device, its check against the model's own forward included."""
-    monkeypatch.setattr(engine_module, "has_native_path", lambda loaded: False)
+    monkeypatch.setattr(engine_module, "native_obstacle", lambda *_: "on a device")
     monkeypatch.setattr(engine_module, "prefers_graphs", has_graph_path)
     directory = tiny_model("qwen3", tmp_path, head_dim=16)
     built = Engine.load(str(directory), device="cpu")

@@ -1,14 +1,9 @@
-"""Finding the compiled kernel, and its structures as `kernel.c` declares them."""
+"""The kernel's structures and functions, as `kernel.c` declares them."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import sysconfig
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
-from pathlib import Path
-
-import torch
 
 __all__ = [
     "BatchArguments",
@@ -16,12 +11,8 @@ __all__ = [
     "MatrixWeights",
     "ModelWeights",
     "SegmentArguments",
-    "load_library",
+    "declare",
 ]
-
-# By what torch calls the processor's instruction set; setup.py builds one library for each.
-_VARIANTS = {"AVX512": "_kernel_v4", "AVX2": "_kernel_v3"}
-_BASE = "_kernel"
 
 
 class MatrixWeights(Structure):
@@ -98,21 +89,8 @@ class BatchArguments(Structure):
     )
 
 
-@functools.cache
-def load_library() -> ctypes.CDLL | None:
-    """Return the kernel for this processor, None where it was not built (no C compiler at installation)."""
-    name = _VARIANTS.get(torch.backends.cpu.get_cpu_capability(), _BASE)
-    return open_library(name) or open_library(_BASE)
-
-
-@functools.cache
-def open_library(stem: str) -> ctypes.CDLL | None:
-    """Return one variant of the kernel, None where it was not built."""
-    path = Path(__file__).with_name(f"{stem}{sysconfig.get_config_var('EXT_SUFFIX')}")
-    return _declared(ctypes.CDLL(str(path))) if path.exists() else None
-
-
-def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+def declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Declare the arguments and results of the kernel's functions, and return it."""
     library.gr_panel.restype = c_int32
     library.gr_panel.argtypes = ()
     library.gr_lanes.restype = c_int32

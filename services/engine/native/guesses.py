@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from services.engine.native.bindings import load_library
+from services.engine.native.library import load_kernel
 
 __all__ = ["MAX_GUESSES", "likeliest"]
 
@@ -22,8 +22,8 @@ def likeliest(scores: Tensor, count: int, temperature: float) -> list[tuple[int,
         count: How many, at most `MAX_GUESSES` and the size of the vocabulary.
         temperature: Above 0.
     """
-    library = load_library()
-    if library is None or not scores.is_cpu or not scores.is_contiguous():
+    library = load_kernel().library if scores.is_cpu and scores.is_contiguous() else None
+    if library is None:
         return _by_torch(scores, min(count, scores.shape[0]), temperature)
     function = library.gr_guesses_float64 if scores.dtype == torch.float64 else library.gr_guesses_float32
     indices, shares = (ctypes.c_int32 * count)(), (ctypes.c_float * count)()

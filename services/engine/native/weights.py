@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from services.engine.model import LoadedModel
-from services.engine.native.bindings import LayerWeights, MatrixWeights, ModelWeights, load_library
+from services.engine.native.bindings import LayerWeights, MatrixWeights, ModelWeights
+from services.engine.native.library import load_kernel
 
-__all__ = ["NativeModel", "build_native", "has_native_path", "pack_panels"]
+__all__ = ["NativeModel", "build_native", "native_obstacle", "pack_panels"]
 
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 # Largest head the kernel keeps in registers and on its stack.
@@ -54,30 +55,41 @@ class NativeModel:
         return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
 
-def has_native_path(loaded: LoadedModel) -> bool:
-    """Whether the kernel is there and covers the model: Llama, Mistral, Qwen2 or Qwen3 in float32."""
-    config, library = loaded.config, load_library()
-    if library is None or config.model_type not in _MODEL_TYPES or config.hidden_act != "silu":
-        return False
+def native_obstacle(loaded: LoadedModel, kernel_cache: str = "") -> str:
+    """Return why the kernel does not run a model; empty where it does.
+
+    It covers Llama, Mistral, Qwen2 and Qwen3 in float32 on a CPU. It is looked for, and compiled if need be,
+    only where it covers the model.
+
+    Args:
+        loaded: The model.
+        kernel_cache: Folder of compiled kernels; empty: that of the settings.
+    """
+    config = loaded.config
+    if loaded.device.type != "cpu":
+        return f"the model is on {loaded.device.type}"
+    if loaded.dtype != torch.float32:
+        return f"{str(loaded.dtype).removeprefix('torch.')} is not covered"
+    if config.model_type not in _MODEL_TYPES:
+        return f"{config.model_type} is not covered"
+    if config.hidden_act != "silu":
+        return f"the activation {config.hidden_act} is not covered"
     head_dim = loaded.module.model.layers[0].self_attn.head_dim
-    return (
-        loaded.dtype == torch.float32
-        and loaded.device.type == "cpu"
-        and head_dim % 2 == 0
-        and head_dim <= _MAX_HEAD_DIM
-    )
+    if head_dim % 2 or head_dim > _MAX_HEAD_DIM:
+        return f"a head of {head_dim} is not covered"
+    return load_kernel(kernel_cache).reason
 
 
 @torch.no_grad()
 def build_native(loaded: LoadedModel, windows: Sequence[int | None], vocab_size: int) -> NativeModel:
-    """Lay out the weights of a model that `has_native_path`.
+    """Lay out the weights of a model for which `native_obstacle` has none.
 
     Args:
         loaded: The model.
         windows: Sliding window of each layer, None for full attention.
         vocab_size: How many logits are served.
     """
-    library = load_library()
+    library = load_kernel().library
     assert library is not None
     config, body = loaded.config, loaded.module.model
     attention = body.layers[0].self_attn

@@ -1,0 +1,33 @@
+"""Where the demo pair's models are: they are installed by the distribution gammaray-demo-pair."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from gammaray.config import DEMO_PAIR
+from gammaray.errors import InvalidArgumentError
+
+__all__ = ["demo_directory"]
+
+_PACKAGE = "gammaray_demo_pair"
+
+
+def demo_directory(role: str, field: str = "model") -> str:
+    """Return the directory of one of the demo pair's models.
+
+    Args:
+        role: "target" or "draft".
+        field: The setting that asks for it, for the error.
+
+    Raises:
+        InvalidArgumentError: The role is another one, or the demo pair is not installed.
+    """
+    if role not in ("target", "draft"):
+        raise InvalidArgumentError("role", role, "target or draft")
+    package = importlib.util.find_spec(_PACKAGE)
+    for folder in (package.submodule_search_locations or ()) if package else ():
+        if (Path(folder) / role).is_dir():
+            return str(Path(folder) / role)
+    allowed = "another model, or the demo pair installed with pip install 'gammaray[demo]'"
+    raise InvalidArgumentError(field, DEMO_PAIR, allowed)

@@ -1,0 +1,165 @@
+"""Compiles the kernel: one shared library for each instruction set.
+
+Workers compile what they need when they first load a model, see `services.engine.native.library`. Images are
+given the libraries when they are built:
+
+    python -m services.engine.native.build            # next to kernel.c
+    python -m services.engine.native.build --out DIR
+
+It needs the standard library and a C compiler: `$CC`, else cc, gcc or clang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = [
+    "BASELINE",
+    "VARIANTS",
+    "Compiler",
+    "KernelBuildError",
+    "compile_library",
+    "find_compiler",
+    "find_library",
+]
+
+SOURCE_DIR = Path(__file__).parent
+SOURCES = ("kernel.c", "attention.h")
+BASELINE = "baseline"
+TIMEOUT_S = 300
+
+# They decide the order of floating-point operations: other flags would give other bits.
+_FLAGS = ("-std=gnu11", "-O3", "-DNDEBUG", "-fwrapv", "-ffp-contract=fast", "-fvisibility=hidden")
+_LIBRARY_FLAGS = ("-fPIC", "-shared")
+
+
+def _variants() -> dict[str, tuple[str, ...]]:
+    variants: dict[str, tuple[str, ...]] = {BASELINE: ()}
+    if platform.machine() in ("x86_64", "AMD64"):
+        variants["x86-64-v3"] = ("-march=x86-64-v3",)
+        variants["x86-64-v4"] = ("-march=x86-64-v4", "-mprefer-vector-width=512")
+    return variants
+
+
+VARIANTS = _variants()
+"""Instruction sets of this architecture by name, and the compiler's options for each."""
+
+
+class KernelBuildError(Exception):
+    """The kernel could not be compiled; the message says why."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C compiler.
+
+    Attributes:
+        command: The command, with options of its own if `$CC` has some.
+        version: First line of what it says of itself.
+    """
+
+    command: tuple[str, ...]
+    version: str
+
+
+def find_compiler() -> Compiler | None:
+    """Return the C compiler of this environment, None where there is none."""
+    chosen = shlex.split(os.environ.get("CC", ""))
+    for command in [chosen] if chosen else [["cc"], ["gcc"], ["clang"]]:
+        path = shutil.which(command[0])
+        if path is None:
+            continue
+        try:
+            said = subprocess.run(
+                [path, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return Compiler((path, *command[1:]), said.stdout.partition("\n")[0])
+    return None
+
+
+def find_library(folder: Path, variant: str, compiler: Compiler | None = None) -> Path | None:
+    """Return the library of a variant in a folder, built from these sources with these flags; None if absent.
+
+    Args:
+        folder: Where to look.
+        variant: A name of `VARIANTS`.
+        compiler: The compiler that built it; None takes what any one built.
+    """
+    if compiler is not None:
+        path = folder / _file_name(variant, compiler)
+        return path if path.is_file() else None
+    return next(iter(sorted(folder.glob(f"{_stem(variant)}-*.so"))), None)
+
+
+def compile_library(folder: Path, variant: str, compiler: Compiler) -> Path:
+    """Compile a variant into a folder and return the library, which appears there whole or not at all.
+
+    Raises:
+        KernelBuildError: The compiler failed, or the folder cannot be written to.
+    """
+    path = folder / _file_name(variant, compiler)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
+            built = Path(scratch) / path.name
+            options = [*_FLAGS, *VARIANTS[variant], *_LIBRARY_FLAGS]
+            subprocess.run(
+                [*compiler.command, *options, str(SOURCE_DIR / SOURCES[0]), "-o", str(built), "-lm"],
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+                check=True,
+            )
+            built.replace(path)
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or [f"exit status {error.returncode}"])[-1]
+        raise KernelBuildError(f"{compiler.command[0]} failed for {variant}: {last}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelBuildError(f"{variant} cannot be compiled into {folder}: {error}") from error
+    return path
+
+
+def _stem(variant: str) -> str:
+    digest = hashlib.sha256(repr((platform.machine(), _FLAGS, VARIANTS[variant])).encode())
+    for name in SOURCES:
+        digest.update((SOURCE_DIR / name).read_bytes())
+    return f"kernel-{variant}-{digest.hexdigest()[:16]}"
+
+
+def _file_name(variant: str, compiler: Compiler) -> str:
+    identity = repr((compiler.command[1:], compiler.version))
+    return f"{_stem(variant)}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}.so"
+
+
+def main() -> int:
+    """Compile every instruction set of this architecture."""
+    parser = argparse.ArgumentParser("services.engine.native.build", description="Compile the CPU kernel.")
+    parser.add_argument("--out", type=Path, default=SOURCE_DIR, help="folder of the libraries")
+    folder = parser.parse_args().out
+    compiler = find_compiler()
+    if compiler is None:
+        print("no C compiler: set CC, or install cc, gcc or clang", file=sys.stderr)
+        return 1
+    for variant in VARIANTS:
+        try:
+            print(compile_library(folder, variant, compiler))
+        except KernelBuildError as error:
+            print(error, file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

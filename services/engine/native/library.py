@@ -1,0 +1,131 @@
+"""Finding or compiling the kernel for this processor.
+
+A library next to `kernel.c` is taken first (images are built with one), then one of the cache folder; else
+the kernel is compiled into that folder, once for all processes of the machine. Names carry a hash of the
+sources, flags and compiler, so that a change of any of them compiles anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+
+from gammaray.config import KernelSettings
+from services.engine.native.bindings import declare
+from services.engine.native.build import (
+    BASELINE,
+    SOURCE_DIR,
+    TIMEOUT_S,
+    Compiler,
+    KernelBuildError,
+    compile_library,
+    find_compiler,
+    find_library,
+)
+
+__all__ = ["Kernel", "load_kernel", "open_kernel"]
+
+# By what torch calls the processor's instruction set.
+_VARIANTS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
+
+_log = logging.getLogger(__name__)
+_loaded: Kernel | None = None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The kernel of this process.
+
+    Attributes:
+        library: Its functions; None where there is none.
+        variant: The instruction set that it was compiled for; empty where there is none.
+        reason: Why there is none; empty otherwise.
+    """
+
+    library: ctypes.CDLL | None
+    variant: str = ""
+    reason: str = ""
+
+
+def load_kernel(cache_dir: str = "") -> Kernel:
+    """Return the kernel for this processor; the first call finds or compiles it.
+
+    Args:
+        cache_dir: Folder of compiled kernels; empty: that of the settings, see `KernelSettings`.
+    """
+    global _loaded
+    if _loaded is None:
+        usual = _VARIANTS.get(torch.backends.cpu.get_cpu_capability(), BASELINE)
+        kernel = open_kernel(usual, cache_dir)
+        if kernel.library is None and usual != BASELINE:
+            _log.warning("no CPU kernel for %s (%s), trying the baseline", usual, kernel.reason)
+            kernel = open_kernel(BASELINE, cache_dir)
+        _loaded = kernel
+    return _loaded
+
+
+def open_kernel(variant: str, cache_dir: str = "") -> Kernel:
+    """Find or compile one variant of the kernel.
+
+    Args:
+        variant: A name of `services.engine.native.build.VARIANTS`.
+        cache_dir: As for `load_kernel`.
+    """
+    try:
+        return Kernel(declare(ctypes.CDLL(str(_library(variant, cache_dir)))), variant)
+    except KernelBuildError as error:
+        return Kernel(None, reason=str(error))
+    except OSError as error:
+        return Kernel(None, reason=f"the library cannot be loaded: {error}")
+
+
+def _library(variant: str, cache_dir: str) -> Path:
+    """Return the path of a library.
+
+    Raises:
+        KernelBuildError: There is none, and none can be compiled.
+    """
+    shipped = find_library(SOURCE_DIR, variant)
+    if shipped is not None:
+        return shipped
+    folder, compiler = _cache_folder(cache_dir), find_compiler()
+    cached = find_library(folder, variant, compiler)
+    if cached is not None:
+        return cached
+    if compiler is None:
+        raise KernelBuildError("no C compiler")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Workers that start together wait for the first one instead of compiling the same.
+        with FileLock(folder / f".{variant}.lock", timeout=2 * TIMEOUT_S):
+            return find_library(folder, variant, compiler) or _compiled(folder, variant, compiler)
+    except Timeout:
+        raise KernelBuildError(f"another process has held {folder} for {2 * TIMEOUT_S} s") from None
+    except OSError as error:
+        private = Path(tempfile.mkdtemp(prefix="gammaray-kernel-"))
+        _log.warning("%s cannot keep compiled kernels (%s): each start compiles anew", folder, error)
+        return _compiled(private, variant, compiler)
+
+
+def _compiled(folder: Path, variant: str, compiler: Compiler) -> Path:
+    _log.info("compiling the CPU kernel for %s with %s, once", variant, compiler.version)
+    began = time.monotonic()
+    path = compile_library(folder, variant, compiler)
+    _log.info("compiled %s in %.1f s", path, time.monotonic() - began)
+    return path
+
+
+def _cache_folder(cache_dir: str) -> Path:
+    chosen = cache_dir or KernelSettings().kernel_cache
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "gammaray" / "kernel"

@@ -1,0 +1,154 @@
+"""The kernel is compiled where it is first needed: once, into a cache, and with a reason where it is not."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engine_helpers import tiny_model
+
+from services.engine.native.build import BASELINE, compile_library, find_compiler, find_library
+from services.engine.native.library import open_kernel
+
+CALLS = "calls.txt"
+
+
+@pytest.fixture
+def counted_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that notes each use but those that ask for its version."""
+    real = find_compiler()
+    assert real is not None, "these tests need a C compiler"
+    calls, script = tmp_path / CALLS, tmp_path / "counted-cc"
+    calls.touch()
+    script.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] || echo "$@" >> {calls}\nexec {" ".join(real.command)} "$@"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    return calls
+
+
+@pytest.fixture
+def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+
+
+def num_compiled(calls: Path) -> int:
+    return len(calls.read_text().splitlines())
+
+
+def test_kernel_is_compiled_once_and_then_taken_from_the_cache(
+    counted_compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = tmp_path / "cache"
+    with caplog.at_level(logging.INFO):
+        first = open_kernel(BASELINE, str(cache))
+    assert first.library is not None
+    assert (first.variant, first.reason) == (BASELINE, "")
+    assert "compiling the CPU kernel for baseline" in caplog.text
+    caplog.clear()
+    assert open_kernel(BASELINE, str(cache)).library is not None
+    assert num_compiled(counted_compiler) == 1
+    assert "compiling" not in caplog.text
+    left = [path.name for path in cache.iterdir() if not path.name.startswith(".")]
+    assert len(left) == 1  # and nothing half made
+
+
+def test_kernel_folder_is_a_setting(
+    counted_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GAMMARAY_KERNEL_CACHE", str(tmp_path / "chosen"))
+    assert open_kernel(BASELINE).library is not None
+    assert find_library(tmp_path / "chosen", BASELINE) is not None
+
+
+def test_kernel_is_compiled_once_by_workers_that_start_together(
+    counted_compiler: Path, tmp_path: Path
+) -> None:
+    program = (
+        "import sys; from services.engine.native.library import open_kernel;"
+        f"sys.exit(open_kernel({BASELINE!r}, {str(tmp_path / 'cache')!r}).library is None)"
+    )
+    started = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(3)]
+    assert [process.wait(timeout=200) for process in started] == [0, 0, 0]
+    assert num_compiled(counted_compiler) == 1
+
+
+def test_kernel_of_another_compiler_is_compiled_anew(
+    counted_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = find_compiler()
+    assert compiler is not None
+    compile_library(tmp_path / "cache", BASELINE, compiler)
+    monkeypatch.setenv("CC", f"{compiler.command[0]} -O3")
+    other = find_compiler()
+    assert other is not None
+    assert find_library(tmp_path / "cache", BASELINE, compiler) is not None
+    assert find_library(tmp_path / "cache", BASELINE, other) is None
+
+
+def test_kernel_without_a_compiler_is_none_and_says_why(no_compiler: None, tmp_path: Path) -> None:
+    kernel = open_kernel(BASELINE, str(tmp_path / "cache"))
+    assert (kernel.library, kernel.variant, kernel.reason) == (None, "", "no C compiler")
+
+
+def test_kernel_of_the_cache_needs_no_compiler(
+    counted_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert open_kernel(BASELINE, str(tmp_path / "cache")).library is not None
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert open_kernel(BASELINE, str(tmp_path / "cache")).library is not None
+
+
+def test_kernel_compiler_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "broken-cc"
+    script.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exec echo broken 1.0\necho no such target >&2\nexit 1\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    kernel = open_kernel(BASELINE, str(tmp_path / "cache"))
+    assert kernel.library is None
+    assert kernel.reason == f"{script} failed for baseline: no such target"
+    assert find_library(tmp_path / "cache", BASELINE) is None
+
+
+def test_kernel_cache_that_cannot_be_written_is_said(
+    counted_compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert open_kernel(BASELINE, str(file / "cache")).library is not None
+    assert "cannot keep compiled kernels" in caplog.text
+
+
+def test_engine_without_a_compiler_says_so_when_it_loads(tmp_path: Path) -> None:
+    """As a worker does: in a process of its own, with nothing compiled before and no compiler in PATH."""
+    model = tiny_model("llama", tmp_path)
+    program = (
+        "import logging; logging.basicConfig(level=logging.INFO);"
+        "from services.engine.engine import Engine;"
+        f"print(Engine.load({str(model)!r}).kernel)"
+    )
+    environment = {
+        **os.environ,
+        "PATH": str(tmp_path / "empty"),
+        "GAMMARAY_KERNEL_CACHE": str(tmp_path / "k"),
+    }
+    environment.pop("CC", None)
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=True,
+    )
+    assert ended.stdout.strip() == "none: no C compiler"
+    assert "runs without the compiled CPU kernel (none: no C compiler)" in ended.stderr
