@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gammaray.errors import InternalError
-from gammaray.types import Chunk, EmittedToken, FinishReason, SpeculationSummary, Usage
+from gammaray.types import Chunk, EmittedToken, FinishReason, PromptLogprobs, SpeculationSummary, Usage
 
 __all__ = ["Completion", "speculation_object"]
 
@@ -24,6 +24,7 @@ class Completion:
         summary: How speculation went.
         seed: The seed in use: the same request with it gives the same tokens.
         session_id: The session.
+        prompt_logprobs: Log-probabilities of the prompt, when they were asked for.
     """
 
     text: str
@@ -33,6 +34,7 @@ class Completion:
     summary: SpeculationSummary
     seed: int
     session_id: str
+    prompt_logprobs: PromptLogprobs | None = None
 
     @classmethod
     def from_chunks(cls, chunks: Iterable[Chunk]) -> Completion:
@@ -44,13 +46,22 @@ class Completion:
         text = ""
         tokens: list[EmittedToken] = []
         last: Chunk | None = None
+        prompt_logprobs: PromptLogprobs | None = None
         for last in chunks:
+            prompt_logprobs = prompt_logprobs or last.prompt_logprobs
             text += last.text
             tokens.extend(last.tokens)
         if last is None or last.finish_reason is None or last.usage is None or last.summary is None:
             raise InternalError("the server ended the stream without a finish reason, usage and summary")
         return cls(
-            text, tuple(tokens), last.finish_reason, last.usage, last.summary, last.seed, last.session_id
+            text=text,
+            tokens=tuple(tokens),
+            finish_reason=last.finish_reason,
+            usage=last.usage,
+            summary=last.summary,
+            seed=last.seed,
+            session_id=last.session_id,
+            prompt_logprobs=prompt_logprobs,
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from gammaray import types as t
 from gammaray.convert_sampling import sampling_from_proto, sampling_to_proto
 from gammaray.errors import InternalError, InvalidArgumentError
@@ -143,6 +145,7 @@ def request_to_proto(request: t.GenerationRequest) -> gen.GenerateRequest:
         resume_from=request.resume_from,
         keep_cache_s=request.keep_cache_s,
         cache_salt=request.cache_salt,
+        num_prompt_logprobs=request.num_prompt_logprobs,
     )
     if request.gamma.fixed is None:
         message.gamma.adaptive = True
@@ -183,6 +186,7 @@ def request_from_proto(message: gen.GenerateRequest) -> t.GenerationRequest:
         resume_from=message.resume_from if message.HasField("resume_from") else None,
         keep_cache_s=message.keep_cache_s,
         cache_salt=message.cache_salt,
+        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
     )
     request.validate()
     return request
@@ -205,6 +209,8 @@ def chunk_to_proto(chunk: t.Chunk) -> gen.GenerateResponse:
         message.usage.CopyFrom(gen.Usage(**vars(chunk.usage)))
     if chunk.summary is not None:
         message.summary.CopyFrom(gen.SpeculationSummary(**vars(chunk.summary)))
+    if chunk.prompt_logprobs is not None:
+        message.prompt_logprobs.CopyFrom(pb.PromptLogprobs(**vars(chunk.prompt_logprobs)))
     return message
 
 
@@ -221,7 +227,35 @@ def chunk_from_proto(message: gen.GenerateResponse) -> t.Chunk:
         offset=message.offset,
         turn=message.turn,
         prompt_tokens=message.prompt_tokens,
+        prompt_logprobs=(
+            prompt_logprobs_from_proto(message.prompt_logprobs, tuple(message.prompt_logprobs.token_ids))
+            if message.HasField("prompt_logprobs")
+            else None
+        ),
     )
+
+
+def prompt_logprobs_from_proto(message: pb.PromptLogprobs, token_ids: tuple[int, ...]) -> t.PromptLogprobs:
+    """Return the log-probabilities of a prompt of the given tokens.
+
+    Raises:
+        InternalError: The columns do not fit the tokens, or have numbers that are none.
+    """
+    found = t.PromptLogprobs(
+        token_ids,
+        tuple(message.logprobs),
+        tuple(message.ranks),
+        message.num_top,
+        tuple(message.top_token_ids),
+        tuple(message.top_logprobs),
+    )
+    entries = max(0, len(token_ids) - 1)
+    sizes = [len(found.logprobs), len(found.ranks), len(found.top_token_ids), len(found.top_logprobs)]
+    if sizes != [entries, entries, entries * found.num_top, entries * found.num_top]:
+        raise InternalError(f"the peer sent {sizes} log-probabilities of a prompt of {len(token_ids)} tokens")
+    if any(map(math.isnan, found.logprobs)) or any(map(math.isnan, found.top_logprobs)):
+        raise InternalError("the peer sent log-probabilities of a prompt that are not numbers")
+    return found
 
 
 def token_to_proto(token: t.EmittedToken) -> gen.EmittedToken:

@@ -38,6 +38,7 @@ class GenerateOptions(TypedDict, total=False):
         gamma: "adaptive" (default), a fixed draft length in [0, 64] (0 is plain decoding), or a GammaPolicy.
         stop: One string or several.
         logprobs: How many alternatives to return log-probabilities of, in [0, 20]; None for none at all.
+        prompt_logprobs: The same for the tokens of the prompt.
         verification, drafter: The enum's member or its value.
     """
 
@@ -59,6 +60,7 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     logprobs: int | None
+    prompt_logprobs: int | None
     verification: VerificationMethod | Literal["coupled", "rejection", "naive"]
     gamma: GammaPolicy | Literal["adaptive"] | int
     drafter: DrafterKind | Literal["model", "ngram", "none"]
@@ -87,6 +89,8 @@ def build_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generat
     given: dict[str, Any] = dict(options)
     if "logprobs" in given:
         given["num_top_logprobs"] = given.pop("logprobs")
+    if "prompt_logprobs" in given:
+        given["num_prompt_logprobs"] = given.pop("prompt_logprobs")
     for name, convert in _CONVERTERS.items():
         if name in given:
             given[name] = convert(name, given[name])

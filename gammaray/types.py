@@ -20,6 +20,7 @@ __all__ = [
     "ADAPTIVE",
     "MAX_GAMMA",
     "MAX_NODES",
+    "MAX_PROMPT_LOGPROBS",
     "Chunk",
     "DrafterKind",
     "EmittedToken",
@@ -27,6 +28,7 @@ __all__ = [
     "GammaPolicy",
     "GenerationRequest",
     "ProcessStatus",
+    "PromptLogprobs",
     "Proposal",
     "SamplingParams",
     "SparseDistribution",
@@ -35,11 +37,15 @@ __all__ = [
     "TopLogprob",
     "Usage",
     "VerificationMethod",
+    "check_prompt_logprobs",
 ]
 
 MAX_GAMMA = 64
 MAX_NODES = 256
 MAX_TOP_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 2**20
+"""Upper bound of a prompt's log-probabilities: its tokens times one more than the alternatives asked for."""
+
 MAX_KEEP_CACHE_S = 3600
 MAX_CACHE_SALT = 64
 
@@ -141,6 +147,8 @@ class GenerationRequest:
             left out, and otherwise the request must be the one that began the turn.
         keep_cache_s: Seconds that the workers keep their caches for the next turn, in [0, 3600].
         cache_salt: The workers' caches are shared only with requests of the same salt; at most 64 characters.
+        num_prompt_logprobs: None for no log-probabilities of the prompt, else how many alternatives, in
+            [0, 20]. The prompt is then computed anew, whatever is cached.
     """
 
     prompt: str | tuple[int, ...]
@@ -159,6 +167,7 @@ class GenerationRequest:
     resume_from: int | None = None
     keep_cache_s: float = 0.0
     cache_salt: str = ""
+    num_prompt_logprobs: int | None = None
 
     def validate(self) -> None:
         """Check what can be checked without the model.
@@ -181,6 +190,10 @@ class GenerationRequest:
         check_int("max_tokens", self.max_tokens, 1, 2**31)
         if self.num_top_logprobs is not None:
             check_int("num_top_logprobs", self.num_top_logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.num_prompt_logprobs is not None:
+            check_int("num_prompt_logprobs", self.num_prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+            if not isinstance(self.prompt, str):
+                check_prompt_logprobs(self.num_prompt_logprobs, len(self.prompt))
         if len(self.stop) > 16:
             raise InvalidArgumentError("stop", f"{len(self.stop)} strings", "at most 16")
         for text in self.stop:
@@ -202,6 +215,49 @@ class GenerationRequest:
             check_int("resume_from", self.resume_from, 0, 2**31 - 1)
         if not self.session_id and (self.turn > 0 or self.resume_from is not None):
             raise InvalidArgumentError("session_id", "no name", "the name of the session to go on with")
+
+
+def check_prompt_logprobs(num_top: int, num_tokens: int) -> None:
+    """Check that the log-probabilities of a prompt are not too many.
+
+    Raises:
+        InvalidArgumentError: They are.
+    """
+    if num_tokens * (num_top + 1) > MAX_PROMPT_LOGPROBS:
+        raise InvalidArgumentError(
+            "num_prompt_logprobs",
+            f"{num_top} for a prompt of {num_tokens} tokens",
+            f"(num_prompt_logprobs + 1) x tokens up to {MAX_PROMPT_LOGPROBS}",
+        )
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Log-probabilities (natural log) of a prompt under the model's own distribution, in columns.
+
+    Entry i of `logprobs` and `ranks` is about token i + 1, as nothing precedes the first token.
+
+    Args:
+        token_ids: The prompt's tokens.
+        logprobs: Of each token after the first.
+        ranks: Rank of each token after the first in the vocabulary; 1 is the most likely.
+        num_top: Most likely tokens per entry.
+        top_token_ids: `num_top` tokens per entry, most likely first.
+        top_logprobs: Their log-probabilities.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    ranks: tuple[int, ...]
+    num_top: int = 0
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+    def top(self, entry: int, count: int | None = None) -> list[tuple[int, float]]:
+        """Return the most likely tokens of an entry with their log-probabilities, at most `count`."""
+        start = entry * self.num_top
+        end = start + (self.num_top if count is None else min(count, self.num_top))
+        return list(zip(self.top_token_ids[start:end], self.top_logprobs[start:end], strict=True))
 
 
 @dataclass(frozen=True)
@@ -262,7 +318,8 @@ class Chunk:
     """A piece of a completion; the last one carries `finish_reason`, `usage` and `summary`.
 
     `offset` counts the turn's tokens before this piece; offset + len(tokens) is what to resume from.
-    `prompt_tokens` counts the tokens of the turn's prompt; 0 where the server does not say.
+    `prompt_tokens` counts the tokens of the turn's prompt; 0 where the server does not say. The first piece
+    carries `prompt_logprobs` when they were asked for; a resumed turn that has emitted tokens lacks them.
     """
 
     session_id: str
@@ -275,3 +332,4 @@ class Chunk:
     offset: int = 0
     turn: int = 0
     prompt_tokens: int = 0
+    prompt_logprobs: PromptLogprobs | None = None

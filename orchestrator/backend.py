@@ -36,6 +36,10 @@ class Backend(Protocol):
         """Return the text of token ids."""
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the text of one token by itself, as bytes; may be called in any thread."""
+        ...
+
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the prompt that the model's chat template makes of messages.
 

@@ -72,7 +72,9 @@ class Progress:
             offset=offset,
             turn=session.turn,
             prompt_tokens=len(session.prompt),
+            prompt_logprobs=session.prompt_logprobs,
         )
+        session.prompt_logprobs = None
         if finish_reason is None:
             return piece
         usage = Usage(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -70,7 +71,7 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: Bodies) -> None:
             async with bodies.read(request) as data:
                 body = parse_body(CompletionRequest, data)
             plans = completion_choices(body, backend.max_context, backend.decode)
-            response = CompletionResponse(backend.model_name, plans)
+            response = CompletionResponse(backend.model_name, plans, backend.token_bytes)
             return await _generate(backend, plans, response, body, request)
 
         return await _guarded(answer)
@@ -82,7 +83,7 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: Bodies) -> None:
                 body = parse_body(ChatRequest, data)
             prompt = backend.render_chat([message.model_dump() for message in body.messages])
             plans = chat_choices(body, prompt, backend.max_context)
-            response = ChatResponse(backend.model_name, plans)
+            response = ChatResponse(backend.model_name, plans, backend.token_bytes)
             return await _generate(backend, plans, response, body, request)
 
         return await _guarded(answer)
@@ -148,6 +149,9 @@ async def _generate(
     async with generate_all(backend, requests, caller) as pieces:
         async for index, chunk in pieces:
             response.states[index].add(chunk)
+    if any(state.prompt_logprobs is not None for state in response.states):
+        # Up to a million numbers: other requests go on meanwhile.
+        return await asyncio.to_thread(lambda: JSONResponse(response.whole()))
     return JSONResponse(response.whole())
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from gammaray.types import EmittedToken
+from gammaray.types import EmittedToken, PromptLogprobs
 
-__all__ = ["ChatLogprobs", "CompletionLogprobs", "LogprobFormat"]
+__all__ = ["ChatLogprobs", "CompletionLogprobs", "EchoedPrompt", "LogprobFormat", "prompt_entries"]
 
 _LOWEST = -9999.0
 """OpenAI's stand-in for minus infinity, which JSON cannot say."""
@@ -16,9 +17,24 @@ _LOWEST = -9999.0
 class LogprobFormat(Protocol):
     """Renders the log-probabilities of a choice's tokens, piece by piece."""
 
-    def render(self, tokens: Sequence[EmittedToken]) -> dict[str, Any]:
-        """Return the JSON object for the next tokens."""
+    def render(self, tokens: Sequence[EmittedToken], prompt: EchoedPrompt | None = None) -> dict[str, Any]:
+        """Return the JSON object for the next tokens, after those of a prompt that is echoed."""
         ...
+
+
+@dataclass(frozen=True)
+class EchoedPrompt:
+    """A prompt to be told of among a completion's tokens.
+
+    Args:
+        logprobs: Its log-probabilities.
+        num_top: Alternatives to tell of each token.
+        spell: Returns the bytes of a token.
+    """
+
+    logprobs: PromptLogprobs
+    num_top: int
+    spell: Callable[[int], bytes]
 
 
 class CompletionLogprobs:
@@ -30,17 +46,29 @@ class CompletionLogprobs:
     def __init__(self) -> None:
         self._num_chars = 0
 
-    def render(self, tokens: Sequence[EmittedToken]) -> dict[str, Any]:
-        """Return the JSON object for the next tokens."""
+    def render(self, tokens: Sequence[EmittedToken], prompt: EchoedPrompt | None = None) -> dict[str, Any]:
+        """Return the JSON object for the next tokens; of a prompt's first token nothing is known."""
+        spelled: list[bytes] = []
+        logprobs: list[float | None] = []
+        top: list[dict[str, float] | None] = []
+        if prompt is not None:
+            told, spell = prompt.logprobs, prompt.spell
+            spelled += map(spell, told.token_ids)
+            logprobs += [None, *map(_finite, told.logprobs)]
+            top.append(None)
+            for entry, logprob in enumerate(told.logprobs):
+                others = {_text(spell(i)): _finite(p) for i, p in told.top(entry, prompt.num_top)}
+                top.append({**others, _text(spelled[entry + 1]): _finite(logprob)})
+        spelled += [token.token_bytes for token in tokens]
         offsets = []
-        for token in tokens:
+        for token_bytes in spelled:
             offsets.append(self._num_chars)
             # Each character of UTF-8 has one byte that is no continuation byte.
-            self._num_chars += sum(byte & 0xC0 != 0x80 for byte in token.token_bytes)
+            self._num_chars += sum(byte & 0xC0 != 0x80 for byte in token_bytes)
         return {
-            "tokens": [_text(token.token_bytes) for token in tokens],
-            "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [_top(token) for token in tokens],
+            "tokens": [*map(_text, spelled)],
+            "token_logprobs": [*logprobs, *(_finite(token.logprob) for token in tokens)],
+            "top_logprobs": [*top, *map(_top, tokens)],
             "text_offset": offsets,
         }
 
@@ -48,8 +76,8 @@ class CompletionLogprobs:
 class ChatLogprobs:
     """The form of /v1/chat/completions: one object per token."""
 
-    def render(self, tokens: Sequence[EmittedToken]) -> dict[str, Any]:
-        """Return the JSON object for the next tokens."""
+    def render(self, tokens: Sequence[EmittedToken], prompt: EchoedPrompt | None = None) -> dict[str, Any]:
+        """Return the JSON object for the next tokens; prompts of chats are never echoed."""
         content = [
             {
                 **_entry(token.token_bytes, token.logprob),
@@ -58,6 +86,31 @@ class ChatLogprobs:
             for token in tokens
         ]
         return {"content": content, "refusal": None}
+
+
+def prompt_entries(
+    prompt: PromptLogprobs, num_top: int, spell: Callable[[int], bytes]
+) -> list[dict[str, Any] | None]:
+    """Return vLLM's `prompt_logprobs`: by token id the prompt's own token and the most likely ones.
+
+    The first entry is null, as nothing precedes the first token.
+    """
+    entries: list[dict[str, Any] | None] = [None]
+    for entry, (token_id, logprob) in enumerate(zip(prompt.token_ids[1:], prompt.logprobs, strict=True)):
+        top = enumerate(prompt.top(entry, num_top), start=1)
+        ranked = {other: (value, rank) for rank, (other, value) in top}
+        ranked.setdefault(token_id, (logprob, prompt.ranks[entry]))
+        entries.append(
+            {
+                str(other): {
+                    "logprob": _finite(value),
+                    "rank": rank,
+                    "decoded_token": spell(other).decode("utf-8", "replace"),
+                }
+                for other, (value, rank) in ranked.items()
+            }
+        )
+    return entries
 
 
 def _entry(token_bytes: bytes, logprob: float | None) -> dict[str, Any]:

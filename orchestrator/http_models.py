@@ -1,9 +1,10 @@
 """OpenAI's request bodies, checked as data from a stranger.
 
 Field names are OpenAI's, extensions have vLLM's names (`top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
-`ignore_eos`, `stop_token_ids`, `allowed_token_ids`) and the object `gammaray` steers speculation. A field
-whose value could not change the completion (`user`, `store`, ...) is ignored; every other unknown field is
-refused, as dropping it silently would answer another question than the one asked. null means absent.
+`ignore_eos`, `stop_token_ids`, `allowed_token_ids`, `prompt_logprobs`) and the object `gammaray` steers
+speculation. A field whose value could not change the completion (`user`, `store`, ...) is ignored; every
+other unknown field is refused, as dropping it silently would answer another question than the one asked.
+null means absent.
 """
 
 from __future__ import annotations
@@ -141,6 +142,7 @@ class OpenAIRequest(_Strict):
     ignore_eos: bool = False
     stop_token_ids: list[int] = []
     allowed_token_ids: list[int] = []
+    prompt_logprobs: int | None = None
     gammaray: GammarayOptions = GammarayOptions()
 
     @field_validator("n", mode="after")
@@ -166,6 +168,13 @@ class OpenAIRequest(_Strict):
         if not all(key.isascii() and key.isdigit() and len(key) <= 10 for key in value):
             raise ValueError("an object whose keys are token ids")
         return {int(key): bias for key, bias in value.items()}
+
+    @field_validator("prompt_logprobs", mode="after")
+    @classmethod
+    def _check_prompt_logprobs(cls, value: int | None) -> int | None:
+        if value is not None and not 0 <= value <= MAX_TOP_LOGPROBS:
+            raise ValueError(f"an integer in [0, {MAX_TOP_LOGPROBS}]")
+        return value
 
     @field_validator("top_k", mode="after")
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import (
@@ -28,6 +28,9 @@ class ChoicePlan:
         request: What to generate.
         echo: Text to put before the completion.
         stream_tokens: Whether each streamed piece tells its tokens.
+        echo_logprobs: Alternatives to each token of the echoed prompt in `logprobs`; None leaves it out.
+        prompt_logprobs: Alternatives in the choice's `prompt_logprobs`; None for no such field.
+        is_prompt_only: Whether the token that is emitted, as at least one has to be, is left out.
     """
 
     index: int
@@ -35,6 +38,9 @@ class ChoicePlan:
     request: GenerationRequest
     echo: str = ""
     stream_tokens: bool = False
+    echo_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    is_prompt_only: bool = False
 
 
 def completion_choices(
@@ -45,19 +51,34 @@ def completion_choices(
     Raises:
         InvalidArgumentError: Names the first wrong field.
     """
-    if body.echo and body.logprobs is not None:
-        raise InvalidArgumentError("echo", "true with logprobs", "one of them; prompts have no logprobs here")
+    is_prompt_only = body.echo and body.asked_max_tokens == 0
+    echo_logprobs = body.logprobs if body.echo else None
     num_choices = body.n * len(body.prompt)
     if num_choices > MAX_CHOICES:
         raise InvalidArgumentError("n", f"{body.n} for {len(body.prompt)} prompts", f"{MAX_CHOICES} in all")
     plans: list[ChoicePlan] = []
     for prompt_index, prompt in enumerate(body.prompt):
-        requests = _requests(body, prompt, num_choices, body.logprobs, max_context)
+        requests = _requests(
+            *(body, prompt, num_choices, body.logprobs, max_context),
+            max_tokens=1 if is_prompt_only else body.asked_max_tokens,
+            num_prompt_logprobs=_larger(echo_logprobs, body.prompt_logprobs),
+        )
         echo = ""
         if body.echo:
             echo = prompt if isinstance(prompt, str) else decode(prompt)
         for request in requests:
-            plans.append(ChoicePlan(len(plans), prompt_index, request, echo, body.gammaray.stream_tokens))
+            plans.append(
+                ChoicePlan(
+                    index=len(plans),
+                    prompt_index=prompt_index,
+                    request=request,
+                    echo=echo,
+                    stream_tokens=body.gammaray.stream_tokens,
+                    echo_logprobs=echo_logprobs,
+                    prompt_logprobs=body.prompt_logprobs,
+                    is_prompt_only=is_prompt_only,
+                )
+            )
     return plans
 
 
@@ -72,11 +93,27 @@ def chat_choices(body: ChatRequest, prompt: str, max_context: int) -> list[Choic
     if body.gammaray.turn:
         raise InvalidArgumentError("turn", body.gammaray.turn, "0: a chat request has the whole conversation")
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    requests = _requests(body, prompt, body.n, num_top_logprobs, max_context)
-    stream_tokens = body.gammaray.stream_tokens
+    requests = _requests(
+        *(body, prompt, body.n, num_top_logprobs, max_context),
+        max_tokens=body.asked_max_tokens,
+        num_prompt_logprobs=body.prompt_logprobs,
+    )
+    # The choices share the prompt, so one session scores it.
+    requests[1:] = [replace(request, num_prompt_logprobs=None) for request in requests[1:]]
     return [
-        ChoicePlan(index, 0, request, stream_tokens=stream_tokens) for index, request in enumerate(requests)
+        ChoicePlan(
+            index,
+            0,
+            request,
+            stream_tokens=body.gammaray.stream_tokens,
+            prompt_logprobs=request.num_prompt_logprobs,
+        )
+        for index, request in enumerate(requests)
     ]
+
+
+def _larger(one: int | None, other: int | None) -> int | None:
+    return max((number for number in (one, other) if number is not None), default=None)
 
 
 def _requests(
@@ -85,8 +122,11 @@ def _requests(
     num_choices: int,
     num_top_logprobs: int | None,
     max_context: int,
+    *,
+    max_tokens: int | None,
+    num_prompt_logprobs: int | None,
 ) -> list[GenerationRequest]:
-    options, max_tokens = body.gammaray, body.asked_max_tokens
+    options = body.gammaray
     if options.session_id and num_choices > 1:
         raise InvalidArgumentError("session_id", f"one name for {num_choices} choices", "a single choice")
     if any(token_id < 0 for token_id in body.stop_token_ids):
@@ -110,6 +150,7 @@ def _requests(
             turn=options.turn,
             keep_cache_s=options.keep_cache_s,
             cache_salt=options.cache_salt,
+            num_prompt_logprobs=num_prompt_logprobs,
         )
         for sample_index in range(body.n)
     ]

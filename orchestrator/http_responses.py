@@ -5,12 +5,18 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from gammaray.types import Chunk, EmittedToken, FinishReason, SpeculationSummary, Usage
-from orchestrator.http_logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormat
+from gammaray.types import Chunk, EmittedToken, FinishReason, PromptLogprobs, SpeculationSummary, Usage
+from orchestrator.http_logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    EchoedPrompt,
+    LogprobFormat,
+    prompt_entries,
+)
 from orchestrator.http_requests import ChoicePlan
 
 __all__ = ["ChatResponse", "ChoiceState", "CompletionResponse", "Response", "speculative_decoding"]
@@ -29,9 +35,13 @@ class ChoiceState:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     summary: SpeculationSummary | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
-    def add(self, chunk: Chunk) -> None:
-        """Take in the next piece."""
+    def add(self, chunk: Chunk) -> Chunk:
+        """Take in the next piece; return it as the client is told of it."""
+        if self.plan.is_prompt_only:
+            chunk = _without_completion(chunk)
+        self.prompt_logprobs = self.prompt_logprobs or chunk.prompt_logprobs
         self.text.append(chunk.text)
         self.tokens.extend(chunk.tokens)
         self.session_id = chunk.session_id
@@ -39,6 +49,7 @@ class ChoiceState:
         self.finish_reason = chunk.finish_reason
         self.usage = chunk.usage
         self.summary = chunk.summary
+        return chunk
 
     def gammaray(self) -> dict[str, Any]:
         """Return the response object `gammaray`; the choice must be finished."""
@@ -98,8 +109,17 @@ class Response(ABC):
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
     id_prefix: ClassVar[str]
+    prompt_logprobs_in_choice: ClassVar[bool]
 
-    def __init__(self, model: str, plans: Sequence[ChoicePlan]) -> None:
+    def __init__(self, model: str, plans: Sequence[ChoicePlan], spell: Callable[[int], bytes]) -> None:
+        """Begin a response.
+
+        Args:
+            model: Name of the model.
+            plans: The choices.
+            spell: Returns the bytes of a token.
+        """
+        self._spell = spell
         self.states = [ChoiceState(plan, self.new_logprobs(plan)) for plan in plans]
         self._head = {"created": int(time.time()), "model": model}
         self._id = f"{self.id_prefix}-{uuid.uuid4().hex}"
@@ -141,12 +161,15 @@ class Response(ABC):
             with_usage: Whether the event has the usage of the choice so far.
         """
         state = self.states[index]
-        state.add(chunk)
-        logprobs = state.logprobs.render(chunk.tokens) if state.logprobs and chunk.tokens else None
+        chunk = state.add(chunk)
+        told = chunk.prompt_logprobs is not None
+        logprobs = self._logprobs(state, chunk.tokens, told=told) if chunk.tokens or told else None
         tells_tokens = state.plan.stream_tokens and bool(chunk.tokens)
-        if not (chunk.text or logprobs or tells_tokens or chunk.finish_reason):
+        if not (chunk.text or logprobs or told or tells_tokens or chunk.finish_reason):
             return None
         event = self._event(state, self.delta(chunk.text), logprobs, chunk.finish_reason)
+        if told:
+            self._tell_prompt(state, event, event["choices"][0])
         if with_usage:
             event["usage"] = _token_counts(chunk.prompt_tokens, chunk.offset + len(chunk.tokens))
         if chunk.finish_reason is not None:
@@ -166,13 +189,15 @@ class Response(ABC):
         choices = []
         for state in self.states:
             assert state.finish_reason is not None, "whole() comes after the last chunk of every choice"
-            logprobs = state.logprobs.render(state.tokens) if state.logprobs else None
+            logprobs = self._logprobs(state, state.tokens, told=state.prompt_logprobs is not None)
             choice = {"index": state.plan.index, **self.content(state), "logprobs": logprobs}
             choice["finish_reason"] = state.finish_reason.value
             if len(self.states) > 1:
                 choice["gammaray"] = state.gammaray()
             choices.append(choice)
         body = {"id": self._id, "object": self.whole_object, **self._head, "choices": choices}
+        for state, choice in zip(self.states, choices, strict=True):
+            self._tell_prompt(state, body, choice)
         return {**body, **self._results()}
 
     def _results(self) -> dict[str, Any]:
@@ -185,6 +210,22 @@ class Response(ABC):
         if len(self.states) > 1 or state.summary is None or state.usage is None:
             return {}
         return {"metrics": {"speculative_decoding": speculative_decoding(state.summary, state.usage)}}
+
+    def _logprobs(self, state: ChoiceState, tokens: Sequence[EmittedToken], *, told: bool) -> Any:
+        """Return the log-probabilities of tokens, after those of the prompt if it is told of now."""
+        if state.logprobs is None:
+            return None
+        num_top, prompt = state.plan.echo_logprobs, state.prompt_logprobs
+        if not told or num_top is None or prompt is None:
+            return state.logprobs.render(tokens)
+        return state.logprobs.render(tokens, EchoedPrompt(prompt, num_top, self._spell))
+
+    def _tell_prompt(self, state: ChoiceState, body: dict[str, Any], choice: dict[str, Any]) -> None:
+        """Enter vLLM's `prompt_logprobs` where it was asked for."""
+        num_top, prompt = state.plan.prompt_logprobs, state.prompt_logprobs
+        if num_top is not None and prompt is not None:
+            holder = choice if self.prompt_logprobs_in_choice else body
+            holder["prompt_logprobs"] = prompt_entries(prompt, num_top, self._spell)
 
     def _event(
         self, state: ChoiceState, body: dict[str, Any], logprobs: Any, finish: FinishReason | None
@@ -214,6 +255,7 @@ class CompletionResponse(Response):
 
     whole_object = chunk_object = "text_completion"
     id_prefix = "cmpl"
+    prompt_logprobs_in_choice = True
 
     def new_logprobs(self, plan: ChoicePlan) -> LogprobFormat | None:
         """Return the completions form of log-probabilities."""
@@ -238,6 +280,7 @@ class ChatResponse(Response):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl"
+    prompt_logprobs_in_choice = False
 
     def new_logprobs(self, plan: ChoicePlan) -> LogprobFormat | None:
         """Return the chat form of log-probabilities."""
@@ -267,3 +310,12 @@ def _token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
+
+
+def _without_completion(chunk: Chunk) -> Chunk:
+    """Return a piece of a choice that is its prompt alone."""
+    chunk = replace(chunk, text="", tokens=(), offset=0)
+    if chunk.finish_reason is None:
+        return chunk
+    usage = chunk.usage and Usage(chunk.usage.prompt_tokens, 0, 0, 0, chunk.usage.cached_tokens)
+    return replace(chunk, finish_reason=FinishReason.LENGTH, usage=usage)

@@ -153,7 +153,7 @@ async def _events(
         is_resumable = len(requests) == 1
         try:
             async for index, chunk in pieces:
-                event = response.piece(index, chunk, with_usage=with_usage and options.continuous_usage_stats)
+                event = await _piece(response, index, chunk, with_usage and options.continuous_usage_stats)
                 data = b""
                 if event is not None and not (seen and seen.has_ended):
                     data = event_bytes(event, EventId.of(chunk) if is_resumable else None)
@@ -169,6 +169,13 @@ async def _events(
         if with_usage:
             yield _event(response.usage_event())
         yield b"data: [DONE]\n\n"
+
+
+async def _piece(response: Response, index: int, chunk: Chunk, with_usage: bool) -> dict[str, Any] | None:
+    if chunk.prompt_logprobs is None:
+        return response.piece(index, chunk, with_usage=with_usage)
+    # Up to a million numbers: other streams go on meanwhile.
+    return await asyncio.to_thread(response.piece, index, chunk, with_usage=with_usage)
 
 
 def _event(body: Mapping[str, Any], event_id: EventId | None = None) -> bytes:

@@ -84,6 +84,7 @@ _COMMON: dict[str, Schema] = {
     "ignore_eos": _boolean("Go on past the end of sequence."),
     "stop_token_ids": {**_TOKEN_IDS, "description": "End after one of them."},
     "allowed_token_ids": {**_TOKEN_IDS, "description": "Nothing else is produced, unless it is empty."},
+    "prompt_logprobs": _integer(0, MAX_TOP_LOGPROBS, "Tell how likely the prompt's tokens are."),
     "gammaray": {"$ref": "#/components/schemas/GammarayOptions"},
 }
 _FIELDS: dict[type[BaseModel], dict[str, Schema]] = {
@@ -120,8 +121,8 @@ _FIELDS: dict[type[BaseModel], dict[str, Schema]] = {
                 {"type": "array", "items": _PROMPT, "minItems": 1, "maxItems": MAX_CHOICES},
             ]
         },
-        "logprobs": _integer(0, MAX_TOP_LOGPROBS, "Not beside echo."),
-        "echo": _boolean(),
+        "logprobs": _integer(0, MAX_TOP_LOGPROBS, "With echo, those of the prompt as well."),
+        "echo": _boolean("Whether the text begins with the prompt; max_tokens may then be 0 as well."),
     },
     ChatRequest: {
         **_COMMON,

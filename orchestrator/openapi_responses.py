@@ -79,11 +79,13 @@ _CHAT_LOGPROBS = _object(
 _COMPLETION_LOGPROBS = _object(
     {
         "tokens": _array(_STRING),
-        "token_logprobs": _array(_NUMBER),
-        "top_logprobs": _array({"type": "object", "additionalProperties": _NUMBER}),
+        "token_logprobs": _array(_or_null(_NUMBER)),
+        "top_logprobs": _array(_or_null({"type": "object", "additionalProperties": _NUMBER})),
         "text_offset": _array(_COUNT),
     }
 )
+_RANKED = _object({"logprob": _NUMBER, "rank": {"type": "integer", "minimum": 1}, "decoded_token": _STRING})
+_PROMPT_LOGPROBS = _array(_or_null({"type": "object", "additionalProperties": _RANKED}))
 _MESSAGE = _object({"role": {"const": "assistant"}, "content": _STRING, "refusal": {"type": "null"}})
 _DELTA = _object({"role": {"const": "assistant"}, "content": _STRING}, optional=("role", "content"))
 
@@ -95,14 +97,16 @@ def _choice(content: dict[str, Schema], logprobs: Schema, finish: Schema, *extra
         "logprobs": _or_null(logprobs),
         "finish_reason": finish,
         **{name: _ref("GammarayResult") for name in extra},
+        "prompt_logprobs": _PROMPT_LOGPROBS,
     }
-    return _object(fields, optional=extra)
+    return _object(fields, optional=(*extra, "prompt_logprobs"))
 
 
 def _whole(kind: str, choice: Schema) -> Schema:
     head = {"id": _STRING, "object": {"const": kind}, "created": _COUNT, "model": _STRING}
     rest = {"choices": _array(choice), "usage": _ref("Usage"), "gammaray": _ref("GammarayResult")}
-    return _object({**head, **rest, "metrics": _METRICS}, optional=("metrics",))
+    more = {"metrics": _METRICS, "prompt_logprobs": _PROMPT_LOGPROBS}
+    return _object({**head, **rest, **more}, optional=tuple(more))
 
 
 def _piece(kind: str, choice: Schema) -> Schema:

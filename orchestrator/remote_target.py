@@ -7,9 +7,9 @@ import math
 import time
 from functools import partial
 
-from gammaray.convert import origin_from_proto, proposal_to_proto
+from gammaray.convert import origin_from_proto, prompt_logprobs_from_proto, proposal_to_proto
 from gammaray.errors import DeadlineExceededError, GammarayError, InternalError, UnavailableError
-from gammaray.types import Proposal
+from gammaray.types import PromptLogprobs, Proposal
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.cycle import TokenLogprobs, Verdict, VerifyTiming
@@ -86,6 +86,8 @@ class RemoteVerifier(Remote[target_pb.VerifyBlock, target_pb.VerifyResult]):
             self._num_known = self._base_position + len(result.verdict.accepted_path)
             verdict = self._verdict(session, link, result)
             session.model_identity = self._identity
+            if session.lacks_prompt_logprobs:
+                session.prompt_logprobs = _prompt_logprobs(session, link, result.verdict)
             if session.num_emitted == 0:
                 session.num_cached = min(result.timing.cached_tokens, len(session.prompt))
             return verdict
@@ -149,8 +151,26 @@ class RemoteVerifier(Remote[target_pb.VerifyBlock, target_pb.VerifyResult]):
 
     def _block(self, session: Session) -> target_pb.VerifyBlock:
         return target_pb.VerifyBlock(
-            proposal=proposal_to_proto(self._proposal), num_top_logprobs=session.num_top_logprobs
+            proposal=proposal_to_proto(self._proposal),
+            num_top_logprobs=session.num_top_logprobs,
+            num_prompt_logprobs=session.num_prompt_logprobs if session.lacks_prompt_logprobs else None,
         )
+
+
+def _prompt_logprobs(session: Session, link: TargetLink, verdict: target_pb.Verdict) -> PromptLogprobs:
+    """Return what a target says of the prompt, after checking it.
+
+    Raises:
+        InternalError: It makes no sense.
+    """
+    found = prompt_logprobs_from_proto(verdict.prompt_logprobs, session.prompt)
+    vocab_size = link.info.vocab_size if link.info is not None else 0
+    if (
+        found.num_top > (session.num_prompt_logprobs or 0)
+        or max(found.top_token_ids, default=0) >= vocab_size
+    ):
+        raise InternalError(f"the target worker at {link.address} sent log-probabilities that cannot be")
+    return found
 
 
 def _is_sound(entry: target_pb.TokenLogprobs, vocab_size: int) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from gammaray.checks import check_token_ids
 from gammaray.errors import InvalidArgumentError, NotFoundError
-from gammaray.types import GenerationRequest
+from gammaray.types import GenerationRequest, check_prompt_logprobs
 from orchestrator.access import ANONYMOUS, Caller
 from orchestrator.detokenizer import Detokenizer
 from orchestrator.session import Session
@@ -57,7 +57,8 @@ async def open_session(
     far, whose seed goes on where the request names none.
 
     Raises:
-        InvalidArgumentError: The prompt has no token, or leaves no room in the context.
+        InvalidArgumentError: The prompt has no token, leaves no room in the context, or is too long for the
+            log-probabilities that are asked for.
     """
     own = await _prompt_ids(request.prompt, tokenizer, is_start=not before)
     if not own:
@@ -69,6 +70,8 @@ async def open_session(
             f"{len(prompt)} tokens",
             f"at most {max_context - 1} tokens, one less than the model's context of {max_context}",
         )
+    if request.num_prompt_logprobs is not None:
+        check_prompt_logprobs(request.num_prompt_logprobs, len(prompt))
     if request.sampling.seed is None:
         seed = secrets.randbits(64) if seed is None else seed
         request = replace(request, sampling=replace(request.sampling, seed=seed))
@@ -92,6 +95,7 @@ def make_session(
         num_top_logprobs=request.num_top_logprobs,
         turn=request.turn,
         cache_salt=request.cache_salt,
+        num_prompt_logprobs=request.num_prompt_logprobs,
     )
 
 

@@ -227,6 +227,10 @@ class Orchestrator:
         """Return the text of `token_ids`, without special tokens."""
         return self._tokenizer.decode(token_ids)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the text of one token by itself, as bytes: it may be a part of a character."""
+        return self._tokenizer.token_bytes(token_id)
+
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the prompt that the tokenizer's chat template makes of `messages`.
 

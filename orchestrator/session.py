@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gammaray.errors import DeadlineExceededError
-from gammaray.types import FinishReason, SamplingParams, VerificationMethod
+from gammaray.types import FinishReason, PromptLogprobs, SamplingParams, VerificationMethod
 from orchestrator.calls import Call
 
 __all__ = ["CallLog", "Session", "TextStream"]
@@ -49,6 +49,7 @@ class Session:
         epoch: Fencing number of the owner: workers and store refuse older ones.
         turn: Turn of the session, from 0; the prompt holds the turns before.
         cache_salt: The workers' caches are shared only with the tenant's requests of the same salt.
+        num_prompt_logprobs: None for no log-probabilities of the prompt, else how many alternatives.
 
     Attributes:
         token_ids: The committed tokens: prompt, then emitted. Positions are absolute.
@@ -57,6 +58,7 @@ class Session:
         deadline: `time.monotonic()` past which nobody waits for the completion.
         calls: Where to note what workers are asked; None for nowhere.
         num_cached: Tokens of the prompt that the target worker had cached.
+        prompt_logprobs: Those of the prompt, between the first verdict and the first chunk.
         model_identity: Of the target whose tokens these are, see `orchestrator.identity`; "" for any yet.
     """
 
@@ -72,12 +74,14 @@ class Session:
     epoch: int = 1
     turn: int = 0
     cache_salt: str = ""
+    num_prompt_logprobs: int | None = None
     token_ids: list[int] = field(init=False)
     finish_reason: FinishReason | None = field(init=False, default=None)
     state: bytes = field(init=False, default=b"")
     deadline: float = field(init=False, default=math.inf)
     calls: CallLog | None = field(init=False, default=None)
     num_cached: int = field(init=False, default=0)
+    prompt_logprobs: PromptLogprobs | None = field(init=False, default=None)
     model_identity: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
@@ -97,6 +101,11 @@ class Session:
     def remaining(self) -> int:
         """How many more tokens may be emitted."""
         return self.max_tokens - self.num_emitted
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether the next verdict has to tell log-probabilities of the prompt."""
+        return self.num_prompt_logprobs is not None and self.num_emitted == 0
 
     @property
     def needs_draft_distributions(self) -> bool:

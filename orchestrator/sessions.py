@@ -172,6 +172,11 @@ class Opener:
             raise FailedPreconditionError(
                 f"turn {request.turn} of session {request.session_id} was begun by another request"
             )
+        if began.num_prompt_logprobs is not None and request.resume_from == 0 and stored.tokens:
+            raise FailedPreconditionError(
+                f"resume_from of session {request.session_id}: got 0, allowed: 1 to {len(stored.tokens)}, as "
+                "the log-probabilities of the prompt are not stored; send a new request to get them"
+            )
         if stored.finish_reason is None:
             epoch = await self._store.take_over(stored.session_id)
             stored = await self._store.read(stored.session_id)

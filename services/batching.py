@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from typing import ClassVar, Generic
 
 from torch import Tensor
@@ -37,6 +38,9 @@ __all__ = ["MAX_SESSIONS", "Scheduler"]
 MAX_SESSIONS = 4096
 """Sessions whose token ids a worker keeps; their KV cache has its own budget."""
 
+MAX_SCORED_BYTES = 128 * 2**20
+"""Bytes of the logits of committed tokens that one forward may return, for log-probabilities of prompts."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -55,7 +59,8 @@ class Scheduler(ABC, Generic[TaskT]):
     role: ClassVar[str]
 
     def __init__(self, engine: Engine, limits: Limits) -> None:
-        self.engine, self.limits = engine, limits
+        scored_rows = max(1, MAX_SCORED_BYTES // (4 * engine.vocab_size))
+        self.engine, self.limits = engine, replace(limits, max_scored_rows=scored_rows)
         self._waiting: dict[str, deque[TaskT]] = {}
         self._running: dict[str, Running[TaskT]] = {}
         self._replies: list[tuple[TaskT, Reply]] = []
@@ -73,7 +78,7 @@ class Scheduler(ABC, Generic[TaskT]):
 
     @abstractmethod
     def _advance(self, running: Running[TaskT], logits: Tensor) -> object | None:
-        """Take the logits `[num_logits, vocab_size]` of a completed feed; None asks for another forward."""
+        """Take the logits `[num_logits, vocab_size]` of a feed; None asks for another forward."""
 
     @property
     def has_work(self) -> bool:
@@ -175,7 +180,10 @@ class Scheduler(ABC, Generic[TaskT]):
             if isinstance(session, NeedTokens):
                 return session
             self.engine.share(task.session_id, session.spec.cache_salt)
-            self._match_cache(session)
+            if task.reads_anew:
+                self.engine.truncate(task.session_id, 0)
+            else:
+                self._match_cache(session)
             outcome = self._start(task, session)
             if task.spec is not None and isinstance(outcome, Running):
                 outcome.timing.cached_tokens = self.engine.length(task.session_id)

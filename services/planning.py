@@ -23,10 +23,12 @@ class Limits:
     Args:
         max_batch_tokens: Of all sessions together.
         prefill_chunk: Committed tokens of one session.
+        max_scored_rows: Committed tokens whose logits are wanted, of all sessions together.
     """
 
     max_batch_tokens: int
     prefill_chunk: int
+    max_scored_rows: int = 2**31
 
     def check_proposal(self, num_nodes: int) -> None:
         """Check that a proposal and the token before it fit into one forward.
@@ -48,6 +50,8 @@ class Running(Generic[TaskT]):
         num_logits: How many of the last tokens need logits, all in one forward.
         parents: Parents of the tail's nodes; None for a chain.
         is_started: Whether a forward has taken it in.
+        is_scored: Whether every forward returns the logits of all tokens that it is fed.
+        fed_from: Position of the first token of its last feed.
     """
 
     task: TaskT
@@ -57,6 +61,8 @@ class Running(Generic[TaskT]):
     parents: Sequence[int] | None = None
     timing: Timing = field(default_factory=Timing)
     is_started: bool = False
+    is_scored: bool = False
+    fed_from: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -65,15 +71,14 @@ class Running(Generic[TaskT]):
 
     def feed(self, start: int, size: int, *, is_last: bool) -> Feed:
         """Return the feed of `size` tokens from position `start`; the last one asks for the logits."""
-        base = self.task.base_position
+        base, self.fed_from = self.task.base_position, start
         if start >= base:
             token_ids = self.tail[start - base : start - base + size]
         else:
             token_ids = self.session.tokens[start : start + size]
             token_ids += self.tail[: size - len(token_ids)]
-        if is_last:
-            return Feed(self.task.session_id, start, token_ids, self.num_logits, self.parents)
-        return Feed(self.task.session_id, start, token_ids, 0)
+        num_logits = size if self.is_scored else self.num_logits if is_last else 0
+        return Feed(self.task.session_id, start, token_ids, num_logits, self.parents if is_last else None)
 
 
 def plan(
@@ -95,14 +100,26 @@ def plan(
         # The logits' own tokens are fed anew even when they are cached.
         start = min(num_cached(running.task.session_id), running.num_tokens - running.num_logits)
         todo = running.num_tokens - start
-        is_short = todo <= max(limits.prefill_chunk, running.num_logits)
+        is_short = todo <= max(_chunk(running, limits), running.num_logits)
         (first if is_short or not first else long).append((running, start, todo))
-    budget = limits.max_batch_tokens
+    budget, scored = limits.max_batch_tokens, limits.max_scored_rows
     batch = []
     for running, start, todo in first + long:
-        is_last = todo <= min(budget, max(limits.prefill_chunk, running.num_logits))
-        size = todo if is_last else min(limits.prefill_chunk, budget, todo - running.num_logits)
+        chunk = _chunk(running, limits)
+        if running.is_scored:
+            chunk = min(chunk, scored)
+        is_last = todo <= min(budget, max(chunk, running.num_logits))
+        size = todo if is_last else min(chunk, budget, todo - running.num_logits)
         if size > 0:
             batch.append((running, running.feed(start, size, is_last=is_last)))
             budget -= size
+            scored -= size if running.is_scored else 0
+            scored = max(scored, 0)
     return batch
+
+
+def _chunk(running: Running[TaskT], limits: Limits) -> int:
+    """Return how many committed tokens of a block one forward may feed."""
+    if running.is_scored:
+        return min(limits.prefill_chunk, limits.max_scored_rows)
+    return limits.prefill_chunk

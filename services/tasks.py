@@ -113,6 +113,11 @@ class Task:
     traceparent: str = ""
 
     @property
+    def reads_anew(self) -> bool:
+        """Whether logits of all committed tokens are wanted, which cached positions have not."""
+        return False
+
+    @property
     def num_ids(self) -> int:
         """Token ids that it holds."""
         return len(self.context) + (0 if self.spec is None else self.spec.num_ids)
@@ -140,10 +145,21 @@ class Task:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class VerifyTask(Task):
-    """A proposal to verify; `num_top_logprobs` None asks for no log-probabilities."""
+    """A proposal to verify.
+
+    Args:
+        num_top_logprobs: Alternatives to each emitted token; None asks for no log-probabilities.
+        num_prompt_logprobs: The same for each token of the prompt.
+    """
 
     proposal: Proposal
     num_top_logprobs: int | None
+    num_prompt_logprobs: int | None = None
+
+    @property
+    def reads_anew(self) -> bool:
+        """Whether logits of all committed tokens are wanted, which cached positions have not."""
+        return self.num_prompt_logprobs is not None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

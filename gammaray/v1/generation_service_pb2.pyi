@@ -107,6 +107,7 @@ class GenerateRequest(_message.Message):
     RESUME_FROM_FIELD_NUMBER: _builtins.int
     KEEP_CACHE_S_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model; empty means the one served."""
     text: _builtins.str
@@ -138,6 +139,11 @@ class GenerateRequest(_message.Message):
     cache_salt: _builtins.str
     """The workers' caches are shared only with the tenant's requests of the same salt. Empty is one, too. At most 64
     characters.
+    """
+    num_prompt_logprobs: _builtins.int
+    """Return log-probabilities of the prompt's tokens, and of this many most likely ones at each position; the prompt is
+    then computed anew, whatever is cached. Absent: none. Range [0, 20]; (this + 1) x the prompt's tokens is at most
+    2^20.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -179,13 +185,16 @@ class GenerateRequest(_message.Message):
         resume_from: _builtins.int | None = ...,
         keep_cache_s: _builtins.float = ...,
         cache_salt: _builtins.str = ...,
+        num_prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_top_logprobs", b"_num_top_logprobs", "_resume_from", b"_resume_from", "gamma", b"gamma", "max_tokens", b"max_tokens", "num_top_logprobs", b"num_top_logprobs", "prompt", b"prompt", "resume_from", b"resume_from", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_resume_from", b"_resume_from", "gamma", b"gamma", "max_tokens", b"max_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "prompt", b"prompt", "resume_from", b"resume_from", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_top_logprobs", b"_num_top_logprobs", "_resume_from", b"_resume_from", "cache_salt", b"cache_salt", "drafter", b"drafter", "gamma", b"gamma", "ignore_eos", b"ignore_eos", "keep_cache_s", b"keep_cache_s", "max_tokens", b"max_tokens", "model", b"model", "num_top_logprobs", b"num_top_logprobs", "prompt", b"prompt", "resume_from", b"resume_from", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids", "turn", b"turn", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_resume_from", b"_resume_from", "cache_salt", b"cache_salt", "drafter", b"drafter", "gamma", b"gamma", "ignore_eos", b"ignore_eos", "keep_cache_s", b"keep_cache_s", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "prompt", b"prompt", "resume_from", b"resume_from", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids", "turn", b"turn", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__num_prompt_logprobs: _TypeAlias = _typing.Literal["num_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__num_prompt_logprobs: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__num_top_logprobs: _TypeAlias = _typing.Literal["num_top_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_top_logprobs: _TypeAlias = _typing.Literal["_num_top_logprobs", b"_num_top_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__resume_from: _TypeAlias = _typing.Literal["resume_from"]  # noqa: Y015
@@ -194,6 +203,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_prompt_logprobs) -> _WhichOneofReturnType__num_prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_top_logprobs) -> _WhichOneofReturnType__num_top_logprobs | None: ...
     @_typing.overload
@@ -243,6 +254,7 @@ class GenerateResponse(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     TURN_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The session."""
     text: _builtins.str
@@ -269,6 +281,10 @@ class GenerateResponse(_message.Message):
     def summary(self) -> Global___SpeculationSummary:
         """In the last piece: how speculation went."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _types_pb2.PromptLogprobs:
+        """In the first piece, when asked for. They are not stored: a resumed turn that has emitted tokens lacks them."""
+
     def __init__(
         self,
         *,
@@ -282,15 +298,20 @@ class GenerateResponse(_message.Message):
         offset: _builtins.int = ...,
         turn: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
+        prompt_logprobs: _types_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_summary", b"_summary", "_usage", b"_usage", "summary", b"summary", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_summary", b"_summary", "_usage", b"_usage", "prompt_logprobs", b"prompt_logprobs", "summary", b"summary", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_summary", b"_summary", "_usage", b"_usage", "finish_reason", b"finish_reason", "offset", b"offset", "prompt_tokens", b"prompt_tokens", "seed", b"seed", "session_id", b"session_id", "summary", b"summary", "text", b"text", "tokens", b"tokens", "turn", b"turn", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_summary", b"_summary", "_usage", b"_usage", "finish_reason", b"finish_reason", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "seed", b"seed", "session_id", b"session_id", "summary", b"summary", "text", b"text", "tokens", b"tokens", "turn", b"turn", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__summary: _TypeAlias = _typing.Literal["summary"]  # noqa: Y015
     _WhichOneofArgType__summary: _TypeAlias = _typing.Literal["_summary", b"_summary"]  # noqa: Y015
     _WhichOneofReturnType__usage: _TypeAlias = _typing.Literal["usage"]  # noqa: Y015
     _WhichOneofArgType__usage: _TypeAlias = _typing.Literal["_usage", b"_usage"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__summary) -> _WhichOneofReturnType__summary | None: ...
     @_typing.overload

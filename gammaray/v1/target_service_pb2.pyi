@@ -65,6 +65,7 @@ class VerifyBlock(_message.Message):
     NUM_TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the orchestrator, unique per stream; echoed in the answer."""
     session_id: _builtins.str
@@ -77,6 +78,11 @@ class VerifyBlock(_message.Message):
     """Return log-probabilities of the emitted tokens, and of this many most likely ones. Absent: none. Range [0, 20]."""
     timeout_ms: _builtins.int
     """Give up after this many milliseconds. 0 means 60,000."""
+    num_prompt_logprobs: _builtins.int
+    """Return log-probabilities of the prompt's tokens as well, and of this many most likely ones at each position.
+    The worker then computes the whole prompt anew: cached positions have no logits. Absent: none. Range [0, 20];
+    (this + 1) x `base_position` is at most 2^20.
+    """
     @_builtins.property
     def context(self) -> _types_pb2.TokenSpan:
         """Committed tokens that the worker may lack; ends at `base_position`."""
@@ -106,17 +112,22 @@ class VerifyBlock(_message.Message):
         num_top_logprobs: _builtins.int | None = ...,
         timeout_ms: _builtins.int = ...,
         trace: _types_pb2.TraceContext | None = ...,
+        num_prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_top_logprobs", b"_num_top_logprobs", "_spec", b"_spec", "_trace", b"_trace", "context", b"context", "num_top_logprobs", b"num_top_logprobs", "proposal", b"proposal", "spec", b"spec", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_spec", b"_spec", "_trace", b"_trace", "context", b"context", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "proposal", b"proposal", "spec", b"spec", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_top_logprobs", b"_num_top_logprobs", "_spec", b"_spec", "_trace", b"_trace", "base_position", b"base_position", "context", b"context", "epoch", b"epoch", "num_top_logprobs", b"num_top_logprobs", "proposal", b"proposal", "request_id", b"request_id", "session_id", b"session_id", "spec", b"spec", "timeout_ms", b"timeout_ms", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_spec", b"_spec", "_trace", b"_trace", "base_position", b"base_position", "context", b"context", "epoch", b"epoch", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "proposal", b"proposal", "request_id", b"request_id", "session_id", b"session_id", "spec", b"spec", "timeout_ms", b"timeout_ms", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__num_prompt_logprobs: _TypeAlias = _typing.Literal["num_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__num_prompt_logprobs: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__num_top_logprobs: _TypeAlias = _typing.Literal["num_top_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_top_logprobs: _TypeAlias = _typing.Literal["_num_top_logprobs", b"_num_top_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__spec: _TypeAlias = _typing.Literal["spec"]  # noqa: Y015
     _WhichOneofArgType__spec: _TypeAlias = _typing.Literal["_spec", b"_spec"]  # noqa: Y015
     _WhichOneofReturnType__trace: _TypeAlias = _typing.Literal["trace"]  # noqa: Y015
     _WhichOneofArgType__trace: _TypeAlias = _typing.Literal["_trace", b"_trace"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_prompt_logprobs) -> _WhichOneofReturnType__num_prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_top_logprobs) -> _WhichOneofReturnType__num_top_logprobs | None: ...
     @_typing.overload
@@ -217,6 +228,7 @@ class Verdict(_message.Message):
     NEXT_ORIGIN_FIELD_NUMBER: _builtins.int
     NUM_TESTED_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     next_token_id: _builtins.int
     """The target's token after the accepted path: correction or bonus."""
     next_origin: _types_pb2.TokenOrigin.ValueType
@@ -231,6 +243,10 @@ class Verdict(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """One per emitted token (accepted path, then next token) when asked for."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _types_pb2.PromptLogprobs:
+        """Of the prompt, when asked for; without its token ids."""
+
     def __init__(
         self,
         *,
@@ -239,12 +255,15 @@ class Verdict(_message.Message):
         next_origin: _types_pb2.TokenOrigin.ValueType = ...,
         num_tested: _builtins.int = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        prompt_logprobs: _types_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_path", b"accepted_path", "logprobs", b"logprobs", "next_origin", b"next_origin", "next_token_id", b"next_token_id", "num_tested", b"num_tested"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "accepted_path", b"accepted_path", "logprobs", b"logprobs", "next_origin", b"next_origin", "next_token_id", b"next_token_id", "num_tested", b"num_tested", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
 

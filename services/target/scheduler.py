@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from services.engine.edits import LogitEdits, row_paths
 from services.engine.processing import edited_logits, processed_log_probs
 from services.planning import Running
 from services.sessions import Session
+from services.target.prompt_scores import PromptLogprobs, PromptScores
 from services.target.verification import Verdict, verify
 from services.tasks import VerifyTask
 
@@ -30,10 +31,18 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class VerifyOutcome:
-    """The verdict on one proposal, with log-probabilities of the emitted tokens when asked for."""
+    """The verdict on one proposal, with log-probabilities of emitted tokens and prompt when asked for."""
 
     verdict: Verdict
     logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Verifying(Running[VerifyTask]):
+    """A verification under way; `scores` collects what is asked for of the prompt."""
+
+    scores: PromptScores | None = None
 
 
 class TargetScheduler(Scheduler[VerifyTask]):
@@ -44,10 +53,25 @@ class TargetScheduler(Scheduler[VerifyTask]):
     def _start(self, task: VerifyTask, session: Session) -> Running[VerifyTask]:
         proposal = task.proposal
         self.limits.check_proposal(len(proposal))
-        nodes = list(proposal.token_ids)
-        return Running(task, session, nodes, num_logits=len(nodes) + 1, parents=proposal.parents)
+        nodes, num_top = list(proposal.token_ids), task.num_prompt_logprobs
+        running = _Verifying(task, session, nodes, num_logits=len(nodes) + 1, parents=proposal.parents)
+        if num_top is not None:
+            running.scores = PromptScores(session.prompt, num_top, self.engine.vocab_size)
+            running.is_scored = True
+        return running
 
-    def _advance(self, running: Running[VerifyTask], logits: Tensor) -> VerifyOutcome:
+    def _advance(self, running: Running[VerifyTask], logits: Tensor) -> VerifyOutcome | None:
+        assert isinstance(running, _Verifying)
+        scores = running.scores
+        if scores is not None:
+            scores.take(running.fed_from, logits)
+            if running.fed_from + len(logits) < running.num_tokens:
+                return None
+            logits = logits[-running.num_logits :]
+        outcome = self._judge(running, logits)
+        return outcome if scores is None else replace(outcome, prompt_logprobs=scores.result())
+
+    def _judge(self, running: Running[VerifyTask], logits: Tensor) -> VerifyOutcome:
         task, session = running.task, running.session
         spec, proposal, base = session.spec, task.proposal, task.base_position
         edits, paths = None, list[Sequence[int]]()

@@ -9,10 +9,11 @@ from typing import Any
 import grpc
 
 from gammaray import convert
+from gammaray.checks import check_int
 from gammaray.errors import InvalidArgumentError, ModelChangedError
-from gammaray.types import MAX_TOP_LOGPROBS
+from gammaray.types import MAX_TOP_LOGPROBS, check_prompt_logprobs
 from gammaray.v1 import target_service_pb2 as pb
-from gammaray.v1 import target_service_pb2_grpc
+from gammaray.v1 import target_service_pb2_grpc, types_pb2
 from services.messages import Model, describe, fill_result, task_fields
 from services.server import guarded
 from services.streams import Deliver, Streams
@@ -63,13 +64,20 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
         num_top = block.num_top_logprobs if block.HasField("num_top_logprobs") else None
         if num_top is not None and num_top > MAX_TOP_LOGPROBS:
             raise InvalidArgumentError("num_top_logprobs", num_top, f"0 to {MAX_TOP_LOGPROBS}")
+        num_prompt = block.num_prompt_logprobs if block.HasField("num_prompt_logprobs") else None
+        if num_prompt is not None:
+            check_int("num_prompt_logprobs", num_prompt, 0, MAX_TOP_LOGPROBS)
+            check_prompt_logprobs(num_prompt, block.base_position)
         if len(block.proposal.token_ids) > MAX_NODES:
             raise InvalidArgumentError(
                 "proposal", f"{len(block.proposal.token_ids)} nodes", f"at most {MAX_NODES}"
             )
         proposal = convert.proposal_from_proto(block.proposal, model.vocab_size)
         task = VerifyTask(
-            **task_fields(block, DEFAULT_TIMEOUT_MS, deliver), proposal=proposal, num_top_logprobs=num_top
+            **task_fields(block, DEFAULT_TIMEOUT_MS, deliver),
+            proposal=proposal,
+            num_top_logprobs=num_top,
+            num_prompt_logprobs=num_prompt,
         )
         task.validate(model.vocab_size, model.max_context)
         end = task.base_position + proposal.depth
@@ -106,5 +114,15 @@ def _result(reply: Reply) -> pb.VerifyResult:
                 logprob=logprobs.logprob,
                 top_token_ids=logprobs.top_token_ids,
                 top_logprobs=logprobs.top_logprobs,
+            )
+        if (prompt := outcome.prompt_logprobs) is not None:
+            result.verdict.prompt_logprobs.CopyFrom(
+                types_pb2.PromptLogprobs(
+                    logprobs=prompt.logprobs,
+                    ranks=prompt.ranks,
+                    num_top=prompt.num_top,
+                    top_token_ids=prompt.top_token_ids,
+                    top_logprobs=prompt.top_logprobs,
+                )
             )
     return result

@@ -232,6 +232,57 @@ def test_echo_puts_the_prompt_first(client):
     assert complete(client, max_tokens=4, echo=True).choices[0].text.startswith(PROMPT)
 
 
+def test_echo_with_logprobs_tells_of_the_prompt_as_evaluations_of_likelihoods_ask(client):
+    prompts = [
+        client.completions.create(model="demo", prompt=PROMPT, max_tokens=n).gammaray["token_ids"]
+        for n in (12, 20)
+    ]
+    options = {"max_tokens": 1, "temperature": 0, "logprobs": 1, "seed": 1234}
+    answer = complete(client, prompt=prompts, echo=True, **options)
+    for choice, prompt in zip(answer.choices, prompts, strict=True):
+        told = choice.logprobs
+        assert len(told.tokens) == len(told.token_logprobs) == len(prompt) + 1
+        assert told.token_logprobs[0] is told.top_logprobs[0] is None
+        # Token by token the same: each prefix is completed by one token whose alternatives are known.
+        for place in (1, len(prompt) - 1):
+            asked = {"logit_bias": {str(prompt[place]): 100}}
+            forced = complete(client, prompt=prompt[:place], **options, **asked)
+            assert forced.gammaray["token_ids"] == [prompt[place]]
+            (logprob,) = forced.choices[0].logprobs.token_logprobs
+            assert told.token_logprobs[place] == pytest.approx(logprob, abs=1e-4)
+
+
+def test_metrics_by_vllms_names_move_with_completions(cluster, client):
+    def counters():
+        with urllib.request.urlopen(f"{cluster.http}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        return {
+            line.split("{")[0]: float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if "spec_decode" in line and not line.startswith("#") and "position" not in line
+        }
+
+    before = counters()
+    answer = complete(client, max_tokens=24, temperature=0, gammaray={"gamma": 4})
+    after = counters()
+    told = answer.metrics["speculative_decoding"]
+    grown = {name.split("spec_decode_num_")[1]: after[name] - before[name] for name in after}
+    assert grown["drafts_total"] >= told["num_spec_steps"] > 0
+    assert grown["draft_tokens_total"] >= told["num_draft_tokens"]
+    assert grown["accepted_tokens_total"] >= told["num_accepted_draft_tokens"]
+    assert sum(told["acceptance_histogram"]) == told["num_spec_steps"]
+
+
+def test_continuous_usage_and_obfuscation_of_streams(client):
+    options = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": True}
+    *pieces, last = complete(client, max_tokens=16, temperature=0, stream=True, stream_options=options)
+    counts = [piece.usage.completion_tokens for piece in pieces]
+    assert counts == sorted(counts)
+    assert counts[-1] == last.usage.completion_tokens
+    assert {piece.usage.prompt_tokens for piece in pieces} == {last.usage.prompt_tokens}
+    assert all(isinstance(piece.obfuscation, str) for piece in pieces)
+
+
 def test_models_and_health(cluster, client):
     assert [model.id for model in client.models.list()] == ["demo"]
     assert client.models.retrieve("demo").owned_by == "gammaray"

@@ -170,6 +170,63 @@ async def test_remote_verdict_that_cannot_be_is_an_error_with_a_type(num_top, ch
         assert emitted(session) == []
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param({}, id="none"),
+        pytest.param({"logprobs": [-1.0]}, id="too-few"),
+        pytest.param({"num_top": 2**32 - 1}, id="columns-that-do-not-fit"),
+        pytest.param({"logprobs": [math.nan]}, id="nan"),
+        pytest.param({"num_top": 1, "top_token_ids": [VOCAB], "top_logprobs": [-1.0]}, id="top-token"),
+        pytest.param({"num_top": 3, "top_token_ids": [1] * 3, "top_logprobs": [-1.0] * 3}, id="too-many"),
+    ],
+)
+async def test_remote_prompt_log_probabilities_that_cannot_be_are_an_error_with_a_type(sent):
+    async with scripted("target") as target, fleet_of(target) as fleet:
+        entries = len(PROMPT) - 1
+        good = {"logprobs": [-1.0], "ranks": [1]}
+        columns = {name: value * entries for name, value in {**good, **sent}.items() if name != "num_top"}
+        if not sent:
+            columns = {}
+        if sent == {"logprobs": [-1.0]}:
+            columns["logprobs"] = columns["logprobs"][1:]
+
+        def answer(block):
+            assert block.num_prompt_logprobs == 2
+            result = target.work(block)
+            result.verdict.prompt_logprobs.CopyFrom(
+                pb.PromptLogprobs(**columns, num_top=sent.get("num_top", 0))
+            )
+            return result
+
+        target.on_block = answer
+        session = make_session()
+        session.num_prompt_logprobs = 2
+        with pytest.raises(InternalError):
+            await finish(session, *clients(fleet, session), 0)
+        assert emitted(session) == []
+
+
+async def test_remote_prompt_log_probabilities_are_asked_for_until_a_token_is_emitted():
+    async with scripted("target") as target, fleet_of(target) as fleet:
+        asked = []
+
+        def answer(block):
+            asked.append(block.HasField("num_prompt_logprobs"))
+            result = target.work(block)
+            if asked[-1]:
+                columns = {"logprobs": [-1.0] * (len(PROMPT) - 1), "ranks": [1] * (len(PROMPT) - 1)}
+                result.verdict.prompt_logprobs.CopyFrom(pb.PromptLogprobs(**columns))
+            return result
+
+        target.on_block = answer
+        session = make_session(max_tokens=4)
+        session.num_prompt_logprobs = 0
+        await finish(session, *clients(fleet, session), 0)
+        assert session.prompt_logprobs.token_ids == tuple(PROMPT)
+        assert asked == [True, False, False, False]
+
+
 async def test_remote_log_probabilities_that_nobody_asked_for_are_dropped():
     async with scripted("target") as target, fleet_of(target) as fleet:
 

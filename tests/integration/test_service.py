@@ -14,6 +14,7 @@ from service_helpers import PROMPTS, SEEDED, complete, running, text_of, tokens_
 
 from gammaray.errors import (
     FailedPreconditionError,
+    InvalidArgumentError,
 )
 from gammaray.types import (
     ADAPTIVE,
@@ -145,6 +146,72 @@ async def test_service_tokens_are_stored_before_they_are_seen(orchestrator):
         assert list((await store.read("watched")).token_ids[: len(seen)]) == seen
     with pytest.raises(FailedPreconditionError, match="watched exists already"):
         await complete(orchestrator, request)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The demo target as transformers runs it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(resolve_model("demo"), dtype=torch.float32)
+
+
+def plain_log_probs(plain, token_ids):
+    import torch
+
+    with torch.no_grad():
+        return plain(torch.tensor([token_ids])).logits[0].double().log_softmax(-1)
+
+
+@pytest.mark.parametrize("gamma", [0, 4])
+async def test_service_prompt_logprobs_are_those_of_transformers(orchestrator, plain, gamma):
+    # As an evaluation of likelihoods asks: prompts that share a beginning, some at once, one token each.
+    shared = "\n".join(PROMPTS)
+    prompts = [tuple(orchestrator.encode(text)) for text in (*PROMPTS, shared + "x = 1", shared + "y = 2")]
+
+    def request(prompt):
+        return GenerationRequest(
+            prompt, sampling=SEEDED, max_tokens=1 + 2 * gamma, gamma=GammaPolicy(gamma), num_prompt_logprobs=2
+        )
+
+    answers = await asyncio.gather(*(complete(orchestrator, request(prompt)) for prompt in prompts))
+    for prompt, (first, *later) in zip(prompts, answers, strict=True):
+        found, expected = first.prompt_logprobs, plain_log_probs(plain, prompt)
+        assert found.token_ids == prompt
+        own = [expected[entry, token_id].item() for entry, token_id in enumerate(prompt[1:])]
+        assert found.logprobs == pytest.approx(own, abs=2e-5)
+        for entry in range(len(prompt) - 1):
+            top = found.top(entry)
+            assert [logprob for _, logprob in top] == pytest.approx(
+                expected[entry].topk(2).values.tolist(), abs=2e-5
+            )
+            if found.ranks[entry] == 1:
+                assert top[0] == (prompt[entry + 1], found.logprobs[entry])
+        assert not any(chunk.prompt_logprobs for chunk in later)
+        assert all(chunk.prompt_tokens == len(prompt) for chunk in (first, *later))
+    plainly = GenerationRequest(
+        prompts[0], sampling=SEEDED, max_tokens=1 + 2 * gamma, gamma=GammaPolicy(gamma)
+    )
+    assert tokens_of(await complete(orchestrator, plainly)) == tokens_of(answers[0])
+
+
+async def test_service_prompt_logprobs_of_too_long_a_prompt_are_refused(orchestrator):
+    request = GenerationRequest((5,) * 60_000, num_prompt_logprobs=20)
+    with pytest.raises(InvalidArgumentError, match=r"num_prompt_logprobs.*60000 tokens"):
+        await complete(orchestrator, request)
+
+
+async def test_service_prompt_logprobs_are_told_once(orchestrator):
+    options = {"sampling": SEEDED, "max_tokens": 6, "num_prompt_logprobs": 1, "session_id": "told"}
+    request = GenerationRequest(PROMPTS[0], **options)
+    first, *_ = await complete(orchestrator, request)
+    assert first.prompt_logprobs is not None
+    rest = await complete(orchestrator, dataclasses.replace(request, resume_from=1))
+    assert not any(chunk.prompt_logprobs for chunk in rest)
+    with pytest.raises(FailedPreconditionError, match=r"resume_from.*not stored"):
+        await complete(orchestrator, dataclasses.replace(request, resume_from=0))
 
 
 async def test_service_logprobs_belong_to_their_tokens(orchestrator):

@@ -13,6 +13,7 @@ from gammaray.types import (
     FinishReason,
     GenerationRequest,
     ProcessStatus,
+    PromptLogprobs,
     SpeculationSummary,
     TokenOrigin,
     TopLogprob,
@@ -89,6 +90,23 @@ class ScriptedBackend:
             offset=number,
             turn=request.turn,
             prompt_tokens=5,
+            prompt_logprobs=self._prompt_logprobs(request) if number == 0 else None,
+        )
+
+    def _prompt_logprobs(self, request: GenerationRequest) -> PromptLogprobs | None:
+        """Tell of each token but the first -n / 10, rank 2, and as alternatives its neighbours."""
+        count = request.num_prompt_logprobs
+        if count is None:
+            return None
+        prompt = request.prompt
+        token_ids = tuple(self.encode(prompt)) if isinstance(prompt, str) else prompt
+        return PromptLogprobs(
+            token_ids,
+            logprobs=tuple(-number / 10 for number in range(1, len(token_ids))),
+            ranks=(2,) * (len(token_ids) - 1),
+            num_top=count,
+            top_token_ids=tuple(i + 1 + step for i in token_ids[1:] for step in range(count)),
+            top_logprobs=tuple(-0.01 * (step + 1) for _ in token_ids[1:] for step in range(count)),
         )
 
     @property
@@ -107,6 +125,9 @@ class ScriptedBackend:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(f"<{token_id}>" for token_id in token_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"<%d>" % token_id
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         if messages[0]["role"] == "assistant":

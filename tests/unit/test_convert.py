@@ -58,6 +58,7 @@ requests = st.builds(
     gamma=gammas,
     drafter=st.sampled_from(t.DrafterKind),
     session_id=names,
+    num_prompt_logprobs=st.none() | st.integers(0, t.MAX_TOP_LOGPROBS),
 )
 emitted = st.builds(
     t.EmittedToken,
@@ -83,6 +84,23 @@ summaries = st.builds(
     total_ms=floats,
     speedup_estimate=st.none() | floats,
 )
+
+
+@st.composite
+def prompt_logprobs(draw):
+    size, num_top = draw(st.integers(0, 4)), draw(st.integers(0, 3))
+    entries = max(0, size - 1)
+
+    def column(values, length):
+        return tuple(draw(st.lists(values, min_size=length, max_size=length)))
+
+    return t.PromptLogprobs(
+        column(token_ids, size),
+        *(column(floats, entries), column(counts, entries)),
+        *(num_top, column(token_ids, entries * num_top), column(floats, entries * num_top)),
+    )
+
+
 chunks = st.builds(
     t.Chunk,
     session_id=names,
@@ -92,6 +110,8 @@ chunks = st.builds(
     finish_reason=st.none() | st.sampled_from(t.FinishReason),
     usage=st.none() | st.builds(t.Usage, counts, counts, counts, counts),
     summary=st.none() | summaries,
+    prompt_tokens=counts,
+    prompt_logprobs=st.none() | prompt_logprobs(),
 )
 
 

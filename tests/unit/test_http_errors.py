@@ -67,7 +67,7 @@ COMPLETIONS = {
     "logit_bias too large": ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias[1]"),
     "logit_bias a list": ({"prompt": "x", "logit_bias": [1]}, "logit_bias"),
     "stop_token_ids negative": ({"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids"),
-    "echo with logprobs": ({"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
+    "no tokens and no echo": ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
     "best_of above one": ({"prompt": "x", "best_of": 2}, "best_of"),
     "suffix": ({"prompt": "x", "suffix": "y"}, "suffix"),
     "unknown field": ({"prompt": "x", "temprature": 1}, "temprature"),

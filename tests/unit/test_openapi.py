@@ -8,6 +8,7 @@ import re
 import pytest
 from http_helpers import CHAT, call, complete, events
 from jsonschema import Draft202012Validator
+from openapi_helpers import validator
 from surface_helpers import ScriptedBackend
 
 from orchestrator.http_api import create_app
@@ -16,11 +17,6 @@ from orchestrator.openapi import PATH, document
 
 SCHEMAS = document()["components"]["schemas"]
 BODIES = {"/v1/completions": {"prompt": "x"}, "/v1/chat/completions": {"messages": CHAT}}
-
-
-def validator(schema) -> Draft202012Validator:
-    """Return what checks values by a schema of the document."""
-    return Draft202012Validator({**schema, "components": {"schemas": SCHEMAS}})
 
 
 def request_schema(path):

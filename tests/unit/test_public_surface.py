@@ -48,6 +48,7 @@ def test_all_is_frozen_and_sorted():
         "ModelChangedError",
         "NotFoundError",
         "ProcessStatus",
+        "PromptLogprobs",
         "ResourceExhaustedError",
         "RetryPolicy",
         "SamplingParams",

@@ -39,6 +39,7 @@ def test_request_every_option_lands_in_its_field():
         "stop_token_ids": [9],
         "ignore_eos": True,
         "logprobs": 3,
+        "prompt_logprobs": 4,
         "verification": "rejection",
         "gamma": 6,
         "drafter": "none",
@@ -66,6 +67,7 @@ def test_request_every_option_lands_in_its_field():
         turn=2,
         keep_cache_s=1.5,
         cache_salt="apart",
+        num_prompt_logprobs=4,
     )
 
 

@@ -55,6 +55,40 @@ def test_plan_fully_cached_block_feeds_its_last_token_anew():
     assert shape(planned([block("a", 50)], {"a": 50})) == [("a", 49, 1, 1)]
 
 
+def scored(name, num_committed, num_nodes=0):
+    running = block(name, num_committed, num_nodes)
+    running.is_scored = True
+    return running
+
+
+def test_plan_scored_prompts_ask_for_all_logits_of_few_rows_at_a_time():
+    blocks = [scored("a", 30, num_nodes=4), scored("b", 9), block("c", 20)]
+    cached, seen = {}, []
+    while blocks:
+        batch = plan(blocks, lambda name: cached.get(name, 0), Limits(100, 32, max_scored_rows=8))
+        for running, feed in batch:
+            cached[feed.session_id] = feed.start + len(feed.token_ids)
+            assert running.fed_from == feed.start
+            if cached[feed.session_id] == running.num_tokens:
+                blocks.remove(running)
+        rows = [feed for _, feed in batch if feed.session_id != "c"]
+        assert all(feed.num_logits == len(feed.token_ids) for feed in rows)
+        assert sum(feed.num_logits for feed in rows) <= 8
+        seen.append({feed.session_id: len(feed.token_ids) for _, feed in batch})
+    assert sum(step.get("a", 0) for step in seen) == 34
+    assert sum(step.get("b", 0) for step in seen) == 9
+    assert seen[0] == {"a": 8, "c": 20}  # the unscored block does not wait
+
+
+@pytest.mark.parametrize("num_nodes", [0, 7, 8, 20])
+def test_plan_scored_block_ends_whatever_its_proposal(num_nodes):
+    running, cached = scored("a", 13, num_nodes), {"a": 0}
+    while cached["a"] < running.num_tokens:
+        ((_, feed),) = plan([running], cached.__getitem__, Limits(100, 32, max_scored_rows=8))
+        assert feed.num_logits == len(feed.token_ids) <= max(8, num_nodes + 1)
+        cached["a"] = feed.start + len(feed.token_ids)
+
+
 def test_plan_long_prompt_is_fed_in_chunks_that_leave_the_logits_to_the_last():
     cached, seen = {}, []
     prompt = block("a", 70, num_nodes=4)

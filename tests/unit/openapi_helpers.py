@@ -1,0 +1,26 @@
+"""Checks of answers against the OpenAPI document."""
+
+import json
+
+from jsonschema import Draft202012Validator
+
+from orchestrator.openapi import document
+
+
+def validator(schema) -> Draft202012Validator:
+    """Return what checks values by a schema of the document."""
+    return Draft202012Validator({**schema, "components": {"schemas": document()["components"]["schemas"]}})
+
+
+def check_answer(path, answer):
+    """Check a whole answer."""
+    content = document()["paths"][path]["post"]["responses"]["200"]["content"]
+    validator(content["application/json"]["schema"]).validate(answer)
+
+
+def check_events(path, events):
+    """Check the data of a stream's events, without the last one."""
+    content = document()["paths"][path]["post"]["responses"]["200"]["content"]
+    _, told = content["text/event-stream"]["schema"]["properties"]["data"]["anyOf"]
+    for event in events:
+        validator(told["contentSchema"]).validate(json.loads(event))

@@ -1,0 +1,116 @@
+"""`echo` with `logprobs`, and vLLM's `prompt_logprobs`, in OpenAI's and vLLM's forms."""
+
+import json
+
+import pytest
+from http_helpers import CHAT, complete, events
+from openapi_helpers import check_answer, check_events
+from surface_helpers import ScriptedBackend
+
+PROMPT = [7, 8, 9]
+TOLD = {
+    "tokens": ["<7>", "<8>", "<9>"],
+    "token_logprobs": [None, -0.1, -0.2],
+    "top_logprobs": [None, {"<9>": -0.01, "<8>": -0.1}, {"<10>": -0.01, "<9>": -0.2}],
+    "text_offset": [0, 3, 6],
+}
+RANKED = [
+    None,
+    {
+        "9": {"logprob": -0.01, "rank": 1, "decoded_token": "<9>"},
+        "8": {"logprob": -0.1, "rank": 2, "decoded_token": "<8>"},
+    },
+    {
+        "10": {"logprob": -0.01, "rank": 1, "decoded_token": "<10>"},
+        "9": {"logprob": -0.2, "rank": 2, "decoded_token": "<9>"},
+    },
+]
+
+
+async def test_echo_with_logprobs_tells_of_the_prompt_and_then_of_the_completion():
+    answer = await complete(ScriptedBackend(), prompt=PROMPT, echo=True, logprobs=1, max_tokens=1)
+    check_answer("/v1/completions", answer.json())
+    (choice,) = answer.json()["choices"]
+    assert choice["text"] == "<7><8><9>caf"
+    assert choice["logprobs"] == {
+        "tokens": [*TOLD["tokens"], "caf"],
+        "token_logprobs": [*TOLD["token_logprobs"], -0.5],
+        "top_logprobs": [*TOLD["top_logprobs"], {"t0": -1.0, "caf": -0.5}],
+        "text_offset": [*TOLD["text_offset"], 9],
+    }
+    assert "prompt_logprobs" not in choice
+
+
+async def test_lists_of_prompts_are_each_told_of_as_lm_eval_reads_them():
+    prompts = [[7, 8, 9], [4, 5], [1, 2, 3, 4]]
+    body = {"prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    answer = await complete(ScriptedBackend(), **body)
+    choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
+    for prompt, choice in zip(prompts, choices, strict=True):
+        told, top = (choice["logprobs"][name][1:-1] for name in ("token_logprobs", "top_logprobs"))
+        assert told == [-number / 10 for number in range(1, len(prompt))]
+        assert [max(entry.values()) for entry in top] == [-0.01] * (len(prompt) - 1)
+
+
+async def test_echo_of_no_tokens_is_the_prompt_alone():
+    backend = ScriptedBackend()
+    answer = await complete(backend, prompt=PROMPT, echo=True, logprobs=1, max_tokens=0)
+    check_answer("/v1/completions", answer.json())
+    (choice,) = answer.json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("<7><8><9>", "length")
+    assert choice["logprobs"] == TOLD
+    assert answer.json()["usage"]["completion_tokens"] == 0
+    assert answer.json()["usage"]["total_tokens"] == answer.json()["usage"]["prompt_tokens"]
+    assert backend.requests[0].max_tokens == 1
+
+
+async def test_no_tokens_without_echo_are_refused():
+    answer = await complete(ScriptedBackend(), prompt=PROMPT, max_tokens=0)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "max_tokens"
+
+
+async def test_prompt_logprobs_have_vllms_form_in_the_choices():
+    answer = await complete(ScriptedBackend(), prompt=PROMPT, n=2, prompt_logprobs=1)
+    check_answer("/v1/completions", answer.json())
+    for choice in answer.json()["choices"]:
+        assert choice["prompt_logprobs"] == RANKED
+        assert choice["logprobs"] is None
+
+
+async def test_prompt_logprobs_and_echo_have_each_their_own_number():
+    body = {"prompt": PROMPT, "echo": True, "logprobs": 1, "prompt_logprobs": 0, "max_tokens": 0}
+    (choice,) = (await complete(ScriptedBackend(), **body)).json()["choices"]
+    assert choice["logprobs"] == TOLD
+    own = [None, {"8": RANKED[1]["8"]}, {"9": RANKED[2]["9"]}]
+    assert choice["prompt_logprobs"] == own
+
+
+async def test_prompt_logprobs_of_a_chat_are_at_the_root_and_computed_once():
+    backend = ScriptedBackend()
+    answer = await complete(backend, "/v1/chat/completions", messages=CHAT, n=3, prompt_logprobs=1)
+    check_answer("/v1/chat/completions", answer.json())
+    rendered = backend.render_chat(CHAT)
+    assert len(answer.json()["prompt_logprobs"]) == len(rendered)
+    assert [request.num_prompt_logprobs for request in backend.requests] == [1, None, None]
+
+
+async def test_streams_tell_of_the_prompt_in_their_first_piece():
+    body = {"prompt": PROMPT, "echo": True, "logprobs": 1, "prompt_logprobs": 1}
+    *chunks, _ = await events(ScriptedBackend(), **body)
+    check_events("/v1/completions", chunks)
+    opening, first, *later = [json.loads(chunk)["choices"][0] for chunk in chunks]
+    assert (opening["text"], opening["logprobs"]) == ("<7><8><9>", None)
+    assert first["logprobs"]["tokens"] == [*TOLD["tokens"], "caf"]
+    assert first["prompt_logprobs"] == RANKED
+    assert not any("prompt_logprobs" in choice for choice in later)
+    assert later[0]["logprobs"]["text_offset"] == [12]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("wrong", [-1, 21, True, "1"])
+async def test_wrong_numbers_of_prompt_logprobs_are_refused(path, wrong):
+    body = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": CHAT}
+    answer = await complete(ScriptedBackend(), path, **body, prompt_logprobs=wrong)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompt_logprobs"
