@@ -1,7 +1,7 @@
 """The `gammaray` command.
 
-Exit codes: 0 fine, 1 something failed, 2 a wrong argument, 3 nobody answers, 130 interrupted; `qualify` has
-two more for its verdicts.
+Exit status: 0 success, 1 a failure, 2 a wrong argument, setting or environment variable, 3 the server does
+not answer or TLS with it fails, 130 interrupted; `qualify` has two more for its verdicts.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from gammaray import __version__
 
 __all__ = ["main"]
 
-_COMMANDS = (
-    "bench",
-    "certs",
-    "chat",
-    "config",
-    "generate",
-    "keys",
-    "qualify",
-    "sessions",
-    "size",
-    "status",
-    "top",
-    "trace",
-    "up",
-)
+# Each command and its short help: `gammaray --help` imports none of them.
+_COMMANDS = {
+    "bench": "Measure a running cluster: speed, acceptance and latency by gamma.",
+    "certs": "Make an authority and certificates in DIRECTORY, for development.",
+    "chat": "Talk to the model, by its chat template.",
+    "config": "Print the effective settings of every process.",
+    "generate": "Stream a completion of PROMPT.",
+    "keys": "API keys: who may use a cluster, and whose sessions are whose.",
+    "qualify": "Say whether drafts are fit for a target.",
+    "sessions": "List, resume, cancel and delete sessions.",
+    "size": "Say what drafters would bring, by the cost model.",
+    "status": "List the processes of a cluster.",
+    "top": "Show what a cluster is doing, live.",
+    "trace": "Show what each cycle of a SESSION did and where its time went.",
+    "up": "Start a whole cluster on this machine.",
+}
 
 
 class _Gammaray(click.Group):
-    """Imports a command when it is named, and ends every failure with one line and its exit code."""
+    """Imports a command when it is named, and ends every failure with one line and its exit status."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -43,13 +44,22 @@ class _Gammaray(click.Group):
         command: click.Command = getattr(import_module(f"gammaray.cli.{name}"), name)
         return command
 
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
     def invoke(self, context: click.Context) -> None:
-        from gammaray.errors import GammarayError, InvalidArgumentError, UnavailableError
+        from gammaray.environment import check_environment
+        from gammaray.errors import GammarayError, InvalidArgumentError, TlsError, UnavailableError
 
         try:
+            if not {"-h", "--help"}.intersection(context.args):
+                check_environment()
             super().invoke(context)
         except UnavailableError as error:
             _fail(context, 3, f"{error} (is a cluster running there? `gammaray up` starts one)")
+        except TlsError as error:
+            _fail(context, 3, str(error))
         except InvalidArgumentError as error:
             _fail(context, 2, str(error))
         except GammarayError as error:
