@@ -156,10 +156,8 @@ def explain(
                     return TlsError(where, cause, "name the gRPC port: --address, or address=")
                 if is_closed:
                     # In TLS 1.3 a client certificate is checked last, and not every server sends an alert.
-                    why = "refuses the client" if options.cert_file else "requires a client"
-                    cause = (
-                        f"the server closes the connection after the handshake; likely it {why} certificate"
-                    )
+                    verb = "refuses the" if options.cert_file else "requires a"
+                    cause = f"the server ends the connection, and likely {verb} client certificate"
                     return TlsError(where, cause, _USE_CERT)
     except ssl.SSLError as error:
         if options is None:

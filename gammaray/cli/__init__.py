@@ -6,11 +6,13 @@ not answer or TLS with it fails, 130 interrupted; `qualify` has two more for its
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 
 import click
 
 from gammaray import __version__
+from gammaray.environment import check_environment
 
 __all__ = ["main"]
 
@@ -41,6 +43,9 @@ class _Gammaray(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in _COMMANDS:
             return None
+        if name != "up":
+            # gRPC's own lines about failed handshakes say less than our errors; to be set before its import.
+            os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
         command: click.Command = getattr(import_module(f"gammaray.cli.{name}"), name)
         return command
 
@@ -49,32 +54,35 @@ class _Gammaray(click.Group):
             formatter.write_dl(list(_COMMANDS.items()))
 
     def invoke(self, context: click.Context) -> None:
-        from gammaray.environment import check_environment
-        from gammaray.errors import GammarayError, InvalidArgumentError, TlsError, UnavailableError
-
         try:
             if not {"-h", "--help"}.intersection(context.args):
                 check_environment()
             super().invoke(context)
-        except UnavailableError as error:
-            _fail(context, 3, f"{error} (is a cluster running there? `gammaray up` starts one)")
-        except TlsError as error:
-            _fail(context, 3, str(error))
-        except InvalidArgumentError as error:
-            _fail(context, 2, str(error))
-        except GammarayError as error:
-            _fail(context, 1, str(error))
         except KeyboardInterrupt:
             click.echo(err=True)
             context.exit(130)
+        except Exception as error:
+            if (failure := _failure(error)) is None:
+                raise
+            code, message = failure
+            click.echo(f"gammaray: {message}", err=True)
+            context.exit(code)
+
+
+def _failure(error: Exception) -> tuple[int, str] | None:
+    """Return the exit status of an error and what is told of it, None for one that is not ours."""
+    from gammaray.errors import GammarayError, InvalidArgumentError, TlsError, UnavailableError
+
+    if isinstance(error, UnavailableError):
+        return 3, f"{error} (is a cluster running there? `gammaray up` starts one)"
+    if isinstance(error, TlsError):
+        return 3, str(error)
+    if isinstance(error, InvalidArgumentError):
+        return 2, str(error)
+    return (1, str(error)) if isinstance(error, GammarayError) else None
 
 
 @click.group(cls=_Gammaray, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="gammaray")
 def main() -> None:
     """Lossless speculative decoding as a cluster."""
-
-
-def _fail(context: click.Context, code: int, message: str) -> None:
-    click.echo(f"gammaray: {message}", err=True)
-    context.exit(code)

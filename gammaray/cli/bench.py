@@ -19,8 +19,8 @@ from gammaray.bench.systems import Ask, parse_gamma
 from gammaray.bench.tables import latency_table, speed_table, split_table
 from gammaray.bench.workloads import WORKLOADS, prompts
 from gammaray.cli.connection import connection_options
-from gammaray.cli.lists import list_of
 from gammaray.cli.prompt_file import read_prompts
+from gammaray.cli.values import IntRange, list_of
 from gammaray.types import VerificationMethod
 
 __all__ = ["bench"]
@@ -45,15 +45,15 @@ _METHODS = ", ".join(method.value for method in VerificationMethod)
 @click.group("bench", invoke_without_command=True)
 @connection_options(timeout_s=600.0)
 @click.option("--workload", type=click.Choice(WORKLOADS), default="mixed", show_default=True)
-@click.option("--prompts", "num_prompts", type=click.IntRange(1), default=4, show_default=True)
+@click.option("--prompts", "num_prompts", type=IntRange(1), default=4, show_default=True)
 @click.option("--prompt", "given", multiple=True, metavar="TEXT", help="Instead of a workload; repeatable.")
 @click.option(
     "--prompt-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Instead of a workload: one prompt per line, or a JSON list of strings.",
 )
-@click.option("--tokens", type=click.IntRange(2), default=128, show_default=True, help="Per completion.")
-@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--tokens", type=IntRange(2), default=128, show_default=True, help="Per completion.")
+@click.option("--repeats", type=IntRange(1), default=5, show_default=True)
 @click.option(
     "--gammas",
     default="2,4,8,adaptive",

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gammaray.cli.connection import Connection, connection_options
+from gammaray.cli.values import IntRange
 from gammaray.client import AsyncClient
 from gammaray.sessions import SessionInfo
 
@@ -30,9 +31,7 @@ def sessions() -> None:
 
 @sessions.command("list")
 @connection_options(timeout_s=10.0)
-@click.option(
-    "--limit", type=click.IntRange(1, 1000), default=100, show_default=True, help="At most so many."
-)
+@click.option("--limit", type=IntRange(1, 1000), default=100, show_default=True, help="At most so many.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def list_(connection: Connection, limit: int, as_json: bool) -> None:
     """List your sessions, the one with the latest sign of life first."""
@@ -47,8 +46,8 @@ def list_(connection: Connection, limit: int, as_json: bool) -> None:
 @sessions.command()
 @click.argument("session")
 @connection_options(timeout_s=600.0)
-@click.option("--turn", type=click.IntRange(0), default=0, show_default=True, help="Turn of the session.")
-@click.option("--offset", type=click.IntRange(0), default=0, show_default=True, help="Tokens you have.")
+@click.option("--turn", type=IntRange(0), default=0, show_default=True, help="Turn of the session.")
+@click.option("--offset", type=IntRange(0), default=0, show_default=True, help="Tokens you have.")
 def resume(session: str, connection: Connection, turn: int, offset: int) -> None:
     """Stream the rest of a SESSION's turn, behind its first tokens."""
 

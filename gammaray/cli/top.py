@@ -18,6 +18,7 @@ from rich.text import Text
 
 from gammaray.activity import Activity, Speculation, Worker, measure
 from gammaray.cli.connection import Connection, connection_options
+from gammaray.cli.values import FloatRange
 from gammaray.client import AsyncClient
 
 __all__ = ["top", "view"]
@@ -31,7 +32,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 @click.option(
     "--interval",
     "interval_s",
-    type=click.FloatRange(0.1, 3600),
+    type=FloatRange(0.1, 3600),
     default=2.0,
     show_default=True,
     metavar="SECONDS",

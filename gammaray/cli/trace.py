@@ -12,6 +12,7 @@ from rich.console import Console
 
 from gammaray.cli.connection import Connection, connection_options
 from gammaray.cli.timeline import timeline
+from gammaray.cli.values import IntRange
 from gammaray.cycles import CycleRecord
 
 __all__ = ["trace"]
@@ -23,7 +24,7 @@ _PIPE_WIDTH = 200
 @click.argument("session")
 @connection_options(timeout_s=10.0)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
-@click.option("--last", type=click.IntRange(1), help="Only this many cycles, the latest.")
+@click.option("--last", type=IntRange(1), help="Only this many cycles, the latest.")
 def trace(session: str, connection: Connection, as_json: bool, last: int | None) -> None:
     """Show what each cycle of a SESSION did and where its time went."""
     cycles = asyncio.run(_fetch(session, connection))
