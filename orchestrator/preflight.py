@@ -19,9 +19,9 @@ from pydantic import ValidationError
 
 from gammaray.config import DEMO_PAIR, ClusterSettings, ScalingSettings, WorkerSettings, settings_error
 from gammaray.errors import InvalidArgumentError
+from gammaray.gpus import CudaDevices, check_device, cuda_devices
 from gammaray.serving import APPLICATIONS, role_settings
 from gammaray.tls import tls_files
-from orchestrator.gpus import CudaDevices, cuda_devices
 
 __all__ = [
     "MANY_GPUS",
@@ -129,8 +129,7 @@ def _check_devices(
     found = devices or cuda_devices()
     if found is None:
         return MANY_GPUS
-    if settings.device == "cuda" and not found.count:
-        raise InvalidArgumentError("device", "cuda", f"auto or cpu: {found.reason}")
+    check_device(settings.device, found)
     if settings.device == "cpu":
         if found.count:  # transformers takes the accelerator where there is one
             raise InvalidArgumentError("device", "cpu", "auto or cuda with tensor_parallel on this machine")

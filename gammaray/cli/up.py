@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from gammaray.cli.values import FloatRange, IntRange
 from gammaray.config import ClusterSettings, flag_names, settings_error
+from gammaray.gpus import check_device
 
 __all__ = ["up"]
 
@@ -52,10 +53,10 @@ def up(**options: Any) -> None:
 
 
 def _check(options: dict[str, Any]) -> None:
-    """Refuse settings that are wrong by themselves, before a process is started for them.
+    """Refuse what needs no look at models or ports, before the launcher takes this process's place.
 
     Raises:
-        InvalidArgumentError: One is out of bounds, or two exclude each other.
+        InvalidArgumentError: A setting is out of bounds, two exclude each other, or there is no GPU.
     """
     given = {
         name: value
@@ -63,9 +64,10 @@ def _check(options: dict[str, Any]) -> None:
         if name in ClusterSettings.model_fields and value is not None
     }
     try:
-        ClusterSettings(**given)
+        settings = ClusterSettings(**given)
     except ValidationError as error:
         raise settings_error(error) from None
+    check_device(settings.device)
 
 
 def _arguments(options: dict[str, Any]) -> list[str]:

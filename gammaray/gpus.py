@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["CudaDevices", "cuda_devices", "torch_build"]
+from gammaray.errors import InvalidArgumentError
+
+__all__ = ["CudaDevices", "TorchBuild", "check_device", "cuda_devices", "torch_build"]
 
 _DRIVER = "libcuda.so.1"
 _SUCCESS = 0
@@ -71,6 +73,23 @@ def cuda_devices(driver: str = _DRIVER, build: TorchBuild | None = None) -> Cuda
     if (status := library.cuDeviceGetCount(ctypes.byref(count))) != _SUCCESS or count.value < 1:
         return CudaDevices(0, "the NVIDIA driver shows no device")
     return CudaDevices(count.value)
+
+
+def check_device(device: str, devices: CudaDevices | None = None) -> None:
+    """Check that there is a CUDA device where workers are told to run on one.
+
+    Args:
+        device: Setting of the workers.
+        devices: What there is; None: count them.
+
+    Raises:
+        InvalidArgumentError: There is none; tells why.
+    """
+    if device != "cuda":
+        return
+    found = devices or cuda_devices()
+    if found is not None and not found.count:
+        raise InvalidArgumentError("device", device, f"auto or cpu: {found.reason}")
 
 
 def torch_build(folder: Path | None = None) -> TorchBuild | None:
