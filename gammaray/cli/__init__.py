@@ -19,7 +19,7 @@ __all__ = ["main"]
 # Each command and its short help: `gammaray --help` imports none of them.
 _COMMANDS = {
     "bench": "Measure a running cluster: speed, acceptance and latency by gamma.",
-    "certs": "Make an authority and certificates in DIRECTORY, for development.",
+    "certs": "Make an authority in DIRECTORY, and certificates, for development.",
     "chat": "Talk to the model, by its chat template.",
     "config": "Print the effective settings of every process.",
     "generate": "Stream a completion of PROMPT.",
@@ -71,6 +71,8 @@ class _Gammaray(click.Group):
 
 def _failure(error: Exception) -> tuple[int, str] | None:
     """Return the exit status of an error and what is told of it, None for one that is not ours."""
+    if isinstance(error, (click.ClickException, click.exceptions.Exit, click.Abort)):
+        return None
     from gammaray.errors import GammarayError, InvalidArgumentError, TlsError, UnavailableError
 
     if isinstance(error, UnavailableError):

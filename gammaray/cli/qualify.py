@@ -18,6 +18,7 @@ from rich.console import Console
 from gammaray.bench.provenance import provenance, write_result
 from gammaray.bench.workloads import WORKLOADS, prompts
 from gammaray.checks import check_number
+from gammaray.cli.output import output_console
 from gammaray.cli.prompt_file import read_prompts
 from gammaray.cli.values import FloatRange, IntRange, list_of
 from gammaray.qualify.measured import PairFacts, QualifyTask, check_gamma
@@ -28,7 +29,6 @@ from gammaray.qualify.verdict import Fitness, Verdict, judge
 __all__ = ["qualify"]
 
 EXIT_CODES = {Fitness.FIT: 0, Fitness.SLOWER: 4, Fitness.UNFIT: 5}
-_WIDTH = 110
 _STDOUT = Path("-")
 
 
@@ -100,7 +100,7 @@ def qualify(
         pairs = measure_pairs(task, lambda text: status.update(text))
     verdicts = [judge(pair, rtt_ms, min_speedup) for pair in pairs]
     if out != _STDOUT:
-        console = _console()
+        console = output_console()
         for pair, verdict in zip(pairs, verdicts, strict=True):
             print_pair(console, pair, verdict)
         if len(pairs) > 1:
@@ -147,9 +147,3 @@ def _result(
             {"draft": pair.draft.name, **asdict(verdict), **best, "measured": pair.model_dump()}
         )
     return {"settings": task.model_dump() | limits, "candidates": candidates}
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    # A pipe has no width: rows stay whole there.
-    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from typing import TypeVar
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from gammaray.cli.connection import Connection, connection_options
+from gammaray.cli.output import output_console
 from gammaray.cli.values import IntRange
 from gammaray.client import AsyncClient
 from gammaray.sessions import SessionInfo
@@ -21,7 +20,6 @@ from gammaray.sessions import SessionInfo
 __all__ = ["sessions"]
 
 _Result = TypeVar("_Result")
-_PIPE_WIDTH = 200
 
 
 @click.group()
@@ -39,8 +37,7 @@ def list_(connection: Connection, limit: int, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"sessions": [asdict(info) for info in found]}, indent=2))
         return
-    # A pipe has no width: rows stay whole there.
-    Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(_table(found))
+    output_console().print(_table(found))
 
 
 @sessions.command()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from gammaray.cli.output import output_console
 from gammaray.cli.values import IntRange
 from gammaray.sizing import Sizing
 
@@ -36,7 +36,7 @@ RTTS_MS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 def size(max_drafters: int, **given: float) -> None:
     """Say what drafters would bring, by the cost model of gammaray.theory and your own measurements."""
     sizing = Sizing(**given)  # type: ignore[arg-type]
-    console = Console(width=WIDTH)
+    console = output_console(WIDTH)
     best = sizing.best(max_drafters)
     console.print(_drafters(sizing, max_drafters, best.drafters))
     console.print(_drafts(sizing, max(1, best.drafters)))

@@ -34,7 +34,7 @@ _NEEDED = ("fastapi", "grpc_health", "ray", "redis", "torch", "transformers")
     help="Give up when it does not serve after this long.",
 )
 def up(**options: Any) -> None:
-    """Start Redis, workers, orchestrator and proxies on this machine; Ctrl-C stops them all.
+    """Start a whole cluster on this machine: Redis, workers, orchestrator, proxies; Ctrl-C stops all.
 
     What is not given comes from the environment variable GAMMARAY_<OPTION>, else from the default.
     """
