@@ -143,7 +143,7 @@ class Chat:
 
     def _tls_cause(self, failure: BaseException | str | None) -> GammarayError | None:
         """Return the TLS error because of which a request failed, if it is one."""
-        if isinstance(failure, ssl.SSLError):
+        if isinstance(failure, ssl.SSLError) and not isinstance(failure, ssl.SSLEOFError):
             return tls_error(self._url, failure, has_certificate=bool(self._tls and self._tls.cert_file))
         if isinstance(failure, (TimeoutError, ConnectionRefusedError)):
             return None

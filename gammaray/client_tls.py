@@ -18,8 +18,8 @@ from gammaray.errors import InvalidArgumentError, TlsError
 
 __all__ = ["ClientTls", "client_tls", "explain", "tls_error"]
 
-_READ_S = 0.3
-"""How long a server may take to refuse a client certificate: in TLS 1.3 it does so after the handshake."""
+_READ_S = 0.5
+"""How long a server may take to refuse a client certificate, which in TLS 1.3 follows the handshake."""
 
 _PEM = "a PEM file"
 _PLAIN = "the server speaks TLS and was called in plain text", "use TLS: --tls, or tls=True"
@@ -77,8 +77,8 @@ class ClientTls:
             try:
                 context.load_verify_locations(self.ca_file)
             except ssl.SSLError as error:
-                got = f"{self.ca_file}, which holds no certificate ({_reason(error)})"
-                raise InvalidArgumentError("ca_file", got, _PEM) from None
+                allowed = f"{_PEM} of certificates ({_reason(error)})"
+                raise InvalidArgumentError("ca_file", str(self.ca_file), allowed) from None
         if self.cert_file is not None:
             _check_readable("cert_file", self.cert_file)
             if self.key_file is not None:
@@ -86,10 +86,9 @@ class ClientTls:
             try:
                 context.load_cert_chain(self.cert_file, self.key_file, password=_no_password)
             except ssl.SSLError as error:
-                got = f"{self.cert_file} with the key {self.key_file or self.cert_file} ({_reason(error)})"
-                raise InvalidArgumentError(
-                    "cert_file", got, "a certificate and its unencrypted key"
-                ) from None
+                key = "key_file" if self.key_file is not None else "the same file"
+                allowed = f"{_PEM} of a certificate whose key, unencrypted, is in {key} ({_reason(error)})"
+                raise InvalidArgumentError("cert_file", str(self.cert_file), allowed) from None
         return context
 
 
@@ -151,14 +150,15 @@ def explain(
             with context.wrap_socket(plain, server_hostname=host) as secured:
                 if options is None:
                     return TlsError(where, *_PLAIN)
-                protocol = secured.selected_alpn_protocol()
-                secured.settimeout(min(_READ_S, timeout_s))
-                with suppress(TimeoutError):
-                    if not secured.recv(1):
-                        return None
-                if needs_http2 and protocol != "h2":
+                is_closed = _closes(secured, min(_READ_S, timeout_s))
+                if needs_http2 and secured.selected_alpn_protocol() != "h2":
                     cause = "the server does not offer HTTP/2 (ALPN protocol h2), which gRPC needs"
                     return TlsError(where, cause, "name the gRPC port: --address, or address=")
+                if is_closed:
+                    # In TLS 1.3 a client certificate is checked last, and not every server sends an alert.
+                    verb = "refuses the" if options.cert_file else "requires a"
+                    cause = f"the server ends the connection, and likely {verb} client certificate"
+                    return TlsError(where, cause, _USE_CERT)
     except ssl.SSLError as error:
         if options is None:
             # A server that requires a client certificate speaks TLS too; one in plain text answers no alert.
@@ -167,6 +167,21 @@ def explain(
     except OSError:
         return None  # nothing listens there, or it closed the connection: no matter of TLS
     return None
+
+
+def _closes(secured: ssl.SSLSocket, timeout_s: float) -> bool:
+    """Whether a server closes the connection without a word.
+
+    Raises:
+        ssl.SSLError: It sends an alert.
+    """
+    secured.settimeout(timeout_s)
+    try:
+        return not secured.recv(1)
+    except (ssl.SSLEOFError, ConnectionError):
+        return True
+    except TimeoutError:
+        return False
 
 
 def tls_error(where: str, error: ssl.SSLError, *, has_certificate: bool) -> TlsError:
@@ -179,6 +194,9 @@ def tls_error(where: str, error: ssl.SSLError, *, has_certificate: bool) -> TlsE
     """
     if isinstance(error, ssl.SSLCertVerificationError):
         return TlsError(where, *_verification(error))
+    if isinstance(error, ssl.SSLEOFError):
+        cause = "the server closed the connection during the handshake"
+        return TlsError(where, cause, "check that the port speaks TLS, and whether it requires a certificate")
     reason = _reason(error)
     upper = reason.upper().replace(" ", "_")
     if not has_certificate and any(part in upper for part in _CERT_REQUIRED):
@@ -225,7 +243,7 @@ def _check_readable(field: str, path: Path) -> None:
     try:
         path.read_bytes()
     except OSError as error:
-        raise InvalidArgumentError(field, f"{path} ({error.strerror})", _PEM) from None
+        raise InvalidArgumentError(field, str(path), f"{_PEM} ({error.strerror})") from None
 
 
 def _no_password() -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import quote
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
@@ -19,6 +19,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from gammaray.environment import check_environment
 from gammaray.errors import InvalidArgumentError
 from gammaray.pools import PoolSize
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "ClusterSettings",
@@ -57,6 +60,14 @@ _ALLOWED = {
     "string_pattern_mismatch": "a text that matches {pattern}",
     "string_too_short": "a text of at least {min_length} character",
     "string_type": "a text",
+}
+
+# What deterministic mode is limited to, see `services.engine.deterministic`.
+_DETERMINISTIC: dict[str, tuple[Any, ...]] = {
+    "device": ("auto", "cpu"),
+    "dtype": ("auto", "float32"),
+    "threads": (1,),
+    "tensor_parallel": (1,),
 }
 
 
@@ -108,6 +119,19 @@ def flag_names(field: str) -> tuple[str, str]:
     return f"--{name}", f"--{name.removeprefix('no-')}" if name.startswith("no-") else f"--no-{name}"
 
 
+class _ModelSettings(_Settings):
+    """Settings of how models run, where some exclude each other."""
+
+    @model_validator(mode="after")
+    def _check_deterministic(self) -> Self:
+        if getattr(self, "deterministic", False):
+            for field, allowed in _DETERMINISTIC.items():
+                if (got := getattr(self, field, allowed[0])) not in allowed:
+                    choices = " or ".join(map(str, allowed))
+                    raise InvalidArgumentError(field, got, f"{choices} with deterministic")
+        return self
+
+
 class _ServingSettings(_Settings):
     metrics_listen: str = Field(
         "127.0.0.1:0",
@@ -146,7 +170,7 @@ class KernelSettings(_Settings):
     )
 
 
-class WorkerSettings(_ServingSettings, KernelSettings):
+class WorkerSettings(_ServingSettings, KernelSettings, _ModelSettings):
     """What draft and target workers have in common."""
 
     model: str = Field(
@@ -327,7 +351,7 @@ def _at_least_one(size: PoolSize) -> PoolSize:
     return size
 
 
-class ClusterSettings(_Settings):
+class ClusterSettings(_ModelSettings):
     """A whole cluster on one machine: what `gammaray up` starts."""
 
     target: str = Field(DEMO_PAIR, min_length=1, description="Target model.")

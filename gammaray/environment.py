@@ -11,8 +11,6 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from gammaray.errors import InvalidArgumentError
-
 __all__ = ["OTHER_VARIABLES", "PREFIX", "check_environment", "known_variables"]
 
 PREFIX: Final = "GAMMARAY_"
@@ -52,6 +50,8 @@ def check_environment(environment: Mapping[str, str] | None = None) -> None:
     known = known_variables()
     for name in sorted(left):
         if name not in known:
+            from gammaray.errors import InvalidArgumentError  # imports gRPC
+
             (nearest,) = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)
             allowed = f"a variable of gammaray; the nearest name is {nearest}"
             raise InvalidArgumentError(names[name], "an unknown environment variable", allowed)

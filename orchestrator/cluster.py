@@ -16,26 +16,25 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 from pydantic import ValidationError
 
-from gammaray.config import ClusterSettings, WorkerSettings
+from gammaray.config import ClusterSettings, OrchestratorSettings, WorkerSettings, settings_error
 from gammaray.errors import DeadlineExceededError, GammarayError, InvalidArgumentError, UnavailableError
 from gammaray.pools import PoolSize
 from gammaray.serving import APPLICATIONS, GRPC_SERVICERS, role_settings
 from orchestrator.cluster_env import private_directory, serve_environment
 from orchestrator.cluster_options import LauncherOptions, announcer, parse_options
 from orchestrator.cluster_trust import Trust, arrange_trust, check_access, reachable
-from orchestrator.http_errors import invalid_argument
 from orchestrator.placement import worker_cores
-from orchestrator.preflight import check_port, check_vocabularies, gpus_by_role
-from orchestrator.readiness import missing_parts
+from orchestrator.preflight import check_port, check_vocabularies, check_workers, gpus_by_role
 from orchestrator.reaper import MARK, Guardian, children_named, die_with_parent, end_marked, runs
-from orchestrator.redis_calls import check_redis
-from orchestrator.redis_server import RedisServer
 from orchestrator.stopping import Stop, StopSignals, silence
+
+if TYPE_CHECKING:
+    from orchestrator.redis_server import RedisServer
 
 __all__ = ["main"]
 
@@ -89,11 +88,17 @@ def serve_cluster(
     """
     settings, deadline = options.cluster, time.monotonic() + options.start_timeout_s
     check_access(settings)
+    num_gpus = check_workers(settings)
     check_port("http_port", settings.host, settings.http_port)
     check_port("grpc_port", settings.host, settings.grpc_port)
+    if settings.http_port == settings.grpc_port:
+        raise InvalidArgumentError("grpc_port", settings.grpc_port, "another port than http_port")
     check_vocabularies(settings.target, settings.draft if settings.draft_workers.maximum else settings.target)
     if settings.redis_url:
-        check_redis(settings.redis_url)
+        from orchestrator.redis_calls import check_redis  # slow to import, unlike what is checked before
+
+        # The password may be in the environment, as GAMMARAY_REDIS_PASSWORD.
+        check_redis(OrchestratorSettings(redis_url=settings.redis_url).redis_login_url)
 
     with signals.held():  # a directory without a guardian would stay
         directory = private_directory()
@@ -106,7 +111,7 @@ def serve_cluster(
     _start_serve(settings, started)
     redis = None if settings.redis_url else _start_redis(directory, started)
     trust = arrange_trust(settings, directory)
-    _deploy(settings, settings.redis_url if redis is None else redis.url, trust)
+    _deploy(settings, settings.redis_url if redis is None else redis.url, trust, num_gpus)
     _wait_until_healthy(settings, deadline, trust.api_key)
     signals.check()
     announce()
@@ -177,12 +182,14 @@ def _stop_ray() -> None:
 
 
 def _start_redis(directory: Path, started: ExitStack) -> RedisServer:
+    from orchestrator.redis_server import RedisServer
+
     server = RedisServer.start(directory / "redis")
     started.callback(server.stop)
     return server
 
 
-def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust) -> None:
+def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust, num_gpus: int) -> None:
     """Deploy the applications; they start at the same time."""
     from ray import serve
 
@@ -193,7 +200,7 @@ def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust) -> None:
         "target": (of_role["target"], settings.target_workers),
         "draft": (of_role["draft"], settings.draft_workers),
     }
-    resources = _worker_resources(settings)
+    resources = _worker_resources(settings, num_gpus)
     if settings.pin_cores and not resources["target"]["num_gpus"] and hasattr(psutil.Process, "cpu_affinity"):
         most = settings.target_workers.maximum, settings.draft_workers.maximum
         cores = worker_cores(psutil.Process().cpu_affinity(), *most)
@@ -224,10 +231,10 @@ def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust) -> None:
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-def _worker_resources(settings: ClusterSettings) -> dict[str, dict[str, Any]]:
+def _worker_resources(settings: ClusterSettings, num_gpus: int) -> dict[str, dict[str, Any]]:
     import ray
 
-    num_gpus = 0 if settings.device == "cpu" else int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
+    num_gpus = min(num_gpus, int(ray.cluster_resources().get("GPU", 0)))  # type: ignore[no-untyped-call]
     most = settings.target_workers.maximum, settings.draft_workers.maximum
     gpus = gpus_by_role(num_gpus, *most, settings.tensor_parallel)
     return {role: {"num_cpus": 0, "num_gpus": count} for role, count in gpus.items()}
@@ -244,7 +251,7 @@ def _build(
     try:
         return getattr(importlib.import_module(module), function)(settings, size, resources, scaling)
     except ValidationError as error:  # what the environment says of settings that are not the cluster's
-        raise invalid_argument(error) from None
+        raise settings_error(error) from None
 
 
 def _wait_until_healthy(settings: ClusterSettings, deadline: float, api_key: str | None) -> None:
@@ -255,6 +262,8 @@ def _wait_until_healthy(settings: ClusterSettings, deadline: float, api_key: str
         DeadlineExceededError: It took too long.
     """
     from ray import serve
+
+    from orchestrator.readiness import missing_parts
 
     missing = "applications"
     while time.monotonic() < deadline:

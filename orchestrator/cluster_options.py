@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from gammaray.config import ClusterSettings
-from orchestrator.http_errors import invalid_argument
+from gammaray.checks import check_number
+from gammaray.config import ClusterSettings, flag_names, settings_error
 
 __all__ = ["LauncherOptions", "announcer", "parse_options"]
+
+MAX_START_TIMEOUT_S = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,9 @@ def parse_options(argv: Sequence[str] | None = None) -> LauncherOptions:
     for name, info in ClusterSettings.model_fields.items():
         option, text = f"--{name.replace('_', '-')}", f"{info.description} Default: {info.default!r}."
         if info.annotation is bool:
-            parser.add_argument(
-                option, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
-            )
+            on, off = flag_names(name)
+            for flag, action in ((on, "store_true"), (off, "store_false")):
+                parser.add_argument(flag, action=action, dest=name, default=argparse.SUPPRESS, help=text)
         else:
             parser.add_argument(option, default=argparse.SUPPRESS, help=text)
     parser.add_argument(
@@ -57,10 +59,11 @@ def parse_options(argv: Sequence[str] | None = None) -> LauncherOptions:
     )
     flags = vars(parser.parse_args(argv))
     own = {name: flags.pop(name) for name in ("wait_ready", "die_with_parent", "start_timeout_s")}
+    check_number("start_timeout_s", own["start_timeout_s"], 0, MAX_START_TIMEOUT_S, open_low=True)
     try:
         return LauncherOptions(ClusterSettings(**flags), **own)
     except ValidationError as error:
-        raise invalid_argument(error) from None
+        raise settings_error(error) from None
 
 
 def announcer(options: LauncherOptions, host: str) -> Callable[[], None]:

@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import importlib
 import json
 import math
+import os
 import random
+import re
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gammaray.config import DEMO_PAIR
+from pydantic import ValidationError
+
+from gammaray.config import DEMO_PAIR, ClusterSettings, ScalingSettings, WorkerSettings, settings_error
 from gammaray.demo_pair import demo_directory
 from gammaray.errors import InvalidArgumentError
+from gammaray.gpus import CudaDevices, check_device, cuda_devices
+from gammaray.serving import APPLICATIONS, role_settings
+from gammaray.tls import tls_files
 
-__all__ = ["check_port", "check_vocabularies", "free_ports", "gpu_share", "gpus_by_role", "vocab_size"]
+__all__ = [
+    "MANY_GPUS",
+    "check_heads",
+    "check_port",
+    "check_vocabularies",
+    "check_workers",
+    "free_ports",
+    "gpu_share",
+    "gpus_by_role",
+    "vocab_size",
+]
 
+MANY_GPUS = 2**16
+"""Stands for a number of GPUs that only Ray will tell."""
+
+_OWN_ADDRESS = "an IPv4 address or name of this machine"
 _QUIET_PORTS = range(29_600, 32_700)
 
 
@@ -31,7 +55,11 @@ def check_port(field: str, host: str, port: int) -> None:
         )  # as servers do: closing connections linger
         try:
             probe.bind((host, port))
+        except socket.gaierror as error:
+            raise InvalidArgumentError("host", f"{host} ({error.strerror})", _OWN_ADDRESS) from None
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise InvalidArgumentError("host", host, _OWN_ADDRESS) from None
             reason = f"{port}, which cannot be had ({error.strerror})"
             raise InvalidArgumentError(field, reason, "a free port") from None
 
@@ -54,6 +82,125 @@ def free_ports(host: str, count: int) -> list[int]:
     if len(ports) < count:
         raise InvalidArgumentError("ports", len(ports), f"{count} free ones in {_QUIET_PORTS}")
     return ports
+
+
+def check_workers(settings: ClusterSettings, devices: CudaDevices | None = None) -> int:
+    """Check, without loading a model, what the workers and orchestrators would refuse after their start.
+
+    Args:
+        settings: Of the cluster; the environment says the rest of each role's settings.
+        devices: CUDA devices of this machine; None: count them.
+
+    Returns:
+        The number of GPUs that workers may use, MANY_GPUS where they cannot be counted without torch.
+
+    Raises:
+        InvalidArgumentError: A setting of a role is out of bounds, or settings exclude each other or do not
+            fit this machine.
+    """
+    most = {"target": settings.target_workers.maximum, "draft": settings.draft_workers.maximum}
+    workers: dict[str, WorkerSettings] = {}
+    for role, given in role_settings(settings).items():
+        made = _settings_of(role, given)
+        if isinstance(made, WorkerSettings) and most[role]:
+            workers[role] = made
+    if any(size.is_elastic for size in (settings.target_workers, settings.draft_workers)):
+        _settings_of("scaling", {})
+    num_gpus = _check_devices(settings, workers, devices)
+    if num_gpus != MANY_GPUS:
+        gpus_by_role(num_gpus, most["target"], most["draft"], settings.tensor_parallel)
+    if settings.tensor_parallel > 1:
+        check_heads(settings.target, settings.tensor_parallel)
+    num_processes = sum(most.values()) + settings.orchestrators
+    for worker in workers.values():
+        _check_worker(worker, sum(most.values()), num_processes, settings)
+    return num_gpus
+
+
+def _check_devices(
+    settings: ClusterSettings, workers: Mapping[str, WorkerSettings], devices: CudaDevices | None
+) -> int:
+    """Return the number of GPUs that workers may use.
+
+    Raises:
+        InvalidArgumentError: A worker needs a GPU and there is none, or must not get one and would.
+    """
+    if settings.device == "cpu" and settings.tensor_parallel == 1:
+        return 0
+    found = devices or cuda_devices()
+    if found is None:
+        return MANY_GPUS
+    check_device(settings.device, found)
+    if settings.device == "cpu":
+        if found.count:  # transformers takes the accelerator where there is one
+            raise InvalidArgumentError("device", "cpu", "auto or cuda with tensor_parallel on this machine")
+        return 0
+    for role, worker in workers.items():
+        if found.count and worker.deterministic:
+            told = f"cpu with deterministic: the {role} would run on a GPU of this machine"
+            raise InvalidArgumentError("device", settings.device, told)
+    return found.count
+
+
+def _check_worker(
+    worker: WorkerSettings, num_workers: int, num_processes: int, settings: ClusterSettings
+) -> None:
+    """Check settings that come from the environment, which all processes of a role share."""
+    listen = _port_range("listen", worker.listen)
+    if listen[0] and num_workers > 1:
+        raise InvalidArgumentError(
+            "listen", worker.listen, f"port 0 for {num_workers} workers on one machine"
+        )
+    if worker.metrics_listen:
+        first, last = _port_range("metrics_listen", worker.metrics_listen)
+        if first and last - first + 1 < num_processes:
+            allowed = f"port 0, or a range of {num_processes} ports, one for each process"
+            raise InvalidArgumentError("metrics_listen", worker.metrics_listen, allowed)
+    if not settings.worker_tls:
+        tls_files(worker)
+    if worker.cpu_affinity and not (settings.pin_cores and settings.device == "cpu"):
+        cores = (
+            os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+        )
+        given = worker.cpu_affinity.split(",")
+        if not all(core.strip().isdecimal() and int(core) in cores for core in given):
+            allowed = f"some of {','.join(map(str, sorted(cores)))}"
+            raise InvalidArgumentError("cpu_affinity", worker.cpu_affinity, allowed)
+
+
+def _port_range(field: str, address: str) -> tuple[int, int]:
+    match = re.fullmatch(r".+:(\d{1,5})(?:-(\d{1,5}))?", address)
+    if match is None or not int(match[1]) <= int(match[2] or match[1]) <= 65535:
+        raise InvalidArgumentError(field, address, "host:port")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _settings_of(role: str, given: Mapping[str, Any]) -> Any:
+    """Return the settings of a role: what is given, else the environment's, else the defaults.
+
+    Raises:
+        InvalidArgumentError: One is out of bounds.
+    """
+    settings = ScalingSettings if role == "scaling" else APPLICATIONS[role].settings
+    try:
+        return settings(**given)
+    except ValidationError as error:
+        raise settings_error(error, settings) from None
+
+
+def check_heads(model: str, num_ranks: int) -> None:
+    """Check that a target's attention heads divide evenly over its devices.
+
+    Raises:
+        InvalidArgumentError: They do not, or there is no such model.
+    """
+    config = _config("target", _demo_directory("target") if model == DEMO_PAIR else model)
+    text = config.get("text_config") or config
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = text.get(name)
+        if isinstance(heads, int) and heads % num_ranks:
+            allowed = f"a divisor of {heads}, the {name} of {model}"
+            raise InvalidArgumentError("tensor_parallel", num_ranks, allowed)
 
 
 def check_vocabularies(target: str, draft: str) -> None:

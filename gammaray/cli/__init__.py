@@ -1,38 +1,41 @@
 """The `gammaray` command.
 
-Exit codes: 0 fine, 1 something failed, 2 a wrong argument, 3 nobody answers, 130 interrupted; `qualify` has
-two more for its verdicts.
+Exit status: 0 success, 1 a failure, 2 a wrong argument, setting or environment variable, 3 the server does
+not answer or TLS with it fails, 130 interrupted; `qualify` has two more for its verdicts.
 """
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 
 import click
 
 from gammaray import __version__
+from gammaray.environment import check_environment
 
 __all__ = ["main"]
 
-_COMMANDS = (
-    "bench",
-    "certs",
-    "chat",
-    "config",
-    "generate",
-    "keys",
-    "qualify",
-    "sessions",
-    "size",
-    "status",
-    "top",
-    "trace",
-    "up",
-)
+# Each command and its short help: `gammaray --help` imports none of them.
+_COMMANDS = {
+    "bench": "Measure a running cluster: speed, acceptance and latency by gamma.",
+    "certs": "Make an authority in DIRECTORY, and certificates, for development.",
+    "chat": "Talk to the model, by its chat template.",
+    "config": "Print the effective settings of every process.",
+    "generate": "Stream a completion of PROMPT.",
+    "keys": "API keys: who may use a cluster, and whose sessions are whose.",
+    "qualify": "Say whether drafts are fit for a target.",
+    "sessions": "List, resume, cancel and delete sessions.",
+    "size": "Say what drafters would bring, by the cost model.",
+    "status": "List the processes of a cluster.",
+    "top": "Show what a cluster is doing, live.",
+    "trace": "Show what each cycle of a SESSION did and where its time went.",
+    "up": "Start a whole cluster on this machine.",
+}
 
 
 class _Gammaray(click.Group):
-    """Imports a command when it is named, and ends every failure with one line and its exit code."""
+    """Imports a command when it is named, and ends every failure with one line and its exit status."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -40,31 +43,48 @@ class _Gammaray(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in _COMMANDS:
             return None
+        if name != "up":
+            # gRPC's own lines about failed handshakes say less than our errors; to be set before its import.
+            os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
         command: click.Command = getattr(import_module(f"gammaray.cli.{name}"), name)
         return command
 
-    def invoke(self, context: click.Context) -> None:
-        from gammaray.errors import GammarayError, InvalidArgumentError, UnavailableError
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
 
+    def invoke(self, context: click.Context) -> None:
         try:
+            if not {"-h", "--help"}.intersection(context.args):
+                check_environment()
             super().invoke(context)
-        except UnavailableError as error:
-            _fail(context, 3, f"{error} (is a cluster running there? `gammaray up` starts one)")
-        except InvalidArgumentError as error:
-            _fail(context, 2, str(error))
-        except GammarayError as error:
-            _fail(context, 1, str(error))
         except KeyboardInterrupt:
             click.echo(err=True)
             context.exit(130)
+        except Exception as error:
+            if (failure := _failure(error)) is None:
+                raise
+            code, message = failure
+            click.echo(f"gammaray: {message}", err=True)
+            context.exit(code)
+
+
+def _failure(error: Exception) -> tuple[int, str] | None:
+    """Return the exit status of an error and what is told of it, None for one that is not ours."""
+    if isinstance(error, (click.ClickException, click.exceptions.Exit, click.Abort)):
+        return None
+    from gammaray.errors import GammarayError, InvalidArgumentError, TlsError, UnavailableError
+
+    if isinstance(error, UnavailableError):
+        return 3, f"{error} (is a cluster running there? `gammaray up` starts one)"
+    if isinstance(error, TlsError):
+        return 3, str(error)
+    if isinstance(error, InvalidArgumentError):
+        return 2, str(error)
+    return (1, str(error)) if isinstance(error, GammarayError) else None
 
 
 @click.group(cls=_Gammaray, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="gammaray")
 def main() -> None:
     """Lossless speculative decoding as a cluster."""
-
-
-def _fail(context: click.Context, code: int, message: str) -> None:
-    click.echo(f"gammaray: {message}", err=True)
-    context.exit(code)

@@ -19,13 +19,12 @@ from gammaray.bench.systems import Ask, parse_gamma
 from gammaray.bench.tables import latency_table, speed_table, split_table
 from gammaray.bench.workloads import WORKLOADS, prompts
 from gammaray.cli.connection import connection_options
-from gammaray.cli.lists import list_of
+from gammaray.cli.output import output_console
 from gammaray.cli.prompt_file import read_prompts
+from gammaray.cli.values import IntRange, list_of
 from gammaray.types import VerificationMethod
 
 __all__ = ["bench"]
-
-_WIDTH = 100
 
 
 def _gamma(text: str) -> str:
@@ -45,15 +44,15 @@ _METHODS = ", ".join(method.value for method in VerificationMethod)
 @click.group("bench", invoke_without_command=True)
 @connection_options(timeout_s=600.0)
 @click.option("--workload", type=click.Choice(WORKLOADS), default="mixed", show_default=True)
-@click.option("--prompts", "num_prompts", type=click.IntRange(1), default=4, show_default=True)
+@click.option("--prompts", "num_prompts", type=IntRange(1), default=4, show_default=True)
 @click.option("--prompt", "given", multiple=True, metavar="TEXT", help="Instead of a workload; repeatable.")
 @click.option(
     "--prompt-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Instead of a workload: one prompt per line, or a JSON list of strings.",
 )
-@click.option("--tokens", type=click.IntRange(2), default=128, show_default=True, help="Per completion.")
-@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--tokens", type=IntRange(2), default=128, show_default=True, help="Per completion.")
+@click.option("--repeats", type=IntRange(1), default=5, show_default=True)
 @click.option(
     "--gammas",
     default="2,4,8,adaptive",
@@ -95,7 +94,7 @@ def bench(context: click.Context, /, **options: Any) -> None:
 def compare_results(old: Path, new: Path) -> None:
     """Show two result files side by side."""
     results = load_result(old), load_result(new)
-    console = _console()
+    console = output_console()
     console.print(comparison_table(compare(*results)))
     for warning in warnings(*results):
         console.print(f"note: {warning}", soft_wrap=True)
@@ -118,7 +117,7 @@ def _run(options: dict[str, Any]) -> None:
 
 
 async def _measure(options: dict[str, Any], settings: BenchSettings, texts: Sequence[str]) -> dict[str, Any]:
-    console = _console()
+    console = output_console()
     num_systems = len({"0", *settings.gammas})
     ask = Ask("", 1)
     per_point = {
@@ -170,9 +169,3 @@ def _texts(options: dict[str, Any]) -> tuple[list[str], str]:
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="--prompts") from None
     return read_prompts(path, "--prompt-file"), path.name
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    # A pipe has no width: rows stay whole there.
-    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from gammaray.cli.output import output_console
 from gammaray.keys import create_key, read_keys, revoke_key
 
 __all__ = ["keys"]
@@ -58,8 +59,8 @@ def list_keys(path: Path, as_json: bool) -> None:
     for name in ("ID", "TENANT", "CREATED", "NOTE"):
         table.add_column(name, overflow="fold")
     for entry in entries:
-        table.add_row(entry["id"], entry["tenant"], entry["created_at"], entry["note"], style=None)
-    Console(highlight=False, markup=False).print(table)
+        table.add_row(*(Text(entry[name]) for name in ("id", "tenant", "created_at", "note")))
+    output_console().print(table)
 
 
 @keys.command()

@@ -18,8 +18,9 @@ from rich.console import Console
 from gammaray.bench.provenance import provenance, write_result
 from gammaray.bench.workloads import WORKLOADS, prompts
 from gammaray.checks import check_number
-from gammaray.cli.lists import list_of
+from gammaray.cli.output import output_console
 from gammaray.cli.prompt_file import read_prompts
+from gammaray.cli.values import FloatRange, IntRange, list_of
 from gammaray.qualify.measured import PairFacts, QualifyTask, check_gamma
 from gammaray.qualify.process import measure_pairs
 from gammaray.qualify.tables import print_pair, print_ranking
@@ -28,7 +29,6 @@ from gammaray.qualify.verdict import Fitness, Verdict, judge
 __all__ = ["qualify"]
 
 EXIT_CODES = {Fitness.FIT: 0, Fitness.SLOWER: 4, Fitness.UNFIT: 5}
-_WIDTH = 110
 _STDOUT = Path("-")
 
 
@@ -48,10 +48,8 @@ def _temperature(text: str) -> float:
     help="One prompt per line, or a JSON list of strings: the traffic that the pair is for.",
 )
 @click.option("--workload", type=click.Choice(WORKLOADS), default="mixed", show_default=True)
-@click.option("--num-prompts", type=click.IntRange(1), default=6, show_default=True, help="Of the workload.")
-@click.option(
-    "--tokens", type=click.IntRange(2), default=96, show_default=True, help="Per completion, at most."
-)
+@click.option("--num-prompts", type=IntRange(1), default=6, show_default=True, help="Of the workload.")
+@click.option("--tokens", type=IntRange(2), default=96, show_default=True, help="Per completion, at most.")
 @click.option(
     "--gammas",
     default="1,2,4,8",
@@ -67,21 +65,21 @@ def _temperature(text: str) -> float:
 )
 @click.option(
     "--rtt-ms",
-    type=click.FloatRange(0, 1e6),
+    type=FloatRange(0, 1e6),
     default=0.5,
     show_default=True,
     help="Network time that a proposal adds to a cycle.",
 )
 @click.option(
     "--min-speedup",
-    type=click.FloatRange(0.01, 100),
+    type=FloatRange(0.01, 100),
     default=1.1,
     show_default=True,
     help="Speculation pays from here on.",
 )
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="As of workers.")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="As of workers.")
-@click.option("--threads", type=click.IntRange(1, 256), help="As of workers.")
+@click.option("--threads", type=IntRange(1, 256), help="As of workers.")
 @click.option("--deterministic", is_flag=True, default=None, help="As of workers.")
 @click.option(
     "--json",
@@ -102,7 +100,7 @@ def qualify(
         pairs = measure_pairs(task, lambda text: status.update(text))
     verdicts = [judge(pair, rtt_ms, min_speedup) for pair in pairs]
     if out != _STDOUT:
-        console = _console()
+        console = output_console()
         for pair, verdict in zip(pairs, verdicts, strict=True):
             print_pair(console, pair, verdict)
         if len(pairs) > 1:
@@ -149,9 +147,3 @@ def _result(
             {"draft": pair.draft.name, **asdict(verdict), **best, "measured": pair.model_dump()}
         )
     return {"settings": task.model_dump() | limits, "candidates": candidates}
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    # A pipe has no width: rows stay whole there.
-    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)

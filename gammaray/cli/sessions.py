@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from typing import TypeVar
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from gammaray.cli.connection import Connection, connection_options
+from gammaray.cli.output import output_console
+from gammaray.cli.values import IntRange
 from gammaray.client import AsyncClient
 from gammaray.sessions import SessionInfo
 
 __all__ = ["sessions"]
 
 _Result = TypeVar("_Result")
-_PIPE_WIDTH = 200
 
 
 @click.group()
@@ -30,9 +29,7 @@ def sessions() -> None:
 
 @sessions.command("list")
 @connection_options(timeout_s=10.0)
-@click.option(
-    "--limit", type=click.IntRange(1, 1000), default=100, show_default=True, help="At most so many."
-)
+@click.option("--limit", type=IntRange(1, 1000), default=100, show_default=True, help="At most so many.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def list_(connection: Connection, limit: int, as_json: bool) -> None:
     """List your sessions, the one with the latest sign of life first."""
@@ -40,15 +37,14 @@ def list_(connection: Connection, limit: int, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"sessions": [asdict(info) for info in found]}, indent=2))
         return
-    # A pipe has no width: rows stay whole there.
-    Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(_table(found))
+    output_console().print(_table(found))
 
 
 @sessions.command()
 @click.argument("session")
 @connection_options(timeout_s=600.0)
-@click.option("--turn", type=click.IntRange(0), default=0, show_default=True, help="Turn of the session.")
-@click.option("--offset", type=click.IntRange(0), default=0, show_default=True, help="Tokens you have.")
+@click.option("--turn", type=IntRange(0), default=0, show_default=True, help="Turn of the session.")
+@click.option("--offset", type=IntRange(0), default=0, show_default=True, help="Tokens you have.")
 def resume(session: str, connection: Connection, turn: int, offset: int) -> None:
     """Stream the rest of a SESSION's turn, behind its first tokens."""
 

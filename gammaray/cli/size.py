@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from gammaray.cli.output import output_console
+from gammaray.cli.values import IntRange
 from gammaray.sizing import Sizing
 
 __all__ = ["size"]
@@ -31,11 +32,11 @@ RTTS_MS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 )
 @click.option("--draft-tokens", type=int, default=64, show_default=True, help="The same of a draft step.")
 @click.option("--draft-price", type=float, default=0.15, show_default=True, help="In prices of a target.")
-@click.option("--max-drafters", type=click.IntRange(1, 64), default=8, show_default=True)
+@click.option("--max-drafters", type=IntRange(1, 64), default=8, show_default=True)
 def size(max_drafters: int, **given: float) -> None:
     """Say what drafters would bring, by the cost model of gammaray.theory and your own measurements."""
     sizing = Sizing(**given)  # type: ignore[arg-type]
-    console = Console(width=WIDTH)
+    console = output_console(WIDTH)
     best = sizing.best(max_drafters)
     console.print(_drafters(sizing, max_drafters, best.drafters))
     console.print(_drafts(sizing, max(1, best.drafters)))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from gammaray.cli.connection import Connection, connection_options
+from gammaray.cli.output import output_console
 from gammaray.types import ProcessStatus
 
 __all__ = ["status"]
@@ -27,8 +26,7 @@ def status(connection: Connection, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"processes": [asdict(process) for process in processes]}, indent=2))
     else:
-        # A pipe has no width: rows stay whole there.
-        Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(_table(processes))
+        output_console().print(_table(processes))
 
 
 async def _fetch(connection: Connection) -> list[ProcessStatus]:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 
 import click
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from gammaray.activity import Activity, Speculation, Worker, measure
 from gammaray.cli.connection import Connection, connection_options
+from gammaray.cli.output import output_console
+from gammaray.cli.values import FloatRange
 from gammaray.client import AsyncClient
 
 __all__ = ["top", "view"]
@@ -31,7 +32,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 @click.option(
     "--interval",
     "interval_s",
-    type=click.FloatRange(0.1, 3600),
+    type=FloatRange(0.1, 3600),
     default=2.0,
     show_default=True,
     metavar="SECONDS",
@@ -48,7 +49,7 @@ def top(connection: Connection, interval_s: float, once: bool, as_json: bool) ->
 
 
 async def _top(client: AsyncClient, timeout_s: float, interval_s: float, once: bool, as_json: bool) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = output_console()
     history: deque[float] = deque(maxlen=_HISTORY)
     async with client:
         activities = _watch(client, timeout_s, interval_s)

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from dataclasses import asdict
 
 import click
-from rich.console import Console
 
 from gammaray.cli.connection import Connection, connection_options
+from gammaray.cli.output import output_console
 from gammaray.cli.timeline import timeline
+from gammaray.cli.values import IntRange
 from gammaray.cycles import CycleRecord
 
 __all__ = ["trace"]
 
-_PIPE_WIDTH = 200
+_PIPE_WIDTH = 120
 
 
 @click.command()
 @click.argument("session")
 @connection_options(timeout_s=10.0)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
-@click.option("--last", type=click.IntRange(1), help="Only this many cycles, the latest.")
+@click.option("--last", type=IntRange(1), help="Only this many cycles, the latest.")
 def trace(session: str, connection: Connection, as_json: bool, last: int | None) -> None:
     """Show what each cycle of a SESSION did and where its time went."""
     cycles = asyncio.run(_fetch(session, connection))
@@ -36,9 +36,9 @@ def trace(session: str, connection: Connection, as_json: bool, last: int | None)
     if not cycles:
         click.echo("no cycles yet")
         return
-    # A pipe has no width: rows stay whole there.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
-    console.print(timeline(cycles, bar_width=max(20, console.width // 3)))
+    console = output_console()
+    width = console.width if console.is_terminal else _PIPE_WIDTH
+    console.print(timeline(cycles, bar_width=max(20, width // 3)))
 
 
 async def _fetch(session: str, connection: Connection) -> list[CycleRecord]:

@@ -12,9 +12,12 @@ from importlib.util import find_spec
 from typing import Any, Literal, get_args, get_origin
 
 import click
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from gammaray.config import ClusterSettings
+from gammaray.cli.values import FloatRange, IntRange
+from gammaray.config import ClusterSettings, flag_names, settings_error
+from gammaray.gpus import check_device
 
 __all__ = ["up"]
 
@@ -25,9 +28,13 @@ _NEEDED = ("fastapi", "grpc_health", "ray", "redis", "torch", "transformers")
 @click.command()
 @click.option("--wait-ready", is_flag=True, help="Print `ready http=... grpc=...` once it serves.")
 @click.option("--die-with-parent", is_flag=True, help="Stop when the process that started this one ends.")
-@click.option("--start-timeout-s", type=float, help="Give up when it does not serve after this long.")
+@click.option(
+    "--start-timeout-s",
+    type=FloatRange(0, min_open=True),
+    help="Give up when it does not serve after this long.",
+)
 def up(**options: Any) -> None:
-    """Start Redis, workers, orchestrator and proxies on this machine; Ctrl-C stops them all.
+    """Start a whole cluster on this machine: Redis, workers, orchestrator, proxies; Ctrl-C stops all.
 
     What is not given comes from the environment variable GAMMARAY_<OPTION>, else from the default.
     """
@@ -38,10 +45,29 @@ def up(**options: Any) -> None:
             err=True,
         )
         click.get_current_context().exit(1)
+    _check(options)
     command = [sys.executable, "-m", "orchestrator.cluster", *_arguments(options)]
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, command)
+
+
+def _check(options: dict[str, Any]) -> None:
+    """Refuse what needs no look at models or ports, before the launcher takes this process's place.
+
+    Raises:
+        InvalidArgumentError: A setting is out of bounds, two exclude each other, or there is no GPU.
+    """
+    given = {
+        name: value
+        for name, value in options.items()
+        if name in ClusterSettings.model_fields and value is not None
+    }
+    try:
+        settings = ClusterSettings(**given)
+    except ValidationError as error:
+        raise settings_error(error) from None
+    check_device(settings.device)
 
 
 def _arguments(options: dict[str, Any]) -> list[str]:
@@ -52,7 +78,7 @@ def _arguments(options: dict[str, Any]) -> list[str]:
         if value is True:
             arguments.append(f"--{option}")
         elif value is False and name in ClusterSettings.model_fields:
-            arguments.append(f"--no-{option}")
+            arguments.append(flag_names(name)[1])
         elif value is not None and value is not False:
             arguments.append(f"--{option}={value}")
     return arguments
@@ -62,7 +88,7 @@ def _option(name: str, info: FieldInfo) -> click.Option:
     option = f"--{name.replace('_', '-')}"
     flag = info.annotation is bool
     return click.Option(
-        [f"{option}/--no-{option[2:]}" if flag else option, name],
+        ["/".join(flag_names(name)) if flag else option, name],
         type=None if flag else _type(info),
         default=None,
         help=f"{info.description}  [default: {info.default if info.default != '' else 'empty'}]",
@@ -74,7 +100,7 @@ def _type(info: FieldInfo) -> Any:
         return click.Choice(get_args(info.annotation))
     if info.annotation is int:
         bounds = {name: getattr(m, name) for m in info.metadata for name in ("ge", "le") if hasattr(m, name)}
-        return click.IntRange(bounds.get("ge"), bounds.get("le"))
+        return IntRange(bounds.get("ge"), bounds.get("le"))
     return click.STRING
 
 

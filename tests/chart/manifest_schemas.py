@@ -2,7 +2,7 @@
 
 Kubernetes' own kinds come from the `kubernetes-validate` package. Those of operators are checked against the
 small schemas in schemas/, which allow what the chart uses, and RayService also against KubeRay's own where
-that is at hand (../shared/kuberay beside this repository, or the file that GAMMARAY_KUBERAY_CRD names).
+that is at hand (../shared/kuberay beside this repository, or the file that KUBERAY_CRD_FILE names).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KUBERNETES_VERSIONS = ("1.27", "1.37")
 
 SCHEMAS = Path(__file__).parent / "schemas"
 KUBERAY_CRD = Path(
-    os.environ.get("GAMMARAY_KUBERAY_CRD") or ROOT.parent / "shared" / "kuberay" / "ray.io_rayservices.yaml"
+    os.environ.get("KUBERAY_CRD_FILE") or ROOT.parent / "shared" / "kuberay" / "ray.io_rayservices.yaml"
 )
 
 needs_kuberay = pytest.mark.skipif(

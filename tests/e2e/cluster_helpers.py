@@ -33,7 +33,7 @@ from orchestrator.reaper import runs
 
 T = TypeVar("T")
 
-TEST_MARK = "GAMMARAY_TEST_MARK"
+TEST_MARK = "MARK_OF_A_TEST"
 CACHE_BUDGET_MB = "256"
 """Of each worker: caches of ended sessions fill it, in some hundred sessions of the demo pair."""
 START_TIMEOUT_S = 330.0  # the launcher itself gives up after 300 s, and says why

@@ -181,11 +181,17 @@ async def happens(event: threading.Event) -> bool:
 
 
 @asynccontextmanager
-async def serve(servicer: GenerationServiceServicer, port: int = 0) -> AsyncIterator[str]:
-    """Serve in this event loop; yields host:port."""
+async def serve(
+    servicer: GenerationServiceServicer, port: int = 0, credentials: grpc.ServerCredentials | None = None
+) -> AsyncIterator[str]:
+    """Serve in this event loop, with TLS where there are credentials; yields host:port."""
     server = grpc.aio.server()
     add_GenerationServiceServicer_to_server(servicer, server)
-    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    place = f"127.0.0.1:{port}"
+    if credentials is None:
+        bound = server.add_insecure_port(place)
+    else:
+        bound = server.add_secure_port(place, credentials)
     await server.start()
     try:
         yield f"127.0.0.1:{bound}"
@@ -194,13 +200,15 @@ async def serve(servicer: GenerationServiceServicer, port: int = 0) -> AsyncIter
 
 
 @contextmanager
-def serve_in_thread(servicer: GenerationServiceServicer) -> Iterator[str]:
+def serve_in_thread(
+    servicer: GenerationServiceServicer, credentials: grpc.ServerCredentials | None = None
+) -> Iterator[str]:
     """Serve in an event loop of another thread, for blocking clients; yields host:port."""
     started, addresses = threading.Event(), []
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
 
     async def run() -> None:
-        async with serve(servicer) as address:
+        async with serve(servicer, credentials=credentials) as address:
             addresses.append(address)
             started.set()
             await stop.wait()

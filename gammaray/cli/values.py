@@ -1,17 +1,36 @@
-"""Options whose value is a comma-separated list."""
+"""Types of option values: numbers within bounds, and comma-separated lists."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from gammaray.errors import InvalidArgumentError
 
-__all__ = ["list_of"]
+__all__ = ["FloatRange", "IntRange", "list_of"]
 
 _Value = TypeVar("_Value")
+
+
+class IntRange(click.IntRange):
+    """An integer within bounds; click calls its own type "integer range" in messages."""
+
+    name = "integer"
+
+
+class FloatRange(click.FloatRange):
+    """A finite number within bounds."""
+
+    name = "number"
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        number = super().convert(value, parameter, context)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", parameter, context)
+        return number
 
 
 def list_of(

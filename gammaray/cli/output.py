@@ -1,0 +1,68 @@
+"""What commands print: styled tables on a terminal, plain aligned columns elsewhere."""
+
+from __future__ import annotations
+
+from rich.console import Console, ConsoleRenderable, Group, RenderHook
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["output_console"]
+
+_NO_WIDTH = 100_000
+"""A pipe has no width: no cell is cut or wrapped there."""
+
+
+def output_console(width: int | None = None) -> Console:
+    """Return the console of standard output.
+
+    Tables that are printed to a file or pipe are lines of aligned columns, with a heading, without box
+    characters, colours or trailing spaces.
+
+    Args:
+        width: Columns to use on a terminal; None: all.
+    """
+    console = Console(highlight=False, width=width)
+    if console.is_terminal:
+        return console
+    console = Console(highlight=False, width=_NO_WIDTH, no_color=True, emoji=False)
+    console.push_render_hook(_Plain(console))
+    return console
+
+
+class _Plain(RenderHook):
+    """Turns tables, and groups that may hold some, into plain text."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [text for renderable in renderables for text in self._plain(renderable)]
+
+    def _plain(self, renderable: object) -> list[ConsoleRenderable]:
+        if isinstance(renderable, Group):
+            return [text for part in renderable.renderables for text in self._plain(part)]
+        if isinstance(renderable, Rule):
+            title = renderable.title
+            return [title if isinstance(title, Text) else Text(title)]
+        if isinstance(renderable, Table):
+            return self._table(renderable)
+        if isinstance(renderable, str):
+            return [self._console.render_str(renderable)]
+        assert isinstance(renderable, ConsoleRenderable)
+        return [renderable]
+
+    def _table(self, table: Table) -> list[ConsoleRenderable]:
+        title, table.title = table.title, None
+        table.box, table.pad_edge, table.min_width = None, False, None
+        # Two spaces part the columns, also where a table sets less.
+        table.padding = (0, 2, 0, 0)
+        for column in table.columns:
+            column.overflow, column.no_wrap = "ignore", True
+            if isinstance(column.header, str):
+                column.header = " ".join(column.header.split())
+        lines = self._console.render_lines(table, pad=False)
+        texts = ["".join(segment.text for segment in line).rstrip() for line in lines]
+        if title is not None:
+            texts = [str(title), *texts, ""]
+        return [Text(text, no_wrap=True, overflow="ignore") for text in texts]

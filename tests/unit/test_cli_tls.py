@@ -1,0 +1,322 @@
+"""TLS of the command line and the clients, against certificates like those of the chart's ingress.
+
+The gRPC API is served by a gRPC server with TLS, the HTTP API by an HTTPS server; both are dialled by name.
+"""
+
+import json
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
+
+import grpc
+import pytest
+import uvicorn
+from click.testing import CliRunner
+from sdk_helpers import PROCESSES, ScriptedService, answer, last, serve_in_thread
+from surface_helpers import ScriptedBackend
+from tls_helpers import Authority
+
+from gammaray import AsyncClient, Client, InvalidArgumentError, TlsError, UnavailableError
+from gammaray.chat import Chat
+from gammaray.cli import main
+from orchestrator.http_api import create_app
+from orchestrator.preflight import free_ports
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory):
+    """Certificates of a good and of another authority."""
+    folder = tmp_path_factory.mktemp("pki")
+    good, other = Authority(folder, "good"), Authority(folder, "other")
+    return SimpleNamespace(
+        ca=good.file,
+        other_ca=other.file,
+        server=good.issue("server", "localhost", "gammaray.example.com"),
+        expired=good.issue("expired", "localhost", expires_in=timedelta(days=-1)),
+        elsewhere=good.issue("elsewhere", "gammaray.example.com", "grpc.gammaray.example.com"),
+        client=good.issue("client", "somebody.example.com"),
+        stranger=other.issue("stranger", "somebody.example.com"),
+    )
+
+
+@contextmanager
+def grpc_front(pki, files, *, mutual: bool = False) -> Iterator[str]:
+    pair = (files.key_file.read_bytes(), files.cert_file.read_bytes())
+    roots = pki.ca.read_bytes() if mutual else None
+    credentials = grpc.ssl_server_credentials([pair], roots, mutual)
+    with serve_in_thread(ScriptedService(answer(last("done"))), credentials) as address:
+        yield f"localhost:{address.rpartition(':')[2]}"
+
+
+@contextmanager
+def http_front(pki, files, *, mutual: bool = False) -> Iterator[str]:
+    (port,) = free_ports("127.0.0.1", 1)
+    tls = {} if files is None else {"ssl_keyfile": files.key_file, "ssl_certfile": files.cert_file}
+    if mutual:
+        tls |= {"ssl_ca_certs": str(pki.ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    app = create_app(ScriptedBackend())
+    server = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=port, log_level="critical", lifespan="off", **tls)
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 30
+    while not server.started:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    try:
+        yield f"localhost:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(30)
+
+
+def invoke(*arguments, **options):
+    return CliRunner().invoke(main, [*map(str, arguments)], prog_name="gammaray", **options)
+
+
+def status(address, *options, **more):
+    return invoke("status", "-a", address, *options, **more)
+
+
+def chat(url, *options, **more):
+    return invoke("chat", "--url", url, *options, **{"input": "hi\n", **more})
+
+
+FRONTS = pytest.mark.parametrize(
+    ("front", "command"), [(grpc_front, status), (http_front, chat)], ids=["gRPC", "HTTP"]
+)
+
+
+def certificate(files):
+    return "--cert-file", files.cert_file, "--key-file", files.key_file
+
+
+@FRONTS
+@pytest.mark.parametrize("how", ["--ca-file", "scheme", "environment"])
+def test_a_server_whose_authority_is_named_is_reached(pki, front, command, how):
+    with front(pki, pki.server) as address:
+        if how == "--ca-file":
+            result = command(address, "--ca-file", pki.ca)
+        elif how == "scheme":
+            result = command(f"https://{address}/", "--ca-file", pki.ca)
+        else:
+            result = command(address, env={"GAMMARAY_TLS": "true", "GAMMARAY_CA_FILE": str(pki.ca)})
+    assert result.exit_code == 0, result.output
+    assert ("orchestrator" if command is status else "café") in result.stdout
+
+
+@FRONTS
+def test_tls_alone_trusts_the_authorities_of_the_system(pki, front, command):
+    with front(pki, pki.server) as address:
+        # OpenSSL's own variable stands for an authority that the system trusts.
+        trusted = command(address, "--tls", env={"SSL_CERT_FILE": str(pki.ca)})
+        unknown = command(address, "--tls")
+    assert trusted.exit_code == 0, trusted.output
+    assert unknown.exit_code == 3
+
+
+@FRONTS
+def test_a_client_certificate_opens_a_server_that_requires_one(pki, front, command):
+    with front(pki, pki.server, mutual=True) as address:
+        result = command(address, "--ca-file", pki.ca, *certificate(pki.client))
+    assert result.exit_code == 0, result.output
+
+
+REFUSALS = {
+    "wrong authority": ("server", "not signed by a trusted authority", "--ca-file"),
+    "expired": ("expired", "has expired", "renew"),
+    "wrong host": ("elsewhere", "for another host", "--address"),
+    "no certificate": ("server", "requires a client certificate", "--cert-file"),
+    "strange certificate": ("server", "refuses the client certificate", "--cert-file"),
+}
+
+
+@FRONTS
+@pytest.mark.parametrize("what", REFUSALS)
+def test_a_failed_handshake_names_host_cause_and_option(pki, front, command, what):
+    served, cause, option = REFUSALS[what]
+    ca = pki.other_ca if what == "wrong authority" else pki.ca
+    own = certificate(pki.stranger) if what == "strange certificate" else ()
+    mutual = what.endswith("certificate")
+    with front(pki, getattr(pki, served), mutual=mutual) as address:
+        result = command(address, "--ca-file", ca, *own)
+    assert result.exit_code == 3, result.output
+    (line,) = result.stderr.splitlines()
+    for words in (address, cause, option):
+        assert words in line
+    assert "gammaray up" not in line
+    assert result.stdout == ""
+
+
+@FRONTS
+def test_plain_text_to_a_tls_port_is_told_to_use_tls(pki, front, command):
+    with front(pki, pki.server) as address:
+        result = command(address)
+    assert result.exit_code == 3
+    assert f"{address}: the server speaks TLS" in result.stderr
+    assert "--tls" in result.stderr
+
+
+def test_tls_to_a_plain_text_port_is_told_so(pki):
+    with serve_in_thread(ScriptedService()) as address:
+        result = status(address, "--ca-file", pki.ca)
+    assert (result.exit_code, "does not speak TLS" in result.stderr) == (3, True), result.stderr
+    with http_front(pki, None) as address:
+        result = chat(address, "--ca-file", pki.ca)
+    assert (result.exit_code, "does not speak TLS" in result.stderr) == (3, True), result.stderr
+
+
+def test_a_front_without_http2_is_told_apart(pki):
+    with http_front(pki, pki.server) as address:
+        result = status(address, "--ca-file", pki.ca)
+    assert result.exit_code == 3
+    assert "does not offer HTTP/2" in result.stderr
+
+
+@FRONTS
+def test_nothing_at_the_address_is_no_matter_of_tls(pki, front, command):
+    (port,) = free_ports("127.0.0.1", 1)
+    result = command(f"localhost:{port}", "--ca-file", pki.ca)
+    assert result.exit_code == 3
+    assert "gammaray up" in result.stderr
+
+
+COMMANDS = [
+    ["bench"],
+    ["chat"],
+    ["generate", "Hi"],
+    ["sessions", "list"],
+    ["sessions", "resume", "s"],
+    ["sessions", "cancel", "s"],
+    ["sessions", "delete", "s"],
+    ["status"],
+    ["top", "--once"],
+    ["trace", "s"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_that_dials_takes_the_files(pki, tmp_path, command):
+    missing = tmp_path / "missing.pem"
+    for option in ("--ca-file", "--cert-file"):
+        result = invoke(*command, option, missing, input="hi\n")
+        assert result.exit_code == 2
+        assert f"{option[2:].replace('-', '_')}: got {missing}" in result.stderr
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command[0] != "chat"], ids=" ".join)
+def test_every_grpc_command_gets_past_the_handshake(pki, command):
+    with grpc_front(pki, pki.expired) as address:
+        result = invoke(*command, "-a", address, "--ca-file", pki.ca)
+    assert result.exit_code == 3
+    assert "has expired" in result.stderr
+
+
+def test_generate_streams_over_mutual_tls(pki):
+    with grpc_front(pki, pki.server, mutual=True) as address:
+        where = f"grpcs://{address}"
+        result = invoke(
+            "generate", "Hi", "-a", where, "--ca-file", pki.ca, *certificate(pki.client), "--json"
+        )
+    assert json.loads(result.stdout)["text"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--key-file", "server"], "key_file: got"),
+        (["--ca-file", "text"], "ca_file: got"),
+        (["--cert-file", "server", "--key-file", "client"], "cert_file: got"),
+        (["--cert-file", "server", "--key-file", "text"], "cert_file: got"),
+        (["--ca-file", "folder"], "ca_file: got"),
+    ],
+)
+@pytest.mark.parametrize("command", [status, chat], ids=["gRPC", "HTTP"])
+def test_files_that_cannot_be_used_are_refused_by_name(pki, tmp_path, command, options, words):
+    (tmp_path / "text").write_text("-----BEGIN nothing\n")
+    files = {
+        "--cert-file server": pki.server.cert_file,
+        "--key-file server": pki.server.key_file,
+        "--key-file client": pki.client.key_file,
+        "--ca-file folder": tmp_path,
+    }
+    pairs = zip(options[::2], options[1::2], strict=True)
+    given = [part for name, value in pairs for part in (name, files.get(f"{name} {value}", tmp_path / value))]
+    result = command("127.0.0.1:1", *given)
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["localhost:99999", "ftp://localhost", "https://", "http://a b", "http://h:x", "localhost:0", "://", ""],
+)
+def test_chat_with_an_odd_url_is_exit_code_2_and_named(url):
+    result = chat(url)
+    assert result.exit_code == 2
+    assert f"url: got {url}, allowed: http://host:port" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "address", ["localhost:99999", "https://", "https://h/path", "http://h:1", "grpc://h"]
+)
+def test_an_odd_address_is_exit_code_2_and_named(address):
+    result = status(address)
+    assert result.exit_code == 2
+    assert f"address: got {address}, allowed: host:port" in result.stderr
+
+
+def test_options_that_contradict_the_url_are_refused(pki):
+    for command, plain in ((status, "grpc://localhost:1"), (chat, "http://localhost:1")):
+        result = command(plain, "--ca-file", pki.ca)
+        assert result.exit_code == 2
+        assert "with TLS options" in result.stderr
+
+
+async def test_clients_take_the_same_arguments(pki):
+    with grpc_front(pki, pki.server, mutual=True) as address:
+        files = {"ca_file": pki.ca, "cert_file": pki.client.cert_file, "key_file": str(pki.client.key_file)}
+        async with AsyncClient(address, **files) as client:
+            assert await client.status() == PROCESSES
+            assert (await client.complete("Hi")).text == "done"
+        with Client(f"https://{address}", **files) as blocking:
+            assert blocking.status() == PROCESSES
+
+
+async def test_a_tls_error_is_not_retried_and_ends_wait_ready_at_once(pki):
+    with grpc_front(pki, pki.server) as address:
+        async with AsyncClient(address, ca_file=pki.other_ca, timeout_s=100) as client:
+            began = time.monotonic()
+            for call in (client.status(), client.complete("Hi"), client.wait_ready(100)):
+                with pytest.raises(TlsError) as caught:
+                    await call
+                assert not isinstance(caught.value, UnavailableError)
+                assert caught.value.address == address
+                assert "ca_file=" in caught.value.remedy
+            assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"tls": False, "ca_file": "ca.pem"},
+        {"tls": False, "address": "https://localhost:1"},
+        {"credentials": grpc.ssl_channel_credentials(), "tls": True},
+    ],
+    ids=str,
+)
+def test_contradicting_arguments_are_refused(arguments):
+    with pytest.raises(InvalidArgumentError):
+        AsyncClient(**{"address": "localhost:1", **arguments})
+
+
+def test_chat_object_takes_the_same_arguments(pki):
+    with http_front(pki, pki.server) as address:
+        assert "".join(piece.text for piece in Chat(address, ca_file=pki.ca).ask("hi")) == "café"
+        with pytest.raises(TlsError, match="trusted authority"):
+            list(Chat(f"https://{address}", ca_file=pki.other_ca).ask("hi"))

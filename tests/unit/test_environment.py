@@ -1,0 +1,134 @@
+"""Environment variables: misspelt ones are refused by every process, the list of known ones is complete."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import gammaray
+from gammaray.cli import main
+from gammaray.config import ClusterSettings, OrchestratorSettings, TargetSettings
+from gammaray.environment import OTHER_VARIABLES, check_environment, known_variables
+from gammaray.errors import InvalidArgumentError
+
+ROOT = Path(gammaray.__file__).parents[1]
+SOURCES = (
+    "gammaray",
+    "orchestrator",
+    "services",
+    "benchmarks",
+    "docs",
+    "docker",
+    "helm",
+    "README.md",
+    "tests",
+)
+NAME = re.compile(r"\bGAMMARAY_[A-Z0-9_]*[A-Z0-9]\b")
+# Examples of names, and shell variables of CI, that no process of gammaray reads.
+SECRET = "hunter2"
+
+
+def sources():
+    for name in SOURCES:
+        path = ROOT / name
+        files = [path] if path.is_file() else path.rglob("*")
+        yield from (
+            file for file in files if file.suffix in {".py", ".md", ".yaml", ".tpl", ".sh", ".gotmpl"}
+        )
+    yield from (ROOT / "docker").glob("*")
+
+
+def test_every_variable_that_the_repository_names_is_known():
+    known = known_variables()
+    unknown = {
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in sources()
+        if file.is_file() and file.name != Path(__file__).name
+        for name in NAME.findall(file.read_text(errors="ignore"))
+        if name not in known and not any(other.startswith(f"{name}_") for other in known)
+    }
+    assert unknown == set()
+
+
+def test_every_known_variable_passes():
+    check_environment(dict.fromkeys(known_variables(), "x"))
+    check_environment({"PATH": "x", "GAMMA": "x", "MY_GAMMARAY_THING": "x"})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("GAMMARAY_HTTP_PROT", "GAMMARAY_HTTP_PORT"),
+        ("GAMMARAY_DRAFT_WORKER", "GAMMARAY_DRAFT_WORKERS"),
+        ("GAMMARAY_APIKEY", "GAMMARAY_API_KEY"),
+        ("GAMMARAY_ADRESS", "GAMMARAY_ADDRESS"),
+        ("gammaray_max_gama", "GAMMARAY_MAX_GAMMA"),
+        ("GAMMARAY_CAFILE", "GAMMARAY_CA_FILE"),
+    ],
+)
+def test_misspelt_variable_is_told_the_nearest_and_not_its_value(wrong, right):
+    with pytest.raises(InvalidArgumentError, match=rf"nearest name is {right}$") as caught:
+        check_environment({wrong: SECRET})
+    assert caught.value.field == wrong
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("settings", [ClusterSettings, OrchestratorSettings, TargetSettings])
+def test_settings_of_every_process_refuse_it(monkeypatch, settings):
+    monkeypatch.setenv("GAMMARAY_REDISURL", "x")
+    with pytest.raises(InvalidArgumentError, match="GAMMARAY_REDIS_URL"):
+        settings()
+
+
+def test_variables_of_kubernetes_services_are_left_alone():
+    links = {
+        "GAMMARAY_HEAD_SVC_SERVICE_HOST": "10.0.0.1",
+        "GAMMARAY_HEAD_SVC_SERVICE_PORT": "6379",
+        "GAMMARAY_HEAD_SVC_SERVICE_PORT_DASHBOARD": "8265",
+        "GAMMARAY_HEAD_SVC_PORT": "tcp://10.0.0.1:6379",
+        "GAMMARAY_HEAD_SVC_PORT_6379_TCP_ADDR": "10.0.0.1",
+    }
+    check_environment(links)
+    with pytest.raises(InvalidArgumentError):
+        check_environment({**links, "GAMMARAY_HEAD_PROT": "1"})
+
+
+@pytest.mark.parametrize(
+    "arguments", [["status"], ["up"], ["config"], ["keys", "list"], ["size"]], ids=" ".join
+)
+def test_command_line_refuses_it_with_exit_code_2(arguments):
+    result = CliRunner().invoke(main, arguments, env={"GAMMARAY_DEVCIE": "cpu"})
+    assert result.exit_code == 2
+    assert "GAMMARAY_DEVCIE" in result.stderr
+    assert "GAMMARAY_DEVICE" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_help_is_there_in_spite_of_it():
+    for arguments in (["--help"], ["status", "--help"]):
+        assert CliRunner().invoke(main, arguments, env={"GAMMARAY_DEVCIE": "cpu"}).exit_code == 0
+
+
+@pytest.mark.parametrize("module", ["orchestrator.cluster", "services.target", "services.draft"])
+def test_processes_refuse_it_with_exit_code_2(module):
+    done = subprocess.run(
+        [sys.executable, "-m", module],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=ROOT,
+        env={**os.environ, "GAMMARAY_DEVCIE": "cpu"},
+    )
+    assert done.returncode == 2
+    assert "GAMMARAY_DEVCIE: got an unknown environment variable" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_variables_that_are_no_setting_say_what_they_are_for():
+    fields = known_variables() - OTHER_VARIABLES.keys()
+    assert not fields & OTHER_VARIABLES.keys()
+    assert all(OTHER_VARIABLES.values())

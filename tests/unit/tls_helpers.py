@@ -1,0 +1,93 @@
+"""Certificates in the shape in which cert-manager issues those of the chart's ingress.
+
+`helm/gammaray/templates/certificate-public.yaml` names DNS names, no address and no common name; cert-manager
+makes an RSA key of 2048 bits, an empty subject, and puts the names into the subject's alternative name, which
+is critical then.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from gammaray.client_tls import ClientTls
+
+NOW = datetime.now(timezone.utc)
+YEAR = timedelta(days=365)
+
+
+class Authority:
+    """A certificate authority, such as a cert-manager Issuer uses.
+
+    Attributes:
+        file: Its certificate, as PEM.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder = folder
+        self._key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        certificate = (
+            _builder(self._name, self._name, self._key, YEAR)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+            .add_extension(_usage(is_authority=True), critical=True)
+            .sign(self._key, hashes.SHA256())
+        )
+        self.file = folder / f"{name}.pem"
+        self.file.write_bytes(certificate.public_bytes(Encoding.PEM))
+
+    def issue(self, name: str, *hosts: str, expires_in: timedelta = YEAR) -> ClientTls:
+        """Return a certificate and its key for DNS names; trusts this authority."""
+        key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+        names = x509.SubjectAlternativeName([x509.DNSName(host) for host in hosts])
+        both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        authority_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        certificate = (
+            _builder(x509.Name([]), self._name, key, expires_in)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(is_authority=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(both), critical=False)
+            .add_extension(authority_key, critical=False)
+            .add_extension(names, critical=True)
+            .sign(self._key, hashes.SHA256())
+        )
+        cert_file, key_file = self._folder / f"{name}.crt", self._folder / f"{name}.key"
+        cert_file.write_bytes(certificate.public_bytes(Encoding.PEM))
+        pkcs1 = PrivateFormat.TraditionalOpenSSL  # cert-manager's default encoding
+        key_file.write_bytes(key.private_bytes(Encoding.PEM, pkcs1, NoEncryption()))
+        return ClientTls(self.file, cert_file, key_file)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: rsa.RSAPrivateKey, expires_in: timedelta
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(NOW - YEAR)
+        .not_valid_after(NOW + expires_in)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _usage(*, is_authority: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=True,
+        content_commitment=False,
+        key_encipherment=not is_authority,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=is_authority,
+        crl_sign=is_authority,
+        encipher_only=False,
+        decipher_only=False,
+    )
