@@ -56,7 +56,7 @@ class _ServingSettings(_Settings):
         """`redis_url` with `redis_password` in it, percent-encoded."""
         scheme, separator, rest = self.redis_url.partition("://")
         end = next((i for i, character in enumerate(rest) if character in "/?#"), len(rest))
-        user, at, hosts = rest[:end].rpartition("@")
+        user, _, hosts = rest[:end].rpartition("@")
         if not self.redis_password or not separator or ":" in user:
             return self.redis_url
         return f"{scheme}://{user}:{quote(self.redis_password, safe='')}@{hosts}{rest[end:]}"
@@ -84,16 +84,16 @@ class WorkerSettings(_ServingSettings):
     cache_budget_mb: int | None = Field(
         None,
         ge=1,
-        description="Upper bound of KV cache memory, in MiB; least recently used sessions are evicted. Unset: "
-        "cache_memory_share of a GPU's memory that is free once the weights are loaded; on a CPU a quarter of "
-        "the memory that is available then, 1024 at most.",
+        description="Upper bound of KV cache memory, in MiB; least recently used sessions are evicted. "
+        "Unset: cache_memory_share of a GPU's memory that is free once the weights are loaded; on a CPU a "
+        "quarter of the memory that is available then, 1024 at most.",
     )
     cache_memory_share: float = Field(
         0.8,
         gt=0,
         le=0.95,
-        description="Share of a GPU's free memory for the KV cache where cache_budget_mb is unset; the rest is "
-        "for activations and CUDA graphs.",
+        description="Share of a GPU's free memory for the KV cache where cache_budget_mb is unset; the rest "
+        "is for activations and CUDA graphs.",
     )
     max_batch_tokens: int = Field(
         1024, ge=16, description="Upper bound of tokens fed in one forward, over all sessions."
