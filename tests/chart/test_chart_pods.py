@@ -269,3 +269,23 @@ def test_versions_are_those_of_the_package():
     assert image == f"{REGISTRY['image']['registry']}/gammaray-orchestrator:{gammaray.__version__}"
     image = container(groups(EVERYTHING)["head"]["template"])["image"]
     assert image == "registry.example.com/team/gammaray-orchestrator:1.2.3"
+
+
+def test_init_containers_and_sidecars_are_those_of_the_role():
+    more = {"initContainers": [{"name": "i", "image": "i:1"}], "sidecars": [{"name": "s", "image": "s:1"}]}
+    found = groups({"draft": more, "pods": {"sidecars": [{"name": "all", "image": "a:1"}]}})
+    for role in ROLES:
+        spec = found[role]["template"]["spec"]
+        names = [entry["name"] for entry in spec["containers"]]
+        assert names == [
+            f"ray-{role}",
+            "s" if role == "draft" else "all",
+        ]  # KubeRay takes the first for Ray's
+        assert [entry["name"] for entry in spec.get("initContainers", [])] == (
+            ["i"] if role == "draft" else []
+        )
+
+
+def test_own_init_containers_run_after_the_models_are_there():
+    spec = groups(EVERYTHING)["target"]["template"]["spec"]
+    assert [entry["name"] for entry in spec["initContainers"]] == ["wait-for-models", "prepare"]
