@@ -21,6 +21,7 @@ __all__ = [
     "ScalingSettings",
     "TargetSettings",
     "WorkerSettings",
+    "at_least_one",
 ]
 
 DEMO_PAIR = "demo"
@@ -213,6 +214,11 @@ class ScalingSettings(_Settings):
     target_load: float = Field(
         8.0, gt=0, description="Blocks in flight per target worker from which on another one is wanted."
     )
+    orchestrator_load: float = Field(
+        64.0,
+        gt=0,
+        description="Requests that run or wait per orchestrator from which on another one is wanted.",
+    )
     draft_load: float = Field(
         4.0, gt=0, description="Blocks in flight per draft worker from which on another one is wanted."
     )
@@ -234,9 +240,14 @@ class ScalingSettings(_Settings):
     )
 
 
-def _at_least_one(size: PoolSize) -> PoolSize:
+def at_least_one(size: PoolSize) -> PoolSize:
+    """Return a size whose minimum is 1 or more.
+
+    Raises:
+        ValueError: It may be 0.
+    """
     if size.minimum < 1:
-        raise ValueError(f"got {size}, allowed: at least 1 target worker at all times")
+        raise ValueError(f"got {size}, allowed: at least 1 at all times")
     return size
 
 
@@ -245,7 +256,7 @@ class ClusterSettings(_Settings):
 
     target: str = Field(DEMO_PAIR, min_length=1, description="Target model.")
     draft: str = Field(DEMO_PAIR, min_length=1, description="Draft model.")
-    target_workers: Annotated[PoolSize, AfterValidator(_at_least_one)] = Field(
+    target_workers: Annotated[PoolSize, AfterValidator(at_least_one)] = Field(
         "1", validate_default=True, description="Number of target workers, N or MIN:MAX to scale between."
     )
     draft_workers: PoolSize = Field(

@@ -1,7 +1,8 @@
 """A Ray node that serves the chart's own Serve configuration, in a process of its own.
 
 `python served_chart.py FILE` deploys it by `serve run`, as docs/install.md does without Helm: that hands the
-document to Serve's controller, as KubeRay does. One node has the logical resources of every role. Prints `ready HTTP_ADDRESS GRPC_ADDRESS`, serves until standard input ends.
+document to Serve's controller, as KubeRay does. One node has the logical resources of every role, for two of
+each. Prints `ready HTTP_ADDRESS GRPC_ADDRESS`, serves until standard input ends.
 
 Of the configuration only what pods have to themselves is changed: addresses and ports.
 """
@@ -69,7 +70,7 @@ def on_one_machine(config: dict[str, Any], http_port: int, grpc_port: int) -> di
 
 
 def deploy(config: dict[str, Any], directory: Path, started: ExitStack) -> None:
-    """Start Ray with one of each logical resource, hand over the configuration, wait until it serves."""
+    """Start Ray with two of each logical resource, hand over the configuration, wait until it serves."""
     import ray
     from ray import serve
     from ray.serve.scripts import cli
@@ -79,7 +80,7 @@ def deploy(config: dict[str, Any], directory: Path, started: ExitStack) -> None:
         ray.init,
         address="local",
         num_cpus=1,
-        resources={application.resource: 1 for application in APPLICATIONS.values()},
+        resources={application.resource: 2 for application in APPLICATIONS.values()},
         object_store_memory=80 * 2**20,
         include_dashboard=False,
         log_to_driver=False,

@@ -60,8 +60,15 @@ gammaray.io/ray: "true"
 {{- .Files.Get "files/gammaray.yaml" -}}
 {{- end -}}
 
-{{/* "true" when any pool may change its number of workers. */}}
+{{/* "true" when any pool may change its number of pods. */}}
 {{- define "gammaray.scales" -}}
+{{- if or (include "gammaray.workersScale" .) (contains ":" (toString .Values.orchestrator.replicas)) -}}
+true
+{{- end -}}
+{{- end -}}
+
+{{/* "true" when a pool of workers may change its number. */}}
+{{- define "gammaray.workersScale" -}}
 {{- if or (contains ":" (toString .Values.draft.workers)) (contains ":" (toString .Values.target.workers)) -}}
 true
 {{- end -}}
