@@ -1,4 +1,4 @@
-"""Serve's autoscaling options of a pool of workers, for what deploys by hand and by configuration alike."""
+"""Serve's autoscaling options of a pool of replicas, for what deploys by hand and by configuration alike."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ __all__ = ["autoscaling_config"]
 
 _POLICIES = {
     "draft": "services.scaling_policy:DraftPolicy",
+    "orchestrator": "orchestrator.scaling_policy:OrchestratorPolicy",
     "target": "services.scaling_policy:TargetPolicy",
 }
 _NUM_REPORTS = 10
@@ -21,7 +22,7 @@ def autoscaling_config(role: str, size: PoolSize, settings: ScalingSettings) -> 
     """Return a deployment's `autoscaling_config`, of JSON values.
 
     Args:
-        role: "draft" or "target".
+        role: "draft", "orchestrator" or "target".
         size: Bounds; where they are equal the pool reports its load and keeps its number.
         settings: Thresholds and delays.
     """

@@ -31,6 +31,7 @@ __all__ = [
     "ScalingSettings",
     "TargetSettings",
     "WorkerSettings",
+    "at_least_one",
     "flag_names",
     "settings_error",
 ]
@@ -155,7 +156,7 @@ class _ServingSettings(_Settings):
         """`redis_url` with `redis_password` in it, percent-encoded."""
         scheme, separator, rest = self.redis_url.partition("://")
         end = next((i for i, character in enumerate(rest) if character in "/?#"), len(rest))
-        user, at, hosts = rest[:end].rpartition("@")
+        user, _, hosts = rest[:end].rpartition("@")
         if not self.redis_password or not separator or ":" in user:
             return self.redis_url
         return f"{scheme}://{user}:{quote(self.redis_password, safe='')}@{hosts}{rest[end:]}"
@@ -192,16 +193,16 @@ class WorkerSettings(_ServingSettings, KernelSettings, _ModelSettings):
     cache_budget_mb: int | None = Field(
         None,
         ge=1,
-        description="Upper bound of KV cache memory, in MiB; least recently used sessions are evicted. Unset: "
-        "cache_memory_share of a GPU's memory that is free once the weights are loaded; on a CPU a quarter of "
-        "the memory that is available then, 1024 at most.",
+        description="Upper bound of KV cache memory, in MiB; least recently used sessions are evicted. "
+        "Unset: cache_memory_share of a GPU's memory that is free once the weights are loaded; on a CPU a "
+        "quarter of the memory that is available then, 1024 at most.",
     )
     cache_memory_share: float = Field(
         0.8,
         gt=0,
         le=0.95,
-        description="Share of a GPU's free memory for the KV cache where cache_budget_mb is unset; the rest is "
-        "for activations and CUDA graphs.",
+        description="Share of a GPU's free memory for the KV cache where cache_budget_mb is unset; the rest "
+        "is for activations and CUDA graphs.",
     )
     max_batch_tokens: int = Field(
         1024, ge=16, description="Upper bound of tokens fed in one forward, over all sessions."
@@ -324,6 +325,11 @@ class ScalingSettings(_Settings):
     target_load: float = Field(
         8.0, gt=0, description="Blocks in flight per target worker from which on another one is wanted."
     )
+    orchestrator_load: float = Field(
+        64.0,
+        gt=0,
+        description="Requests that run or wait per orchestrator from which on another one is wanted.",
+    )
     draft_load: float = Field(
         4.0, gt=0, description="Blocks in flight per draft worker from which on another one is wanted."
     )
@@ -345,9 +351,14 @@ class ScalingSettings(_Settings):
     )
 
 
-def _at_least_one(size: PoolSize) -> PoolSize:
+def at_least_one(size: PoolSize) -> PoolSize:
+    """Return a size whose minimum is 1 or more.
+
+    Raises:
+        ValueError: It may be 0.
+    """
     if size.minimum < 1:
-        raise ValueError(f"got {size}, allowed: at least 1 target worker at all times")
+        raise ValueError(f"got {size}, allowed: at least 1 at all times")
     return size
 
 
@@ -356,7 +367,7 @@ class ClusterSettings(_ModelSettings):
 
     target: str = Field(DEMO_PAIR, min_length=1, description="Target model.")
     draft: str = Field(DEMO_PAIR, min_length=1, description="Draft model.")
-    target_workers: Annotated[PoolSize, AfterValidator(_at_least_one)] = Field(
+    target_workers: Annotated[PoolSize, AfterValidator(at_least_one)] = Field(
         "1", validate_default=True, description="Number of target workers, N or MIN:MAX to scale between."
     )
     draft_workers: PoolSize = Field(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit, urlunsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from gammaray.config import ClusterSettings, ScalingSettings, settings_error
+from gammaray.config import ClusterSettings, ScalingSettings, at_least_one, settings_error
 from gammaray.errors import InvalidArgumentError
 from gammaray.pools import PoolSize
 from gammaray.serving import APPLICATIONS, GRPC_SERVICERS, ServeApplication, role_settings
@@ -45,7 +45,10 @@ class OrchestratorArguments(_Arguments):
     """Arguments of the orchestrator's application in a Serve configuration."""
 
     settings: dict[str, Any] = Field(description="Fields of OrchestratorSettings.")
-    replicas: int = Field(1, ge=1, le=64, description="Number of orchestrator replicas.")
+    replicas: Annotated[PoolSize, AfterValidator(at_least_one)] = Field(
+        "1", validate_default=True, description="Number of orchestrators, N or MIN:MAX to scale between."
+    )
+    scaling: dict[str, Any] | None = Field(None, description="Fields of ScalingSettings; None: the defaults.")
 
 
 def effective_settings(cluster: ClusterSettings) -> dict[str, Any]:
@@ -115,8 +118,11 @@ def _application(application: ServeApplication, entry: Mapping[str, Any]) -> dic
     try:
         if application.role == "orchestrator":
             orchestrators = OrchestratorArguments(**args)
+            size = orchestrators.replicas
+            if size.is_elastic:
+                result["scaling"] = ScalingSettings(**(orchestrators.scaling or {})).model_dump(mode="json")
             return {
-                "replicas": orchestrators.replicas,
+                "replicas": str(size) if size.is_elastic else size.minimum,
                 **result,
                 "settings": _settings(application, orchestrators.settings),
             }

@@ -14,7 +14,9 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
 
-from gammaray.config import OrchestratorSettings
+from gammaray.autoscaling import autoscaling_config
+from gammaray.config import OrchestratorSettings, ScalingSettings
+from gammaray.pools import PoolSize
 from gammaray.serving import APPLICATIONS
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.access import open_door
@@ -22,6 +24,7 @@ from orchestrator.grpc_api import GenerationServicer, RpcContext
 from orchestrator.grpc_sessions import SessionServicer
 from orchestrator.http_api import create_app
 from orchestrator.proxies import find_proxies
+from orchestrator.scaling_policy import IN_FLIGHT
 from orchestrator.service import Orchestrator
 
 __all__ = ["OrchestratorDeployment", "build"]
@@ -40,7 +43,7 @@ class OrchestratorDeployment:
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         # Serve awaits this after the constructor and before any request, in the loop that serves them.
-        orchestrator = await Orchestrator.start(self._settings)
+        self._orchestrator = orchestrator = await Orchestrator.start(self._settings)
         authenticator = open_door(self._settings)
         self._servicer = GenerationServicer(orchestrator, find_proxies, authenticator)
         self._sessions = SessionServicer(orchestrator.sessions, authenticator)
@@ -50,6 +53,10 @@ class OrchestratorDeployment:
             authenticator=authenticator,
             max_bodies_bytes=self._settings.max_body_mb << 20,
         )
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the load of this replica; called by Serve when their number may change."""
+        return {IN_FLIGHT: float(self._orchestrator.num_requests)}
 
     async def Generate(
         self, request: pb.GenerateRequest, grpc_context: RpcContext
@@ -92,21 +99,31 @@ class OrchestratorDeployment:
         return await self._sessions.delete_session(request, grpc_context)
 
 
-def build(settings: Mapping[str, Any], num_replicas: int = 1) -> Application:
+def build(
+    settings: Mapping[str, Any],
+    num_replicas: int | PoolSize = 1,
+    scaling: Mapping[str, Any] | None = None,
+) -> Application:
     """Return the application.
 
     Args:
         settings: Fields of `OrchestratorSettings`.
-        num_replicas: Number of orchestrators, each with workers' streams of its own.
+        num_replicas: Number of orchestrators, each with workers' streams of its own, or bounds of it.
+        scaling: Fields of `ScalingSettings`, for bounds that differ.
     """
+    size = PoolSize.parse(num_replicas)
+    count: dict[str, Any] = {"num_replicas": size.minimum}
+    if size.is_elastic:
+        limits = ScalingSettings(**(scaling or {}))
+        count = {"autoscaling_config": autoscaling_config("orchestrator", size, limits)}
     configure = serve.deployment(
         name=APPLICATIONS["orchestrator"].deployment,
-        num_replicas=num_replicas,
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
         ray_actor_options={"num_cpus": 0},  # it waits more than it computes
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=5,
         max_constructor_retry_count=3,
+        **count,
     )
     return configure(OrchestratorDeployment).bind(dict(settings))

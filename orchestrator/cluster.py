@@ -206,9 +206,10 @@ def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust, num_gpus: i
         cores = worker_cores(psutil.Process().cpu_affinity(), *most)
         for role, (own, _) in workers.items():
             own["cpu_affinity"] = cores[role]
+    environment: dict[str, Any] = {}
+    whole = WorkerSettings(**environment).cache_memory_share
     for role, (own, _) in workers.items():
         if 0 < resources[role]["num_gpus"] < 1:  # others take their share of the same GPU
-            whole = WorkerSettings().cache_memory_share
             own["cache_memory_share"] = whole * resources[role]["num_gpus"]
     # Targets report their load also where only the drafters scale: an empty pool of those learns from it.
     scaling: dict[str, Any] | None = {} if any(size.is_elastic for _, size in workers.values()) else None

@@ -19,4 +19,4 @@ def orchestrator(args: dict[str, Any]) -> Any:
     """
     given = OrchestratorArguments(**args)
     OrchestratorSettings(**given.settings)  # told now, where a replica would only tell its log
-    return build(given.settings, given.replicas)
+    return build(given.settings, given.replicas, given.scaling)

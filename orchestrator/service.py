@@ -119,6 +119,11 @@ class Orchestrator:
         orchestrator._keeper.start()
         return orchestrator
 
+    @property
+    def num_requests(self) -> int:
+        """Requests that run or wait."""
+        return self._admission.num_running + self._admission.num_waiting
+
     @metered
     @traced
     async def generate(

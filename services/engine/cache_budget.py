@@ -1,4 +1,4 @@
-"""How much memory a KV cache may take: as a setting says, else by what is free once the weights are loaded."""
+"""How much memory a KV cache may take: as a setting says, else by what is free after the weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class CacheBudget:
         if self.num_bytes is not None:
             return self.num_bytes
         free = self._free(device)
-        wanted = int(free * self.share) if device.type == "cuda" else min(int(free * CPU_SHARE), MAX_CPU_BYTES)
+        wanted = (
+            int(free * self.share) if device.type == "cuda" else min(int(free * CPU_SHARE), MAX_CPU_BYTES)
+        )
         return max(MIN_BYTES, wanted)
 
 
@@ -52,9 +54,7 @@ def free_memory(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def available_memory(
-    cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")
-) -> int:
+def available_memory(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> int:
     """Return the bytes of memory that are available: of the machine, or of the container where that is less.
 
     Args:

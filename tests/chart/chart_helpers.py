@@ -157,7 +157,10 @@ def container(template: dict[str, Any]) -> dict[str, Any]:
 
 def environment(template: dict[str, Any]) -> dict[str, Any]:
     """Return the environment of a pod: values, or where they come from."""
-    return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in container(template)["env"]}
+    return {
+        entry["name"]: entry.get("value", entry.get("valueFrom"))
+        for entry in container(template).get("env", [])
+    }
 
 
 def serve_config(values: dict[str, Any] | None = None) -> dict[str, Any]:

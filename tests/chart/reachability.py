@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Pod", "may_reach"]
+__all__ = ["Pod", "may_leave", "may_reach"]
 
 OWN_NAMESPACE: Mapping[str, str] = {"kubernetes.io/metadata.name": "somewhere"}
 
@@ -29,17 +29,31 @@ def may_reach(policies: Iterable[dict[str, Any]], source: Pod, goal: Pod, port: 
 
     A pod that no policy selects is open to all; else some rule of some policy must allow it.
     """
+    return _is_allowed(policies, "Ingress", goal, source, port)
+
+
+def may_leave(policies: Iterable[dict[str, Any]], source: Pod, goal: Pod, port: int) -> bool:
+    """Return whether `source`, a pod in the release's namespace, may send to a port of `goal`."""
+    return _is_allowed(policies, "Egress", source, goal, port)
+
+
+def _is_allowed(
+    policies: Iterable[dict[str, Any]], direction: str, selected: Pod, peer: Pod, port: int
+) -> bool:
+    """Return whether the policies that select a pod allow traffic in a direction with a peer."""
     selecting = [
         policy["spec"]
         for policy in policies
-        if "Ingress" in policy["spec"]["policyTypes"] and _selects(policy["spec"]["podSelector"], goal.labels)
+        if direction in policy["spec"]["policyTypes"]
+        and _selects(policy["spec"]["podSelector"], selected.labels)
     ]
-    rules = [rule for spec in selecting for rule in spec.get("ingress") or []]
-    return not selecting or any(_allows(rule, source, port) for rule in rules)
+    rules = [rule for spec in selecting for rule in spec.get(direction.lower()) or []]
+    peers = "from" if direction == "Ingress" else "to"
+    return not selecting or any(_allows(rule, peers, peer, port) for rule in rules)
 
 
-def _allows(rule: dict[str, Any], source: Pod, port: int) -> bool:
-    ports, peers = rule.get("ports"), rule.get("from")
+def _allows(rule: dict[str, Any], key: str, source: Pod, port: int) -> bool:
+    ports, peers = rule.get("ports"), rule.get(key)
     is_port = not ports or any(
         entry["port"] <= port <= entry.get("endPort", entry["port"]) for entry in ports
     )

@@ -4,16 +4,36 @@ from pathlib import Path
 
 import helm_python
 import pytest
-from chart_helpers import CHART, EXAMPLES, NAME, NAMESPACE, VARIANTS, merged, pods, render, render_texts
-from manifest_schemas import check, check_by_kuberay, check_pod, needs_kuberay
+from chart_helpers import (
+    CHART,
+    EXAMPLES,
+    NAME,
+    NAMESPACE,
+    RELEASE,
+    VARIANTS,
+    container,
+    merged,
+    passing_pods,
+    pods,
+    render,
+    render_texts,
+)
+from manifest_schemas import KUBERAY_CRD, check, check_by_kuberay, check_pod, needs_kuberay
 
 TEMPLATES = sorted(
     path.name
     for path in (CHART / "templates").iterdir()
     if not path.name.startswith("_") and path.suffix == ".yaml"
 )
-ALWAYS = {"configmap-serve.yaml", "rayservice.yaml", "service-grpc.yaml", "service-http.yaml"}
+ALWAYS = {
+    "configmap-serve.yaml",
+    "pod-test.yaml",
+    "rayservice.yaml",
+    "service-grpc.yaml",
+    "service-http.yaml",
+}
 TLS = {"certManager": {"enabled": True, "issuerRef": {"name": "letsencrypt"}}}
+MADE_PASSWORD = ({}, {"redis": {"passwordSecret": {"name": "mine"}}})
 
 OPTIONAL = {
     "certificate-orchestrator.yaml": ({"workerTls": {"enabled": True, "issuerRef": {"name": "i"}}}, {}),
@@ -37,11 +57,25 @@ OPTIONAL = {
     "httproute.yaml": ({"gateway": {"enabled": True, "parentRefs": [{"name": "shared"}]}}, {}),
     "ingress-grpc.yaml": ({"ingress": {"enabled": True}}, {}),
     "ingress-http.yaml": ({"ingress": {"enabled": True}}, {}),
+    "job-models.yaml": (
+        {"modelCache": {"enabled": True}, "models": {"target": "team/large"}},
+        {"modelCache": {"enabled": True}, "models": {"target": "/data/large"}},
+    ),
+    "job-redis-password.yaml": MADE_PASSWORD,
     "networkpolicy-collector.yaml": (
         {"telemetry": {"collector": {"enabled": True}}},
         {"telemetry": {"collector": {"enabled": True}}, "networkPolicy": {"enabled": False}},
     ),
     "networkpolicy-draft.yaml": ({}, {"networkPolicy": {"enabled": False}}),
+    "networkpolicy-egress.yaml": ({"networkPolicy": {"egress": {"enabled": True}}}, {}),
+    "networkpolicy-egress-collector.yaml": (
+        {"networkPolicy": {"egress": {"enabled": True}}, "telemetry": {"collector": {"enabled": True}}},
+        {"telemetry": {"collector": {"enabled": True}}},
+    ),
+    "networkpolicy-egress-head.yaml": (
+        {"networkPolicy": {"egress": {"enabled": True}}, "draft": {"workers": "1:2"}},
+        {"networkPolicy": {"egress": {"enabled": True}}},
+    ),
     "networkpolicy-head.yaml": ({}, {"networkPolicy": {"enabled": False}}),
     "networkpolicy-jaeger.yaml": ({"telemetry": {"jaeger": {"enabled": True}}}, {}),
     "networkpolicy-orchestrator.yaml": ({}, {"networkPolicy": {"enabled": False}}),
@@ -56,7 +90,9 @@ OPTIONAL = {
         {"modelCache": {"enabled": True}},
         {"modelCache": {"enabled": True, "existingClaim": "mine"}},
     ),
-    "secret-redis.yaml": ({}, {"redis": {"passwordSecret": {"name": "mine"}}}),
+    "role-redis-password.yaml": MADE_PASSWORD,
+    "rolebinding-redis-password.yaml": MADE_PASSWORD,
+    "serviceaccount-redis-password.yaml": MADE_PASSWORD,
     "service-collector.yaml": ({"telemetry": {"collector": {"enabled": True}}}, {}),
     "service-jaeger.yaml": ({"telemetry": {"jaeger": {"enabled": True}}}, {}),
     "service-metrics.yaml": ({"monitoring": {"serviceMonitor": True}}, {"monitoring": {"podMonitor": True}}),
@@ -85,7 +121,7 @@ def test_lint_finds_nothing(values):
 def test_every_manifest_fits_its_schema(values):
     for manifest in render(values).values():
         check(manifest)
-    for template in pods(values).values():
+    for template in (*pods(values).values(), *passing_pods(values).values()):
         check_pod(template)
 
 
@@ -148,6 +184,8 @@ def test_references_lead_to_what_is_rendered(values):
     manifests = render(values).values()
     made = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests}
     made |= {("Secret", m["spec"]["secretName"]) for m in manifests if m["kind"] == "Certificate"}
+    if makes := passing_pods(values).get("redis-password"):
+        made.add(("Secret", container(makes)["command"][3]))
     wanted = set(references(list(manifests)))
     assert {pair for pair in wanted if pair[1].startswith(NAME)} <= made
 
@@ -191,6 +229,14 @@ def test_references_helper_finds_what_is_missing():
         ({"tls": {"certManager": {"enabled": True}}, "ingress": {"enabled": True}}, "issuerRef.name"),
         ({"workerTls": {"enabled": True}}, "workerTls.issuerRef.name"),
         (
+            {"redis": {"urlSecret": {"name": "r"}}, "networkPolicy": {"egress": {"enabled": True}}},
+            "networkPolicy.egress.rules",
+        ),
+        (
+            {"models": {"target": "team/large"}, "networkPolicy": {"egress": {"enabled": True}}},
+            "networkPolicy.egress.rules",
+        ),
+        (
             {"redis": {"urlSecret": {"name": "r"}}, "ray": {"faultTolerance": {"enabled": True}}},
             "ray.faultTolerance.redisAddress",
         ),
@@ -206,10 +252,29 @@ def test_notes_tell_the_next_command():
     assert f"kubectl --namespace {NAMESPACE} wait rayservice/{NAME}" in notes
     assert "gammaray generate" in notes
     assert "gammaray config -" in notes
-    assert "NOTE: nobody is asked for a key" in notes
+    assert f"helm test {RELEASE} --namespace {NAMESPACE}" in notes
+    assert "NOTE: requests need no key" in notes
     secured = merged({"apiKeysSecret": {"name": "k"}}, {"redis": {"urlSecret": {"name": "r"}}})
     assert "NOTE" not in render_texts(secured)["NOTES.txt"]
     assert "https://gammaray.example.com/v1" in render_texts(VARIANTS["everything"])["NOTES.txt"]
+
+
+@pytest.mark.parametrize("outside", [{}, {"ingress": {"enabled": True}}])
+def test_notes_give_a_key_exactly_where_one_is_needed(outside):
+    open_, secured = (render_texts({**outside, "apiKeysSecret": {"name": n}})["NOTES.txt"] for n in ("", "k"))
+    assert "GAMMARAY_API_KEY" not in open_
+    assert "authorization" not in open_
+    assert "export GAMMARAY_API_KEY=" in secured
+    assert ("authorization: Bearer $GAMMARAY_API_KEY" in secured) is bool(outside)
+    assert ("curl http://gammaray.example.com/v1/completions" in secured) is bool(outside)
+
+
+def test_notes_name_the_images_in_use():
+    values = {"image": {"registry": "r.example.com/t", "tag": "7"}, "draft": {"gpus": 0}}
+    notes = render_texts(values)["NOTES.txt"]
+    for image in ("orchestrator", "worker-gpu", "worker-cpu"):
+        assert f"   r.example.com/t/gammaray-{image}:7\n" in notes
+    assert "worker-cpu" not in render_texts()["NOTES.txt"]
 
 
 def test_templates_hold_one_resource_each():

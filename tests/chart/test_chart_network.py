@@ -1,8 +1,8 @@
 """Who reaches whom, as a table over every component and port of the release with everything on."""
 
 import pytest
-from chart_helpers import EVERYTHING, NOTHING, RELEASE, merged, pods, render
-from reachability import Pod, may_reach
+from chart_helpers import EVERYTHING, NOTHING, RELEASE, container, merged, passing_pods, pods, render
+from reachability import Pod, may_leave, may_reach
 
 RAY = {"head", "orchestrator", "draft", "target"}
 INSIDE = {*RAY, "redis", "jaeger", "collector"}
@@ -22,6 +22,8 @@ OUTSIDE = {
     "far stranger": Pod({"app": "web"}, ELSEWHERE),
     "operator": Pod({"app.kubernetes.io/name": "kuberay-operator"}, ELSEWHERE),
     "prometheus": Pod({"app.kubernetes.io/name": "prometheus"}, ELSEWHERE),
+    "dns": Pod({"k8s-app": "kube-dns"}, ELSEWHERE),
+    "telemetry": Pod({"app": "collector"}, {"name": "telemetry"}),
 }
 WORKER, HTTP, GRPC, METRICS, RAY_METRICS = 50051, 8000, 9000, 9464, 8080
 
@@ -29,8 +31,8 @@ TABLE = {
     # The point of it all: blocks come from orchestrators alone.
     ("draft", WORKER): {"orchestrator"},
     ("target", WORKER): {"orchestrator"},
-    ("orchestrator", HTTP): {"client", "operator"},
-    ("orchestrator", GRPC): {"client", "operator"},
+    ("orchestrator", HTTP): {"client", "operator", "test"},
+    ("orchestrator", GRPC): {"client", "operator", "test"},
     ("redis", 6379): RAY,
     ("jaeger", 4317): {*RAY, "collector"},
     ("jaeger", 16686): set(),
@@ -58,7 +60,8 @@ def policies(values):
 
 
 def sources(values):
-    return {name: Pod(template["metadata"]["labels"]) for name, template in pods(values).items()} | OUTSIDE
+    inside = {**pods(values), **passing_pods(values)}
+    return {name: Pod(template["metadata"]["labels"]) for name, template in inside.items()} | OUTSIDE
 
 
 def who_reaches(component, port, values):
@@ -81,8 +84,7 @@ def test_reachability_is_what_the_table_says(component, port):
 
 @pytest.mark.parametrize("component", sorted(INSIDE))
 def test_every_declared_port_is_in_the_table(component):
-    (container,) = pods(EVERYTHING)[component]["spec"]["containers"]
-    declared = {entry["containerPort"] for entry in container["ports"]}
+    declared = {entry["containerPort"] for entry in container(pods(EVERYTHING)[component])["ports"]}
     in_table = {port for name, port in TABLE if name == component}
     assert declared - in_table <= ({HTTP} if component == "head" else set())
 
@@ -90,6 +92,52 @@ def test_every_declared_port_is_in_the_table(component):
 def test_apis_are_open_to_all_unless_clients_are_named():
     assert who_reaches("orchestrator", GRPC, {}) >= {"stranger", "far stranger", "client", "operator"}
     assert who_reaches("draft", WORKER, {}) == {"orchestrator"}
+
+
+CLOSED = {"networkPolicy": {"egress": {"enabled": True}}}
+TRIED = (53, 80, 443, 4317, 6443)
+NAMED = {("dns", 53), *(("telemetry", port) for port in TRIED)}
+LEAVES = {
+    # Where each pod may go, of those that the release does not run.
+    **dict.fromkeys(("orchestrator", "draft", "target", "collector"), NAMED),
+    # Kubernetes itself is no pod: Ray's autoscaler may use its ports anywhere.
+    "head": NAMED | {(name, port) for name in OUTSIDE for port in (443, 6443)},
+    "redis": set(),
+    "jaeger": set(),
+}
+
+
+@pytest.mark.parametrize("component", sorted(LEAVES))
+def test_pods_leave_the_release_only_for_what_is_named(component):
+    everybody, rules = sources(EVERYTHING), policies(EVERYTHING)
+    left = {
+        (name, port)
+        for name in OUTSIDE
+        for port in TRIED
+        if may_leave(rules, everybody[component], everybody[name], port)
+    }
+    assert left == LEAVES[component]
+
+
+def test_head_needs_kubernetes_only_where_a_pool_scales():
+    everybody, rules = sources(CLOSED), policies(CLOSED)
+    assert not may_leave(rules, everybody["head"], everybody["stranger"], 443)
+
+
+def test_everything_inside_still_reaches_what_it_needs():
+    """The rows of the table hold for the way out, too, for whoever a policy restricts."""
+    everybody, rules = sources(EVERYTHING), policies(EVERYTHING)
+    for (goal, port), names in TABLE.items():
+        for name in names & INSIDE:
+            assert may_leave(rules, everybody[name], everybody[goal], port), (name, goal, port)
+
+
+def test_redis_and_jaeger_reach_nothing_even_where_egress_is_open():
+    values = {"telemetry": {"jaeger": {"enabled": True}}}
+    everybody, rules = sources(values), policies(values)
+    for name in ("redis", "jaeger"):
+        assert not any(may_leave(rules, everybody[name], goal, 443) for goal in everybody.values())
+    assert may_leave(rules, everybody["draft"], everybody["far stranger"], 443)
 
 
 def test_without_policies_everything_is_open():

@@ -8,6 +8,7 @@ import yaml
 from chart_helpers import (
     CHART,
     EVERYTHING,
+    REGISTRY,
     ROLES,
     ROOT,
     VARIANTS,
@@ -16,6 +17,7 @@ from chart_helpers import (
     environment,
     groups,
     merged,
+    passing_pods,
     pods,
     render,
 )
@@ -27,7 +29,8 @@ variants = pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
 
 @variants
 def test_every_pod_has_no_more_rights_than_it_needs(values):
-    for name, template in pods(values).items():
+    staying = pods(values)
+    for name, template in {**staying, **passing_pods(values)}.items():
         spec, only = template["spec"], container(template)
         assert spec["securityContext"]["runAsNonRoot"] is True, name
         assert spec["securityContext"]["runAsUser"] > 0
@@ -40,18 +43,20 @@ def test_every_pod_has_no_more_rights_than_it_needs(values):
         assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
         assert all("hostPath" not in volume for volume in spec.get("volumes", []))
         assert only["resources"].keys() == {"requests", "limits"}
-        assert "readinessProbe" in only
+        assert ("readinessProbe" in only) is (name in staying)
         assert ":" in only["image"].rpartition("/")[2]
         assert not only["image"].endswith(":latest")
 
 
 def test_every_pod_has_the_credentials_of_the_registry():
-    for name, template in pods(EVERYTHING).items():
+    for name, template in {**pods(EVERYTHING), **passing_pods(EVERYTHING)}.items():
         assert template["spec"]["imagePullSecrets"] == [{"name": "registry"}], name
 
 
 @variants
-def test_only_the_autoscaler_may_talk_to_kubernetes(values):
+def test_only_the_autoscaler_and_who_makes_the_password_may_talk_to_kubernetes(values):
+    for name, template in passing_pods(values).items():
+        assert template["spec"]["automountServiceAccountToken"] is (name == "redis-password")
     for name, template in pods(values).items():
         scales = cluster(values).get("enableInTreeAutoscaling", False)
         assert template["spec"]["automountServiceAccountToken"] is (name == "head" and scales)
@@ -99,7 +104,7 @@ def test_probes_ask_what_each_role_serves():
     found = groups()
     for role in ROLES:
         only = container(found[role]["template"])
-        for probe in ("startupProbe", "livenessProbe"):
+        for probe in ("startupProbe", "livenessProbe") if role != "head" else ("startupProbe",):
             port = int(found[role]["rayStartParams"]["dashboard-agent-listen-port"])
             assert only[probe]["httpGet"] == {"path": "/api/local_raylet_healthz", "port": port}
     readiness = {role: container(found[role]["template"])["readinessProbe"] for role in ROLES}
@@ -139,8 +144,8 @@ def test_rays_own_autoscaler_reads_the_resources():
 
 def test_gpus_choose_image_device_and_resources():
     gpu, cpu = (container(groups(values)["target"]["template"]) for values in ({}, {"target": {"gpus": 0}}))
-    assert gpu["image"].startswith("gammaray-worker-gpu:")
-    assert cpu["image"].startswith("gammaray-worker-cpu:")
+    assert "/gammaray-worker-gpu:" in gpu["image"]
+    assert "/gammaray-worker-cpu:" in cpu["image"]
     assert "nvidia.com/gpu" not in cpu["resources"]["limits"]
     two = container(groups({"target": {"gpus": 2}, "gpuResource": "amd.com/gpu"})["target"]["template"])
     assert two["resources"]["limits"]["amd.com/gpu"] == two["resources"]["requests"]["amd.com/gpu"] == "2"
@@ -260,6 +265,27 @@ def test_versions_are_those_of_the_package():
 
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["appVersion"] == gammaray.__version__
-    assert container(groups()["head"]["template"])["image"] == f"gammaray-orchestrator:{gammaray.__version__}"
+    image = container(groups()["head"]["template"])["image"]
+    assert image == f"{REGISTRY['image']['registry']}/gammaray-orchestrator:{gammaray.__version__}"
     image = container(groups(EVERYTHING)["head"]["template"])["image"]
     assert image == "registry.example.com/team/gammaray-orchestrator:1.2.3"
+
+
+def test_init_containers_and_sidecars_are_those_of_the_role():
+    more = {"initContainers": [{"name": "i", "image": "i:1"}], "sidecars": [{"name": "s", "image": "s:1"}]}
+    found = groups({"draft": more, "pods": {"sidecars": [{"name": "all", "image": "a:1"}]}})
+    for role in ROLES:
+        spec = found[role]["template"]["spec"]
+        names = [entry["name"] for entry in spec["containers"]]
+        assert names == [
+            f"ray-{role}",
+            "s" if role == "draft" else "all",
+        ]  # KubeRay takes the first for Ray's
+        assert [entry["name"] for entry in spec.get("initContainers", [])] == (
+            ["i"] if role == "draft" else []
+        )
+
+
+def test_own_init_containers_run_after_the_models_are_there():
+    spec = groups(EVERYTHING)["target"]["template"]["spec"]
+    assert [entry["name"] for entry in spec["initContainers"]] == ["wait-for-models", "prepare"]

@@ -1,7 +1,9 @@
 """Pools of pods: their bounds, what scales them, how they are spread and what evictions leave of them."""
 
 import pytest
-from chart_helpers import cluster, groups, render
+from chart_helpers import application, cluster, groups, render, serve_config
+
+from gammaray.effective import effective_of_serve
 
 
 @pytest.mark.parametrize(
@@ -57,3 +59,20 @@ def test_budgets_let_nodes_be_drained(values, kept):
         budget = manifests[f"pdb-{role}.yaml"]["spec"]
         assert budget["minAvailable"] == count
         assert "maxUnavailable" not in budget
+
+
+@pytest.mark.parametrize(("replicas", "bounds"), [(3, (3, 3)), ("3", (3, 3)), ("2:6", (2, 6))])
+def test_orchestrators_have_the_bounds_asked_for(replicas, bounds):
+    values = {"orchestrator": {"replicas": replicas}, "scaling": {"orchestrator_load": 7}}
+    group = groups(values)["orchestrator"]
+    assert (group["minReplicas"], group["maxReplicas"], group["replicas"]) == (*bounds, bounds[0])
+    scales = bounds[0] < bounds[1]
+    assert cluster(values).get("enableInTreeAutoscaling", False) is scales
+    args = application("orchestrator", values)["args"]
+    assert args["replicas"] == ("2:6" if scales else 3)
+    assert args.get("scaling") == ({"orchestrator_load": 7} if scales else None)
+    assert "scaling" not in application("draft", values)["args"]  # workers that stay report nothing
+    assert render(values)["pdb-orchestrator.yaml"]["spec"]["minAvailable"] == bounds[0] - 1
+    shown = effective_of_serve(serve_config(values))["orchestrator"]
+    assert shown["replicas"] == args["replicas"]
+    assert ("scaling" in shown) is scales

@@ -54,7 +54,11 @@ def bundled(tmp_path, password, limit=1024 * MIB, values=None):
     data.mkdir()
     (folder / "redis-server").symlink_to(binary())
     given = {
-        **{name: value for name, value in environment(pods(values)["redis"]).items() if isinstance(value, str)},
+        **{
+            name: value
+            for name, value in environment(pods(values)["redis"]).items()
+            if isinstance(value, str)
+        },
         "PATH": f"{folder}:{os.environ['PATH']}",
         "REDISCLI_AUTH": password,
         "MEMORY_LIMIT": str(limit),
@@ -111,8 +115,7 @@ def test_memory_is_bounded_below_the_limit_and_writes_past_it_are_refused(tmp_pa
         client.set("kept", "x")
         client.config_set("maxmemory", 3 * MIB)
         with pytest.raises(redis.exceptions.OutOfMemoryError):
-            for number in range(10_000):
-                client.set(number, b"x" * 10_000)
+            list(map(client.set, range(10_000), [b"x" * 10_000] * 10_000))
         assert client.get("kept") == b"x"
 
 
@@ -128,9 +131,7 @@ def test_limit_and_password_come_from_the_pod():
 def test_no_argument_of_a_pod_refers_to_a_secret():
     for values in ({}, EVERYTHING):
         for name, template in {**pods(values), **passing_pods(values)}.items():
-            secrets = {
-                key for key, value in environment(template).items() if isinstance(value, dict)
-            }
+            secrets = {key for key, value in environment(template).items() if isinstance(value, dict)}
             only = container(template)
             arguments = json.dumps([only.get("command", []), only.get("args", [])])
             assert not [key for key in secrets if f"$({key})" in arguments], name

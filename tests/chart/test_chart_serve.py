@@ -10,6 +10,7 @@ from chart_helpers import (
     ROOT,
     VARIANTS,
     application,
+    container,
     environment,
     groups,
     render,
@@ -103,8 +104,7 @@ def test_pools_that_stay_report_their_load_where_others_scale():
 def test_keys_and_certificates_are_where_they_are_mounted():
     group = groups(EVERYTHING)
     for role in ("orchestrator", "draft", "target"):
-        (only,) = group[role]["template"]["spec"]["containers"]
-        mounted = [mount["mountPath"] for mount in only["volumeMounts"]]
+        mounted = [mount["mountPath"] for mount in container(group[role]["template"])["volumeMounts"]]
         shown = settings(role, EVERYTHING)
         paths = [shown[name] for name in ("tls_ca", "tls_cert", "tls_key")]
         paths += [shown["api_keys_file"]] if role == "orchestrator" else []
@@ -144,14 +144,13 @@ def test_no_secret_stands_in_the_configuration(values):
 
 def test_redis_is_by_url_or_bundled():
     own = environment(groups()["draft"]["template"])
-    assert own["GAMMARAY_REDIS_URL"] == "redis://:$(SESSION_STORE_PASSWORD)@demo-gammaray-redis:6379/0"
-    names = list(own)
-    assert names.index("SESSION_STORE_PASSWORD") < names.index(
-        "GAMMARAY_REDIS_URL"
-    )  # else it is not expanded
+    assert own["GAMMARAY_REDIS_URL"] == "redis://demo-gammaray-redis:6379/0"
+    assert own["GAMMARAY_REDIS_PASSWORD"] == {
+        "secretKeyRef": {"name": "demo-gammaray-redis", "key": "password"}
+    }
     given = environment(groups({"redis": {"urlSecret": {"name": "mine"}}})["draft"]["template"])
     assert given["GAMMARAY_REDIS_URL"] == {"secretKeyRef": {"name": "mine", "key": "url"}}
-    assert "SESSION_STORE_PASSWORD" not in given
+    assert "GAMMARAY_REDIS_PASSWORD" not in given
 
 
 @pytest.mark.parametrize(

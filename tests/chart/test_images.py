@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import helm_python
 import pytest
 import yaml
-from chart_helpers import CHART, ROOT
+from chart_helpers import CHART, ROOT, chart, container, groups, render
 
 import gammaray
 
@@ -68,9 +69,11 @@ def test_hadolint_finds_planted_faults(tmp_path, old, new, rule):
 
 
 def test_stages_are_those_of_the_chart_and_the_docs():
-    used = set(
-        re.findall(r"gammaray-(orchestrator|worker-\w+)\b", (CHART / "templates/rayservice.yaml").read_text())
-    )
+    used = {
+        container(group["template"])["image"].rpartition("gammaray-")[2].partition(":")[0]
+        for gpus in (0, 1)
+        for group in groups({"draft": {"gpus": gpus}}).values()
+    }
     assert used == set(IMAGES)
     for name in IMAGES:
         assert name in stages(DOCKERFILE.read_text())
@@ -96,7 +99,10 @@ def test_image_installs_the_version_of_the_package_without_an_index(name):
     extra = "orchestrator,demo" if name == "orchestrator" else "all"
     assert f'"gammaray[{extra}]==${{VERSION}}"' in install
     wheels = stages(DOCKERFILE.read_text())[f"wheels-{name}"]
-    assert f'RUN ["pip", "wheel", "--wheel-dir=/wheels", "./services/demo_pair", ".[{extra}]"]' in wheels
+    found = ' "--find-links=/wheels",' if name == "worker-cpu" else ""
+    assert wheels[-1] == (
+        f'RUN ["pip", "wheel", "--wheel-dir=/wheels",{found} "./services/demo_pair", ".[{extra}]"]'
+    )
 
 
 def test_image_without_a_compiler_brings_the_kernel():
@@ -107,6 +113,98 @@ def test_image_without_a_compiler_brings_the_kernel():
     copied = next(line for line in found["worker-cpu"] if line.startswith("COPY --from=wheels-worker-cpu"))
     python = re.search(r"python:(3\.\d+)", found["base"][0])[1]
     assert copied.endswith(f"/kernel /usr/local/lib/python{python}/site-packages/services/engine/native/")
+
+
+def test_cpu_image_is_not_built_without_an_index_of_cpu_builds():
+    """The plain torch of PyPI for Linux on x86 depends on gigabytes of CUDA."""
+    lines = stages(DOCKERFILE.read_text())["wheels-worker-cpu"]
+    assert lines[1] == "ARG TORCH_CPU_INDEX"  # no default
+    script = f'pip() {{ printf "%s\\n" "$@"; }}; {lines[2].removeprefix("RUN ")}'
+
+    def build(index):
+        env = {"TORCH_CPU_INDEX": index}
+        return subprocess.run(["sh", "-c", script], env=env, capture_output=True, text=True, timeout=20)
+
+    assert (build("").returncode, build("").stdout) == (1, "")
+    assert "--build-arg TORCH_CPU_INDEX=URL" in build("").stderr
+    asked = build("https://index.example.com/cpu").stdout.split()
+    assert {"--no-deps", "--index-url=https://index.example.com/cpu", "torch"} <= set(asked)
+    final = stages(DOCKERFILE.read_text())["worker-cpu"]
+    assert any("torch.version.cuda is None" in line for line in final)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_image_says_what_it_is(name):
+    labels = dict(
+        pair
+        for line in history(name)
+        if line.startswith("LABEL")
+        for pair in re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]*)"', line)
+    )
+    assert labels == {
+        "title": f"gammaray-{name}",
+        "description": "Lossless speculative decoding as a cluster",
+        "licenses": "Apache-2.0 AND PSF-2.0",
+        "revision": "${REVISION}",
+        "version": "${VERSION}",
+    }
+    lines = history(name)
+    label = next(i for i, line in enumerate(lines) if "image.version" in line)
+    assert {f"ARG VERSION={gammaray.__version__}", "ARG REVISION=unknown"} <= set(lines[:label])
+
+
+DIGEST = "sha256:" + "0123456789abcdef" * 4
+
+
+@pytest.mark.parametrize(
+    ("image", "expected"),
+    [
+        ({"registry": "r.example.com/t/"}, f"r.example.com/t/gammaray-worker-gpu:{gammaray.__version__}"),
+        ({"registry": "r", "tag": "7"}, "r/gammaray-worker-gpu:7"),
+        ({"registry": "r", "tag": "7", "workerGpu": {"tag": "8"}}, "r/gammaray-worker-gpu:8"),
+        (
+            {"registry": "r", "tag": "7", "workerGpu": {"repository": "s.example.com/gpu"}},
+            "s.example.com/gpu:7",
+        ),
+        ({"registry": "r", "workerGpu": {"digest": DIGEST}}, f"r/gammaray-worker-gpu@{DIGEST}"),
+        (
+            {"registry": "r", "tag": "7", "workerGpu": {"repository": "s:5000/g", "digest": DIGEST}},
+            f"s:5000/g@{DIGEST}",
+        ),
+    ],
+)
+def test_each_image_may_come_from_anywhere(image, expected):
+    found = groups({"image": image})
+    assert container(found["target"]["template"])["image"] == expected
+    version = image.get("tag", gammaray.__version__)
+    others = f"{image['registry'].rstrip('/')}/gammaray-orchestrator:{version}"
+    assert container(found["head"]["template"])["image"] == others
+
+
+def test_registry_is_needed_only_by_images_without_a_repository():
+    own = {"orchestrator": {"repository": "a/b"}, "workerGpu": {"repository": "a/c"}}
+    assert container(groups({"image": own})["head"]["template"])["image"] == f"a/b:{gammaray.__version__}"
+    with pytest.raises(helm_python.HelmRenderError, match=r"image\.registry: needed"):
+        render({"image": {"orchestrator": {"repository": "a/b"}}})
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_refusal_without_a_registry_says_how_to_build(name):
+    keys = {"orchestrator": "orchestrator", "worker-gpu": "workerGpu", "worker-cpu": "workerCpu"}
+    others = {key: {"repository": "a/b"} for image, key in keys.items() if image != name}
+    values = {"image": others, "draft": {"gpus": 0}}
+    with pytest.raises(helm_python.HelmRenderError) as refused:
+        render(values)
+    (build,) = re.findall(r"docker build [^\n]*", str(refused.value).replace("\\n", "\n"))
+    assert f"--target {name} " in build
+    assert f"image.{keys[name]}.repository" in str(refused.value)
+    assert ("TORCH_CPU_INDEX" in build) is (name == "worker-cpu")
+
+
+@pytest.mark.parametrize("digest", ["sha256:12", "latest", DIGEST.upper()])
+def test_digest_that_is_none_is_refused(digest):
+    with pytest.raises(helm_python.HelmValuesError, match="digest"):
+        chart().validate_schema({"image": {"workerCpu": {"digest": digest}}})
 
 
 def test_versions_come_from_the_constraints_of_the_repository():

@@ -2,15 +2,17 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import yaml
-from chart_helpers import CHART, ROOT, cluster
+from chart_helpers import CHART, EXAMPLES, ROOT, cluster
 from click import Group
 from click.testing import CliRunner
 
 from gammaray.cli import main
 from gammaray.serving import APPLICATIONS
+from gammaray.sizing import Sizing
 
 NAMES = ("install", "sizing", "upgrade", "troubleshooting", "security", "slo")
 PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
@@ -87,7 +89,68 @@ def test_patch_for_other_numbers_of_pods_fits_the_cluster():
 
 
 def test_sizing_command_of_the_page_runs():
-    (line,) = re.findall(r"^\$ gammaray (size .*)$", (ROOT / "docs" / "sizing.md").read_text(), re.MULTILINE)
+    page = (ROOT / "docs" / "sizing.md").read_text()
+    line, *_ = re.findall(r"^\$ gammaray (size .*)$", page, re.MULTILINE)
     result = CliRunner().invoke(main, line.split())
     assert result.exit_code == 0, result.output
     assert "Drafters per target" in result.output
+
+
+def size_table(text):
+    """Return the rows of the table of drafters by number, and the number with the mark."""
+    rows, best = {}, None
+    for line in text.splitlines():
+        words = re.sub(r"[│┃|]", " ", line).split()
+        if len(words) >= 5 and all(re.fullmatch(r"[\d.]+", word) for word in words[:5]):
+            rows.setdefault(int(words[0]), tuple(map(float, words[1:5])))
+            best = int(words[0]) if words[5:] == ["<-", "best"] and best is None else best
+    return rows, best
+
+
+SIZED = re.findall(
+    r"^\$ gammaray (size .*)\n((?: .*\n)+)\.\.\.$", (ROOT / "docs" / "sizing.md").read_text(), re.MULTILINE
+)
+
+
+@pytest.mark.parametrize(("line", "quoted"), SIZED, ids=[line for line, _ in SIZED])
+def test_quoted_output_is_what_the_command_prints(line, quoted):
+    result = CliRunner().invoke(main, line.split())
+    assert result.exit_code == 0, result.output
+    printed, best = size_table(result.output)
+    rows, marked = size_table(quoted)
+    assert len(rows) >= 2
+    assert rows.items() <= printed.items()
+    assert marked == best
+
+
+PAYING = [path for path in EXAMPLES if path.stem != "cpu-trial"]
+
+
+@pytest.mark.parametrize("path", PAYING, ids=lambda path: path.stem)
+def test_example_pays_by_our_own_tool(path):
+    text, page = path.read_text(), (ROOT / "docs" / "sizing.md").read_text()
+    (line,) = re.findall(r"^#   gammaray (size .*)$", text, re.MULTILINE)
+    assert line in [quoted for quoted, _ in SIZED]
+    assert path.stem in page
+    given = dict(zip(*[iter(line.split()[1:])] * 2, strict=True))
+    sizing = Sizing(**{k[2:].replace("-", "_"): float(v) if "." in v else int(v) for k, v in given.items()})
+    best = sizing.best(8)
+    assert best.drafters >= 1
+    assert best.gamma >= 1
+    assert best.value > 1.1
+    # No more drafters than are worth their price.
+    values = yaml.safe_load(text)
+    drafters, targets = (int(str(values[role]["workers"]).rpartition(":")[2]) for role in ("draft", "target"))
+    assert drafters <= best.drafters * targets
+    assert values["models"]["target"].split("/")[1] in page
+    # From which alpha on, as the page says.
+    worst = min(a / 100 for a in range(1, 100) if replace(sizing, alpha=a / 100).best(8).drafters)
+    after = page[page.index(f"$ gammaray {line}") :]
+    assert float(re.search(r"it pays from alpha ([\d.]+) on", after)[1]) == worst
+
+
+def test_pair_that_cannot_pay_is_none_of_the_examples():
+    line = next(quoted for quoted, _ in SIZED if "--draft-ms 10.3" in quoted)
+    assert not any(line in path.read_text() for path in EXAMPLES)
+    sizing = Sizing(alpha=0.9999, target_ms=6.0, draft_ms=10.3, rtt_ms=1, sessions=16)
+    assert sizing.best().drafters == 0

@@ -1,7 +1,8 @@
 """A Ray node that serves the chart's own Serve configuration, in a process of its own.
 
-`python served_chart.py FILE` deploys it the way KubeRay does, by Serve's controller, on one node that has the
-logical resources of every role. Prints `ready HTTP_ADDRESS GRPC_ADDRESS`, serves until standard input ends.
+`python served_chart.py FILE` deploys it by `serve run`, as docs/install.md does without Helm: that hands the
+document to Serve's controller, as KubeRay does. One node has the logical resources of every role, for two of
+each. Prints `ready HTTP_ADDRESS GRPC_ADDRESS`, serves until standard input ends.
 
 Of the configuration only what pods have to themselves is changed: addresses and ports.
 """
@@ -15,6 +16,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import yaml
 from ray_start import patiently
@@ -40,11 +42,19 @@ def main() -> None:
         started.callback(Guardian(directory.name, directory).dismiss)
         redis = started.enter_context(RedisServer.start(directory / "redis"))
         environment = {MARK: directory.name, **serve_environment(directory, HOST)}
-        os.environ.update({**environment, "GAMMARAY_REDIS_URL": redis.url})
+        os.environ.update({**environment, **redis_environment(redis.url)})
         http_port, grpc_port = free_ports(HOST, 2)
         deploy(on_one_machine(config, http_port, grpc_port), directory, started)
         print(f"ready {HOST}:{http_port} {HOST}:{grpc_port}", file=answers, flush=True)
         sys.stdin.read()
+
+
+def redis_environment(url: str) -> dict[str, str]:
+    """Return where Redis is as the chart says it: the password apart from the URL."""
+    parts = urlsplit(url)
+    assert parts.password is not None
+    address = urlunsplit(parts._replace(netloc=f"{parts.hostname}:{parts.port}"))
+    return {"GAMMARAY_REDIS_URL": address, "GAMMARAY_REDIS_PASSWORD": parts.password}
 
 
 def on_one_machine(config: dict[str, Any], http_port: int, grpc_port: int) -> dict[str, Any]:
@@ -60,18 +70,17 @@ def on_one_machine(config: dict[str, Any], http_port: int, grpc_port: int) -> di
 
 
 def deploy(config: dict[str, Any], directory: Path, started: ExitStack) -> None:
-    """Start Ray with one of each logical resource, hand over the configuration, wait until it serves."""
+    """Start Ray with two of each logical resource, hand over the configuration, wait until it serves."""
     import ray
     from ray import serve
-    from ray.serve.context import _get_global_client
-    from ray.serve.schema import ServeDeploySchema
+    from ray.serve.scripts import cli
 
     started.callback(ray.shutdown)
     start = partial(
         ray.init,
         address="local",
         num_cpus=1,
-        resources={application.resource: 1 for application in APPLICATIONS.values()},
+        resources={application.resource: 2 for application in APPLICATIONS.values()},
         object_store_memory=80 * 2**20,
         include_dashboard=False,
         log_to_driver=False,
@@ -79,15 +88,10 @@ def deploy(config: dict[str, Any], directory: Path, started: ExitStack) -> None:
         _node_ip_address=HOST,
     )
     patiently(start, directory.name)
-    schema = ServeDeploySchema.model_validate(config)
-    serve.start(
-        proxy_location=config["proxy_location"],
-        http_options=config["http_options"],
-        grpc_options=config["grpc_options"],
-    )
+    file = directory / "serve.yaml"
+    file.write_text(yaml.safe_dump(config))
     started.callback(serve.shutdown)
-    client: Any = _get_global_client()
-    client.deploy_apps(schema)
+    cli.main(["run", "--non-blocking", str(file)], standalone_mode=False)
     deadline = time.monotonic() + START_TIMEOUT_S
     while (states := {app.status for app in serve.status().applications.values()}) != {"RUNNING"}:
         if "DEPLOY_FAILED" in states or time.monotonic() > deadline:

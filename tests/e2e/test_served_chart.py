@@ -4,13 +4,15 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import helm_python
 import pytest
 import yaml
-from cluster_helpers import STOP_TIMEOUT_S, is_without_model, undisturbed
+from cluster_helpers import STOP_TIMEOUT_S, eventually, is_without_model, undisturbed
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gammaray import Client
@@ -22,13 +24,27 @@ CHART = ROOT / "helm" / "gammaray"
 PROMPT = "def read_lines(path):"
 
 
+SCALING = {"orchestrator_load": 2, "scale_up_delay_s": 1, "scale_down_delay_s": 2, "report_interval_s": 0.5}
+MORE = {
+    "image": {"registry": "registry.example.com/team"},
+    "orchestrator": {"replicas": "1:2"},
+    "scaling": SCALING,
+}
+
+
+def manifest(template: str) -> dict[str, Any]:
+    """Return a manifest of a trial on CPUs whose orchestrators scale."""
+    trial = yaml.safe_load((CHART / "examples" / "cpu-trial.yaml").read_text())
+    values = {**trial, **MORE, "orchestrator": {**trial["orchestrator"], **MORE["orchestrator"]}}
+    rendered = helm_python.Chart.load(CHART).render(values, name="trial")
+    document: dict[str, Any] = yaml.safe_load(rendered[f"gammaray/templates/{template}"])
+    return document
+
+
 @pytest.fixture(scope="module")
 def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    values = yaml.safe_load((CHART / "examples" / "cpu-trial.yaml").read_text())
-    rendered = helm_python.Chart.load(CHART).render(values, name="trial")
-    manifest = yaml.safe_load(rendered["gammaray/templates/rayservice.yaml"])
     path = tmp_path_factory.mktemp("chart") / "serve.yaml"
-    path.write_text(manifest["spec"]["serveConfigV2"])
+    path.write_text(manifest("rayservice.yaml")["spec"]["serveConfigV2"])
     log = path.with_suffix(".log")
     with log.open("w") as errors:
         process = subprocess.Popen(
@@ -89,3 +105,45 @@ def test_readiness_probe_of_workers_is_answered(addresses):
         with grpc.insecure_channel(worker.address) as channel:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_helm_test_passes(addresses):
+    (container,) = manifest("pod-test.yaml")["spec"]["containers"]
+    command = [
+        f"http://{addresses[0]}" if part.startswith("http://") else part for part in container["command"]
+    ]
+    ended = subprocess.run([sys.executable, *command[1:]], capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    assert "/v1/completions: '" in ended.stdout
+
+
+def test_orchestrators_follow_their_requests(addresses):
+    """Two for a while, one again; every stream has the tokens of plain decoding."""
+
+    def num_orchestrators() -> int:
+        with Client(addresses[1], timeout_s=30) as client:
+            return sum(process.role == "orchestrator" for process in client.status())
+
+    def complete(seed: int) -> str:
+        with Client(addresses[1], timeout_s=200) as client:
+            return client.complete(PROMPT, max_tokens=200, seed=seed, ignore_eos=True).text
+
+    assert num_orchestrators() == 1
+    is_over = False
+    seeds = range(6)
+
+    def load(seed: int) -> set[str]:
+        texts = {complete(seed)}
+        while not is_over:
+            texts.add(complete(seed))
+        return texts
+
+    with ThreadPoolExecutor() as pool:
+        running = [pool.submit(load, seed) for seed in seeds]
+        try:
+            assert eventually(lambda: num_orchestrators() == 2, 120)
+        finally:
+            is_over = True
+        texts = [future.result() for future in running]
+    assert eventually(lambda: num_orchestrators() == 1, 120)
+    assert [len(found) for found in texts] == [1] * len(seeds)

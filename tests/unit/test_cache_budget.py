@@ -52,7 +52,11 @@ def write(folder, **files):
 
 @pytest.mark.parametrize(
     ("limit", "used", "expected"),
-    [("3221225472\n", "1073741824\n", 2 * GIB), ("max\n", "5\n", 8 * GIB), ("99999999999999\n", "5\n", 8 * GIB)],
+    [
+        ("3221225472\n", "1073741824\n", 2 * GIB),
+        ("max\n", "5\n", 8 * GIB),
+        ("99999999999999\n", "5\n", 8 * GIB),
+    ],
 )
 @pytest.mark.parametrize(
     "names",
@@ -91,7 +95,9 @@ def load_engine_of(settings):
     return load_engine(resolve_model("demo", "draft"), settings)
 
 
-@pytest.mark.parametrize("bad", [{"cache_budget_mb": 0}, {"cache_memory_share": 0}, {"cache_memory_share": 1}])
+@pytest.mark.parametrize(
+    "bad", [{"cache_budget_mb": 0}, {"cache_memory_share": 0}, {"cache_memory_share": 1}]
+)
 def test_settings_out_of_bounds_are_refused(bad):
     with pytest.raises(ValidationError, match=next(iter(bad))):
         TargetSettings(**bad)

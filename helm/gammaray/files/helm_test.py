@@ -1,7 +1,7 @@
 """Asks a deployed gammaray for its health and for one completion: python helm_test.py URL yes|no.
 
-The second argument says whether callers need an API key. One in GAMMARAY_API_KEY is used; where one is needed and
-none is given, the test is that a completion is refused.
+The second argument says whether callers need an API key. One in GAMMARAY_API_KEY is used; where one is needed
+and none is given, the test is that a completion is refused.
 """
 
 import json
@@ -34,7 +34,9 @@ while (health := ask("/health"))[0] != 200:
         sys.exit(f"/health: {health}")
     time.sleep(1)
 print(f"/health: {health}")
-status, answer = ask("/v1/completions", {"prompt": "def read_lines(path):", "max_tokens": 8, "temperature": 0})
+status, answer = ask(
+    "/v1/completions", {"prompt": "def read_lines(path):", "max_tokens": 8, "temperature": 0}
+)
 if needs_key and not key:
     if status != 401:
         sys.exit(f"/v1/completions without a key: {status} {answer}, expected 401")

@@ -1,6 +1,9 @@
-"""Makes the Secret with the bundled Redis' password, unless it is there: python redis_password.py NAME LABELS [DIRECTORY].
+"""Makes the Secret with the bundled Redis' password, unless it is there.
 
-LABELS is JSON. DIRECTORY is where Kubernetes mounts the service account, which may create Secrets and nothing else.
+    python redis_password.py NAME LABELS [DIRECTORY]
+
+LABELS is JSON. DIRECTORY is where Kubernetes mounts the service account, which may create Secrets and nothing
+else.
 """
 
 import base64

@@ -40,7 +40,8 @@ gammaray.io/ray: "true"
 {{- $own := get $image (camelcase .name | untitle) -}}
 {{- $tag := $own.tag | default $image.tag | default .root.Chart.AppVersion -}}
 {{- if not (or $own.repository $image.registry) -}}
-{{- fail (printf "image.registry: needed, since no image of gammaray is published. Build each image in use and push it:\n\n  docker build -f docker/Dockerfile --target %s -t REGISTRY/gammaray-%s:%s .\n  docker push REGISTRY/gammaray-%s:%s\n\nthen give --set image.registry=REGISTRY, or image.%s.repository for this image alone" .name .name $tag .name $tag (camelcase .name | untitle)) -}}
+{{- $index := ternary "--build-arg TORCH_CPU_INDEX=URL " "" (eq .name "worker-cpu") -}}
+{{- fail (printf "image.registry: needed, since no image of gammaray is published. Build each image in use and push it:\n\n  docker build -f docker/Dockerfile --target %s -t REGISTRY/gammaray-%s:%s %s.\n  docker push REGISTRY/gammaray-%s:%s\n\nthen give --set image.registry=REGISTRY, or image.%s.repository for this image alone" .name .name $tag $index .name $tag (camelcase .name | untitle)) -}}
 {{- end -}}
 {{- $own.repository | default (printf "%s/gammaray-%s" (trimSuffix "/" $image.registry) .name) -}}
 {{- if $own.digest }}@{{ $own.digest }}{{ else }}:{{ $tag }}{{ end -}}
@@ -59,8 +60,15 @@ gammaray.io/ray: "true"
 {{- .Files.Get "files/gammaray.yaml" -}}
 {{- end -}}
 
-{{/* "true" when any pool may change its number of workers. */}}
+{{/* "true" when any pool may change its number of pods. */}}
 {{- define "gammaray.scales" -}}
+{{- if or (include "gammaray.workersScale" .) (contains ":" (toString .Values.orchestrator.replicas)) -}}
+true
+{{- end -}}
+{{- end -}}
+
+{{/* "true" when a pool of workers may change its number. */}}
+{{- define "gammaray.workersScale" -}}
 {{- if or (contains ":" (toString .Values.draft.workers)) (contains ":" (toString .Values.target.workers)) -}}
 true
 {{- end -}}

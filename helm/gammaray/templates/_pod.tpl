@@ -125,7 +125,7 @@ how many pods it wants, so `maxUnavailable` or a percentage would forbid every e
 */}}
 {{- define "gammaray.minAvailable" -}}
 {{- $values := include "gammaray.podValues" . | fromYaml -}}
-{{- $least := $values.replicas | default (splitList ":" (toString $values.workers) | first) | int -}}
+{{- $least := $values.replicas | default $values.workers | toString | splitList ":" | first | int -}}
 {{- max 0 (sub $least (int $values.disruptionBudget.maxUnavailable)) -}}
 {{- end -}}
 

@@ -10,14 +10,19 @@
 {{- $deployment := first $application.deployments -}}
 {{- $settings := $args.settings -}}
 {{- if eq $role "orchestrator" -}}
+{{- if contains ":" (toString $values.replicas) -}}
+{{- $_ := set $args "replicas" $values.replicas -}}
+{{- $_ := set $args "scaling" $.Values.scaling -}}
+{{- else -}}
 {{- $_ := set $args "replicas" ($values.replicas | int) -}}
+{{- end -}}
 {{- $_ := set $settings "model" $.Values.models.target -}}
 {{- if $.Values.apiKeysSecret.name -}}
 {{- $_ := set $settings "api_keys_file" (printf "/etc/gammaray/keys/%s" $.Values.apiKeysSecret.key) -}}
 {{- end -}}
 {{- else -}}
 {{- $_ := set $args "workers" (toString $values.workers) -}}
-{{- if include "gammaray.scales" $ -}}
+{{- if include "gammaray.workersScale" $ -}}
 {{- $_ := set $args "scaling" $.Values.scaling -}}
 {{- end -}}
 {{- $_ := set $settings "model" (get $.Values.models $role) -}}

@@ -1,0 +1,379 @@
+"""What runs once: the password of the bundled Redis, the models' download, `helm test`, the head's probe."""
+
+import base64
+import json
+import ssl
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from chart_helpers import (
+    CHART,
+    EVERYTHING,
+    NAME,
+    ROLES,
+    container,
+    environment,
+    groups,
+    passing_pods,
+    pods,
+    render,
+)
+
+from gammaray.certs import make_certificates
+
+DOWNLOADS = {"modelCache": {"enabled": True}, "models": {"target": "team/large", "draft": "team/small"}}
+
+
+class Answers:
+    """What a server was asked, and what it answers: a function of method, path and body."""
+
+    def __init__(self, answer):
+        self.answer, self.asked = answer, []
+
+
+@contextmanager
+def serving(answers, tls=None):
+    class Handler(BaseHTTPRequestHandler):
+        def do(self):
+            body = self.rfile.read(int(self.headers.get("content-length") or 0))
+            answers.asked.append(
+                (self.command, self.path, {k.lower(): v for k, v in self.headers.items()}, body)
+            )
+            status, headers, answer = answers.answer(self.command, self.path, body)
+            self.send_response(status)
+            for name, value in {"content-length": len(answer), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(answer)
+
+        do_GET = do_HEAD = do_POST = do
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def run(only, *more, env=None):
+    """Run a container's command, a Python script, as the image's Python would."""
+    program, *arguments = only["command"]
+    assert program == "python"
+    return subprocess.run(
+        [sys.executable, *arguments, *more],
+        env={"PATH": "/usr/bin:/bin", **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def account(tmp_path_factory):
+    """What Kubernetes mounts of a service account, and a server's side of its TLS."""
+    folder = tmp_path_factory.mktemp("account")
+    made = make_certificates(folder)["server"]
+    (folder / "ca.crt").write_bytes((folder / "ca.pem").read_bytes())
+    (folder / "token").write_text("the-token\n")
+    (folder / "namespace").write_text("somewhere\n")
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(made.cert, made.key)
+    return folder, tls
+
+
+def make_password(account, answer):
+    answers = Answers(answer)
+    with serving(answers, account[1]) as port:
+        place = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(port)}
+        ended = run(container(passing_pods()["redis-password"]), str(account[0]), env=place)
+    return ended, answers.asked
+
+
+def test_password_is_made_as_a_secret_of_the_release(account):
+    ended, ((method, path, headers, body),) = make_password(account, lambda *_: (201, {}, b"{}"))
+    assert ended.returncode == 0, ended.stderr
+    assert (method, path) == ("POST", "/api/v1/namespaces/somewhere/secrets")
+    assert headers["authorization"] == "Bearer the-token"
+    secret = json.loads(body)
+    assert secret["metadata"]["name"] == f"{NAME}-redis"
+    assert secret["metadata"]["labels"]["app.kubernetes.io/instance"] == "demo"
+    password = base64.b64decode(secret["data"]["password"]).decode()
+    assert len(password) == 43
+    assert password not in ended.stdout + ended.stderr
+    reference = environment(groups()["draft"]["template"])["GAMMARAY_REDIS_PASSWORD"]["secretKeyRef"]
+    assert reference == {"name": secret["metadata"]["name"], "key": "password"}
+
+
+def test_every_password_is_another(account):
+    bodies = [make_password(account, lambda *_: (201, {}, b"{}"))[1][0][3] for _ in range(2)]
+    assert bodies[0] != bodies[1]
+
+
+def test_password_that_is_there_stays(account):
+    ended, asked = make_password(account, lambda *_: (409, {}, b"exists"))
+    assert ended.returncode == 0
+    assert [method for method, *_ in asked] == ["POST"]
+
+
+def test_refusal_of_kubernetes_fails_the_job_with_the_reason(account):
+    ended, _ = make_password(account, lambda *_: (403, {}, b"secrets is forbidden"))
+    assert ended.returncode == 1
+    assert "403 secrets is forbidden" in ended.stderr
+
+
+def test_password_is_there_before_other_pods_and_nothing_else_may_be_done():
+    manifests = render()
+    names = ["serviceaccount", "role", "rolebinding", "job"]
+    hooks = [manifests[f"{name}-redis-password.yaml"]["metadata"]["annotations"] for name in names]
+    assert {hook["helm.sh/hook"] for hook in hooks} == {"pre-install,pre-upgrade"}
+    *earlier, last = [int(hook["helm.sh/hook-weight"]) for hook in hooks]
+    assert max(earlier) < last
+    assert all("hook-succeeded" in hook["helm.sh/hook-delete-policy"] for hook in hooks)
+    assert manifests["role-redis-password.yaml"]["rules"] == [
+        {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]}
+    ]
+
+
+class Hub:
+    """A hub with one model that is the demo draft, and files that no worker reads."""
+
+    def __init__(self, folder):
+        self.files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        self.files |= {"pytorch_model.bin": b"pickled", "model.gguf": b"other", "onnx/model.onnx": b"other"}
+        self.fetched = set()
+
+    def __call__(self, method, path, body):
+        commit, place = "0" * 40, path.split("?")[0]
+        if place.startswith("/api/models/team/small/tree/"):
+            listed = [
+                {"type": "file", "path": name, "size": len(data), "oid": f"{hash(name):x}"}
+                for name, data in self.files.items()
+            ]
+            return 200, {"content-type": "application/json"}, json.dumps(listed).encode()
+        if place == "/api/models/team/small" or place.startswith("/api/models/team/small/revision/"):
+            siblings = [{"rfilename": name} for name in self.files]
+            answer = {"id": "team/small", "modelId": "team/small", "sha": commit, "siblings": siblings}
+            return 200, {"content-type": "application/json"}, json.dumps(answer).encode()
+        name = place.removeprefix(f"/team/small/resolve/{commit}/")
+        if name not in self.files:
+            return 404, {"X-Error-Code": "EntryNotFound"}, b""
+        if method == "GET":
+            self.fetched.add(name)
+        data = self.files[name]
+        return 200, {"ETag": f'"{hash(name):x}"', "X-Repo-Commit": commit, "content-length": len(data)}, data
+
+
+def test_download_brings_what_workers_read_and_then_says_so(tmp_path):
+    from services.engine.model import resolve_model
+
+    hub = Hub(Path(resolve_model("demo", "draft")))
+    values = {"modelCache": {"enabled": True}, "models": {"target": "team/small", "draft": "team/small"}}
+    only = container(passing_pods(values)["models"])
+    (mark,) = [part for part in only["command"] if part.startswith("/models/ready/")]
+    here = tmp_path / "ready" / "mark"
+    moved = {"command": [str(here) if part == mark else part for part in only["command"]]}
+    with serving(Answers(hub)) as port:
+        env = {"HF_HOME": str(tmp_path), "HOME": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{port}"}
+        ended = run(moved, env=env)
+    assert ended.returncode == 0, ended.stderr
+    assert here.is_file()
+    assert hub.fetched == hub.files.keys() - {"pytorch_model.bin", "model.gguf", "onnx/model.onnx"}
+    # As the pods read it: by name, without the hub.
+    code = "from transformers import AutoConfig, AutoTokenizer\nname = 'team/small'\n"
+    code += "config, tokenizer = AutoConfig.from_pretrained(name), AutoTokenizer.from_pretrained(name)\n"
+    code += "print(config.vocab_size, len(tokenizer))"
+    offline = {**env, "HF_HUB_OFFLINE": environment(groups(values)["draft"]["template"])["HF_HUB_OFFLINE"]}
+    read = run({"command": ["python", "-c", code]}, env=offline)
+    assert read.stdout.split() == ["2048", "2048"], read.stderr
+
+
+def test_failed_download_leaves_no_mark(tmp_path):
+    only = container(passing_pods(DOWNLOADS)["models"])
+    here = tmp_path / "ready" / "mark"
+    command = [str(here) if part.startswith("/models/ready/") else part for part in only["command"]]
+    with serving(Answers(lambda *_: (404, {"X-Error-Code": "RepoNotFound"}, b"{}"))) as port:
+        env = {"HF_HOME": str(tmp_path), "HOME": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{port}"}
+        ended = run({"command": command}, env=env)
+    assert ended.returncode == 1
+    assert "team/large" in ended.stderr
+    assert not here.exists()
+
+
+def test_pods_that_need_models_wait_for_the_job():
+    job = container(passing_pods(DOWNLOADS)["models"])
+    assert job["command"][-2:] == ["team/large", "team/small"]
+    found = groups(DOWNLOADS)
+    for role in ROLES:
+        spec = found[role]["template"]["spec"]
+        waits = [entry for entry in spec.get("initContainers", []) if entry["name"] == "wait-for-models"]
+        assert bool(waits) is (role != "head")
+        assert ("HF_HUB_OFFLINE" in environment(found[role]["template"])) is (role != "head")
+        if waits:
+            (wait,) = waits
+            assert wait["image"] == container(found[role]["template"])["image"]
+            assert wait["command"][-1] == job["command"][-3]
+            assert {"name": "models", "mountPath": "/models", "readOnly": True} in wait["volumeMounts"]
+
+
+def test_wait_ends_with_the_file_or_with_the_time(tmp_path):
+    (wait, *_) = groups(DOWNLOADS)["draft"]["template"]["spec"]["initContainers"]
+    program, seconds, *rest = wait["command"]
+    assert (program, seconds) == ("timeout", "7200")
+    here = tmp_path / "mark"
+    command = [program, "1", *rest[:-1], str(here)]
+    assert subprocess.run(command, timeout=60).returncode == 124
+    here.touch()
+    assert subprocess.run(command, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "models"),
+    [
+        ({"models": {"target": "team/large"}}, ["team/large"]),
+        ({"models": {"target": "a/b", "draft": "a/b"}}, ["a/b"]),
+        ({"models": {"target": "a/b", "draft": "c/d"}, "draft": {"workers": "0"}}, ["a/b"]),
+        ({"models": {"target": "/data/m", "draft": "demo"}}, None),
+        ({"models": {"target": "a/b"}, "modelCache": {"download": {"enabled": False}}}, None),
+        ({"models": {"target": "a/b"}, "modelCache": {"enabled": False}}, None),
+    ],
+)
+def test_job_is_for_models_of_the_hub_in_a_shared_volume(values, models):
+    cache = {"enabled": True, **values.get("modelCache", {})}
+    found = passing_pods({**values, "modelCache": cache})
+    assert ("models" in found) is (models is not None)
+    if models:
+        command = container(found["models"])["command"]
+        assert (
+            command[command.index(next(c for c in command if c.startswith("/models/ready"))) + 1 :] == models
+        )
+
+
+def test_changed_models_are_another_job():
+    """A Job cannot be changed: a changed one must have another name."""
+    again = {**DOWNLOADS, "image": {"registry": "r", "tag": "2"}}
+    other = {**DOWNLOADS, "models": {"target": "team/large", "draft": "team/other"}}
+    names = {render(values)["job-models.yaml"]["metadata"]["name"] for values in (DOWNLOADS, again, other)}
+    assert len(names) == 3
+    marks = {container(passing_pods(values)["models"])["command"][3] for values in (DOWNLOADS, again, other)}
+    assert len(marks) == 2  # a new image finds the models that are there
+
+
+def test_model_storage_is_bounded():
+    for role in ROLES:
+        volumes = {v["name"]: v for v in groups()[role]["template"]["spec"]["volumes"]}
+        assert volumes["models"]["emptyDir"] == {"sizeLimit": "100Gi"}
+    small = groups({"draft": {"modelsSize": "5Gi"}})["draft"]["template"]["spec"]["volumes"]
+    assert {"name": "models", "emptyDir": {"sizeLimit": "5Gi"}} in small
+    for template in (*pods(EVERYTHING).values(), *passing_pods(EVERYTHING).values()):
+        for volume in template["spec"].get("volumes", []):
+            assert volume.get("emptyDir") != {} or volume["name"] == "extra"
+
+
+@pytest.mark.parametrize(
+    ("raylet", "control", "status"), [(200, 200, 0), (503, 200, 1), (200, 503, 1), (200, None, 1)]
+)
+def test_head_is_alive_only_with_its_node_and_its_control_service(raylet, control, status):
+    command = container(groups()["head"]["template"])["livenessProbe"]["exec"]["command"]
+    assert command[-2:] == [
+        "http://127.0.0.1:52365/api/local_raylet_healthz",
+        "http://127.0.0.1:8265/api/gcs_healthz",
+    ]
+    with serving(Answers(lambda *_: (raylet, {}, b"success"))) as first:
+        with serving(Answers(lambda *_: (control or 200, {}, b"success"))) as second:
+            if control is not None:
+                ended = run({"command": [*command[:-2], *urls(first, second)]})
+        if control is None:  # nothing listens any more
+            ended = run({"command": [*command[:-2], *urls(first, second)]})
+    assert ended.returncode == status
+
+
+def urls(*ports):
+    return [f"http://127.0.0.1:{port}/" for port in ports]
+
+
+def helm_test(answer, values=None, **env):
+    answers = Answers(answer)
+    only = container(passing_pods(values)["test"])
+    with serving(answers) as port:
+        command = [
+            f"http://127.0.0.1:{port}" if part.startswith("http://") else part for part in only["command"]
+        ]
+        return run({"command": command}, env=env), answers.asked
+
+
+def completion(method, path, body):
+    if path == "/health":
+        return 200, {}, b'{"status": "ok"}'
+    answer = {"choices": [{"text": "x"}], "usage": {"completion_tokens": 8}}
+    return 200, {}, json.dumps(answer).encode()
+
+
+def test_helm_test_asks_for_health_and_a_completion():
+    ended, asked = helm_test(completion)
+    assert ended.returncode == 0, ended.stderr
+    assert [(method, path) for method, path, *_ in asked] == [("GET", "/health"), ("POST", "/v1/completions")]
+
+
+def test_helm_test_sends_its_key():
+    values = {"apiKeysSecret": {"name": "k"}, "helmTest": {"apiKeySecret": {"name": "t", "key": "key"}}}
+    reference = environment(passing_pods(values)["test"])["GAMMARAY_API_KEY"]
+    assert reference == {"secretKeyRef": {"name": "t", "key": "key"}}
+    ended, asked = helm_test(completion, values, GAMMARAY_API_KEY="gr_x")
+    assert ended.returncode == 0
+    assert asked[-1][2]["authorization"] == "Bearer gr_x"
+
+
+@pytest.mark.parametrize(("status", "code"), [(401, 0), (200, 1), (500, 1)])
+def test_helm_test_without_a_key_wants_a_refusal_where_keys_are_needed(status, code):
+    def answer(method, path, body):
+        return (status, {}, b"{}") if path != "/health" else completion(method, path, body)
+
+    assert helm_test(answer, {"apiKeysSecret": {"name": "k"}})[0].returncode == code
+
+
+@pytest.mark.parametrize("status", [401, 404, 500])
+def test_helm_test_fails_with_what_was_answered(status):
+    def answer(method, path, body):
+        return (status, {}, b"the reason") if path != "/health" else completion(method, path, body)
+
+    ended, _ = helm_test(answer)
+    assert ended.returncode == 1
+    assert f"{status} the reason" in ended.stderr
+
+
+def test_helm_test_finds_the_service_and_is_let_in():
+    from reachability import Pod, may_reach
+
+    manifests = render(EVERYTHING)
+    service, pod = manifests["service-http.yaml"], manifests["pod-test.yaml"]
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    assert (
+        f"http://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+        in container(pod)["command"]
+    )
+    policies = [m for m in manifests.values() if m["kind"] == "NetworkPolicy"]
+    orchestrator = Pod(groups(EVERYTHING)["orchestrator"]["template"]["metadata"]["labels"])
+    assert may_reach(
+        policies, Pod(pod["metadata"]["labels"]), orchestrator, service["spec"]["ports"][0]["targetPort"]
+    )
+
+
+def test_scripts_fit_one_argument():
+    """Linux takes arguments of 128 KiB each; what holds the scripts is also kept in Kubernetes' objects."""
+    for path in (CHART / "files").glob("*.py"):
+        assert len(path.read_bytes()) < 8192
+        compile(path.read_text(), path.name, "exec")

@@ -1,0 +1,145 @@
+"""Every console command of the documentation runs, or there is a reason why it is not run here."""
+
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import helm_python
+import pytest
+import yaml
+from docs_commands import (
+    HERE,
+    ON_A_CLUSTER,
+    RENDERED,
+    ROOT,
+    WITH_KUBECTL,
+    WITHOUT_A_CLUSTER,
+    blocks,
+    commands,
+)
+
+pytestmark = pytest.mark.integration
+
+CHART = ROOT / "helm" / "gammaray"
+KINDS = {"here": HERE, "rendered": RENDERED, "kubectl": WITH_KUBECTL, "cluster": ON_A_CLUSTER}
+ALL = commands()
+
+
+def kinds(command):
+    """Return what is to be done with a command: names of KINDS, or the reason why nothing is."""
+    found = [name for name, pattern in KINDS.items() if re.match(pattern, command)]
+    return found + [reason for pattern, reason in WITHOUT_A_CLUSTER.items() if re.match(pattern, command)]
+
+
+def of_kind(kind):
+    chosen = [(page, command) for page, command in ALL if kind in kinds(command)]
+    return pytest.mark.parametrize(("page", "command"), chosen, ids=[f"{p}: {c[:60]}" for p, c in chosen])
+
+
+@pytest.mark.parametrize(("page", "command"), ALL, ids=[f"{page}: {command[:60]}" for page, command in ALL])
+def test_command_is_run_or_there_is_a_reason(page, command):
+    assert len(kinds(command)) == 1, command
+
+
+def test_every_pattern_is_about_some_command():
+    for pattern in [*KINDS.values(), *WITHOUT_A_CLUSTER]:
+        assert any(re.match(pattern, command) for _, command in ALL), pattern
+
+
+def test_no_command_reads_its_file_from_a_pipe_that_takes_none():
+    """`serve run` takes what is no regular file for the import path of a module."""
+    assert not [command for _, command in ALL if "/dev/stdin" in command]
+    text = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    assert "/dev/stdin" not in text
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Runs commands in a folder of their own, with the tools of this environment."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GAMMARAY_")}
+    own |= {
+        "PATH": f"{Path(sys.executable).parent}:{own['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(tmp_path),
+    }
+
+    def run(command):
+        return subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", command],
+            cwd=tmp_path,
+            env=own,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+
+    run.folder = tmp_path
+    return run
+
+
+LOCAL = [block for block in blocks() if any("here" in kinds(command) for command in block.commands)]
+
+
+@pytest.mark.parametrize("block", LOCAL, ids=[f"{block.page}: {block.commands[0][:60]}" for block in LOCAL])
+def test_commands_of_a_block_run_in_their_order(block, shell):
+    for command in block.commands:
+        if "here" not in kinds(command):
+            continue
+        if command.startswith("gammaray keys revoke"):
+            listed = json.loads(shell("gammaray keys list --file keys.json --json").stdout)
+            command = re.sub(r"\b[0-9a-f]{8}\b", listed["keys"][0]["id"], command)
+        ended = shell(command)
+        assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
+
+
+def test_written_serve_configuration_is_one(shell):
+    """What `serve run` is given next."""
+    from ray.serve.schema import ServeDeploySchema
+
+    ((_, command),) = [(page, command) for page, command in ALL if "config --serve" in command]
+    assert shell(command).returncode == 0
+    parsed = ServeDeploySchema.model_validate(yaml.safe_load((shell.folder / "serve.yaml").read_text()))
+    assert len(parsed.applications) == 3
+
+
+@of_kind("rendered")
+def test_chart_renders_with_the_values_of_a_command(page, command):
+    words = shlex.split(command.replace("\\\n", " "))
+    values = {}
+    assert "helm/gammaray" in words
+    for name, value in itertools.pairwise(words):
+        if name == "--values":
+            path = ROOT / value
+            # Values that a reader writes begin with those of an example.
+            given = path if path.is_file() else CHART / "examples" / "cpu-trial.yaml"
+            assert path.is_file() or value in ("my-values.yaml", "model-b.yaml"), value
+            values = {**values, **yaml.safe_load(given.read_text())}
+        elif name == "--set":
+            key, _, text = value.partition("=")
+            assert key == "image.registry"
+            values["image"] = {"registry": text}
+    values.setdefault("image", {"registry": "registry.example.com/team"})  # of the reader's own values
+    chart = helm_python.Chart.load(CHART)
+    chart.validate_schema(values)
+    assert "gammaray/templates/rayservice.yaml" in chart.render(values, name="gammaray", namespace="gammaray")
+
+
+@of_kind("kubectl")
+def test_secret_of_a_command_is_one(page, command, shell):
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    (shell.folder / "keys.json").write_text("{}")
+    ended = shell(f"{command} --dry-run=client --output=yaml")
+    assert ended.returncode == 0, ended.stderr
+    secret = yaml.safe_load(ended.stdout)
+    values = yaml.safe_load((CHART / "examples" / "l4-drafters-h100-targets.yaml").read_text())
+    named = [value for value in [*values.values(), values["redis"]["urlSecret"]] if isinstance(value, dict)]
+    by_name = {value["name"]: value["key"] for value in named if value.keys() == {"name", "key"}}
+    expected = by_name.get(secret["metadata"]["name"], "password")
+    assert set(secret["data"]) == {expected}

@@ -1,0 +1,116 @@
+"""The console commands of the documentation, and for each how it is tested or why it is not run.
+
+A command is a line that begins with `$ ` in a block marked `console`, with the lines that belong to it, or a
+line of a block without a language that begins with `gammaray ` or `python -m `.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = [
+    "HERE",
+    "ON_A_CLUSTER",
+    "PAGES",
+    "RENDERED",
+    "ROOT",
+    "WITHOUT_A_CLUSTER",
+    "WITH_KUBECTL",
+    "Block",
+    "blocks",
+    "commands",
+]
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "helm" / "gammaray" / "README.md"]
+
+HERE = r"gammaray (size|qualify|keys|certs|config)\b"
+"""Run as they stand, in a folder of their own."""
+RENDERED = r"helm (install|upgrade|diff upgrade) "
+"""Rendered with the chart and the values that they name, by Helm's own code."""
+WITH_KUBECTL = r"kubectl -n gammaray create secret "
+"""Run with `--dry-run=client`, where kubectl is installed."""
+ON_A_CLUSTER = r"(gammaray (status|generate|chat|trace)|curl -s localhost:8000)\b"
+"""Run by tests/e2e/test_documented_commands.py against a running cluster."""
+
+WITHOUT_A_CLUSTER: Mapping[str, str] = {
+    r"kubectl -n gammaray (get|wait|patch|delete) |CLUSTER=\$\(kubectl": "needs a Kubernetes cluster",
+    r"helm (history|rollback|uninstall) ": "needs a Kubernetes cluster",
+    r"docker (build|push|run) ": "needs Docker, a registry, or the network",
+    r"serve run serve\.yaml": "tests/e2e/served_chart.py runs it, on a Ray of its own",
+    r"(OTEL_\w+=\S+ )?gammaray up\b": "tests/e2e start clusters by it; one for each line would take an hour",
+    r"export OTEL_EXPORTER_OTLP_ENDPOINT=": "only sets a variable for the next line",
+    r"\. \.venv/bin/activate": "only changes the shell",
+    r"python -m services\.target ": "tests/integration/test_parallel.py starts ranks",
+    r"make( (demo|test|lint|bench|chaos|fuzz|soak))?( |$)": "installs into .venv, or takes minutes to hours",
+}
+"""Why the rest is not run, by a pattern of how such commands begin."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block.
+
+    Args:
+        page: File, from the root of the repository.
+        text: What stands in it.
+        commands: Its commands in order, comments at their ends left out.
+    """
+
+    page: str
+    text: str
+    commands: tuple[str, ...]
+
+
+def blocks() -> list[Block]:
+    """Return all blocks with commands."""
+    found = []
+    for page in PAGES:
+        for language, text in re.findall(
+            r"^ *```(\w*)\n(.*?)^ *```", page.read_text(), re.MULTILINE | re.DOTALL
+        ):
+            if language == "console":
+                lines = _joined(text)
+            elif not language:
+                lines = [line for line in text.splitlines() if line.startswith(("gammaray ", "python -m "))]
+            else:
+                continue
+            if lines:
+                found.append(Block(str(page.relative_to(ROOT)), text, tuple(map(_without_comment, lines))))
+    return found
+
+
+def commands() -> list[tuple[str, str]]:
+    """Return (page, command) of every command."""
+    return [(block.page, command) for block in blocks() for command in block.commands]
+
+
+def _joined(text: str) -> list[str]:
+    """Return the commands of a console block, each with the lines that it goes on with."""
+    found: list[str] = []
+    goes_on = False
+    for line in text.splitlines():
+        if goes_on:
+            found[-1] += "\n" + line
+        elif line.startswith("$ "):
+            found.append(line[2:])
+        else:
+            continue  # what a command prints
+        goes_on = found[-1].endswith("\\") or not _is_closed(found[-1])
+    return found
+
+
+def _is_closed(command: str) -> bool:
+    try:
+        shlex.split(command, comments=True)
+    except ValueError:
+        return False
+    return True
+
+
+def _without_comment(command: str) -> str:
+    return re.sub(r"\s{2,}# .*$", "", command).rstrip()

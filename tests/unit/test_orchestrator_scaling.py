@@ -1,0 +1,88 @@
+"""How many orchestrators there should be, and what Serve is told of it."""
+
+from types import SimpleNamespace
+
+import pytest
+from pydantic import ValidationError
+from ray.serve.config import AutoscalingConfig
+
+from gammaray.autoscaling import autoscaling_config
+from gammaray.config import ScalingSettings
+from gammaray.effective import OrchestratorArguments
+from gammaray.pools import PoolSize
+from orchestrator.scaling_policy import IN_FLIGHT, OrchestratorPolicy, wanted_orchestrators
+from orchestrator.serve_builders import orchestrator
+
+SETTINGS = ScalingSettings(orchestrator_load=10)
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "now", "wanted"),
+    [
+        (0, 1, 1),
+        (10, 1, 1),
+        (11, 1, 2),
+        (45, 1, 5),
+        (45, 5, 5),
+        (29, 5, 5),
+        (28, 5, 4),
+        (0, 5, 4),
+        (8, 2, 2),
+        (7, 2, 1),
+    ],
+)
+def test_number_follows_the_requests_with_a_dead_band(num_requests, now, wanted):
+    assert wanted_orchestrators(num_requests, now, SETTINGS) == wanted
+
+
+def decide(reports, target, bounds=(1, 4), running=None):
+    context = SimpleNamespace(
+        aggregated_metrics={IN_FLIGHT: reports},
+        running_replicas=list(reports) if running is None else running,
+        target_num_replicas=target,
+        capacity_adjusted_min_replicas=bounds[0],
+        capacity_adjusted_max_replicas=bounds[1],
+    )
+    number, state = OrchestratorPolicy({"orchestrator_load": 10})(context)
+    assert state == {}
+    return number
+
+
+def test_policy_keeps_to_its_bounds():
+    assert decide({"a": 25.0}, 1) == 3
+    assert decide({"a": 500.0}, 1) == 4
+    assert decide({"a": 0.0, "b": 0.0}, 2, bounds=(2, 4)) == 2
+
+
+def test_nothing_changes_while_some_start():
+    assert decide({"a": 50.0}, 2) == 2
+    assert decide({"a": 0.0}, 2) == 2
+    assert decide({}, 1) == 1
+
+
+def test_replica_that_is_gone_does_not_count():
+    assert decide({"a": 5.0, "gone": 90.0}, 1, running=["a"]) == 1
+
+
+def test_configuration_is_valid_by_serves_own_schema():
+    config = autoscaling_config("orchestrator", PoolSize(2, 6), SETTINGS)
+    parsed = AutoscalingConfig(**config)
+    assert (parsed.min_replicas, parsed.max_replicas, parsed.initial_replicas) == (2, 6, 2)
+
+
+@pytest.mark.parametrize(("given", "fixed"), [(3, 3), ("3", 3), ("2:5", None)])
+def test_builder_takes_a_number_or_bounds(given, fixed):
+    built = orchestrator({"settings": {}, "replicas": given, "scaling": {"orchestrator_load": 7}})
+    deployment = built._bound_deployment
+    scaling = deployment._deployment_config.autoscaling_config
+    if fixed is None:
+        assert (scaling.min_replicas, scaling.max_replicas) == (2, 5)
+        assert scaling.policy.policy_kwargs["settings"]["orchestrator_load"] == 7
+    else:
+        assert (deployment.num_replicas, scaling) == (fixed, None)
+
+
+@pytest.mark.parametrize("bad", [0, "0:2", "3:2", "many", 65])
+def test_number_out_of_bounds_is_refused(bad):
+    with pytest.raises(ValidationError, match="replicas"):
+        OrchestratorArguments(settings={}, replicas=bad)
