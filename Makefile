@@ -3,8 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test lint chart protos bench chaos fuzz soak dist clean
-install: $(STAMP)
+.PHONY: install help demo test-programs test lint chart protos bench chaos fuzz soak dist clean
+install: $(STAMP)  ## (default) install everything into .venv, with the versions of constraints.txt
+
+help:  ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # torch goes first and by exact version: the plain PyPI build would bring gigabytes of CUDA.
 $(STAMP): pyproject.toml constraints.txt services/demo_pair/pyproject.toml
@@ -22,13 +25,16 @@ test-programs:  ## install the Debian packages that some tests need: chromium, p
 test: install  ## unit, integration, statistical and end-to-end tests
 	$(BIN)/pytest
 
-lint: install  ## ruff, mypy strict, buf lint, generated code is fresh
+lint: install  ## ruff, mypy strict, buf, hadolint, generated files are fresh
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	cd protos && ../$(BIN)/buf lint
+	$(BIN)/buf lint protos
 	$(BIN)/python protos/generate.py --check
 	$(BIN)/python helm/generate.py --check
+	$(BIN)/python helm/dashboard.py --check
+	$(BIN)/python docs/make_metrics.py --check
+	$(BIN)/python docs/make_telemetry.py --check
 	$(BIN)/hadolint docker/Dockerfile
 
 chart: install  ## regenerate the chart's schema, defaults and README from the package and values.yaml
@@ -53,5 +59,5 @@ dist: install  ## wheels and source archives of gammaray and of the demo pair's 
 	$(BIN)/python -m build --no-isolation --outdir dist .
 	$(BIN)/python -m build --no-isolation --outdir dist services/demo_pair
 
-clean:
+clean:  ## remove .venv and what builds leave
 	rm -rf .venv build dist *.egg-info

@@ -28,7 +28,7 @@ KUBERAY_CRD = Path(
 
 needs_kuberay = pytest.mark.skipif(
     not KUBERAY_CRD.is_file(),
-    reason=f"KubeRay's {KUBERAY_CRD.name} is not there; to enable: GAMMARAY_KUBERAY_CRD=FILE make test",
+    reason=f"KubeRay's {KUBERAY_CRD.name} is not there; to enable: KUBERAY_CRD_FILE=FILE make test",
 )
 
 

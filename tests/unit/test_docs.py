@@ -13,7 +13,14 @@ from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.http_models import CompletionRequest, GammarayOptions
 
 ROOT = Path(gammaray.__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "examples/README.md")
+    ),
+    *DOCS,
+]
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"^\$ (?:[A-Z_]+=\S+ )*(gammaray(?: .*)?)$", re.MULTILINE)
 INLINE = re.compile(r"`(gammaray [a-z][^`]*)`")
@@ -59,7 +66,7 @@ def test_commands_exist_and_know_their_options(page):
 
 def test_index_has_every_page():
     index = (ROOT / "docs" / "README.md").read_text()
-    for page in PAGES[1:]:
+    for page in DOCS:
         assert page.name == "README.md" or f"({page.name})" in index, page.name
 
 
