@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import json
 import math
 import os
@@ -194,7 +193,7 @@ def check_heads(model: str, num_ranks: int) -> None:
     Raises:
         InvalidArgumentError: They do not, or there is no such model.
     """
-    config = _config("target", _demo_directory("target") if model == DEMO_PAIR else model)
+    config = _config("target", demo_directory("target") if model == DEMO_PAIR else model)
     text = config.get("text_config") or config
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = text.get(name)

@@ -18,7 +18,7 @@ from chart_helpers import (
     render,
     render_texts,
 )
-from manifest_schemas import KUBERAY_CRD, check, check_by_kuberay, check_pod, needs_kuberay
+from manifest_schemas import check, check_by_kuberay, check_pod, needs_kuberay
 
 TEMPLATES = sorted(
     path.name
