@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import fastapi
 from fastapi import FastAPI, Request
@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from gammaray.errors import CancelledError, NotFoundError, UnavailableError
 from orchestrator.access import Authenticator
 from orchestrator.backend import Backend
+from orchestrator.cpu_threads import INLINE_BYTES, in_parser_thread
 from orchestrator.http_access import AccessControl, caller_of
 from orchestrator.http_bodies import MAX_BODY_BYTES, Bodies
 from orchestrator.http_errors import as_gammaray_error, error_response, install_handlers
@@ -30,6 +31,8 @@ from orchestrator.playground import playground
 __all__ = ["MAX_BODY_BYTES", "create_app"]
 
 _MAX_BODIES_BYTES = 256 * 2**20
+
+_Body = TypeVar("_Body", CompletionRequest, ChatRequest)
 
 
 def create_app(
@@ -68,8 +71,7 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: Bodies) -> None:
     async def completions(request: Request) -> fastapi.Response:
         async def answer() -> fastapi.Response:
             async with bodies.read(request) as data:
-                body = parse_body(CompletionRequest, data)
-            plans = completion_choices(body, backend.max_context, backend.decode)
+                body, plans = await _planned(_plan_completions, backend, data)
             response = CompletionResponse(backend.model_name, plans)
             return await _generate(backend, plans, response, body, request)
 
@@ -79,9 +81,7 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: Bodies) -> None:
     async def chat_completions(request: Request) -> fastapi.Response:
         async def answer() -> fastapi.Response:
             async with bodies.read(request) as data:
-                body = parse_body(ChatRequest, data)
-            prompt = backend.render_chat([message.model_dump() for message in body.messages])
-            plans = chat_choices(body, prompt, backend.max_context)
+                body, plans = await _planned(_plan_chat, backend, data)
             response = ChatResponse(backend.model_name, plans)
             return await _generate(backend, plans, response, body, request)
 
@@ -127,6 +127,26 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
             return JSONResponse({"status": "ok"})
 
         return await _guarded(answer)
+
+
+async def _planned(
+    plan: Callable[[Backend, bytes], tuple[_Body, list[ChoicePlan]]], backend: Backend, data: bytes
+) -> tuple[_Body, list[ChoicePlan]]:
+    """Return what `plan` makes of a body; a large one is read off the event loop."""
+    if len(data) <= INLINE_BYTES:
+        return plan(backend, data)
+    return await in_parser_thread(plan, backend, data)
+
+
+def _plan_completions(backend: Backend, data: bytes) -> tuple[CompletionRequest, list[ChoicePlan]]:
+    body = parse_body(CompletionRequest, data)
+    return body, completion_choices(body, backend.max_context, backend.decode)
+
+
+def _plan_chat(backend: Backend, data: bytes) -> tuple[ChatRequest, list[ChoicePlan]]:
+    body = parse_body(ChatRequest, data)
+    prompt = backend.render_chat([message.model_dump() for message in body.messages])
+    return body, chat_choices(body, prompt, backend.max_context)
 
 
 async def _generate(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import uuid
 from dataclasses import replace
@@ -11,18 +10,38 @@ from gammaray.checks import check_token_ids
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from gammaray.types import GenerationRequest
 from orchestrator.access import ANONYMOUS, Caller
+from orchestrator.cpu_threads import in_thread
 from orchestrator.detokenizer import Detokenizer
 from orchestrator.session import Session
 from orchestrator.tokenizer import Tokenizer
 
-__all__ = ["check_request", "make_session", "open_session"]
+__all__ = ["check_prompt_length", "check_request", "is_long", "make_session", "open_session"]
 
-LONG_TEXT = 8192
-"""Characters from which on a prompt is tokenised in a thread, so that other sessions go on meanwhile."""
+LONG_PROMPT = 8192
+"""Characters or token ids from which on a prompt is handled in a thread, so that other sessions go on."""
+
+
+def is_long(prompt: str | tuple[int, ...]) -> bool:
+    """Return whether a prompt is too long to be tokenised or checked on the event loop."""
+    return len(prompt) >= LONG_PROMPT
+
+
+def check_prompt_length(num_tokens: int, max_context: int) -> None:
+    """Check that a prompt leaves room for a token in the model's context.
+
+    Raises:
+        InvalidArgumentError: It does not.
+    """
+    if num_tokens >= max_context:
+        raise InvalidArgumentError(
+            "prompt",
+            f"{num_tokens} tokens",
+            f"at most {max_context - 1} tokens, one less than the model's context of {max_context}",
+        )
 
 
 def check_request(
-    request: GenerationRequest, *, model_name: str, vocab_size: int, max_prompt_bytes: int
+    request: GenerationRequest, *, model_name: str, vocab_size: int, max_prompt_bytes: int, max_context: int
 ) -> None:
     """Check a request against the served model, as far as this goes without tokenising.
 
@@ -37,6 +56,7 @@ def check_request(
         if size > max_prompt_bytes:
             raise InvalidArgumentError("prompt", f"{size} bytes", f"at most {max_prompt_bytes} bytes")
     else:
+        check_prompt_length(len(request.prompt), max_context)
         check_token_ids("prompt", request.prompt, vocab_size)
     request.validate()
     request.sampling.validate(vocab_size)
@@ -63,12 +83,7 @@ async def open_session(
     if not own:
         raise InvalidArgumentError("prompt", "a text without tokens", "at least one token")
     prompt = before + own
-    if len(prompt) >= max_context:
-        raise InvalidArgumentError(
-            "prompt",
-            f"{len(prompt)} tokens",
-            f"at most {max_context - 1} tokens, one less than the model's context of {max_context}",
-        )
+    check_prompt_length(len(prompt), max_context)
     if request.sampling.seed is None:
         seed = secrets.randbits(64) if seed is None else seed
         request = replace(request, sampling=replace(request.sampling, seed=seed))
@@ -100,6 +115,6 @@ async def _prompt_ids(
 ) -> tuple[int, ...]:
     if not isinstance(prompt, str):
         return prompt
-    if len(prompt) < LONG_TEXT:
+    if not is_long(prompt):
         return tuple(tokenizer.encode(prompt, is_start=is_start))
-    return tuple(await asyncio.to_thread(tokenizer.encode, prompt, is_start=is_start))
+    return tuple(await in_thread(tokenizer.encode, prompt, is_start=is_start))

@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from gammaray.config import OrchestratorSettings
@@ -23,6 +24,7 @@ from gammaray.types import (
 from orchestrator.access import ANONYMOUS, Caller
 from orchestrator.admission import Admission
 from orchestrator.completion import Progress
+from orchestrator.cpu_threads import in_thread
 from orchestrator.drafting import Drafting
 from orchestrator.fencing import FencedVerifier
 from orchestrator.fleet import Fleet
@@ -36,7 +38,7 @@ from orchestrator.redis_calls import Redis, answer, connect
 from orchestrator.registry import RedisRegistry
 from orchestrator.remote import session_spec
 from orchestrator.remote_target import RemoteVerifier
-from orchestrator.requests import check_request
+from orchestrator.requests import check_request, is_long
 from orchestrator.session_calls import SessionCalls
 from orchestrator.sessions import Opened, Opener
 from orchestrator.status import StatusBoard
@@ -134,12 +136,18 @@ class Orchestrator:
             UnavailableError: No target worker or no Redis.
             DeadlineExceededError: A verification took too long.
         """
-        check_request(
+        check = partial(
+            check_request,
             request,
             model_name=self.model_name,
             vocab_size=self.vocab_size,
             max_prompt_bytes=self._settings.max_prompt_bytes,
+            max_context=self._tokenizer.max_context,
         )
+        if is_long(request.prompt):
+            await in_thread(check)
+        else:
+            check()
         async with self._admission.place(caller):
             self._fit_context()
             opened = await self._opener.open(request, self.max_context, caller)
@@ -157,8 +165,9 @@ class Orchestrator:
         has_ended = False
         try:
             with self._keeper.holding(session):
-                for chunk in opened.replay(progress):
-                    yield chunk
+                async with contextlib.aclosing(opened.replay(progress)) as missed:
+                    async for chunk in missed:
+                        yield chunk
                 if session.finish_reason is None:
                     async with contextlib.aclosing(self._run(opened, progress)) as chunks:
                         async for chunk in chunks:
