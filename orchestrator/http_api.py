@@ -24,6 +24,7 @@ from orchestrator.http_models import ChatRequest, CompletionRequest, parse_body
 from orchestrator.http_requests import ChoicePlan, chat_choices, completion_choices
 from orchestrator.http_responses import ChatResponse, CompletionResponse, Response
 from orchestrator.http_resume import HEADER, EventId, recall, resumed
+from orchestrator.http_sites import Hosts, SiteControl
 from orchestrator.http_stream import EventStream, generate_all
 from orchestrator.openapi import add_document
 from orchestrator.playground import playground
@@ -40,6 +41,7 @@ def create_app(
     close: Callable[[], Awaitable[None]] | None = None,
     authenticator: Authenticator | None = None,
     max_bodies_bytes: int = _MAX_BODIES_BYTES,
+    allowed_hosts: str = "",
 ) -> FastAPI:
     """Return the ASGI application.
 
@@ -48,6 +50,7 @@ def create_app(
         close: Awaited when the application shuts down.
         authenticator: Knows the API keys; None lets everybody in.
         max_bodies_bytes: Upper bound of all request bodies held at once.
+        allowed_hosts: Names of this server for requests without a key, see `orchestrator.http_sites.Hosts`.
     """
 
     @asynccontextmanager
@@ -58,7 +61,10 @@ def create_app(
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     install_handlers(app)
-    app.add_middleware(AccessControl, authenticator=authenticator or Authenticator())
+    authenticator = authenticator or Authenticator()
+    app.add_middleware(AccessControl, authenticator=authenticator)
+    if authenticator.is_open:
+        app.add_middleware(SiteControl, hosts=Hosts(allowed_hosts))
     _add_generation(app, backend, Bodies(max_bodies_bytes))
     _add_information(app, backend)
     add_targets(app, backend)

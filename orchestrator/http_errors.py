@@ -2,9 +2,11 @@
 
 400  a field is wrong (`param` names it), malformed JSON, invalid UTF-8, a prompt that is too long
 401  no API key, or a wrong one
+403  without API keys: another site's page sent it (`param` names the header)
 404  unknown model, path or session
 408  the body did not come in time
 413  a body above `MAX_BODY_BYTES`
+415  a body whose content type is not JSON's
 429  too many requests run and wait; `Retry-After` says when to come back
 503  no target worker; `Retry-After` as above
 504  it took too long
