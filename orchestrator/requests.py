@@ -15,15 +15,10 @@ from orchestrator.detokenizer import Detokenizer
 from orchestrator.session import Session
 from orchestrator.tokenizer import Tokenizer
 
-__all__ = ["check_prompt_length", "check_request", "is_long", "make_session", "open_session"]
+__all__ = ["check_prompt_length", "check_request", "make_session", "open_session"]
 
 LONG_PROMPT = 8192
-"""Characters or token ids from which on a prompt is handled in a thread, so that other sessions go on."""
-
-
-def is_long(prompt: str | tuple[int, ...]) -> bool:
-    """Return whether a prompt is too long to be tokenised or checked on the event loop."""
-    return len(prompt) >= LONG_PROMPT
+"""Characters or token ids from which on they are handled in a thread, so that other sessions go on."""
 
 
 def check_prompt_length(num_tokens: int, max_context: int) -> None:
@@ -40,10 +35,12 @@ def check_prompt_length(num_tokens: int, max_context: int) -> None:
         )
 
 
-def check_request(
+async def check_request(
     request: GenerationRequest, *, model_name: str, vocab_size: int, max_prompt_bytes: int, max_context: int
 ) -> None:
     """Check a request against the served model, as far as this goes without tokenising.
+
+    A request of many token ids is checked in a thread.
 
     Raises:
         NotFoundError: Another model is asked for.
@@ -57,6 +54,19 @@ def check_request(
             raise InvalidArgumentError("prompt", f"{size} bytes", f"at most {max_prompt_bytes} bytes")
     else:
         check_prompt_length(len(request.prompt), max_context)
+    if _num_ids(request) < LONG_PROMPT:
+        _check_fields(request, vocab_size)
+    else:
+        await in_thread(_check_fields, request, vocab_size)
+
+
+def _num_ids(request: GenerationRequest) -> int:
+    masks = len(request.sampling.allowed_token_ids) + len(request.sampling.banned_token_ids)
+    return masks + (0 if isinstance(request.prompt, str) else len(request.prompt))
+
+
+def _check_fields(request: GenerationRequest, vocab_size: int) -> None:
+    if not isinstance(request.prompt, str):
         check_token_ids("prompt", request.prompt, vocab_size)
     request.validate()
     request.sampling.validate(vocab_size)
@@ -115,6 +125,6 @@ async def _prompt_ids(
 ) -> tuple[int, ...]:
     if not isinstance(prompt, str):
         return prompt
-    if not is_long(prompt):
+    if len(prompt) < LONG_PROMPT:
         return tuple(tokenizer.encode(prompt, is_start=is_start))
     return tuple(await in_thread(tokenizer.encode, prompt, is_start=is_start))

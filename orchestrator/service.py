@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from gammaray.config import OrchestratorSettings
@@ -24,7 +23,6 @@ from gammaray.types import (
 from orchestrator.access import ANONYMOUS, Caller
 from orchestrator.admission import Admission
 from orchestrator.completion import Progress
-from orchestrator.cpu_threads import in_thread
 from orchestrator.drafting import Drafting
 from orchestrator.fencing import FencedVerifier
 from orchestrator.fleet import Fleet
@@ -38,7 +36,7 @@ from orchestrator.redis_calls import Redis, answer, connect
 from orchestrator.registry import RedisRegistry
 from orchestrator.remote import session_spec
 from orchestrator.remote_target import RemoteVerifier
-from orchestrator.requests import check_request, is_long
+from orchestrator.requests import check_request
 from orchestrator.session_calls import SessionCalls
 from orchestrator.sessions import Opened, Opener
 from orchestrator.status import StatusBoard
@@ -136,18 +134,13 @@ class Orchestrator:
             UnavailableError: No target worker or no Redis.
             DeadlineExceededError: A verification took too long.
         """
-        check = partial(
-            check_request,
+        await check_request(
             request,
             model_name=self.model_name,
             vocab_size=self.vocab_size,
             max_prompt_bytes=self._settings.max_prompt_bytes,
             max_context=self._tokenizer.max_context,
         )
-        if is_long(request.prompt):
-            await in_thread(check)
-        else:
-            check()
         async with self._admission.place(caller):
             self._fit_context()
             opened = await self._opener.open(request, self.max_context, caller)

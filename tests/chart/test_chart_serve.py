@@ -84,7 +84,7 @@ def test_http_api_without_keys_is_called_by_the_names_of_its_service_and_ingress
     def allowed(values):
         return application("orchestrator", values)["args"]["settings"].get("allowed_hosts")
 
-    service = ["", ".default", ".default.svc", ".default.svc.cluster.local"]
+    service = ["", ".somewhere", ".somewhere.svc", ".somewhere.svc.cluster.local"]
     names = ",".join(f"demo-gammaray-http{domain}" for domain in service)
     ingress = {"ingress": {"enabled": True, "httpHost": "a.example", "grpcHost": "b.example"}}
     assert allowed({}) == names
