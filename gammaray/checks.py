@@ -35,10 +35,12 @@ def check_int(name: str, got: int, low: int, high: int) -> None:
         raise InvalidArgumentError(name, got, f"an integer in [{low}, {high}]")
 
 
-def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int | None = None) -> None:
+def check_token_ids(
+    name: str, token_ids: Sequence[int], vocab_size: int | None = None, max_ids: int = MAX_TOKEN_IDS
+) -> None:
     """Check token ids and their number; without a vocabulary the wire format (uint32) is the bound."""
-    if len(token_ids) > MAX_TOKEN_IDS:
-        raise InvalidArgumentError(name, f"{len(token_ids)} token ids", f"at most {MAX_TOKEN_IDS}")
+    if len(token_ids) > max_ids:
+        raise InvalidArgumentError(name, f"{len(token_ids)} token ids", f"at most {max_ids}")
     high = (vocab_size or 2**32) - 1
     if not token_ids:
         return

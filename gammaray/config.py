@@ -71,6 +71,9 @@ _DETERMINISTIC: dict[str, tuple[Any, ...]] = {
     "tensor_parallel": (1,),
 }
 
+_HOST_NAMES = r"^( *(\*|\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*) *(,|$))*$"
+"""Comma-separated names of hosts, without ports; with a dot in front: all names below one; or an asterisk."""
+
 
 class _Settings(BaseSettings):
     model_config = SettingsConfigDict(
@@ -309,6 +312,12 @@ class OrchestratorSettings(_ServingSettings):
         "",
         description="Key file of `gammaray keys`; empty asks nobody for a key. Read again when it changes.",
     )
+    allowed_hosts: str = Field(
+        "",
+        pattern=_HOST_NAMES,
+        description="Without API keys: comma-separated names that requests may have in `Host`, "
+        "beside localhost and IP addresses; '.example.com' is all names below it, '*' any.",
+    )
     local_only: bool = Field(
         False, description="Refuse gRPC callers of other machines, whatever the port is bound to."
     )
@@ -386,6 +395,12 @@ class ClusterSettings(_ModelSettings):
         "", description="Key file of `gammaray keys`; every caller must have a key of it. Empty: nobody must."
     )
     no_auth: bool = Field(False, description="Serve other machines without asking anybody for a key.")
+    allowed_hosts: str = Field(
+        "",
+        pattern=_HOST_NAMES,
+        description="Without API keys: comma-separated names that requests may have in `Host`, "
+        "beside localhost and IP addresses; '.example.com' is all names below it, '*' any.",
+    )
     worker_tls: bool = Field(
         False, description="Mutual TLS between orchestrators and workers, by certificates made at start."
     )

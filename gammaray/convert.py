@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from gammaray import types as t
-from gammaray.convert_sampling import sampling_from_proto, sampling_to_proto
+from gammaray.convert_sampling import sampling_from_proto, sampling_to_proto, token_ids_from_proto
 from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.v1 import generation_service_pb2 as gen
 from gammaray.v1 import types_pb2 as pb
@@ -165,7 +165,9 @@ def request_from_proto(message: gen.GenerateRequest) -> t.GenerationRequest:
         InvalidArgumentError: Names the first wrong field.
     """
     prompt: str | tuple[int, ...]
-    prompt = tuple(message.token_ids.ids) if message.WhichOneof("prompt") == "token_ids" else message.text
+    prompt = message.text
+    if message.WhichOneof("prompt") == "token_ids":
+        prompt = token_ids_from_proto("prompt", message.token_ids.ids)
     if message.drafter not in (pb.DRAFTER_KIND_UNSPECIFIED, *_DRAFTERS_BACK):
         raise InvalidArgumentError("drafter", message.drafter, f"one of {sorted(_DRAFTERS_BACK)}")
     fixed = message.gamma.fixed if message.gamma.WhichOneof("policy") == "fixed" else None
@@ -175,7 +177,7 @@ def request_from_proto(message: gen.GenerateRequest) -> t.GenerationRequest:
         sampling=sampling_from_proto(message.sampling),
         max_tokens=message.max_tokens if message.HasField("max_tokens") else 128,
         stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
+        stop_token_ids=token_ids_from_proto("stop_token_ids", message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         num_top_logprobs=message.num_top_logprobs if message.HasField("num_top_logprobs") else None,
         verification=method_from_proto(message.verification),

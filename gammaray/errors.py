@@ -18,7 +18,7 @@ Each class carries its gRPC status code and HTTP status; servers and clients map
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 import grpc
@@ -37,7 +37,13 @@ __all__ = [
     "UnauthenticatedError",
     "UnavailableError",
     "error_class",
+    "rendering",
 ]
+
+_MAX_RENDERED = 4096
+"""Characters from which on the rendering of a list or mapping is cut."""
+
+_MAX_RENDERED_DEPTH = 100
 
 
 class GammarayError(Exception):
@@ -60,9 +66,9 @@ class InvalidArgumentError(GammarayError):
     http_status = 400
 
     def __init__(self, field: str, got: object, allowed: str) -> None:
-        rendered = got if isinstance(got, str) else repr(got)
-        self.field, self.got, self.allowed = field, _shorten(rendered), allowed
-        super().__init__(f"{field}: got {self.got}, allowed: {allowed}")
+        rendered = got if isinstance(got, str) else rendering(got)
+        self.field, self.got, self.allowed = _shorten(field), _shorten(rendered), allowed
+        super().__init__(f"{self.field}: got {self.got}, allowed: {allowed}")
 
 
 class NotFoundError(GammarayError):
@@ -191,6 +197,48 @@ def error_class(status: grpc.StatusCode) -> type[GammarayError]:
     InvalidArgumentError is not among them: it is rebuilt from the status details.
     """
     return _BY_STATUS.get(status, GammarayError)
+
+
+def rendering(value: object) -> str:
+    """Return `repr(value)`; of a list or mapping with a long one, its first characters.
+
+    A request may hold millions of values; their full `repr` would take a second and tens of megabytes, of
+    which an error message shows 80 characters.
+    """
+    if not isinstance(value, (list, tuple, dict)):
+        return repr(value)
+    parts: list[str] = []
+    size = 0
+    for part in _parts(value, 0):
+        if size > _MAX_RENDERED or part is None:
+            return f"{''.join(parts)[:80]}... (over {size} characters)"
+        parts.append(part)
+        size += len(part)
+    return "".join(parts)
+
+
+def _parts(value: object, depth: int) -> Iterator[str | None]:
+    """Yield the pieces of a value's `repr`; None in place of what is nested too deep."""
+    if depth > _MAX_RENDERED_DEPTH:
+        yield None
+    elif isinstance(value, dict):
+        yield "{"
+        for index, (key, entry) in enumerate(value.items()):
+            yield f"{', ' if index else ''}{key!r}: "
+            yield from _parts(entry, depth + 1)
+        yield "}"
+    elif isinstance(value, (list, tuple)):
+        yield "[" if isinstance(value, list) else "("
+        for index, entry in enumerate(value):
+            if index:
+                yield ", "
+            yield from _parts(entry, depth + 1)
+        if isinstance(value, list):
+            yield "]"
+        else:
+            yield ",)" if len(value) == 1 else ")"
+    else:
+        yield repr(value)
 
 
 def _shorten(text: str, limit: int = 80) -> str:

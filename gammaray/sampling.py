@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from gammaray.checks import check_int, check_number, check_token_ids
 from gammaray.errors import InvalidArgumentError
 
-__all__ = ["SamplingParams"]
+__all__ = ["MAX_LOGIT_BIAS", "SamplingParams"]
+
+MAX_LOGIT_BIAS = 300
+"""Entries of `logit_bias`, as many as OpenAI takes."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class SamplingParams:
         repetition_penalty: Over prompt and output. In (0, 100]; 1 is off.
         presence_penalty: Over the output. In [-2, 2]; 0 is off.
         frequency_penalty: Over the output. In [-2, 2]; 0 is off.
-        logit_bias: Added to logits by token id. Each in [-100, 100].
+        logit_bias: Added to logits by token id. Each in [-100, 100]; at most 300 entries.
         allowed_token_ids: When not empty, only these tokens are produced.
         banned_token_ids: These tokens are never produced.
         min_tokens: End-of-sequence tokens are masked until this many tokens were produced.
@@ -65,6 +68,9 @@ class SamplingParams:
         check_int("sample_index", self.sample_index, 0, 2**24 - 1)
         if self.seed is not None:
             check_int("seed", self.seed, 0, 2**64 - 1)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            got = f"{len(self.logit_bias)} entries"
+            raise InvalidArgumentError("logit_bias", got, f"at most {MAX_LOGIT_BIAS}")
         for token_id, bias in self.logit_bias.items():
             check_number(f"logit_bias[{token_id}]", bias, -100, 100)
         check_token_ids("logit_bias", tuple(self.logit_bias), vocab_size)

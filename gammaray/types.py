@@ -48,6 +48,8 @@ MAX_PROMPT_LOGPROBS = 2**20
 
 MAX_KEEP_CACHE_S = 3600
 MAX_CACHE_SALT = 64
+MAX_STOP = 16
+MAX_STOP_TOKEN_IDS = 4096
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class GenerationRequest:
         sampling: Logits processing and seed.
         max_tokens: Upper bound of emitted tokens, at least 1.
         stop: The completion ends before the first of these strings.
-        stop_token_ids: The completion ends after the first of these, beside the model's own.
+        stop_token_ids: The completion ends after the first of these, beside the model's own. At most 4,096.
         ignore_eos: Go on past end-of-sequence tokens.
         num_top_logprobs: None for no log-probabilities, else how many alternatives, in [0, 20].
         verification: Verification method.
@@ -184,7 +186,7 @@ class GenerationRequest:
             check_encodable("prompt", self.prompt)
         else:
             check_token_ids("prompt", self.prompt)
-        check_token_ids("stop_token_ids", self.stop_token_ids)
+        check_token_ids("stop_token_ids", self.stop_token_ids, max_ids=MAX_STOP_TOKEN_IDS)
         self.sampling.validate()
         self.gamma.validate()
         check_int("max_tokens", self.max_tokens, 1, 2**31)
@@ -194,8 +196,8 @@ class GenerationRequest:
             check_int("num_prompt_logprobs", self.num_prompt_logprobs, 0, MAX_TOP_LOGPROBS)
             if not isinstance(self.prompt, str):
                 check_prompt_logprobs(self.num_prompt_logprobs, len(self.prompt))
-        if len(self.stop) > 16:
-            raise InvalidArgumentError("stop", f"{len(self.stop)} strings", "at most 16")
+        if len(self.stop) > MAX_STOP:
+            raise InvalidArgumentError("stop", f"{len(self.stop)} strings", f"at most {MAX_STOP}")
         for text in self.stop:
             if not 1 <= len(text) <= 256:
                 raise InvalidArgumentError(

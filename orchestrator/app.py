@@ -52,6 +52,7 @@ class OrchestratorDeployment:
             close=orchestrator.close,
             authenticator=authenticator,
             max_bodies_bytes=self._settings.max_body_mb << 20,
+            allowed_hosts=self._settings.allowed_hosts,
         )
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

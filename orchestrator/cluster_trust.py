@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,6 +62,8 @@ def arrange_trust(settings: ClusterSettings, directory: Path) -> Trust:
         orchestrator["probe_key_sha256"] = hash_key(api_key)
     elif is_loopback(settings.host):
         orchestrator["local_only"] = True
+    if not settings.api_keys_file:
+        orchestrator["allowed_hosts"] = _own_names(settings)
     if settings.worker_tls:
         from gammaray.certs import make_certificates
 
@@ -68,6 +71,23 @@ def arrange_trust(settings: ClusterSettings, directory: Path) -> Trust:
         orchestrator |= _fields(files["orchestrator"])
         worker |= _fields(files["worker"])
     return Trust(orchestrator, worker, api_key)
+
+
+def _own_names(settings: ClusterSettings) -> str:
+    """Return the names under which others may call a cluster without keys, separated by commas."""
+    names = [settings.allowed_hosts] if settings.allowed_hosts else []
+    if not is_loopback(settings.host):
+        names += [name for name in (settings.host, socket.gethostname()) if not is_address(name)]
+    return ",".join(names)
+
+
+def is_address(host: str) -> bool:
+    """Whether a host is given by its IP address."""
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
 
 
 def is_loopback(host: str) -> bool:

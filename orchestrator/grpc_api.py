@@ -18,7 +18,7 @@ from gammaray.types import ProcessStatus
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.access import Authenticator, Caller
 from orchestrator.backend import Backend
-from orchestrator.grpc_handlers import Malformed, readable
+from orchestrator.grpc_handlers import Unread, read
 
 __all__ = ["GenerationServicer", "RpcContext", "caller_of", "fail"]
 
@@ -71,12 +71,12 @@ class GenerationServicer:
         self._authenticator = authenticator or Authenticator()
 
     async def generate(
-        self, request: pb.GenerateRequest | Malformed, context: RpcContext
+        self, request: pb.GenerateRequest | Unread, context: RpcContext
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Stream one completion; cancelling the call cancels it."""
         try:
             caller = caller_of(context, self._authenticator)
-            chunks = self._backend.generate(request_from_proto(readable(request)), caller)
+            chunks = self._backend.generate(await read(request, request_from_proto), caller)
             async with aclosing(chunks):
                 async for chunk in chunks:
                     yield chunk_to_proto(chunk)

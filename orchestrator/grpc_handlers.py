@@ -1,40 +1,58 @@
-"""What Ray Serve registers for GenerationService: requests that cannot be read reach our own code.
+"""What Ray Serve registers for GenerationService: requests are parsed by our own code.
 
-Serve, and gRPC itself, answer a request that does not parse with a status of their own, without a word on
-what is wrong. Here such a request becomes a `Malformed`, which the servicer refuses as it does any other.
+gRPC parses requests on the event loop, whatever their size, and answers one that does not parse with a status
+that does not tell what is wrong. Here a large or unreadable request reaches the servicer as `Unread`; `read`
+checks its fields, parses it in a thread, and raises an InvalidArgumentError that names the field.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
-from google.protobuf.empty_pb2 import Empty
+from google.protobuf.descriptor_pool import Default
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
-from google.protobuf.unknown_fields import UnknownFieldSet
 
+from gammaray.checks import MAX_TOKEN_IDS
 from gammaray.errors import InvalidArgumentError
+from gammaray.sampling import MAX_LOGIT_BIAS
 from gammaray.v1 import generation_service_pb2 as pb
+from orchestrator.cpu_threads import INLINE_BYTES, in_parser_thread
 
-__all__ = ["Malformed", "add_generation_service", "readable"]
+__all__ = ["MAX_FIELDS", "Unread", "add_generation_service", "read"]
+
+MAX_FIELDS = 2**16
+"""Fields of one request on the wire, those of nested messages included; a packed list of numbers is one."""
 
 MessageT = TypeVar("MessageT", bound=Message)
+T = TypeVar("T")
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
-_LENGTH_DELIMITED = 2  # wire type of strings and messages
+_VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
+_TOKEN_ID = FieldDescriptor.TYPE_UINT32
+_CONTINUED = bytes(range(0x80, 0x100))
+"""Bytes of a varint after which another one follows."""
+
+_MAX_ENTRIES = {"sampling.logit_bias": MAX_LOGIT_BIAS}
+_ERROR_NAMES = {"sampling.logit_bias": "logit_bias", "token_ids.ids": "prompt"}
 
 
 @dataclass(frozen=True)
-class Malformed:
-    """Stands for a request that could not be read; the fields are those of `InvalidArgumentError`."""
+class Unread:
+    """A request that was not parsed yet: it is large, or cannot be read.
 
-    field: str
-    got: str
-    allowed: str
+    Args:
+        message: Full name of its type.
+        data: Its bytes.
+    """
+
+    message: str
+    data: bytes
 
 
 def add_generation_service(servicer: Any, server: grpc.Server) -> None:
@@ -43,15 +61,15 @@ def add_generation_service(servicer: Any, server: grpc.Server) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers),))
 
 
-def readable(request: MessageT | Malformed) -> MessageT:
-    """Return the request.
+async def read(request: MessageT | Unread, convert: Callable[[MessageT], T]) -> T:
+    """Return what `convert` makes of a request; a large one is parsed and converted off the event loop.
 
     Raises:
-        InvalidArgumentError: It could not be read.
+        InvalidArgumentError: It cannot be read, or has too many fields; or as `convert` raises.
     """
-    if isinstance(request, Malformed):
-        raise InvalidArgumentError(request.field, request.got, request.allowed)
-    return request
+    if isinstance(request, Unread):
+        return await in_parser_thread(_parse, request, convert)
+    return convert(request)
 
 
 def _handler(servicer: Any, method: MethodDescriptor) -> Any:
@@ -67,36 +85,127 @@ def _handler(servicer: Any, method: MethodDescriptor) -> Any:
     )
 
 
-def _deserializer(descriptor: Descriptor) -> Callable[[bytes], Message | Malformed]:
+def _deserializer(descriptor: Descriptor) -> Callable[[bytes], Message | Unread]:
     parse = GetMessageClass(descriptor).FromString
 
-    def deserialize(data: bytes) -> Message | Malformed:
+    def deserialize(data: bytes) -> Message | Unread:
+        if len(data) > INLINE_BYTES:
+            return Unread(descriptor.full_name, data)
         try:
             return parse(data)
         except DecodeError:
-            name = next(_not_utf8(data, descriptor, ""), None)
-            if name is None:
-                return Malformed("request", f"{len(data)} bytes", f"a serialized {descriptor.full_name}")
-            return Malformed(name, "invalid UTF-8", "text in UTF-8")
+            return Unread(descriptor.full_name, data)
 
     return deserialize
 
 
-def _not_utf8(data: bytes, descriptor: Descriptor, prefix: str) -> Iterator[str]:
+def _parse(request: Unread, convert: Callable[[Any], T]) -> T:
+    descriptor = Default().FindMessageTypeByName(request.message)
+    try:
+        _check_size(_fields(request.data, descriptor))
+        message = GetMessageClass(descriptor).FromString(request.data)
+    except (DecodeError, _NoMessageError):
+        name = next(_not_utf8(request.data, descriptor), None)
+        if name is not None:
+            raise InvalidArgumentError(name, "invalid UTF-8", "text in UTF-8") from None
+        allowed = f"a serialized {request.message}"
+        raise InvalidArgumentError("request", f"{len(request.data)} bytes", allowed) from None
+    return convert(message)
+
+
+class _NoMessageError(Exception):
+    """Bytes that are no protobuf message."""
+
+
+@dataclass(frozen=True)
+class _Field:
+    """A known field as it is on the wire.
+
+    Args:
+        name: With dots for nested ones.
+        descriptor: Of the field; None for one that is unknown.
+        data: What it holds, if that is length-delimited.
+    """
+
+    name: str
+    descriptor: FieldDescriptor | None
+    data: bytes = b""
+
+
+def _check_size(fields: Iterable[_Field]) -> None:
+    """Check the numbers of fields and of packed integers, which bound the cost of parsing.
+
+    Raises:
+        InvalidArgumentError: Names the field of which there are too many.
+    """
+    entries: Counter[str] = Counter()
+    for number, field in enumerate(fields, start=1):
+        if number > MAX_FIELDS:
+            allowed = f"at most {MAX_FIELDS}; lists of numbers are packed"
+            raise InvalidArgumentError("request", f"more than {MAX_FIELDS} fields", allowed)
+        name = _ERROR_NAMES.get(field.name, field.name)
+        limit = _MAX_ENTRIES.get(field.name)
+        if limit is not None:
+            entries[name] += 1
+            if entries[name] > limit:
+                raise InvalidArgumentError(name, f"more than {limit} entries", f"at most {limit}")
+        elif field.data and field.descriptor is not None and field.descriptor.type == _TOKEN_ID:
+            entries[name] += len(field.data.translate(None, _CONTINUED))
+            if entries[name] > MAX_TOKEN_IDS:
+                raise InvalidArgumentError(name, f"{entries[name]} token ids", f"at most {MAX_TOKEN_IDS}")
+
+
+def _not_utf8(data: bytes, descriptor: Descriptor) -> Iterator[str]:
     """Yield the names of string fields that are not UTF-8, with dots for nested ones."""
     try:
-        fields = UnknownFieldSet(Empty.FromString(data))
-    except DecodeError:  # no protobuf at all
+        for number, field in enumerate(_fields(data, descriptor)):
+            is_text = field.descriptor is not None and field.descriptor.type == FieldDescriptor.TYPE_STRING
+            if is_text and not _is_utf8(field.data):
+                yield field.name
+            if number > MAX_FIELDS:
+                return
+    except _NoMessageError:
         return
-    for unknown in (fields[index] for index in range(len(fields))):
-        field = descriptor.fields_by_number.get(unknown.field_number)
-        if field is None or unknown.wire_type != _LENGTH_DELIMITED:
-            continue
-        name = f"{prefix}{field.name}"
-        if field.message_type is not None:
-            yield from _not_utf8(unknown.data, field.message_type, f"{name}.")
-        elif field.type == FieldDescriptor.TYPE_STRING and not _is_utf8(unknown.data):
-            yield name
+
+
+def _fields(data: bytes, descriptor: Descriptor, prefix: str = "") -> Iterator[_Field]:
+    """Yield the fields of a serialised message in their order, each nested message before its own fields.
+
+    Raises:
+        _NoMessageError: The bytes from here on are no protobuf message.
+    """
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        field = descriptor.fields_by_number.get(tag >> 3)
+        name = f"{prefix}{field.name}" if field is not None else ""
+        kind, content = tag & 7, b""
+        if kind == _VARINT:
+            _, at = _varint(data, at)
+        elif kind in (_FIXED64, _FIXED32):
+            at += 8 if kind == _FIXED64 else 4
+        elif kind == _LENGTH_DELIMITED:
+            size, at = _varint(data, at)
+            content, at = data[at : at + size], at + size
+        else:
+            raise _NoMessageError(f"wire type {kind}")
+        if at > len(data):
+            raise _NoMessageError("a field ends after the message")
+        yield _Field(name, field, content)
+        if content and field is not None and field.message_type is not None:
+            yield from _fields(content, field.message_type, f"{name}.")
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return the varint at a position, and where it ends."""
+    value = shift = 0
+    while at < len(data) and shift < 70:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at
+    raise _NoMessageError("a number without an end")
 
 
 def _is_utf8(data: bytes) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -12,8 +13,9 @@ from gammaray.sessions import info_to_proto
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.access import Authenticator, Caller
 from orchestrator.grpc_api import RpcContext, caller_of, fail
-from orchestrator.grpc_handlers import Malformed, readable
+from orchestrator.grpc_handlers import Unread, read
 from orchestrator.session_calls import SessionCalls
+from orchestrator.sessions import REPLAY_TOKENS
 
 __all__ = ["SessionServicer"]
 
@@ -33,20 +35,22 @@ class SessionServicer:
         self._sessions, self._authenticator = sessions, authenticator or Authenticator()
 
     async def get_session(
-        self, request: pb.GetSessionRequest | Malformed, context: RpcContext
+        self, request: pb.GetSessionRequest | Unread, context: RpcContext
     ) -> pb.GetSessionResponse:
         """Tell what the store knows of a session."""
 
         async def answer(asked: pb.GetSessionRequest, caller: Caller) -> pb.GetSessionResponse:
             info, tokens = await self._sessions.get(asked.session_id, caller)
-            return pb.GetSessionResponse(
-                session=info_to_proto(info), tokens=[token_to_proto(token) for token in tokens]
-            )
+            response = pb.GetSessionResponse(session=info_to_proto(info))
+            for start in range(0, len(tokens), REPLAY_TOKENS):
+                response.tokens.extend(map(token_to_proto, tokens[start : start + REPLAY_TOKENS]))
+                await asyncio.sleep(0)
+            return response
 
         return await self._guarded(request, context, answer, pb.GetSessionResponse())
 
     async def get_session_trace(
-        self, request: pb.GetSessionTraceRequest | Malformed, context: RpcContext
+        self, request: pb.GetSessionTraceRequest | Unread, context: RpcContext
     ) -> pb.GetSessionTraceResponse:
         """Tell what each cycle of a session did."""
 
@@ -56,7 +60,7 @@ class SessionServicer:
         return await self._guarded(request, context, answer, pb.GetSessionTraceResponse())
 
     async def list_sessions(
-        self, request: pb.ListSessionsRequest | Malformed, context: RpcContext
+        self, request: pb.ListSessionsRequest | Unread, context: RpcContext
     ) -> pb.ListSessionsResponse:
         """List the caller's sessions."""
 
@@ -66,7 +70,7 @@ class SessionServicer:
 
         return await self._guarded(request, context, answer, pb.ListSessionsResponse())
 
-    async def cancel(self, request: pb.CancelRequest | Malformed, context: RpcContext) -> pb.CancelResponse:
+    async def cancel(self, request: pb.CancelRequest | Unread, context: RpcContext) -> pb.CancelResponse:
         """End the current turn of a session."""
 
         async def answer(asked: pb.CancelRequest, caller: Caller) -> pb.CancelResponse:
@@ -76,7 +80,7 @@ class SessionServicer:
         return await self._guarded(request, context, answer, pb.CancelResponse())
 
     async def delete_session(
-        self, request: pb.DeleteSessionRequest | Malformed, context: RpcContext
+        self, request: pb.DeleteSessionRequest | Unread, context: RpcContext
     ) -> pb.DeleteSessionResponse:
         """Forget a session."""
 
@@ -87,14 +91,19 @@ class SessionServicer:
 
     async def _guarded(
         self,
-        request: _Request | Malformed,
+        request: _Request | Unread,
         context: RpcContext,
         answer: Callable[[_Request, Caller], Awaitable[_Response]],
         nothing: _Response,
     ) -> _Response:
         """Answer a request of a known caller; what fails is the call's status, beside an empty message."""
         try:
-            return await answer(readable(request), caller_of(context, self._authenticator))
+            caller = caller_of(context, self._authenticator)
+            return await answer(await read(request, _itself), caller)
         except Exception as error:
             fail(context, error)
             return nothing
+
+
+def _itself(request: _Request) -> _Request:
+    return request

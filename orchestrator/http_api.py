@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import fastapi
 from fastapi import FastAPI, Request
@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from gammaray.errors import CancelledError, NotFoundError, UnavailableError
 from orchestrator.access import Authenticator
 from orchestrator.backend import Backend
+from orchestrator.cpu_threads import INLINE_BYTES, in_parser_thread
 from orchestrator.http_access import AccessControl, caller_of
 from orchestrator.http_bodies import MAX_BODY_BYTES, Bodies
 from orchestrator.http_errors import as_gammaray_error, error_response, install_handlers
@@ -24,6 +25,7 @@ from orchestrator.http_models import ChatRequest, CompletionRequest, parse_body
 from orchestrator.http_requests import ChoicePlan, chat_choices, completion_choices
 from orchestrator.http_responses import ChatResponse, CompletionResponse, Response
 from orchestrator.http_resume import HEADER, EventId, recall, resumed
+from orchestrator.http_sites import Hosts, SiteControl
 from orchestrator.http_stream import EventStream, generate_all
 from orchestrator.openapi import add_document
 from orchestrator.playground import playground
@@ -32,12 +34,15 @@ __all__ = ["MAX_BODY_BYTES", "create_app"]
 
 _MAX_BODIES_BYTES = 256 * 2**20
 
+_Body = TypeVar("_Body", CompletionRequest, ChatRequest)
+
 
 def create_app(
     backend: Backend,
     close: Callable[[], Awaitable[None]] | None = None,
     authenticator: Authenticator | None = None,
     max_bodies_bytes: int = _MAX_BODIES_BYTES,
+    allowed_hosts: str = "",
 ) -> FastAPI:
     """Return the ASGI application.
 
@@ -46,6 +51,7 @@ def create_app(
         close: Awaited when the application shuts down.
         authenticator: Knows the API keys; None lets everybody in.
         max_bodies_bytes: Upper bound of all request bodies held at once.
+        allowed_hosts: Names of this server for requests without a key, see `orchestrator.http_sites.Hosts`.
     """
 
     @asynccontextmanager
@@ -56,7 +62,10 @@ def create_app(
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     install_handlers(app)
-    app.add_middleware(AccessControl, authenticator=authenticator or Authenticator())
+    authenticator = authenticator or Authenticator()
+    app.add_middleware(AccessControl, authenticator=authenticator)
+    if authenticator.is_open:
+        app.add_middleware(SiteControl, hosts=Hosts(allowed_hosts))
     _add_generation(app, backend, Bodies(max_bodies_bytes))
     _add_information(app, backend)
     add_metrics(app, backend)
@@ -69,8 +78,7 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: Bodies) -> None:
     async def completions(request: Request) -> fastapi.Response:
         async def answer() -> fastapi.Response:
             async with bodies.read(request) as data:
-                body = parse_body(CompletionRequest, data)
-            plans = completion_choices(body, backend.max_context, backend.decode)
+                body, plans = await _planned(_plan_completions, backend, data)
             response = CompletionResponse(backend.model_name, plans, backend.token_bytes)
             return await _generate(backend, plans, response, body, request)
 
@@ -80,9 +88,7 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: Bodies) -> None:
     async def chat_completions(request: Request) -> fastapi.Response:
         async def answer() -> fastapi.Response:
             async with bodies.read(request) as data:
-                body = parse_body(ChatRequest, data)
-            prompt = backend.render_chat([message.model_dump() for message in body.messages])
-            plans = chat_choices(body, prompt, backend.max_context)
+                body, plans = await _planned(_plan_chat, backend, data)
             response = ChatResponse(backend.model_name, plans, backend.token_bytes)
             return await _generate(backend, plans, response, body, request)
 
@@ -128,6 +134,26 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
             return JSONResponse({"status": "ok"})
 
         return await _guarded(answer)
+
+
+async def _planned(
+    plan: Callable[[Backend, bytes], tuple[_Body, list[ChoicePlan]]], backend: Backend, data: bytes
+) -> tuple[_Body, list[ChoicePlan]]:
+    """Return what `plan` makes of a body; a large one is read off the event loop."""
+    if len(data) <= INLINE_BYTES:
+        return plan(backend, data)
+    return await in_parser_thread(plan, backend, data)
+
+
+def _plan_completions(backend: Backend, data: bytes) -> tuple[CompletionRequest, list[ChoicePlan]]:
+    body = parse_body(CompletionRequest, data)
+    return body, completion_choices(body, backend.max_context, backend.decode)
+
+
+def _plan_chat(backend: Backend, data: bytes) -> tuple[ChatRequest, list[ChoicePlan]]:
+    body = parse_body(ChatRequest, data)
+    prompt = backend.render_chat([message.model_dump() for message in body.messages])
+    return body, chat_choices(body, prompt, backend.max_context)
 
 
 async def _generate(

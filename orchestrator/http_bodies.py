@@ -10,10 +10,12 @@ from typing import ClassVar
 import grpc
 from fastapi import Request
 
-from gammaray.errors import GammarayError, ResourceExhaustedError
+from gammaray.errors import GammarayError, InvalidArgumentError, ResourceExhaustedError
 from orchestrator.http_errors import BodyTooLargeError
 
-__all__ = ["MAX_BODY_BYTES", "Bodies", "BodyTooSlowError"]
+__all__ = ["MAX_BODY_BYTES", "Bodies", "BodyTooSlowError", "NotJsonError"]
+
+JSON = "application/json"
 
 MAX_BODY_BYTES = 8 * 2**20
 """Largest request body: room for the largest prompt (1 MiB) with every character escaped."""
@@ -32,6 +34,12 @@ class BodyTooSlowError(GammarayError):
     http_status: ClassVar[int] = 408
 
 
+class NotJsonError(InvalidArgumentError):
+    """A request body of another content type than JSON."""
+
+    http_status: ClassVar[int] = 415
+
+
 class Bodies:
     """The request bodies that are held at this moment.
 
@@ -48,10 +56,15 @@ class Bodies:
         """Read the body of a request, which counts until the context is left.
 
         Raises:
+            NotJsonError: Its content type is another one than JSON's. A page of another site can send only
+                such a body without a request for permission before.
             BodyTooLargeError: It is above `MAX_BODY_BYTES`.
             BodyTooSlowError: It takes its sender too long.
             ResourceExhaustedError: There is no room beside the bodies of others.
         """
+        kind = request.headers.get("content-type")
+        if (kind or "").partition(";")[0].strip().lower() != JSON:
+            raise NotJsonError("Content-Type", "nothing" if kind is None else repr(kind), JSON)
         parts: list[bytes] = []
         try:
             try:

@@ -2,9 +2,11 @@
 
 400  a field is wrong (`param` names it), malformed JSON, invalid UTF-8, a prompt that is too long
 401  no API key, or a wrong one
+403  without API keys: another site's page sent it (`param` names the header)
 404  unknown model, path or session
 408  the body did not come in time
 413  a body above `MAX_BODY_BYTES`
+415  a body whose content type is not JSON's
 429  too many requests run and wait; `Retry-After` says when to come back
 503  no target worker; `Retry-After` as above
 504  it took too long
@@ -14,13 +16,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import grpc
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.exceptions import HTTPException
 
 from gammaray.errors import (
@@ -31,12 +34,24 @@ from gammaray.errors import (
     ResourceExhaustedError,
     UnauthenticatedError,
     UnavailableError,
+    rendering,
 )
 
-__all__ = ["BodyTooLargeError", "as_gammaray_error", "error_body", "install_handlers", "invalid_argument"]
+__all__ = [
+    "BodyTooLargeError",
+    "as_gammaray_error",
+    "error_body",
+    "error_response",
+    "install_handlers",
+    "invalid_argument",
+    "invalid_beginning",
+    "lasting",
+    "too_many",
+]
 
 _logger = logging.getLogger(__name__)
 
+_LASTING = "lasting"
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _CODES = {
     401: "invalid_api_key",
@@ -63,16 +78,55 @@ class BodyTooLargeError(GammarayError):
     http_status: ClassVar[int] = 413
 
 
+def too_many(got: str, limit: int) -> PydanticCustomError:
+    """Return the failure of a field with more items than it may have; to be raised by a validator."""
+    return PydanticCustomError(_LASTING, "at most {limit}", {"limit": limit, "count": got})
+
+
+def lasting(allowed: str) -> PydanticCustomError:
+    """Return the failure of a list that no further items could cure; to be raised by a validator."""
+    return PydanticCustomError(_LASTING, "{allowed}", {"allowed": allowed})
+
+
 def invalid_argument(error: ValidationError) -> InvalidArgumentError:
     """Return the first failure of a validation as an error that names the field."""
-    first = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in first["loc"]) or "body"
-    got = "nothing" if first["type"] == "missing" else repr(first["input"])
-    if first["type"] == "missing":
-        return InvalidArgumentError(field, got, "a value; it is required")
-    if first["type"] == "extra_forbidden":
+    return _failure(error.errors(include_url=False)[0], is_whole=True)
+
+
+def invalid_beginning(error: ValidationError, open_path: Sequence[str | int]) -> InvalidArgumentError | None:
+    """Return the first failure of a document that was not read to its end; None if the rest may cure all.
+
+    Args:
+        error: The failures.
+        open_path: Where reading stopped, see `orchestrator.http_json.Decoded`.
+    """
+    path = tuple(map(str, open_path))
+    for failure in error.errors(include_url=False):
+        if _stays_wrong(failure, path):
+            return _failure(failure, is_whole=False)
+    return None
+
+
+def _stays_wrong(failure: ErrorDetails, open_path: tuple[str, ...]) -> bool:
+    """Return whether a failure would be one whatever followed in the lists and objects that are open."""
+    if failure["type"] == _LASTING:
+        return True
+    path = tuple(map(str, failure["loc"]))
+    if failure["type"] == "missing":
+        path = path[:-1]
+    return open_path[: len(path)] != path
+
+
+def _failure(failure: ErrorDetails, *, is_whole: bool) -> InvalidArgumentError:
+    field = ".".join(map(str, failure["loc"])) or "body"
+    if failure["type"] == "missing":
+        return InvalidArgumentError(field, "nothing", "a value; it is required")
+    if (count := failure.get("ctx", {}).get("count")) is not None:
+        return InvalidArgumentError(field, count if is_whole else f"at least {count}", failure["msg"])
+    got = rendering(failure["input"])
+    if failure["type"] == "extra_forbidden":
         return InvalidArgumentError(field, got, "no such field; it is unknown or not supported")
-    return InvalidArgumentError(field, got, _allowed(first["msg"]))
+    return InvalidArgumentError(field, got, _allowed(failure["msg"]))
 
 
 def _allowed(message: str) -> str:

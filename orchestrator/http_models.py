@@ -10,17 +10,23 @@ null means absent.
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, FailFast, ValidationError, field_validator
 
+from gammaray.checks import MAX_TOKEN_IDS
 from gammaray.errors import InvalidArgumentError
-from gammaray.types import MAX_TOP_LOGPROBS
-from orchestrator.http_errors import invalid_argument
+from gammaray.sampling import MAX_LOGIT_BIAS
+from gammaray.types import MAX_STOP, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
+from orchestrator.http_errors import invalid_argument, invalid_beginning, lasting, too_many
+from orchestrator.http_json import MAX_VALUES, Decoded, decode
 
 __all__ = [
     "IGNORED",
     "MAX_CHOICES",
+    "MAX_MESSAGES",
     "NEUTRAL",
     "ChatMessage",
     "ChatRequest",
@@ -32,6 +38,12 @@ __all__ = [
 ]
 
 MAX_CHOICES = 128
+
+MAX_MESSAGES = 2**14
+"""Messages of one chat: rendering this many takes a tenth of a second."""
+
+_SMALL_BODY_BYTES = 2**16
+"""Size up to which a body cannot hold enough values to take long."""
 
 IGNORED = frozenset(
     {
@@ -140,8 +152,8 @@ class OpenAIRequest(_Strict):
     logit_bias: dict[int, float] = {}
     min_tokens: int = 0
     ignore_eos: bool = False
-    stop_token_ids: list[int] = []
-    allowed_token_ids: list[int] = []
+    stop_token_ids: Annotated[list[int], FailFast()] = []
+    allowed_token_ids: Annotated[list[int], FailFast()] = []
     prompt_logprobs: int | None = None
     gammaray: GammarayOptions = GammarayOptions()
 
@@ -156,18 +168,34 @@ class OpenAIRequest(_Strict):
     @classmethod
     def _check_stop(cls, value: Any) -> tuple[str, ...]:
         texts = [value] if isinstance(value, str) else value
-        if not isinstance(texts, list) or not all(_is_text(text) for text in texts):
+        if not isinstance(texts, list) or not all(_is_text(text) for text in texts[: MAX_STOP + 1]):
             raise ValueError("a string or a list of strings")
+        if len(texts) > MAX_STOP:
+            raise too_many(f"{len(texts)} strings", MAX_STOP)
         return tuple(texts)
 
-    @field_validator("logit_bias", mode="before")
+    @field_validator("logit_bias", mode="wrap")
     @classmethod
-    def _check_logit_bias(cls, value: Any) -> Any:
+    def _check_logit_bias(cls, value: Any, validate: Callable[[Any], dict[int, float]]) -> dict[int, float]:
         if not isinstance(value, dict):
             raise ValueError("an object of token id to bias")
-        if not all(key.isascii() and key.isdigit() and len(key) <= 10 for key in value):
+        first = dict(islice(value.items(), MAX_LOGIT_BIAS + 1))
+        if not all(key.isascii() and key.isdigit() and len(key) <= 10 for key in first):
             raise ValueError("an object whose keys are token ids")
-        return {int(key): bias for key, bias in value.items()}
+        checked = validate({int(key): bias for key, bias in first.items()})
+        if len(value) > MAX_LOGIT_BIAS:
+            raise too_many(f"{len(value)} entries", MAX_LOGIT_BIAS)
+        return checked
+
+    @field_validator("stop_token_ids", mode="wrap")
+    @classmethod
+    def _check_stop_token_ids(cls, value: Any, validate: Callable[[Any], list[int]]) -> list[int]:
+        return _bounded(value, validate, MAX_STOP_TOKEN_IDS, "token ids")
+
+    @field_validator("allowed_token_ids", mode="wrap")
+    @classmethod
+    def _check_allowed_token_ids(cls, value: Any, validate: Callable[[Any], list[int]]) -> list[int]:
+        return _bounded(value, validate, MAX_TOKEN_IDS, "token ids")
 
     @field_validator("prompt_logprobs", mode="after")
     @classmethod
@@ -217,8 +245,11 @@ class CompletionRequest(OpenAIRequest):
     def _check_prompt(cls, value: Any) -> tuple[str | tuple[int, ...], ...]:
         if isinstance(value, str) or _is_token_ids(value):
             value = [value]
-        if not isinstance(value, list) or not 1 <= len(value) <= MAX_CHOICES:
-            raise ValueError(f"a string, a list of token ids, or a list of 1 to {MAX_CHOICES} of these")
+        form = f"a string, a list of token ids, or a list of 1 to {MAX_CHOICES} of these"
+        if not isinstance(value, list) or not value:
+            raise ValueError(form)
+        if len(value) > MAX_CHOICES:
+            raise lasting(form)
         if not all(_is_text(prompt) or _is_token_ids(prompt) for prompt in value):
             raise ValueError("strings (without lone surrogates) or lists of token ids, none empty")
         return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in value)
@@ -236,44 +267,47 @@ class ChatMessage(BaseModel):
     @classmethod
     def _join_parts(cls, value: Any) -> str:
         parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
-        if not isinstance(parts, list) or not all(
-            isinstance(part, dict) and part.get("type") == "text" and _is_text(part.get("text"))
-            for part in parts
-        ):
-            raise ValueError("a string or a list of text parts (no other kind is supported)")
+        allowed = "a string or a list of text parts (no other kind is supported)"
+        if not isinstance(parts, list):
+            raise ValueError(allowed)
+        if not all(map(_is_text_part, parts[:-1])):
+            raise lasting(allowed)
+        if not all(map(_is_text_part, parts[-1:])):
+            raise ValueError(allowed)
         return "".join(part["text"] for part in parts)
 
 
 class ChatRequest(OpenAIRequest):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[ChatMessage]
+    messages: Annotated[list[ChatMessage], FailFast()]
     logprobs: bool = False
     top_logprobs: int | None = None
 
-    @field_validator("messages", mode="after")
+    @field_validator("messages", mode="wrap")
     @classmethod
-    def _check_messages(cls, value: list[ChatMessage]) -> list[ChatMessage]:
-        if not value:
+    def _check_messages(cls, value: Any, validate: Callable[[Any], list[ChatMessage]]) -> list[ChatMessage]:
+        messages = _bounded(value, validate, MAX_MESSAGES, "messages")
+        if not messages:
             raise ValueError("at least one message")
-        return value
+        return messages
 
 
+_Item = TypeVar("_Item")
 _Request = TypeVar("_Request", bound=OpenAIRequest)
 
 
 def parse_body(model: type[_Request], body: bytes) -> _Request:
     """Return the request in a body.
 
+    Time and memory are bounded whatever the body holds. One of more than `_SMALL_BODY_BYTES` may still take
+    a few tenths of a second: call this in a thread.
+
     Raises:
         InvalidArgumentError: Names the first wrong field, or `body` when it is not a JSON object in UTF-8.
     """
-    try:
-        payload = json.loads(body.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise InvalidArgumentError("body", f"invalid UTF-8 at byte {error.start}", "JSON in UTF-8") from None
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError("body", f"malformed JSON ({error})", "a JSON object") from None
+    decoded = _decoded(body)
+    payload = decoded.value
     if not isinstance(payload, dict):
         raise InvalidArgumentError("body", f"a JSON {type(payload).__name__}", "a JSON object")
     fields = {name: value for name, value in payload.items() if value is not None and name not in IGNORED}
@@ -281,11 +315,46 @@ def parse_body(model: type[_Request], body: bytes) -> _Request:
         if name in fields and not _is_any_of(fields.pop(name), neutral):
             raise InvalidArgumentError(name, payload[name], "nothing; this server does not support it")
     if isinstance(nested := fields.get("gammaray"), dict):
-        fields["gammaray"] = {name: value for name, value in nested.items() if value is not None}
+        present = {name: value for name, value in nested.items() if value is not None}
+        fields["gammaray"] = _with_one_unknown(GammarayOptions, present)
+    if isinstance(nested := fields.get("stream_options"), dict):
+        fields["stream_options"] = _with_one_unknown(StreamOptions, nested)
     try:
-        return model.model_validate(fields)
+        request = model.model_validate(_with_one_unknown(model, fields))
     except ValidationError as error:
-        raise invalid_argument(error) from None
+        if decoded.open_path is None:
+            raise invalid_argument(error) from None
+        if (found := invalid_beginning(error, decoded.open_path)) is not None:
+            raise found from None
+    if decoded.open_path is not None:
+        allowed = f"at most {MAX_VALUES}, integers in lists not counted"
+        raise InvalidArgumentError("body", f"more than {MAX_VALUES} JSON values", allowed)
+    return request
+
+
+def _decoded(body: bytes) -> Decoded:
+    try:
+        text = body.decode("utf-8")
+        return Decoded(json.loads(text)) if len(body) <= _SMALL_BODY_BYTES else decode(text)
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError("body", f"invalid UTF-8 at byte {error.start}", "JSON in UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError("body", f"malformed JSON ({error})", "a JSON object") from None
+
+
+def _with_one_unknown(model: type[BaseModel], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that a model has and the first that it has not: pydantic makes an error of each."""
+    known = {name: value for name, value in fields.items() if name in model.model_fields}
+    unknown = next((name for name in fields if name not in known), None)
+    return known if unknown is None else {**known, unknown: fields[unknown]}
+
+
+def _bounded(value: Any, validate: Callable[[Any], list[_Item]], limit: int, noun: str) -> list[_Item]:
+    """Return the validated items of a list of at most `limit`; what is past the bound is not looked at."""
+    items = validate(value[: limit + 1] if isinstance(value, list) else value)
+    if len(items) > limit:
+        raise too_many(f"{len(value)} {noun}", limit)
+    return items
 
 
 def _is_any_of(value: Any, allowed: tuple[Any, ...]) -> bool:
@@ -294,8 +363,28 @@ def _is_any_of(value: Any, allowed: tuple[Any, ...]) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
+    """Return whether a value is a string without lone surrogates."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and _is_text(part.get("text"))
 
 
 def _is_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and set(map(type, value)) == {int}
+    """Return whether a value is a list of integers.
+
+    Raises:
+        PydanticCustomError: It has more of them than a prompt may have.
+    """
+    if not isinstance(value, list) or set(map(type, value[: MAX_TOKEN_IDS + 1])) != {int}:
+        return False
+    if len(value) > MAX_TOKEN_IDS:
+        raise too_many(f"{len(value)} token ids", MAX_TOKEN_IDS)
+    return True

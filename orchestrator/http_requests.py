@@ -14,6 +14,7 @@ from gammaray.types import (
     VerificationMethod,
 )
 from orchestrator.http_models import MAX_CHOICES, ChatRequest, CompletionRequest, OpenAIRequest
+from orchestrator.requests import check_prompt_length
 
 __all__ = ["ChoicePlan", "chat_choices", "completion_choices"]
 
@@ -65,7 +66,7 @@ def completion_choices(
         )
         echo = ""
         if body.echo:
-            echo = prompt if isinstance(prompt, str) else decode(prompt)
+            echo = prompt if isinstance(prompt, str) else _decoded(prompt, max_context, decode)
         for request in requests:
             plans.append(
                 ChoicePlan(
@@ -131,14 +132,15 @@ def _requests(
         raise InvalidArgumentError("session_id", f"one name for {num_choices} choices", "a single choice")
     if any(token_id < 0 for token_id in body.stop_token_ids):
         raise InvalidArgumentError("stop_token_ids", min(body.stop_token_ids), "token ids")
+    sampling, stop_token_ids = _sampling(body), tuple(body.stop_token_ids)
     requests = [
         GenerationRequest(
             prompt=prompt,
             model=body.model,
-            sampling=_sampling(body, sample_index),
+            sampling=replace(sampling, sample_index=sample_index),
             max_tokens=max_context if max_tokens is None else max_tokens,
             stop=body.stop,
-            stop_token_ids=tuple(body.stop_token_ids),
+            stop_token_ids=stop_token_ids,
             ignore_eos=body.ignore_eos,
             num_top_logprobs=num_top_logprobs,
             verification=VerificationMethod(options.verification),
@@ -158,7 +160,12 @@ def _requests(
     return requests
 
 
-def _sampling(body: OpenAIRequest, sample_index: int) -> SamplingParams:
+def _decoded(prompt: tuple[int, ...], max_context: int, decode: Callable[[Sequence[int]], str]) -> str:
+    check_prompt_length(len(prompt), max_context)
+    return decode(prompt)
+
+
+def _sampling(body: OpenAIRequest) -> SamplingParams:
     return SamplingParams(
         temperature=body.temperature,
         top_p=body.top_p,
@@ -171,5 +178,4 @@ def _sampling(body: OpenAIRequest, sample_index: int) -> SamplingParams:
         allowed_token_ids=tuple(body.allowed_token_ids),
         min_tokens=body.min_tokens,
         seed=body.seed,
-        sample_index=sample_index,
     )

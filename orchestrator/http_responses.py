@@ -146,7 +146,7 @@ class Response(ABC):
         return [self._event(state, body, None, None) for state, body in bodies if body is not None]
 
     def recall(self, tokens: Sequence[EmittedToken]) -> None:
-        """Take note of tokens of the only choice that its client has already."""
+        """Take note of the next tokens of the only choice that its client has already."""
         (state,) = self.states
         state.tokens.extend(tokens)
         if state.logprobs is not None:

@@ -6,6 +6,7 @@ its stream sends the same body again with the last id it has seen; the events be
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,7 @@ from orchestrator.access import Caller
 from orchestrator.backend import Backend
 from orchestrator.http_requests import ChoicePlan
 from orchestrator.http_responses import Response
+from orchestrator.sessions import REPLAY_TOKENS
 
 __all__ = ["HEADER", "EventId", "recall", "resumed"]
 
@@ -93,4 +95,6 @@ async def recall(response: Response, backend: Backend, seen: EventId, caller: Ca
         NotFoundError: There is no such session (any more).
     """
     _, tokens = await backend.sessions.get(seen.session_id, caller)
-    response.recall(tokens[: seen.offset])
+    for start in range(0, min(seen.offset, len(tokens)), REPLAY_TOKENS):
+        response.recall(tokens[start : min(start + REPLAY_TOKENS, seen.offset)])
+        await asyncio.sleep(0)

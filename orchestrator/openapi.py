@@ -22,17 +22,19 @@ PATH = "/openapi.json"
 _ERRORS = {
     400: "A field is wrong (`param` names it), malformed JSON, invalid UTF-8.",
     401: "No valid API key.",
+    403: "Without API keys: a request for another host, or of a page of another site.",
     404: "Another model, or no such session.",
     405: "Another method than this path has.",
     408: "The body took too long to come.",
     409: "The session's state forbids it, or its target model is not served any more.",
     413: "The body is too long.",
+    415: "The body's content type is not application/json.",
     429: "Over a limit.",
     500: "A bug of ours.",
     503: "No target worker, or no Redis; try again.",
     504: "It took longer than allowed.",
 }
-_LOOKING_UP = (400, 401, 405, 500, 503, 504)
+_LOOKING_UP = (400, 401, 403, 405, 500, 503, 504)
 _GENERATING = tuple(_ERRORS)
 
 
@@ -127,7 +129,7 @@ def _information() -> dict[str, Schema]:
 
     name: Schema = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
     everybody: Schema = {"security": [{}]}
-    root = get("root", "Root", 405, **everybody)
+    root = get("root", "Root", 403, 405, **everybody)
     root["get"]["responses"]["200"]["content"]["text/html"] = {"schema": {"type": "string"}}
     scraped: Schema = {
         "operationId": "scrapeMetrics",
@@ -148,13 +150,13 @@ def _information() -> dict[str, Schema]:
         "/v1/models/{name}": get("getModel", "Model", *_LOOKING_UP, 404, parameters=[name]),
         "/metrics": {"get": scraped},
         "/metrics/targets": get("listMetricsTargets", "MetricsTargets", *_LOOKING_UP),
-        "/health": get("health", "Health", 405, 503, **everybody),
+        "/health": get("health", "Health", 403, 405, 503, **everybody),
         "/": root,
         PATH: {
             "get": {
                 "operationId": "describe",
                 **everybody,
-                "responses": {"200": itself, **_errors((405,))},
+                "responses": {"200": itself, **_errors((403, 405))},
             }
         },
     }

@@ -12,10 +12,20 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from gammaray.checks import MAX_TOKEN_IDS
-from gammaray.types import MAX_CACHE_SALT, MAX_GAMMA, MAX_KEEP_CACHE_S, MAX_NODES, MAX_TOP_LOGPROBS
+from gammaray.sampling import MAX_LOGIT_BIAS
+from gammaray.types import (
+    MAX_CACHE_SALT,
+    MAX_GAMMA,
+    MAX_KEEP_CACHE_S,
+    MAX_NODES,
+    MAX_STOP,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+)
 from orchestrator.http_models import (
     IGNORED,
     MAX_CHOICES,
+    MAX_MESSAGES,
     NEUTRAL,
     ChatMessage,
     ChatRequest,
@@ -66,7 +76,7 @@ _COMMON: dict[str, Schema] = {
     "stream_options": {"$ref": "#/components/schemas/StreamOptions"},
     "max_tokens": _integer(1, _MAX_COUNT),
     "max_completion_tokens": _integer(1, _MAX_COUNT, "The same as max_tokens; where both are, they agree."),
-    "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": 16}]},
+    "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP}]},
     "seed": _integer(0, 2**64 - 1, "The same request with it gives the same tokens."),
     "temperature": _number(0, 100, "Divides the logits; 0 is greedy."),
     "top_p": _number(0, 1, "Keep the smallest set of likely tokens with this mass.", open_low=True),
@@ -79,10 +89,15 @@ _COMMON: dict[str, Schema] = {
         "type": "object",
         "patternProperties": {"^[0-9]{1,9}$": {"type": "number", "minimum": -100, "maximum": 100}},
         "additionalProperties": False,
+        "maxProperties": MAX_LOGIT_BIAS,
     },
     "min_tokens": _integer(0, _MAX_COUNT, "No end of sequence before this many."),
     "ignore_eos": _boolean("Go on past the end of sequence."),
-    "stop_token_ids": {**_TOKEN_IDS, "description": "End after one of them."},
+    "stop_token_ids": {
+        **_TOKEN_IDS,
+        "maxItems": MAX_STOP_TOKEN_IDS,
+        "description": "End after one of them.",
+    },
     "allowed_token_ids": {**_TOKEN_IDS, "description": "Nothing else is produced, unless it is empty."},
     "prompt_logprobs": _integer(0, MAX_TOP_LOGPROBS, "Tell how likely the prompt's tokens are."),
     "gammaray": {"$ref": "#/components/schemas/GammarayOptions"},
@@ -130,6 +145,7 @@ _FIELDS: dict[type[BaseModel], dict[str, Schema]] = {
             "type": "array",
             "items": {"$ref": "#/components/schemas/ChatMessage"},
             "minItems": 1,
+            "maxItems": MAX_MESSAGES,
         },
         "logprobs": _boolean(),
         "top_logprobs": _integer(0, MAX_TOP_LOGPROBS, "Only beside logprobs."),

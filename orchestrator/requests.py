@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import uuid
 from dataclasses import replace
@@ -11,20 +10,37 @@ from gammaray.checks import check_token_ids
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from gammaray.types import GenerationRequest, check_prompt_logprobs
 from orchestrator.access import ANONYMOUS, Caller
+from orchestrator.cpu_threads import in_thread
 from orchestrator.detokenizer import Detokenizer
 from orchestrator.session import Session
 from orchestrator.tokenizer import Tokenizer
 
-__all__ = ["check_request", "make_session", "open_session"]
+__all__ = ["check_prompt_length", "check_request", "make_session", "open_session"]
 
-LONG_TEXT = 8192
-"""Characters from which on a prompt is tokenised in a thread, so that other sessions go on meanwhile."""
+LONG_PROMPT = 8192
+"""Characters or token ids from which on they are handled in a thread, so that other sessions go on."""
 
 
-def check_request(
-    request: GenerationRequest, *, model_name: str, vocab_size: int, max_prompt_bytes: int
+def check_prompt_length(num_tokens: int, max_context: int) -> None:
+    """Check that a prompt leaves room for a token in the model's context.
+
+    Raises:
+        InvalidArgumentError: It does not.
+    """
+    if num_tokens >= max_context:
+        raise InvalidArgumentError(
+            "prompt",
+            f"{num_tokens} tokens",
+            f"at most {max_context - 1} tokens, one less than the model's context of {max_context}",
+        )
+
+
+async def check_request(
+    request: GenerationRequest, *, model_name: str, vocab_size: int, max_prompt_bytes: int, max_context: int
 ) -> None:
     """Check a request against the served model, as far as this goes without tokenising.
+
+    A request of many token ids is checked in a thread.
 
     Raises:
         NotFoundError: Another model is asked for.
@@ -37,6 +53,20 @@ def check_request(
         if size > max_prompt_bytes:
             raise InvalidArgumentError("prompt", f"{size} bytes", f"at most {max_prompt_bytes} bytes")
     else:
+        check_prompt_length(len(request.prompt), max_context)
+    if _num_ids(request) < LONG_PROMPT:
+        _check_fields(request, vocab_size)
+    else:
+        await in_thread(_check_fields, request, vocab_size)
+
+
+def _num_ids(request: GenerationRequest) -> int:
+    masks = len(request.sampling.allowed_token_ids) + len(request.sampling.banned_token_ids)
+    return masks + (0 if isinstance(request.prompt, str) else len(request.prompt))
+
+
+def _check_fields(request: GenerationRequest, vocab_size: int) -> None:
+    if not isinstance(request.prompt, str):
         check_token_ids("prompt", request.prompt, vocab_size)
     request.validate()
     request.sampling.validate(vocab_size)
@@ -64,12 +94,7 @@ async def open_session(
     if not own:
         raise InvalidArgumentError("prompt", "a text without tokens", "at least one token")
     prompt = before + own
-    if len(prompt) >= max_context:
-        raise InvalidArgumentError(
-            "prompt",
-            f"{len(prompt)} tokens",
-            f"at most {max_context - 1} tokens, one less than the model's context of {max_context}",
-        )
+    check_prompt_length(len(prompt), max_context)
     if request.num_prompt_logprobs is not None:
         check_prompt_logprobs(request.num_prompt_logprobs, len(prompt))
     if request.sampling.seed is None:
@@ -104,6 +129,6 @@ async def _prompt_ids(
 ) -> tuple[int, ...]:
     if not isinstance(prompt, str):
         return prompt
-    if len(prompt) < LONG_TEXT:
+    if len(prompt) < LONG_PROMPT:
         return tuple(tokenizer.encode(prompt, is_start=is_start))
-    return tuple(await asyncio.to_thread(tokenizer.encode, prompt, is_start=is_start))
+    return tuple(await in_thread(tokenizer.encode, prompt, is_start=is_start))

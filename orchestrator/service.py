@@ -140,11 +140,12 @@ class Orchestrator:
             UnavailableError: No target worker or no Redis.
             DeadlineExceededError: A verification took too long.
         """
-        check_request(
+        await check_request(
             request,
             model_name=self.model_name,
             vocab_size=self.vocab_size,
             max_prompt_bytes=self._settings.max_prompt_bytes,
+            max_context=self._tokenizer.max_context,
         )
         async with self._admission.place(caller):
             self._fit_context()
@@ -163,8 +164,9 @@ class Orchestrator:
         has_ended = False
         try:
             with self._keeper.holding(session):
-                for chunk in opened.replay(progress):
-                    yield chunk
+                async with contextlib.aclosing(opened.replay(progress)) as missed:
+                    async for chunk in missed:
+                        yield chunk
                 if session.finish_reason is None:
                     async with contextlib.aclosing(self._run(opened, progress)) as chunks:
                         async for chunk in chunks:

@@ -5,6 +5,7 @@ Whose session is whose is decided in one place: a name reaches the store only th
 
 from __future__ import annotations
 
+import asyncio
 from typing import Protocol
 
 from gammaray.checks import check_int
@@ -14,6 +15,7 @@ from gammaray.types import EmittedToken
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.access import Caller
 from orchestrator.completion import emitted_token
+from orchestrator.sessions import REPLAY_TOKENS
 from orchestrator.store import RedisStore
 from orchestrator.stored import StoredSession
 from orchestrator.tokenizer import Tokenizer
@@ -61,8 +63,12 @@ class SessionCalls:
             UnavailableError: Redis cannot be reached.
         """
         stored = await self._store.read(_qualified(session_id, caller))
-        tokens = tuple(emitted_token(token, self._tokenizer) for token in stored.tokens)
-        return _info(stored, caller), tokens
+        tokens: list[EmittedToken] = []
+        for start in range(0, len(stored.tokens), REPLAY_TOKENS):
+            piece = stored.tokens[start : start + REPLAY_TOKENS]
+            tokens.extend(emitted_token(token, self._tokenizer) for token in piece)
+            await asyncio.sleep(0)
+        return _info(stored, caller), tuple(tokens)
 
     async def trace(self, session_id: str, caller: Caller) -> pb.GetSessionTraceResponse:
         """Return the records of a session's cycles, oldest first.

@@ -6,8 +6,9 @@ owners never commit both, as the store knows one epoch. Leases only tell which s
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from gammaray.convert import request_from_proto, request_to_proto
@@ -56,15 +57,20 @@ class Opened:
     ended: FinishReason | None = None
     heritage: Heritage = field(default_factory=Heritage)
 
-    def replay(self, progress: Progress) -> Iterator[Chunk]:
+    async def replay(self, progress: Progress) -> AsyncGenerator[Chunk, None]:
         """Bring the session to the last committed token; yield what the client does not have yet.
+
+        Other tasks get their turn after each piece of `REPLAY_TOKENS`.
 
         The detokeniser reads all tokens again, so that the text goes on where the client's ends: bytes of an
         incomplete character, and text that may become a stop string, are held back as before.
         """
         session, tokens = self.session, self.tokens
-        session.commit([token_id for token_id, _, _ in tokens[: self.offset]])
-        session.text.take(final=False)
+        for start in range(0, self.offset, REPLAY_TOKENS):
+            known = tokens[start : min(start + REPLAY_TOKENS, self.offset)]
+            session.commit([token_id for token_id, _, _ in known])
+            session.text.take(final=False)
+            await asyncio.sleep(0)
         for start in range(self.offset, len(tokens), REPLAY_TOKENS):
             piece = tokens[start : start + REPLAY_TOKENS]
             session.commit([token_id for token_id, _, _ in piece])
@@ -73,6 +79,7 @@ class Opened:
                 yield progress.piece(piece, session.text.take(final=False))
             else:
                 yield self._last(progress, piece)
+            await asyncio.sleep(0)
         if session.num_emitted != len(tokens):
             raise InternalError(
                 f"session {session.session_id}: {len(tokens)} tokens are stored, some behind the end"

@@ -16,6 +16,9 @@ from gammaray.errors import InvalidArgumentError
 
 __all__ = ["Tokenizer", "resolve_model", "served_name"]
 
+_MANY_TOKENS = 4096
+"""Tokens from which on decoding takes more than a millisecond."""
+
 
 def resolve_model(model: str) -> str:
     """Return the directory or hub name of a target model; "demo" is the target of the demo pair.
@@ -82,6 +85,10 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`, without special tokens."""
+        if len(token_ids) >= _MANY_TOKENS and self._joins_bytes:
+            # The library holds the interpreter lock until all is decoded; this lets other threads in.
+            shown = (token_id for token_id in token_ids if token_id not in self._special_ids)
+            return b"".join(map(self.token_bytes, shown)).decode("utf-8", "replace")
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -113,6 +120,11 @@ class Tokenizer:
     def has_exact_bytes(self) -> bool:
         """Whether the text of tokens is the concatenation of their bytes, independent of their neighbours."""
         return self._decoder_kind != "other"
+
+    @cached_property
+    def _joins_bytes(self) -> bool:
+        """Whether decoding is joining the tokens' bytes, and nothing else."""
+        return self._decoder_kind == "byte_level" and not self._tokenizer.clean_up_tokenization_spaces
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the text of one token by itself, as bytes: it may be a part of a character."""

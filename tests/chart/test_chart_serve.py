@@ -19,7 +19,7 @@ from chart_helpers import (
 from click.testing import CliRunner
 
 from gammaray.cli import main
-from gammaray.config import ClusterSettings, ScalingSettings
+from gammaray.config import ClusterSettings, OrchestratorSettings, ScalingSettings
 from gammaray.effective import effective_of_serve
 from gammaray.metric_catalog import CATALOG
 from gammaray.serving import APPLICATIONS, GRPC_SERVICERS, serve_document
@@ -77,7 +77,22 @@ def test_default_differs_from_the_package_only_where_the_chart_must():
     own, package = serve_config(values), serve_document(ClusterSettings(device="cpu"))
     for entry in own["applications"]:
         entry["deployments"][0]["ray_actor_options"].pop("num_gpus", None)
+        entry["args"]["settings"].pop("allowed_hosts", None)
     assert own == package
+
+
+def test_http_api_without_keys_is_called_by_the_names_of_its_service_and_ingress():
+    def allowed(values):
+        return application("orchestrator", values)["args"]["settings"].get("allowed_hosts")
+
+    service = ["", ".somewhere", ".somewhere.svc", ".somewhere.svc.cluster.local"]
+    names = ",".join(f"demo-gammaray-http{domain}" for domain in service)
+    ingress = {"ingress": {"enabled": True, "httpHost": "a.example", "grpcHost": "b.example"}}
+    assert allowed({}) == names
+    assert allowed(ingress) == f"{names},a.example"
+    assert allowed({"orchestrator": {"settings": {"allowed_hosts": "c.example"}}}) == "c.example"
+    assert allowed({**ingress, "apiKeysSecret": {"name": "keys"}}) is None
+    OrchestratorSettings(allowed_hosts=allowed(ingress))
 
 
 def test_settings_of_values_are_taken():

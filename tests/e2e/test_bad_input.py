@@ -49,7 +49,9 @@ RPC = {
 
 def post(cluster, body):
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(f"{cluster.http}/v1/completions", data)
+    request = urllib.request.Request(
+        f"{cluster.http}/v1/completions", data, {"Content-Type": "application/json"}
+    )
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.load(answer)

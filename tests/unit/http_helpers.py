@@ -29,7 +29,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 async def call(backend, method="POST", path="/v1/completions", **options):
     transport = httpx.ASGITransport(create_app(backend))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         return await client.request(method, path, **options)
 
 

@@ -52,9 +52,7 @@ class ScriptedBackend:
     async def generate(
         self, request: GenerationRequest, caller: Caller = ANONYMOUS
     ) -> AsyncGenerator[Chunk, None]:
-        if request.model not in ("", self.model_name):
-            raise NotFoundError(f"no model {request.model!r}", "model")
-        request.validate()
+        await self.check(request)
         self.requests.append(request)
         self.callers.append(caller)
         self.num_open += 1
@@ -68,6 +66,11 @@ class ScriptedBackend:
         finally:
             await asyncio.sleep(0)  # tidying up takes a moment, and must get it
             self.num_open -= 1
+
+    async def check(self, request: GenerationRequest) -> None:
+        if request.model not in ("", self.model_name):
+            raise NotFoundError(f"no model {request.model!r}", "model")
+        request.validate()
 
     def _chunk(self, request: GenerationRequest, pieces: Sequence[bytes], number: int, piece: bytes) -> Chunk:
         done = b"".join(pieces[:number]).decode("utf-8", "ignore")

@@ -18,6 +18,7 @@ from orchestrator.http_access import PUBLIC_PATHS
 from orchestrator.http_api import create_app
 
 PROMPT = {"prompt": "x"}
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def door(tmp_path):
 
 
 def client(app):
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 
 def bearer(key, **headers):
@@ -99,7 +100,7 @@ async def test_http_bodies_of_all_together_are_bounded():
 
     app = create_app(ScriptedBackend(), max_bodies_bytes=1500)
     async with client(app) as http:
-        first = asyncio.create_task(http.post("/v1/completions", content=slow_body()))
+        first = asyncio.create_task(http.post("/v1/completions", content=slow_body(), headers=JSON))
         await asyncio.wait_for(is_held.wait(), 30)
         second = await http.post("/v1/completions", json={"prompt": "y" * 1000})
         assert second.status_code == 429
@@ -118,7 +119,9 @@ async def test_http_body_that_does_not_end_is_given_up(monkeypatch):
         await asyncio.sleep(30)
 
     async with client(create_app(ScriptedBackend())) as http:
-        answer = await asyncio.wait_for(http.post("/v1/completions", content=endless_body()), 10)
+        answer = await asyncio.wait_for(
+            http.post("/v1/completions", content=endless_body(), headers=JSON), 10
+        )
     assert answer.status_code == 408
 
 

@@ -13,7 +13,7 @@ from gammaray.rpc_errors import DETAILS_KEY, error_from_status
 from gammaray.types import FinishReason, ProcessStatus
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.grpc_api import GenerationServicer
-from orchestrator.grpc_handlers import Malformed
+from orchestrator.grpc_handlers import Unread
 
 
 class Context:
@@ -69,7 +69,7 @@ async def test_generate_bad_field_is_named_in_the_details():
 
 async def test_generate_request_that_could_not_be_read_is_refused():
     context = Context()
-    request = Malformed("text", "invalid UTF-8", "text in UTF-8")
+    request = Unread(pb.GenerateRequest.DESCRIPTOR.full_name, b"\x12\x02\xff\xfe")
     assert [
         response async for response in GenerationServicer(ScriptedBackend()).generate(request, context)
     ] == []

@@ -7,7 +7,7 @@ import pytest
 from gammaray.errors import InvalidArgumentError
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1 import generation_service_pb2_grpc as pb_grpc
-from orchestrator.grpc_handlers import add_generation_service, readable
+from orchestrator.grpc_handlers import add_generation_service, read
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
 
@@ -29,8 +29,8 @@ def registered(add):
     return found
 
 
-def read(data, method="Generate"):
-    return readable(registered(add_generation_service)[method].request_deserializer(data))
+async def parsed(data, method="Generate", convert=lambda message: message):
+    return await read(registered(add_generation_service)[method].request_deserializer(data), convert)
 
 
 def test_handlers_are_those_of_the_generated_function():
@@ -42,9 +42,10 @@ def test_handlers_are_those_of_the_generated_function():
         assert handler.response_streaming is ours[name].response_streaming
 
 
-def test_readable_request_is_read():
-    request = pb.GenerateRequest(text="caf\u00e9", stop=["\n"], sampling={"top_p": 0.5})
-    assert read(request.SerializeToString()) == request
+@pytest.mark.parametrize("text", ["caf\u00e9", "caf\u00e9" * 10_000])
+async def test_readable_request_is_read(text):
+    request = pb.GenerateRequest(text=text, stop=["\n"], sampling={"top_p": 0.5, "logit_bias": {7: 1.5}})
+    assert await parsed(request.SerializeToString()) == request
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,49 @@ def test_readable_request_is_read():
         (b"\x12\x05ab", "request"),
     ],
 )
-def test_unreadable_request_names_the_field(data, field):
+@pytest.mark.parametrize("is_large", [False, True])
+async def test_unreadable_request_names_the_field(data, field, is_large):
+    salt = pb.GenerateRequest(cache_salt="x" * 100_000).SerializeToString() if is_large else b""
     with pytest.raises(InvalidArgumentError) as caught:
-        read(data)
+        await parsed(salt + data)
     assert caught.value.field == field
+
+
+def unpacked(number, count):
+    """Return a repeated field of ones, each a field of its own on the wire."""
+    return bytes([number << 3, 1]) * count
+
+
+HUGE = {
+    "biases": (
+        {"sampling": {"logit_bias": dict.fromkeys(range(5000), 1.0)}},
+        b"",
+        "logit_bias: got more than 300 entries, allowed: at most 300",
+    ),
+    "prompt ids": (
+        {"token_ids": {"ids": [200] * (2**20 + 1)}},
+        b"",
+        "prompt: got 1048577 token ids, allowed: at most 1048576",
+    ),
+    "stop ids": (
+        {"stop_token_ids": [3] * (2**20 + 5)},
+        b"",
+        "stop_token_ids: got 1048581 token ids, allowed: at most 1048576",
+    ),
+    "fields": ({}, unpacked(7, 70_000), "request: got more than 65536 fields"),
+    "unknown fields": ({}, b"\xf8\x07\x01" * 70_000, "request: got more than 65536 fields"),
+}
+
+
+@pytest.mark.parametrize(("fields", "more", "message"), HUGE.values(), ids=HUGE)
+async def test_request_of_too_many_fields_is_refused_before_it_is_converted(fields, more, message):
+    converted = []
+    with pytest.raises(InvalidArgumentError) as caught:
+        await parsed(pb.GenerateRequest(**fields).SerializeToString() + more, convert=converted.append)
+    assert str(caught.value).startswith(message)
+    assert not converted
+
+
+async def test_unpacked_ids_are_read():
+    request = await parsed(pb.GenerateRequest(text="x").SerializeToString() + unpacked(7, 20_000))
+    assert list(request.stop_token_ids) == [1] * 20_000

@@ -22,8 +22,8 @@ from orchestrator.http_errors import error_body
 async def post(content, path="/v1/completions", backend=None):
     body = content if isinstance(content, bytes) else json.dumps(content).encode()
     transport = httpx.ASGITransport(create_app(backend or ScriptedBackend()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        return await client.post(path, content=body)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        return await client.post(path, content=body, headers={"content-type": "application/json"})
 
 
 COMPLETIONS = {
@@ -174,7 +174,7 @@ def test_what_is_not_found_has_a_code_of_its_own(kind, code):
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v2", 404), ("GET", "/v1/completions", 405)])
 async def test_unknown_path_or_method_is_an_error_object(method, path, status):
     transport = httpx.ASGITransport(create_app(ScriptedBackend()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         answer = await client.request(method, path)
     assert answer.status_code == status
     assert answer.json()["error"]["type"] == "invalid_request_error"

@@ -19,6 +19,8 @@
 {{- $_ := set $settings "model" $.Values.models.target -}}
 {{- if $.Values.apiKeysSecret.name -}}
 {{- $_ := set $settings "api_keys_file" (printf "/etc/gammaray/keys/%s" $.Values.apiKeysSecret.key) -}}
+{{- else -}}
+{{- $_ := set $settings "allowed_hosts" (include "gammaray.hosts" $) -}}
 {{- end -}}
 {{- else -}}
 {{- $_ := set $args "workers" (toString $values.workers) -}}
@@ -42,4 +44,20 @@
 {{- end -}}
 {{- $_ := set $serve "applications" $applications -}}
 {{- toYaml $serve -}}
+{{- end -}}
+
+{{/* The names under which the HTTP API is called; checked where no API key is asked for. */}}
+{{- define "gammaray.hosts" -}}
+{{- $service := printf "%s-http" (include "gammaray.fullname" .) -}}
+{{- $hosts := list $service -}}
+{{- range list "" ".svc" ".svc.cluster.local" -}}
+{{- $hosts = append $hosts (printf "%s.%s%s" $service $.Release.Namespace .) -}}
+{{- end -}}
+{{- if .Values.ingress.enabled -}}
+{{- $hosts = append $hosts .Values.ingress.httpHost -}}
+{{- end -}}
+{{- if .Values.gateway.enabled -}}
+{{- $hosts = append $hosts .Values.gateway.httpHost -}}
+{{- end -}}
+{{- join "," $hosts -}}
 {{- end -}}

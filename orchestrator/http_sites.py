@@ -1,0 +1,120 @@
+"""Web pages of other sites must not use a server that asks for no API key through its user's browser.
+
+A browser sends such a page's requests to any address that its user can reach, a loopback one included. Two
+headers that pages cannot change tell: `Host` is the name in the URL (a page whose name was rebound to this
+server's address, DNS rebinding, has its own name there), and `Origin` the site of the page.
+
+With API keys neither is checked. A page would need a key, which browsers do not add by themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+from urllib.parse import urlsplit
+
+import grpc
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gammaray.errors import InvalidArgumentError
+from orchestrator.cluster_trust import is_address
+from orchestrator.http_errors import error_response
+
+__all__ = ["ForeignSiteError", "Hosts", "SiteControl"]
+
+_HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\[\]:/@\s]+)(:[0-9]{1,5})?", re.IGNORECASE)
+_HINT = "GAMMARAY_ALLOWED_HOSTS names more; with API keys all are allowed"
+
+
+class ForeignSiteError(InvalidArgumentError):
+    """A request that a page of another site may have sent."""
+
+    status: ClassVar[grpc.StatusCode] = grpc.StatusCode.PERMISSION_DENIED
+    http_status: ClassVar[int] = 403
+
+
+class Hosts:
+    """The names under which a server may be called.
+
+    Loopback names and IP addresses always are among them: an address is no name that could be rebound.
+
+    Args:
+        allowed: Further ones, separated by commas; ".example.com" is that name and all below it, "*" is any.
+    """
+
+    def __init__(self, allowed: str = "") -> None:
+        self._names = [name.strip().lower() for name in allowed.split(",") if name.strip()]
+
+    @property
+    def are_any(self) -> bool:
+        """Whether every name is allowed."""
+        return "*" in self._names
+
+    def check(self, headers: Headers) -> None:
+        """Check `Host` and `Origin` of a request.
+
+        Raises:
+            ForeignSiteError: It is for another host, or a page of another site sent it.
+        """
+        if self.are_any:
+            return
+        host, origin = headers.get("host"), headers.get("origin")
+        if host is not None and not self._serves(host):
+            allowed = ", ".join(["localhost", "an IP address", *self._names])
+            raise ForeignSiteError("Host", host, f"{allowed} ({_HINT})")
+        if origin is not None and not self._is_own(origin, host or ""):
+            raise ForeignSiteError("Origin", origin, f"none, or that of {host or 'this server'} ({_HINT})")
+
+    def _serves(self, host: str) -> bool:
+        name = _name_of(host)
+        return name is not None and (_is_local(name) or self._is_named(name))
+
+    def _is_own(self, origin: str, host: str) -> bool:
+        try:
+            place = urlsplit(origin).netloc
+        except ValueError:
+            return False
+        if place and place.lower() == host.lower():
+            return True
+        name = _name_of(place)  # a proxy may have put another Host in place of the page's
+        return name is not None and self._is_named(name)
+
+    def _is_named(self, name: str) -> bool:
+        return any(
+            name == known.removeprefix(".") or (known.startswith(".") and name.endswith(known))
+            for known in self._names
+        )
+
+
+class SiteControl:
+    """ASGI middleware: refuses what pages of other sites send.
+
+    Args:
+        app: What is protected.
+        hosts: The names of this server.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Hosts) -> None:
+        self._app, self._hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] == "http":
+            try:
+                self._hosts.check(Headers(scope=scope))
+            except ForeignSiteError as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _name_of(host: str) -> str | None:
+    """Return the name in `name:port`, in lower case; None where it is no such thing."""
+    found = _HOST.fullmatch(host)
+    return found["name"].lower().removesuffix(".") if found else None
+
+
+def _is_local(name: str) -> bool:
+    """Return whether a name is one of the machine itself, or an IP address."""
+    return name == "localhost" or name.endswith(".localhost") or is_address(name)

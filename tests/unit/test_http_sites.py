@@ -1,0 +1,177 @@
+"""Pages of other web sites: what their browsers send is refused where no API key is asked for."""
+
+import httpx
+import pytest
+from pydantic import ValidationError
+from surface_helpers import ScriptedBackend
+
+from gammaray.config import ClusterSettings, OrchestratorSettings
+from gammaray.keys import create_key
+from orchestrator.access import Authenticator
+from orchestrator.cluster_trust import arrange_trust
+from orchestrator.http_api import create_app
+
+JSON = {"content-type": "application/json"}
+BODY = b'{"prompt": "x"}'
+
+
+async def send(method="POST", path="/v1/completions", *, headers, content=BODY, **options):
+    backend = ScriptedBackend()
+    transport = httpx.ASGITransport(create_app(backend, **options))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as http:
+        return await http.request(method, path, headers=headers, content=content), backend
+
+
+def check_refused(answer, backend, status, name, got):
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", name)
+    assert error["message"].startswith(f"{name}: got {got}, allowed: ")
+    assert backend.requests == []
+    assert not any(header.startswith("access-control") for header in answer.headers)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:8000",
+        "localhost.evil.example:8000",
+        "evil.example.localhost.evil",
+        "notlocalhost",
+        "127.0.0.1.evil.example",
+        "127.0.0.1@evil.example",
+        "[::1].evil.example",
+        "evil.example:localhost",
+        "",
+    ],
+)
+@pytest.mark.parametrize(("method", "path"), [("POST", "/v1/completions"), ("GET", "/"), ("GET", "/health")])
+async def test_other_host_is_refused_on_every_path(method, path, host):
+    answer, backend = await send(method, path, headers={**JSON, "host": host})
+    check_refused(answer, backend, 403, "Host", host)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "localhost:8000",
+        "LocalHost.",
+        "a.localhost:1",
+        "127.0.0.1:8000",
+        "[::1]:8000",
+        "10.1.2.3",
+    ],
+)
+async def test_loopback_names_and_addresses_are_served(host):
+    answer, _ = await send(headers={**JSON, "host": host})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("allowed", "host", "status"),
+    [
+        ("api.example.com", "api.example.com:80", 200),
+        ("API.example.com", "api.example.COM", 200),
+        ("api.example.com", "x.api.example.com", 403),
+        (".example.com, other", "a.b.example.com", 200),
+        (".example.com, other", "example.com", 200),
+        (".example.com, other", "other:8000", 200),
+        (".example.com, other", "badexample.com", 403),
+        ("*", "evil.example", 200),
+    ],
+)
+async def test_further_hosts_are_a_setting(allowed, host, status):
+    answer, _ = await send(headers={**JSON, "host": host}, allowed_hosts=allowed)
+    assert answer.status_code == status, answer.text
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "https://evil.example",
+        "null",
+        "http://localhost:3000",
+        "http://localhost:8000.evil.example",
+        "http://localhost",
+        "file://",
+        "x",
+        "http://[",
+        "http://localhost:8000@evil.example",
+    ],
+)
+async def test_page_of_another_site_is_refused(origin):
+    answer, backend = await send(headers={**JSON, "origin": origin})
+    check_refused(answer, backend, 403, "Origin", origin)
+
+
+async def test_own_page_is_served():
+    answer, _ = await send(headers={**JSON, "origin": "http://localhost:8000"})
+    assert answer.status_code == 200, answer.text
+
+
+async def test_own_page_is_served_through_a_proxy_that_changes_host():
+    headers = {**JSON, "host": "127.0.0.1:8000", "origin": "https://api.example.com"}
+    answer, _ = await send(headers=headers, allowed_hosts="api.example.com")
+    assert answer.status_code == 200, answer.text
+    answer, backend = await send(headers=headers)
+    check_refused(answer, backend, 403, "Origin", "https://api.example.com")
+
+
+async def test_preflight_of_another_site_gets_no_permission():
+    headers = {"origin": "https://evil.example", "access-control-request-method": "POST"}
+    answer, backend = await send("OPTIONS", headers=headers, content=b"")
+    check_refused(answer, backend, 403, "Origin", "https://evil.example")
+
+
+@pytest.mark.parametrize(
+    ("kind", "got"),
+    [
+        ("text/plain", "'text/plain'"),
+        ("application/x-www-form-urlencoded", "'application/x-www-form-urlencoded'"),
+        (
+            "multipart/form-data; boundary=application/json",
+            "'multipart/form-data; boundary=application/json'",
+        ),
+        ("", "''"),
+        (None, "nothing"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_body_that_is_not_json_by_content_type_is_refused(path, kind, got):
+    answer, backend = await send(path=path, headers={} if kind is None else {"content-type": kind})
+    check_refused(answer, backend, 415, "Content-Type", got)
+
+
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8"])
+async def test_json_content_types(kind):
+    answer, _ = await send(headers={"content-type": kind})
+    assert answer.status_code == 200, answer.text
+
+
+async def test_with_keys_any_host_and_origin_will_do(tmp_path):
+    path = tmp_path / "keys.json"
+    key = create_key(path, "acme")[1]
+    headers = {**JSON, "host": "gammaray.example.com", "origin": "https://app.example.org"}
+    answer, _ = await send(headers=headers, authenticator=Authenticator(path))
+    assert answer.status_code == 401
+    headers["authorization"] = f"Bearer {key}"
+    answer, _ = await send(headers=headers, authenticator=Authenticator(path))
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("allowed", ["http://a", "a:80", "a b", "a..b", "a,,b", "[::1]"])
+def test_setting_of_no_host_name_is_refused(allowed):
+    for settings in (OrchestratorSettings, ClusterSettings):
+        with pytest.raises(ValidationError, match="allowed_hosts"):
+            settings(allowed_hosts=allowed)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::", "myhost.example.com"])
+def test_cluster_is_served_under_its_own_names(host, tmp_path):
+    settings = ClusterSettings(host=host, no_auth=True, allowed_hosts="a.example, .b.example")
+    names = OrchestratorSettings(**arrange_trust(settings, tmp_path).orchestrator).allowed_hosts
+    assert names.startswith("a.example, .b.example")
+    assert ("myhost.example.com" in names) is (host == "myhost.example.com")
+    assert OrchestratorSettings(allowed_hosts=names).allowed_hosts == names

@@ -1,0 +1,259 @@
+"""What a request may cost, whatever it holds: the event loop's time, and memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from loop_helpers import MAX_TURN_S, watching
+from surface_helpers import ScriptedBackend
+
+from gammaray.v1 import generation_service_pb2 as pb
+from orchestrator.grpc_api import GenerationServicer
+from orchestrator.grpc_handlers import add_generation_service
+from orchestrator.http_api import MAX_BODY_BYTES, create_app
+from orchestrator.requests import check_request
+from orchestrator.tokenizer import Tokenizer, resolve_model
+
+JSON = {"content-type": "application/json"}
+MAX_MEMORY_MIB = 200
+
+
+class DemoBackend(ScriptedBackend):
+    """With the demo model's tokenizer, and a context that is no bound."""
+
+    max_context = 2**21
+    vocab_size = 2**20
+
+    def __init__(self):
+        super().__init__()
+        self.tokenizer = Tokenizer(resolve_model("demo"))
+
+    async def check(self, request):
+        await check_request(
+            request,
+            model_name=self.model_name,
+            vocab_size=self.vocab_size,
+            max_prompt_bytes=2**20,
+            max_context=self.max_context,
+        )
+
+    def decode(self, token_ids):
+        return self.tokenizer.decode(token_ids)
+
+    def render_chat(self, messages):
+        return self.tokenizer.render_chat(messages)
+
+
+@pytest.fixture(scope="module")
+def backend():
+    return DemoBackend()
+
+
+def filled(head, item, tail):
+    """Return a body of nearly `MAX_BODY_BYTES`: as many items between head and tail as there is room for."""
+    return head + b",".join([item] * ((MAX_BODY_BYTES - len(head) - len(tail)) // (len(item) + 1))) + tail
+
+
+def numbered(head, item, tail):
+    """Return such a body whose items have numbers of seven digits."""
+    count = (MAX_BODY_BYTES - len(head) - len(tail)) // (len(item % 0) + 1)
+    return head + b",".join(item % number for number in range(count)) + tail
+
+
+PROMPT = b'{"prompt":"a",'
+CHAT = "/v1/chat/completions"
+NO_FIELD = "no such field; it is unknown or not supported"
+BODIES = {
+    "messages of numbers": (
+        lambda: filled(b'{"messages":[', b"0", b"]}"),
+        "messages.0: got 0, allowed: a valid dictionary or instance of ChatMessage",
+    ),
+    "messages without role": (
+        lambda: filled(b'{"messages":[', b"{}", b"]}"),
+        "messages.0.role: got nothing, allowed: a value; it is required",
+    ),
+    "messages": (
+        lambda: filled(b'{"messages":[', b'{"role":"user","content":"a"}', b"]}"),
+        "messages: got at least 43691 messages, allowed: at most 16384",
+    ),
+    "parts": (
+        lambda: filled(b'{"messages":[{"role":"user","content":[', b'{"type":"text","text":"a"}', b"]}]}"),
+        "body: got more than 131072 JSON values, allowed: at most 131072, integers in lists not counted",
+    ),
+    "parts of numbers": (
+        lambda: filled(b'{"messages":[{"role":"user","content":[', b"0", b"]}]}"),
+        "messages.0.content: got [0, 0, ",
+    ),
+    "tools": (lambda: filled(b'{"messages":[],"tools":[', b"{}", b"]}"), "tools: got [{}, {}, "),
+    "stop_token_ids of strings": (
+        lambda: filled(PROMPT + b'"stop_token_ids":[', b'""', b"]}"),
+        "stop_token_ids.0: got '', allowed: a valid integer",
+    ),
+    "stop_token_ids": (
+        lambda: filled(PROMPT + b'"stop_token_ids":[', b"1", b"]}"),
+        "stop_token_ids: got 4194287 token ids, allowed: at most 4096",
+    ),
+    "allowed_token_ids": (
+        lambda: filled(PROMPT + b'"allowed_token_ids":[', b"0", b"]}"),
+        "allowed_token_ids: got 4194285 token ids, allowed: at most 1048576",
+    ),
+    "stop": (
+        lambda: filled(PROMPT + b'"stop":[', b'""', b"]}"),
+        "stop: got at least 131070 strings, allowed: at most 16",
+    ),
+    "logit_bias of strings": (
+        lambda: numbered(PROMPT + b'"logit_bias":{', b'"%07d":""', b"}}"),
+        "logit_bias.0: got '', allowed: a valid number",
+    ),
+    "logit_bias": (
+        lambda: numbered(PROMPT + b'"logit_bias":{', b'"%07d":1', b"}}"),
+        "logit_bias: got at least 131070 entries, allowed: at most 300",
+    ),
+    "logit_bias of one key": (
+        lambda: filled(PROMPT + b'"logit_bias":{', b'"1":1', b"}}"),
+        "body: got more than 131072 JSON values",
+    ),
+    "unknown fields": (
+        lambda: numbered(PROMPT, b'"%07d":0', b"}"),
+        f"0000000: got 0, allowed: {NO_FIELD}",
+    ),
+    "unknown stream options": (
+        lambda: numbered(PROMPT + b'"stream_options":{', b'"%07d":0', b"}}"),
+        f"stream_options.0000000: got 0, allowed: {NO_FIELD}",
+    ),
+    "unknown field of a long name": (
+        lambda: PROMPT + b'"' + b"k" * (MAX_BODY_BYTES - 40) + b'":1}',
+        "k" * 80 + "... (8388568 characters): got 1, allowed: " + NO_FIELD,
+    ),
+    "temperature of numbers": (
+        lambda: filled(PROMPT + b'"temperature":[', b"1", b"]}"),
+        "temperature: got [1, 1, ",
+    ),
+    "ignored metadata": (
+        lambda: numbered(PROMPT + b'"metadata":{', b'"%07d":0', b"}}"),
+        "body: got more than 131072 JSON values",
+    ),
+    "prompt of zeros": (
+        lambda: filled(b'{"prompt":[', b"0", b"]}"),
+        "prompt: got 4194297 token ids, allowed: at most 1048576",
+    ),
+    "prompt of texts": (lambda: filled(b'{"prompt":[', b'""', b"]}"), "prompt: got ['', '', "),
+    "prompt of lists": (lambda: filled(b'{"prompt":[', b"[]", b"]}"), "prompt: got [[], [], "),
+    "prompt of characters": (
+        lambda: b'{"prompt":"' + b"a" * (MAX_BODY_BYTES - 20) + b'"}',
+        "prompt: got 8388588 characters, allowed: at most 1048576",
+    ),
+    "prompt of escapes": (
+        lambda: b'{"prompt":"' + b"\\ud83d\\ude00" * ((MAX_BODY_BYTES - 20) // 12) + b'"}',
+        None,
+    ),
+    "prompt of few wide characters": (
+        lambda: '{"prompt":"\U0001f600'.encode() + b"a" * (MAX_BODY_BYTES - 40) + b'"}',
+        "prompt: got 8388569 characters, allowed: at most 1048576",
+    ),
+    "prompt to echo": (
+        lambda: json.dumps({"prompt": [n % 2048 for n in range(2**20)], "echo": True}).encode(),
+        None,
+    ),
+    "chat to render": (
+        lambda: json.dumps({"messages": [{"role": "user", "content": "a" * 60}] * 2**14}).encode(),
+        None,
+    ),
+    "many choices": (
+        lambda: json.dumps(
+            {"prompt": "a", "n": 128, "allowed_token_ids": list(range(100_000)), "max_tokens": 1}
+        ).encode(),
+        None,
+    ),
+    "nesting": (lambda: b"[" * MAX_BODY_BYTES, "body: got malformed JSON (maximum recursion depth"),
+    "nested objects": (lambda: b'{"a":' * (MAX_BODY_BYTES // 5), "body: got malformed JSON (maximum recurs"),
+    "integers": (
+        lambda: filled(PROMPT + b'"stop_token_ids":[', b"9" * 4300, b"]}"),
+        "stop_token_ids: got 999",
+    ),
+    "a long integer": (
+        lambda: PROMPT + b'"seed":' + b"9" * (MAX_BODY_BYTES - 40) + b"}",
+        "body: got malformed JSON (Exceeds the limit",
+    ),
+    "spaces": (lambda: b" " * MAX_BODY_BYTES, "body: got malformed JSON (Expecting value"),
+    "quotes": (
+        lambda: b'{"prompt":"' + b'\\"' * (MAX_BODY_BYTES // 2 - 10),
+        "body: got malformed JSON (Unterminated string",
+    ),
+    "a list": (lambda: filled(b"[", b"[]", b"]"), "body: got a JSON list, allowed: a JSON object"),
+}
+
+
+def resident_mib(name):
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) / 1024
+
+
+def idle_resident_mib():
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is none of the next request's
+    return resident_mib("VmRSS")
+
+
+@pytest.mark.parametrize(("body", "message"), BODIES.values(), ids=BODIES)
+async def test_http_body_leaves_the_loop_and_memory_to_others(backend, body, message):
+    content = body()
+    assert len(content) <= MAX_BODY_BYTES
+    path = CHAT if content.startswith(b'{"messages"') else "/v1/completions"
+    transport = httpx.ASGITransport(create_app(backend))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        idle_mib = idle_resident_mib()
+        async with watching() as watch:
+            answer = await http.post(path, content=content, headers=JSON)
+    assert resident_mib("VmHWM") - idle_mib < MAX_MEMORY_MIB
+    assert watch.longest_s < MAX_TURN_S
+    if message is None:
+        assert answer.status_code == 200, answer.text[:300]
+    else:
+        assert answer.status_code == 400, answer.text[:300]
+        assert answer.json()["error"]["message"].startswith(message)
+
+
+CALLS = {
+    "biases": {"sampling": {"logit_bias": dict.fromkeys(range(1_000_000), 1.0)}},
+    "allowed ids": {"sampling": {"allowed_token_ids": [1] * 8_000_000}},
+    "stop ids": {"stop_token_ids": [1] * 8_000_000},
+    "prompt ids": {"token_ids": {"ids": [1] * 8_000_000}},
+    "stop strings": {"stop": ["a"] * 1_000_000},
+    "text": {"text": "a" * 10_000_000},
+}
+
+
+@pytest.mark.parametrize("fields", CALLS.values(), ids=CALLS)
+async def test_grpc_request_leaves_the_loop_to_others(backend, fields):
+    data = pb.GenerateRequest(**{"text": "a", **fields} if "token_ids" not in fields else fields)
+    data = data.SerializeToString()
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", 16 * 2**20)])
+
+    class Methods:
+        def __getattr__(self, name):
+            return GenerationServicer(backend).generate
+
+    add_generation_service(Methods(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+
+    def call():
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            method = channel.unary_stream("/gammaray.v1.GenerationService/Generate")
+            try:
+                list(method(data, timeout=60))
+            except grpc.RpcError as error:
+                return error.code()
+
+    try:
+        async with watching() as watch:
+            code = await asyncio.to_thread(call)
+    finally:
+        await server.stop(None)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert watch.longest_s < MAX_TURN_S
