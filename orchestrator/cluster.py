@@ -33,7 +33,7 @@ from orchestrator.placement import worker_cores
 from orchestrator.preflight import check_port, check_vocabularies, gpus_by_role
 from orchestrator.readiness import missing_parts
 from orchestrator.reaper import MARK, Guardian, children_named, die_with_parent, end_marked, runs
-from orchestrator.redis_server import RedisServer, check_redis
+from orchestrator.redis_server import RedisServer, check_redis, default_maxmemory
 from orchestrator.stopping import Stop, StopSignals, silence
 
 __all__ = ["main"]
@@ -103,7 +103,7 @@ def serve_cluster(
     _start_ray(directory, started, signals, deadline)
     signals.check()
     _start_serve(settings, started)
-    redis = None if settings.redis_url else _start_redis(directory, started)
+    redis = None if settings.redis_url else _start_redis(directory, settings.redis_maxmemory_mb, started)
     trust = arrange_trust(settings, directory)
     _deploy(settings, settings.redis_url if redis is None else redis.url, trust)
     _wait_until_healthy(settings, deadline, trust.api_key)
@@ -175,8 +175,8 @@ def _stop_ray() -> None:
     ray.shutdown()
 
 
-def _start_redis(directory: Path, started: ExitStack) -> RedisServer:
-    server = RedisServer.start(directory / "redis")
+def _start_redis(directory: Path, maxmemory_mb: int, started: ExitStack) -> RedisServer:
+    server = RedisServer.start(directory / "redis", maxmemory_mb * 2**20 or default_maxmemory())
     started.callback(server.stop)
     return server
 

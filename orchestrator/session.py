@@ -58,6 +58,7 @@ class Session:
         calls: Where to note what workers are asked; None for nowhere.
         num_cached: Tokens of the prompt that the target worker had cached.
         model_identity: Of the target whose tokens these are, see `orchestrator.identity`; "" for any yet.
+        digest: Names the request that began the turn in the store, see `orchestrator.stored`.
     """
 
     session_id: str
@@ -79,6 +80,7 @@ class Session:
     calls: CallLog | None = field(init=False, default=None)
     num_cached: int = field(init=False, default=0)
     model_identity: str = field(init=False, default="")
+    digest: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt)
