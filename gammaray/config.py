@@ -154,8 +154,8 @@ class OrchestratorSettings(_ServingSettings):
     max_stored_mb: int = Field(
         0,
         ge=0,
-        description="Upper bound of all stored sessions, in MiB; more are refused. 0: half of Redis's maxmemory, "
-        "or 1024 where it has none.",
+        description="Upper bound of all stored sessions, in MiB; more are refused. 0: half of Redis's "
+        "maxmemory, or 1024 where it has none.",
     )
     max_tenant_stored_share: float = Field(
         0.5, gt=0, le=1, description="Share of these bytes that one tenant may have, where keys name tenants."

@@ -1,4 +1,4 @@
-"""What an owner does when a worker drops its session: it asks the store whose the session is before it goes on."""
+"""When a worker drops a session, its owner asks the store whose the session is before it goes on."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ TRIES = 5
 class FencedVerifier:
     """Verifies through another verifier; implements the cycle's Verifier.
 
-    A worker answers CANCELLED when the session was released: it was cancelled or deleted, or its owner was taken
-    for dead. The store knows which; in the last case the worker is fed again, a few times. Only the store says
-    that a session was cancelled: what a worker answers never does.
+    A worker answers CANCELLED when the session was released: it was cancelled or deleted, or its owner was
+    taken for dead. The store knows which; in the last case the worker is fed again, a few times. Only the
+    store says that a session was cancelled: what a worker answers never does.
 
     Args:
         verifier: The verifier.

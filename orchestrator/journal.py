@@ -43,7 +43,8 @@ class RecordStore(Protocol):
         """Add records, a serialised GetSessionTraceResponse, to those of a session, as the owner of an epoch.
 
         Returns:
-            Whether they were stored: they are not when the session is gone, or when there is no room for them.
+            Whether they were stored: they are not when the session is gone, or when there is no room for
+            them.
 
         Raises:
             UnavailableError: The store cannot be reached.

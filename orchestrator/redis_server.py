@@ -174,8 +174,8 @@ def check_redis(redis_url: str) -> None:
 
 
 def default_maxmemory() -> int:
-    """Return the memory limit of a private server: an eighth of the machine's memory, from 256 MiB to 4 GiB."""
-    return min(max(psutil.virtual_memory().total // 8, 2**28), 2**32)
+    """Return the bytes of a private server: an eighth of the machine's memory, from 256 MiB to 4 GiB."""
+    return min(max(int(psutil.virtual_memory().total) // 8, 2**28), 2**32)
 
 
 def _launch(

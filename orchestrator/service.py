@@ -130,7 +130,8 @@ class Orchestrator:
         Raises:
             NotFoundError: Another model is asked for.
             InvalidArgumentError: Names the field that is wrong.
-            ResourceExhaustedError: Too many requests run and wait, or too much is stored; says when to come back.
+            ResourceExhaustedError: Too many requests run and wait, or too much is stored; says when to come
+                back.
             FailedPreconditionError: A session of this name exists.
             ModelChangedError: The session's target model is not served any more.
             UnavailableError: No target worker or no Redis.

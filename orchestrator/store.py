@@ -1,7 +1,7 @@
 """Sessions in Redis: what must outlive an orchestrator. The only place where session data meets Redis.
 
-The keys are listed in `orchestrator.store_keys`, the fields in `orchestrator.stored`; what is one step is a Lua
-script in `orchestrator.store_scripts`.
+The keys are listed in `orchestrator.store_keys`, the fields in `orchestrator.stored`; what is one step is a
+Lua script in `orchestrator.store_scripts`.
 """
 
 from __future__ import annotations
@@ -183,7 +183,8 @@ class RedisStore:
 
         Raises:
             NotFoundError: No such session.
-            ResourceExhaustedError: What its turn may still emit is more than may be stored; says when to come back.
+            ResourceExhaustedError: What its turn may still emit is more than may be stored; says when to come
+                back.
             UnavailableError: Redis cannot be reached.
         """
         bounds = await self._bounds.of(session_id)
@@ -224,7 +225,7 @@ class RedisStore:
             if not fields:
                 raise NotFoundError(f"no session {session_id}", "session")
             request_key, _ = request_keys(session_id, fields[b"digest"].decode())
-            request = await answer(self._redis.get(request_key))
+            request: Any = await answer(self._redis.get(request_key))
             if request is None:
                 continue  # the session went on to another turn, or is gone, unless the request is lost
             now_ms = seconds * 1000 + micros // 1000
@@ -298,7 +299,7 @@ class RedisStore:
         return [*keys_of(session.session_id), *request_keys(session.session_id, session.digest)]
 
     async def _with_digest(self, session_id: str, attempt: Callable[[str], Awaitable[int]]) -> int:
-        """Run a script that needs the digest of a session's request, again when that has changed meanwhile."""
+        """Run a script that needs the digest of a session's request, again when that has changed."""
         result = scripts.MOVED
         while result == scripts.MOVED:
             digest = await answer(self._redis.hget(keys_of(session_id)[0], "digest"))
@@ -317,18 +318,13 @@ class RedisStore:
     async def _refused(
         self, session_id: str, code: int, used: int, need: int, wait_ms: int
     ) -> ResourceExhaustedError:
-        tenant_bound, total = await self._bounds.of(session_id)
-        if code == scripts.OVER_TENANT:
-            bound, whose, setting = (
-                tenant_bound,
-                f"of tenant {tenant_of(session_id)}",
-                "max_tenant_stored_share",
-            )
-        else:
+        bound, total = await self._bounds.of(session_id)
+        whose, setting = f"of tenant {tenant_of(session_id)}", "max_tenant_stored_share"
+        if code == scripts.OVER_ALL:
             bound, whose, setting = total, "of all tenants", "max_stored_mb"
         retry_s = math.ceil(min(wait_ms, self._ttl_ms) / 1e3)
         return ResourceExhaustedError(
-            f"stored sessions {whose}: {used} of {bound} bytes ({setting}) are in use, and this request needs "
+            f"stored sessions {whose}: {used} of {bound} bytes ({setting}) are in use, this request needs "
             f"{need} more; come back in {retry_s} s, or delete sessions",
             float(retry_s),
         )

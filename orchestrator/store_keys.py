@@ -9,16 +9,17 @@ Per session, all with one expiry:
 
 Per request, shared by all sessions of the tenant that were begun by an equal one (the choices of `n` are):
 
-* `gammaray:request:<tenant>/<digest>` (string): request and prompt, see `orchestrator.stored`. It expires with
-  the last session that uses it, and is deleted with it.
+* `gammaray:request:<tenant>/<digest>` (string): request and prompt, see `orchestrator.stored`. It expires
+  with the last session that uses it, and is deleted with it.
 * `gammaray:request:<tenant>/<digest>:users` (sorted set): these sessions by their expiry.
 
 For all:
 
 * `gammaray:running` (set): sessions with an owner, or whose owner died.
 * `gammaray:sessions:<tenant>` (sorted set): a tenant's sessions by their expiry.
-* `gammaray:stored` (sorted set): what is charged, sessions and requests, by its expiry; `gammaray:stored:bytes`
-  (hash): what each is charged with; `gammaray:stored:used` (hash): the sums by tenant and over all.
+* `gammaray:stored` (sorted set): what is charged, sessions and requests, by its expiry;
+  `gammaray:stored:bytes` (hash): what each is charged with; `gammaray:stored:used` (hash): the sums by tenant
+  and over all.
 * `gammaray:epoch` (string): the last epoch that was given out. It never expires.
 
 Times are in milliseconds since 1970, by Redis's clock.

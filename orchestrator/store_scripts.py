@@ -1,24 +1,25 @@
 """The Lua scripts of the session store: each is one atomic step in Redis.
 
-KEYS are those of `orchestrator.store_keys.keys_of`, then those of `request_keys`; `COMMIT` takes the first two
-alone. Every script but `COMMIT` and `LIST` begins with the ARGV name (of the session), digest (of its request),
-ttl (ms) and lease (ms).
+KEYS are those of `orchestrator.store_keys.keys_of`, then those of `request_keys`; `COMMIT` takes the first
+two alone. Every script but `COMMIT` and `LIST` begins with the ARGV name (of the session), digest (of its
+request), ttl (ms) and lease (ms).
 
 `epoch` fences: a caller with another epoch than the hash's is not the owner (any more). Epochs come from one
 counter for all sessions that never falls: it is at least Redis's time in microseconds, so that a Redis that
 lost everything gives out higher ones too. They stay below 2^53, which Lua's numbers hold exactly, until 2255.
 Clocks decide nothing else but when a lease or a key expires, and are Redis's own.
 
-Accounting. A session is charged with a fixed amount, the bytes of its records and the bytes of its tokens; while
-it has a lease, with the bytes of as many tokens as the turn may still emit (`room`), so that a commit never needs
-more than was admitted. A request is charged once. What has expired is taken off before anything is refused.
+Accounting. A session is charged with a fixed amount, the bytes of its records and the bytes of its tokens;
+while it has a lease, with the bytes of as many tokens as the turn may still emit (`room`), so that a commit
+never needs more than was admitted. A request is charged once. What has expired is taken off before anything
+is refused.
 
-Memory limit. At its `maxmemory` Redis refuses a script at its first write, if that is one that takes memory: scripts
-that store begin with such a write, those that only free memory with another.
+Memory limit. At its `maxmemory` Redis refuses a script at its first write, if that is one that takes memory:
+scripts that store begin with such a write, those that only free memory with another.
 
-What scripts answer when they do nothing: -1 no session, -2 another owner, -3 wrong offset, -4 cancelled, -5 tokens
-are missing, -6 tokens of another model, -7 over the tenant's bound, -8 over the bound of all, -9 call again: what
-has expired is not yet taken off, -10 the session has another request by now.
+What scripts answer when they do nothing: -1 no session, -2 another owner, -3 wrong offset, -4 cancelled, -5
+tokens are missing, -6 tokens of another model, -7 over the tenant's bound, -8 over the bound of all, -9 call
+again: what has expired is not yet taken off, -10 the session has another request by now.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ GONE, OTHER_OWNER, WRONG_OFFSET, CANCELLED, LOST, OTHER_MODEL = -1, -2, -3, -4, 
 OVER_TENANT, OVER_ALL, AGAIN, MOVED = -7, -8, -9, -10
 
 SESSION_OVERHEAD = 2048
-"""Bytes that a session is charged with beside its tokens and records: its hash, and its places in the others."""
+"""Bytes that a session is charged with beside its tokens and records: its hash, its places in other keys."""
 
 REQUEST_OVERHEAD = 512
 """Bytes that a request is charged with beside its own."""
@@ -143,7 +144,8 @@ local function leave(key, users, item)
   end
 end
 
--- Answers why `need` more bytes cannot be had: code, bytes in use, bytes needed, ms until enough expires; else nil.
+-- Answers why `need` more bytes cannot be had: code, bytes in use, bytes needed, ms until enough expires;
+-- else nil.
 local function refusal(need, tenant_bound, bound)
   prune(100)
   for _, rule in ipairs({{tenant, tenant_bound, KEYS[6], -7}, {':', bound, KEYS[7], -8}}) do
@@ -175,7 +177,8 @@ end
 )
 
 _HEAD = """
-local head = redis.call('HMGET', KEYS[1], 'epoch', 'finish_reason', 'size', 'model_identity', 'lease', 'digest')
+local head = redis.call('HMGET', KEYS[1],
+  'epoch', 'finish_reason', 'size', 'model_identity', 'lease', 'digest')
 if not head[1] then return -1 end
 """
 
@@ -187,8 +190,8 @@ if tonumber(head[1]) ~= tonumber(epoch) then return -2 end
 """
 )
 
-# ARGV: nonce, bound of the tenant, bound of all, request, room, then field and value in turn. Answers the epoch, 0
-# where there is a session already, or why it is refused. A nonce that is known: its answer got lost.
+# ARGV: nonce, bound of the tenant, bound of all, request, room, then field and value in turn. Answers the
+# epoch, 0 where there is a session already, or why it is refused. A nonce that is known: its answer got lost.
 CREATE = (
     _COMMON
     + """
@@ -209,9 +212,9 @@ return {epoch}
 """
 )
 
-# KEYS: after the others those of the request of the turn before. ARGV: as CREATE, with the epoch and the digest of
-# the turn before in front of the fields. Answers the new epoch, 0 if it is not as they say, -1 if there is no
-# session, or why it is refused.
+# KEYS: after the others those of the request of the turn before. ARGV: as CREATE, with the epoch and the
+# digest of the turn before in front of the fields. Answers the new epoch, 0 if it is not as they say, -1 if
+# there is no session, or why it is refused.
 NEXT_TURN = (
     _COMMON
     + """
@@ -252,13 +255,15 @@ if head[4] and head[4] ~= identity then return -6 end
 length = redis.call('APPEND', KEYS[2], data)
 local fields = {'size', length}
 if state ~= '' then fields[3], fields[4] = 'state', state end
-if not head[4] and identity ~= '' then fields[#fields + 1], fields[#fields + 2] = 'model_identity', identity end
+if not head[4] and identity ~= '' then
+  fields[#fields + 1], fields[#fields + 2] = 'model_identity', identity
+end
 """
 
-# KEYS: hash and tokens alone. ARGV: epoch, offset (bytes), data, state or '', identity of the target or '', ms below
-# which the ttl is to be renewed. Answers the bytes stored, and whether a RENEW is due. A commit that is there
-# already is answered as done: its first answer was lost on the way. The first identity stays the session's, in
-# later turns too.
+# KEYS: hash and tokens alone. ARGV: epoch, offset (bytes), data, state or '', identity of the target or '',
+# ms below which the ttl is to be renewed. Answers the bytes stored, and whether a RENEW is due. A commit that
+# is there already is answered as done: its first answer was lost on the way. The first identity stays the
+# session's, in later turns too.
 COMMIT = (
     "local epoch, offset, data, state, identity, low = unpack(ARGV)"
     + _FENCE
@@ -276,6 +281,7 @@ END = (
     _COMMON
     + "local epoch, offset, data, state, identity, reason = unpack(ARGV, 5)"
     + _FENCE
+    + "if head[6] ~= digest then return -2 end\n"
     + _APPEND
     + """
 fields[#fields + 1], fields[#fields + 2] = 'finish_reason', reason
@@ -287,8 +293,8 @@ return length
 """
 )
 
-# ARGV: '', bound of the tenant, bound of all. Answers the new epoch, or why it is refused; a finished session keeps
-# its own.
+# ARGV: '', bound of the tenant, bound of all. Answers the new epoch, or why it is refused; a finished session
+# keeps its own.
 TAKE_OVER = (
     _COMMON
     + """
@@ -352,9 +358,9 @@ return epoch
 """
 )
 
-# Answers what became of a session that was running: -1 gone, 0 it has an owner, else the epoch of the owner that
-# let it go, finished it, or vanished. The epoch stays: an owner that was only slow may go on. A lease longer than
-# any that is given was written before the clock was set back.
+# Answers what became of a session that was running: -1 gone, 0 it has an owner, else the epoch of the owner
+# that let it go, finished it, or vanished. The epoch stays: an owner that was only slow may go on. A lease
+# longer than any that is given was written before the clock was set back.
 REAP = (
     _COMMON
     + """
@@ -371,8 +377,8 @@ return tonumber(head[1] or -1)
 """
 )
 
-# Answers whether there was such a session; -10 if it has another request. DEL comes first: Redis takes it at its
-# memory limit too, and what follows it in the script.
+# Answers whether there was such a session; -10 if it has another request. DEL comes first: Redis takes it at
+# its memory limit too, and what follows it in the script.
 DELETE = (
     _COMMON
     + """
@@ -387,8 +393,9 @@ return there and 1 or 0
 """
 )
 
-# ARGV: epoch of the owner that writes, records, bound of the tenant, bound of all. Answers the bytes stored; -1 when
-# the session is gone, also when there is another one of its name; -7 and -8 when there is no room for records.
+# ARGV: epoch of the owner that writes, records, bound of the tenant, bound of all. Answers the bytes stored;
+# -1 when the session is gone, also when there is another one of its name; -7 and -8 when there is no room for
+# records.
 RECORD = (
     _COMMON
     + """
@@ -412,8 +419,9 @@ redis.call('SET', KEYS[4], ARGV[6], 'PX', math.max(redis.call('PTTL', KEYS[1]), 
 return before or ''
 """
 
-# KEYS: hashes of sessions. Answers the time (ms), and a line for each: the fields of `orchestrator.stored.SUMMARY_FIELDS`, '-' for those
-# that are absent, then the ms until it expires; '' for no session. Tokens are not read.
+# KEYS: hashes of sessions. Answers the time (ms), and a line for each: the fields of
+# `orchestrator.stored.SUMMARY_FIELDS`, '-' for those that are absent, then the ms until it expires; '' for no
+# session. Tokens are not read.
 LIST = """
 local fields, lines = ARGV, {}
 for i, key in ipairs(KEYS) do

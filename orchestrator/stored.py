@@ -1,14 +1,15 @@
 """A session as it is stored in Redis: its fields, its request, and what they come to.
 
-Fields of a session's hash: `turn`; `seed`, `sample_index`, `max_tokens`, `num_top` and `prompt_tokens` of the turn;
-`digest` of its request; `epoch`, the fencing number of its owner, and `first_epoch`, that of its first one;
-`lease`, the time until which the owner is taken to be alive, absent when there is none; `size`, the bytes of the
-tokens, and `room`, those of as many as the turn may emit; `state`, what the next owner should know
-(`orchestrator.heritage`); `model_identity` of the target that emitted them, from the first commit on
-(`orchestrator.identity`); `created`; `nonce` of the call that began the turn; `finish_reason` once it has ended.
+Fields of a session's hash: `turn`; `seed`, `sample_index`, `max_tokens`, `num_top` and `prompt_tokens` of the
+turn; `digest` of its request; `epoch`, the fencing number of its owner, and `first_epoch`, that of its first
+one; `lease`, the time until which the owner is taken to be alive, absent when there is none; `size`, the
+bytes of the tokens, and `room`, those of as many as the turn may emit; `state`, what the next owner should
+know (`orchestrator.heritage`); `model_identity` of the target that emitted them, from the first commit on
+(`orchestrator.identity`); `created`; `nonce` of the call that began the turn; `finish_reason` once it has
+ended.
 
-A request is stored apart, once for all sessions that were begun by an equal one: 4 bytes with the length of the
-request, the request, the prompt as token ids (uint32, little endian).
+A request is stored apart, once for all sessions that were begun by an equal one: 4 bytes with the length of
+the request, the request, the prompt as token ids (uint32, little endian).
 """
 
 from __future__ import annotations

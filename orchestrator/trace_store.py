@@ -1,11 +1,11 @@
 """What the tracing of a session keeps in Redis: the records of its cycles, and which span serves it.
 
-Both are keys of the session (see `orchestrator.store_keys`): they expire and are deleted with it. Nothing is written
-for a session that is gone, nor by an owner of an earlier session of that name.
+Both are keys of the session (see `orchestrator.store_keys`): they expire and are deleted with it. Nothing is
+written for a session that is gone, nor by an owner of an earlier session of that name.
 
 The records are serialised GetSessionTraceResponses one after the other, which is how protobuf writes their
-concatenation. They are charged to the session. They take up to three quarters of the bounds of stored bytes: past
-that they are dropped, and the rest is left to sessions.
+concatenation. They are charged to the session. They take up to three quarters of the bounds of stored bytes:
+past that they are dropped, and the rest is left to sessions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class RedisTraceStore:
         """Add records, a serialised GetSessionTraceResponse, to those of a session, as the owner of an epoch.
 
         Returns:
-            Whether they were stored: they are not when the session is gone, or when there is no room for them.
+            Whether they were stored: they are not when the session is gone, or when there is no room for
+            them.
 
         Raises:
             UnavailableError: Redis cannot be reached.
