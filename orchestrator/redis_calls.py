@@ -15,11 +15,12 @@ from redis.exceptions import (
     BusyLoadingError,
     ConnectionError,
     NoScriptError,
+    OutOfMemoryError,
     RedisError,
     TimeoutError,
 )
 
-from gammaray.errors import InternalError, InvalidArgumentError, UnavailableError
+from gammaray.errors import InternalError, InvalidArgumentError, ResourceExhaustedError, UnavailableError
 
 __all__ = ["BatchedScript", "Redis", "answer", "connect", "without_password"]
 
@@ -28,6 +29,9 @@ T = TypeVar("T")
 NUM_RETRIES = 8
 BACKOFF_BASE_S, BACKOFF_CAP_S = 0.05, 0.5
 CALL_TIMEOUT_S = 5.0
+OOM_RETRY_AFTER_S = 5.0
+"""When clients may come back after Redis was out of memory: sessions expire, which frees some."""
+
 MAX_CONNECTIONS = 32
 """A burst of requests waits its turn for a connection: calls take a fraction of a millisecond."""
 
@@ -66,6 +70,7 @@ async def answer(call: Awaitable[T]) -> T:
 
     Raises:
         UnavailableError: Redis cannot be reached, after the retries.
+        ResourceExhaustedError: Redis is out of memory; says when to come back.
         InternalError: Redis refused the command.
     """
     try:
@@ -73,6 +78,8 @@ async def answer(call: Awaitable[T]) -> T:
     except (ConnectionError, TimeoutError, OSError) as error:
         raise UnavailableError(f"Redis cannot be reached: {error}") from error
     except RedisError as error:
+        if isinstance(error, OutOfMemoryError) or "-OOM" in str(error):  # a script's error quotes it
+            raise ResourceExhaustedError(f"Redis is out of memory: {error}", OOM_RETRY_AFTER_S) from error
         raise InternalError(f"Redis: {error}") from error
 
 

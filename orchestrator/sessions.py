@@ -32,6 +32,8 @@ REPLAY_TOKENS = 64
 """Tokens of one piece when a client is told what was committed while it was away."""
 
 PROMPT_HASH_BYTES = 32
+ANY_NAME = "any"
+"""Session name in stored requests, which choices with names of their own share."""
 
 OPEN_TRIES = 3
 """Looks at the store before the state of a session is taken for what it is: others may change it."""
@@ -209,14 +211,14 @@ def _serialised(request: GenerationRequest) -> bytes:
     Choices of one request are stored with the same bytes. The tokens of the prompt are stored beside them.
     """
     sampling = replace(request.sampling, seed=0, sample_index=0)
-    stored = replace(request, prompt=(), sampling=sampling, session_id="", resume_from=0)
+    stored = replace(request, prompt=(), sampling=sampling, session_id=ANY_NAME, resume_from=0)
     return _prompt_hash(request) + request_to_proto(stored).SerializeToString()
 
 
 def _began(stored: StoredSession) -> GenerationRequest:
     request = request_from_proto(pb.GenerateRequest.FromString(stored.request[PROMPT_HASH_BYTES:]))
     sampling = replace(request.sampling, seed=stored.seed, sample_index=stored.sample_index)
-    return replace(request, prompt=stored.prompt, sampling=sampling, resume_from=None)
+    return replace(request, prompt=stored.prompt, sampling=sampling, session_id="", resume_from=None)
 
 
 def _prompt_hash(request: GenerationRequest) -> bytes:

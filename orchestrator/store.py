@@ -74,6 +74,7 @@ class RedisStore:
         self._next_turn = redis.register_script(scripts.NEXT_TURN)
         self._take_over = redis.register_script(scripts.TAKE_OVER)
         self._cancel = redis.register_script(scripts.CANCEL)
+        self._read = redis.register_script(scripts.READ)
         self._list = redis.register_script(scripts.LIST)
         self._commit = BatchedScript(redis, scripts.COMMIT)
         self._end = BatchedScript(redis, scripts.END)
@@ -214,22 +215,16 @@ class RedisStore:
             InternalError: Redis lost tokens.
             UnavailableError: Redis cannot be reached.
         """
-        head_key, tokens_key, *_ = keys_of(session_id)
         for _ in range(READ_TRIES):
-            pipeline = self._redis.pipeline(transaction=True)
-            pipeline.time()
-            pipeline.hgetall(head_key)
-            pipeline.get(tokens_key)
-            pipeline.pttl(head_key)
-            (seconds, micros), fields, data, ttl_ms = await answer(pipeline.execute())
-            if not fields:
+            now_ms, pairs, data, ttl_ms = await answer(self._read(keys=keys_of(session_id)[:2]))
+            if not pairs:
                 raise NotFoundError(f"no session {session_id}", "session")
+            fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
             request_key, _ = request_keys(session_id, fields[b"digest"].decode())
             request: Any = await answer(self._redis.get(request_key))
             if request is None:
                 continue  # the session went on to another turn, or is gone, unless the request is lost
-            now_ms = seconds * 1000 + micros // 1000
-            found = parse(session_id, fields, request, data or b"", ttl_ms, now_ms)
+            found = parse(session_id, fields, request, data, ttl_ms, now_ms)
             if found.is_whole:
                 return found
             break

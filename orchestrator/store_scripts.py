@@ -1,7 +1,7 @@
 """The Lua scripts of the session store: each is one atomic step in Redis.
 
 KEYS are those of `orchestrator.store_keys.keys_of`, then those of `request_keys`; `COMMIT` takes the first
-two alone. Every script but `COMMIT` and `LIST` begins with the ARGV name (of the session), digest (of its
+two alone. Every script but `COMMIT`, `READ` and `LIST` begins with the ARGV name (of the session), digest (of its
 request), ttl (ms) and lease (ms).
 
 `epoch` fences: a caller with another epoch than the hash's is not the owner (any more). Epochs come from one
@@ -43,6 +43,7 @@ __all__ = [
     "OTHER_OWNER",
     "OVER_ALL",
     "OVER_TENANT",
+    "READ",
     "REAP",
     "RECORD",
     "RENEW",
@@ -417,6 +418,14 @@ if not first or tonumber(ARGV[5]) < tonumber(first) then return '' end
 local before = redis.call('GET', KEYS[4])
 redis.call('SET', KEYS[4], ARGV[6], 'PX', math.max(redis.call('PTTL', KEYS[1]), 1))
 return before or ''
+"""
+
+# KEYS: hash and tokens. Answers the time (ms), the fields of the hash, the tokens, and the ms until they expire. A
+# transaction would do, but Redis refuses those at its memory limit even if they only read.
+READ = """
+local clock = redis.call('TIME')
+return {clock[1] * 1000 + math.floor(clock[2] / 1000), redis.call('HGETALL', KEYS[1]),
+  redis.call('GET', KEYS[2]) or '', redis.call('PTTL', KEYS[1])}
 """
 
 # KEYS: hashes of sessions. Answers the time (ms), and a line for each: the fields of
