@@ -292,6 +292,15 @@ class OrchestratorSettings(_ServingSettings):
     session_ttl_s: int = Field(
         3600, ge=1, description="How long a finished or abandoned session stays in the store."
     )
+    max_stored_mb: int = Field(
+        0,
+        ge=0,
+        description="Upper bound of all stored sessions, in MiB; more are refused. 0: half of Redis's "
+        "maxmemory, or 1024 where it has none.",
+    )
+    max_tenant_stored_share: float = Field(
+        0.5, gt=0, le=1, description="Share of these bytes that one tenant may have, where keys name tenants."
+    )
     max_prompt_bytes: int = Field(2**20, ge=1, description="Largest prompt, in bytes of UTF-8.")
     max_concurrent_requests: int = Field(
         256, ge=1, description="Requests in flight per replica; more wait, their tenants in turn."
@@ -386,6 +395,12 @@ class ClusterSettings(_ModelSettings):
     http_port: int = Field(8000, ge=1, le=65535, description="Port of the OpenAI-compatible HTTP API.")
     grpc_port: int = Field(9000, ge=1, le=65535, description="Port of the gRPC API.")
     redis_url: str = Field("", repr=False, description="Redis to use; empty starts a private redis-server.")
+    redis_maxmemory_mb: int = Field(
+        0,
+        ge=0,
+        description="Memory limit of the private redis-server, in MiB; 0: an eighth of the machine's memory, "
+        "from 256 to 4096.",
+    )
     host: str = Field(
         "127.0.0.1",
         min_length=1,

@@ -71,7 +71,6 @@ REQUEST_TOP_K: Final = Attribute("gen_ai.request.top_k", "int", "", "Most likely
 REQUEST_SEED: Final = Attribute(
     "gen_ai.request.seed", "string", "", "Seed, where the client gave one; decimal: it may exceed 63 bits."
 )
-REQUEST_STOP: Final = Attribute("gen_ai.request.stop_sequences", "string[]", "", "Stop strings, if any.")
 FINISH_REASONS: Final = Attribute(
     "gen_ai.response.finish_reasons", "string[]", "", "Why it ended, where it did: stop, length or cancelled."
 )
@@ -214,7 +213,6 @@ SPANS: Final = (
                 REQUEST_TOP_P,
                 REQUEST_TOP_K,
                 REQUEST_SEED,
-                REQUEST_STOP,
                 CONVERSATION_ID,
                 SESSION_ID,
             ),

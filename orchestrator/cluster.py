@@ -109,7 +109,7 @@ def serve_cluster(
     _start_ray(directory, started, signals, deadline)
     signals.check()
     _start_serve(settings, started)
-    redis = None if settings.redis_url else _start_redis(directory, started)
+    redis = None if settings.redis_url else _start_redis(directory, settings.redis_maxmemory_mb, started)
     trust = arrange_trust(settings, directory)
     _deploy(settings, settings.redis_url if redis is None else redis.url, trust, num_gpus)
     _wait_until_healthy(settings, deadline, trust.api_key)
@@ -181,10 +181,10 @@ def _stop_ray() -> None:
     ray.shutdown()
 
 
-def _start_redis(directory: Path, started: ExitStack) -> RedisServer:
-    from orchestrator.redis_server import RedisServer
+def _start_redis(directory: Path, maxmemory_mb: int, started: ExitStack) -> RedisServer:
+    from orchestrator.redis_server import RedisServer, default_maxmemory
 
-    server = RedisServer.start(directory / "redis")
+    server = RedisServer.start(directory / "redis", maxmemory_mb * 2**20 or default_maxmemory())
     started.callback(server.stop)
     return server
 

@@ -1,22 +1,26 @@
-"""A worker that drops a session under its owner: ask the store whose it is before going on."""
+"""When a worker drops a session, its owner asks the store whose the session is before it goes on."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from gammaray.errors import CancelledError
+from gammaray.errors import CancelledError, UnavailableError
 from gammaray.types import Proposal
 from orchestrator.cycle import Verdict, Verifier
 from orchestrator.session import Session
 
-__all__ = ["FencedVerifier"]
+__all__ = ["TRIES", "FencedVerifier"]
+
+TRIES = 5
+"""Verifications of one cycle that may be answered with CANCELLED before the session ends with an error."""
 
 
 class FencedVerifier:
     """Verifies through another verifier; implements the cycle's Verifier.
 
-    A worker answers CANCELLED when somebody released the session: it was cancelled or deleted, or its owner
-    was taken for dead. The store knows which; in the last case the worker is fed again.
+    A worker answers CANCELLED when the session was released: it was cancelled or deleted, or its owner was
+    taken for dead. The store knows which; in the last case the worker is fed again, a few times. Only the
+    store says that a session was cancelled: what a worker answers never does.
 
     Args:
         verifier: The verifier.
@@ -32,10 +36,15 @@ class FencedVerifier:
         Raises:
             CancelledError: The session was cancelled.
             FailedPreconditionError: It has another owner by now.
+            UnavailableError: Workers keep dropping the session, though it is the caller's.
             GammarayError: As the verifier's.
         """
-        try:
-            return await self._verifier.verify(session, proposal)
-        except CancelledError:
+        for _ in range(TRIES):
+            try:
+                return await self._verifier.verify(session, proposal)
+            except CancelledError as error:
+                dropped = error
             await self._renew(session)
-            return await self._verifier.verify(session, proposal)
+        raise UnavailableError(
+            f"session {session.session_id}: workers dropped it {TRIES} times in one cycle, last: {dropped}"
+        )

@@ -39,8 +39,12 @@ _SLICE = 4
 class RecordStore(Protocol):
     """Where records go."""
 
-    async def append(self, session_id: str, records: bytes) -> None:
-        """Add records, a serialised GetSessionTraceResponse, to those of a session.
+    async def append(self, session_id: str, epoch: int, records: bytes) -> bool:
+        """Add records, a serialised GetSessionTraceResponse, to those of a session, as the owner of an epoch.
+
+        Returns:
+            Whether they were stored: they are not when the session is gone, or when there is no room for
+            them.
 
         Raises:
             UnavailableError: The store cannot be reached.
@@ -183,7 +187,7 @@ class Journal:
                 await asyncio.sleep(0)
         if answer.cycles:
             try:
-                await self._store.append(session.session_id, answer.SerializeToString())
+                await self._store.append(session.session_id, session.epoch, answer.SerializeToString())
             except GammarayError as error:
                 _log.debug("records of session %s are lost: %s", session.session_id, error)
 

@@ -35,7 +35,7 @@ class Keeper:
         self, store: RedisStore, release: Callable[[str, int], None], lease_s: float = LEASE_S
     ) -> None:
         self._store, self._release, self._lease_s = store, release, lease_s
-        self._held: dict[str, int] = {}
+        self._held: dict[str, Session] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loops: list[asyncio.Task[None]] = []
 
@@ -55,20 +55,17 @@ class Keeper:
     @contextmanager
     def holding(self, session: Session) -> Iterator[None]:
         """Renew the lease of a session meanwhile."""
-        name, epoch = session.session_id, session.epoch
-        self._held[name] = epoch
+        name = session.session_id
+        self._held[name] = session
         try:
             yield
         finally:
-            if self._held.get(name) == epoch:  # else a later owner in this process holds it
+            if self._held.get(name) is session:  # else a later owner in this process holds it
                 del self._held[name]
 
-    def let_go(self, session: Session, *, has_ended: bool) -> None:
-        """Tell the store that nobody works on a session any more; returns at once."""
-        if has_ended:
-            self._in_background(self._store.stopped(session.session_id))
-        else:
-            self._in_background(self._store.detach(session))
+    def let_go(self, session: Session) -> None:
+        """Tell the store that a session whose turn has not ended has no owner any more; returns at once."""
+        self._in_background(self._store.detach(session))
 
     def release_later(self, session: Session, delay_s: float) -> None:
         """Free the workers' caches of a session after a while, unless it has gone on by then."""
@@ -76,15 +73,15 @@ class Keeper:
         loop.call_later(delay_s, self._release, session.session_id, session.epoch)
 
     async def _renew_all(self) -> None:
-        async def renew(name: str, epoch: int) -> None:
+        async def renew(session: Session) -> None:
             try:
-                await self._store.renew_as(name, epoch)
+                await self._store.renew(session)
             except UnavailableError:
                 raise
             except GammarayError as error:  # its owner finds out with its next commit
                 _log.info("not renewed: %s", error)
 
-        await asyncio.gather(*(renew(name, epoch) for name, epoch in list(self._held.items())))
+        await asyncio.gather(*map(renew, list(self._held.values())))
 
     async def _reap_all(self) -> None:
         for name in await self._store.running():

@@ -14,13 +14,14 @@ from collections import deque
 from pathlib import Path
 from types import TracebackType
 
+import psutil
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from gammaray.errors import UnavailableError
 
-__all__ = ["RedisServer", "redis_binary"]
+__all__ = ["RedisServer", "default_maxmemory", "redis_binary"]
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
@@ -53,22 +54,25 @@ class RedisServer:
         pid: Process id.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], directory: Path, port: int, password: str) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], directory: Path, port: int, password: str, maxmemory: int
+    ) -> None:
         """Wrap a running server; use `start`."""
         self._process, self._directory = process, directory
-        self._port, self._password = port, password
+        self._port, self._password, self._maxmemory = port, password, maxmemory
         self._revived_at: deque[float] = deque(maxlen=MAX_REVIVALS)
         self.url = f"redis://:{password}@127.0.0.1:{port}/0"
         self.pid = process.pid
 
     @classmethod
-    def start(cls, directory: Path) -> RedisServer:
+    def start(cls, directory: Path, maxmemory: int = 0) -> RedisServer:
         """Start a server and wait until it answers.
 
         Call it from a thread that lives as long as the server is wanted: on Linux it ends with that thread.
 
         Args:
             directory: Working directory; made where it is missing.
+            maxmemory: Bytes from which on the server refuses to store more; 0 for no limit.
 
         Raises:
             UnavailableError: There is no redis-server binary, or it does not come up.
@@ -77,7 +81,8 @@ class RedisServer:
         directory.mkdir(parents=True, exist_ok=True)
         for _ in range(NUM_TRIES):  # somebody else may take the port between our look and its bind
             port, password = _free_port(), secrets.token_urlsafe(32)
-            server = cls(_launch(binary, port, directory, password), directory, port, password)
+            process = _launch(binary, port, directory, password, maxmemory)
+            server = cls(process, directory, port, password, maxmemory)
             if server._answers():
                 return server
             server.stop()
@@ -101,7 +106,7 @@ class RedisServer:
                 f"{self._process.poll()}"
             )
         self._revived_at.append(now)
-        self._process = _launch(redis_binary(), self._port, self._directory, self._password)
+        self._process = _launch(redis_binary(), self._port, self._directory, self._password, self._maxmemory)
         self.pid = self._process.pid
         if not self._answers():
             self.stop()
@@ -142,11 +147,20 @@ class RedisServer:
             client.close()
 
 
-def _launch(binary: str, port: int, directory: Path, password: str) -> subprocess.Popen[bytes]:
+def default_maxmemory() -> int:
+    """Return the bytes of a private server: an eighth of the machine's memory, from 256 MiB to 4 GiB."""
+    return min(max(int(psutil.virtual_memory().total) // 8, 2**28), 2**32)
+
+
+def _launch(
+    binary: str, port: int, directory: Path, password: str, maxmemory: int
+) -> subprocess.Popen[bytes]:
     # The password goes through a pipe: anybody may read the arguments of a process.
     config = (
         f"bind 127.0.0.1\nport {port}\nrequirepass {password}\n"
         f'dir "{directory}"\nsave ""\nloglevel warning\n'
+        # Nothing may be evicted: a session would lose tokens. Commands that store are refused instead.
+        f"maxmemory {maxmemory}\nmaxmemory-policy noeviction\n"
         # Written before each answer, and never put off as with "everysec": kill -9 loses nothing. What a
         # machine's crash would lose is lost with the cluster anyway.
         "appendonly yes\nappendfsync no\n"

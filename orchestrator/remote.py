@@ -20,7 +20,7 @@ from orchestrator.calls import Call
 from orchestrator.links import WorkerLink
 from orchestrator.prefixes import prefix_keys
 from orchestrator.session import Session
-from orchestrator.stored import tenant_of
+from orchestrator.store_keys import tenant_of
 from orchestrator.wire import BlockT, ResultT
 from orchestrator.workers import WorkerPool
 

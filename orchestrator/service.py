@@ -41,6 +41,7 @@ from orchestrator.session_calls import SessionCalls
 from orchestrator.sessions import Opened, Opener
 from orchestrator.status import StatusBoard
 from orchestrator.store import RedisStore
+from orchestrator.store_bounds import StoreBounds
 from orchestrator.tokenizer import Tokenizer, resolve_model, served_name
 from orchestrator.trace_store import RedisTraceStore
 from orchestrator.tracing import Tracing, traced
@@ -72,14 +73,15 @@ class Orchestrator:
         self.max_context = tokenizer.max_context
         self.vocab_size = tokenizer.vocab_size
         self._settings, self._redis, self._tokenizer = settings, redis, tokenizer
-        self._store = RedisStore(redis, settings.session_ttl_s)
+        bounds = StoreBounds(redis, settings.max_stored_mb * 2**20, settings.max_tenant_stored_share)
+        self._store = RedisStore(redis, settings.session_ttl_s, bounds=bounds)
         self._admission = Admission(
             settings.max_concurrent_requests,
             settings.max_waiting_requests,
             settings.max_wait_s,
             math.ceil(settings.max_tenant_share * settings.max_concurrent_requests),
         )
-        records = RedisTraceStore(redis, settings.session_ttl_s)
+        records = RedisTraceStore(redis, settings.session_ttl_s, bounds)
         self.meter = OrchestratorMeter()
         self.tracing = Tracing(Telemetry("orchestrator"), records, self.model_name)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -134,7 +136,8 @@ class Orchestrator:
         Raises:
             NotFoundError: Another model is asked for.
             InvalidArgumentError: Names the field that is wrong.
-            ResourceExhaustedError: Too many requests run and wait; says when to come back.
+            ResourceExhaustedError: Too many requests run and wait, or too much is stored; says when to come
+                back.
             FailedPreconditionError: A session of this name exists.
             ModelChangedError: The session's target model is not served any more.
             UnavailableError: No target worker or no Redis.
@@ -173,8 +176,8 @@ class Orchestrator:
                             has_ended = chunk.finish_reason is not None
                             yield chunk
         finally:
-            if opened.ended is None:
-                self._keeper.let_go(session, has_ended=has_ended)
+            if opened.ended is None and not has_ended:
+                self._keeper.let_go(session)
 
     async def _run(self, opened: Opened, progress: Progress) -> AsyncGenerator[Chunk, None]:
         settings, session = self._settings, opened.session

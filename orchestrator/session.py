@@ -60,6 +60,7 @@ class Session:
         num_cached: Tokens of the prompt that the target worker had cached.
         prompt_logprobs: Those of the prompt, between the first verdict and the first chunk.
         model_identity: Of the target whose tokens these are, see `orchestrator.identity`; "" for any yet.
+        digest: Names the request that began the turn in the store, see `orchestrator.stored`.
     """
 
     session_id: str
@@ -83,6 +84,7 @@ class Session:
     num_cached: int = field(init=False, default=0)
     prompt_logprobs: PromptLogprobs | None = field(init=False, default=None)
     model_identity: str = field(init=False, default="")
+    digest: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt)

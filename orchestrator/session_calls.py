@@ -17,7 +17,7 @@ from orchestrator.access import Caller
 from orchestrator.completion import emitted_token
 from orchestrator.sessions import REPLAY_TOKENS
 from orchestrator.store import RedisStore
-from orchestrator.stored import StoredSession
+from orchestrator.stored import SessionSummary
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.trace_store import RedisTraceStore
 
@@ -68,7 +68,7 @@ class SessionCalls:
             piece = stored.tokens[start : start + REPLAY_TOKENS]
             tokens.extend(emitted_token(token, self._tokenizer) for token in piece)
             await asyncio.sleep(0)
-        return _info(stored, caller), tuple(tokens)
+        return _info(stored.summary, caller), tuple(tokens)
 
     async def trace(self, session_id: str, caller: Caller) -> pb.GetSessionTraceResponse:
         """Return the records of a session's cycles, oldest first.
@@ -81,7 +81,7 @@ class SessionCalls:
         name = _qualified(session_id, caller)
         records = await self._traces.read(name)
         if not records.cycles:
-            await self._store.read(name)  # tells a session without cycles from none
+            await self._store.summary(name)  # tells a session without cycles from none
         return records
 
     async def recent(self, limit: int, caller: Caller) -> list[SessionInfo]:
@@ -93,7 +93,7 @@ class SessionCalls:
         """
         check_int("limit", limit, 0, MAX_LISTED)
         found = await self._store.recent(caller.tenant, limit or DEFAULT_LISTED)
-        return [_info(stored, caller) for stored in found]
+        return [_info(summary, caller) for summary in found]
 
     async def cancel(self, session_id: str, caller: Caller) -> SessionInfo:
         """End the session's current turn for good, unless it has ended; return the session afterwards.
@@ -105,7 +105,7 @@ class SessionCalls:
         """
         name = _qualified(session_id, caller)
         self._release(name, await self._store.cancel(name))
-        return _info(await self._store.read(name), caller)
+        return _info(await self._store.summary(name), caller)
 
     async def delete(self, session_id: str, caller: Caller) -> bool:
         """Forget a session, on the workers too; return whether there was one.
@@ -126,17 +126,17 @@ def _qualified(session_id: str, caller: Caller) -> str:
     return caller.qualify(session_id)
 
 
-def _info(stored: StoredSession, caller: Caller) -> SessionInfo:
-    state = SessionState.RUNNING if stored.is_running else SessionState.DETACHED
+def _info(summary: SessionSummary, caller: Caller) -> SessionInfo:
+    state = SessionState.RUNNING if summary.is_running else SessionState.DETACHED
     return SessionInfo(
-        session_id=caller.public(stored.session_id),
-        turn=stored.turn,
-        state=state if stored.finish_reason is None else SessionState.FINISHED,
-        finish_reason=stored.finish_reason,
-        prompt_tokens=len(stored.prompt),
-        emitted_tokens=len(stored.tokens),
-        seed=stored.seed,
-        epoch=stored.epoch,
-        created_ms=stored.created_ms,
-        expires_in_ms=stored.expires_ms,
+        session_id=caller.public(summary.session_id),
+        turn=summary.turn,
+        state=state if summary.finish_reason is None else SessionState.FINISHED,
+        finish_reason=summary.finish_reason,
+        prompt_tokens=summary.prompt_tokens,
+        emitted_tokens=summary.emitted_tokens,
+        seed=summary.seed,
+        epoch=summary.epoch,
+        created_ms=summary.created_ms,
+        expires_in_ms=summary.expires_ms,
     )

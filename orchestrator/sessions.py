@@ -7,6 +7,8 @@ owners never commit both, as the store knows one epoch. Leases only tell which s
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import struct
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -29,6 +31,10 @@ __all__ = ["Opened", "Opener"]
 
 REPLAY_TOKENS = 64
 """Tokens of one piece when a client is told what was committed while it was away."""
+
+PROMPT_HASH_BYTES = 32
+ANY_NAME = "any"
+"""Session name in stored requests, which choices with names of their own share."""
 
 OPEN_TRIES = 3
 """Looks at the store before the state of a session is taken for what it is: others may change it."""
@@ -153,7 +159,7 @@ class Opener:
 
     async def _begin(self, request: GenerationRequest, max_context: int, caller: Caller) -> Opened:
         session = await open_session(request, self._tokenizer, max_context, caller)
-        await self._store.create(session, _serialised(request, session))
+        await self._store.create(session, _serialised(request))
         return Opened(session, request)
 
     async def _continue(
@@ -164,7 +170,7 @@ class Opener:
             request, self._tokenizer, max_context, caller, before=before, seed=stored.seed
         )
         session.model_identity = stored.model_identity
-        await self._store.next_turn(session, _serialised(request, session), stored)
+        await self._store.next_turn(session, _serialised(request), stored)
         left = Heritage.from_bytes(stored.state)  # the counts of the turn before are its own
         heritage = Heritage(acceptance=left.acceptance, target=left.target, draft=left.draft)
         return Opened(session, request, heritage=heritage)
@@ -175,7 +181,9 @@ class Opener:
                 f"session {request.session_id} has begun turn {request.turn} already"
             )
         began = _began(stored)
-        if request.prompt and not _same(request, began):
+        if request.prompt and not (
+            stored.request.startswith(_prompt_hash(request)) and _same(request, began)
+        ):
             raise FailedPreconditionError(
                 f"turn {request.turn} of session {request.session_id} was begun by another request"
             )
@@ -198,6 +206,7 @@ class Opener:
         heritage.counters.catch_up(stored.origins)
         session = make_session(stored.session_id, began, stored.prompt, stored.max_tokens, self._tokenizer)
         session.epoch, session.model_identity = stored.epoch, stored.model_identity
+        session.digest = stored.digest
         return Opened(
             session,
             began,
@@ -208,14 +217,28 @@ class Opener:
         )
 
 
-def _serialised(request: GenerationRequest, session: Session) -> bytes:
-    """Return the request as it is stored: with the seed in use, and without what is the call's own."""
-    stored = replace(request, sampling=session.params, resume_from=None)
-    return request_to_proto(stored).SerializeToString()
+def _serialised(request: GenerationRequest) -> bytes:
+    """Return the request as it is stored: a hash of the prompt, and the rest but for what is a choice's own.
+
+    Choices of one request are stored with the same bytes. The tokens of the prompt are stored beside them.
+    """
+    sampling = replace(request.sampling, seed=0, sample_index=0)
+    stored = replace(request, prompt=(), sampling=sampling, session_id=ANY_NAME, resume_from=0)
+    return _prompt_hash(request) + request_to_proto(stored).SerializeToString()
 
 
 def _began(stored: StoredSession) -> GenerationRequest:
-    return request_from_proto(pb.GenerateRequest.FromString(stored.request))
+    request = request_from_proto(pb.GenerateRequest.FromString(stored.request[PROMPT_HASH_BYTES:]))
+    sampling = replace(request.sampling, seed=stored.seed, sample_index=stored.sample_index)
+    return replace(request, prompt=stored.prompt, sampling=sampling, session_id="", resume_from=None)
+
+
+def _prompt_hash(request: GenerationRequest) -> bytes:
+    """Return what tells the prompt of a request, as it was given, from others."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return hashlib.sha256(b"text" + prompt.encode()).digest()
+    return hashlib.sha256(b"ids" + struct.pack(f"<{len(prompt)}I", *prompt)).digest()
 
 
 def _same(request: GenerationRequest, began: GenerationRequest) -> bool:
@@ -223,5 +246,5 @@ def _same(request: GenerationRequest, began: GenerationRequest) -> bool:
     sampling = request.sampling
     if sampling.seed is None:
         sampling = replace(sampling, seed=began.sampling.seed)
-    own = replace(request, sampling=sampling, resume_from=None, session_id="", max_tokens=1)
-    return own == replace(began, session_id="", max_tokens=1)
+    own = replace(request, prompt=(), sampling=sampling, resume_from=None, session_id="", max_tokens=1)
+    return own == replace(began, prompt=(), max_tokens=1)

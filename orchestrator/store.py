@@ -1,24 +1,14 @@
 """Sessions in Redis: what must outlive an orchestrator. The only place where session data meets Redis.
 
-Per session two keys, which expire together; `{id}` keeps them on one node of a Redis cluster:
-
-* `gammaray:session:{id}` (hash): `request` (a serialised GenerateRequest), `prompt` (token ids, uint32 each),
-  `seed`, `max_tokens` and `num_top` of the current `turn`; `epoch`, the fencing number of its owner; `lease`,
-  the time (ms) until which the owner is taken to be alive, absent when there is none; `size`, the bytes of
-  the tokens; `state`, what an heir should know (`orchestrator.heritage`); `model_identity` of the target that
-  emitted them, from the first commit on (`orchestrator.identity`); `finish_reason` once it has ended.
-* `gammaray:session:{id}:tokens` (string, append-only): the turn's emitted tokens, see `orchestrator.records`.
-
-A deleted one leaves its epoch for a while, from which on those of a new one of the same name count: an owner
-that has not noticed yet stays fenced. Beside them `gammaray:running` (set): sessions that somebody works on,
-or did when it died; and `gammaray:sessions:<tenant>` (sorted set): sessions by their last sign of life.
+The keys are listed in `orchestrator.store_keys`, the fields in `orchestrator.stored`; what is one step is a
+Lua script in `orchestrator.store_scripts`.
 """
 
 from __future__ import annotations
 
-import asyncio
+import math
 import uuid
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
@@ -29,6 +19,7 @@ from gammaray.errors import (
     InternalError,
     ModelChangedError,
     NotFoundError,
+    ResourceExhaustedError,
 )
 from gammaray.types import TokenOrigin
 from orchestrator import store_scripts as scripts
@@ -36,14 +27,29 @@ from orchestrator.cycle import TokenLogprobs
 from orchestrator.records import TokenRecords
 from orchestrator.redis_calls import BatchedScript, answer
 from orchestrator.session import Session
-from orchestrator.stored import StoredSession, fields_of, index_of, keys_of, parse, tenant_of
-from orchestrator.trace_store import trace_keys
+from orchestrator.store_bounds import StoreBounds
+from orchestrator.store_keys import RUNNING, index_of, keys_of, request_keys, tenant_of
+from orchestrator.stored import (
+    SUMMARY_FIELDS,
+    SessionSummary,
+    StoredSession,
+    digest_of,
+    fields_of,
+    pack_request,
+    parse,
+    room_of,
+    split_summary,
+)
 
 __all__ = ["LEASE_S", "RedisStore", "StoredSession"]
 
-RUNNING = "gammaray:running"
 LEASE_S = 10.0
 """How long an owner that gives no sign of life is taken to be alive."""
+
+LIST_PAGE = 200
+"""Sessions of one listing script: Redis and the event loop do something else between two."""
+
+READ_TRIES = 5
 
 
 class RedisStore:
@@ -51,51 +57,66 @@ class RedisStore:
 
     Args:
         redis: A connected client.
-        ttl_s: Seconds that a session stays after its last change.
+        ttl_s: Seconds that a session stays after its last change. A running turn renews its time to live at
+            most once a second, or ten times in `ttl_s`.
         lease_s: Seconds that an owner is taken to be alive without a sign of life.
+        bounds: Upper bounds of stored bytes.
     """
 
-    def __init__(self, redis: Redis, ttl_s: int, lease_s: float = LEASE_S) -> None:
-        self._redis, self._ttl_s, self._lease_ms = redis, ttl_s, round(lease_s * 1e3)
+    def __init__(
+        self, redis: Redis, ttl_s: int, lease_s: float = LEASE_S, bounds: StoreBounds | None = None
+    ) -> None:
+        self._redis, self._ttl_ms, self._lease_ms = redis, ttl_s * 1000, round(lease_s * 1e3)
+        self._bounds = bounds or StoreBounds(redis)
+        self._renew_below = self._ttl_ms - min(1000, self._ttl_ms // 10)
         self._create = redis.register_script(scripts.CREATE)
         self._delete = redis.register_script(scripts.DELETE)
         self._next_turn = redis.register_script(scripts.NEXT_TURN)
         self._take_over = redis.register_script(scripts.TAKE_OVER)
         self._cancel = redis.register_script(scripts.CANCEL)
+        self._read = redis.register_script(scripts.READ)
+        self._list = redis.register_script(scripts.LIST)
         self._commit = BatchedScript(redis, scripts.COMMIT)
+        self._end = BatchedScript(redis, scripts.END)
         self._renew = BatchedScript(redis, scripts.RENEW)
         self._detach = BatchedScript(redis, scripts.DETACH)
         self._reap = BatchedScript(redis, scripts.REAP)
-        self._touch = BatchedScript(redis, scripts.TOUCH)
 
     async def create(self, session: Session, request: bytes) -> None:
         """Store a new session, owned by the caller; sets its epoch.
 
         Raises:
             FailedPreconditionError: There is one of this name.
+            ResourceExhaustedError: As many bytes are stored as may be; says when to come back.
             UnavailableError: Redis cannot be reached.
         """
-        args = [uuid.uuid4().hex, self._ttl_s, self._lease_ms, *fields_of(session, request)]
-        epoch = int(await answer(self._create(keys=keys_of(session.session_id), args=args)))
+        name, packed = session.session_id, pack_request(request, session.prompt)
+        digest = digest_of(packed)
+        keys = [*keys_of(name), *request_keys(name, digest)]
+        args = [uuid.uuid4().hex, *await self._bounds.of(name), packed, room_of(session), *fields_of(session)]
+        epoch = await self._admitted(self._create, name, keys, [*self._common(name, digest), *args])
         if epoch == 0:
-            raise FailedPreconditionError(f"session {session.session_id} exists already")
-        session.epoch = epoch
-        await self._run(session.session_id)
+            raise FailedPreconditionError(f"session {name} exists already")
+        session.epoch, session.digest = epoch, digest
 
     async def next_turn(self, session: Session, request: bytes, before: StoredSession) -> None:
-        """Begin the turn behind `before`, which has finished; sets the session's epoch.
+        """Begin the turn after `before`, which has finished; sets the session's epoch.
 
         Raises:
             FailedPreconditionError: It is not as `before` says any more.
             NotFoundError: The session was deleted or has expired.
+            ResourceExhaustedError: As many bytes are stored as may be; says when to come back.
             UnavailableError: Redis cannot be reached.
         """
-        args = [uuid.uuid4().hex, self._ttl_s, self._lease_ms, before.epoch, *fields_of(session, request)]
-        epoch = int(await answer(self._next_turn(keys=keys_of(session.session_id), args=args)))
+        name, packed = session.session_id, pack_request(request, session.prompt)
+        digest = digest_of(packed)
+        keys = [*keys_of(name), *request_keys(name, digest), *request_keys(name, before.digest)]
+        args = [uuid.uuid4().hex, *await self._bounds.of(name), packed, room_of(session)]
+        args += [before.epoch, before.digest, *fields_of(session)]
+        epoch = await self._admitted(self._next_turn, name, keys, [*self._common(name, digest), *args])
         if epoch == 0:
-            raise FailedPreconditionError(f"session {session.session_id} went on from turn {before.turn}")
-        session.epoch = _checked(epoch, session.session_id)
-        await self._run(session.session_id)
+            raise FailedPreconditionError(f"session {name} went on from turn {before.turn}")
+        session.epoch, session.digest = _checked(epoch, name), digest
 
     def append(
         self,
@@ -116,18 +137,27 @@ class RedisStore:
         """
         records = TokenRecords(session.num_top_logprobs)
         data = records.pack(token_ids, origins, logprobs)
-        reason = session.finish_reason.value if session.finish_reason else ""
-        offset = (session.num_emitted - len(token_ids)) * records.size
+        start = session.num_emitted - len(token_ids)
         state, session.state = session.state, b""
-        args = [session.epoch, offset, data, self._ttl_s, reason, state, session.model_identity]
-        return self._append(session.session_id, args, session.num_emitted - len(token_ids))
+        args = [session.epoch, start * records.size, data, state, session.model_identity]
+        reason = session.finish_reason.value if session.finish_reason else ""
+        return self._append(session, args, reason, start)
 
-    async def _append(self, session_id: str, args: list[Any], start: int) -> None:
-        result = int(await answer(self._commit.call(keys_of(session_id), args)))
+    async def _append(self, session: Session, args: list[Any], reason: str, start: int) -> None:
+        name, is_due = session.session_id, False
+        if reason:
+            args = [*self._common(name, session.digest), *args, reason]
+            result = await answer(self._end.call(self._keys_of(session), args))
+        else:
+            result = await answer(self._commit.call(keys_of(name)[:2], [*args, self._renew_below]))
+            if isinstance(result, list):
+                result, is_due = result
         if result == scripts.OTHER_MODEL:
-            began = (await self.read(session_id)).model_identity
-            raise ModelChangedError(session_id, began, args[-1:])
-        _checked(result, session_id, start)
+            began = (await self.read(name)).model_identity
+            raise ModelChangedError(name, began, [session.model_identity])
+        _checked(result, name, start)
+        if is_due:
+            await self.renew(session)
 
     async def renew(self, session: Session) -> None:
         """Tell that the owner still works on the session.
@@ -135,31 +165,17 @@ class RedisStore:
         Raises:
             GammarayError: As `append`.
         """
-        await self.renew_as(session.session_id, session.epoch)
-
-    async def renew_as(self, session_id: str, epoch: int) -> None:
-        """Tell that the owner of an epoch still works on a session; otherwise as `renew`."""
-        args = [epoch, self._ttl_s, self._lease_ms]
-        if _checked(int(await answer(self._renew.call(keys_of(session_id), args))), session_id) > 0:
-            await self._run(session_id)
+        args = [*self._common(session.session_id, session.digest), session.epoch]
+        _checked(await answer(self._renew.call(self._keys_of(session), args)), session.session_id)
 
     async def detach(self, session: Session) -> None:
-        """Let go of a session, which then waits to be resumed; nothing if somebody else owns it by now.
+        """Let go of a session, which then waits to be resumed; nothing if it has another owner by now.
 
         Raises:
             UnavailableError: Redis cannot be reached.
         """
-        args = [session.epoch, self._ttl_s, session.state]
-        if await answer(self._detach.call(keys_of(session.session_id), args)) > 0:
-            await self.stopped(session.session_id)
-
-    async def stopped(self, session_id: str) -> None:
-        """Take note that nobody works on a session any more.
-
-        Raises:
-            UnavailableError: Redis cannot be reached.
-        """
-        await asyncio.gather(answer(self._redis.srem(RUNNING, session_id)), self._seen(session_id))
+        args = [*self._common(session.session_id, session.digest), session.epoch, session.state]
+        await answer(self._detach.call(self._keys_of(session), args))
 
     async def take_over(self, session_id: str) -> int:
         """Become the owner: return the new epoch, from which on commits of the former owner are refused.
@@ -168,23 +184,28 @@ class RedisStore:
 
         Raises:
             NotFoundError: No such session.
+            ResourceExhaustedError: What its turn may still emit is more than may be stored; says when to come
+                back.
             UnavailableError: Redis cannot be reached.
         """
-        args = [self._ttl_s, self._lease_ms]
-        epoch = _checked(int(await answer(self._take_over(keys=keys_of(session_id), args=args))), session_id)
-        await self._run(session_id)
-        return epoch
+        bounds = await self._bounds.of(session_id)
+
+        async def attempt(digest: str) -> int:
+            keys = [*keys_of(session_id), *request_keys(session_id, digest)]
+            args = [*self._common(session_id, digest), "", *bounds]
+            return await self._admitted(self._take_over, session_id, keys, args)
+
+        return _checked(await self._with_digest(session_id, attempt), session_id)
 
     async def cancel(self, session_id: str) -> int:
-        """End the session's turn, unless it has ended; return the epoch from which on nobody commits.
+        """End the session's turn, unless it has ended; return the epoch from which on no commit is taken.
 
         Raises:
             NotFoundError: No such session.
             UnavailableError: Redis cannot be reached.
         """
-        epoch = _checked(int(await answer(self._cancel(keys=keys_of(session_id)[:1]))), session_id)
-        await self.stopped(session_id)
-        return epoch
+        args = self._common(session_id, "")
+        return _checked(int(await answer(self._cancel(keys=keys_of(session_id), args=args))), session_id)
 
     async def read(self, session_id: str) -> StoredSession:
         """Return a session.
@@ -194,25 +215,47 @@ class RedisStore:
             InternalError: Redis lost tokens.
             UnavailableError: Redis cannot be reached.
         """
-        (found,) = await self._read([session_id])
-        if found is None:
-            raise NotFoundError(f"no session {session_id}", "session")
-        if not found.is_whole:
-            raise InternalError(f"session {session_id}: Redis lost tokens of it")
-        return found
+        for _ in range(READ_TRIES):
+            now_ms, pairs, data, ttl_ms = await answer(self._read(keys=keys_of(session_id)[:2]))
+            if not pairs:
+                raise NotFoundError(f"no session {session_id}", "session")
+            fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
+            request_key, _ = request_keys(session_id, fields[b"digest"].decode())
+            request: Any = await answer(self._redis.get(request_key))
+            if request is None:
+                continue  # the session went on to another turn, or is gone, unless the request is lost
+            found = parse(session_id, fields, request, data, ttl_ms, now_ms)
+            if found.is_whole:
+                return found
+            break
+        raise InternalError(f"session {session_id}: Redis lost tokens of it")
 
-    async def recent(self, tenant: str, limit: int) -> list[StoredSession]:
-        """Return a tenant's sessions, the one with the latest sign of life first.
+    async def summary(self, session_id: str) -> SessionSummary:
+        """Return what a listing tells of a session; its tokens are not read.
+
+        Raises:
+            NotFoundError: No such session.
+            UnavailableError: Redis cannot be reached.
+        """
+        found = await self._summaries([session_id])
+        if not found:
+            raise NotFoundError(f"no session {session_id}", "session")
+        return found[0]
+
+    async def recent(self, tenant: str, limit: int) -> list[SessionSummary]:
+        """Return a tenant's sessions, the one with the latest sign of life first; tokens are not read.
 
         Raises:
             UnavailableError: Redis cannot be reached.
         """
-        names = await answer(self._redis.zrevrange(index_of(tenant), 0, limit - 1))
-        found = await self._read([_text(name) for name in names])
-        return [session for session in found if session is not None]
+        found: list[SessionSummary] = []
+        names = [_text(name) for name in await answer(self._redis.zrevrange(index_of(tenant), 0, limit - 1))]
+        for start in range(0, len(names), LIST_PAGE):
+            found += await self._summaries(names[start : start + LIST_PAGE])
+        return found
 
     async def running(self) -> list[str]:
-        """Return the sessions that somebody works on, or did until it died.
+        """Return the sessions that have an owner, or had one until it died.
 
         Raises:
             UnavailableError: Redis cannot be reached.
@@ -228,45 +271,64 @@ class RedisStore:
         Raises:
             UnavailableError: Redis cannot be reached.
         """
-        epoch = int(await answer(self._reap.call(keys_of(session_id)[:1], [self._lease_ms])))
-        if epoch == 0:
-            return None
-        await answer(self._redis.srem(RUNNING, session_id))
-        return epoch
+        epoch = int(await answer(self._reap.call(keys_of(session_id), self._common(session_id, ""))))
+        return epoch or None
 
     async def delete(self, session_id: str) -> bool:
-        """Forget a session; return whether there was one of that name.
+        """Forget a session, its request and its trace; return whether there was one of that name.
 
         Raises:
             UnavailableError: Redis cannot be reached.
         """
-        existed = await answer(self._delete(keys=keys_of(session_id), args=[self._ttl_s]))
-        pipeline = self._redis.pipeline(transaction=False)
-        pipeline.delete(*trace_keys(session_id))
-        pipeline.srem(RUNNING, session_id)
-        pipeline.zrem(index_of(tenant_of(session_id)), session_id)
-        await answer(pipeline.execute())
-        return bool(existed)
 
-    async def _run(self, session_id: str) -> None:
-        await asyncio.gather(answer(self._redis.sadd(RUNNING, session_id)), self._seen(session_id))
+        async def attempt(digest: str) -> int:
+            keys = [*keys_of(session_id), *request_keys(session_id, digest)]
+            return int(await answer(self._delete(keys=keys, args=self._common(session_id, digest))))
 
-    async def _seen(self, session_id: str) -> None:
-        await answer(self._touch.call([index_of(tenant_of(session_id))], [session_id, self._ttl_s]))
+        return await self._with_digest(session_id, attempt) > 0
 
-    async def _read(self, session_ids: Iterable[str]) -> list[StoredSession | None]:
-        names = list(session_ids)
-        pipeline = self._redis.pipeline(transaction=True)
-        pipeline.time()
-        for name in names:
-            head, tokens, _ = keys_of(name)
-            pipeline.hgetall(head)
-            pipeline.get(tokens)
-            pipeline.pttl(head)
-        (seconds, micros), *rest = await answer(pipeline.execute())
-        now_ms = seconds * 1000 + micros // 1000
-        rows = zip(names, rest[::3], rest[1::3], rest[2::3], strict=True)
-        return [parse(name, h, data or b"", ttl, now_ms) if h else None for name, h, data, ttl in rows]
+    def _common(self, session_id: str, digest: str) -> list[Any]:
+        return [session_id, digest, self._ttl_ms, self._lease_ms]
+
+    def _keys_of(self, session: Session) -> list[str]:
+        return [*keys_of(session.session_id), *request_keys(session.session_id, session.digest)]
+
+    async def _with_digest(self, session_id: str, attempt: Callable[[str], Awaitable[int]]) -> int:
+        """Run a script that needs the digest of a session's request, again when that has changed."""
+        result = scripts.MOVED
+        while result == scripts.MOVED:
+            digest = await answer(self._redis.hget(keys_of(session_id)[0], "digest"))
+            result = await attempt(_text(digest or b""))
+        return result
+
+    async def _admitted(self, script: Any, session_id: str, keys: list[str], args: list[Any]) -> int:
+        """Run a script that is refused when too much is stored; return the rest of what it may answer."""
+        while True:
+            code, *refusal = await answer(script(keys=keys, args=args))
+            if code in (scripts.OVER_TENANT, scripts.OVER_ALL):
+                raise await self._refused(session_id, code, *refusal)
+            if code != scripts.AGAIN:
+                return int(code)
+
+    async def _refused(
+        self, session_id: str, code: int, used: int, need: int, wait_ms: int
+    ) -> ResourceExhaustedError:
+        bound, total = await self._bounds.of(session_id)
+        whose, setting = f"of tenant {tenant_of(session_id)}", "max_tenant_stored_share"
+        if code == scripts.OVER_ALL:
+            bound, whose, setting = total, "of all tenants", "max_stored_mb"
+        retry_s = math.ceil(min(wait_ms, self._ttl_ms) / 1e3)
+        return ResourceExhaustedError(
+            f"stored sessions {whose}: {used} of {bound} bytes ({setting}) are in use, this request needs "
+            f"{need} more; come back in {retry_s} s, or delete sessions",
+            float(retry_s),
+        )
+
+    async def _summaries(self, names: Sequence[str]) -> list[SessionSummary]:
+        heads = [keys_of(name)[0] for name in names]
+        now_ms, lines = await answer(self._list(keys=heads, args=SUMMARY_FIELDS))
+        rows = zip(names, lines, strict=True)
+        return [split_summary(name, line, now_ms) for name, line in rows if line]
 
 
 def _checked(result: int, session_id: str, start: int = 0) -> int:
@@ -283,7 +345,7 @@ def _checked(result: int, session_id: str, start: int = 0) -> int:
         raise CancelledError(f"session {session_id} was cancelled")
     if result == scripts.LOST:
         raise InternalError(f"session {session_id}: Redis lost tokens of it")
-    return result
+    return int(result)
 
 
 def _text(name: Any) -> str:

@@ -1,194 +1,447 @@
 """The Lua scripts of the session store: each is one atomic step in Redis.
 
-KEYS[1] is the session's hash, KEYS[2] its tokens. `epoch` fences: who names another one than the hash holds
-is no owner (any more). Clocks decide nothing but when a lease or a key runs out, and are Redis's own.
+KEYS are those of `orchestrator.store_keys.keys_of`, then those of `request_keys`; `COMMIT` takes the first
+two alone. Every script but `COMMIT`, `READ` and `LIST` begins with the ARGV name (of the session), digest (of its
+request), ttl (ms) and lease (ms).
 
-What commits, renewals and detaching answer when they do nothing: -1 no session, -2 another owner, -3 wrong
-offset, -4 cancelled, -5 tokens are missing, -6 tokens of another model.
+`epoch` fences: a caller with another epoch than the hash's is not the owner (any more). Epochs come from one
+counter for all sessions that never falls: it is at least Redis's time in microseconds, so that a Redis that
+lost everything gives out higher ones too. They stay below 2^53, which Lua's numbers hold exactly, until 2255.
+Clocks decide nothing else but when a lease or a key expires, and are Redis's own.
+
+Accounting. A session is charged with a fixed amount, the bytes of its records and the bytes of its tokens;
+while it has a lease, with the bytes of as many tokens as the turn may still emit (`room`), so that a commit
+never needs more than was admitted. A request is charged once. What has expired is taken off before anything
+is refused.
+
+Memory limit. At its `maxmemory` Redis refuses a script at its first write, if that is one that takes memory:
+scripts that store begin with such a write, those that only free memory with another.
+
+What scripts answer when they do nothing: -1 no session, -2 another owner, -3 wrong offset, -4 cancelled, -5
+tokens are missing, -6 tokens of another model, -7 over the tenant's bound, -8 over the bound of all, -9 call
+again: what has expired is not yet taken off, -10 the session has another request by now.
 """
 
 from __future__ import annotations
 
 __all__ = [
+    "AGAIN",
     "CANCEL",
     "CANCELLED",
     "COMMIT",
     "CREATE",
     "DELETE",
     "DETACH",
+    "END",
     "GONE",
+    "LIST",
     "LOST",
+    "MOVED",
     "NEXT_TURN",
+    "NOTE_TRACE",
     "OTHER_MODEL",
     "OTHER_OWNER",
+    "OVER_ALL",
+    "OVER_TENANT",
+    "READ",
     "REAP",
+    "RECORD",
     "RENEW",
+    "REQUEST_OVERHEAD",
+    "SESSION_OVERHEAD",
     "TAKE_OVER",
-    "TOUCH",
     "WRONG_OFFSET",
 ]
 
 GONE, OTHER_OWNER, WRONG_OFFSET, CANCELLED, LOST, OTHER_MODEL = -1, -2, -3, -4, -5, -6
+OVER_TENANT, OVER_ALL, AGAIN, MOVED = -7, -8, -9, -10
 
-_NOW = """
+SESSION_OVERHEAD = 2048
+"""Bytes that a session is charged with beside its tokens and records: its hash, its places in other keys."""
+
+REQUEST_OVERHEAD = 512
+"""Bytes that a request is charged with beside its own."""
+
+_COMMON = (
+    f"local session_overhead, request_overhead = {SESSION_OVERHEAD}, {REQUEST_OVERHEAD}"
+    + """
+local name, digest, ttl, lease_ms = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
-"""
+local tenant = string.match(name, '^(.-):') or ''
+local request = tenant .. '/' .. digest
 
-_FENCE = """
-local head = redis.call('HMGET', KEYS[1], 'epoch', 'finish_reason', 'size', 'model_identity')
+local function next_epoch()
+  local last = tonumber(redis.call('GET', KEYS[10]) or 0)
+  local epoch = math.max(last + 1, clock[1] * 1000000 + clock[2])
+  redis.call('SET', KEYS[10], epoch)
+  return epoch
+end
+
+local function add(field, difference)
+  if difference == 0 then return end
+  if redis.call('HINCRBY', KEYS[9], field, difference) == 0 then redis.call('HDEL', KEYS[9], field) end
+end
+
+-- Charges an item with bytes, of which `spare` are set aside and not yet used; 0 takes it off.
+local function charge(item, bytes, spare)
+  local owner = string.match(item, '^(.-)[:/]') or ''
+  local before = redis.call('HMGET', KEYS[8], item, item .. '+')
+  local more, more_spare = bytes - (before[1] or 0), spare - (before[2] or 0)
+  add(owner, more)
+  add(':', more)
+  add(owner .. '+', more_spare)
+  add(':+', more_spare)
+  if bytes > 0 then redis.call('HSET', KEYS[8], item, bytes)
+  else
+    redis.call('HDEL', KEYS[8], item)
+    redis.call('ZREM', KEYS[7], item)
+  end
+  if spare > 0 then redis.call('HSET', KEYS[8], item .. '+', spare)
+  elseif before[2] then redis.call('HDEL', KEYS[8], item .. '+') end
+end
+
+local function charge_session(expires)
+  local head = redis.call('HMGET', KEYS[1], 'lease', 'room')
+  local tokens = redis.call('STRLEN', KEYS[2])
+  local spare = head[1] and math.max(head[2] - tokens, 0) or 0
+  redis.call('ZADD', KEYS[7], expires, name)
+  charge(name, session_overhead + redis.call('STRLEN', KEYS[3]) + tokens + spare, spare)
+end
+
+local function prune(limit)
+  local items = redis.call('ZRANGEBYSCORE', KEYS[7], '-inf', '(' .. now, 'LIMIT', 0, limit)
+  for _, item in ipairs(items) do charge(item, 0, 0) end
+  return #items
+end
+
+local function latest(key) return redis.call('ZRANGE', key, -1, -1, 'WITHSCORES')[2] end
+
+-- Gives all that belongs to the session another ttl.
+local function renew()
+  local expires = now + ttl
+  for i = 1, 4 do redis.call('PEXPIREAT', KEYS[i], expires) end
+  for _, i in ipairs({6, 12}) do
+    redis.call('ZADD', KEYS[i], expires, name)
+    redis.call('ZREMRANGEBYSCORE', KEYS[i], '-inf', '(' .. now)
+    redis.call('PEXPIREAT', KEYS[i], latest(KEYS[i]))
+  end
+  redis.call('PEXPIREAT', KEYS[11], latest(KEYS[12]))
+  redis.call('ZADD', KEYS[7], latest(KEYS[12]), request)
+  charge(request, request_overhead + redis.call('STRLEN', KEYS[11]), 0)
+  charge_session(expires)
+end
+
+-- Takes the session off a request, which goes with its last session.
+local function leave(key, users, item)
+  redis.call('ZREM', users, name)
+  redis.call('ZREMRANGEBYSCORE', users, '-inf', '(' .. now)
+  if redis.call('ZCARD', users) == 0 then
+    redis.call('DEL', key, users)
+    charge(item, 0, 0)
+  else
+    redis.call('PEXPIREAT', key, latest(users))
+    redis.call('ZADD', KEYS[7], latest(users), item)
+  end
+end
+
+-- Answers why `need` more bytes cannot be had: code, bytes in use, bytes needed, ms until enough expires;
+-- else nil.
+local function refusal(need, tenant_bound, bound)
+  prune(100)
+  for _, rule in ipairs({{tenant, tenant_bound, KEYS[6], -7}, {':', bound, KEYS[7], -8}}) do
+    local used = redis.call('HMGET', KEYS[9], rule[1], rule[1] .. '+')
+    local excess = (used[1] or 0) + need - rule[2]
+    if need > 0 and excess > 0 then
+      if prune(1000) > 0 then return {-9} end
+      local wait = 1000
+      if excess > tonumber(used[2] or 0) then
+        local rows, freed = redis.call('ZRANGE', rule[3], 0, 63, 'WITHSCORES'), 0
+        for i = 1, #rows, 2 do
+          freed = freed + (redis.call('HGET', KEYS[8], rows[i]) or 0)
+          wait = math.max(wait, rows[i + 1] - now)
+          if freed >= excess then break end
+        end
+      end
+      return {rule[4], tonumber(used[1] or 0), need, wait}
+    end
+  end
+end
+
+local function store_request(data)
+  if redis.call('EXISTS', KEYS[11]) == 0 then
+    redis.call('SET', KEYS[11], data)
+    redis.call('DEL', KEYS[12])
+  end
+end
+"""
+)
+
+_HEAD = """
+local head = redis.call('HMGET', KEYS[1],
+  'epoch', 'finish_reason', 'size', 'model_identity', 'lease', 'digest')
 if not head[1] then return -1 end
-if head[2] == 'cancelled' then return -4 end
-if tonumber(head[1]) ~= tonumber(ARGV[1]) then return -2 end
 """
 
-# ARGV: nonce, ttl (s), lease (ms), then field and value in turn. Answers the epoch, 0 where one is already.
-# A nonce that is known: its answer got lost. KEYS[3] holds the epoch of a deleted session of this name, whose
-# owner may not have noticed yet.
+_FENCE = (
+    _HEAD
+    + """
+if head[2] == 'cancelled' then return -4 end
+if tonumber(head[1]) ~= tonumber(epoch) then return -2 end
+"""
+)
+
+# ARGV: nonce, bound of the tenant, bound of all, request, room, then field and value in turn. Answers the
+# epoch, 0 where there is a session already, or why it is refused. A nonce that is known: its answer got lost.
 CREATE = (
-    _NOW
+    _COMMON
     + """
 local there = redis.call('HMGET', KEYS[1], 'nonce', 'epoch')
-if there[1] then return there[1] == ARGV[1] and tonumber(there[2]) or 0 end
-local epoch = tonumber(redis.call('GET', KEYS[3]) or 0) + 1
-redis.call('HSET', KEYS[1], 'nonce', ARGV[1], 'epoch', epoch, 'turn', 0, 'size', 0,
-  'created', now, 'lease', now + ARGV[3], unpack(ARGV, 4))
-redis.call('DEL', KEYS[2])
-redis.call('EXPIRE', KEYS[1], ARGV[2])
-return epoch
+if there[1] then return {there[1] == ARGV[5] and tonumber(there[2]) or 0} end
+local need = session_overhead + ARGV[9]
+if redis.call('EXISTS', KEYS[11]) == 0 then need = need + request_overhead + #ARGV[8] end
+local no = refusal(need, tonumber(ARGV[6]), tonumber(ARGV[7]))
+if no then return no end
+store_request(ARGV[8])
+local epoch = next_epoch()
+redis.call('DEL', KEYS[2], KEYS[3], KEYS[4])
+redis.call('HSET', KEYS[1], 'nonce', ARGV[5], 'epoch', epoch, 'first_epoch', epoch, 'turn', 0, 'size', 0,
+  'created', now, 'lease', now + lease_ms, 'digest', digest, 'room', ARGV[9], unpack(ARGV, 10))
+redis.call('SADD', KEYS[5], name)
+renew()
+return {epoch}
 """
 )
 
-# ARGV: ttl. Answers whether there was such a session.
-DELETE = """
-local epoch = redis.call('HGET', KEYS[1], 'epoch')
-if not epoch then return 0 end
-redis.call('SET', KEYS[3], epoch, 'EX', ARGV[1])
-redis.call('DEL', KEYS[1], KEYS[2])
-return 1
-"""
-
-# ARGV: nonce, ttl, lease, epoch of the finished turn, then fields. Answers the new epoch, 0 if it is not so.
+# KEYS: after the others those of the request of the turn before. ARGV: as CREATE, with the epoch and the
+# digest of the turn before in front of the fields. Answers the new epoch, 0 if it is not as they say, -1 if
+# there is no session, or why it is refused.
 NEXT_TURN = (
-    _NOW
+    _COMMON
     + """
-local head = redis.call('HMGET', KEYS[1], 'epoch', 'finish_reason', 'nonce')
-if not head[1] then return -1 end
-if head[3] == ARGV[1] then return tonumber(head[1]) end
-if tonumber(head[1]) ~= tonumber(ARGV[4]) or not head[2] then return 0 end
+local head = redis.call('HMGET', KEYS[1], 'epoch', 'finish_reason', 'nonce', 'digest')
+if not head[1] then return {-1} end
+if head[3] == ARGV[5] then return {tonumber(head[1])} end
+if tonumber(head[1]) ~= tonumber(ARGV[10]) or head[4] ~= ARGV[11] or not head[2] then return {0} end
+local need, before = ARGV[9] - redis.call('STRLEN', KEYS[2]), tenant .. '/' .. ARGV[11]
+if redis.call('EXISTS', KEYS[11]) == 0 then need = need + request_overhead + #ARGV[8] end
+if redis.call('ZCOUNT', KEYS[14], now, '+inf') == 1 then
+  need = need - (redis.call('HGET', KEYS[8], before) or 0)
+end
+local no = refusal(need, tonumber(ARGV[6]), tonumber(ARGV[7]))
+if no then return no end
+store_request(ARGV[8])
+local epoch = next_epoch()
 redis.call('DEL', KEYS[2])
+if ARGV[11] ~= digest then leave(KEYS[13], KEYS[14], before) end
 redis.call('HDEL', KEYS[1], 'finish_reason')
 redis.call('HINCRBY', KEYS[1], 'turn', 1)
-redis.call('HSET', KEYS[1], 'nonce', ARGV[1], 'size', 0, 'lease', now + ARGV[3], unpack(ARGV, 5))
-redis.call('EXPIRE', KEYS[1], ARGV[2])
-return redis.call('HINCRBY', KEYS[1], 'epoch', 1)
+redis.call('HSET', KEYS[1], 'nonce', ARGV[5], 'epoch', epoch, 'size', 0, 'lease', now + lease_ms,
+  'digest', digest, 'room', ARGV[9], unpack(ARGV, 12))
+redis.call('SADD', KEYS[5], name)
+renew()
+return {epoch}
 """
 )
 
-# ARGV: epoch, offset (bytes), data, ttl (s), finish reason or '', state or '', identity of the target or ''.
-# Answers the bytes stored. A commit that is there already is answered as done: its first answer was lost on
-# the way. The first identity that is named stays the session's, in later turns too.
-COMMIT = (
-    _FENCE
-    + """
-local offset, length = tonumber(ARGV[2]), redis.call('STRLEN', KEYS[2])
+_APPEND = """
+local length = redis.call('STRLEN', KEYS[2])
 if length ~= tonumber(head[3]) then return -5 end
-if length ~= offset then
-  local replayed = length == offset + #ARGV[3] and redis.call('GETRANGE', KEYS[2], offset, -1) == ARGV[3]
+if length ~= tonumber(offset) then
+  local replayed = length == offset + #data and redis.call('GETRANGE', KEYS[2], offset, -1) == data
   return replayed and length or -3
 end
 if head[2] then return -3 end
-if head[4] and head[4] ~= ARGV[7] then return -6 end
-length = redis.call('APPEND', KEYS[2], ARGV[3])
+if head[4] and head[4] ~= identity then return -6 end
+length = redis.call('APPEND', KEYS[2], data)
 local fields = {'size', length}
-if ARGV[5] ~= '' then
-  fields[3], fields[4] = 'finish_reason', ARGV[5]
-  redis.call('HDEL', KEYS[1], 'lease')
+if state ~= '' then fields[3], fields[4] = 'state', state end
+if not head[4] and identity ~= '' then
+  fields[#fields + 1], fields[#fields + 2] = 'model_identity', identity
 end
-if ARGV[6] ~= '' then fields[#fields + 1], fields[#fields + 2] = 'state', ARGV[6] end
-if not head[4] and ARGV[7] ~= '' then
-  fields[#fields + 1], fields[#fields + 2] = 'model_identity', ARGV[7]
-end
+"""
+
+# KEYS: hash and tokens alone. ARGV: epoch, offset (bytes), data, state or '', identity of the target or '',
+# ms below which the ttl is to be renewed. Answers the bytes stored, and whether a RENEW is due. A commit that
+# is there already is answered as done: its first answer was lost on the way. The first identity stays the
+# session's, in later turns too.
+COMMIT = (
+    "local epoch, offset, data, state, identity, low = unpack(ARGV)"
+    + _FENCE
+    + _APPEND
+    + """
 redis.call('HSET', KEYS[1], unpack(fields))
-redis.call('EXPIRE', KEYS[1], ARGV[4])
-redis.call('EXPIRE', KEYS[2], ARGV[4])
+local left = redis.call('PTTL', KEYS[1])
+if length == #data then redis.call('PEXPIRE', KEYS[2], math.max(left, 1)) end
+return {length, (left < tonumber(low) or not head[5]) and 1 or 0}
+"""
+)
+
+# ARGV: epoch, offset, data, state, identity, finish reason. The commit that ends the turn.
+END = (
+    _COMMON
+    + "local epoch, offset, data, state, identity, reason = unpack(ARGV, 5)"
+    + _FENCE
+    + "if head[6] ~= digest then return -2 end\n"
+    + _APPEND
+    + """
+fields[#fields + 1], fields[#fields + 2] = 'finish_reason', reason
+redis.call('HSET', KEYS[1], unpack(fields))
+redis.call('HDEL', KEYS[1], 'lease')
+redis.call('SREM', KEYS[5], name)
+renew()
 return length
 """
 )
 
-# ARGV: ttl, lease. Answers the new epoch; a finished session keeps its own.
+# ARGV: '', bound of the tenant, bound of all. Answers the new epoch, or why it is refused; a finished session
+# keeps its own.
 TAKE_OVER = (
-    _NOW
+    _COMMON
     + """
-local head = redis.call('HMGET', KEYS[1], 'epoch', 'finish_reason')
-if not head[1] then return -1 end
-if head[2] then return tonumber(head[1]) end
-redis.call('HSET', KEYS[1], 'lease', now + ARGV[2])
-redis.call('EXPIRE', KEYS[1], ARGV[1])
-redis.call('EXPIRE', KEYS[2], ARGV[1])
-return redis.call('HINCRBY', KEYS[1], 'epoch', 1)
+local head = redis.call('HMGET', KEYS[1], 'epoch', 'finish_reason', 'digest', 'lease', 'room')
+if not head[1] then return {-1} end
+if head[3] ~= digest then return {-10} end
+if head[2] then return {tonumber(head[1])} end
+local need = head[4] and 0 or math.max(head[5] - redis.call('STRLEN', KEYS[2]), 0)
+local no = refusal(need, tonumber(ARGV[6]), tonumber(ARGV[7]))
+if no then return no end
+local epoch = next_epoch()
+redis.call('HSET', KEYS[1], 'lease', now + lease_ms, 'epoch', epoch)
+redis.call('SADD', KEYS[5], name)
+renew()
+return {epoch}
 """
 )
 
-# ARGV: epoch, ttl, lease. The owner still works on it, though it may have nothing to commit for a while.
+# ARGV: epoch. The owner still works on it, though it may have nothing to commit for a while.
 RENEW = (
-    _NOW
+    _COMMON
+    + "local epoch = ARGV[5]"
     + _FENCE
     + """
+if head[6] ~= digest then return -2 end
 if head[2] then return 0 end
-redis.call('HSET', KEYS[1], 'lease', now + ARGV[3])
-redis.call('EXPIRE', KEYS[1], ARGV[2])
-redis.call('EXPIRE', KEYS[2], ARGV[2])
+redis.call('HSET', KEYS[1], 'lease', now + lease_ms)
+redis.call('SADD', KEYS[5], name)
+renew()
 return 1
 """
 )
 
-# ARGV: epoch, ttl, state or ''. The owner lets go of it.
+# ARGV: epoch, state or ''. The owner lets go of it.
 DETACH = (
-    _FENCE
+    _COMMON
+    + "local epoch = ARGV[5]"
+    + _FENCE
     + """
+if head[6] ~= digest then return -2 end
 redis.call('HDEL', KEYS[1], 'lease')
-if ARGV[3] ~= '' then redis.call('HSET', KEYS[1], 'state', ARGV[3]) end
-redis.call('EXPIRE', KEYS[1], ARGV[2])
-redis.call('EXPIRE', KEYS[2], ARGV[2])
+if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'state', ARGV[6]) end
+redis.call('SREM', KEYS[5], name)
+renew()
 return 1
 """
 )
 
-# Answers the epoch from which on nobody may commit any more: the turn has ended, now or before.
-CANCEL = """
-local head = redis.call('HMGET', KEYS[1], 'epoch', 'finish_reason')
-if not head[1] then return -1 end
+# Answers the epoch from which on no commit is taken any more: the turn has ended, now or before.
+CANCEL = (
+    _COMMON
+    + _HEAD
+    + """
 if head[2] then return tonumber(head[1]) end
-redis.call('HSET', KEYS[1], 'finish_reason', 'cancelled')
 redis.call('HDEL', KEYS[1], 'lease')
-return redis.call('HINCRBY', KEYS[1], 'epoch', 1)
+redis.call('SREM', KEYS[5], name)
+local epoch = next_epoch()
+redis.call('HSET', KEYS[1], 'finish_reason', 'cancelled', 'epoch', epoch)
+charge_session(now + redis.call('PTTL', KEYS[1]))
+return epoch
 """
+)
 
-# ARGV: lease. Answers what became of a session that was running: -1 gone, 0 somebody works on it, else the
-# epoch of the owner who let it go, finished it, or vanished. The epoch stays: an owner that was only slow may
-# go on. A lease longer than any that is given was written before the clock was set back.
+# Answers what became of a session that was running: -1 gone, 0 it has an owner, else the epoch of the owner
+# that let it go, finished it, or vanished. The epoch stays: an owner that was only slow may go on. A lease
+# longer than any that is given was written before the clock was set back.
 REAP = (
-    _NOW
+    _COMMON
     + """
 local head = redis.call('HMGET', KEYS[1], 'epoch', 'finish_reason', 'lease')
-if not head[1] then return -1 end
-if head[2] or not head[3] then return tonumber(head[1]) end
-local left = tonumber(head[3]) - now
-if left > tonumber(ARGV[1]) then redis.call('HSET', KEYS[1], 'lease', now + ARGV[1]) end
-if left > 0 then return 0 end
-redis.call('HDEL', KEYS[1], 'lease')
-return tonumber(head[1])
+if head[1] and head[3] and not head[2] then
+  local left = head[3] - now
+  if left > lease_ms then redis.call('HSET', KEYS[1], 'lease', now + lease_ms) end
+  if left > 0 then return 0 end
+  redis.call('HDEL', KEYS[1], 'lease')
+  charge_session(now + redis.call('PTTL', KEYS[1]))
+end
+redis.call('SREM', KEYS[5], name)
+return tonumber(head[1] or -1)
 """
 )
 
-# KEYS[1]: index of sessions by their last sign of life. ARGV: name, ttl. Names of expired sessions go.
-TOUCH = (
-    _NOW
+# Answers whether there was such a session; -10 if it has another request. DEL comes first: Redis takes it at
+# its memory limit too, and what follows it in the script.
+DELETE = (
+    _COMMON
     + """
-redis.call('ZADD', KEYS[1], now, ARGV[1])
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', '(' .. (now - ARGV[2] * 1000))
-redis.call('EXPIRE', KEYS[1], ARGV[2])
-return 1
+local there = redis.call('HGET', KEYS[1], 'digest')
+if there and there ~= digest then return -10 end
+redis.call('DEL', KEYS[1], KEYS[2], KEYS[3], KEYS[4])
+redis.call('SREM', KEYS[5], name)
+redis.call('ZREM', KEYS[6], name)
+charge(name, 0, 0)
+if there then leave(KEYS[11], KEYS[12], request) end
+return there and 1 or 0
 """
 )
+
+# ARGV: epoch of the owner that writes, records, bound of the tenant, bound of all. Answers the bytes stored;
+# -1 when the session is gone, also when there is another one of its name; -7 and -8 when there is no room for
+# records.
+RECORD = (
+    _COMMON
+    + """
+local first = redis.call('HGET', KEYS[1], 'first_epoch')
+if not first or tonumber(ARGV[5]) < tonumber(first) then return -1 end
+local no = refusal(#ARGV[6], tonumber(ARGV[7]), tonumber(ARGV[8]))
+if no then return no[1] end
+local left, length = redis.call('PTTL', KEYS[1]), redis.call('APPEND', KEYS[3], ARGV[6])
+redis.call('PEXPIRE', KEYS[3], math.max(left, 1))
+charge_session(now + left)
+return length
+"""
+)
+
+# ARGV: epoch of the owner, traceparent. Answers the traceparent before, or ''.
+NOTE_TRACE = """
+local first = redis.call('HGET', KEYS[1], 'first_epoch')
+if not first or tonumber(ARGV[5]) < tonumber(first) then return '' end
+local before = redis.call('GET', KEYS[4])
+redis.call('SET', KEYS[4], ARGV[6], 'PX', math.max(redis.call('PTTL', KEYS[1]), 1))
+return before or ''
+"""
+
+# KEYS: hash and tokens. Answers the time (ms), the fields of the hash, the tokens, and the ms until they expire. A
+# transaction would do, but Redis refuses those at its memory limit even if they only read.
+READ = """
+local clock = redis.call('TIME')
+return {clock[1] * 1000 + math.floor(clock[2] / 1000), redis.call('HGETALL', KEYS[1]),
+  redis.call('GET', KEYS[2]) or '', redis.call('PTTL', KEYS[1])}
+"""
+
+# KEYS: hashes of sessions. Answers the time (ms), and a line for each: the fields of
+# `orchestrator.stored.SUMMARY_FIELDS`, '-' for those that are absent, then the ms until it expires; '' for no
+# session. Tokens are not read.
+LIST = """
+local fields, lines = ARGV, {}
+for i, key in ipairs(KEYS) do
+  local values = redis.call('HMGET', key, unpack(fields))
+  lines[i] = ''
+  if values[1] then
+    for j = 1, #fields do values[j] = values[j] or '-' end
+    values[#fields + 1] = redis.call('PTTL', key)
+    lines[i] = table.concat(values, ' ')
+  end
+end
+local clock = redis.call('TIME')
+return {clock[1] * 1000 + math.floor(clock[2] / 1000), lines}
+"""

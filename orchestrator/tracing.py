@@ -113,7 +113,7 @@ class Tracing:
         trace = _CURRENT.get()
         if trace is not None:
             trace.bind(session)
-            in_background(self._link(trace, session.session_id))
+            in_background(self._link(trace, session))
         session.calls = journal = Journal(session, self._store, in_background, trace)
         return journal
 
@@ -121,12 +121,13 @@ class Tracing:
         """Send the spans that wait, within a deadline."""
         await self._telemetry.shutdown()
 
-    async def _link(self, trace: SessionTrace, session_id: str) -> None:
+    async def _link(self, trace: SessionTrace, session: Session) -> None:
         """Note which span serves a session now, and link it to the one that did before."""
         try:
-            before = _parse(await self._store.serve(session_id, trace.traceparent))
+            served = await self._store.serve(session.session_id, session.epoch, trace.traceparent)
+            before = _parse(served)
         except GammarayError as error:
-            _log.debug("session %s: the trace before this one is not known: %s", session_id, error)
+            _log.debug("session %s: the trace before this one is not known: %s", session.session_id, error)
             return
         if before is not None:
             trace.span.add_link(get_current_span(before).get_span_context())
@@ -183,8 +184,6 @@ def _request_attributes(request: GenerationRequest, model_name: str) -> dict[str
         attributes[t.REQUEST_TOP_K] = sampling.top_k
     if sampling.seed is not None:
         attributes[t.REQUEST_SEED] = str(sampling.seed)
-    if request.stop:
-        attributes[t.REQUEST_STOP] = list(request.stop)
     if request.resume_from:
         attributes[t.RESUMED_FROM] = request.resume_from
     return attributes

@@ -18,7 +18,7 @@ from gammaray.errors import FailedPreconditionError, ModelChangedError, Unavaila
 from gammaray.types import FinishReason, TokenOrigin
 from orchestrator.redis_calls import connect
 from orchestrator.store import RedisStore
-from orchestrator.stored import keys_of
+from orchestrator.store_keys import keys_of
 
 pytestmark = pytest.mark.integration
 

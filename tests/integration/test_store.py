@@ -61,7 +61,7 @@ async def test_store_reads_back_what_was_stored(store):
     session = make_session(max_tokens=4)
     await store.create(session, b"\x00request\xff")
     fresh = await store.read("s")
-    assert (fresh.token_ids, fresh.finish_reason, fresh.epoch) == ((), None, 1)
+    assert (fresh.token_ids, fresh.finish_reason, fresh.epoch) == ((), None, session.epoch)
     await commit(store, session, [5, 2**31 + 5, 7], [ACCEPTED, ACCEPTED, CORRECTION])
     await commit(store, session, [8])
     stored = await store.read("s")
@@ -87,15 +87,17 @@ async def test_store_stale_owner_is_refused(store):
     session = make_session()
     await store.create(session, b"")
     await commit(store, session, [1, 2])
-    assert await store.take_over("s") == 2
+    epoch = await store.take_over("s")
+    assert epoch > session.epoch
     with pytest.raises(FailedPreconditionError, match="another owner"):
         await commit(store, session, [3])
     await store.detach(session)
     stored = await store.read("s")
-    assert (stored.token_ids, stored.finish_reason, stored.epoch) == ((1, 2), None, 2)
+    assert (stored.token_ids, stored.finish_reason, stored.epoch) == ((1, 2), None, epoch)
     assert stored.is_running
 
-    heir = make_session(epoch=2)
+    heir = make_session(epoch=epoch)
+    heir.digest = stored.digest
     heir.token_ids += [1, 2]
     await commit(store, heir, [3])
     assert (await store.read("s")).token_ids == (1, 2, 3)
@@ -138,7 +140,7 @@ async def test_store_two_owners_race_one_wins(store):
     await store.create(session, b"")
     racers = []
     for token in range(20):
-        racer = make_session(max_tokens=1000)
+        racer = make_session(max_tokens=1000, epoch=session.epoch)
         racer.commit([token])
         racers.append(store.append(racer, [token], [BONUS]))
     results = await asyncio.gather(*racers, return_exceptions=True)
@@ -150,7 +152,8 @@ async def test_store_cancelled_turn_takes_no_commit_and_tells_its_owner(store):
     session = make_session()
     await store.create(session, b"")
     await commit(store, session, [1])
-    assert await store.cancel("s") == 2
+    epoch = await store.cancel("s")
+    assert epoch > session.epoch
     with pytest.raises(CancelledError, match="s was cancelled"):
         await commit(store, session, [2])
     with pytest.raises(CancelledError):
@@ -158,7 +161,7 @@ async def test_store_cancelled_turn_takes_no_commit_and_tells_its_owner(store):
     stored = await store.read("s")
     assert (stored.token_ids, stored.finish_reason) == ((1,), FinishReason.CANCELLED)
     assert not stored.is_running
-    assert await store.cancel("s") == 2
+    assert await store.cancel("s") == epoch
     with pytest.raises(NotFoundError):
         await store.cancel("nobody")
 
@@ -171,7 +174,7 @@ async def test_store_commit_is_one_command(store, redis):
     total = (await redis.info("stats"))["total_commands_processed"]
     await commit(store, session, [2])
     assert (await redis.info("commandstats"))["cmdstat_evalsha"]["calls"] == before + 1
-    scripted = 6  # what the script itself runs: HMGET, STRLEN, APPEND, HSET, two EXPIREs
+    scripted = 5  # what the script itself runs: HMGET, STRLEN, APPEND, HSET, PTTL
     assert (await redis.info("stats"))["total_commands_processed"] - total <= 1 + scripted + 2
 
 
@@ -179,10 +182,10 @@ async def test_store_sessions_expire_together(store, redis):
     session = make_session()
     await store.create(session, b"")
     await commit(store, session, [1])
-    keys = await redis.keys("gammaray:session:*")
-    assert len(keys) == 2
+    keys = await redis.keys("gammaray:session:*") + await redis.keys("gammaray:request:*")
+    assert len(keys) == 4
     for key in keys:
-        assert 0 < await redis.ttl(key) <= 60
+        assert 59_000 < await redis.pttl(key) <= 60_000
     await redis.delete("gammaray:session:{s}")
     with pytest.raises(NotFoundError, match="deleted or has expired"):
         await commit(store, session, [2])

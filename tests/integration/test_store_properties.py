@@ -31,7 +31,7 @@ from orchestrator import store_scripts as scripts
 from orchestrator.redis_calls import connect
 from orchestrator.session import Session
 from orchestrator.store import RedisStore
-from orchestrator.stored import keys_of
+from orchestrator.store_keys import keys_of, request_keys
 
 pytestmark = pytest.mark.integration
 
@@ -44,10 +44,10 @@ REFUSALS = (FailedPreconditionError, CancelledError, NotFoundError, InternalErro
 
 @dataclass
 class Model:
-    """What the store must hold."""
+    """What the store must hold; `epoch` is the last one that was given out, also when there is no session."""
 
     exists: bool = True
-    epoch: int = 1
+    epoch: int = 0
     turn: int = 0
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -79,8 +79,9 @@ class StoreMachine(RuleBasedStateMachine):
         """Whether the session has come to something that is worth losing."""
         return self.model.exists and (len(self.model.tokens) > 6 or self.model.turn > 0)
 
-    def view(self, epoch: int, tokens: list[int]) -> Session:
+    def view(self, epoch: int, tokens: list[int], digest: str = "") -> Session:
         session = make_session("s", MAX_TOKENS, epoch)
+        session.digest = digest
         session.commit(tokens)
         session.finish_reason = None
         return session
@@ -88,9 +89,15 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize()
     def create(self) -> None:
         self.run(self.redis.flushall())
-        session = self.view(1, [])
+        session = self.view(0, [])
         self.run(self.store.create(session, b"turn 0"))
-        self.views[0] = session
+        self.views[0], self.model.epoch = session, session.epoch
+
+    def rises(self, epoch: int) -> None:
+        """Check a new epoch: no owner of the past, of whatever session, may have one that is as high."""
+        assert epoch > self.model.epoch
+        assert epoch > max((view.epoch for view in self.views if view is not None), default=0)
+        self.model.epoch = epoch
 
     @rule(owner=OWNERS)
     def take_over(self, owner: int) -> None:
@@ -100,11 +107,12 @@ class StoreMachine(RuleBasedStateMachine):
         except (NotFoundError, InternalError):
             assert not (self.model.exists and self.model.is_whole)
             if self.model.exists and self.model.finish_reason is None:
-                self.model.epoch += 1
+                self.rises(int(self.run(self.redis.hget(keys_of("s")[0], "epoch"))))
             return
-        self.model.epoch += self.model.finish_reason is None
+        if self.model.finish_reason is None:
+            self.rises(epoch)
         assert epoch == self.model.epoch
-        self.views[owner] = self.view(epoch, list(stored.token_ids))
+        self.views[owner] = self.view(epoch, list(stored.token_ids), stored.digest)
 
     @rule(owner=OWNERS, token_ids=TOKENS, ends=st.booleans(), times=st.integers(1, 3), gap=st.integers(-2, 2))
     def commit(self, owner: int, token_ids: list[int], ends: bool, times: int, gap: int) -> None:
@@ -179,7 +187,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         if self.model.finish_reason is None:
             self.model.finish_reason = FinishReason.CANCELLED
-            self.model.epoch += 1
+            self.rises(epoch)
         assert epoch == self.model.epoch
 
     @precondition(lambda self: self.model.exists and self.model.is_whole)
@@ -195,7 +203,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.model.finish_reason is None
             return
         assert self.model.finish_reason is not None
-        assert session.epoch == self.model.epoch + 1
+        self.rises(session.epoch)
         self.model = Model(epoch=session.epoch, turn=self.model.turn + 1)
         self.views[owner] = session
 
@@ -225,7 +233,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(how=st.sampled_from(["evicted", "torn"]))
     def tokens_are_lost(self, how: str) -> None:
         """Half of a write: the hash is there, tokens are not. Nobody may commit or read on."""
-        _, tokens, _ = keys_of("s")
+        _, tokens, *_ = keys_of("s")
         data = self.run(self.redis.get(tokens)) or b""
         if not data:
             return
@@ -242,18 +250,46 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.has_gone_far)
     @rule()
     def expires(self) -> None:
-        """By its time to live, which an owner that lives renews."""
-        self.run(self.redis.delete(*keys_of("s")))
-        self.views, self.model = [None, None, None], Model(exists=False, epoch=0)
+        """By its time to live; owners that were suspended meanwhile wake up later, and know nothing of it."""
+        digest = self.run(self.redis.hget(keys_of("s")[0], "digest")).decode()
+        self.run(self.redis.delete(*keys_of("s")[:4], *request_keys("s", digest)))
+        self.model = Model(exists=False, epoch=self.model.epoch)
+
+    @precondition(lambda self: self.has_gone_far)
+    @rule()
+    def redis_loses_everything(self) -> None:
+        self.run(self.redis.flushall())
+        self.model = Model(exists=False, epoch=self.model.epoch)
 
     @precondition(lambda self: not self.model.exists)
     @rule(owner=OWNERS)
     def create_again(self, owner: int) -> None:
         """Another session of the same name."""
-        session = self.view(1, [])
+        session = self.view(0, [])
         self.run(self.store.create(session, b"turn 0"))
-        assert session.epoch == self.model.epoch + 1
+        self.rises(session.epoch)
         self.views[owner], self.model = session, Model(epoch=session.epoch)
+
+    @invariant()
+    def store_charges_what_is_there(self) -> None:
+        """The session with its reservation and its request, to the byte, and nothing else."""
+        fields = self.run(self.redis.hgetall("gammaray:stored:bytes"))
+        sums = {k: int(v) for k, v in self.run(self.redis.hgetall("gammaray:stored:used")).items()}
+        charged = {k: int(v) for k, v in fields.items() if not k.endswith(b"+")}
+        spare = sum(int(v) for k, v in fields.items() if k.endswith(b"+"))
+        assert sums.get(b":", 0) == sums.get(b"", 0) == sum(charged.values())
+        assert sums.get(b":+", 0) == sums.get(b"+", 0) == spare
+        if not self.model.exists or not self.model.is_whole:
+            return
+        head_key, tokens_key, cycles_key, *_ = keys_of("s")
+        head = self.run(self.redis.hgetall(head_key))
+        size, cycles = self.run(self.redis.strlen(tokens_key)), self.run(self.redis.strlen(cycles_key))
+        room = max(int(head[b"room"]) - size, 0) if b"lease" in head else 0
+        request = self.run(self.redis.strlen(request_keys("s", head[b"digest"].decode())[0]))
+        assert request > 0
+        # A session that was reaped takes the commits of its owner, that was only slow, until this renews.
+        assert charged[b"s"] == scripts.SESSION_OVERHEAD + size + cycles + room
+        assert charged[b"/" + head[b"digest"]] == scripts.REQUEST_OVERHEAD + request
 
     @invariant()
     def store_says_what_the_model_says(self) -> None:
@@ -290,12 +326,14 @@ def test_store_accepts_no_stale_commit():
 
 @pytest.mark.parametrize(
     "guard",
-    ["if tonumber(head[1]) ~= tonumber(ARGV[1]) then return -2 end", "if head[2] then return -3 end"],
+    ["if tonumber(head[1]) ~= tonumber(epoch) then return -2 end", "if head[2] then return -3 end"],
     ids=["epoch", "finished"],
 )
 def test_store_planted_hole_is_found(monkeypatch, guard):
-    assert guard in scripts.COMMIT
-    monkeypatch.setattr(scripts, "COMMIT", scripts.COMMIT.replace(guard, ""))
+    for name in ("COMMIT", "END"):
+        script = getattr(scripts, name)
+        assert guard in script
+        monkeypatch.setattr(scripts, name, script.replace(guard, ""))
     with pytest.raises(AssertionError):
         run_state_machine_as_test(
             StoreMachine,

@@ -1,0 +1,47 @@
+"""How many bytes of sessions may be stored, by a tenant and in all."""
+
+from __future__ import annotations
+
+import time
+
+from gammaray.errors import GammarayError
+from orchestrator.redis_calls import Redis, answer
+from orchestrator.store_keys import tenant_of
+
+__all__ = ["DEFAULT_TOTAL", "StoreBounds"]
+
+DEFAULT_TOTAL = 2**30
+"""Bound in bytes of all that is stored, where neither a setting nor Redis names one."""
+
+READ_PERIOD_S = 30.0
+"""How often Redis is asked for its memory limit."""
+
+
+class StoreBounds:
+    """Upper bounds of the bytes that are charged for sessions, see `orchestrator.store_scripts`.
+
+    Args:
+        redis: A connected client.
+        total: Bytes of all sessions; 0 takes half of Redis's `maxmemory`, or 1 GiB where Redis has none or
+            does not tell.
+        tenant_share: Share of it that one tenant may have, where keys name tenants.
+    """
+
+    def __init__(self, redis: Redis, total: int = 0, tenant_share: float = 0.5) -> None:
+        self._redis, self._given, self._tenant_share = redis, total, tenant_share
+        self._derived, self._read_at = DEFAULT_TOTAL, 0.0
+
+    async def of(self, session_id: str) -> tuple[int, int]:
+        """Return the bounds of a session's tenant and of all, in bytes."""
+        total = self._given or await self._derive()
+        return round(total * self._tenant_share) if tenant_of(session_id) else total, total
+
+    async def _derive(self) -> int:
+        if time.monotonic() >= self._read_at:
+            self._read_at = time.monotonic() + READ_PERIOD_S
+            try:
+                memory = await answer(self._redis.info("memory"))
+                self._derived = int(memory.get("maxmemory", 0)) // 2 or DEFAULT_TOTAL
+            except GammarayError:  # unreachable, as the next call will tell, or this user may not ask
+                pass
+        return self._derived

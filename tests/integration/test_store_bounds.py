@@ -1,0 +1,352 @@
+"""What stored sessions take in a real Redis: one request for all its choices, bounds, and what frees bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from redis_helpers import running_redis
+from scripted_workers import make_session
+
+from gammaray.errors import (
+    FailedPreconditionError,
+    NotFoundError,
+    ResourceExhaustedError,
+)
+from gammaray.types import FinishReason, GenerationRequest, SamplingParams, TokenOrigin
+from orchestrator.access import Caller
+from orchestrator.completion import Progress
+from orchestrator.redis_calls import connect
+from orchestrator.sessions import Opener
+from orchestrator.store import RedisStore
+from orchestrator.store_bounds import DEFAULT_TOTAL, StoreBounds
+from orchestrator.store_scripts import REQUEST_OVERHEAD, SESSION_OVERHEAD
+from orchestrator.tokenizer import Tokenizer, resolve_model
+from orchestrator.trace_store import RedisTraceStore
+
+pytestmark = pytest.mark.integration
+
+BONUS = TokenOrigin.BONUS
+ALICE = Caller(tenant="alice")
+PLAIN = 5
+"""Bytes of one record without log-probabilities."""
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_redis() as server:
+        yield server
+
+
+@pytest.fixture
+async def redis(server):
+    client = connect(server.url)
+    await client.flushall()
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(resolve_model("demo"))
+
+
+def store_of(redis, total: int = 0, share: float = 1.0, ttl_s: int = 60) -> RedisStore:
+    return RedisStore(redis, ttl_s, bounds=StoreBounds(redis, total, share))
+
+
+def opener_of(store: RedisStore, tokenizer: Tokenizer) -> Opener:
+    async def served(*_: object) -> None:
+        pass
+
+    return Opener(store, tokenizer, served)
+
+
+def session_of(name: str, max_tokens: int = 8, prompt: tuple[int, ...] = (1, 2, 3)):
+    return make_session(name, max_tokens, 0, prompt)
+
+
+async def commit(store, session, token_ids):
+    kept = session.commit(token_ids)
+    await store.append(session, token_ids[:kept], [BONUS] * kept)
+
+
+async def used(redis, tenant: str = ":") -> int:
+    """Return the bytes that are charged to a tenant, or to all."""
+    return int(await redis.hget("gammaray:stored:used", tenant) or 0)
+
+
+async def requests(redis) -> list[bytes]:
+    return sorted(key for key in await redis.keys("gammaray:request:*") if not key.endswith(b":users"))
+
+
+async def test_choices_of_one_request_share_its_prompt(redis, tokenizer):
+    prompt = tuple((tokenizer.encode("def read(path):\n    return open(path).read()\n" * 40) * 100)[:32_000])
+    store = store_of(redis)
+    opener, before = opener_of(store, tokenizer), (await redis.info("memory"))["used_memory"]
+    names = []
+    for index in range(128):
+        request = GenerationRequest(
+            prompt=prompt, sampling=SamplingParams(sample_index=index, temperature=1.0)
+        )
+        names.append((await opener.open(request, 32_768, ALICE)).session.session_id)
+    taken = (await redis.info("memory"))["used_memory"] - before
+    (key,) = await requests(redis)
+    assert len(prompt) == 32_000
+    assert 0 <= await redis.strlen(key) - 4 * len(prompt) < 200
+    assert taken < 1 * 2**20
+    for index in (0, 77, 127):
+        stored = await store.read(names[index])
+        assert (stored.sample_index, stored.prompt) == (index, prompt)
+    assert len({(await store.read(name)).seed for name in names}) == 128
+
+
+async def test_requests_are_not_shared_between_tenants_nor_when_they_differ(redis, tokenizer):
+    opener = opener_of(store_of(redis), tokenizer)
+    request = GenerationRequest(prompt="def main():")
+    for caller, asked in [
+        (ALICE, request),
+        (ALICE, replace(request, sampling=SamplingParams(sample_index=1))),
+        (Caller(tenant="bob"), request),
+        (Caller(), request),
+        (ALICE, replace(request, stop=("x",))),
+        (ALICE, replace(request, prompt="def other():")),
+    ]:
+        await opener.open(asked, 2048, caller)
+    tenants = [key.decode().split(":")[2].split("/")[0] for key in await requests(redis)]
+    assert sorted(tenants) == ["", "alice", "alice", "alice", "bob"]
+
+
+async def test_another_orchestrator_takes_a_choice_over(redis, server, tokenizer):
+    asked = GenerationRequest(
+        prompt="def main():",
+        max_tokens=9,
+        sampling=SamplingParams(sample_index=3),
+        session_id="mine",
+        stop=("zz",),
+    )
+    opened = await opener_of(store_of(redis), tokenizer).open(asked, 2048, ALICE)
+    other_redis = connect(server.url)
+    other = opener_of(store_of(other_redis), tokenizer)
+    for prompt in ("def main():", ""):
+        heir = await other.open(replace(asked, prompt=prompt, resume_from=0), 2048, ALICE)
+        assert heir.session.prompt == opened.session.prompt
+        assert heir.session.params == opened.session.params
+        assert heir.request.stop == ("zz",)
+        assert heir.session.epoch > opened.session.epoch
+    for changed in (replace(asked, prompt="def main(): "), replace(asked, stop=())):
+        with pytest.raises(FailedPreconditionError, match="another request"):
+            await other.open(replace(changed, resume_from=0), 2048, ALICE)
+    ids = tuple(tokenizer.encode("def main():"))
+    with pytest.raises(FailedPreconditionError, match="another request"):
+        await other.open(replace(asked, prompt=ids[:-1], resume_from=0), 2048, ALICE)
+    heir.session.commit([5])
+    store = store_of(other_redis)
+    await store.append(heir.session, [5], [BONUS])
+    again = await other.open(replace(asked, prompt="", resume_from=0), 2048, ALICE)
+    list(again.replay(Progress(again.session, tokenizer, 0)))
+    assert again.session.token_ids[-1] == 5
+    await other_redis.aclose()
+
+
+async def test_request_goes_with_its_last_session(redis):
+    store = store_of(redis)
+    for name in ("alice:a", "alice:b", "alice:c"):
+        await store.create(session_of(name), b"request")
+    size = 4 + len(b"request") + 12 + REQUEST_OVERHEAD
+    assert await used(redis, "alice") == size + 3 * (SESSION_OVERHEAD + 8 * PLAIN)
+    assert await store.delete("alice:a")
+    assert await store.delete("alice:b")
+    assert len(await requests(redis)) == 1
+    assert await used(redis, "alice") == size + SESSION_OVERHEAD + 8 * PLAIN
+    assert (await store.read("alice:c")).prompt == (1, 2, 3)
+    assert await store.delete("alice:c")
+    left = [key for key in await redis.keys("gammaray:*") if key != b"gammaray:epoch"]
+    assert left == []
+
+
+async def test_next_turn_leaves_the_request_of_the_one_before(redis):
+    store = store_of(redis)
+    for name in ("alice:a", "alice:b"):
+        session = session_of(name, max_tokens=1)
+        await store.create(session, b"request")
+        await commit(store, session, [4])
+    for name, count in (("alice:a", 2), ("alice:b", 1)):
+        turn = session_of(name, 2, (1, 2, 3, 4, 5))
+        await store.next_turn(turn, b"second", await store.read(name))
+        assert len(await requests(redis)) == count
+    size = 4 + len(b"second") + 20 + REQUEST_OVERHEAD
+    assert await used(redis) == size + 2 * (SESSION_OVERHEAD + 2 * PLAIN)
+
+
+async def test_expired_sessions_and_requests_free_their_bytes(redis):
+    store = store_of(redis, ttl_s=1)
+    short, long = session_of("alice:short"), session_of("alice:long", 10**4)
+    await store.create(short, b"request")
+    await store.create(long, b"request")
+    await store.create(session_of("alice:alone", prompt=(9,)), b"request")
+    for token in range(15):  # a session that goes on keeps itself and what it shares
+        await asyncio.sleep(0.1)
+        await commit(store, long, [token])
+    with pytest.raises(NotFoundError):
+        await store.read("alice:short")
+    assert (await store.read("alice:long")).prompt == (1, 2, 3)
+    assert len(await requests(redis)) == 1
+    await store.create(session_of("bob:new", prompt=(7,)), b"request")  # takes off what has expired
+    one = SESSION_OVERHEAD + REQUEST_OVERHEAD + 4 + len(b"request")
+    assert await used(redis, "alice") == one + 12 + 10**4 * PLAIN
+    assert await used(redis, "bob") == one + 4 + 8 * PLAIN
+    assert await used(redis) == await used(redis, "alice") + await used(redis, "bob")
+    await asyncio.sleep(1.2)
+    await store.create(session_of("bob:newer", prompt=(7,)), b"request")
+    assert await used(redis) == one + 4 + 8 * PLAIN
+    assert await redis.zcard("gammaray:stored") == 2
+
+
+async def test_tenant_over_its_bound_is_refused_and_told_when_to_come_back(redis):
+    need = SESSION_OVERHEAD + 8 * PLAIN
+    own = REQUEST_OVERHEAD + 4 + len(b"request") + 12
+    store = store_of(redis, 2 * (own + 3 * need), 0.5)
+    for index in range(3):
+        session = session_of(f"alice:{index}")
+        await store.create(session, b"request")
+        await commit(store, session, [1, 2, 3, 4, 5, 6, 7, 8])  # ended: nothing is set aside any more
+    with pytest.raises(ResourceExhaustedError) as refused:
+        await store.create(session_of("alice:more"), b"request")
+    assert 50 <= refused.value.retry_after_s <= 60
+    for part in (
+        "tenant alice",
+        f"{own + 3 * need} of {own + 3 * need} bytes",
+        "max_tenant_stored_share",
+        str(need),
+    ):
+        assert part in str(refused.value)
+    with pytest.raises(NotFoundError):
+        await store.read("alice:more")
+    for index in range(3):
+        await store.create(session_of(f"bob:{index}"), b"request")
+    with pytest.raises(ResourceExhaustedError, match="of all tenants: .*max_stored_mb"):
+        await store.create(session_of("carol:0"), b"request")
+    await store.delete("alice:1")
+    await store.create(session_of("alice:more"), b"request")
+    assert await used(redis) == 2 * (own + 3 * need)
+
+
+async def test_refused_until_sessions_expire(redis):
+    need = SESSION_OVERHEAD + 8 * PLAIN + REQUEST_OVERHEAD + 4 + len(b"request") + 12
+    store = store_of(redis, need, ttl_s=1)
+    session = session_of("alice:a")
+    await store.create(session, b"request")
+    await store.detach(session)
+    with pytest.raises(ResourceExhaustedError) as refused:
+        await store.create(session_of("alice:b", prompt=(4, 5, 6)), b"request")
+    assert refused.value.retry_after_s == 1
+    await asyncio.sleep(1.05)
+    await store.create(session_of("alice:b", prompt=(4, 5, 6)), b"request")
+
+
+async def test_many_expired_sessions_are_taken_off_before_anything_is_refused(redis):
+    """More than one script takes off at once."""
+    many = store_of(redis)
+    await asyncio.gather(*(many.create(session_of(f"alice:{i}"), b"request") for i in range(2500)))
+    assert await used(redis) > 2500 * SESSION_OVERHEAD
+    await redis.delete(*await redis.keys("gammaray:session:*"), *await redis.keys("gammaray:request:*"))
+    for item in await redis.zrange("gammaray:stored", 0, -1):  # as if a minute had passed
+        await redis.zincrby("gammaray:stored", -61_000, item)
+    store = store_of(redis, SESSION_OVERHEAD + REQUEST_OVERHEAD + 100)
+    await store.create(session_of("bob:a"), b"request")
+    assert await used(redis) == SESSION_OVERHEAD + REQUEST_OVERHEAD + 4 + len(b"request") + 12 + 8 * PLAIN
+
+
+async def test_what_a_turn_may_still_emit_is_set_aside_while_it_has_an_owner(redis):
+    own = SESSION_OVERHEAD + REQUEST_OVERHEAD + 4 + len(b"request") + 12
+    store = store_of(redis, 2 * own + 1000 * PLAIN)
+    running = session_of("alice:a", 900)
+    await store.create(running, b"request")
+    assert await used(redis) == own + 900 * PLAIN
+    with pytest.raises(ResourceExhaustedError) as refused:
+        await store.create(session_of("alice:b", 900, (4, 5, 6)), b"request")
+    assert refused.value.retry_after_s == 1  # a turn that ends gives up what it has not used
+    for token in range(100):
+        await commit(store, running, [token])
+    assert await used(redis) == own + 900 * PLAIN
+    await store.detach(running)
+    assert await used(redis) == own + 100 * PLAIN
+    other = session_of("alice:b", 900, (4, 5, 6))
+    await store.create(other, b"request")
+    with pytest.raises(ResourceExhaustedError, match="needs 4000 more"):
+        await store.take_over("alice:a")
+    assert (await store.read("alice:a")).epoch == running.epoch
+    await commit(store, other, [1])
+    await store.cancel("alice:b")
+    running.epoch = await store.take_over("alice:a")
+    while running.finish_reason is None:
+        await commit(store, running, [7])
+    assert running.finish_reason is FinishReason.LENGTH
+    assert await used(redis) == 2 * own + 901 * PLAIN
+    assert await redis.hget("gammaray:stored:used", ":+") is None
+
+
+async def test_reaped_session_gives_up_what_was_set_aside_and_its_slow_owner_goes_on(redis):
+    store = RedisStore(redis, 60, lease_s=0.1)
+    session = session_of("alice:a", 1000)
+    await store.create(session, b"request")
+    reserved = await used(redis)
+    await asyncio.sleep(0.2)
+    assert await store.reap("alice:a") == session.epoch
+    assert await used(redis) == reserved - 1000 * PLAIN
+    await commit(store, session, [1, 2])
+    assert await used(redis) == reserved
+    assert await store.running() == ["alice:a"]
+
+
+async def test_bound_follows_the_memory_limit_of_redis(redis):
+    bounds = StoreBounds(redis, tenant_share=0.25)
+    assert await bounds.of("alice:a") == (DEFAULT_TOTAL // 4, DEFAULT_TOTAL)
+    assert await bounds.of("a") == (DEFAULT_TOTAL, DEFAULT_TOTAL)
+    await redis.config_set("maxmemory", 100 * 2**20)
+    try:
+        assert await StoreBounds(redis).of("a") == (50 * 2**20, 50 * 2**20)
+        assert await StoreBounds(redis, 7).of("a") == (7, 7)
+    finally:
+        await redis.config_set("maxmemory", 0)
+
+
+async def test_records_of_cycles_are_charged_and_leave_room_for_sessions(redis):
+    own = SESSION_OVERHEAD + REQUEST_OVERHEAD + 4 + len(b"request") + 12 + 8 * PLAIN
+    bounds = StoreBounds(redis, 2 * own, 1.0)
+    store, traces = RedisStore(redis, 60, bounds=bounds), RedisTraceStore(redis, 60, bounds)
+    session = session_of("alice:a")
+    await store.create(session, b"request")
+    assert await traces.append("alice:a", session.epoch, b"\n\x02\x08\x01" * 25)
+    assert await used(redis) == own + 100
+    half = b"\n\x02\x08\x01" * (own // 8)
+    assert not await traces.append("alice:a", session.epoch, half)  # past three quarters
+    assert len((await traces.read("alice:a")).cycles) == 25
+    assert await used(redis) == own + 100
+    assert await store.delete("alice:a")
+    assert await used(redis) == 0
+
+
+async def test_redis_at_its_memory_limit_refuses_and_recovers(server, redis):
+    store = store_of(redis, 2**30)
+    session = session_of("alice:a", 10**5)
+    await store.create(session, b"request")
+    await commit(store, session, [1])
+    taken = (await redis.info("memory"))["used_memory"]
+    await redis.config_set("maxmemory", taken - 2**16)
+    try:
+        with pytest.raises(ResourceExhaustedError, match="out of memory") as refused:
+            await store.create(session_of("alice:b", prompt=tuple(range(5000))), b"request")
+        assert refused.value.retry_after_s >= 1
+        with pytest.raises(ResourceExhaustedError, match="out of memory"):
+            await commit(store, session, [2])
+        assert (await store.read("alice:a")).token_ids == (1,)  # reading, ending and deleting need no memory
+        await store.detach(session)
+        await store.cancel("alice:a")
+        assert (await store.summary("alice:a")).finish_reason is FinishReason.CANCELLED
+        assert await store.delete("alice:a")
+    finally:
+        await redis.config_set("maxmemory", 0)
+    await store.create(session_of("alice:b"), b"request")
