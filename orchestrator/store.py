@@ -32,6 +32,7 @@ from gammaray.errors import (
 )
 from gammaray.types import TokenOrigin
 from orchestrator import store_scripts as scripts
+from orchestrator.cpu_threads import INLINE_BYTES, in_thread
 from orchestrator.cycle import TokenLogprobs
 from orchestrator.records import TokenRecords
 from orchestrator.redis_calls import BatchedScript, answer
@@ -266,7 +267,16 @@ class RedisStore:
         (seconds, micros), *rest = await answer(pipeline.execute())
         now_ms = seconds * 1000 + micros // 1000
         rows = zip(names, rest[::3], rest[1::3], rest[2::3], strict=True)
-        return [parse(name, h, data or b"", ttl, now_ms) if h else None for name, h, data, ttl in rows]
+        found: list[StoredSession | None] = []
+        for name, head, data, ttl_ms in rows:
+            data = data or b""
+            if not head:
+                found.append(None)
+            elif len(data) <= INLINE_BYTES:
+                found.append(parse(name, head, data, ttl_ms, now_ms))
+            else:
+                found.append(await in_thread(parse, name, head, data, ttl_ms, now_ms))
+        return found
 
 
 def _checked(result: int, session_id: str, start: int = 0) -> int:
