@@ -131,4 +131,4 @@ async def _prompt_ids(
         return prompt
     if len(prompt) < LONG_PROMPT:
         return tuple(tokenizer.encode(prompt, is_start=is_start))
-    return tuple(await in_thread(tokenizer.encode, prompt, is_start=is_start))
+    return await tokenizer.encode_long(prompt, is_start=is_start)

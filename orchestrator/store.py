@@ -23,6 +23,7 @@ from gammaray.errors import (
 )
 from gammaray.types import TokenOrigin
 from orchestrator import store_scripts as scripts
+from orchestrator.cpu_threads import INLINE_BYTES, in_thread
 from orchestrator.cycle import TokenLogprobs
 from orchestrator.records import TokenRecords
 from orchestrator.redis_calls import BatchedScript, answer
@@ -224,7 +225,9 @@ class RedisStore:
             request: Any = await answer(self._redis.get(request_key))
             if request is None:
                 continue  # the session went on to another turn, or is gone, unless the request is lost
-            found = parse(session_id, fields, request, data, ttl_ms, now_ms)
+            stored = session_id, fields, request, data, ttl_ms, now_ms
+            is_small = len(data) + len(request) <= INLINE_BYTES
+            found = parse(*stored) if is_small else await in_thread(parse, *stored)
             if found.is_whole:
                 return found
             break

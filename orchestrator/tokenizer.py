@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from gammaray.config import DEMO_PAIR
 from gammaray.demo_pair import demo_directory
 from gammaray.errors import InvalidArgumentError
+from orchestrator.cpu_threads import in_thread
 
 __all__ = ["Tokenizer", "resolve_model", "served_name"]
 
@@ -64,6 +66,7 @@ class Tokenizer:
         special = (token_id for token_id, token in self._added.items() if token.special)
         self._special_ids = frozenset(special) | frozenset(self._tokenizer.all_special_ids)
         self._bytes: dict[int, bytes] = {}
+        self._encoding: dict[tuple[str, bool], tuple[asyncio.Task[tuple[int, ...]], asyncio.Lock]] = {}
 
     def encode(self, text: str, *, is_start: bool = True) -> list[int]:
         """Return the token ids of `text`, with the special tokens that belong in front where it is a start.
@@ -82,6 +85,29 @@ class Tokenizer:
         if bos is not None and token_ids[:2] == [bos, bos]:
             return token_ids[1:]  # a chat template had written it already
         return token_ids
+
+    async def encode_long(self, text: str, *, is_start: bool = True) -> tuple[int, ...]:
+        """Return the same of a long text, which is tokenised in a thread.
+
+        Calls for one text at a time, such as those of a request's choices, share the work. They return in
+        different turns of the event loop: what they do next takes time that grows with the text as well.
+
+        Raises:
+            InvalidArgumentError: Lone surrogates, which are no Unicode text.
+        """
+        key = text, is_start
+        if (shared := self._encoding.get(key)) is None:
+            work = asyncio.create_task(in_thread(self._encoded, text, is_start))
+            shared = self._encoding[key] = work, asyncio.Lock()
+            work.add_done_callback(lambda _: self._encoding.pop(key))
+        work, one_by_one = shared
+        token_ids = await asyncio.shield(work)
+        async with one_by_one:
+            await asyncio.sleep(0)
+        return token_ids
+
+    def _encoded(self, text: str, is_start: bool) -> tuple[int, ...]:
+        return tuple(self.encode(text, is_start=is_start))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`, without special tokens."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from pathlib import Path
 
 import grpc
@@ -11,12 +12,16 @@ import httpx
 import pytest
 from loop_helpers import MAX_TURN_S, watching
 from surface_helpers import ScriptedBackend
+from transformers import AutoTokenizer
 
+from gammaray.types import FinishReason, GenerationRequest, SamplingParams, TokenOrigin
 from gammaray.v1 import generation_service_pb2 as pb
+from orchestrator.completion import Progress
 from orchestrator.grpc_api import GenerationServicer
 from orchestrator.grpc_handlers import add_generation_service
 from orchestrator.http_api import MAX_BODY_BYTES, create_app
-from orchestrator.requests import check_request
+from orchestrator.requests import check_request, make_session, open_session
+from orchestrator.sessions import Opened
 from orchestrator.tokenizer import Tokenizer, resolve_model
 
 JSON = {"content-type": "application/json"}
@@ -166,7 +171,7 @@ BODIES = {
     ),
     "many choices": (
         lambda: json.dumps(
-            {"prompt": "a", "n": 128, "allowed_token_ids": list(range(100_000)), "max_tokens": 1}
+            {"prompt": "a", "n": 128, "allowed_token_ids": list(range(40_000)), "max_tokens": 1}
         ).encode(),
         None,
     ),
@@ -257,3 +262,42 @@ async def test_grpc_request_leaves_the_loop_to_others(backend, fields):
         await server.stop(None)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert watch.longest_s < MAX_TURN_S
+
+
+@pytest.mark.parametrize("text", ["a " * 100_000, "a" * 200_000], ids=["words", "one word"])
+async def test_long_prompt_of_many_choices_is_tokenised_off_the_loop(backend, text):
+    tokenizer = backend.tokenizer
+    request = GenerationRequest(prompt=text, sampling=SamplingParams(seed=1))
+    async with watching() as watch:
+        sessions = await asyncio.gather(
+            *(open_session(request, tokenizer, backend.max_context) for _ in range(32))
+        )
+    assert watch.longest_s < MAX_TURN_S
+    assert len({id(session.prompt) for session in sessions}) == 1  # tokenised once
+    assert list(sessions[0].prompt) == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("offset", "ended"),
+    [(0, FinishReason.LENGTH), (0, None), (20_000, None), (40_000, FinishReason.LENGTH)],
+)
+async def test_replay_leaves_the_loop_to_others(backend, offset, ended):
+    request = GenerationRequest(prompt=(1, 2), sampling=SamplingParams(seed=1), stop=("no such text",))
+    tokens = tuple((1 + n % 2000, TokenOrigin.BONUS, None) for n in range(40_000))
+    session = make_session("s", request, (1, 2), len(tokens) + (ended is None), backend.tokenizer)
+    opened = Opened(session, request, tokens, offset, ended)
+    async with watching() as watch:
+        chunks = [chunk async for chunk in opened.replay(Progress(session, backend.tokenizer, offset))]
+    assert watch.longest_s < MAX_TURN_S
+    assert [token.token_id for chunk in chunks for token in chunk.tokens] == [
+        t for t, _, _ in tokens[offset:]
+    ]
+    assert session.finish_reason is ended
+
+
+@pytest.mark.parametrize("num_tokens", [10, 20_000])
+def test_decoding_is_the_libraries(backend, num_tokens):
+    dice = random.Random(num_tokens)
+    library = AutoTokenizer.from_pretrained(resolve_model("demo"))
+    token_ids = [dice.randrange(2100) for _ in range(num_tokens)]  # special and unknown ones among them
+    assert backend.tokenizer.decode(token_ids) == library.decode(token_ids, skip_special_tokens=True)
