@@ -1,8 +1,8 @@
 """The Lua scripts of the session store: each is one atomic step in Redis.
 
-KEYS are those of `orchestrator.store_keys.keys_of`, then those of `request_keys`; `COMMIT` takes the first
-two alone. Every script but `COMMIT`, `READ` and `LIST` begins with the ARGV name (of the session), digest (of its
-request), ttl (ms) and lease (ms).
+KEYS are those of `orchestrator.store_keys.keys_of`, then those of `request_keys`; `COMMIT` and `READ` take
+the first two alone. The ARGV of every script but `COMMIT`, `READ` and `LIST` begin with the name of the
+session, the digest of its request (or ''), the ttl (ms) and the lease (ms).
 
 `epoch` fences: a caller with another epoch than the hash's is not the owner (any more). Epochs come from one
 counter for all sessions that never falls: it is at least Redis's time in microseconds, so that a Redis that
@@ -56,7 +56,7 @@ __all__ = [
 GONE, OTHER_OWNER, WRONG_OFFSET, CANCELLED, LOST, OTHER_MODEL = -1, -2, -3, -4, -5, -6
 OVER_TENANT, OVER_ALL, AGAIN, MOVED = -7, -8, -9, -10
 
-SESSION_OVERHEAD = 2048
+SESSION_OVERHEAD = 3072
 """Bytes that a session is charged with beside its tokens and records: its hash, its places in other keys."""
 
 REQUEST_OVERHEAD = 512
@@ -420,8 +420,8 @@ redis.call('SET', KEYS[4], ARGV[6], 'PX', math.max(redis.call('PTTL', KEYS[1]), 
 return before or ''
 """
 
-# KEYS: hash and tokens. Answers the time (ms), the fields of the hash, the tokens, and the ms until they expire. A
-# transaction would do, but Redis refuses those at its memory limit even if they only read.
+# KEYS: hash and tokens. Answers the time (ms), the fields of the hash, the tokens, and the ms until they
+# expire. A transaction would do, but Redis refuses those at its memory limit even if they only read.
 READ = """
 local clock = redis.call('TIME')
 return {clock[1] * 1000 + math.floor(clock[2] / 1000), redis.call('HGETALL', KEYS[1]),

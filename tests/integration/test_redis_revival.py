@@ -48,6 +48,18 @@ def test_redis_killed_in_the_middle_of_writing_has_all_it_answered_when_it_is_ba
         assert answered >= 100
 
 
+def test_redis_has_its_memory_limit_also_after_it_was_revived(tmp_path):
+    with redis_server.RedisServer.start(tmp_path, 300 * 2**20) as server:
+        for _ in range(2):
+            client = redis.Redis.from_url(server.url)
+            assert client.config_get("maxmemory") == {"maxmemory": str(300 * 2**20)}
+            assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+            client.close()
+            kill(server)
+            server.revive()
+    assert 2**28 <= redis_server.default_maxmemory() <= 2**32
+
+
 def test_redis_that_ends_again_and_again_is_given_up(monkeypatch):
     monkeypatch.setattr(redis_server, "MAX_REVIVALS", 2)
     monkeypatch.setattr(redis_server, "REVIVALS_PER_S", 60.0)  # of which this takes less on any machine

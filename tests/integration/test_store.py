@@ -22,11 +22,16 @@ from gammaray.errors import (
     NotFoundError,
     UnavailableError,
 )
-from gammaray.types import FinishReason, TokenOrigin
+from gammaray.types import FinishReason, SamplingParams, TokenOrigin, VerificationMethod
+from gammaray.v1 import generation_service_pb2 as pb
+from gammaray.v1 import target_service_pb2 as target_pb
 from orchestrator.redis_calls import answer, connect
 from orchestrator.redis_server import RedisServer
 from orchestrator.registry import RedisRegistry
 from orchestrator.store import RedisStore
+from orchestrator.trace_store import RedisTraceStore
+from services.sessions import SessionTable
+from services.tasks import SessionSpec, Task
 
 pytestmark = pytest.mark.integration
 
@@ -164,6 +169,75 @@ async def test_store_cancelled_turn_takes_no_commit_and_tells_its_owner(store):
     assert await store.cancel("s") == epoch
     with pytest.raises(NotFoundError):
         await store.cancel("nobody")
+
+
+async def test_store_epochs_never_fall_whatever_expires(redis):
+    """A name's next session has a higher epoch: no suspended owner commits into it, no worker refuses it."""
+    store, epochs, table = RedisStore(redis, ttl_s=1), [], workers_table()
+    suspended = make_session()
+    await store.create(suspended, b"old")
+    for end in ("expires", "is deleted", "is lost with Redis", "runs"):
+        session = suspended if not epochs else make_session(prompt=(9, 9, 9))
+        if epochs:
+            await store.create(session, b"new")
+            with pytest.raises(FailedPreconditionError, match="another owner"):
+                await commit(store, suspended, [111])
+            assert (await store.read("s")).prompt == (9, 9, 9)
+            assert (await store.read("s")).token_ids == ()
+        epochs += [session.epoch, await store.take_over("s")]
+        table.admit(workers_task(session.prompt, epochs[-1]))
+        if end == "expires":
+            await asyncio.sleep(1.2)
+        elif end == "is deleted":
+            await store.delete("s")
+        elif end == "is lost with Redis":
+            await redis.flushall()
+    assert epochs == sorted(set(epochs))
+    assert epochs[-1] < 2**53
+    with pytest.raises(FailedPreconditionError, match="or newer"):
+        table.admit(workers_task(PROMPT, epochs[-2]))
+
+
+def workers_table() -> SessionTable:
+    return SessionTable(16, 32, "cpu", lambda _: False, lambda _: None)
+
+
+def workers_task(prompt, epoch) -> Task:
+    message = target_pb.VerifyBlock(session_id="s", epoch=epoch)  # as it comes over the wire
+    return Task(
+        request_id=0,
+        session_id=message.session_id,
+        epoch=target_pb.VerifyBlock.FromString(message.SerializeToString()).epoch,
+        base_position=len(prompt),
+        context_start=0,
+        context=list(prompt),
+        spec=SessionSpec(SamplingParams(seed=1), VerificationMethod.COUPLED, len(prompt), ()),
+        deadline=0.0,
+        deliver=lambda *_: None,
+    )
+
+
+async def test_store_owner_of_an_earlier_session_records_no_trace(redis, store):
+    traces = RedisTraceStore(redis, 60)
+    cycle = pb.GetSessionTraceResponse(cycles=[pb.CycleRecord(emitted=1)]).SerializeToString()
+    session = make_session()
+    await store.create(session, b"")
+    assert await traces.append("s", session.epoch, cycle)
+    assert await traces.serve("s", session.epoch, "first") == ""
+    heir = await store.take_over("s")
+    assert await traces.append("s", session.epoch, cycle)  # what its former owner did is part of its trace
+    assert await traces.append("s", heir, cycle)
+    assert await traces.serve("s", heir, "second") == "first"
+    assert len((await traces.read("s")).cycles) == 3
+    assert await store.delete("s")
+    for _ in range(2):
+        assert not await traces.append("s", heir, cycle)  # it learns of the deletion a cycle later
+        assert await traces.serve("s", heir, "third") == ""
+        assert (await traces.read("s")).cycles == []
+        assert await traces.serving("s") == ""
+        if not await redis.exists("gammaray:session:{s}"):
+            assert await redis.keys("gammaray:session:*") == []
+            await store.create(make_session(), b"")  # another session of that name
 
 
 async def test_store_commit_is_one_command(store, redis):

@@ -1,4 +1,4 @@
-"""What stored sessions take in a real Redis: one request for all its choices, bounds, and what frees bytes."""
+"""What stored sessions take in a real Redis: one request for all its choices, bounds, what frees bytes."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ async def test_tenant_over_its_bound_is_refused_and_told_when_to_come_back(redis
         await store.read("alice:more")
     for index in range(3):
         await store.create(session_of(f"bob:{index}"), b"request")
-    with pytest.raises(ResourceExhaustedError, match="of all tenants: .*max_stored_mb"):
+    with pytest.raises(ResourceExhaustedError, match=r"of all tenants: .*max_stored_mb"):
         await store.create(session_of("carol:0"), b"request")
     await store.delete("alice:1")
     await store.create(session_of("alice:more"), b"request")

@@ -145,10 +145,11 @@ def shares_explained(spans):
 async def test_trace_attributes_are_those_of_the_catalogue(redis_server, workers, exporting):
     long_prompt = "".join(PROMPTS) * 8  # read beside the first cycles by the draft worker
     async with running(redis_server, *workers) as orchestrator:
-        await generate(orchestrator, request(seed=3, stop=("\x00",), prompt=long_prompt))
+        await generate(orchestrator, request(seed=3, stop=("\x00 a secret",), prompt=long_prompt))
         spans = await whole_trace(exporting)
     for span in spans:
         assert_as_documented(span)
+        assert "a secret" not in repr(span)
     (root,) = named(spans, t.SPAN_GENERATE)
     assert root.attributes[t.REQUEST_SEED] == "3"
     assert root.attributes[t.FINISH_REASONS] == ["length"]

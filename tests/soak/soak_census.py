@@ -67,10 +67,12 @@ class Observer:
         return await asyncio.to_thread(self._look, time.monotonic() - began_at, rest_s)
 
     def left_keys(self) -> list[str]:
-        """Return the names of the keys of sessions."""
+        """Return the names of the keys of sessions and of their requests."""
         if self._redis is None:
             return []
-        return sorted(key.decode() for key in self._redis.scan_iter("gammaray:session:*", count=1000))
+        patterns = ("gammaray:session:*", "gammaray:request:*")
+        keys = (key for pattern in patterns for key in self._redis.scan_iter(pattern, count=1000))
+        return sorted(key.decode() for key in keys)
 
     def _look(self, at_s: float, rest_s: float) -> Census:
         processes = self._all()

@@ -1,16 +1,19 @@
 """What outlives an owner: its advice to the next one, and the tokens as bytes."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from gammaray.errors import CancelledError, FailedPreconditionError
+from gammaray.errors import CancelledError, FailedPreconditionError, UnavailableError
 from gammaray.metrics import AcceptanceEstimator, SpeculationCounters
 from gammaray.types import DrafterKind, Proposal, TokenOrigin
 from orchestrator.cycle import TokenLogprobs
-from orchestrator.fencing import FencedVerifier
+from orchestrator.fencing import TRIES, FencedVerifier
 from orchestrator.heritage import Heritage
 from orchestrator.records import TokenRecords
 
 ORIGINS = [TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS]
+SESSION = SimpleNamespace(session_id="s")
 LOGPROBS = [
     TokenLogprobs(-0.25, ((5, -0.25), (6, -1.5))),
     TokenLogprobs(-2.0, ((1, -0.5),)),
@@ -70,26 +73,37 @@ def test_records_there_and_back(num_top):
 
 
 class Releasing:
-    """Answers CANCELLED at first, as a worker does whose session somebody released."""
+    """Answers CANCELLED at first, as a worker does whose session was released."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    def __init__(self, times: int = 1) -> None:
+        self.calls, self.times = 0, times
 
     async def verify(self, session, proposal):
         self.calls += 1
-        if self.calls == 1:
+        if self.calls <= self.times:
             raise CancelledError("session s was released")
         return "verdict"
 
 
-async def test_fenced_verifier_goes_on_when_the_session_is_its_own():
+@pytest.mark.parametrize("times", [1, 2, TRIES - 1])
+async def test_fenced_verifier_goes_on_when_the_session_is_its_own(times):
     renewed = []
 
     async def renew(session):
-        renewed.append(session)
+        renewed.append(session.session_id)
 
-    assert await FencedVerifier(Releasing(), renew).verify("s", Proposal()) == "verdict"
-    assert renewed == ["s"]
+    assert await FencedVerifier(Releasing(times), renew).verify(SESSION, Proposal()) == "verdict"
+    assert renewed == ["s"] * times
+
+
+async def test_fenced_verifier_never_takes_a_workers_word_for_a_cancellation():
+    async def renew(session):
+        pass
+
+    verifier = Releasing(1000)
+    with pytest.raises(UnavailableError, match=r"session s: workers dropped it .* was released"):
+        await FencedVerifier(verifier, renew).verify(SESSION, Proposal())
+    assert verifier.calls == TRIES
 
 
 @pytest.mark.parametrize(
@@ -101,5 +115,5 @@ async def test_fenced_verifier_stops_when_it_is_not(error):
 
     verifier = Releasing()
     with pytest.raises(type(error), match=str(error)):
-        await FencedVerifier(verifier, renew).verify("s", Proposal())
+        await FencedVerifier(verifier, renew).verify(SESSION, Proposal())
     assert verifier.calls == 1
