@@ -254,11 +254,21 @@ class _UnixConnection(_Following, UnixDomainSocketConnection):
     """Over a socket of this machine."""
 
 
-class _SentinelConnection(_Following, SentinelManagedConnection):
+class _SentinelFollowing(_Following):
+    """One that asks Sentinel whenever it connects; redis-py does so only for connections from the pool."""
+
+    async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
+        """Send a command, after connecting where the connection was closed."""
+        if not self.is_connected:  # type: ignore[attr-defined]
+            await self.connect()  # type: ignore[attr-defined]
+        await super().send_packed_command(*args, **kwargs)  # type: ignore[misc]
+
+
+class _SentinelConnection(_SentinelFollowing, SentinelManagedConnection):
     """Over TCP, to the primary that Sentinel names."""
 
 
-class _SentinelSSLConnection(_Following, SentinelManagedSSLConnection):
+class _SentinelSSLConnection(_SentinelFollowing, SentinelManagedSSLConnection):
     """Over TLS, to the primary that Sentinel names."""
 
 

@@ -36,11 +36,12 @@ class Registry(Protocol):
 class Fleet:
     """The draft and the target workers.
 
-    A worker whose vocabulary is not the target's is refused: its tokens would mean something else.
+    A worker of another vocabulary than the served model's is refused: its tokens would mean something else.
 
     Args:
         registry: Asked once a second for workers that came and went.
         vocab_size: Number of token ids of the served model.
+        vocab_sha256: Fingerprint of its tokenizer's vocabulary; empty compares workers with each other alone.
         target_addresses: Comma-separated host:port of target workers, beside the registry's.
         draft_addresses: The same for draft workers.
         tls: What to show the workers; None is plain text.
@@ -51,11 +52,12 @@ class Fleet:
         registry: Registry,
         vocab_size: int,
         *,
+        vocab_sha256: str = "",
         target_addresses: str = "",
         draft_addresses: str = "",
         tls: TlsFiles | None = None,
     ) -> None:
-        self._registry, self._vocab_size = registry, vocab_size
+        self._registry, self._vocab_size, self._vocab_sha256 = registry, vocab_size, vocab_sha256
         self.targets: WorkerPool[target_pb.VerifyBlock, target_pb.VerifyResult] = WorkerPool(
             TARGET, _split(target_addresses), self._check_target, tls
         )
@@ -151,6 +153,12 @@ class Fleet:
                 f"{info.model} with {info.vocab_size} token ids",
                 f"a model with the {self._vocab_size} token ids of the one served",
             )
+        if self._differs(info, self._vocab_sha256):
+            raise InvalidArgumentError(
+                "target",
+                f"{info.model}, whose {info.vocab_size} token ids mean other tokens",
+                "a model with the tokenizer of the one served",
+            )
 
     def _check_draft(self, info: WorkerInfo) -> None:
         if info.vocab_size != self._vocab_size:
@@ -159,16 +167,19 @@ class Fleet:
                 f"{info.model} with {info.vocab_size} token ids",
                 f"a draft model with the target's {self._vocab_size} token ids",
             )
-        for link in self.targets.links.values():
-            target = link.info
-            if target is None or not info.vocab_sha256 or not target.vocab_sha256:
-                continue
-            if info.vocab_sha256 != target.vocab_sha256:
-                raise InvalidArgumentError(
-                    "draft",
-                    f"{info.model}, whose {info.vocab_size} token ids mean other tokens",
-                    f"a draft model with the vocabulary of the target ({target.vocab_size} token ids)",
-                )
+        targets = [link for link in self.targets.links.values() if link.refusal is None]
+        known = {self._vocab_sha256, *(link.info.vocab_sha256 for link in targets if link.info is not None)}
+        if any(self._differs(info, vocab_sha256) for vocab_sha256 in known):
+            raise InvalidArgumentError(
+                "draft",
+                f"{info.model}, whose {info.vocab_size} token ids mean other tokens",
+                f"a draft model with the vocabulary of the target ({self._vocab_size} token ids)",
+            )
+
+    @staticmethod
+    def _differs(info: WorkerInfo, vocab_sha256: str) -> bool:
+        """Whether a worker's vocabulary is known to be another one; models may lack a tokenizer."""
+        return bool(info.vocab_sha256 and vocab_sha256 and info.vocab_sha256 != vocab_sha256)
 
 
 def _split(addresses: str) -> list[str]:

@@ -88,6 +88,7 @@ class Orchestrator:
         self._fleet = Fleet(
             RedisRegistry(redis),
             tokenizer.vocab_size,
+            vocab_sha256=tokenizer.vocab_sha256,
             target_addresses=settings.target_addresses,
             draft_addresses=settings.draft_addresses,
             tls=tls_files(settings),

@@ -15,6 +15,7 @@ from gammaray.config import DEMO_PAIR
 from gammaray.demo_pair import demo_directory
 from gammaray.errors import InvalidArgumentError
 from orchestrator.cpu_threads import in_thread
+from gammaray.vocabulary import vocabulary_sha256
 
 __all__ = ["Tokenizer", "resolve_model", "served_name"]
 
@@ -44,6 +45,7 @@ class Tokenizer:
         vocab_size: Number of token ids the model knows (its tokenizer may know fewer).
         max_context: Longest sequence the model takes, in tokens.
         eos_token_ids: Tokens that end a completion.
+        vocab_sha256: Fingerprint of the vocabulary, see `gammaray.vocabulary`.
     """
 
     def __init__(self, model: str) -> None:
@@ -62,6 +64,7 @@ class Tokenizer:
         self.vocab_size = int(config.vocab_size)
         self.max_context = int(getattr(config, "max_position_embeddings", None) or 2**20)
         self.eos_token_ids = _eos_token_ids(model, config, self._tokenizer)
+        self.vocab_sha256 = vocabulary_sha256(self._tokenizer.get_vocab())
         self._added = dict(self._tokenizer.added_tokens_decoder)
         special = (token_id for token_id, token in self._added.items() if token.special)
         self._special_ids = frozenset(special) | frozenset(self._tokenizer.all_special_ids)

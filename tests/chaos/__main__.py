@@ -1,7 +1,8 @@
 """Chaos on a cluster of its own: `python tests/chaos --minutes 5 --seed 0`, or `make chaos`.
 
 Starts two orchestrators, two draft and two target workers and a Redis, keeps streams running, kills and stops
-processes in an order that the seed decides, and compares each stream with what an undisturbed cluster said.
+processes and has Redis fail in an order that the seed decides, and compares each stream with what an
+undisturbed cluster said.
 Exits with 1 when a stream was lost, or a token was lost, repeated or changed.
 """
 
@@ -16,6 +17,7 @@ from tempfile import TemporaryFile
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[1:1] = [str(TESTS / "e2e"), str(TESTS.parent)]
 
+from chaos_redis import chaos_redis  # noqa: E402
 from cluster_helpers import running_cluster  # noqa: E402
 from report import figures, table  # noqa: E402
 from run import CLUSTER, Options, run  # noqa: E402
@@ -40,8 +42,10 @@ def main() -> int:
     options = Options(given.minutes * 60, given.seed, given.streams, given.tokens, roles=roles)
     with TemporaryFile("w+") as complaints:  # Ray tells of every death
         try:
-            with running_cluster(*CLUSTER, stderr=complaints.fileno()) as cluster:
-                outcome = asyncio.run(run(cluster, options, lambda line: print(line, flush=True)))
+            with chaos_redis() as redis:
+                own = ("--redis-url", redis.server.url)
+                with running_cluster(*CLUSTER, *own, stderr=complaints.fileno()) as cluster:
+                    outcome = asyncio.run(run(cluster, redis, options, lambda line: print(line, flush=True)))
         except BaseException:
             complaints.seek(0)
             print(complaints.read()[-4000:], file=sys.stderr)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gammaray import AsyncClient, RetryPolicy
-from gammaray.errors import GammarayError
+from gammaray.errors import GammarayError, ResourceExhaustedError
 
 __all__ = ["PROMPTS", "Ask", "Load", "Said", "Tally", "asks", "difference", "generate", "reference"]
 
@@ -57,12 +57,14 @@ class Tally:
         wrong: What the others said, in words.
         lost: Errors of those that did not end, in words.
         num_tokens: Tokens received.
+        refused: Requests that were refused before their first token, with the time to come back after.
     """
 
     finished: int = 0
     wrong: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     num_tokens: int = 0
+    refused: int = 0
 
 
 async def generate(
@@ -138,9 +140,14 @@ class Load:
     async def _repeat(self, ask: Ask, arrivals: list[float]) -> None:
         async with AsyncClient(self._address, retry=self._retry) as client:
             while not self._is_ending:
+                begun = len(arrivals)
                 try:
                     said = await generate(client, ask, arrivals, self.tally)
                 except GammarayError as error:
+                    if isinstance(error, ResourceExhaustedError) and len(arrivals) == begun + 1:
+                        self.tally.refused += 1
+                        await asyncio.sleep(error.retry_after_s)
+                        continue
                     self.tally.lost.append(f"{type(error).__name__}: {error}")
                     await asyncio.sleep(0.5)  # it would fail again at once
                     continue

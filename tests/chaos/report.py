@@ -38,7 +38,8 @@ def table(outcome: Outcome) -> str:
         "",
         f"{len(outcome.events)} strikes, {outcome.num_kills} kills in {outcome.seconds:.0f} s: "
         f"{tally.finished} streams finished ({tally.num_tokens} tokens), {len(tally.lost)} lost, "
-        f"{len(tally.wrong)} with lost, repeated or changed tokens",
+        f"{len(tally.wrong)} with lost, repeated or changed tokens; {tally.refused} requests were refused "
+        "before their first token and made again",
         *(f"lost: {error}" for error in tally.lost),
         *(f"wrong: {difference}" for difference in tally.wrong),
     ]
@@ -58,6 +59,7 @@ def figures(outcome: Outcome, options: Options) -> dict[str, Any]:
             "lost": tally.lost,
             "wrong": tally.wrong,
             "tokens": tally.num_tokens,
+            "refused": tally.refused,
         },
         "usual_pause_s": outcome.usual_pause_s,
         "recovery": [asdict(row) for row in rows(outcome.events)],

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import psutil
+from chaos_redis import ChaosRedis
 from cluster_helpers import Cluster
 from load import Load, Tally, asks, reference
 from pauses import Event, pause_s, usual_pause_s
+from suspension import suspend_owner
 from victims import ROLES, Action, Blow, Strike, find, plan, strike
 from watch import Watch
 
@@ -25,6 +27,14 @@ SETTLE_S = 0.3
 """Tokens that were under way when something was struck come within this."""
 
 END_TIMEOUT_S = 90.0
+
+UNTIMED = (Action.KILL, Action.LOAD, Action.SUSPEND)
+REDIS_STRIKES: dict[Action, Callable[[ChaosRedis, float], None]] = {
+    Action.DEMOTE: ChaosRedis.demote,
+    Action.FILL: ChaosRedis.fill,
+    Action.OCCUPY: ChaosRedis.occupy,
+    Action.LOAD: lambda redis, _: redis.kill_full(),
+}
 
 
 @dataclass(frozen=True)
@@ -83,8 +93,8 @@ class Outcome:
         return not self.tally.lost and not self.tally.wrong and self.tally.finished > 0
 
 
-async def run(cluster: Cluster, options: Options, say: Callable[[str], None]) -> Outcome:
-    """Run chaos on a cluster that nobody else uses."""
+async def run(cluster: Cluster, redis: ChaosRedis, options: Options, say: Callable[[str], None]) -> Outcome:
+    """Run chaos on a cluster that nobody else uses, and on its Redis."""
     wanted = asks(options.streams, options.max_tokens)
     say(f"{len(wanted)} streams of {options.max_tokens} tokens, first undisturbed ...")
     expected = await reference(cluster.grpc, wanted)
@@ -103,7 +113,7 @@ async def run(cluster: Cluster, options: Options, say: Callable[[str], None]) ->
             await asyncio.sleep(blows.after_s)
             if time.monotonic() - start > options.seconds or len(outcome.events) >= options.max_strikes:
                 break
-            event = await _carry_out(cluster.launcher.pid, blows)
+            event = await _carry_out(cluster, redis, blows, load.tally)
             event.is_calm = load.all_moved_between(event.at - CALM_S, event.at)
             outcome.events.append(event)
             await _until_all_move(load, event.at + max(SETTLE_S, event.stop_s), options.move_timeout_s)
@@ -120,16 +130,30 @@ async def run(cluster: Cluster, options: Options, say: Callable[[str], None]) ->
     return outcome
 
 
-async def _carry_out(launcher_pid: int, blows: Strike) -> Event:
+async def _carry_out(cluster: Cluster, redis: ChaosRedis, blows: Strike, tally: Tally) -> Event:
     """Strike, and wait until what was stopped goes on."""
-    found = await asyncio.to_thread(lambda: [find(blow.role, launcher_pid) for blow in blows.blows])
+    found = await asyncio.to_thread(
+        lambda: [find(blow.role, cluster.launcher.pid, redis.server.pid) for blow in blows.blows]
+    )
     event = Event(blows.label, time.monotonic())
+    (first, *_) = blows.blows
+    if first.action in REDIS_STRIKES:
+        await asyncio.to_thread(REDIS_STRIKES[first.action], redis, first.stop_s)
+        event.stop_s = 0.0 if first.action is Action.LOAD else first.stop_s
+        return event
+    if first.action is Action.SUSPEND:
+        try:
+            tally.wrong += await suspend_owner(cluster, lambda: strike(found[0], first))
+        except AssertionError as error:
+            tally.lost.append(str(error))
+        event.stop_s = time.monotonic() - event.at
+        return event
     struck: list[tuple[Blow, psutil.Process]] = []
     for blow, processes in zip(blows.blows, found, strict=True):
         if (victim := strike(processes, blow)) is not None:
             struck.append((blow, victim))
     stopped = sorted(
-        ((blow.stop_s, victim) for blow, victim in struck if blow.action is Action.STOP),
+        ((blow.stop_s, victim) for blow, victim in struck if blow.action is not Action.KILL),
         key=lambda pair: pair[0],
     )
     for stop_s, victim in stopped:
@@ -150,7 +174,7 @@ async def _until_all_move(load: Load, moment: float, timeout_s: float) -> None:
 
 def _describe(blows: Strike) -> str:
     return ", ".join(
-        f"{blow.role} {blow.action.value}" + (f" {blow.stop_s:.1f} s" if blow.action is Action.STOP else "")
+        f"{blow.role} {blow.action.value}" + ("" if blow.action in UNTIMED else f" {blow.stop_s:.1f} s")
         for blow in blows.blows
     )
 

@@ -5,40 +5,50 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "e2e"))
 
+from chaos_redis import chaos_redis
 from cluster_helpers import running_cluster
 from load import Said, difference
 from pauses import Event, pause_s, rows
 from run import CLUSTER, Options, run
-from victims import ROLES, Action, plan
+from victims import EVERYWHERE, ROLES, SPECIAL, Action, plan
 
-SEED = 2365
-"""Whose first six strikes kill every role, two of them several at once."""
+from gammaray.redis_connection import reply_code
+
+SEED = 12
+"""Whose first eight strikes kill every role and have Redis demoted, full, busy and loading."""
 
 
 @pytest.mark.e2e
 @pytest.mark.timeout(1200)
 def test_chaos_loses_repeats_and_changes_nothing(tmp_path):
-    # On a busy machine a replacement takes its time: six strikes it must be, each on a cluster that serves.
+    # On a busy machine a replacement takes its time: eight strikes it must be, each on a cluster that serves.
     options = Options(
         seconds=600,
         seed=SEED,
         streams=6,
         max_tokens=160,
         stop_s=(0.5, 2.0),
-        max_strikes=6,
+        max_strikes=8,
         move_timeout_s=60.0,
         resume_s=240.0,
     )
     with open(tmp_path / "complaints", "w") as complaints:  # Ray tells of every death
         try:
-            with running_cluster(*CLUSTER, stderr=complaints.fileno()) as cluster:
-                outcome = asyncio.run(run(cluster, options, print))
+            with chaos_redis() as redis:
+                own = ("--redis-url", redis.server.url)
+                with running_cluster(*CLUSTER, *own, stderr=complaints.fileno()) as cluster:
+                    outcome = asyncio.run(run(cluster, redis, options, print))
         except BaseException:
             print((tmp_path / "complaints").read_text()[-4000:])
             raise
@@ -53,10 +63,45 @@ def test_chaos_plan_depends_on_the_seed_alone_and_strikes_everybody():
         list(itertools.islice(plan(seed, (0, 1), (0, 1)), 40)) for seed in (SEED, SEED, 4)
     )
     assert first == second != other
-    struck = {(blow.role, blow.action) for strike in first[:20] for blow in strike.blows}
-    assert struck == {(role, action) for role in ROLES for action in Action}
-    assert any(len(strike.blows) == len(ROLES) for strike in first[:20])
+    struck = {(blow.role, blow.action) for strike in first[:26] for blow in strike.blows}
+    assert struck == {(role, action) for role in ROLES for action in (*EVERYWHERE, *SPECIAL.get(role, ()))}
+    assert {action for _, action in struck} == set(Action)
+    assert any(len(strike.blows) == len(ROLES) for strike in first[:26])
     assert all(len({blow.role for blow in strike.blows}) == len(strike.blows) for strike in first)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("trouble", "code"),
+    [
+        pytest.param(lambda chaos: chaos.demote(0.5), "READONLY", id="demoted"),
+        pytest.param(lambda chaos: chaos.fill(0.5), "OOM", id="full"),
+        pytest.param(lambda chaos: chaos.occupy(0.5), "BUSY", id="busy"),
+        pytest.param(lambda chaos: chaos.kill_full(), "LOADING", id="loading"),
+    ],
+)
+def test_chaos_redis_answers_as_it_should_and_recovers(trouble, code):
+    seen = set()
+    with chaos_redis() as chaos:
+        strike = threading.Thread(target=trouble, args=[chaos])
+        client = redis.Redis.from_url(chaos.server.url, retry=Retry(NoBackoff(), 0))
+        client.set("kept", 1)
+        strike.start()
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and (strike.is_alive() or code not in seen):
+            try:
+                client.set("tried", 1)
+            except redis.RedisError as error:
+                seen.add(reply_code(error))
+        strike.join()
+        assert code in seen
+        while time.monotonic() < deadline:  # LOADING ends by itself
+            try:
+                client.set("tried", 2)
+                break
+            except redis.RedisError:
+                time.sleep(0.05)
+        assert (client.get("kept"), client.get("tried")) == (b"1", b"2")
 
 
 @pytest.mark.parametrize(

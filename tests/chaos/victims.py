@@ -10,7 +10,9 @@ from enum import Enum
 
 import psutil
 
-__all__ = ["ROLES", "Action", "Blow", "Strike", "find", "plan", "strike"]
+from orchestrator.store import LEASE_S
+
+__all__ = ["EVERYWHERE", "ROLES", "SPECIAL", "Action", "Blow", "Strike", "find", "plan", "strike"]
 
 ROLES = ("draft", "target", "orchestrator", "proxy", "redis")
 
@@ -27,6 +29,22 @@ class Action(str, Enum):
 
     KILL = "kill -9"
     STOP = "SIGSTOP"
+    PAUSE = "SIGSTOP for longer than a lease"
+    DEMOTE = "demoted"
+    FILL = "OOM"
+    OCCUPY = "BUSY"
+    LOAD = "kill -9, then LOADING"
+    SUSPEND = "SIGSTOP until its sessions have ended elsewhere"
+
+
+EVERYWHERE = (Action.KILL, Action.STOP)
+SPECIAL = {
+    "redis": (Action.PAUSE, Action.DEMOTE, Action.FILL, Action.OCCUPY, Action.LOAD),
+    "orchestrator": (Action.SUSPEND,),
+}
+"""What is done to processes of one role alone, and never with other blows."""
+
+PAUSE_S = LEASE_S + 2.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +54,7 @@ class Blow:
     Args:
         role: Its role.
         action: What is done to it.
-        stop_s: Seconds until it goes on, when it is stopped.
+        stop_s: Seconds until it goes on or answers as before, unless it is killed.
         choice: In [0, 1): which of the role's processes.
     """
 
@@ -82,10 +100,12 @@ def plan(
     rng = random.Random(seed)
 
     def blow(role: str, action: Action) -> Blow:
-        return Blow(role, action, rng.uniform(*stop_s), rng.random())
+        seconds = PAUSE_S if action is Action.PAUSE else rng.uniform(*stop_s)
+        return Blow(role, action, seconds, rng.random())
 
     while True:
         kinds = [[(role, Action.KILL)] for role in roles] * 2 + [[(role, Action.STOP)] for role in roles]
+        kinds += [[(role, action)] for role in roles for action in SPECIAL.get(role, ())]
         for count in (size for size in (2, 2, 2, 3, 5) if size <= len(roles)):
             actions = rng.choices((Action.KILL, Action.STOP), weights=(3, 1), k=count)
             kinds.append(list(zip(rng.sample(roles, count), actions, strict=True)))
@@ -94,8 +114,12 @@ def plan(
             yield Strike(rng.uniform(*pause_s), tuple(blow(role, action) for role, action in kind))
 
 
-def find(role: str, launcher_pid: int) -> list[psutil.Process]:
+def find(role: str, launcher_pid: int, redis_pid: int = 0) -> list[psutil.Process]:
     """Return the processes of a role that serve, oldest first."""
+    if role == "redis":
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [psutil.Process(redis_pid)]
+        return []
     found = []
     for process in psutil.Process(launcher_pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -105,8 +129,6 @@ def find(role: str, launcher_pid: int) -> list[psutil.Process]:
 
 
 def _is(process: psutil.Process, role: str) -> bool:
-    if role == "redis":
-        return process.name() == "redis-server"
     if role == "proxy":
         return process.name() == "haproxy"
     title = " ".join(process.cmdline())
@@ -119,6 +141,6 @@ def strike(processes: Sequence[psutil.Process], blow: Blow) -> psutil.Process | 
         return None
     victim = processes[int(blow.choice * len(processes))]
     with contextlib.suppress(psutil.NoSuchProcess):
-        victim.kill() if blow.action is Action.KILL else victim.suspend()
+        victim.kill() if blow.action is Action.KILL else victim.suspend()  # STOP, PAUSE and SUSPEND
         return victim
     return None

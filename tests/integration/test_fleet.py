@@ -62,6 +62,44 @@ async def test_fleet_wrong_draft_that_comes_later_is_left_out_and_reported(caplo
             assert draft.blocks == []
 
 
+async def test_fleet_target_of_another_tokenizer_stops_the_start():
+    async with scripted("target", sha="other") as target:
+        with pytest.raises(InvalidArgumentError, match=r"target: got .*50 token ids mean other tokens"):
+            async with fleet_of(target, sha="own"):
+                pass
+
+
+async def test_fleet_target_of_another_tokenizer_that_joins_is_refused_and_reported(caplog):
+    registry = ListRegistry()
+    async with scripted("target", sha="own") as target, scripted("target", sha="other") as other:
+        async with (
+            scripted("target") as unknown,
+            scripted("draft", sha="own") as draft,
+            fleet_of(target, registry=registry, sha="own") as fleet,
+        ):
+            registry.known["target"] = {other.address, unknown.address}
+            await until(lambda: fleet.targets.refusals() != [])
+            registry.known["draft"] = {draft.address}
+            await until(lambda: fleet.drafts.num_up == 1)  # a refused target's tokenizer does not count
+            await until(lambda: fleet.targets.num_up == 2)
+            healthy = {status.address: status.healthy for status in fleet.status()}
+            assert healthy.pop(other.address) is False
+            assert all(healthy.values())
+            assert f"target worker at {other.address} is refused" in caplog.text
+            assert "50 token ids mean other tokens" in caplog.text
+            for number in range(4):
+                session = make_session(f"s{number}", max_tokens=5)
+                await finish(session, *clients(fleet, session), 0)
+            assert other.blocks == []
+
+
+async def test_fleet_draft_of_another_tokenizer_than_the_served_model_is_refused():
+    async with scripted("target") as target, scripted("draft", sha="other") as draft:
+        with pytest.raises(InvalidArgumentError, match=r"draft: got .*mean other tokens"):
+            async with fleet_of(target, draft, sha="own"):
+                pass
+
+
 async def test_fleet_workers_come_and_go_with_the_registry(caplog):
     registry = ListRegistry()
     async with scripted("target") as target, fleet_of(registry=registry) as fleet:
