@@ -107,10 +107,8 @@ def test_image_installs_the_version_of_the_package_without_an_index(name):
 
 def test_image_without_a_compiler_brings_the_kernel():
     found = stages(DOCKERFILE.read_text())
-    assert (
-        'RUN ["python", "-m", "services.engine.native.build", "--out=/kernel"]' in found["wheels-worker-cpu"]
-    )
-    copied = next(line for line in found["worker-cpu"] if line.startswith("COPY --from=wheels-worker-cpu"))
+    assert 'RUN ["python", "-m", "services.engine.native.build", "--out=/kernel"]' in found["kernel"]
+    copied = next(line for line in found["worker-cpu"] if line.startswith("COPY --from=kernel"))
     python = re.search(r"python:(3\.\d+)", found["base"][0])[1]
     assert copied.endswith(f"/kernel /usr/local/lib/python{python}/site-packages/services/engine/native/")
 

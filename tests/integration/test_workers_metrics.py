@@ -11,6 +11,7 @@ from process_helpers import spawned
 from workers_helpers import Link, propose_block
 
 from orchestrator.preflight import free_ports
+from services.engine.native.library import load_kernel
 
 pytestmark = pytest.mark.integration
 
@@ -37,6 +38,7 @@ async def test_standalone_worker_serves_its_metrics(model):
         info = await link.info()
         assert info.metrics_address == f"127.0.0.1:{port}"
         assert info.totals.steps >= 3
+        assert info.kernel == load_kernel().variant
         text = await asyncio.to_thread(scrape, info.metrics_address)
         assert 'gammaray_worker_blocks_total{outcome="done",role="draft"} 3.0' in text
         assert f'gammaray_worker_step_blocks_count{{role="draft"}} {info.totals.steps}.0' in text

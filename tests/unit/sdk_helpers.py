@@ -58,8 +58,8 @@ USAGE = Usage(
 )
 PROCESSES = [
     ProcessStatus("orchestrator", 11, "127.0.0.1:1", "demo", True, 2),
-    ProcessStatus("target", 12, "127.0.0.1:2", "demo", True, 2),
-    ProcessStatus("draft", 13, "127.0.0.1:3", "demo", False, 0),
+    ProcessStatus("target", 12, "127.0.0.1:2", "demo", True, 2, kernel="x86-64-v4"),
+    ProcessStatus("draft", 13, "127.0.0.1:3", "demo", False, 0, kernel="none: no C compiler"),
 ]
 
 GenerateBehaviour = Callable[[pb.GenerateRequest, int], AsyncIterator[Chunk]]

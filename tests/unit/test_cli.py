@@ -185,6 +185,7 @@ def test_status_json_has_the_documented_shape(story):
         "worker_totals": None,
         "speculation_totals": None,
         "accepted_per_position": [],
+        "kernel": "",
     }
     assert [other["role"] for other in others] == ["target", "draft"]
     assert json.loads(result.stdout).keys() == {"processes"}
@@ -193,9 +194,11 @@ def test_status_json_has_the_documented_shape(story):
 def test_status_table_lists_every_process(story):
     _, address = story
     lines = invoke("status", "-a", address).stdout.splitlines()
-    assert lines[0].split() == ["ROLE", "PID", "ADDRESS", "MODEL", "HEALTHY", "SESSIONS", "METRICS"]
-    assert lines[1].split() == ["orchestrator", "11", "127.0.0.1:1", "demo", "yes", "2", "-"]
-    assert lines[3].split() == ["draft", "13", "127.0.0.1:3", "demo", "no", "0", "-"]
+    assert lines[0].split() == ["ROLE", "PID", "ADDRESS", "MODEL", "HEALTHY", "SESSIONS", "METRICS", "KERNEL"]
+    assert lines[1].split() == ["orchestrator", "11", "127.0.0.1:1", "demo", "yes", "2", "-", "-"]
+    assert lines[2].split()[-1] == "x86-64-v4"
+    assert lines[3].split()[:7] == ["draft", "13", "127.0.0.1:3", "demo", "no", "0", "-"]
+    assert lines[3].endswith("none: no C compiler")
 
 
 @pytest.mark.parametrize(

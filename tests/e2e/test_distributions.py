@@ -1,0 +1,255 @@
+"""The wheels that `make dist` builds, installed into fresh environments: the client alone, and a cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import distribution
+from pathlib import Path
+from sysconfig import get_path
+
+import pytest
+from packaging.requirements import Requirement
+
+from orchestrator.preflight import free_ports
+from services.engine.native.build import VARIANTS
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("gammaray", "orchestrator", "services", "pyproject.toml", "LICENSE", "docs/pypi.md")
+MAX_CLIENT_BYTES = 1_000_000
+STOP_TIMEOUT_S = 120
+START_TIMEOUT_S = 330
+SERVER_PACKAGES = ("torch", "ray", "redis", "transformers", "numpy", "fastapi", "gammaray_demo_pair")
+
+
+@dataclass
+class Wheels:
+    client: Path
+    demo: Path
+
+
+@dataclass
+class Environment:
+    """A virtual environment."""
+
+    folder: Path
+
+    @property
+    def site(self) -> Path:
+        return Path(get_path("purelib", vars={"base": str(self.folder)}))
+
+    def command(self, name: str) -> str:
+        return str(self.folder / "bin" / name)
+
+    def variables(self) -> dict[str, str]:
+        """Return this process's variables without what leads to the checkout."""
+        return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(self, name: str, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        ended = subprocess.run(
+            [self.command(name), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            cwd=self.folder,
+            env=self.variables(),
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended
+
+    def install(self, *wheels: Path) -> None:
+        pip(self.command("python"), "install", "--no-deps", "--no-index", *map(str, wheels))
+
+
+def pip(python: str, *arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def built(project: Path, out: Path) -> Path:
+    """Build a project as `make dist` does and return its wheel, which is built from its source archive."""
+    command = [sys.executable, "-m", "build", "--no-isolation", f"--outdir={out}", str(project)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (archive,) = out.glob("*.tar.gz")
+    archive.unlink()
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
+    source = tmp_path_factory.mktemp("source")
+    left_out = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info", "build")
+    for name in SOURCES:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=left_out)
+        else:
+            shutil.copy(ROOT / name, source / name)
+    return Wheels(
+        built(source, tmp_path_factory.mktemp("client")),
+        built(source / "services" / "demo_pair", tmp_path_factory.mktemp("demo")),
+    )
+
+
+@pytest.fixture(scope="module")
+def client_environment(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """The client's wheel and what it requires, taken from the environment of this test: no index is asked."""
+    environment = fresh(tmp_path_factory.mktemp("client-environment"))
+    for name in required("gammaray"):
+        expose(name, environment.site)
+    environment.install(wheels.client)
+    return environment
+
+
+def fresh(folder: Path) -> Environment:
+    venv.create(folder, with_pip=False, symlinks=True)
+    return Environment(folder)
+
+
+def required(name: str) -> set[str]:
+    """Return the distributions that one requires without extras, and those that they require."""
+    found: set[str] = set()
+    open_names = [name]
+    while open_names:
+        for line in distribution(open_names.pop()).requires or ():
+            requirement = Requirement(line)
+            wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            if wanted and requirement.name not in found:
+                found.add(requirement.name)
+                open_names.append(requirement.name)
+    return found
+
+
+def expose(name: str, site: Path) -> None:
+    """Link the files of an installed distribution into another environment."""
+    for file in distribution(name).files or ():
+        if file.parts[0] != ".." and "__pycache__" not in file.parts:
+            target = site / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if not target.exists():
+                target.symlink_to(Path(str(file.locate())))
+
+
+def metadata(wheel: Path) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return archive.read(name).decode()
+
+
+def names(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.namelist()
+
+
+def test_client_wheel_is_pure_and_small(wheels: Wheels) -> None:
+    assert wheels.client.name.endswith("-py3-none-any.whl")
+    assert wheels.client.stat().st_size < MAX_CLIENT_BYTES
+    held = names(wheels.client)
+    assert not [name for name in held if name.endswith((".so", ".safetensors", "tokenizer.json"))]
+    assert "services/engine/native/kernel.c" in held
+
+
+def test_demo_wheel_holds_the_weights_and_both_licences(wheels: Wheels) -> None:
+    held = names(wheels.demo)
+    assert {f"gammaray_demo_pair/{role}/model.safetensors" for role in ("target", "draft")} <= set(held)
+    with zipfile.ZipFile(wheels.demo) as archive:
+        licences = [archive.read(name).decode() for name in held if ".dist-info/licenses/" in name]
+    assert len(licences) == 2
+    assert any("Apache License" in text for text in licences)
+    assert any("PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in text for text in licences)
+    assert "License-Expression: Apache-2.0 AND PSF-2.0" in metadata(wheels.demo)
+
+
+def test_metadata_stands_alone(wheels: Wheels) -> None:
+    """Package indexes show the description without the repository: links into it would lead nowhere."""
+    assert "License-Expression: Apache-2.0\n" in metadata(wheels.client)
+    for wheel in (wheels.client, wheels.demo):
+        text = metadata(wheel)
+        assert "Description-Content-Type: text/markdown" in text
+        assert text.count("Classifier: ") >= 4
+        assert not re.findall(r"\]\((?!https?://)[^)]*\)", text)
+
+
+def test_client_is_whole_without_the_server_packages(client_environment: Environment) -> None:
+    pip(client_environment.command("python"), "check")
+    program = f"""
+import importlib.util, json, sys, gammaray
+from gammaray import AsyncClient, Client
+absent = [name for name in {SERVER_PACKAGES!r} if importlib.util.find_spec(name) is None]
+print(json.dumps([gammaray.__file__, absent]))
+"""
+    place, absent = json.loads(client_environment.run("python", "-c", program).stdout)
+    assert Path(place).is_relative_to(client_environment.folder)
+    assert absent == list(SERVER_PACKAGES)
+    assert "generate" in client_environment.run("gammaray", "--help").stdout
+
+
+def test_client_that_is_asked_for_a_cluster_names_the_extra(client_environment: Environment) -> None:
+    ended = subprocess.run(
+        [client_environment.command("gammaray"), "up"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=client_environment.folder,
+        env=client_environment.variables(),
+    )
+    assert ended.returncode == 1
+    assert "pip install 'gammaray[all]'" in ended.stderr
+
+
+@pytest.fixture(scope="module")
+def server_environment(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """Both wheels; torch and the like are those of the environment of this test."""
+    environment = fresh(tmp_path_factory.mktemp("server-environment"))
+    environment.install(wheels.client, wheels.demo)
+    (environment.site / "shared.pth").write_text(f"{get_path('purelib')}\n")
+    return environment
+
+
+@pytest.fixture(scope="module")
+def address(server_environment: Environment) -> Iterator[str]:
+    """The gRPC address of a cluster that `gammaray up` started from the wheels."""
+    http_port, grpc_port = free_ports("127.0.0.1", 2)
+    options = ["--wait-ready", "--die-with-parent", f"--http-port={http_port}", f"--grpc-port={grpc_port}"]
+    with subprocess.Popen(
+        [server_environment.command("gammaray"), "up", *options],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=server_environment.folder,
+        env={"GAMMARAY_CACHE_BUDGET_MB": "256", **server_environment.variables()},
+    ) as cluster:
+        try:
+            assert cluster.stdout is not None
+            assert cluster.stdout.readline().startswith("ready ")
+            yield f"127.0.0.1:{grpc_port}"
+        finally:
+            cluster.terminate()
+            cluster.wait(STOP_TIMEOUT_S)
+
+
+@pytest.mark.timeout(START_TIMEOUT_S + STOP_TIMEOUT_S)
+def test_wheels_serve_a_completion(server_environment: Environment, address: str) -> None:
+    program = "import gammaray_demo_pair, services; print(services.__file__, gammaray_demo_pair.__file__)"
+    for place in server_environment.run("python", "-c", program).stdout.split():
+        assert Path(place).is_relative_to(server_environment.folder)
+    options = ["--max-tokens", "16", "--temperature", "0", "--ignore-eos", "--json", "-a", address]
+    answer = json.loads(server_environment.run("gammaray", "generate", "def read(path):", *options).stdout)
+    assert answer["usage"]["completion_tokens"] == 16
+    status = json.loads(server_environment.run("gammaray", "status", "--json", "-a", address).stdout)
+    kernels = {process["role"]: process["kernel"] for process in status["processes"]}
+    assert kernels["target"] == kernels["draft"]
+    assert kernels["target"] in VARIANTS
