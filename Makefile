@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install help demo test-programs test lint chart protos bench chaos fuzz soak dist clean
+.PHONY: install help demo test-programs test lint chart protos bench clients chaos fuzz soak dist clean
 install: $(STAMP)  ## (default) install everything into .venv, with the versions of constraints.txt
 
 help:  ## list these targets
@@ -45,6 +45,9 @@ protos: install  ## regenerate gammaray/v1 from protos/
 
 bench: install  ## plain decoding, gammaray, transformers generate, assisted and prompt lookup in one run
 	$(BIN)/python -m benchmarks.run
+
+clients: install  ## GuideLLM, AIPerf, EvalScope and lm-eval against a cluster, each in an environment of its own; ARGS="NAME ..."
+	$(BIN)/python -m benchmarks.clients $(ARGS)
 
 chaos: install  ## kill and stop every kind of process under load for five minutes; ARGS="--minutes N --seed S"
 	$(BIN)/python tests/chaos $(ARGS)

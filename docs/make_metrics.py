@@ -52,6 +52,21 @@ The counters `gammaray_spec_decode_*` are vLLM's, with its definitions and our p
 accepted token that stood behind the end of a completion was not emitted and is not counted. So over any set
 of completions they are the sums of what the API's own summaries say.
 
+## By vLLM's names
+
+`GET /metrics` of the HTTP API has metrics that clients and dashboards for vLLM read, with vLLM's labels
+`model_name` and `engine` (always 0). They are sums over all orchestrators, whichever of them answers:
+
+* counters: `vllm:spec_decode_num_drafts_total`, `vllm:spec_decode_num_draft_tokens_total`,
+  `vllm:spec_decode_num_accepted_tokens_total`, `vllm:spec_decode_num_accepted_tokens_per_pos_total` (also by
+  `position`, from 0), `vllm:generation_tokens_total`;
+* gauges: `vllm:num_requests_running`, `vllm:num_requests_waiting`.
+
+The path needs a key where the API does. It answers 503 while Redis cannot be reached, which knows the other
+orchestrators. The counters are those of `gammaray_spec_decode_*` and `gammaray_tokens_total` below.
+
+## All processes
+
 Every process also has `process_cpu_seconds_total`, `process_resident_memory_bytes` and the other process
 metrics of prometheus_client. In the queries `[5m]` is the time to look back on.
 """

@@ -85,7 +85,7 @@ async def test_prompt_logprobs_ignore_what_is_cached(model, plain):
         assert after.verdict.next_token_id == found.verdict.next_token_id
 
 
-async def test_prompts_scored_together_beside_other_sessions_are_each_their_own(model, plain):
+async def test_prompts_scored_together_with_other_sessions_are_each_their_own(model, plain):
     prompts = {f"p{n}": random_tokens(20 + 37 * n, seed=n) for n in range(5)}
     async with running("target", model, max_batch_tokens=64, prefill_chunk=32) as (link, _):
         driver = Driver(link, None, LONG, session_id="steady")
@@ -128,5 +128,5 @@ async def test_more_alternatives_than_allowed_are_refused(model):
 
 
 def test_the_bound_of_all_log_probabilities_fits_a_frame():
-    # Varints of up to 5 bytes beside float64, for the alternatives and the tokens themselves.
+    # A varint of up to 5 bytes and a float64, for each alternative and each token.
     assert MAX_PROMPT_LOGPROBS * (5 + 8) < 64 * 2**20

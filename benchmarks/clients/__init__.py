@@ -1,0 +1,1 @@
+"""Benchmark and evaluation clients of other projects, run unmodified against `gammaray up`."""

@@ -1,0 +1,61 @@
+"""The runs of other projects' clients: their pins, their tasks, and the check of likelihoods."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.clients.__main__ import table
+from benchmarks.clients.environments import REQUIREMENTS, pinned_version
+from benchmarks.clients.likelihoods import worst_difference
+from benchmarks.clients.programs import PROGRAMS, TASKS
+from services.demo_pair import TARGET_DIR
+
+
+@pytest.mark.parametrize("client", sorted({program.client for program in PROGRAMS}))
+def test_every_package_of_a_client_is_pinned(client):
+    lines = (REQUIREMENTS / f"{client}.txt").read_text().splitlines()
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9._+!-]+", line) for line in lines)
+    assert re.fullmatch(r"\d+\.\d+\.\d+", pinned_version(client))
+
+
+def test_contexts_of_likelihoods_end_where_tokens_may_end():
+    rows = [json.loads(line) for line in (TASKS / "continuations.jsonl").read_text().splitlines()]
+    for row in rows:
+        assert row["context"] == row["context"].rstrip()  # lm-eval would move spaces to the continuation
+        assert len(row["choices"]) == 2
+        assert row["answer"] in (0, 1)
+
+
+def test_likelihoods_are_compared_with_the_models_own():
+    tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
+    model = AutoModelForCausalLM.from_pretrained(TARGET_DIR, dtype=torch.float32)
+    context, continuation = "def add(left, right):", "\n    return left"
+    whole = tokenizer(context + continuation, return_tensors="pt")["input_ids"]
+    start = len(tokenizer(context)["input_ids"])
+    with torch.no_grad():
+        log_probs = model(whole).logits[0].double().log_softmax(-1)
+    own, greedy = 0.0, True
+    for position in range(start, whole.shape[1]):
+        own += log_probs[position - 1, whole[0, position]].item()
+        greedy &= bool(log_probs[position - 1].argmax() == whole[0, position])
+    assert worst_difference(TARGET_DIR, [(context, continuation, own, greedy)])[0] < 1e-4
+    assert worst_difference(TARGET_DIR, [(context, continuation, own, greedy)])[1]
+    difference, same = worst_difference(TARGET_DIR, [(context, continuation, own - 0.5, not greedy)])
+    assert difference == pytest.approx(0.5, abs=1e-4)
+    assert not same
+
+
+def test_table_tells_what_works_and_why_something_fails():
+    rows = [
+        {"name": "one", "version": "1.0.0", "succeeded": 3, "total": 4, "figures": {"acc": 0.123456}},
+        {"name": "two", "version": "2.0.0", "succeeded": 0, "total": 0, "figures": {}, "error": "no route"},
+    ]
+    assert table(rows).splitlines()[2:] == [
+        "| one | 1.0.0 | 3/4 | acc 0.1235 |",
+        "| two | 2.0.0 | fails | no route |",
+    ]
