@@ -178,13 +178,9 @@ def _base_url(url: str, tls: ClientTls | None) -> str:
         is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         is_good = False
-    if (
-        not is_good
-        or "@" in parts.netloc
-        or parts.query
-        or parts.fragment
-        or re.search(r"[\s\x00-\x1f]", full)
-    ):
+    if "@" in full:
+        raise InvalidArgumentError("url", "a URL with a user or password", _ALLOWED_URL)
+    if not is_good or parts.query or parts.fragment or re.search(r"[\s\x00-\x1f]", full):
         raise InvalidArgumentError("url", url, _ALLOWED_URL)
     if tls is not None and parts.scheme != "https":
         raise InvalidArgumentError("url", f"{url} with TLS options", "https://host:port")
