@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -30,6 +31,8 @@ ROLES: Mapping[str, tuple[str, ...]] = {
 """Certificates that are made, with the names each holds; `server` is for Redis or a proxy in front."""
 
 CA_DAYS = 3650
+_LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+_DNS_NAME = re.compile(rf"(\*\.)?({_LABEL}\.)*{_LABEL}", re.IGNORECASE)
 _BACKDATED = timedelta(minutes=5)  # clocks differ
 
 
@@ -43,8 +46,10 @@ def make_certificates(directory: Path, days: int = 365, hosts: Sequence[str] = (
         hosts: Further names and addresses for `server`.
 
     Raises:
-        InvalidArgumentError: The directory cannot be used.
+        InvalidArgumentError: The directory cannot be used, or a host is neither name nor address.
     """
+    for host in hosts:
+        _check_host(host)
     if not 1 <= days <= CA_DAYS:
         raise InvalidArgumentError("days", days, f"1 to {CA_DAYS}")
     try:
@@ -137,6 +142,20 @@ def _sign(builder: x509.CertificateBuilder, issuer_key: EllipticCurvePrivateKey)
 
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
     return builder.add_extension(issuer, critical=False).sign(issuer_key, hashes.SHA256())
+
+
+def _check_host(host: str) -> None:
+    """Check that a certificate can hold a name or address.
+
+    Raises:
+        InvalidArgumentError: It cannot.
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        if not _DNS_NAME.fullmatch(host) or len(host) > 253:
+            allowed = "a DNS name of a-z 0-9 - and dots (others in their xn-- form), or an address"
+            raise InvalidArgumentError("host", host, allowed) from None
 
 
 def _name(name: str) -> x509.GeneralName:

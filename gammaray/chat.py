@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from gammaray.checks import check_api_key, check_timeout
 from gammaray.client_tls import ClientTls, client_tls, explain, tls_error
 from gammaray.errors import (
     GammarayError,
@@ -31,6 +32,7 @@ from gammaray.types import EmittedToken, TokenOrigin
 __all__ = ["Chat", "ChatPiece"]
 
 _ALLOWED_URL = "http://host:port or https://host:port"
+_MAX_TIMEOUT_S = 7 * 86_400.0
 _EXPLAIN_S = 3.0
 """Bound of each step of a search for the cause of a failed TLS handshake, in seconds."""
 
@@ -70,7 +72,7 @@ class Chat:
         messages: The conversation so far, as the API wants it.
 
     Raises:
-        InvalidArgumentError: A malformed URL, or a file that cannot be used.
+        InvalidArgumentError: A malformed URL, key or timeout, or a file that cannot be used.
     """
 
     def __init__(
@@ -88,6 +90,10 @@ class Chat:
     ) -> None:
         self._tls = client_tls(tls, ca_file, cert_file, key_file, url)
         self._url, self._api_key, self._system = _base_url(url, self._tls), api_key, system
+        if api_key is not None:
+            check_api_key(api_key)
+        if check_timeout("timeout_s", timeout_s) > _MAX_TIMEOUT_S:
+            raise InvalidArgumentError("timeout_s", timeout_s, f"at most {_MAX_TIMEOUT_S:g} seconds")
         self._timeout_s, self._options = timeout_s, options or {}
         self.reset()
 
@@ -172,6 +178,8 @@ def _base_url(url: str, tls: ClientTls | None) -> str:
         is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         is_good = False
+    if "@" in full:
+        raise InvalidArgumentError("url", "a URL with a user or password", _ALLOWED_URL)
     if not is_good or parts.query or parts.fragment or re.search(r"[\s\x00-\x1f]", full):
         raise InvalidArgumentError("url", url, _ALLOWED_URL)
     if tls is not None and parts.scheme != "https":

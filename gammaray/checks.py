@@ -9,10 +9,12 @@ from gammaray.errors import InvalidArgumentError
 
 __all__ = [
     "MAX_TOKEN_IDS",
+    "check_api_key",
     "check_encodable",
     "check_int",
     "check_number",
     "check_session_id",
+    "check_timeout",
     "check_token_ids",
 ]
 
@@ -27,6 +29,19 @@ def check_number(name: str, got: float, low: float, high: float, *, open_low: bo
         raise InvalidArgumentError(name, got, allowed)
     if got < low or got > high or (open_low and got == low):
         raise InvalidArgumentError(name, got, allowed)
+
+
+def check_timeout(name: str, got: float) -> float:
+    """Return `got`, a finite number of seconds above 0."""
+    if isinstance(got, bool) or not isinstance(got, (int, float)) or not math.isfinite(got) or got <= 0:
+        raise InvalidArgumentError(name, got, "a number of seconds above 0")
+    return got
+
+
+def check_api_key(got: str) -> None:
+    """Check that a key can be sent in a header; the error does not show it."""
+    if not got.isascii() or not got.isprintable() or not got:
+        raise InvalidArgumentError("api_key", "a key that is not shown", "printable ASCII characters")
 
 
 def check_int(name: str, got: int, low: int, high: int) -> None:

@@ -107,6 +107,7 @@ def settings_error(
     if own:
         return InvalidArgumentError(field, own["got"], own["allowed"])
     got = "nothing" if first["type"] == "missing" else show(first["input"], field)
+    got = "an empty text" if got == "" else got
     if first["type"] == "extra_forbidden":
         known = sorted(settings.model_fields) if settings is not None else []
         nearest = difflib.get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0.0)

@@ -25,6 +25,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from gammaray.checks import check_encodable
 from gammaray.errors import InvalidArgumentError, NotFoundError
 
 __all__ = [
@@ -110,10 +111,11 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
         raise InvalidArgumentError("api_keys_file", f"{path} ({error.strerror})", allowed) from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise InvalidArgumentError(
-            "api_keys_file", f"{path}, wrong at {where}: {first['msg']}", allowed
-        ) from None
+        if first["type"] == "json_invalid":
+            got = f"{path}, which is no JSON ({first['ctx']['error']})"
+        else:
+            got = f"{path}, wrong at {'.'.join(map(str, first['loc'])) or 'the top'}"
+        raise InvalidArgumentError("api_keys_file", got, allowed) from None
     if len({key.id for key in keys}) != len(keys):
         raise InvalidArgumentError("api_keys_file", f"{path}, with one id twice", allowed)
     return keys
@@ -127,6 +129,7 @@ def create_key(path: Path, tenant: str, note: str = "") -> tuple[ApiKey, str]:
     """
     if not is_tenant(tenant):
         raise InvalidArgumentError("tenant", tenant, "1 to 32 of a-z 0-9 and -, not - first")
+    check_encodable("note", note)
     if len(note) > 256:
         raise InvalidArgumentError("note", f"{len(note)} characters", "at most 256")
     with _locked(path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import re
 import time
@@ -14,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from gammaray.checks import check_api_key, check_timeout
 from gammaray.client_tls import ClientTls, explain
 from gammaray.errors import (
     CancelledError,
@@ -123,10 +123,9 @@ class Transport:
         self._is_explicable = credentials is None  # no other handshake can be made with these
         self._metadata = [("application", APPLICATION)]
         if api_key is not None:
-            if not api_key.isascii() or not api_key.isprintable() or not api_key:
-                raise InvalidArgumentError("api_key", "a key that is not shown", "printable ASCII characters")
+            check_api_key(api_key)
             self._metadata.append(("authorization", f"Bearer {api_key}"))
-        self._timeout_s = _check_timeout(timeout_s)
+        self._timeout_s = check_timeout("timeout_s", timeout_s)
         self.retry = retry
         self._credentials = credentials if self._tls is None else self._tls.channel_credentials()
         self._channel: grpc.aio.Channel | None = None
@@ -140,7 +139,9 @@ class Transport:
         Raises:
             InvalidArgumentError: It is no number of seconds above 0.
         """
-        return time.monotonic() + _check_timeout(self._timeout_s if timeout_s is None else timeout_s)
+        return time.monotonic() + check_timeout(
+            "timeout_s", self._timeout_s if timeout_s is None else timeout_s
+        )
 
     async def attempt(self, method: str, request: object, deadline: float) -> AsyncGenerator[Any, None]:
         """Call `method` of the service once and yield its messages; closing the generator cancels the call.
@@ -247,11 +248,3 @@ def _parsed(address: str) -> tuple[str, tuple[str, int] | None, bool | None]:
     if not 1 <= int(match["port"]) <= 65535:
         raise InvalidArgumentError("address", address, f"{_ALLOWED}, with a port from 1 to 65535")
     return target, (match["host"], int(match["port"])), needs_tls
-
-
-def _check_timeout(timeout_s: float) -> float:
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
-        raise InvalidArgumentError("timeout_s", timeout_s, "a number of seconds above 0")
-    if not math.isfinite(timeout_s) or timeout_s <= 0:
-        raise InvalidArgumentError("timeout_s", timeout_s, "a number of seconds above 0")
-    return timeout_s

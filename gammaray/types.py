@@ -213,6 +213,7 @@ class GenerationRequest:
             got = f"{len(self.cache_salt)} characters"
             raise InvalidArgumentError("cache_salt", got, f"at most {MAX_CACHE_SALT} characters")
         check_encodable("cache_salt", self.cache_salt)
+        check_encodable("model", self.model)
         if self.resume_from is not None:
             check_int("resume_from", self.resume_from, 0, 2**31 - 1)
         if not self.session_id and (self.turn > 0 or self.resume_from is not None):

@@ -21,7 +21,7 @@ from gammaray.bench.workloads import WORKLOADS, prompts
 from gammaray.cli.connection import connection_options
 from gammaray.cli.output import output_console
 from gammaray.cli.prompt_file import read_prompts
-from gammaray.cli.values import IntRange, list_of
+from gammaray.cli.values import IntRange, list_of, temperature
 from gammaray.types import VerificationMethod
 
 __all__ = ["bench"]
@@ -61,7 +61,10 @@ _METHODS = ", ".join(method.value for method in VerificationMethod)
     help="Depths of chains, depth x nodes for trees, adaptive; gamma 0 is always measured.",
 )
 @click.option(
-    "--temperatures", default="0,1", show_default=True, callback=list_of(float, "numbers such as 0 or 0.7")
+    "--temperatures",
+    default="0,1",
+    show_default=True,
+    callback=list_of(temperature, "numbers such as 0 or 0.7"),
 )
 @click.option(
     "--verification",

@@ -50,5 +50,6 @@ def _own(serve: bool) -> dict[str, Any]:
 def _parsed(file: TextIO) -> Any:
     try:
         return yaml.safe_load(file)
-    except yaml.YAMLError as error:
-        raise InvalidArgumentError("FILE", file.name, f"YAML or JSON ({error})") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        told = " ".join(str(error).split())
+        raise InvalidArgumentError("FILE", file.name, f"YAML or JSON ({told})") from None

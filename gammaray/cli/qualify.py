@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import click
+from pydantic import ValidationError
 from rich.console import Console
 
 from gammaray.bench.provenance import provenance, write_result
 from gammaray.bench.workloads import WORKLOADS, prompts
-from gammaray.checks import check_number
 from gammaray.cli.output import output_console
 from gammaray.cli.prompt_file import read_prompts
-from gammaray.cli.values import FloatRange, IntRange, list_of
+from gammaray.cli.values import FloatRange, IntRange, list_of, temperature
+from gammaray.config import DraftSettings, TargetSettings, settings_error
+from gammaray.errors import InvalidArgumentError
+from gammaray.gpus import check_device
 from gammaray.qualify.measured import PairFacts, QualifyTask, check_gamma
 from gammaray.qualify.process import measure_pairs
 from gammaray.qualify.tables import print_pair, print_ranking
@@ -30,12 +33,6 @@ __all__ = ["qualify"]
 
 EXIT_CODES = {Fitness.FIT: 0, Fitness.SLOWER: 4, Fitness.UNFIT: 5}
 _STDOUT = Path("-")
-
-
-def _temperature(text: str) -> float:
-    value = float(text)
-    check_number("temperature", value, 0, 100)
-    return value
 
 
 @click.command()
@@ -61,7 +58,7 @@ def _temperature(text: str) -> float:
     "--temperatures",
     default="0,1",
     show_default=True,
-    callback=list_of(_temperature, "numbers such as 0 or 0.7"),
+    callback=list_of(temperature, "numbers such as 0 or 0.7"),
 )
 @click.option(
     "--rtt-ms",
@@ -123,6 +120,7 @@ def _task(given: dict[str, Any]) -> QualifyTask:
             texts = prompts(given["workload"], given["num_prompts"])
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="--num-prompts") from None
+    _check(given)
     return QualifyTask(
         target=given["target"],
         drafts=tuple(dict.fromkeys(given["drafts"])),
@@ -135,6 +133,25 @@ def _task(given: dict[str, Any]) -> QualifyTask:
         threads=given["threads"],
         deterministic=given["deterministic"],
     )
+
+
+def _check(given: dict[str, Any]) -> None:
+    """Refuse settings before the process that measures is started, which takes seconds.
+
+    Raises:
+        InvalidArgumentError: A setting of the workers is out of bounds, or two exclude each other.
+    """
+    shared = {name: given[name] for name in ("device", "dtype", "threads", "deterministic")}
+    settings = {name: value for name, value in shared.items() if value is not None}
+    for role, models in (("target", (given["target"],)), ("draft", given["drafts"])):
+        kind = TargetSettings if role == "target" else DraftSettings
+        for model in models:
+            if not model:
+                raise InvalidArgumentError(role, "an empty name", "a directory or hub name")
+            try:
+                check_device(kind(model=model, **settings).device)
+            except ValidationError as error:
+                raise settings_error(error) from None
 
 
 def _result(

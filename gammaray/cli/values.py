@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 import click
 
+from gammaray.checks import check_number
 from gammaray.errors import InvalidArgumentError
 
-__all__ = ["FloatRange", "IntRange", "list_of"]
+__all__ = ["FloatRange", "IntRange", "list_of", "temperature"]
 
 _Value = TypeVar("_Value")
 
@@ -31,6 +32,18 @@ class FloatRange(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number.", parameter, context)
         return number
+
+
+def temperature(text: str) -> float:
+    """Return the temperature that a text stands for.
+
+    Raises:
+        ValueError: It is no number.
+        InvalidArgumentError: It is out of bounds.
+    """
+    value = float(text)
+    check_number("temperature", value, 0, 100)
+    return value
 
 
 def list_of(

@@ -16,30 +16,17 @@ from gammaray.environment import OTHER_VARIABLES, check_environment, known_varia
 from gammaray.errors import InvalidArgumentError
 
 ROOT = Path(gammaray.__file__).parents[1]
-SOURCES = (
-    "gammaray",
-    "orchestrator",
-    "services",
-    "benchmarks",
-    "docs",
-    "docker",
-    "helm",
-    "README.md",
-    "tests",
-)
+FOLDERS = ("gammaray", "orchestrator", "services", "benchmarks", "docs", "helm", "tests")
+ENDINGS = {".py", ".md", ".yaml", ".tpl", ".txt", ".sh", ".gotmpl"}
 NAME = re.compile(r"\bGAMMARAY_[A-Z0-9_]*[A-Z0-9]\b")
-# Examples of names, and shell variables of CI, that no process of gammaray reads.
 SECRET = "hunter2"
 
 
 def sources():
-    for name in SOURCES:
-        path = ROOT / name
-        files = [path] if path.is_file() else path.rglob("*")
-        yield from (
-            file for file in files if file.suffix in {".py", ".md", ".yaml", ".tpl", ".sh", ".gotmpl"}
-        )
-    yield from (ROOT / "docker").glob("*")
+    for folder in FOLDERS:
+        yield from (file for file in (ROOT / folder).rglob("*") if file.suffix in ENDINGS)
+    yield from (ROOT / "docker").rglob("*")
+    yield ROOT / "README.md"
 
 
 def test_every_variable_that_the_repository_names_is_known():

@@ -1,0 +1,142 @@
+"""Odd input of the command line: one line, exit status 2, the field by name, and no words of pydantic's."""
+
+import re
+
+import pytest
+from click.testing import CliRunner
+
+from gammaray.cli import main
+from gammaray.config import ClusterSettings, OrchestratorSettings, TargetSettings, flag_names
+from gammaray.errors import InvalidArgumentError
+
+RAW = re.compile(r"Input should|String should|Value error|validation error|pydantic|got .*got |integer range")
+NOWHERE = "127.0.0.1:1"
+
+
+def invoke(*arguments, **options):
+    return CliRunner().invoke(main, [*map(str, arguments)], prog_name="gammaray", **options)
+
+
+def check(result, words):
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert words in result.stderr
+    assert not RAW.search(result.stderr)
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"HTTP_PORT": "x"}, "http_port: got x, allowed: an integer"),
+        ({"HTTP_PORT": "70000"}, "http_port: got 70000, allowed: at most 65535"),
+        ({"HTTP_PORT": ""}, "http_port: got an empty text, allowed: an integer"),
+        ({"DEVICE": "tpu"}, "device: got tpu, allowed: 'auto', 'cpu' or 'cuda'"),
+        ({"DETERMINISTIC": "maybe"}, "deterministic: got maybe, allowed: true or false"),
+        ({"TARGET_WORKERS": "0"}, "target_workers: got 0, allowed: at least 1 target worker"),
+        ({"DRAFT_WORKERS": "3:1"}, "draft_workers: got 3:1, allowed: 0 <= MIN <= MAX <= 64"),
+        ({"TARGET": ""}, "target: got an empty text, allowed: a text of at least 1 character"),
+        ({"MAX_TENANT_SHARE": "2"}, "orchestrator.max_tenant_share: got 2, allowed: at most 1"),
+        ({"PROPOSE_TIMEOUT_S": "0"}, "orchestrator.propose_timeout_s: got 0, allowed: a number above 0"),
+        ({"PROPOSE_TIMEOUT_S": "inf"}, "orchestrator.propose_timeout_s: got inf, allowed: a finite number"),
+        ({"THREADS": "1.5"}, "target.threads: got 1.5, allowed: an integer"),
+        ({"THREADS": "2", "DETERMINISTIC": "1"}, "threads: got 2, allowed: 1 with deterministic"),
+    ],
+    ids=str,
+)
+def test_settings_of_the_environment(variables, words):
+    check(invoke("config", env={f"GAMMARAY_{name}": value for name, value in variables.items()}), words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["up", "--tensor-parallel", 2, "--deterministic"], "tensor_parallel: got 2, allowed: 1 with"),
+        (
+            ["up", "--dtype", "float16", "--deterministic"],
+            "dtype: got float16, allowed: auto or float32 with",
+        ),
+        (["up", "--device", "cuda", "--deterministic"], "device: got cuda, allowed: auto or cpu with"),
+        (["up", "--dtype", "int8"], "'int8' is not one of 'auto', 'float32', 'bfloat16', 'float16'"),
+        (["up", "--draft-workers", "x"], "draft_workers: got 'x', allowed: N or MIN:MAX"),
+        (["up", "--target-workers", "0"], "target_workers: got 0, allowed: at least 1"),
+        (["up", "--http-port", "x"], "'x' is not a valid integer."),
+        (["up", "--start-timeout-s", "nan"], "'nan' is not a finite number."),
+        (["up", "--start-timeout-s", "0"], "0.0 is not in the range"),
+        (["up", "--no-no-auth"], "No such option"),
+        (["bench", "--temperatures", "nan", "-a", NOWHERE], "got 'nan'"),
+        (["bench", "--temperatures", "-1", "-a", NOWHERE], "got '-1'"),
+        (["certs", "x", "--host", "a b"], "host: got a b, allowed: a DNS name"),
+        (["certs", "x", "--host", "münchen"], "host: got münchen, allowed: a DNS name"),
+        (["keys", "create", "--file", "k", "--note", "\udcff"], "note: got an unpaired surrogate"),
+        (["generate", "Hi", "--model", "\udcff", "-a", NOWHERE], "model: got an unpaired surrogate"),
+        (["chat", "--url", NOWHERE, "--timeout", "inf"], "timeout_s: got inf"),
+        (["chat", "--url", NOWHERE, "--timeout", "-1"], "timeout_s: got -1.0"),
+        (["chat", "--url", NOWHERE, "--api-key", "a\nb"], "api_key: got a key that is not shown"),
+        (["chat", "--url", "http://me:hunter2@h"], "url: got a URL with a user or password"),
+        (["qualify", "--target", "", "--draft", "demo"], "target: got an empty name"),
+        (
+            ["qualify", "--target", "demo", "--draft", "demo", "--deterministic", "--threads", "2"],
+            "threads: got 2, allowed: 1 with deterministic",
+        ),
+    ],
+    ids=str,
+)
+def test_options(tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*arguments, input="hi\n")
+    check(result, words)
+    assert "hunter2" not in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"\xff\xfe\x00", "FILE: got"), (b"{", "FILE: got"), (b"[1]", "document: got [1], allowed: a mapping")],
+)
+def test_files_of_config_that_are_none_are_told_in_one_line(tmp_path, content, words):
+    path = tmp_path / "serve.yaml"
+    path.write_bytes(content)
+    result = invoke("config", path)
+    check(result, words)
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", ["{", '{"keys": [{}]}', '{"key": []}'])
+def test_key_file_that_is_none_is_told_in_one_line(tmp_path, content):
+    path = tmp_path / "keys.json"
+    path.write_text(content)
+    result = invoke("keys", "list", "--file", path)
+    check(result, f"api_keys_file: got {path}, w")
+    assert result.stderr.count("\n") == 1
+
+
+def test_serve_configuration_with_a_misspelt_setting_is_told_the_nearest():
+    text = invoke("config", "--serve").stdout.replace("deterministic:", "determinstic:")
+    check(invoke("config", "-", input=text), "target.determinstic: got False, allowed: no such field")
+
+
+def test_flag_of_no_auth_is_switched_off_by_auth():
+    assert flag_names("no_auth") == ("--no-auth", "--auth")
+    assert flag_names("pin_cores") == ("--pin-cores", "--no-pin-cores")
+    shown = invoke("up", "--help").stdout
+    assert "--no-auth / --auth" in shown
+    assert "no-no" not in shown
+
+
+@pytest.mark.parametrize("settings", [ClusterSettings, TargetSettings])
+@pytest.mark.parametrize(
+    "others", [{"device": "cuda"}, {"dtype": "bfloat16"}, {"dtype": "float16"}, {"tensor_parallel": 2}]
+)
+def test_deterministic_excludes_what_it_does_not_cover(settings, others):
+    (field,) = others
+    with pytest.raises(InvalidArgumentError) as caught:
+        settings(deterministic=True, **others)
+    assert caught.value.field == field
+    settings(**others)
+    settings(deterministic=True, device="cpu", dtype="float32")
+
+
+def test_times_are_finite():
+    for value in ("inf", "nan"):
+        with pytest.raises(ValueError, match="finite"):
+            OrchestratorSettings(worker_wait_s=value)

@@ -1,0 +1,166 @@
+"""What workers would refuse after the start of a cluster is refused before it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gammaray
+from gammaray.config import ClusterSettings
+from gammaray.errors import InvalidArgumentError
+from gammaray.gpus import CudaDevices
+from gammaray.serving import role_settings, serve_document
+from orchestrator.preflight import check_heads, check_port, check_workers
+
+ROOT = Path(gammaray.__file__).parents[1]
+NONE = CudaDevices(0, "there is no NVIDIA driver")
+
+
+def model(folder, **config):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def refusal(devices=NONE, **settings):
+    with pytest.raises(InvalidArgumentError) as caught:
+        check_workers(ClusterSettings(**settings), devices)
+    return caught.value
+
+
+def test_defaults_pass_with_and_without_gpus():
+    assert check_workers(ClusterSettings(), NONE) == 0
+    assert check_workers(ClusterSettings(), CudaDevices(2)) == 2
+    assert check_workers(ClusterSettings(device="cpu"), CudaDevices(2)) == 0
+    assert check_workers(ClusterSettings(device="cuda"), CudaDevices(1)) == 1
+
+
+def test_cuda_without_a_device_is_refused_with_the_reason():
+    error = refusal(device="cuda")
+    assert (error.field, error.got) == ("device", "cuda")
+    assert "no NVIDIA driver" in error.allowed
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "settings", "field"),
+    [
+        (1, {"tensor_parallel": 2}, "tensor_parallel"),
+        (2, {"tensor_parallel": 2}, "tensor_parallel"),  # none is left for the drafter
+        (4, {"tensor_parallel": 2, "target_workers": "1:2"}, "tensor_parallel"),
+        (4, {"tensor_parallel": 3}, "tensor_parallel"),  # the demo pair has four heads
+        (2, {"tensor_parallel": 2, "device": "cpu"}, "device"),
+        (1, {"deterministic": True}, "device"),  # auto takes the GPU, which the mode does not cover
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_fit_the_gpus_are_refused(num_gpus, settings, field):
+    assert refusal(CudaDevices(num_gpus), **settings).field == field
+
+
+def test_settings_that_fit_the_gpus_pass():
+    check_workers(ClusterSettings(tensor_parallel=2), CudaDevices(3))
+    check_workers(ClusterSettings(tensor_parallel=2, draft_workers="0"), CudaDevices(2))
+    check_workers(ClusterSettings(tensor_parallel=2), NONE)
+    check_workers(ClusterSettings(deterministic=True, device="cpu"), CudaDevices(1))
+    check_workers(ClusterSettings(deterministic=True), NONE)
+
+
+def test_heads_that_do_not_divide_are_refused_by_name(tmp_path):
+    grouped = model(tmp_path / "grouped", num_attention_heads=8, num_key_value_heads=2)
+    check_heads(grouped, 2)
+    with pytest.raises(InvalidArgumentError, match="a divisor of 2, the num_key_value_heads"):
+        check_heads(grouped, 4)
+    with pytest.raises(InvalidArgumentError, match="a divisor of 6, the num_attention_heads"):
+        check_heads(model(tmp_path / "nested", text_config={"num_attention_heads": 6}), 4)
+
+
+@pytest.mark.parametrize(
+    ("variables", "field"),
+    [
+        ({"THREADS": "0"}, "threads"),
+        ({"THREADS": "2", "DETERMINISTIC": "1"}, "threads"),
+        ({"LISTEN": "127.0.0.1:50051"}, "listen"),
+        ({"LISTEN": "here"}, "listen"),
+        ({"METRICS_LISTEN": "127.0.0.1:9464"}, "metrics_listen"),
+        ({"METRICS_LISTEN": "127.0.0.1:9464-9465"}, "metrics_listen"),
+        ({"TLS_CA": "/nowhere/ca.pem"}, "tls_cert"),
+        ({"CPU_AFFINITY": "0,100000"}, "cpu_affinity"),
+        ({"CPU_AFFINITY": "first"}, "cpu_affinity"),
+        ({"MAX_WAIT_S": "0"}, "max_wait_s"),
+        ({"TARGET_LOAD": "0", "DRAFT_WORKERS": "0:2"}, "target_load"),
+    ],
+    ids=str,
+)
+def test_settings_of_the_roles_in_the_environment_are_checked_too(monkeypatch, variables, field):
+    for name, value in variables.items():
+        monkeypatch.setenv(f"GAMMARAY_{name}", value)
+    assert refusal().field == field
+
+
+def test_settings_of_the_roles_that_fit_pass(monkeypatch):
+    monkeypatch.setenv("GAMMARAY_METRICS_LISTEN", "127.0.0.1:9464-9466")
+    monkeypatch.setenv("GAMMARAY_THREADS", "2")
+    monkeypatch.setenv("GAMMARAY_CPU_AFFINITY", str(min(os.sched_getaffinity(0))))
+    check_workers(ClusterSettings(), NONE)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "nowhere.invalid"])
+def test_address_of_another_machine_is_told_as_the_host(host):
+    with pytest.raises(InvalidArgumentError, match=f"host: got {host}"):
+        check_port("http_port", host, 8000)
+
+
+def test_dtype_reaches_both_roles():
+    own = role_settings(ClusterSettings(dtype="bfloat16"))
+    assert own["target"]["dtype"] == own["draft"]["dtype"] == "bfloat16"
+    assert "dtype" not in own["orchestrator"]
+    documents = {dtype: serve_document(ClusterSettings(dtype=dtype)) for dtype in ("auto", "float16")}
+    told = {dtype: document["applications"][0]["args"] for dtype, document in documents.items()}
+    assert told["float16"]["settings"]["dtype"] == "float16"
+    assert "dtype" not in told["auto"]["settings"]
+
+
+def modules_at_the_refusal(*arguments):
+    """Return what the launcher has imported when it refuses a command line, and its exit status."""
+    script = (
+        # The launcher keeps standard output for its announcement.
+        "import json, os, sys\nout = os.fdopen(os.dup(1), 'w')\nfrom orchestrator.cluster import main\n"
+        f"status = main({list(arguments)!r})\n"
+        "print(json.dumps([status, sorted(sys.modules)]), file=out)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, cwd=ROOT, check=True
+    )
+    status, names = json.loads(done.stdout)
+    return status, set(names), done.stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--tensor-parallel 2 --deterministic",
+        "--tensor-parallel 3",
+        "--dtype bfloat16 --deterministic",
+        "--http-port 9000 --grpc-port 9000",
+        "--start-timeout-s nan",
+    ],
+)
+def test_launcher_refuses_before_anything_slow_is_imported(line):
+    status, modules, told = modules_at_the_refusal(*line.split())
+    assert status == 2
+    assert told.startswith("gammaray: ")
+    assert told.count("\n") == 1
+    assert not modules & {"ray", "torch", "transformers", "fastapi", "redis"}
+
+
+def test_launcher_refuses_cuda_as_torch_would():
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    status, modules, told = modules_at_the_refusal("--device", "cuda")
+    assert status == 2
+    assert told.startswith("gammaray: device: got cuda, allowed: auto or cpu: ")
+    assert not modules & {"ray", "torch"}
