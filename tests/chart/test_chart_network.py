@@ -125,7 +125,7 @@ def test_head_needs_kubernetes_only_where_a_pool_scales():
 
 
 def test_everything_inside_still_reaches_what_it_needs():
-    """The rows of the table hold for the way out, too, for whoever a policy restricts."""
+    """The rows of the table hold for the way out, too, for every pod that a policy restricts."""
     everybody, rules = sources(EVERYTHING), policies(EVERYTHING)
     for (goal, port), names in TABLE.items():
         for name in names & INSIDE:

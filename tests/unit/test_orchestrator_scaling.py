@@ -70,16 +70,16 @@ def test_configuration_is_valid_by_serves_own_schema():
     assert (parsed.min_replicas, parsed.max_replicas, parsed.initial_replicas) == (2, 6, 2)
 
 
-@pytest.mark.parametrize(("given", "fixed"), [(3, 3), ("3", 3), ("2:5", None)])
-def test_builder_takes_a_number_or_bounds(given, fixed):
-    built = orchestrator({"settings": {}, "replicas": given, "scaling": {"orchestrator_load": 7}})
-    deployment = built._bound_deployment
-    scaling = deployment._deployment_config.autoscaling_config
-    if fixed is None:
-        assert (scaling.min_replicas, scaling.max_replicas) == (2, 5)
-        assert scaling.policy.policy_kwargs["settings"]["orchestrator_load"] == 7
-    else:
-        assert (deployment.num_replicas, scaling) == (fixed, None)
+@pytest.mark.parametrize(("given", "expected"), [(3, "3"), ("3", "3"), ("2:5", "2:5")])
+def test_number_may_be_fixed_or_bounds(given, expected):
+    arguments = {"settings": {}, "replicas": given, "scaling": {"orchestrator_load": 7}}
+    assert str(OrchestratorArguments(**arguments).replicas) == expected
+    assert orchestrator(arguments) is not None
+
+
+def test_wrong_threshold_is_refused_where_the_application_is_built():
+    with pytest.raises(ValidationError, match="orchestrator_load"):
+        orchestrator({"settings": {}, "replicas": "1:2", "scaling": {"orchestrator_load": 0}})
 
 
 @pytest.mark.parametrize("bad", [0, "0:2", "3:2", "many", 65])
