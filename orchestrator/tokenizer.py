@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from gammaray.config import DEMO_PAIR
 from gammaray.demo_pair import demo_directory
 from gammaray.errors import InvalidArgumentError
-from orchestrator.cpu_threads import in_thread
 from gammaray.vocabulary import vocabulary_sha256
+from orchestrator.cpu_threads import in_thread
 
 __all__ = ["Tokenizer", "resolve_model", "served_name"]
 
