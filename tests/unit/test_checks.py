@@ -2,9 +2,12 @@
 
 import pytest
 from google.rpc import status_pb2
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gammaray import GenerationRequest, InvalidArgumentError, SamplingParams
 from gammaray.checks import MAX_TOKEN_IDS, check_token_ids
+from gammaray.errors import rendering
 from gammaray.rpc_errors import error_from_status
 
 
@@ -49,3 +52,33 @@ def test_error_of_a_worker_keeps_its_field():
     assert isinstance(again, InvalidArgumentError)
     assert (again.field, again.got, again.allowed) == (error.field, error.got, error.allowed)
     assert str(again) == str(error)
+
+
+NESTED = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+@given(NESTED)
+def test_rendering_is_repr(value):
+    assert rendering(value) == repr(value)
+
+
+@pytest.mark.parametrize("value", [[0] * 10**6, {n: [n] for n in range(10**6)}, ("a" * 50,) * 10**6])
+def test_rendering_of_a_long_value_is_its_beginning(value):
+    shown, dots, rest = rendering(value).partition("... (over ")
+    assert (shown, dots) == (repr(value)[:80], "... (over ")
+    assert rest.endswith(" characters)")
+
+
+def test_rendering_of_deep_nesting_ends():
+    value = []
+    for _ in range(100_000):
+        value = [value]
+    assert rendering(value).startswith("[" * 80 + "... (over ")

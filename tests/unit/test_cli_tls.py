@@ -308,7 +308,7 @@ async def test_a_tls_error_is_not_retried_and_ends_wait_ready_at_once(pki):
         {"tls": False, "address": "https://localhost:1"},
         {"credentials": grpc.ssl_channel_credentials(), "tls": True},
     ],
-    ids=str,
+    ids=["tls off and an authority", "tls off and https", "tls on and credentials"],
 )
 def test_contradicting_arguments_are_refused(arguments):
     with pytest.raises(InvalidArgumentError):

@@ -65,12 +65,16 @@ COMPLETIONS = {
     "logprobs negative": ({"prompt": "x", "logprobs": -1}, "logprobs"),
     "logit_bias a word": ({"prompt": "x", "logit_bias": {"word": 1}}, "logit_bias"),
     "logit_bias too large": ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias[1]"),
+    "logit_bias too many": ({"prompt": "x", "logit_bias": {str(n): 1 for n in range(301)}}, "logit_bias"),
     "logit_bias a list": ({"prompt": "x", "logit_bias": [1]}, "logit_bias"),
     "stop_token_ids negative": ({"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids"),
     "no tokens and no echo": ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+    "stop_token_ids too many": ({"prompt": "x", "stop_token_ids": [1] * 4097}, "stop_token_ids"),
+    "echo with logprobs": ({"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
     "best_of above one": ({"prompt": "x", "best_of": 2}, "best_of"),
     "suffix": ({"prompt": "x", "suffix": "y"}, "suffix"),
     "unknown field": ({"prompt": "x", "temprature": 1}, "temprature"),
+    "unknown field of no Unicode": ({"prompt": "x", "\ud800": 1}, "body"),
     "unknown stream option": ({"prompt": "x", "stream_options": {"a": 1}}, "stream_options.a"),
     "unknown method": ({"prompt": "x", "gammaray": {"verification": "luck"}}, "gammaray.verification"),
     "unknown drafter": ({"prompt": "x", "gammaray": {"drafter": "me"}}, "gammaray.drafter"),
@@ -99,6 +103,7 @@ CHATS = {
     "empty messages": ({"messages": []}, "messages"),
     "message without role": ({"messages": [{"content": "x"}]}, "messages.0.role"),
     "unknown role": ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+    "messages too many": ({"messages": HI * 16385}, "messages"),
     "no content": ({"messages": [{"role": "user"}]}, "messages.0.content"),
     "an image": ({"messages": [{"role": "user", "content": IMAGE}]}, "messages.0.content"),
     "refused by the template": ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
@@ -149,6 +154,14 @@ async def test_bad_chat_names_the_field(content, param):
 )
 async def test_fields_that_change_nothing_are_ignored(harmless):
     answer = await post({"messages": HI, **harmless}, "/v1/chat/completions")
+    assert answer.status_code == 200, answer.text
+
+
+async def test_as_many_entries_as_the_bounds_are_served():
+    biases = {str(n): 1 for n in range(300)}
+    answer = await post({"prompt": "x", "logit_bias": biases, "stop_token_ids": [1] * 4096})
+    assert answer.status_code == 200, answer.text
+    answer = await post({"messages": HI * 16384}, "/v1/chat/completions")
     assert answer.status_code == 200, answer.text
 
 
