@@ -49,7 +49,7 @@ SUMMARY_FIELDS = (
     "lease",
     "finish_reason",
 )
-"""Fields that a listing needs, without the tokens. A hash without the first was stored by an earlier version."""
+"""Fields that a listing needs, without tokens. A hash without the first was stored by an earlier version."""
 
 
 @dataclass(frozen=True)
