@@ -218,9 +218,9 @@ class RedisStore:
         """
         for _ in range(READ_TRIES):
             now_ms, pairs, data, ttl_ms = await answer(self._read(keys=keys_of(session_id)[:2]))
-            if not pairs:
-                raise NotFoundError(f"no session {session_id}", "session")
             fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
+            if b"digest" not in fields:  # none, or one that an earlier version stored in another form
+                raise NotFoundError(f"no session {session_id}", "session")
             request_key, _ = request_keys(session_id, fields[b"digest"].decode())
             request: Any = await answer(self._redis.get(request_key))
             if request is None:

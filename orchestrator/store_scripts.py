@@ -300,7 +300,7 @@ TAKE_OVER = (
     _COMMON
     + """
 local head = redis.call('HMGET', KEYS[1], 'epoch', 'finish_reason', 'digest', 'lease', 'room')
-if not head[1] then return {-1} end
+if not head[3] then return {-1} end
 if head[3] ~= digest then return {-10} end
 if head[2] then return {tonumber(head[1])} end
 local need = head[4] and 0 or math.max(head[5] - redis.call('STRLEN', KEYS[2]), 0)

@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 SUMMARY_FIELDS = (
+    "digest",
     "epoch",
     "turn",
     "seed",
@@ -48,7 +49,7 @@ SUMMARY_FIELDS = (
     "lease",
     "finish_reason",
 )
-"""Fields that a listing needs: tokens are not among them."""
+"""Fields that a listing needs, without tokens. A hash without the first was stored by an earlier version."""
 
 
 @dataclass(frozen=True)

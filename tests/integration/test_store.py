@@ -77,6 +77,28 @@ async def test_store_reads_back_what_was_stored(store):
     assert stored.finish_reason is FinishReason.LENGTH
 
 
+async def test_store_finds_no_session_of_an_earlier_version(store, redis):
+    """Their fields were others; they expire within an hour."""
+    old = {
+        "request": b"r",
+        "prompt": b"",
+        "seed": 1,
+        "max_tokens": 9,
+        "num_top": -1,
+        "turn": 0,
+        "epoch": 1,
+        "size": 0,
+    }
+    await redis.hset("gammaray:session:{s}", mapping={**old, "created": 1, "nonce": "n"})
+    await redis.zadd("gammaray:sessions:", {"s": 2**42})
+    for call in (store.read, store.summary, store.take_over):
+        with pytest.raises(NotFoundError):
+            await call("s")
+    assert await store.recent("", 10) == []
+    assert not await store.delete("s")
+    await store.create(make_session(), b"")
+
+
 async def test_store_names_are_unique_until_deleted(store):
     await store.create(make_session(), b"")
     with pytest.raises(FailedPreconditionError, match="exists already"):
