@@ -28,6 +28,7 @@ SETTLE_S = 0.3
 
 END_TIMEOUT_S = 90.0
 
+REPLICATED = ("draft", "target", "orchestrator")
 UNTIMED = (Action.KILL, Action.LOAD, Action.SUSPEND)
 REDIS_STRIKES: dict[Action, Callable[[ChaosRedis, float], None]] = {
     Action.DEMOTE: ChaosRedis.demote,
@@ -135,8 +136,10 @@ async def _carry_out(cluster: Cluster, redis: ChaosRedis, blows: Strike, tally: 
     found = await asyncio.to_thread(
         lambda: [find(blow.role, cluster.launcher.pid, redis.server.pid) for blow in blows.blows]
     )
-    event = Event(blows.label, time.monotonic())
     (first, *_) = blows.blows
+    # A strike that leaves none of a kind is another matter than one that leaves some.
+    is_last = len(blows.blows) == 1 and first.role in REPLICATED and len(found[0]) == 1
+    event = Event(blows.label + (", the only one left" if is_last else ""), time.monotonic())
     if first.action in REDIS_STRIKES:
         await asyncio.to_thread(REDIS_STRIKES[first.action], redis, first.stop_s)
         event.stop_s = 0.0 if first.action is Action.LOAD else first.stop_s
