@@ -264,7 +264,10 @@ class OrchestratorSettings(_ServingSettings):
     )
     served_model_name: str = Field("", description="Name that clients use; empty: derived from `model`.")
     redis_url: str = Field(
-        "redis://127.0.0.1:6379/0", repr=False, description="Session store and worker registry."
+        "redis://127.0.0.1:6379/0",
+        repr=False,
+        description="Session store and worker registry: redis://, rediss://, unix:// or, with Sentinel, "
+        "redis+sentinel://HOST:PORT,.../SERVICE/DB.",
     )
     redis_wait_s: float = Field(
         60.0, ge=0, description="How long a start waits for Redis to answer, in seconds."

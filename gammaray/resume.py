@@ -7,6 +7,7 @@ completion does is made again from the next token on; whichever orchestrator get
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -31,6 +32,10 @@ from gammaray.transport import Transport
 from gammaray.types import Chunk, GenerationRequest
 
 __all__ = ["stream_completion"]
+
+FIRST_PAUSE_S = 0.05
+"""Upper bound of the pause before the first attempt to resume a stream that broke under way, in seconds: most
+often one process of several died. `RetryPolicy` rules the pauses after that."""
 
 
 async def stream_completion(
@@ -102,7 +107,10 @@ class _Patience:
         Raises:
             GammarayError: `error`, when there is none.
         """
-        pause_s = self._policy.delay_s(self._failures)
+        if self._has_started and self._failures == 0:
+            pause_s = random.uniform(0.0, FIRST_PAUSE_S)
+        else:
+            pause_s = self._policy.delay_s(self._failures - self._has_started)
         if isinstance(error, ResourceExhaustedError):
             pause_s = max(pause_s, error.retry_after_s)
         self._failures += 1

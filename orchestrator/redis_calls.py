@@ -126,7 +126,7 @@ async def _check_kind(redis: Redis, shown: str) -> None:
 
 
 def check_redis(redis_url: str) -> None:
-    """Check that a Redis answers, before anything that needs it is started.
+    """Check that a Redis answers, before anything that needs it is started; blocks.
 
     Raises:
         InvalidArgumentError: The URL is not one of Redis, or leads to a node of a Redis Cluster.

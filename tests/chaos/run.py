@@ -27,7 +27,10 @@ SETTLE_S = 0.3
 """Tokens that were under way when something was struck come within this."""
 
 END_TIMEOUT_S = 90.0
+SECOND_TIMEOUT_S = 60.0
+"""How long a strike that takes two orchestrators waits for the second one."""
 
+REPLICATED = ("draft", "target", "orchestrator")
 UNTIMED = (Action.KILL, Action.LOAD, Action.SUSPEND)
 REDIS_STRIKES: dict[Action, Callable[[ChaosRedis, float], None]] = {
     Action.DEMOTE: ChaosRedis.demote,
@@ -132,11 +135,19 @@ async def run(cluster: Cluster, redis: ChaosRedis, options: Options, say: Callab
 
 async def _carry_out(cluster: Cluster, redis: ChaosRedis, blows: Strike, tally: Tally) -> Event:
     """Strike, and wait until what was stopped goes on."""
-    found = await asyncio.to_thread(
-        lambda: [find(blow.role, cluster.launcher.pid, redis.server.pid) for blow in blows.blows]
-    )
-    event = Event(blows.label, time.monotonic())
+
+    def look() -> list[list[psutil.Process]]:
+        return [find(blow.role, cluster.launcher.pid, redis.server.pid) for blow in blows.blows]
+
     (first, *_) = blows.blows
+    found = await asyncio.to_thread(look)
+    deadline = time.monotonic() + SECOND_TIMEOUT_S
+    while first.action is Action.SUSPEND and len(found[0]) < 2 and time.monotonic() < deadline:
+        await asyncio.sleep(0.2)  # its sessions can end elsewhere only where there is another one
+        found = await asyncio.to_thread(look)
+    # A strike that leaves none of a kind is another matter than one that leaves some.
+    is_last = len(blows.blows) == 1 and first.role in REPLICATED and len(found[0]) == 1
+    event = Event(blows.label + (", the only one left" if is_last else ""), time.monotonic())
     if first.action in REDIS_STRIKES:
         await asyncio.to_thread(REDIS_STRIKES[first.action], redis, first.stop_s)
         event.stop_s = 0.0 if first.action is Action.LOAD else first.stop_s

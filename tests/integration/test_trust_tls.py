@@ -8,6 +8,7 @@ import socket
 import ssl
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 import grpc
@@ -147,7 +148,8 @@ class redis_with_tls:
         deadline = time.monotonic() + 30
         while True:
             try:
-                return check_redis(self._url)
+                with ThreadPoolExecutor(1) as pool:  # the test has an event loop in this thread
+                    return pool.submit(check_redis, self._url).result()
             except Exception:
                 if time.monotonic() > deadline or self._process.poll() is not None:
                     self.__exit__()

@@ -180,6 +180,16 @@ async def test_resume_server_at_another_place_is_refused(shift):
             await client.complete("Hi")
 
 
+async def test_resume_stream_that_broke_under_way_goes_on_at_once():
+    """The policy's delays are for a cluster that cannot be reached; here another replica is there."""
+    slow = RetryPolicy(initial_delay_s=600.0, max_delay_s=600.0, resume_s=3600.0)
+    service = ScriptedService(breaking((2, UnavailableError("gone"))))
+    async with serve(service) as address, AsyncClient(address, retry=slow) as client:
+        completion = await asyncio.wait_for(client.complete("Hi"), 60)
+    assert completion.text == "".join(WORDS)
+    assert [request.resume_from for request in service.requests] == [0, 2]
+
+
 async def test_resume_by_hand_names_session_turn_and_offset():
     service = ScriptedService(breaking())
     async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
