@@ -7,6 +7,7 @@ registry.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Coroutine
 from typing import Any
 
@@ -21,6 +22,7 @@ from services.server import is_wildcard, split_address
 
 __all__ = ["build_draft", "build_target"]
 
+_log = logging.getLogger("ray.serve")  # the one that Ray writes to a replica's log
 # Room for the replica's own end after the worker has drained.
 _SHUTDOWN_MARGIN_S = 5.0
 _DEPLOYMENTS = {"draft": "DraftWorker", "target": "TargetWorker"}
@@ -44,6 +46,7 @@ class _Replica:
         except BaseException:
             await self._worker.stop()
             raise
+        _log.info("%s worker at %s, kernel: %s", self._worker.role, self._worker.address, self._worker.kernel)
 
     def _make_worker(self, settings: Any) -> Any:
         raise NotImplementedError

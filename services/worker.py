@@ -113,6 +113,11 @@ class Worker(ABC, Generic[SettingsT]):
         self._watcher = asyncio.create_task(self._watch(), name=f"{self.role} watcher")
         return self.address
 
+    @property
+    def kernel(self) -> str:
+        """What computes the model's forwards, see `Engine.kernel`; empty before the start."""
+        return self._model.kernel if self._model is not None else ""
+
     def check(self) -> None:
         """Raise when the worker can no longer serve.
 

@@ -190,6 +190,7 @@ def build_rank(spec: RankSpec, engine_class: type[Any]) -> Any:
         model_name=spec.model,
         vocab_size=layout.vocab_size,
         max_context=loaded.max_context,
+        kernel="none: the model is spread over several devices",
     )
     check_model(engine, loaded)
     return engine
