@@ -94,10 +94,12 @@ def serve_cluster(
     if settings.http_port == settings.grpc_port:
         raise InvalidArgumentError("grpc_port", settings.grpc_port, "another port than http_port")
     check_vocabularies(settings.target, settings.draft if settings.draft_workers.maximum else settings.target)
-    if settings.redis_url:
-        from orchestrator.redis_server import check_redis  # slow to import, unlike what is checked before
+    from orchestrator.redis_server import check_redis, check_redis_binary  # slow to import
 
+    if settings.redis_url:
         check_redis(settings.redis_url)
+    else:
+        check_redis_binary()
 
     with signals.held():  # a directory without a guardian would stay
         directory = private_directory()

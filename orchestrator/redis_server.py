@@ -21,7 +21,7 @@ from redis.retry import Retry
 from gammaray.errors import InvalidArgumentError, UnavailableError
 from orchestrator.redis_calls import without_password
 
-__all__ = ["RedisServer", "check_redis"]
+__all__ = ["RedisServer", "check_redis", "check_redis_binary"]
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
@@ -166,6 +166,15 @@ def check_redis(redis_url: str) -> None:
         raise UnavailableError(f"redis_url: Redis does not answer: {error}") from None
     finally:
         client.close()
+
+
+def check_redis_binary() -> None:
+    """Check that there is a redis-server for a private Redis, before anything that needs it is started.
+
+    Raises:
+        UnavailableError: There is none.
+    """
+    _binary()
 
 
 def _launch(binary: str, port: int, directory: Path, password: str) -> subprocess.Popen[bytes]:
