@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gammaray.checks import check_api_key, check_timeout
-from gammaray.client_tls import ClientTls, client_tls, explain, tls_error
+from gammaray.client_tls import ClientTls, client_tls, explain, refused_certificate, tls_error
 from gammaray.errors import (
     GammarayError,
     InternalError,
@@ -138,7 +138,10 @@ class Chat:
         except urllib.error.HTTPError as error:
             if "json" not in error.headers.get_content_type() and (cause := self._tls_cause(None)):
                 raise cause from None  # proxies refuse plain text at their TLS port by a page of HTML
-            raise _error(error) from None
+            page = error.read()
+            if cause := refused_certificate(self._url, error.code, page, self._tls):
+                raise cause from None
+            raise _error(error, page) from None
         except (OSError, ValueError, HTTPException) as error:
             failure = error.reason if isinstance(error, urllib.error.URLError) else error
             if cause := self._tls_cause(failure):
@@ -200,9 +203,9 @@ def _piece(event: dict[str, Any]) -> ChatPiece:
     return ChatPiece(choice["delta"].get("content", ""), tokens, choice["finish_reason"], own)
 
 
-def _error(error: urllib.error.HTTPError) -> GammarayError:
+def _error(error: urllib.error.HTTPError, page: bytes) -> GammarayError:
     try:
-        message = str(json.load(error)["error"]["message"])
+        message = str(json.loads(page)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return InternalError(f"the server answers {error.code} {error.reason}")
     kinds = {401: UnauthenticatedError, 503: UnavailableError}

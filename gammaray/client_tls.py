@@ -7,8 +7,9 @@ makes a handshake of its own with the same files, and returns the cause and the 
 from __future__ import annotations
 
 import ssl
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from http.client import HTTPException, HTTPSConnection
 from pathlib import Path
 from socket import create_connection
 
@@ -16,11 +17,12 @@ import grpc
 
 from gammaray.errors import InvalidArgumentError, TlsError
 
-__all__ = ["ClientTls", "client_tls", "explain", "tls_error"]
+__all__ = ["ClientTls", "client_tls", "explain", "explain_http_400", "refused_certificate", "tls_error"]
 
 _READ_S = 0.5
 """How long a server may take to refuse a client certificate, which in TLS 1.3 follows the handshake."""
 
+_MAX_PAGE = 65_536
 _PEM = "a PEM file"
 _PLAIN = "the server speaks TLS and was called in plain text", "use TLS: --tls, or tls=True"
 _USE_CERT = "present one: --cert-file and --key-file, or cert_file= and key_file="
@@ -182,6 +184,29 @@ def _closes(secured: ssl.SSLSocket, timeout_s: float) -> bool:
         return True
     except TimeoutError:
         return False
+
+
+def explain_http_400(host: str, port: int, options: ClientTls, timeout_s: float) -> TlsError | None:
+    """Return the TLS error because of which a proxy answers gRPC calls with HTTP status 400, if it is one.
+
+    nginx completes the handshake without a good client certificate, and then refuses each request by a page
+    that says so; gRPC shows the status alone. Blocks for at most about `timeout_s` seconds.
+    """
+    try:
+        with closing(HTTPSConnection(host, port, timeout=timeout_s, context=options.context())) as connection:
+            connection.request("GET", "/")
+            answer = connection.getresponse()
+            return refused_certificate(f"{host}:{port}", answer.status, answer.read(_MAX_PAGE), options)
+    except (OSError, HTTPException):
+        return None
+
+
+def refused_certificate(where: str, status: int, page: bytes, options: ClientTls | None) -> TlsError | None:
+    """Return the error that an HTTP answer stands for where it is about the client certificate, else None."""
+    if options is None or status != 400 or b"SSL certificate" not in page:
+        return None
+    cause = "refuses the client certificate" if options.cert_file else "requires a client certificate"
+    return TlsError(where, f"the server {cause}", _USE_CERT)
 
 
 def tls_error(where: str, error: ssl.SSLError, *, has_certificate: bool) -> TlsError:

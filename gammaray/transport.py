@@ -14,10 +14,11 @@ from typing import Any
 import grpc
 
 from gammaray.checks import check_api_key, check_timeout
-from gammaray.client_tls import ClientTls, explain
+from gammaray.client_tls import ClientTls, explain, explain_http_400
 from gammaray.errors import (
     CancelledError,
     GammarayError,
+    InternalError,
     InvalidArgumentError,
     TlsError,
     UnavailableError,
@@ -52,8 +53,13 @@ _PASSING = (UnavailableError, CancelledError)
 _EXPLAIN_S = 3.0
 """Bound of each step of a search for the cause of a failed TLS handshake, in seconds."""
 
+_EXPLAIN_PLAIN_S = 1.0
+"""The same after a call in plain text."""
+
 _SCHEME = re.compile(r"(?P<scheme>https|grpcs|grpc)://(?P<place>[^/?#@\s]+)/?")
-_ADDRESS = re.compile(r"(?!https?:|grpcs?:)\S*?\[?(?P<host>[^\s/\[\]]+)\]?:(?P<port>[0-9]{1,5})|unix:\S+")
+_ADDRESS = re.compile(
+    r"(?!(?:https?|grpcs?)://)\S*?\[?(?P<host>[^\s/\[\]]+)\]?:(?P<port>[0-9]{1,5})|unix:\S+"
+)
 _ALLOWED = "host:port, or https://host:port for TLS"
 _TLS_PORT = 443
 
@@ -203,13 +209,18 @@ class Transport:
 
     async def _tls_cause(self, error: GammarayError, deadline: float) -> TlsError | None:
         """Return the TLS error because of which a call failed that never reached a cluster, if it is one."""
-        if self.has_answered or not isinstance(error, UnavailableError) or is_from_gammaray(error):
+        if self.has_answered or self._place is None or not self._is_explicable or is_from_gammaray(error):
             return None
-        if self._place is None or not self._is_explicable:
+        left_s = deadline - time.monotonic()
+        if isinstance(error, InternalError) and self._tls is not None and "400" in str(error):
+            return await asyncio.to_thread(
+                explain_http_400, *self._place, self._tls, max(0.1, min(_EXPLAIN_S, left_s))
+            )
+        if not isinstance(error, UnavailableError):
             return None
         self._is_explicable = self._tls is not None  # one look is enough to tell TLS from plain text
-        left_s = min(_EXPLAIN_S, deadline - time.monotonic())
-        return await asyncio.to_thread(explain, *self._place, self._tls, max(0.1, left_s), needs_http2=True)
+        bound_s = max(0.1, min(_EXPLAIN_S if self._tls else _EXPLAIN_PLAIN_S, left_s))
+        return await asyncio.to_thread(explain, *self._place, self._tls, bound_s, needs_http2=True)
 
     def _rpc(self, method: str) -> Any:
         if self.is_closed:

@@ -94,11 +94,16 @@ def serve_cluster(
     if settings.http_port == settings.grpc_port:
         raise InvalidArgumentError("grpc_port", settings.grpc_port, "another port than http_port")
     check_vocabularies(settings.target, settings.draft if settings.draft_workers.maximum else settings.target)
+    # Slow to import, unlike what is checked before.
     if settings.redis_url:
-        from orchestrator.redis_calls import check_redis  # slow to import, unlike what is checked before
+        from orchestrator.redis_calls import check_redis
 
         # The password may be in the environment, as GAMMARAY_REDIS_PASSWORD.
         check_redis(OrchestratorSettings(redis_url=settings.redis_url).redis_login_url)
+    else:
+        from orchestrator.redis_server import redis_binary
+
+        redis_binary()  # raises where there is none
 
     with signals.held():  # a directory without a guardian would stay
         directory = private_directory()

@@ -11,6 +11,7 @@ import random
 import re
 import socket
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,9 @@ def check_workers(settings: ClusterSettings, devices: CudaDevices | None = None)
         gpus_by_role(num_gpus, most["target"], most["draft"], settings.tensor_parallel)
     if settings.tensor_parallel > 1:
         check_heads(settings.target, settings.tensor_parallel)
+    if settings.worker_tls and find_spec("cryptography") is None:
+        allowed = "false: certificates need a package, pip install 'gammaray[orchestrator]'"
+        raise InvalidArgumentError("worker_tls", True, allowed)
     num_processes = sum(most.values()) + settings.orchestrators
     for worker in workers.values():
         _check_worker(worker, sum(most.values()), num_processes, settings)

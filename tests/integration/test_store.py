@@ -350,7 +350,7 @@ def test_redis_server_from_the_wheel(tmp_path, monkeypatch):
 
 
 def test_redis_server_that_does_not_come_up_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(redis_server, "_binary", lambda: "/bin/false")
+    monkeypatch.setattr(redis_server, "redis_binary", lambda: "/bin/false")
     with pytest.raises(UnavailableError, match="did not come up"):
         RedisServer.start(tmp_path)
 
