@@ -44,7 +44,7 @@ EVERYTHING: dict[str, Any] = {
     "tls": {"certManager": {"enabled": True, "issuerRef": {"name": "letsencrypt"}}},
     "workerTls": {"enabled": True, "issuerRef": {"name": "internal"}},
     "ingress": {"enabled": True},
-    "gateway": {"enabled": True, "className": "example"},
+    "gateway": {"enabled": True, "className": "example", "requestTimeout": "3600s"},
     "apiKeysSecret": {"name": "keys"},
     "huggingFaceTokenSecret": {"name": "hugging-face"},
     "modelCache": {"enabled": True, "storageClassName": "shared"},

@@ -150,6 +150,13 @@ def test_names_are_of_the_release_and_not_too_long(values):
         assert manifest["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "Helm"
 
 
+def test_streams_may_be_given_more_time_at_a_gateway():
+    rule = render(VARIANTS["everything"])["httproute.yaml"]["spec"]["rules"][0]
+    assert rule["timeouts"] == {"request": "3600s"}
+    route = render({"gateway": {"enabled": True, "parentRefs": [{"name": "shared"}]}})["httproute.yaml"]
+    assert "timeouts" not in route["spec"]["rules"][0]
+
+
 def test_two_releases_share_no_name():
     first, second = ({m["kind"] + m["metadata"]["name"] for m in render(name=n).values()} for n in ("a", "b"))
     assert not first & second
