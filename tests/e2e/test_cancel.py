@@ -54,7 +54,10 @@ async def test_abandoned_iterators_of_the_sdk_free_the_workers(cluster):
 async def test_closed_http_connections_free_the_workers(cluster, stream):
     host, port = cluster.http.removeprefix("http://").split(":")
     body = json.dumps({"prompt": "import ", "stream": stream, **LONG}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    ).encode()
 
     async def vanish():
         reader, writer = await asyncio.open_connection(host, int(port))

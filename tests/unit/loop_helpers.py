@@ -44,6 +44,7 @@ async def watching() -> AsyncIterator[Watch]:
     try:
         await asyncio.sleep(0)
         yield watch
+        await asyncio.sleep(0)  # the watcher sees the turn that ended what was watched
     finally:
         task.cancel()
         gc.unfreeze()

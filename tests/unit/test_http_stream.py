@@ -184,7 +184,7 @@ async def test_vanished_client_ends_the_generation(stream):
         "path": "/v1/completions",
         "raw_path": b"/v1/completions",
         "query_string": b"",
-        "headers": [],
+        "headers": [(b"content-type", b"application/json")],
     }
     serving = asyncio.create_task(create_app(backend)(scope, receive, send))
     for sample in running:
