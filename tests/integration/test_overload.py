@@ -98,10 +98,14 @@ async def test_stored_sessions_have_a_bound_that_deleting_them_frees(redis_serve
     settings = {"max_stored_mb": 1, "max_tenant_stored_share": 0.1}
     async with running(redis_server, target.address, "", **settings) as orchestrator:
         names = []
-        with pytest.raises(ResourceExhaustedError, match=r"tenant full: .* of 104858 bytes") as refused:
+
+        async def fill():
             for _ in range(100):
                 (*_, last) = await finish(orchestrator, Caller("full"))
                 names.append(last.session_id)
+
+        with pytest.raises(ResourceExhaustedError, match=r"tenant full: .* of 104858 bytes") as refused:
+            await fill()
         assert 10 < len(names) < 40
         assert 1 <= refused.value.retry_after_s <= 3600
         assert len(tokens_of(await finish(orchestrator, Caller("other")))) == 12
