@@ -317,8 +317,9 @@ class RedisStore:
         self, session_id: str, code: int, used: int, need: int, wait_ms: int
     ) -> ResourceExhaustedError:
         bound, total = await self._bounds.of(session_id)
-        whose, setting = f"of tenant {tenant_of(session_id)}", "max_tenant_stored_share"
-        if code == scripts.OVER_ALL:
+        tenant = tenant_of(session_id)
+        whose, setting = f"of tenant {tenant}", "max_tenant_stored_share"
+        if code == scripts.OVER_ALL or not tenant:
             bound, whose, setting = total, "of all tenants", "max_stored_mb"
         retry_s = math.ceil(min(wait_ms, self._ttl_ms) / 1e3)
         return ResourceExhaustedError(

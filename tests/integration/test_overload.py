@@ -92,3 +92,26 @@ async def test_sessions_of_one_name_do_not_meet(redis_server, target):
             await finish(orchestrator, Caller("a"), request)
     names = {block.session_id for block in target.blocks}
     assert names == {"same", "a:same", "b:same"}
+
+
+async def test_stored_sessions_have_a_bound_that_deleting_them_frees(redis_server, target):
+    settings = {"max_stored_mb": 1, "max_tenant_stored_share": 0.1}
+    async with running(redis_server, target.address, "", **settings) as orchestrator:
+        names = []
+
+        async def fill():
+            for _ in range(100):
+                (*_, last) = await finish(orchestrator, Caller("full"))
+                names.append(last.session_id)
+
+        with pytest.raises(ResourceExhaustedError, match=r"tenant full: .* of 104858 bytes") as refused:
+            await fill()
+        assert 10 < len(names) < 40
+        assert 1 <= refused.value.retry_after_s <= 3600
+        assert len(tokens_of(await finish(orchestrator, Caller("other")))) == 12
+        for name in names[:5]:
+            assert await orchestrator.sessions.delete(name, Caller("full"))
+        assert len(tokens_of(await finish(orchestrator, Caller("full")))) == 12
+        for caller in (Caller("full"), Caller("other")):
+            for info in await orchestrator.sessions.recent(1000, caller):
+                await orchestrator.sessions.delete(info.session_id, caller)

@@ -233,6 +233,14 @@ async def test_tenant_over_its_bound_is_refused_and_told_when_to_come_back(redis
     assert await used(redis) == 2 * (own + 3 * need)
 
 
+async def test_callers_without_keys_have_the_bound_of_all(redis):
+    need = SESSION_OVERHEAD + 8 * PLAIN + REQUEST_OVERHEAD + 4 + len(b"request") + 12
+    store = store_of(redis, need, 0.1)
+    await store.create(session_of("a"), b"request")
+    with pytest.raises(ResourceExhaustedError, match=f"of all tenants: {need} of {need} bytes"):
+        await store.create(session_of("b"), b"request")
+
+
 async def test_refused_until_sessions_expire(redis):
     need = SESSION_OVERHEAD + 8 * PLAIN + REQUEST_OVERHEAD + 4 + len(b"request") + 12
     store = store_of(redis, need, ttl_s=1)
