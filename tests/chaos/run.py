@@ -31,6 +31,8 @@ SECOND_TIMEOUT_S = 60.0
 """How long a strike that takes two orchestrators waits for the second one."""
 
 REPLICATED = ("draft", "target", "orchestrator")
+"""Roles with two processes: strikes at the only one that serves have a row of their own."""
+
 UNTIMED = (Action.KILL, Action.LOAD, Action.SUSPEND)
 REDIS_STRIKES: dict[Action, Callable[[ChaosRedis, float], None]] = {
     Action.DEMOTE: ChaosRedis.demote,
@@ -116,7 +118,7 @@ async def run(cluster: Cluster, redis: ChaosRedis, options: Options, say: Callab
             await asyncio.sleep(blows.after_s)
             if time.monotonic() - start > options.seconds or len(outcome.events) >= options.max_strikes:
                 break
-            event = await _carry_out(cluster, redis, blows, load.tally)
+            event = await _carry_out(cluster, redis, blows, load.tally, watch)
             event.is_calm = load.all_moved_between(event.at - CALM_S, event.at)
             outcome.events.append(event)
             await _until_all_move(load, event.at + max(SETTLE_S, event.stop_s), options.move_timeout_s)
@@ -133,7 +135,7 @@ async def run(cluster: Cluster, redis: ChaosRedis, options: Options, say: Callab
     return outcome
 
 
-async def _carry_out(cluster: Cluster, redis: ChaosRedis, blows: Strike, tally: Tally) -> Event:
+async def _carry_out(cluster: Cluster, redis: ChaosRedis, blows: Strike, tally: Tally, watch: Watch) -> Event:
     """Strike, and wait until what was stopped goes on."""
 
     def look() -> list[list[psutil.Process]]:
@@ -145,9 +147,7 @@ async def _carry_out(cluster: Cluster, redis: ChaosRedis, blows: Strike, tally: 
     while first.action is Action.SUSPEND and len(found[0]) < 2 and time.monotonic() < deadline:
         await asyncio.sleep(0.2)  # its sessions can end elsewhere only where there is another one
         found = await asyncio.to_thread(look)
-    # A strike that leaves none of a kind is another matter than one that leaves some.
-    is_last = len(blows.blows) == 1 and first.role in REPLICATED and len(found[0]) == 1
-    event = Event(blows.label + (", the only one left" if is_last else ""), time.monotonic())
+    event = Event(blows.label, time.monotonic())
     if first.action in REDIS_STRIKES:
         await asyncio.to_thread(REDIS_STRIKES[first.action], redis, first.stop_s)
         event.stop_s = 0.0 if first.action is Action.LOAD else first.stop_s
@@ -163,6 +163,10 @@ async def _carry_out(cluster: Cluster, redis: ChaosRedis, blows: Strike, tally: 
     for blow, processes in zip(blows.blows, found, strict=True):
         if (victim := strike(processes, blow)) is not None:
             struck.append((blow, victim))
+    if len(struck) == len(blows.blows) == 1 and first.role in REPLICATED:
+        others = {process.pid for process in found[0]} - {struck[0][1].pid}
+        if not others & watch.serving(first.role):  # another one may be starting
+            event.label += ", the only one that served"
     stopped = sorted(
         ((blow.stop_s, victim) for blow, victim in struck if blow.action is not Action.KILL),
         key=lambda pair: pair[0],

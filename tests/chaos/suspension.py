@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 NUM_PROBES = 4
 PROMPT, NEXT_PROMPT = "def first(items):\n", "class Queue:\n    def "
-OPTIONS = {"temperature": 0.0, "max_tokens": 250, "ignore_eos": True}
+OPTIONS = {"temperature": 0.0, "max_tokens": 120, "ignore_eos": True}
 BEGIN_S, STALL_S = 0.4, 1.0
 TRY_S, TRIES = 5.0, 12
 WAKE_S = 10.0

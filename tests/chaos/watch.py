@@ -40,6 +40,10 @@ class Watch:
                 pass
             await asyncio.sleep(PERIOD_S)
 
+    def serving(self, role: str) -> set[int]:
+        """Return the ids of the processes of a role that served, those that have ended since included."""
+        return {pid for its, pid in self.seen_at if its == role}
+
     def back_at(self, role: str, since: float) -> float | None:
         """Return when a process of a role was first seen that was not there at a time, or None."""
         times = (at for (its, _), at in self.seen_at.items() if its == role and at > since)

@@ -7,8 +7,8 @@ import dataclasses
 from contextlib import aclosing
 
 import pytest
-from redis_helpers import running_redis
-from scripted_workers import scripted, until
+from redis_helpers import redis_name, running_redis
+from scripted_workers import scripted, until, until_so
 from service_helpers import PROMPTS, complete, running, tokens_of
 
 from gammaray.config import OrchestratorSettings
@@ -118,6 +118,37 @@ async def test_service_start_refuses_a_draft_of_another_vocabulary(redis_server,
 async def test_service_start_without_redis_is_unavailable():
     with pytest.raises(UnavailableError, match="Redis"):
         await Orchestrator.start(OrchestratorSettings(redis_url="redis://127.0.0.1:1/0", redis_wait_s=0))
+
+
+async def test_service_start_waits_for_redis(redis_server, target, caplog):
+    async with redis_name(redis_server) as (name, url):
+        name.reply = "LOADING Redis is loading the dataset in memory"
+        settings = OrchestratorSettings(redis_url=url, target_addresses=target.address)
+        starting = asyncio.create_task(Orchestrator.start(settings))
+        await until(lambda: "waiting up to 60 s" in caplog.text)
+        assert not starting.done()
+        name.reply = ""
+        orchestrator = await starting
+        request = GenerationRequest(PROMPTS[0], max_tokens=3, ignore_eos=True)
+        assert len(tokens_of(await complete(orchestrator, request))) == 3
+        await orchestrator.close()
+
+
+@pytest.mark.parametrize("reply", ["NOPERM no permissions", "OOM no memory", "BUSY a script", "ERR a bug"])
+async def test_service_tells_its_state_whatever_redis_replies(redis_server, target, reply):
+    async with redis_name(redis_server) as (name, url):
+        settings = OrchestratorSettings(redis_url=url, target_addresses=target.address)
+        orchestrator = await Orchestrator.start(settings)
+        name.reply = reply
+        health = {process.role: process.healthy for process in await orchestrator.status()}
+        assert health == {"orchestrator": True, "target": True, "redis": False}
+        name.reply = ""
+
+        async def is_healthy():
+            return all(process.healthy for process in await orchestrator.status())
+
+        assert await until_so(is_healthy)
+        await orchestrator.close()
 
 
 async def test_service_start_with_an_unknown_model_names_it(redis_server):
