@@ -17,6 +17,7 @@ from orchestrator.http_logprobs import (
     LogprobFormat,
     prompt_entries,
 )
+from orchestrator.http_models import StreamOptions
 from orchestrator.http_requests import ChoicePlan
 
 __all__ = ["ChatResponse", "ChoiceState", "CompletionResponse", "Response", "speculative_decoding"]
@@ -152,14 +153,8 @@ class Response(ABC):
         if state.logprobs is not None:
             state.logprobs.render(tokens)
 
-    def piece(self, index: int, chunk: Chunk, *, with_usage: bool = False) -> dict[str, Any] | None:
-        """Take in a piece of choice `index`; return its event, None when there is nothing to tell yet.
-
-        Args:
-            index: The choice.
-            chunk: The piece.
-            with_usage: Whether the event has the usage of the choice so far.
-        """
+    def piece(self, index: int, chunk: Chunk, options: StreamOptions) -> dict[str, Any] | None:
+        """Take in a piece of choice `index`; return its event, None when there is nothing to tell yet."""
         state = self.states[index]
         chunk = state.add(chunk)
         told = chunk.prompt_logprobs is not None
@@ -170,11 +165,12 @@ class Response(ABC):
         event = self._event(state, self.delta(chunk.text), logprobs, chunk.finish_reason)
         if told:
             self._tell_prompt(state, event, event["choices"][0])
-        if with_usage:
+        if options.include_usage and options.continuous_usage_stats:
             event["usage"] = _token_counts(chunk.prompt_tokens, chunk.offset + len(chunk.tokens))
         if chunk.finish_reason is not None:
             event["gammaray"] = state.gammaray()
-            event |= self._metrics()
+            if not options.include_usage:  # else the last event has it: clients take it once
+                event |= self._metrics()
         if tells_tokens:
             event["gammaray"] = {**event.get("gammaray", {}), "tokens": [_token(t) for t in chunk.tokens]}
         return event

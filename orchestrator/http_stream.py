@@ -144,7 +144,6 @@ async def _events(
     caller: Caller,
     seen: EventId | None,
 ) -> AsyncGenerator[bytes, None]:
-    with_usage = options.include_usage
     event_bytes = _padded_event if options.include_obfuscation else _event
     async with generate_all(backend, requests, caller) as pieces:
         openings: Sequence[bytes] | None = (
@@ -153,7 +152,7 @@ async def _events(
         is_resumable = len(requests) == 1
         try:
             async for index, chunk in pieces:
-                event = await _piece(response, index, chunk, with_usage and options.continuous_usage_stats)
+                event = await _piece(response, index, chunk, options)
                 data = b""
                 if event is not None and not (seen and seen.has_ended):
                     data = event_bytes(event, EventId.of(chunk) if is_resumable else None)
@@ -166,16 +165,18 @@ async def _events(
                 raise
             yield _event(error_body(as_gammaray_error(error)))
             return
-        if with_usage:
+        if options.include_usage:
             yield _event(response.usage_event())
         yield b"data: [DONE]\n\n"
 
 
-async def _piece(response: Response, index: int, chunk: Chunk, with_usage: bool) -> dict[str, Any] | None:
+async def _piece(
+    response: Response, index: int, chunk: Chunk, options: StreamOptions
+) -> dict[str, Any] | None:
     if chunk.prompt_logprobs is None:
-        return response.piece(index, chunk, with_usage=with_usage)
+        return response.piece(index, chunk, options)
     # Up to a million numbers: other streams go on meanwhile.
-    return await asyncio.to_thread(response.piece, index, chunk, with_usage=with_usage)
+    return await asyncio.to_thread(response.piece, index, chunk, options)
 
 
 def _event(body: Mapping[str, Any], event_id: EventId | None = None) -> bytes:

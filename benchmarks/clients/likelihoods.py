@@ -27,8 +27,10 @@ def worst_difference(model: Path, scored: Sequence[tuple[str, str, float, bool]]
     module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     worst, same = 0.0, True
     for context, continuation, likelihood, is_greedy in scored:
-        start = len(tokenizer(context)["input_ids"])
-        whole = torch.tensor(tokenizer(context + continuation)["input_ids"])
+        # As lm-eval does: the two need not be the tokens of the whole text.
+        before = tokenizer(context)["input_ids"]
+        after = tokenizer(context + continuation)["input_ids"][len(before) :]
+        start, whole = len(before), torch.tensor(before + after)
         log_probs = module(whole[None]).logits[0, start - 1 : -1].double().log_softmax(-1)
         own = log_probs.gather(1, whole[start:, None]).sum().item()
         worst = max(worst, abs(own - likelihood))

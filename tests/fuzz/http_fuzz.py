@@ -24,7 +24,11 @@ BODIES: dict[str, dict[str, Any]] = {
         "max_tokens": 4,
         "n": 2,
         "stream": False,
-        "stream_options": {"include_usage": True},
+        "stream_options": {
+            "include_usage": True,
+            "continuous_usage_stats": True,
+            "include_obfuscation": True,
+        },
         "stop": ["\n\n", "x"],
         "seed": 1,
         "temperature": 0.7,
@@ -40,7 +44,8 @@ BODIES: dict[str, dict[str, Any]] = {
         "stop_token_ids": [9],
         "allowed_token_ids": [],
         "logprobs": 2,
-        "echo": False,
+        "echo": True,
+        "prompt_logprobs": 1,
         "gammaray": {"verification": "coupled", "gamma": 3, "max_nodes": 8, "drafter": "model"},
     },
     "/v1/chat/completions": {
@@ -52,6 +57,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "temperature": 0,
         "logprobs": True,
         "top_logprobs": 3,
+        "prompt_logprobs": 0,
         "gammaray": {"gamma": "adaptive", "session_id": "", "verification": "rejection"},
     },
 }

@@ -37,8 +37,8 @@ async def test_streams_have_the_object_in_their_last_chunk(path, with_usage):
     options = {"stream_options": {"include_usage": with_usage}}
     *chunks, _ = await events(ScriptedBackend(), path, **BODIES[path], **options)
     parsed = [json.loads(chunk) for chunk in chunks]
-    assert parsed[-1]["metrics"] == METRICS
-    assert not any("metrics" in event for event in parsed[: -1 - with_usage])
+    # AIPerf drops the object when two chunks have it.
+    assert [event.get("metrics") for event in parsed] == [None] * (len(parsed) - 1) + [METRICS]
 
 
 async def test_responses_of_several_choices_have_no_such_object_as_with_vllm():
