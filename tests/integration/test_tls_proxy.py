@@ -52,7 +52,7 @@ def pki(tmp_path_factory):
     pem = folder / "server.pem"
     pem.write_bytes(server.cert_file.read_bytes() + server.key_file.read_bytes())
     return SimpleNamespace(
-        folder=folder, ca=authority.file, pem=pem, client=authority.issue("client", "somebody.example.com")
+        folder=folder, ca=authority.file, pem=pem, client=authority.issue("client", "client.example.com")
     )
 
 
