@@ -216,7 +216,7 @@ class Transport:
             return await asyncio.to_thread(
                 explain_http_400, *self._place, self._tls, max(0.1, min(_EXPLAIN_S, left_s))
             )
-        if not isinstance(error, UnavailableError):
+        if not isinstance(error, UnavailableError) or "Connection refused" in str(error):
             return None
         self._is_explicable = self._tls is not None  # one look is enough to tell TLS from plain text
         bound_s = max(0.1, min(_EXPLAIN_S if self._tls else _EXPLAIN_PLAIN_S, left_s))

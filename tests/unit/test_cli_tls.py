@@ -38,8 +38,8 @@ def pki(tmp_path_factory):
         server=good.issue("server", "localhost", "gammaray.example.com"),
         expired=good.issue("expired", "localhost", expires_in=timedelta(days=-1)),
         elsewhere=good.issue("elsewhere", "gammaray.example.com", "grpc.gammaray.example.com"),
-        client=good.issue("client", "somebody.example.com"),
-        stranger=other.issue("stranger", "somebody.example.com"),
+        client=good.issue("client", "client.example.com"),
+        stranger=other.issue("stranger", "client.example.com"),
     )
 
 
