@@ -16,7 +16,7 @@ __all__ = ["fuzz_http"]
 
 ANSWER_TIMEOUT_S = 60.0
 PATIENCE_MS = 15_000
-ALLOWED = {200, 400, 401, 404, 405, 408, 409, 413, 415, 429, 503, 504}
+ALLOWED = {200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 503, 504}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {
         "model": "",
