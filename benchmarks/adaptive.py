@@ -30,7 +30,7 @@ from gammaray.bench.rows import Row, row
 from gammaray.bench.systems import Ask, Stack, stack_name
 from gammaray.bench.tables import plain_table, speed_table
 from gammaray.bench.workloads import fingerprint, prompts
-from gammaray.config import DEMO_PAIR
+from gammaray.demo_pair import DEMO_PAIR
 
 __all__ = ["Settings", "regret", "run"]
 

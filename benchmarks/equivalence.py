@@ -29,7 +29,7 @@ from benchmarks.workloads import WORKLOADS, fingerprint, prompts
 from gammaray import AsyncClient
 from gammaray.bench.measure import first_difference
 from gammaray.bench.tables import plain_table
-from gammaray.config import DEMO_PAIR
+from gammaray.demo_pair import DEMO_PAIR
 from gammaray.request import GenerateOptions
 from services.engine.model import resolve_model
 

@@ -16,6 +16,7 @@ from urllib.parse import quote
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from gammaray.demo_pair import DEMO_PAIR
 from gammaray.environment import check_environment
 from gammaray.errors import InvalidArgumentError
 from gammaray.pools import PoolSize
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ClusterSettings",
     "DraftSettings",
-    "KernelSettings",
     "OrchestratorSettings",
     "ScalingSettings",
     "TargetSettings",
@@ -35,9 +35,6 @@ __all__ = [
     "flag_names",
     "settings_error",
 ]
-
-DEMO_PAIR = "demo"
-"""Model name that stands for the pair that ships with gammaray (its target or its draft, by role)."""
 
 _OWN_MESSAGE = re.compile(r"(?:Value error, )?got (?P<got>.*), allowed: (?P<allowed>.*)", re.DOTALL)
 # What is allowed, by pydantic's type of error; braces take values of the error's context.
@@ -166,16 +163,7 @@ class _ServingSettings(_Settings):
         return f"{scheme}://{user}:{quote(self.redis_password, safe='')}@{hosts}{rest[end:]}"
 
 
-class KernelSettings(_Settings):
-    """Where compiled CPU kernels are kept."""
-
-    kernel_cache: str = Field(
-        "",
-        description="Folder of compiled CPU kernels; empty: gammaray/kernel in the user's cache folder.",
-    )
-
-
-class WorkerSettings(_ServingSettings, KernelSettings, _ModelSettings):
+class WorkerSettings(_ServingSettings, _ModelSettings):
     """What draft and target workers have in common."""
 
     model: str = Field(
@@ -191,6 +179,10 @@ class WorkerSettings(_ServingSettings, KernelSettings, _ModelSettings):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Arithmetic; auto is float32 on CPU and bfloat16 on CUDA."
+    )
+    kernel_cache: str = Field(
+        "",
+        description="Folder of compiled CPU kernels; empty: gammaray/kernel in the user's cache folder.",
     )
     threads: int = Field(1, ge=1, le=256, description="CPU threads of the model's arithmetic.")
     cpu_affinity: str = Field("", description="Comma-separated cores to stay on; empty: no binding.")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from gammaray.config import DEMO_PAIR
 from gammaray.errors import InvalidArgumentError
 
-__all__ = ["demo_directory"]
+__all__ = ["DEMO_PAIR", "demo_directory"]
+
+DEMO_PAIR = "demo"
+"""Model name that stands for the demo pair: its target or its draft, by role."""
 
 _PACKAGE = "gammaray_demo_pair"
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gammaray.config import DEMO_PAIR, ClusterSettings, ScalingSettings, WorkerSettings, settings_error
-from gammaray.demo_pair import demo_directory
+from gammaray.config import ClusterSettings, ScalingSettings, WorkerSettings, settings_error
+from gammaray.demo_pair import DEMO_PAIR, demo_directory
 from gammaray.errors import InvalidArgumentError
 from gammaray.gpus import CudaDevices, check_device, cuda_devices
 from gammaray.serving import APPLICATIONS, role_settings

@@ -11,8 +11,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from gammaray.config import DEMO_PAIR
-from gammaray.demo_pair import demo_directory
+from gammaray.demo_pair import DEMO_PAIR, demo_directory
 from gammaray.errors import InvalidArgumentError
 from gammaray.vocabulary import vocabulary_sha256
 from orchestrator.cpu_threads import in_thread

@@ -105,7 +105,7 @@ class Engine:
             deterministic: Logits do not depend, to the last bit, on what else is in a step; see
                 `services.engine.deterministic` for what is covered.
             lean: Use the compiled kernel (CPU) or CUDA graphs where they cover the architecture.
-            kernel_cache: Folder of compiled CPU kernels; empty: that of the settings.
+            kernel_cache: Folder of compiled CPU kernels; empty: the default of `load_kernel`.
 
         Raises:
             UnsupportedModelError: It cannot be served exactly; the reason is in the error.

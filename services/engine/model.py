@@ -9,8 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from gammaray.config import DEMO_PAIR
-from gammaray.demo_pair import demo_directory
+from gammaray.demo_pair import DEMO_PAIR, demo_directory
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from services.engine.errors import UnsupportedModelError
 

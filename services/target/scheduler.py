@@ -56,7 +56,8 @@ class TargetScheduler(Scheduler[VerifyTask]):
         nodes, num_top = list(proposal.token_ids), task.num_prompt_logprobs
         running = _Verifying(task, session, nodes, num_logits=len(nodes) + 1, parents=proposal.parents)
         if num_top is not None:
-            running.scores = PromptScores(session.prompt, num_top, self.engine.vocab_size)
+            prompt = session.tokens[: session.spec.prompt_length]
+            running.scores = PromptScores(prompt, num_top, self.engine.vocab_size)
             running.is_scored = True
         return running
 

@@ -61,7 +61,7 @@ def test_status_in_a_pipe_keeps_long_values_whole():
     with serve_in_thread(ScriptedService(status=lambda _: processes)) as address:
         lines = invoke("status", "-a", address, env={"COLUMNS": "80"}).stdout.splitlines()
     assert len(lines) == 2
-    assert lines[1].split() == ["target", "1", f"{'h' * 120}:1", "m" * 150, "yes", "0", "-"]
+    assert lines[1].split() == ["target", "1", f"{'h' * 120}:1", "m" * 150, "yes", "0", "-", "-"]
     assert lines[0].index("MODEL") == lines[1].index("mmm")
 
 

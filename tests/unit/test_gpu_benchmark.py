@@ -163,7 +163,7 @@ def test_benchmark_needs_no_more_than_it_says() -> None:
             foreign.update(n.split(".")[0] for n in names)
     assert "services.engine.engine" in seen
     foreign -= {*sys.stdlib_module_names, "benchmarks", "gammaray", "services"}
-    allowed = {"grpc", "numpy", "torch", "transformers", "triton"}
+    allowed = {"filelock", "grpc", "numpy", "torch", "transformers", "triton"}  # torch depends on filelock
     # The package's own lazy names, none of which the benchmark uses.
     assert foreign - allowed <= lazily_imported(), foreign
 

@@ -70,7 +70,6 @@ COMPLETIONS = {
     "stop_token_ids negative": ({"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids"),
     "no tokens and no echo": ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
     "stop_token_ids too many": ({"prompt": "x", "stop_token_ids": [1] * 4097}, "stop_token_ids"),
-    "echo with logprobs": ({"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
     "best_of above one": ({"prompt": "x", "best_of": 2}, "best_of"),
     "suffix": ({"prompt": "x", "suffix": "y"}, "suffix"),
     "unknown field": ({"prompt": "x", "temprature": 1}, "temprature"),

@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
-from gammaray.config import KernelSettings
 from services.engine.native.bindings import declare
 from services.engine.native.build import (
     BASELINE,
@@ -59,7 +58,7 @@ def load_kernel(cache_dir: str = "") -> Kernel:
     """Return the kernel for this processor; the first call finds or compiles it.
 
     Args:
-        cache_dir: Folder of compiled kernels; empty: that of the settings, see `KernelSettings`.
+        cache_dir: Folder of compiled kernels; empty: that of GAMMARAY_KERNEL_CACHE, else of the user's cache.
     """
     global _loaded
     if _loaded is None:
@@ -124,7 +123,8 @@ def _compiled(folder: Path, variant: str, compiler: Compiler) -> Path:
 
 
 def _cache_folder(cache_dir: str) -> Path:
-    chosen = cache_dir or KernelSettings().kernel_cache
+    # A model that is loaded without a worker, by a benchmark for instance, has no settings.
+    chosen = cache_dir or os.environ.get("GAMMARAY_KERNEL_CACHE", "")
     if chosen:
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")

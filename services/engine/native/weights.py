@@ -63,7 +63,7 @@ def native_obstacle(loaded: LoadedModel, kernel_cache: str = "") -> str:
 
     Args:
         loaded: The model.
-        kernel_cache: Folder of compiled kernels; empty: that of the settings.
+        kernel_cache: Folder of compiled kernels; empty: the default of `load_kernel`.
     """
     config = loaded.config
     if loaded.device.type != "cpu":
