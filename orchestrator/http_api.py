@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -16,10 +15,11 @@ from starlette.requests import ClientDisconnect
 from gammaray.errors import CancelledError, NotFoundError, UnavailableError
 from orchestrator.access import Authenticator
 from orchestrator.backend import Backend
-from orchestrator.cpu_threads import INLINE_BYTES, in_parser_thread
+from orchestrator.cpu_threads import INLINE_BYTES, in_parser_thread, in_thread
 from orchestrator.http_access import AccessControl, caller_of
 from orchestrator.http_bodies import MAX_BODY_BYTES, Bodies
 from orchestrator.http_errors import as_gammaray_error, error_response, install_handlers
+from orchestrator.http_json import encode
 from orchestrator.http_metrics import add_metrics
 from orchestrator.http_models import ChatRequest, CompletionRequest, parse_body
 from orchestrator.http_requests import ChoicePlan, chat_choices, completion_choices
@@ -33,6 +33,9 @@ from orchestrator.playground import playground
 __all__ = ["MAX_BODY_BYTES", "create_app"]
 
 _MAX_BODIES_BYTES = 256 * 2**20
+
+INLINE_ENTRIES = 1024
+"""Tokens and alternatives of an answer that is rendered on the event loop: some milliseconds."""
 
 _Body = TypeVar("_Body", CompletionRequest, ChatRequest)
 
@@ -175,10 +178,10 @@ async def _generate(
     async with generate_all(backend, requests, caller) as pieces:
         async for index, chunk in pieces:
             response.states[index].add(chunk)
-    if any(state.prompt_logprobs is not None for state in response.states):
-        # Up to a million numbers: other requests go on meanwhile.
-        return await asyncio.to_thread(lambda: JSONResponse(response.whole()))
-    return JSONResponse(response.whole())
+    if response.num_entries <= INLINE_ENTRIES:
+        return JSONResponse(response.whole())
+    content = await in_thread(lambda: encode(response.whole()))
+    return fastapi.Response(content, media_type=JSONResponse.media_type)
 
 
 async def _guarded(answer: Callable[[], Awaitable[fastapi.Response]]) -> fastapi.Response:

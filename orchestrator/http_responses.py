@@ -180,6 +180,14 @@ class Response(ABC):
         event = {"id": self._id, "object": self.chunk_object, **self._head, "choices": []}
         return {**event, **self._results()}
 
+    @property
+    def num_entries(self) -> int:
+        """How many tokens, and alternatives to them, the whole response tells of."""
+        tokens = [token for state in self.states for token in state.tokens]
+        prompts = [state.prompt_logprobs for state in self.states if state.prompt_logprobs is not None]
+        told = sum(1 + len(token.top_logprobs) for token in tokens)
+        return told + sum(len(prompt.token_ids) + len(prompt.top_token_ids) for prompt in prompts)
+
     def whole(self) -> dict[str, Any]:
         """Return the response in one piece; with several choices each has its own `gammaray` too."""
         choices = []

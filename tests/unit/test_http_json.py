@@ -1,12 +1,13 @@
-"""JSON decoded within bounds: the same values and errors as `json`, and an end to what it costs."""
+"""JSON within bounds: the values, errors and bytes of `json`, and an end to what they cost."""
 
 import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.responses import JSONResponse
 
-from orchestrator.http_json import MAX_VALUES, decode
+from orchestrator.http_json import MAX_VALUES, decode, encode
 
 VALUES = st.recursive(
     st.none()
@@ -39,6 +40,18 @@ def whole(text):
 @given(TEXTS)
 def test_values_are_those_of_json(text):
     assert outcome(whole, text) == outcome(json.loads, text)
+
+
+@given(TEXTS, st.integers(0, 300))
+def test_encoded_bytes_are_those_of_starlette(text, count):
+    value = [json.loads(text)] * count
+    try:
+        expected = JSONResponse({"a": value, "b": {"c": value}}).body
+    except ValueError:  # infinity
+        with pytest.raises(ValueError, match="Out of range float"):
+            encode({"a": value})
+    else:
+        assert encode({"a": value, "b": {"c": value}}) == expected
 
 
 @given(TEXTS, st.data())

@@ -295,6 +295,21 @@ async def test_replay_leaves_the_loop_to_others(backend, offset, ended):
     assert session.finish_reason is ended
 
 
+async def test_large_answer_is_rendered_off_the_loop():
+    backend = ScriptedBackend(pieces=[b"ab"] * 60)
+    body = {"prompt": "a", "n": 64, "max_tokens": 60, "logprobs": 20}
+    transport = httpx.ASGITransport(create_app(backend))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        async with watching() as watch:
+            answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 200
+    told = [choice["logprobs"]["top_logprobs"] for choice in answer.json()["choices"]]
+    assert [[len(top) for top in tops] for tops in told] == [
+        [21] * 60
+    ] * 64  # the token itself is not among 20
+    assert watch.longest_s < MAX_TURN_S
+
+
 @pytest.mark.parametrize("num_tokens", [10, 20_000])
 def test_decoding_is_the_libraries(backend, num_tokens):
     dice = random.Random(num_tokens)
