@@ -153,6 +153,7 @@ def _mapping(name: str, value: object) -> Mapping[str, Any]:
 
 
 def _without_password(text: str) -> str:
+    text = re.sub(r"([?&]\w*password=)[^&]*", rf"\1{REDACTED}", text)
     try:
         parts = urlsplit(text)
         password = parts.password

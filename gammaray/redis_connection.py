@@ -69,7 +69,9 @@ PASSING = FAILOVER | {"BUSY"}
 """Codes of replies after which a command is sent again: it was not run."""
 
 BACKOFF_BASE_S, BACKOFF_CAP_S = 0.05, 0.5
-SENTINEL_PORT, SENTINEL_TIMEOUT_S = 26379, 1.0
+SENTINEL_PORT = 26379
+SENTINEL_TIMEOUT_S = 0.25
+"""Of one sentinel, so that a call that is given up after a second gets past several silent ones."""
 
 _SENTINEL_SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
 
@@ -148,8 +150,8 @@ def connect(redis_url: str, *, timeout_s: float, num_retries: int, max_connectio
             return _connect_by_sentinel(parts, options)
         options.update(parse_url(redis_url))
         options["connection_class"] = _CONNECTIONS[options.get("connection_class", Connection)]
-        return Redis.from_pool(_Pool(**options))
-    except ValueError as error:
+        return _client(_Pool(**options))
+    except (TypeError, ValueError) as error:  # TypeError: an option that redis-py does not know
         raise InvalidArgumentError("redis_url", without_password(redis_url), ALLOWED_URLS) from error
 
 
@@ -189,7 +191,13 @@ def _connect_by_sentinel(parts: SplitResult, options: dict[str, Any]) -> Redis:
         sentinel_options.update(tls, ssl=True)
     addresses = [(str(node.hostname), node.port or SENTINEL_PORT) for node in nodes]
     sentinel = Sentinel(addresses, sentinel_kwargs=sentinel_options)  # type: ignore[no-untyped-call]
-    return Redis.from_pool(_SentinelPool(unquote(service), sentinel, **options))  # type: ignore[no-untyped-call]
+    return _client(_SentinelPool(unquote(service), sentinel, **options))  # type: ignore[no-untyped-call]
+
+
+def _client(pool: Any) -> Redis:
+    """Return a client; refuse options of the URL now that the first connection would fail with."""
+    pool.connection_class(**pool.connection_kwargs)
+    return Redis.from_pool(pool)
 
 
 class _Retry(Retry):

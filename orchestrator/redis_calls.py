@@ -13,6 +13,7 @@ from redis.exceptions import AuthenticationError, ConnectionError, NoScriptError
 
 from gammaray import redis_connection
 from gammaray.errors import (
+    GammarayError,
     InternalError,
     InvalidArgumentError,
     ResourceExhaustedError,
@@ -114,7 +115,7 @@ async def wait_for_redis(redis_url: str, timeout_s: float) -> None:
 async def _check_kind(redis: Redis, shown: str) -> None:
     try:
         info = await answer(redis.info("cluster"))
-    except UnavailableError as error:  # an ACL may forbid INFO
+    except GammarayError as error:  # an ACL may forbid INFO, or the server not know it
         _log.warning("cannot tell whether %s is a Redis Cluster: %s", shown, error)
         return
     if int(info.get("cluster_enabled", 0)):

@@ -193,9 +193,11 @@ class Opener:
                 "the log-probabilities of the prompt are not stored; send a new request to get them"
             )
         if stored.finish_reason is None:
-            epoch = await self._store.take_over(stored.session_id)
+            digest, epoch = stored.digest, await self._store.take_over(stored.session_id)
             stored = await self._store.read(stored.session_id)
-            if stored.turn != request.turn or (stored.epoch != epoch and stored.finish_reason is None):
+            # Another digest: the session was deleted meanwhile, and one of its name has begun.
+            is_other = stored.turn != request.turn or stored.digest != digest
+            if is_other or (stored.epoch != epoch and stored.finish_reason is None):
                 raise FailedPreconditionError(f"session {request.session_id} has another owner by now")
         if request.resume_from > len(stored.tokens):
             raise FailedPreconditionError(

@@ -17,6 +17,7 @@ from gammaray.errors import (
     CancelledError,
     FailedPreconditionError,
     InternalError,
+    InvalidArgumentError,
     ModelChangedError,
     NotFoundError,
     ResourceExhaustedError,
@@ -89,6 +90,7 @@ class RedisStore:
         Raises:
             FailedPreconditionError: There is one of this name.
             ResourceExhaustedError: As many bytes are stored as may be; says when to come back.
+            InvalidArgumentError: The request alone may store more than that.
             UnavailableError: Redis cannot be reached.
         """
         name, packed = session.session_id, pack_request(request, session.prompt)
@@ -107,6 +109,7 @@ class RedisStore:
             FailedPreconditionError: It is not as `before` says any more.
             NotFoundError: The session was deleted or has expired.
             ResourceExhaustedError: As many bytes are stored as may be; says when to come back.
+            InvalidArgumentError: The request alone may store more than that.
             UnavailableError: Redis cannot be reached.
         """
         name, packed = session.session_id, pack_request(request, session.prompt)
@@ -286,7 +289,9 @@ class RedisStore:
 
         async def attempt(digest: str) -> int:
             keys = [*keys_of(session_id), *request_keys(session_id, digest)]
-            return int(await answer(self._delete(keys=keys, args=self._common(session_id, digest))))
+            existed = int(await answer(self._delete(keys=keys, args=self._common(session_id, digest))))
+            # With a digest it was there a moment ago: a first answer of the script may have been lost.
+            return existed or (1 if digest else 0)
 
         return await self._with_digest(session_id, attempt) > 0
 
@@ -315,12 +320,15 @@ class RedisStore:
 
     async def _refused(
         self, session_id: str, code: int, used: int, need: int, wait_ms: int
-    ) -> ResourceExhaustedError:
+    ) -> ResourceExhaustedError | InvalidArgumentError:
         bound, total = await self._bounds.of(session_id)
         tenant = tenant_of(session_id)
         whose, setting = f"of tenant {tenant}", "max_tenant_stored_share"
         if code == scripts.OVER_ALL or not tenant:
             bound, whose, setting = total, "of all tenants", "max_stored_mb"
+        if need > bound:  # waiting would not help
+            allowed = f"{bound} bytes of stored sessions {whose} ({setting})"
+            return InvalidArgumentError("max_tokens", f"a request that may store {need} bytes", allowed)
         retry_s = math.ceil(min(wait_ms, self._ttl_ms) / 1e3)
         return ResourceExhaustedError(
             f"stored sessions {whose}: {used} of {bound} bytes ({setting}) are in use, this request needs "

@@ -12,7 +12,8 @@ Clocks decide nothing else but when a lease or a key expires, and are Redis's ow
 Accounting. A session is charged with a fixed amount, the bytes of its records and the bytes of its tokens;
 while it has a lease, with the bytes of as many tokens as the turn may still emit (`room`), so that a commit
 never needs more than was admitted. A request is charged once. What has expired is taken off before anything
-is refused.
+is refused. An owner that was taken for dead and goes on is charged with its room again without a check: the
+bounds may be exceeded by that much, and no running stream is cut off.
 
 Memory limit. At its `maxmemory` Redis refuses a script at its first write, if that is one that takes memory:
 scripts that store begin with such a write, those that only free memory with another.
@@ -156,7 +157,8 @@ local function refusal(need, tenant_bound, bound)
       if prune(1000) > 0 then return {-9} end
       local wait = 1000
       if excess > tonumber(used[2] or 0) then
-        local rows, freed = redis.call('ZRANGE', rule[3], 0, 63, 'WITHSCORES'), 0
+        local rows = redis.call('ZRANGEBYSCORE', rule[3], now, '+inf', 'WITHSCORES', 'LIMIT', 0, 64)
+        local freed = 0
         for i = 1, #rows, 2 do
           freed = freed + (redis.call('HGET', KEYS[8], rows[i]) or 0)
           wait = math.max(wait, rows[i + 1] - now)
@@ -402,6 +404,8 @@ RECORD = (
     + """
 local first = redis.call('HGET', KEYS[1], 'first_epoch')
 if not first or tonumber(ARGV[5]) < tonumber(first) then return -1 end
+-- Sent again after its answer was lost: records carry times, so that two are never the same.
+if redis.call('GETRANGE', KEYS[3], -#ARGV[6], -1) == ARGV[6] then return redis.call('STRLEN', KEYS[3]) end
 local no = refusal(#ARGV[6], tonumber(ARGV[7]), tonumber(ARGV[8]))
 if no then return no[1] end
 local left, length = redis.call('PTTL', KEYS[1]), redis.call('APPEND', KEYS[3], ARGV[6])
@@ -417,6 +421,7 @@ local first = redis.call('HGET', KEYS[1], 'first_epoch')
 if not first or tonumber(ARGV[5]) < tonumber(first) then return '' end
 local before = redis.call('GET', KEYS[4])
 redis.call('SET', KEYS[4], ARGV[6], 'PX', math.max(redis.call('PTTL', KEYS[1]), 1))
+if before == ARGV[6] then return '' end
 return before or ''
 """
 

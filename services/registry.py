@@ -85,7 +85,7 @@ class Announcer:
             await asyncio.wait_for(command, 2 * CALL_TIMEOUT_S)
         except Exception as error:  # whatever it is, the worker serves on and announces itself again
             if self._is_reachable:
-                _log.warning("the registry does not answer; serving goes on: %s", error or repr(error))
+                _log.warning("the registry does not answer; serving goes on: %s", str(error) or repr(error))
             self._is_reachable = False
         else:
             if not self._is_reachable:

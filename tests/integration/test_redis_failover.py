@@ -164,6 +164,19 @@ async def test_sentinel_that_demotes_a_living_primary_is_followed():
         await redis.aclose()
 
 
+async def test_worker_announces_itself_past_a_sentinel_that_never_answers():
+    silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    port = silent.sockets[0].getsockname()[1]
+    entry = WorkerEntry("target", "127.0.0.1:1", "m", 1, 10, 20)
+    with replicated() as (primary, _), sentinel_of(primary) as url:
+        announcer = Announcer(url.replace("127.0.0.1:1,", f"127.0.0.1:{port},"), entry)
+        await announcer.start()
+        with sync_redis.Redis.from_url(primary.url) as redis:
+            await asyncio.to_thread(wait_until, lambda: redis.exists(announcer.key))
+        await announcer.withdraw()
+    silent.close()
+
+
 async def test_sentinels_that_are_all_gone_are_told():
     redis = redis_connection.connect(
         "redis+sentinel://127.0.0.1:1,127.0.0.1:2/svc", timeout_s=1, num_retries=0
@@ -179,6 +192,8 @@ async def test_sentinels_that_are_all_gone_are_told():
     [
         "redis+sentinel://127.0.0.1:26379",
         "redis+sentinel:///service/0",
+        "redis://:secret@127.0.0.1/0?no_such_option=1",
+        "redis+sentinel://:secret@127.0.0.1/service?no_such_option=1",
         "redis+sentinel://127.0.0.1:26379/service/zero",
         "redis+sentinel://127.0.0.1:port/service",
         "redis+sentinel://:secret@a,/service",

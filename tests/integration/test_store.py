@@ -241,16 +241,20 @@ def workers_task(prompt, epoch) -> Task:
 
 async def test_store_owner_of_an_earlier_session_records_no_trace(redis, store):
     traces = RedisTraceStore(redis, 60)
-    cycle = pb.GetSessionTraceResponse(cycles=[pb.CycleRecord(emitted=1)]).SerializeToString()
+    cycle, late, last = (
+        pb.GetSessionTraceResponse(cycles=[pb.CycleRecord(start_us=us)]).SerializeToString()
+        for us in (1, 2, 3)
+    )
     session = make_session()
     await store.create(session, b"")
-    assert await traces.append("s", session.epoch, cycle)
-    assert await traces.serve("s", session.epoch, "first") == ""
+    for _ in range(2):  # sent again after a lost answer, it changes nothing
+        assert await traces.append("s", session.epoch, cycle)
+        assert await traces.serve("s", session.epoch, "first") == ""
     heir = await store.take_over("s")
-    assert await traces.append("s", session.epoch, cycle)  # what its former owner did is part of its trace
-    assert await traces.append("s", heir, cycle)
+    assert await traces.append("s", session.epoch, late)  # what its former owner did is part of its trace
+    assert await traces.append("s", heir, last)
     assert await traces.serve("s", heir, "second") == "first"
-    assert len((await traces.read("s")).cycles) == 3
+    assert [cycle.start_us for cycle in (await traces.read("s")).cycles] == [1, 2, 3]
     assert await store.delete("s")
     for _ in range(2):
         assert not await traces.append("s", heir, cycle)  # it learns of the deletion a cycle later

@@ -11,6 +11,7 @@ from scripted_workers import make_session
 
 from gammaray.errors import (
     FailedPreconditionError,
+    InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
 )
@@ -145,7 +146,7 @@ async def test_another_orchestrator_takes_a_choice_over(redis, server, tokenizer
     store = store_of(other_redis)
     await store.append(heir.session, [5], [BONUS])
     again = await other.open(replace(asked, prompt="", resume_from=0), 2048, ALICE)
-    list(again.replay(Progress(again.session, tokenizer, 0)))
+    assert [chunk async for chunk in again.replay(Progress(again.session, tokenizer, 0))]
     assert again.session.token_ids[-1] == 5
     await other_redis.aclose()
 
@@ -231,6 +232,32 @@ async def test_tenant_over_its_bound_is_refused_and_told_when_to_come_back(redis
     await store.delete("alice:1")
     await store.create(session_of("alice:more"), b"request")
     assert await used(redis) == 2 * (own + 3 * need)
+
+
+async def test_request_that_can_never_fit_is_told_so(redis):
+    need = SESSION_OVERHEAD + 8 * PLAIN + REQUEST_OVERHEAD + 4 + len(b"request") + 12
+    with pytest.raises(
+        InvalidArgumentError, match=f"max_tokens: got .*{need} bytes, allowed: {need - 1} bytes"
+    ):
+        await store_of(redis, need - 1).create(session_of("a"), b"request")
+
+
+async def test_session_that_was_replaced_while_it_was_taken_over_is_not_mixed_with_the_new_one(
+    redis, server, tokenizer
+):
+    class Slow(RedisStore):
+        """Another client deletes the session, and begins one of its name, before it is taken over."""
+
+        async def take_over(self, session_id):
+            await self.delete(session_id)
+            other = replace(asked, prompt="class A:", sampling=SamplingParams(seed=2))
+            await opener_of(store_of(redis), tokenizer).open(other, 2048, ALICE)
+            return await super().take_over(session_id)
+
+    asked = GenerationRequest(prompt="def main():", sampling=SamplingParams(seed=1), session_id="mine")
+    await opener_of(store_of(redis), tokenizer).open(asked, 2048, ALICE)
+    with pytest.raises(FailedPreconditionError):
+        await opener_of(Slow(redis, 60), tokenizer).open(replace(asked, resume_from=0), 2048, ALICE)
 
 
 async def test_callers_without_keys_have_the_bound_of_all(redis):

@@ -57,6 +57,11 @@ def test_passwords_are_never_printed(arguments):
         ({"api_keys_file": "/etc/keys"}, {"api_keys_file": "/etc/keys"}),
         ({"max_tokens": 3, "token": ""}, {"max_tokens": 3, "token": ""}),
         ({"url": "rediss://:p%40ss@h/0"}, {"url": f"rediss://:{REDACTED}@h/0"}),
+        ({"url": "unix:///r.sock?password=pass&db=1"}, {"url": f"unix:///r.sock?password={REDACTED}&db=1"}),
+        (
+            {"url": "redis+sentinel://h:1/s/0?sentinel_password=pass"},
+            {"url": f"redis+sentinel://h:1/s/0?sentinel_password={REDACTED}"},
+        ),
         ({"url": "redis://h:6379/0", "model": "a:b@c"}, {"url": "redis://h:6379/0", "model": "a:b@c"}),
     ],
 )
