@@ -23,7 +23,8 @@ from orchestrator.http_errors import error_response
 
 __all__ = ["ForeignSiteError", "Hosts", "SiteControl"]
 
-_HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\[\]:/@\s]+)(:[0-9]{1,5})?", re.IGNORECASE)
+_HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\[\]:/@\s]+)(:[0-9]{0,5})?", re.IGNORECASE)
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _HINT = "GAMMARAY_ALLOWED_HOSTS names more; with API keys all are allowed"
 
 
@@ -72,10 +73,11 @@ class Hosts:
 
     def _is_own(self, origin: str, host: str) -> bool:
         try:
-            place = urlsplit(origin).netloc
+            scheme, place, *_ = urlsplit(origin)
         except ValueError:
             return False
-        if place and place.lower() == host.lower():
+        port = _DEFAULT_PORTS.get(scheme, "")  # browsers leave it out, some proxies add it
+        if place and place.lower().removesuffix(port) == host.lower().removesuffix(port):
             return True
         name = _name_of(place)  # a proxy may have put another Host in place of the page's
         return name is not None and self._is_named(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,15 @@ def served_name(model: str) -> str:
     """Return the name that clients use for a model: its hub name, or the last part of its directory."""
     path = Path(model)
     return path.resolve().name if model != DEMO_PAIR and path.is_dir() else model
+
+
+@dataclass
+class _SharedEncoding:
+    """A long text that is being tokenised for one or more callers."""
+
+    work: asyncio.Task[tuple[int, ...]]
+    one_by_one: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_callers: int = 0
 
 
 class Tokenizer:
@@ -68,7 +78,7 @@ class Tokenizer:
         special = (token_id for token_id, token in self._added.items() if token.special)
         self._special_ids = frozenset(special) | frozenset(self._tokenizer.all_special_ids)
         self._bytes: dict[int, bytes] = {}
-        self._encoding: dict[tuple[str, bool], tuple[asyncio.Task[tuple[int, ...]], asyncio.Lock]] = {}
+        self._encoding: dict[tuple[str, bool], _SharedEncoding] = {}
 
     def encode(self, text: str, *, is_start: bool = True) -> list[int]:
         """Return the token ids of `text`, with the special tokens that belong in front where it is a start.
@@ -100,11 +110,16 @@ class Tokenizer:
         key = text, is_start
         if (shared := self._encoding.get(key)) is None:
             work = asyncio.create_task(in_thread(self._encoded, text, is_start))
-            shared = self._encoding[key] = work, asyncio.Lock()
-            work.add_done_callback(lambda _: self._encoding.pop(key))
-        work, one_by_one = shared
-        token_ids = await asyncio.shield(work)
-        async with one_by_one:
+            shared = self._encoding[key] = _SharedEncoding(work)
+        shared.num_callers += 1
+        try:
+            token_ids = await asyncio.shield(shared.work)
+        finally:
+            shared.num_callers -= 1
+            if shared.num_callers == 0:
+                self._encoding.pop(key)
+                shared.work.cancel()  # work that waits for a thread is dropped when all its callers are gone
+        async with shared.one_by_one:
             await asyncio.sleep(0)
         return token_ids
 
@@ -156,6 +171,8 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the text of one token by itself, as bytes: it may be a part of a character."""
+        if token_id >= self.vocab_size:  # made up by a client; kept, such ids would fill the memory
+            return b""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._spell(token_id)

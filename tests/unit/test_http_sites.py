@@ -106,8 +106,17 @@ async def test_page_of_another_site_is_refused(origin):
     check_refused(answer, backend, 403, "Origin", origin)
 
 
-async def test_own_page_is_served():
-    answer, _ = await send(headers={**JSON, "origin": "http://localhost:8000"})
+@pytest.mark.parametrize(
+    ("host", "origin"),
+    [
+        ("localhost:8000", "http://localhost:8000"),
+        ("localhost:80", "http://localhost"),  # a proxy that passes $host:$server_port on
+        ("localhost:", "http://localhost:"),
+        ("localhost:443", "https://localhost"),
+    ],
+)
+async def test_own_page_is_served(host, origin):
+    answer, _ = await send(headers={**JSON, "host": host, "origin": origin})
     assert answer.status_code == 200, answer.text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import tracemalloc
 from pathlib import Path
 
 import grpc
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer
 from gammaray.types import FinishReason, GenerationRequest, SamplingParams, TokenOrigin
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.completion import Progress
+from orchestrator.cpu_threads import NUM_THREADS
 from orchestrator.grpc_api import GenerationServicer
 from orchestrator.grpc_handlers import add_generation_service
 from orchestrator.http_api import MAX_BODY_BYTES, create_app
@@ -293,6 +295,34 @@ async def test_replay_leaves_the_loop_to_others(backend, offset, ended):
         t for t, _, _ in tokens[offset:]
     ]
     assert session.finish_reason is ended
+
+
+async def test_tokenising_for_callers_that_are_gone_is_dropped():
+    class Counting(Tokenizer):
+        num_texts = 0
+
+        def encode(self, text, *, is_start=True):
+            self.num_texts += 1
+            return super().encode(text, is_start=is_start)
+
+    tokenizer = Counting(resolve_model("demo"))
+    calls = [asyncio.create_task(tokenizer.encode_long(f"{n} " * 20_000)) for n in range(40)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert await tokenizer.encode_long("a b") == tuple(tokenizer.encode("a b"))
+    assert tokenizer.num_texts <= 2 + NUM_THREADS  # those that had begun, and the two of the last line
+
+
+def test_made_up_token_ids_are_not_kept(backend):
+    tracemalloc.start()
+    try:
+        assert backend.decode(range(2**31, 2**31 + 50_000)) == ""
+        assert tracemalloc.get_traced_memory()[0] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 async def test_large_answer_is_rendered_off_the_loop():
