@@ -177,7 +177,7 @@ async def _generate(
         return await EventStream.open(backend, requests, response, options, caller=caller, seen=seen)
     async with generate_all(backend, requests, caller) as pieces:
         async for index, chunk in pieces:
-            response.states[index].add(chunk)
+            response.add(index, chunk)
     if response.num_entries <= INLINE_ENTRIES:
         return JSONResponse(response.whole())
     content = await in_thread(lambda: encode(response.whole()))

@@ -18,7 +18,7 @@ from orchestrator.http_logprobs import (
     prompt_entries,
 )
 from orchestrator.http_models import StreamOptions
-from orchestrator.http_requests import ChoicePlan
+from orchestrator.http_requests import ChoicePlan, check_told_numbers
 
 __all__ = ["ChatResponse", "ChoiceState", "CompletionResponse", "Response", "speculative_decoding"]
 
@@ -42,7 +42,6 @@ class ChoiceState:
         """Take in the next piece; return it as the client is told of it."""
         if self.plan.is_prompt_only:
             chunk = _without_completion(chunk)
-        self.prompt_logprobs = self.prompt_logprobs or chunk.prompt_logprobs
         self.text.append(chunk.text)
         self.tokens.extend(chunk.tokens)
         self.session_id = chunk.session_id
@@ -122,6 +121,7 @@ class Response(ABC):
         """
         self._spell = spell
         self.states = [ChoiceState(plan, self.new_logprobs(plan)) for plan in plans]
+        self._num_told = 0
         self._head = {"created": int(time.time()), "model": model}
         self._id = f"{self.id_prefix}-{uuid.uuid4().hex}"
 
@@ -153,10 +153,27 @@ class Response(ABC):
         if state.logprobs is not None:
             state.logprobs.render(tokens)
 
+    def add(self, index: int, chunk: Chunk) -> Chunk:
+        """Take in a piece of choice `index`; return it as the client is told of it.
+
+        Raises:
+            InvalidArgumentError: The prompts that have come so far have too many log-probabilities for one
+                response. The length of a prompt of text is known only now.
+        """
+        state, prompt = self.states[index], chunk.prompt_logprobs
+        if prompt is not None:
+            for other in self.states:
+                num_told = other.plan.num_told(len(prompt.token_ids))
+                if num_told and other.plan.prompt_index == state.plan.prompt_index:
+                    self._num_told += num_told
+                    check_told_numbers(other.plan, self._num_told)
+                    other.prompt_logprobs = prompt
+        return state.add(chunk)
+
     def piece(self, index: int, chunk: Chunk, options: StreamOptions) -> dict[str, Any] | None:
         """Take in a piece of choice `index`; return its event, None when there is nothing to tell yet."""
         state = self.states[index]
-        chunk = state.add(chunk)
+        chunk = self.add(index, chunk)
         told = chunk.prompt_logprobs is not None
         logprobs = self._logprobs(state, chunk.tokens, told=told) if chunk.tokens or told else None
         tells_tokens = state.plan.stream_tokens and bool(chunk.tokens)
