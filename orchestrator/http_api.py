@@ -82,7 +82,7 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: Bodies) -> None:
         async def answer() -> fastapi.Response:
             async with bodies.read(request) as data:
                 body, plans = await _planned(_plan_completions, backend, data)
-            response = CompletionResponse(backend.model_name, plans, backend.token_bytes)
+            response = CompletionResponse(backend.model_name, plans, backend.token_bytes, backend.is_special)
             return await _generate(backend, plans, response, body, request)
 
         return await _guarded(answer)
@@ -92,7 +92,7 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: Bodies) -> None:
         async def answer() -> fastapi.Response:
             async with bodies.read(request) as data:
                 body, plans = await _planned(_plan_chat, backend, data)
-            response = ChatResponse(backend.model_name, plans, backend.token_bytes)
+            response = ChatResponse(backend.model_name, plans, backend.token_bytes, backend.is_special)
             return await _generate(backend, plans, response, body, request)
 
         return await _guarded(answer)

@@ -106,7 +106,7 @@ def check_told_numbers(plan: ChoicePlan, num_told: int) -> None:
         raise InvalidArgumentError(
             "echo" if plan.prompt_logprobs is None else "prompt_logprobs",
             f"{num_told} or more log-probabilities of prompts in one response",
-            f"(alternatives + 1) x tokens of the prompt, summed over the choices, up to {MAX_PROMPT_LOGPROBS}",
+            f"(alternatives + 1) x prompt tokens, summed over the choices, up to {MAX_PROMPT_LOGPROBS}",
         )
 
 

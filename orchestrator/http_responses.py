@@ -111,15 +111,22 @@ class Response(ABC):
     id_prefix: ClassVar[str]
     prompt_logprobs_in_choice: ClassVar[bool]
 
-    def __init__(self, model: str, plans: Sequence[ChoicePlan], spell: Callable[[int], bytes]) -> None:
+    def __init__(
+        self,
+        model: str,
+        plans: Sequence[ChoicePlan],
+        spell: Callable[[int], bytes],
+        is_special: Callable[[int], bool],
+    ) -> None:
         """Begin a response.
 
         Args:
             model: Name of the model.
             plans: The choices.
             spell: Returns the bytes of a token.
+            is_special: Tells whether a token is one that decoded text leaves out.
         """
-        self._spell = spell
+        self._spell, self._is_special = spell, is_special
         self.states = [ChoiceState(plan, self.new_logprobs(plan)) for plan in plans]
         self._num_told = 0
         self._head = {"created": int(time.time()), "model": model}
@@ -239,7 +246,7 @@ class Response(ABC):
         num_top, prompt = state.plan.echo_logprobs, state.prompt_logprobs
         if not told or num_top is None or prompt is None:
             return state.logprobs.render(tokens)
-        return state.logprobs.render(tokens, EchoedPrompt(prompt, num_top, self._spell))
+        return state.logprobs.render(tokens, EchoedPrompt(prompt, num_top, self._spell, self._is_special))
 
     def _tell_prompt(self, state: ChoiceState, body: dict[str, Any], choice: dict[str, Any]) -> None:
         """Enter vLLM's `prompt_logprobs` where it was asked for."""
@@ -280,7 +287,7 @@ class CompletionResponse(Response):
 
     def new_logprobs(self, plan: ChoicePlan) -> LogprobFormat | None:
         """Return the completions form of log-probabilities."""
-        return CompletionLogprobs() if plan.request.num_top_logprobs is not None else None
+        return CompletionLogprobs(plan.echo) if plan.request.num_top_logprobs is not None else None
 
     def opening(self, state: ChoiceState) -> dict[str, Any] | None:
         """Return the echoed prompt, if that was asked for."""

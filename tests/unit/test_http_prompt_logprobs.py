@@ -121,6 +121,17 @@ async def test_the_first_sample_of_a_prompt_scores_it_for_all_its_samples(prompt
         assert list(choice["prompt_logprobs"][1]) == ["6", "5"]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "text", "offsets"),
+    [([0, 7, 0, 8], "<7><8>caf", [0, 0, 3, 3, 6]), ([0, 0], "caf", [0, 0, 0])],
+)
+async def test_offsets_leave_out_the_special_tokens_that_the_text_leaves_out(prompt, text, offsets):
+    body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 1}
+    (choice,) = (await complete(ScriptedBackend(), **body)).json()["choices"]
+    assert choice["text"] == text
+    assert choice["logprobs"]["text_offset"] == offsets
+
+
 async def test_streams_of_samples_tell_of_their_prompt_once():
     body = {"prompt": PROMPT, "n": 2, "echo": True, "logprobs": 1, "prompt_logprobs": 1, "max_tokens": 1}
     *chunks, _ = await events(ScriptedBackend(), **body)
@@ -132,6 +143,7 @@ async def test_streams_of_samples_tell_of_their_prompt_once():
     assert own[1]["logprobs"]["tokens"] == [*TOLD["tokens"], "caf"]
     assert "prompt_logprobs" not in other[1]
     assert other[1]["logprobs"]["tokens"] == ["caf"]
+    assert other[1]["logprobs"]["text_offset"] == [9]
 
 
 class Long(ScriptedBackend):
