@@ -14,6 +14,9 @@ MAX_SUPPORT = 4096
 """Tokens of one draft distribution, as many as a drafter may be set to: 64 of them stay below the largest
 frame that a target worker takes, so that no drafter can break the stream of all sessions."""
 
+_SLICE = 4096
+"""Numbers of one column that are converted in one call, which holds the interpreter lock."""
+
 _METHODS = {
     t.VerificationMethod.COUPLED: pb.VERIFICATION_METHOD_COUPLED,
     t.VerificationMethod.REJECTION: pb.VERIFICATION_METHOD_REJECTION,
@@ -212,8 +215,17 @@ def chunk_to_proto(chunk: t.Chunk) -> gen.GenerateResponse:
     if chunk.summary is not None:
         message.summary.CopyFrom(gen.SpeculationSummary(**vars(chunk.summary)))
     if chunk.prompt_logprobs is not None:
-        message.prompt_logprobs.CopyFrom(pb.PromptLogprobs(**vars(chunk.prompt_logprobs)))
+        _fill_prompt_logprobs(message.prompt_logprobs, chunk.prompt_logprobs)
     return message
+
+
+def _fill_prompt_logprobs(message: pb.PromptLogprobs, prompt: t.PromptLogprobs) -> None:
+    message.SetInParent()
+    message.num_top = prompt.num_top
+    for name in ("token_ids", "logprobs", "ranks", "top_token_ids", "top_logprobs"):
+        column, values = getattr(message, name), getattr(prompt, name)
+        for start in range(0, len(values), _SLICE):  # in slices, as each holds the interpreter lock
+            column.extend(values[start : start + _SLICE])
 
 
 def chunk_from_proto(message: gen.GenerateResponse) -> t.Chunk:

@@ -40,6 +40,10 @@ class Backend(Protocol):
         """Return the text of one token by itself, as bytes; may be called in any thread."""
         ...
 
+    def is_special(self, token_id: int) -> bool:
+        """Return whether a token is one that `decode` leaves out; may be called in any thread."""
+        ...
+
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the prompt that the model's chat template makes of messages.
 

@@ -13,10 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-__all__ = ["INLINE_BYTES", "NUM_THREADS", "in_parser_thread", "in_thread"]
+__all__ = ["INLINE_BYTES", "INLINE_NUMBERS", "NUM_THREADS", "in_parser_thread", "in_thread"]
 
 INLINE_BYTES = 2**14
 """Size of a request up to which its work takes a few milliseconds at most, on the event loop."""
+
+INLINE_NUMBERS = 4096
+"""Numbers that are converted on the event loop, in less than a millisecond or two."""
 
 NUM_THREADS = 2
 

@@ -18,6 +18,7 @@ from gammaray.types import ProcessStatus
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.access import Authenticator, Caller
 from orchestrator.backend import Backend
+from orchestrator.cpu_threads import INLINE_NUMBERS, in_thread
 from orchestrator.grpc_handlers import Unread, read
 
 __all__ = ["GenerationServicer", "RpcContext", "caller_of", "fail"]
@@ -79,7 +80,11 @@ class GenerationServicer:
             chunks = self._backend.generate(await read(request, request_from_proto), caller)
             async with aclosing(chunks):
                 async for chunk in chunks:
-                    yield chunk_to_proto(chunk)
+                    prompt = chunk.prompt_logprobs
+                    if prompt is None or len(prompt.logprobs) + len(prompt.top_logprobs) <= INLINE_NUMBERS:
+                        yield chunk_to_proto(chunk)
+                    else:
+                        yield await in_thread(chunk_to_proto, chunk)
         except Exception as error:
             fail(context, error)
 

@@ -82,7 +82,7 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: Bodies) -> None:
         async def answer() -> fastapi.Response:
             async with bodies.read(request) as data:
                 body, plans = await _planned(_plan_completions, backend, data)
-            response = CompletionResponse(backend.model_name, plans, backend.token_bytes)
+            response = CompletionResponse(backend.model_name, plans, backend.token_bytes, backend.is_special)
             return await _generate(backend, plans, response, body, request)
 
         return await _guarded(answer)
@@ -92,7 +92,7 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: Bodies) -> None:
         async def answer() -> fastapi.Response:
             async with bodies.read(request) as data:
                 body, plans = await _planned(_plan_chat, backend, data)
-            response = ChatResponse(backend.model_name, plans, backend.token_bytes)
+            response = ChatResponse(backend.model_name, plans, backend.token_bytes, backend.is_special)
             return await _generate(backend, plans, response, body, request)
 
         return await _guarded(answer)
@@ -177,7 +177,7 @@ async def _generate(
         return await EventStream.open(backend, requests, response, options, caller=caller, seen=seen)
     async with generate_all(backend, requests, caller) as pieces:
         async for index, chunk in pieces:
-            response.states[index].add(chunk)
+            response.add(index, chunk)
     if response.num_entries <= INLINE_ENTRIES:
         return JSONResponse(response.whole())
     content = await in_thread(lambda: encode(response.whole()))

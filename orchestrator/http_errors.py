@@ -68,6 +68,7 @@ _HTTP_NAMES = {
     "keep_cache_s": "gammaray.keep_cache_s",
     "cache_salt": "gammaray.cache_salt",
     "num_top_logprobs": "top_logprobs",
+    "num_prompt_logprobs": "prompt_logprobs",
 }
 
 

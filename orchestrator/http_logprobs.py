@@ -30,21 +30,27 @@ class EchoedPrompt:
         logprobs: Its log-probabilities.
         num_top: Alternatives to tell of each token.
         spell: Returns the bytes of a token.
+        is_special: Tells whether a token is one that decoded text leaves out.
     """
 
     logprobs: PromptLogprobs
     num_top: int
     spell: Callable[[int], bytes]
+    is_special: Callable[[int], bool]
 
 
 class CompletionLogprobs:
     """The form of /v1/completions: parallel lists, and offsets into the text.
 
     `text_offset` counts the characters that the tokens before this one completed.
+
+    Args:
+        echo: The text before the completion, in which the offsets of a prompt's tokens count.
     """
 
-    def __init__(self) -> None:
-        self._num_chars = 0
+    def __init__(self, echo: str = "") -> None:
+        self._echo = echo
+        self._num_chars = len(echo)
 
     def render(self, tokens: Sequence[EmittedToken], prompt: EchoedPrompt | None = None) -> dict[str, Any]:
         """Return the JSON object for the next tokens; of a prompt's first token nothing is known."""
@@ -59,18 +65,28 @@ class CompletionLogprobs:
             for entry, logprob in enumerate(told.logprobs):
                 others = {_text(spell(i)): _finite(p) for i, p in told.top(entry, prompt.num_top)}
                 top.append({**others, _text(spelled[entry + 1]): _finite(logprob)})
-        spelled += [token.token_bytes for token in tokens]
-        offsets = []
-        for token_bytes in spelled:
+        offsets = [] if prompt is None else self._echoed_offsets(prompt)
+        for token in tokens:
             offsets.append(self._num_chars)
-            # Each character of UTF-8 has one byte that is no continuation byte.
-            self._num_chars += sum(byte & 0xC0 != 0x80 for byte in token_bytes)
+            self._num_chars += _num_chars(token.token_bytes)
+        spelled += [token.token_bytes for token in tokens]
         return {
             "tokens": [*map(_text, spelled)],
             "token_logprobs": [*logprobs, *(_finite(token.logprob) for token in tokens)],
             "top_logprobs": [*top, *map(_top, tokens)],
             "text_offset": offsets,
         }
+
+    def _echoed_offsets(self, prompt: EchoedPrompt) -> list[int]:
+        offsets, offset = [], 0
+        for token_id in prompt.logprobs.token_ids:
+            offsets.append(offset)
+            token_bytes = prompt.spell(token_id)
+            # A text given by the client may spell special tokens; decoded ids never do.
+            is_shown = not prompt.is_special(token_id) or self._echo.startswith(_text(token_bytes), offset)
+            if is_shown:
+                offset = min(offset + _num_chars(token_bytes), len(self._echo))
+        return offsets
 
 
 class ChatLogprobs:
@@ -121,6 +137,11 @@ def _top(token: EmittedToken) -> dict[str, float]:
     """Return the most likely tokens and, as OpenAI does, the emitted one."""
     top = {_text(top.token_bytes): _finite(top.logprob) for top in token.top_logprobs}
     return {**top, _text(token.token_bytes): _finite(token.logprob)}
+
+
+def _num_chars(token_bytes: bytes) -> int:
+    # Each character of UTF-8 has one byte that is no continuation byte.
+    return sum(byte & 0xC0 != 0x80 for byte in token_bytes)
 
 
 def _finite(logprob: float | None) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import (
+    MAX_PROMPT_LOGPROBS,
     DrafterKind,
     GammaPolicy,
     GenerationRequest,
@@ -16,7 +17,7 @@ from gammaray.types import (
 from orchestrator.http_models import MAX_CHOICES, ChatRequest, CompletionRequest, OpenAIRequest
 from orchestrator.requests import check_prompt_length
 
-__all__ = ["ChoicePlan", "chat_choices", "completion_choices"]
+__all__ = ["ChoicePlan", "chat_choices", "check_told_numbers", "completion_choices"]
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,19 @@ class ChoicePlan:
     prompt_logprobs: int | None = None
     is_prompt_only: bool = False
 
+    def num_told(self, num_tokens: int) -> int:
+        """Return how many log-probabilities of a prompt of `num_tokens` the choice tells."""
+        num_top = _larger(self.echo_logprobs, self.prompt_logprobs)
+        return 0 if num_top is None else num_tokens * (num_top + 1)
+
 
 def completion_choices(
     body: CompletionRequest, max_context: int, decode: Callable[[Sequence[int]], str]
 ) -> list[ChoicePlan]:
     """Return the choices of a completions request: `n` samples for each prompt.
+
+    The first sample of a prompt has it scored. A whole response repeats the log-probabilities in the prompt's
+    other choices; a stream tells them once.
 
     Raises:
         InvalidArgumentError: Names the first wrong field.
@@ -58,6 +67,7 @@ def completion_choices(
     if num_choices > MAX_CHOICES:
         raise InvalidArgumentError("n", f"{body.n} for {len(body.prompt)} prompts", f"{MAX_CHOICES} in all")
     plans: list[ChoicePlan] = []
+    num_told = 0
     for prompt_index, prompt in enumerate(body.prompt):
         requests = _requests(
             *(body, prompt, num_choices, body.logprobs, max_context),
@@ -67,20 +77,37 @@ def completion_choices(
         echo = ""
         if body.echo:
             echo = prompt if isinstance(prompt, str) else _decoded(prompt, max_context, decode)
-        for request in requests:
-            plans.append(
-                ChoicePlan(
-                    index=len(plans),
-                    prompt_index=prompt_index,
-                    request=request,
-                    echo=echo,
-                    stream_tokens=body.gammaray.stream_tokens,
-                    echo_logprobs=echo_logprobs,
-                    prompt_logprobs=body.prompt_logprobs,
-                    is_prompt_only=is_prompt_only,
-                )
+        for sample_index, request in enumerate(requests):
+            tells_prompt = sample_index == 0 or not body.stream
+            plan = ChoicePlan(
+                index=len(plans),
+                prompt_index=prompt_index,
+                request=request,
+                echo=echo,
+                stream_tokens=body.gammaray.stream_tokens,
+                echo_logprobs=echo_logprobs if tells_prompt else None,
+                prompt_logprobs=body.prompt_logprobs if tells_prompt else None,
+                is_prompt_only=is_prompt_only,
             )
+            if not isinstance(prompt, str):
+                num_told += plan.num_told(len(prompt))
+                check_told_numbers(plan, num_told)
+            plans.append(plan)
     return plans
+
+
+def check_told_numbers(plan: ChoicePlan, num_told: int) -> None:
+    """Check that the log-probabilities of prompts in one response are not too many.
+
+    Raises:
+        InvalidArgumentError: They are. It names the field that asks for those of `plan`.
+    """
+    if num_told > MAX_PROMPT_LOGPROBS:
+        raise InvalidArgumentError(
+            "echo" if plan.prompt_logprobs is None else "prompt_logprobs",
+            f"{num_told} or more log-probabilities of prompts in one response",
+            f"(alternatives + 1) x prompt tokens, summed over the choices, up to {MAX_PROMPT_LOGPROBS}",
+        )
 
 
 def chat_choices(body: ChatRequest, prompt: str, max_context: int) -> list[ChoicePlan]:
@@ -99,8 +126,6 @@ def chat_choices(body: ChatRequest, prompt: str, max_context: int) -> list[Choic
         max_tokens=body.asked_max_tokens,
         num_prompt_logprobs=body.prompt_logprobs,
     )
-    # The choices share the prompt, so one session scores it.
-    requests[1:] = [replace(request, num_prompt_logprobs=None) for request in requests[1:]]
     return [
         ChoicePlan(
             index,
@@ -152,7 +177,8 @@ def _requests(
             turn=options.turn,
             keep_cache_s=options.keep_cache_s,
             cache_salt=options.cache_salt,
-            num_prompt_logprobs=num_prompt_logprobs,
+            # The samples share the prompt, so one session scores it.
+            num_prompt_logprobs=num_prompt_logprobs if sample_index == 0 else None,
         )
         for sample_index in range(body.n)
     ]

@@ -18,7 +18,7 @@ from orchestrator.http_logprobs import (
     prompt_entries,
 )
 from orchestrator.http_models import StreamOptions
-from orchestrator.http_requests import ChoicePlan
+from orchestrator.http_requests import ChoicePlan, check_told_numbers
 
 __all__ = ["ChatResponse", "ChoiceState", "CompletionResponse", "Response", "speculative_decoding"]
 
@@ -42,7 +42,6 @@ class ChoiceState:
         """Take in the next piece; return it as the client is told of it."""
         if self.plan.is_prompt_only:
             chunk = _without_completion(chunk)
-        self.prompt_logprobs = self.prompt_logprobs or chunk.prompt_logprobs
         self.text.append(chunk.text)
         self.tokens.extend(chunk.tokens)
         self.session_id = chunk.session_id
@@ -112,16 +111,24 @@ class Response(ABC):
     id_prefix: ClassVar[str]
     prompt_logprobs_in_choice: ClassVar[bool]
 
-    def __init__(self, model: str, plans: Sequence[ChoicePlan], spell: Callable[[int], bytes]) -> None:
+    def __init__(
+        self,
+        model: str,
+        plans: Sequence[ChoicePlan],
+        spell: Callable[[int], bytes],
+        is_special: Callable[[int], bool],
+    ) -> None:
         """Begin a response.
 
         Args:
             model: Name of the model.
             plans: The choices.
             spell: Returns the bytes of a token.
+            is_special: Tells whether a token is one that decoded text leaves out.
         """
-        self._spell = spell
+        self._spell, self._is_special = spell, is_special
         self.states = [ChoiceState(plan, self.new_logprobs(plan)) for plan in plans]
+        self._num_told = 0
         self._head = {"created": int(time.time()), "model": model}
         self._id = f"{self.id_prefix}-{uuid.uuid4().hex}"
 
@@ -153,10 +160,27 @@ class Response(ABC):
         if state.logprobs is not None:
             state.logprobs.render(tokens)
 
+    def add(self, index: int, chunk: Chunk) -> Chunk:
+        """Take in a piece of choice `index`; return it as the client is told of it.
+
+        Raises:
+            InvalidArgumentError: The prompts that have come so far have too many log-probabilities for one
+                response. The length of a prompt of text is known only now.
+        """
+        state, prompt = self.states[index], chunk.prompt_logprobs
+        if prompt is not None:
+            for other in self.states:
+                num_told = other.plan.num_told(len(prompt.token_ids))
+                if num_told and other.plan.prompt_index == state.plan.prompt_index:
+                    self._num_told += num_told
+                    check_told_numbers(other.plan, self._num_told)
+                    other.prompt_logprobs = prompt
+        return state.add(chunk)
+
     def piece(self, index: int, chunk: Chunk, options: StreamOptions) -> dict[str, Any] | None:
         """Take in a piece of choice `index`; return its event, None when there is nothing to tell yet."""
         state = self.states[index]
-        chunk = state.add(chunk)
+        chunk = self.add(index, chunk)
         told = chunk.prompt_logprobs is not None
         logprobs = self._logprobs(state, chunk.tokens, told=told) if chunk.tokens or told else None
         tells_tokens = state.plan.stream_tokens and bool(chunk.tokens)
@@ -222,7 +246,7 @@ class Response(ABC):
         num_top, prompt = state.plan.echo_logprobs, state.prompt_logprobs
         if not told or num_top is None or prompt is None:
             return state.logprobs.render(tokens)
-        return state.logprobs.render(tokens, EchoedPrompt(prompt, num_top, self._spell))
+        return state.logprobs.render(tokens, EchoedPrompt(prompt, num_top, self._spell, self._is_special))
 
     def _tell_prompt(self, state: ChoiceState, body: dict[str, Any], choice: dict[str, Any]) -> None:
         """Enter vLLM's `prompt_logprobs` where it was asked for."""
@@ -263,7 +287,7 @@ class CompletionResponse(Response):
 
     def new_logprobs(self, plan: ChoicePlan) -> LogprobFormat | None:
         """Return the completions form of log-probabilities."""
-        return CompletionLogprobs() if plan.request.num_top_logprobs is not None else None
+        return CompletionLogprobs(plan.echo) if plan.request.num_top_logprobs is not None else None
 
     def opening(self, state: ChoiceState) -> dict[str, Any] | None:
         """Return the echoed prompt, if that was asked for."""

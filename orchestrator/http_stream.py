@@ -17,7 +17,9 @@ from gammaray.errors import InternalError
 from gammaray.types import Chunk, GenerationRequest
 from orchestrator.access import ANONYMOUS, Caller
 from orchestrator.backend import Backend
+from orchestrator.cpu_threads import in_thread
 from orchestrator.http_errors import as_gammaray_error, error_body
+from orchestrator.http_json import encode
 from orchestrator.http_models import StreamOptions
 from orchestrator.http_responses import Response
 from orchestrator.http_resume import EventId
@@ -144,18 +146,27 @@ async def _events(
     caller: Caller,
     seen: EventId | None,
 ) -> AsyncGenerator[bytes, None]:
-    event_bytes = _padded_event if options.include_obfuscation else _event
+    is_padded, is_resumable = options.include_obfuscation, len(requests) == 1
+
+    def rendered(index: int, chunk: Chunk) -> bytes:
+        event = response.piece(index, chunk, options)
+        if event is None or (seen and seen.has_ended):
+            return b""
+        data = _compact(event) if chunk.prompt_logprobs is None else encode(event)
+        return _event(data, EventId.of(chunk) if is_resumable else None, is_padded=is_padded)
+
     async with generate_all(backend, requests, caller) as pieces:
         openings: Sequence[bytes] | None = (
-            [event_bytes(event) for event in response.openings()] if not seen else []
+            [_event(_compact(event), is_padded=is_padded) for event in response.openings()]
+            if not seen
+            else []
         )
-        is_resumable = len(requests) == 1
         try:
             async for index, chunk in pieces:
-                event = await _piece(response, index, chunk, options)
-                data = b""
-                if event is not None and not (seen and seen.has_ended):
-                    data = event_bytes(event, EventId.of(chunk) if is_resumable else None)
+                if chunk.prompt_logprobs is None:
+                    data = rendered(index, chunk)
+                else:  # up to a million numbers: other streams go on meanwhile
+                    data = await in_thread(rendered, index, chunk)
                 if openings is not None:
                     data, openings = b"".join((*openings, data)), None
                 if data:
@@ -163,30 +174,26 @@ async def _events(
         except Exception as error:
             if openings is not None:
                 raise
-            yield _event(error_body(as_gammaray_error(error)))
+            yield _event(_compact(error_body(as_gammaray_error(error))))
             return
         if options.include_usage:
-            yield _event(response.usage_event())
+            yield _event(_compact(response.usage_event()))
         yield b"data: [DONE]\n\n"
 
 
-async def _piece(
-    response: Response, index: int, chunk: Chunk, options: StreamOptions
-) -> dict[str, Any] | None:
-    if chunk.prompt_logprobs is None:
-        return response.piece(index, chunk, options)
-    # Up to a million numbers: other streams go on meanwhile.
-    return await asyncio.to_thread(response.piece, index, chunk, options)
+def _compact(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def _event(body: Mapping[str, Any], event_id: EventId | None = None) -> bytes:
-    data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-    head = b"" if event_id is None else f"id: {event_id}\n".encode()
-    return head + b"data: " + data + b"\n\n"
+def _event(data: bytes, event_id: EventId | None = None, *, is_padded: bool = False) -> bytes:
+    """Return the event of a JSON object that has at least one field.
 
-
-def _padded_event(body: Mapping[str, Any], event_id: EventId | None = None) -> bytes:
-    """Return an event padded with random characters, as `obfuscation`, to a multiple of EVENT_BYTES."""
-    size = len(_event({**body, "obfuscation": ""}, event_id))
-    padding = secrets.token_hex(EVENT_BYTES)[: -size % EVENT_BYTES]
-    return _event({**body, "obfuscation": padding}, event_id)
+    Where `is_padded`, a last field `obfuscation` of random characters fills it to a multiple of EVENT_BYTES.
+    """
+    head = b"data: " if event_id is None else f"id: {event_id}\ndata: ".encode()
+    if not is_padded:
+        return b"".join((head, data, b"\n\n"))
+    field, end = b',"obfuscation":"', b'"}\n\n'
+    size = len(head) + len(data) - 1 + len(field) + len(end)
+    padding = secrets.token_hex(EVENT_BYTES)[: -size % EVENT_BYTES].encode()
+    return b"".join((head, memoryview(data)[:-1], field, padding, end))

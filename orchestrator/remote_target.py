@@ -12,6 +12,7 @@ from gammaray.errors import DeadlineExceededError, GammarayError, InternalError,
 from gammaray.types import PromptLogprobs, Proposal
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
+from orchestrator.cpu_threads import INLINE_NUMBERS, in_thread
 from orchestrator.cycle import TokenLogprobs, Verdict, VerifyTiming
 from orchestrator.identity import TargetLink, identity_of, of_identity, why_nobody
 from orchestrator.links import WorkerLink
@@ -87,7 +88,11 @@ class RemoteVerifier(Remote[target_pb.VerifyBlock, target_pb.VerifyResult]):
             verdict = self._verdict(session, link, result)
             session.model_identity = self._identity
             if session.lacks_prompt_logprobs:
-                session.prompt_logprobs = _prompt_logprobs(session, link, result.verdict)
+                told = result.verdict.prompt_logprobs
+                if len(told.logprobs) + len(told.top_logprobs) <= INLINE_NUMBERS:
+                    session.prompt_logprobs = _prompt_logprobs(session, link, result.verdict)
+                else:
+                    session.prompt_logprobs = await in_thread(_prompt_logprobs, session, link, result.verdict)
             if session.num_emitted == 0:
                 session.num_cached = min(result.timing.cached_tokens, len(session.prompt))
             return verdict

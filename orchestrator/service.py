@@ -242,6 +242,10 @@ class Orchestrator:
         """Return the text of one token by itself, as bytes: it may be a part of a character."""
         return self._tokenizer.token_bytes(token_id)
 
+    def is_special(self, token_id: int) -> bool:
+        """Return whether a token is one that decoded text leaves out."""
+        return self._tokenizer.is_special(token_id)
+
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the prompt that the tokenizer's chat template makes of `messages`.
 

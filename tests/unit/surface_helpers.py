@@ -127,7 +127,10 @@ class ScriptedBackend:
         return list(text.encode())
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(f"<{token_id}>" for token_id in token_ids)
+        return "".join(f"<{token_id}>" for token_id in token_ids if not self.is_special(token_id))
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id == 0
 
     def token_bytes(self, token_id: int) -> bytes:
         return b"<%d>" % token_id

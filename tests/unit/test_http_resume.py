@@ -39,7 +39,12 @@ async def test_events_of_several_choices_cannot_be_resumed_and_have_no_id():
     assert "2 choices" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("body", [{"prompt": "x", "logprobs": 0}, {"messages": CHAT, "logprobs": True}])
+ECHOED = {"prompt": "x", "logprobs": 0, "echo": True}
+
+
+@pytest.mark.parametrize(
+    "body", [{"prompt": "x", "logprobs": 0}, ECHOED, {"messages": CHAT, "logprobs": True}]
+)
 @pytest.mark.parametrize("seen", [1, 2, 3])
 async def test_resume_tells_what_is_behind_the_last_event(body, seen):
     path = CHATS if "messages" in body else "/v1/completions"
