@@ -34,12 +34,13 @@ RENDERED = r"helm (install|upgrade|diff upgrade) "
 """Rendered with the chart and the values that they name, by Helm's own code."""
 WITH_KUBECTL = r"kubectl -n gammaray create secret "
 """Run with `--dry-run=client`, where kubectl is installed."""
-ON_A_CLUSTER = r"(gammaray (status|generate|chat|trace)|curl -s localhost:8000)\b"
+ON_A_CLUSTER = r"(gammaray (status|generate|chat|trace)|curl -s localhost:8000)\b(?!.*--ca-file)"
 """Run by tests/e2e/test_documented_commands.py against a running cluster."""
 
 WITHOUT_A_CLUSTER: Mapping[str, str] = {
     r"kubectl -n gammaray (get|wait|patch|delete) |CLUSTER=\$\(kubectl": "needs a Kubernetes cluster",
     r"helm (history|rollback|uninstall) ": "needs a Kubernetes cluster",
+    r"gammaray (generate|chat) .*--ca-file": "needs TLS in front: tests/integration/test_tls_proxy.py has such",
     r"docker (build|push|run) ": "needs Docker, a registry, or the network",
     r"serve run serve\.yaml": "tests/e2e/served_chart.py runs it, on a Ray of its own",
     r"(OTEL_\w+=\S+ )?gammaray up\b": "tests/e2e start clusters by it; one for each line would take an hour",
