@@ -40,7 +40,7 @@ ON_A_CLUSTER = r"(gammaray (status|generate|chat|trace)|curl -s localhost:8000)\
 WITHOUT_A_CLUSTER: Mapping[str, str] = {
     r"kubectl -n gammaray (get|wait|patch|delete) |CLUSTER=\$\(kubectl": "needs a Kubernetes cluster",
     r"helm (history|rollback|uninstall) ": "needs a Kubernetes cluster",
-    r"gammaray (generate|chat) .*--ca-file": "needs TLS in front: tests/integration/test_tls_proxy.py has such",
+    r"gammaray (generate|chat) .*--ca-file": "needs TLS in front, see tests/integration/test_tls_proxy.py",
     r"docker (build|push|run) ": "needs Docker, a registry, or the network",
     r"serve run serve\.yaml": "tests/e2e/served_chart.py runs it, on a Ray of its own",
     r"(OTEL_\w+=\S+ )?gammaray up\b": "tests/e2e start clusters by it; one for each line would take an hour",
