@@ -26,6 +26,7 @@ from gammaray.types import (
     TokenOrigin,
     VerificationMethod,
 )
+from orchestrator.cpu_threads import INLINE_NUMBERS
 from orchestrator.store import RedisStore
 from orchestrator.tokenizer import resolve_model
 
@@ -195,6 +196,18 @@ async def test_service_prompt_logprobs_are_those_of_transformers(orchestrator, p
         prompts[0], sampling=SEEDED, max_tokens=1 + 2 * gamma, gamma=GammaPolicy(gamma)
     )
     assert tokens_of(await complete(orchestrator, plainly)) == tokens_of(answers[0])
+
+
+async def test_service_prompt_logprobs_of_thousands_are_those_of_transformers(orchestrator, plain):
+    """More numbers than are converted on the event loop."""
+    prompt = tuple(5 + 7 * n % 2000 for n in range(300))
+    assert 20 * len(prompt) > INLINE_NUMBERS
+    request = GenerationRequest(prompt, sampling=SEEDED, max_tokens=1, num_prompt_logprobs=20)
+    (first, *_), expected = await complete(orchestrator, request), plain_log_probs(plain, prompt)
+    found = first.prompt_logprobs
+    own = [expected[entry, token_id].item() for entry, token_id in enumerate(prompt[1:])]
+    assert found.logprobs == pytest.approx(own, abs=1e-4)
+    assert found.top_logprobs == pytest.approx(expected[:-1].topk(20).values.flatten().tolist(), abs=1e-4)
 
 
 async def test_service_prompt_logprobs_of_too_long_a_prompt_are_refused(orchestrator):

@@ -12,6 +12,7 @@ from gammaray.errors import DeadlineExceededError, InvalidArgumentError, Resourc
 from gammaray.rpc_errors import DETAILS_KEY, error_from_status
 from gammaray.types import FinishReason, ProcessStatus
 from gammaray.v1 import generation_service_pb2 as pb
+from orchestrator.cpu_threads import INLINE_NUMBERS
 from orchestrator.grpc_api import GenerationServicer
 from orchestrator.grpc_handlers import Unread
 
@@ -49,6 +50,18 @@ async def generate(backend, **fields):
     context = Context()
     responses = GenerationServicer(backend).generate(pb.GenerateRequest(**fields), context)
     return [chunk_from_proto(response) async for response in responses], context
+
+
+async def test_generate_tells_thousands_of_prompt_logprobs():
+    prompt = list(range(1, INLINE_NUMBERS))
+    request = {"token_ids": pb.TokenIds(ids=prompt), "num_prompt_logprobs": 2}
+    (first, *_), context = await generate(ScriptedBackend(), **request)
+    assert context.code is None
+    told = first.prompt_logprobs
+    assert list(told.token_ids) == prompt
+    assert len(told.logprobs) == len(prompt) - 1
+    assert len(told.top_logprobs) == 2 * (len(prompt) - 1)
+    assert told.logprobs[-1] == -(len(prompt) - 1) / 10
 
 
 async def test_generate_yields_chunks_and_leaves_the_status_alone():
