@@ -104,6 +104,23 @@ def test_chains_rollbacks_and_ragged_batches_agree(clean):
     clean.step(Feed("a", 20, [9, 10], 1))  # a rollback that the feed itself asks for
 
 
+def test_cache_limit_is_that_of_every_rank(clean):
+    """Ranks that evicted differently would compute different things."""
+    try:
+        for engine, num_ranks in ((clean.two, 2), (clean.one, 1)):
+            engine.limit_cache(both_budgets(num_ranks) // 3)  # one block of slots
+        for session_id in "abcd":
+            clean.step(Feed(session_id, 0, some_tokens(20), 20))
+        stats = clean.two.stats()
+        assert stats.cache_bytes == stats.cache_budget_bytes == both_budgets(2) // 3
+        assert stats.num_evictions >= 3
+        clean.refuse(CacheFullError, Feed("a", 0, some_tokens(100), 1))
+    finally:
+        for engine, num_ranks in ((clean.two, 2), (clean.one, 1)):
+            engine.limit_cache(both_budgets(num_ranks))
+    clean.step(Feed("a", 0, some_tokens(100), 1))
+
+
 def test_trees_and_forks_agree(clean):
     clean.step(Feed("a", 0, some_tokens(20, 3), 1))
     clean.step(Feed("a", 20, [1, 2, 3, 4, 5], 5, [-1, -1, 0, 1, 2]))
@@ -269,20 +286,3 @@ async def test_thread_of_an_idle_engine_ends_when_that_is_lost(pair):
     thread.check()
     await asyncio.wait_for(thread.ended.wait(), EXIT_TIMEOUT_S)
     assert await thread.stop(EXIT_TIMEOUT_S)
-
-
-def test_cache_limit_is_that_of_every_rank(clean):
-    """Ranks that evicted differently would compute different things."""
-    try:
-        for engine, num_ranks in ((clean.two, 2), (clean.one, 1)):
-            engine.limit_cache(both_budgets(num_ranks) // 3)  # one block of slots
-        for session_id in "abcd":
-            clean.step(Feed(session_id, 0, some_tokens(20), 20))
-        stats = clean.two.stats()
-        assert stats.cache_bytes == stats.cache_budget_bytes == both_budgets(2) // 3
-        assert stats.num_evictions >= 3
-        clean.refuse(CacheFullError, Feed("a", 0, some_tokens(100), 1))
-    finally:
-        for engine, num_ranks in ((clean.two, 2), (clean.one, 1)):
-            engine.limit_cache(both_budgets(num_ranks))
-    clean.step(Feed("a", 0, some_tokens(100), 1))
