@@ -51,6 +51,7 @@ class ChaosRedis:
 
     def fill(self, seconds: float) -> None:
         """Leave it no memory: it answers writes with OOM."""
+        self._wait_until_ready()
         with self._client() as client:
             before = client.config_get("maxmemory")["maxmemory"]
             policy = client.config_get("maxmemory-policy")["maxmemory-policy"]
@@ -64,6 +65,7 @@ class ChaosRedis:
 
     def occupy(self, seconds: float) -> None:
         """Run an endless script: it answers everything with BUSY."""
+        self._wait_until_ready()
         with self._client() as client:
             client.config_set("lua-time-limit", 50)
         endless = threading.Thread(target=self._run_endless, daemon=True)
@@ -74,6 +76,7 @@ class ChaosRedis:
 
     def kill_full(self) -> None:
         """Make its file take long to read and kill it: it answers LOADING for a while once it is back."""
+        self._wait_until_ready()
         with self._client() as client:
             for _ in range(JUNK_CALLS):
                 client.eval(_JUNK, 0, str(JUNK_WRITES))
@@ -83,9 +86,14 @@ class ChaosRedis:
         with contextlib.suppress(redis.RedisError), self._client(timeout_s=None) as client:
             client.eval("while true do end", 0)
 
+    def _wait_until_ready(self) -> None:
+        """Wait until the strike before is over: the server may still be loading its file."""
+        self._until_done(lambda client: client.ping())
+
     def _during(
         self, seconds: float, begin: Callable[[redis.Redis], object], end: Callable[[redis.Redis], object]
     ) -> None:
+        self._wait_until_ready()
         with self._client() as client:
             begin(client)
         time.sleep(seconds)
