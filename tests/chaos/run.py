@@ -99,7 +99,7 @@ class Outcome:
 
 
 async def run(cluster: Cluster, redis: ChaosRedis, options: Options, say: Callable[[str], None]) -> Outcome:
-    """Run chaos on a cluster that nobody else uses, and on its Redis."""
+    """Run chaos on a cluster without other clients, and on its Redis."""
     wanted = asks(options.streams, options.max_tokens)
     say(f"{len(wanted)} streams of {options.max_tokens} tokens, first undisturbed ...")
     expected = await reference(cluster.grpc, wanted)
