@@ -18,13 +18,12 @@ from gammaray.client_tls import ClientTls, explain, explain_http_400
 from gammaray.errors import (
     CancelledError,
     GammarayError,
-    InternalError,
     InvalidArgumentError,
     TlsError,
     UnavailableError,
 )
 from gammaray.propagation import trace_metadata
-from gammaray.rpc_errors import error_from_rpc, is_from_gammaray
+from gammaray.rpc_errors import code_of, error_from_rpc, is_from_gammaray
 from gammaray.tasks import num_cancellations
 from gammaray.v1.generation_service_pb2_grpc import GenerationServiceStub
 
@@ -212,13 +211,15 @@ class Transport:
         if self.has_answered or self._place is None or not self._is_explicable or is_from_gammaray(error):
             return None
         left_s = deadline - time.monotonic()
-        if isinstance(error, InternalError) and self._tls is not None and "400" in str(error):
+        # A stream that ends in an HTTP error page is INTERNAL with its status, or UNKNOWN without it.
+        if self._tls is not None and code_of(error) in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
             return await asyncio.to_thread(
                 explain_http_400, *self._place, self._tls, max(0.1, min(_EXPLAIN_S, left_s))
             )
-        if not isinstance(error, UnavailableError) or "Connection refused" in str(error):
+        if not isinstance(error, UnavailableError):
             return None
-        self._is_explicable = self._tls is not None  # one look is enough to tell TLS from plain text
+        if "Connection refused" not in str(error):  # which may be of one of several addresses of a name
+            self._is_explicable = self._tls is not None  # one look is enough to tell TLS from plain text
         bound_s = max(0.1, min(_EXPLAIN_S if self._tls else _EXPLAIN_PLAIN_S, left_s))
         return await asyncio.to_thread(explain, *self._place, self._tls, bound_s, needs_http2=True)
 
