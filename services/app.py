@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import ray.util
 from ray import serve
@@ -20,6 +20,9 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.pools import PoolSize
 from services.server import is_wildcard, split_address
 
+if TYPE_CHECKING:
+    from services.worker import Worker
+
 __all__ = ["build_draft", "build_target"]
 
 _log = logging.getLogger("ray.serve")  # the one that Ray writes to a replica's log
@@ -28,19 +31,24 @@ _SHUTDOWN_MARGIN_S = 5.0
 _DEPLOYMENTS = {"draft": "DraftWorker", "target": "TargetWorker"}
 
 
-class _Replica:
+SettingsT = TypeVar("SettingsT", bound=WorkerSettings)
+
+
+class _Replica(Generic[SettingsT]):
     """Hosts a worker in a Serve replica.
 
     Args:
         settings: What to serve and where.
     """
 
-    async def __init__(self, settings: WorkerSettings) -> None:
+    # Serve awaits the constructor; mypy knows of plain ones only.
+    async def __init__(self, settings: SettingsT) -> None:  # type: ignore[misc]
         host, _ = split_address("listen", settings.listen)
         if is_wildcard(host) and not settings.advertise:
             # Port 0 stands for the one that will be bound.
-            settings = settings.model_copy(update={"advertise": f"{ray.util.get_node_ip_address()}:0"})
-        self._worker: Any = self._make_worker(settings)
+            here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # ray has no types here
+            settings = settings.model_copy(update={"advertise": f"{here}:0"})
+        self._worker = self._make_worker(settings)
         try:
             await self._worker.start()
         except BaseException:
@@ -48,12 +56,12 @@ class _Replica:
             raise
         _log.info("%s worker at %s, kernel: %s", self._worker.role, self._worker.address, self._worker.kernel)
 
-    def _make_worker(self, settings: Any) -> Any:
+    def _make_worker(self, settings: SettingsT) -> Worker[SettingsT]:
         raise NotImplementedError
 
     async def address(self) -> str:
         """Return the host:port that is served."""
-        return str(self._worker.address)
+        return self._worker.address
 
     async def check_health(self) -> None:
         """Raise when the replica must be replaced; called by Serve."""
@@ -65,23 +73,23 @@ class _Replica:
 
     def __del__(self) -> Coroutine[Any, Any, bool] | None:
         """Drain; Serve awaits what this returns. Python itself may call it again, and then it is over."""
-        worker, self._worker = getattr(self, "_worker", None), None
+        worker: Worker[SettingsT] | None = self.__dict__.pop("_worker", None)
         return None if worker is None else worker.stop()
 
 
-class DraftWorkerReplica(_Replica):
+class DraftWorkerReplica(_Replica[DraftSettings]):
     """A draft worker."""
 
-    def _make_worker(self, settings: DraftSettings) -> Any:
+    def _make_worker(self, settings: DraftSettings) -> Worker[DraftSettings]:
         from services.draft.worker import DraftWorker
 
         return DraftWorker(settings)
 
 
-class TargetWorkerReplica(_Replica):
+class TargetWorkerReplica(_Replica[TargetSettings]):
     """A target worker."""
 
-    def _make_worker(self, settings: TargetSettings) -> Any:
+    def _make_worker(self, settings: TargetSettings) -> Worker[TargetSettings]:
         from services.target.worker import TargetWorker
 
         return TargetWorker(settings)
@@ -151,8 +159,8 @@ def build_target(
 
 def _build(
     role: str,
-    replica: type[_Replica],
-    settings: WorkerSettings,
+    replica: type[_Replica[SettingsT]],
+    settings: SettingsT,
     size: PoolSize,
     ray_actor_options: dict[str, Any] | None,
     scaling: dict[str, Any] | None,
@@ -166,8 +174,7 @@ def _build(
         count = {"autoscaling_config": autoscaling_config(role, size, ScalingSettings(**(scaling or {})))}
     if one_per_node:
         count["max_replicas_per_node"] = 1
-    deployment = serve.deployment(
-        replica,
+    make_deployment = serve.deployment(
         name=_DEPLOYMENTS[role],
         ray_actor_options={"num_cpus": 0, **(ray_actor_options or {})},
         health_check_period_s=2.0,
@@ -177,4 +184,4 @@ def _build(
         graceful_shutdown_timeout_s=settings.drain_timeout_s + _SHUTDOWN_MARGIN_S,
         **count,
     )
-    return deployment.bind(settings)
+    return make_deployment(replica).bind(settings)

@@ -91,7 +91,7 @@ def _weights(folder: Path) -> Iterator[bytes]:
     tensors = []
     for file in files:
         if file.suffix == ".safetensors":
-            tensors += [(name, file, *where) for name, *where in _tensors(file)]
+            tensors += [(name, file, kind, start, size) for name, kind, start, size in _tensors(file)]
         else:
             tensors.append((file.name, file, "", 0, file.stat().st_size))
     for name, file, kind, start, size in sorted(tensors):

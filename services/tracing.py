@@ -99,7 +99,7 @@ class _BlockBundle:
             entries.add(key=t.ERROR_TYPE).value.string_value = type(outcome).__name__
 
 
-def _counts(task: Task, reply: Reply) -> dict[str, int]:
+def _counts(task: Task, reply: Reply) -> dict[t.Attribute, int]:
     timing, outcome = reply.timing, reply.outcome
     counts = {
         t.EPOCH: task.epoch,

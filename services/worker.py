@@ -179,7 +179,7 @@ class Worker(ABC, Generic[SettingsT]):
         return ""
 
     def _load(self) -> Scheduler[Any]:
-        disable_progress_bar()
+        disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers has no types here
         path = resolve_model(self.settings.model, self.role)
         engine = self._load_engine(path)
         self._model = Model(

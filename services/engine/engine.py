@@ -170,7 +170,7 @@ class Engine:
         self._commit(feeds, batch)
         if len(feeds) == 1:
             return [logits]
-        return list(logits.split([feed.num_logits for feed in feeds]))
+        return list(logits.split_with_sizes([feed.num_logits for feed in feeds]))
 
     @property
     def can_chain(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from services.engine.graphs_forward import Buffers, run_forward
 from services.engine.graphs_tables import Bucket, Race, Tables, bucket_of, fill, new_tables
 from services.engine.graphs_torch import TorchKernels
 from services.engine.graphs_weights import GraphModel
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE  # the type of graph_pool_handle(), which has no public name
 
 __all__ = ["Capture", "GraphRunner", "Program", "make_kernels"]
 
@@ -46,7 +50,7 @@ class Capture:
         pool: Memory shared by all graphs that never run at the same time.
     """
 
-    def __init__(self, work: Callable[[], None], *, capturable: bool, pool: object) -> None:
+    def __init__(self, work: Callable[[], None], *, capturable: bool, pool: _POOL_HANDLE | None) -> None:
         self._work, self._capturable, self._pool = work, capturable, pool
         self._graph: torch.cuda.CUDAGraph | None = None
         self._has_run = False

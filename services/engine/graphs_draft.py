@@ -79,7 +79,7 @@ class Drafter:
         """Return `gamma` tokens per segment; the caches need room for all but the last."""
         program = self._program(batch, gamma, gamma)
         result = self._run(program, batch, races)
-        return [list(tokens) for tokens in zip(*result, strict=True)]
+        return [list(tokens) for tokens in zip(*result.tolist(), strict=True)]
 
     @torch.inference_mode()
     def trees(
@@ -87,17 +87,15 @@ class Drafter:
     ) -> list[tuple[list[int], list[int]]]:
         """Return tokens and parents of each segment's nodes; the caches need room for all fed ones."""
         program = self._program(batch, shape, shape.width * (shape.depth - 1))
-        tokens, parents = self._run(program, batch, races)
+        tokens, parents = self._run(program, batch, races).tolist()
         return list(zip(tokens, parents, strict=True))
 
-    def _run(self, program: _Proposals, batch: Batch, races: Sequence[Race]) -> list[list[int]]:
+    def _run(self, program: _Proposals, batch: Batch, races: Sequence[Race]) -> Tensor:
+        """Return the result [gamma, sessions] of chains or [2, sessions, nodes] of trees."""
         fill(program.tables, program.bucket, batch, races, self._runner.kernels.anchor.data_ptr())
         program.capture.run()
         self._runner.last = program.capture
-        # [..., sessions] or [2, sessions, nodes]; spare sessions are dropped here.
-        used = len(batch.segments)
-        result = program.result
-        return result[:, :used].tolist()
+        return program.result[:, : len(batch.segments)]  # without the spare sessions
 
     def _program(self, batch: Batch, shape: int | TreeShape, num_more: int) -> _Proposals:
         bucket = bucket_of(batch)
@@ -108,8 +106,10 @@ class Drafter:
         key = (bucket, shape)
         if key not in self._programs:
             tables = new_tables(bucket, self._runner.model.device)
-            make = self._chain_work if isinstance(shape, int) else self._tree_work
-            self._programs[key] = make(bucket, tables, shape)
+            if isinstance(shape, int):
+                self._programs[key] = self._chain_work(bucket, tables, shape)
+            else:
+                self._programs[key] = self._tree_work(bucket, tables, shape)
         return self._programs[key]
 
     def _chain_work(self, bucket: Bucket, tables: Tables, gamma: int) -> _Proposals:

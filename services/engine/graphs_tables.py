@@ -24,7 +24,7 @@ NO_TREE = 1 << 40
 _MASK_BITS = 64
 _SIGN = 1 << (_MASK_BITS - 1)
 # Rows beyond these come in multiples of 32; up to 8 rows every number has its bucket.
-_LADDER = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96)
+_LADDER: tuple[int, ...] = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96)
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def new_tables(bucket: Bucket, device: torch.device) -> Tables:
     """Tables in which every row and session is spare."""
     sizes = _sizes(bucket)
     flat = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-    views = dict(zip(_VIEWS, flat.split(sizes), strict=True))
+    views = dict(zip(_VIEWS, flat.split_with_sizes(sizes), strict=True))
     views["bits"] = views["bits"].view(bucket.rows, bucket.words)
     views["inverse_temperature"] = views["inverse_temperature"].view(torch.float64)
     views["slot"].fill_(-1)

@@ -4,6 +4,9 @@ A session's cache is found by its distance from `anchor` in numbers; see `Tables
 [layers, 2 * KV_HEADS, capacity, DIM], key heads before value heads.
 """
 
+# Triton's decorators have no types.
+# mypy: allow-untyped-decorators
+
 from __future__ import annotations
 
 import triton
@@ -14,23 +17,23 @@ __all__ = ["combine_kernel", "rotate_kernel", "split_kernel"]
 
 @triton.jit(do_not_specialize=["layer"])
 def rotate_kernel(
-    qkv,
-    rotation,
-    head_norm,
-    anchor,
-    address_of,
-    capacity_of,
-    position_of,
-    slot_of,
-    session_of,
-    layer,
-    max_context,
-    epsilon,
+    qkv: tl.tensor,
+    rotation: tl.tensor,
+    head_norm: tl.tensor,
+    anchor: tl.tensor,
+    address_of: tl.tensor,
+    capacity_of: tl.tensor,
+    position_of: tl.tensor,
+    slot_of: tl.tensor,
+    session_of: tl.tensor,
+    layer: tl.tensor,
+    max_context: tl.tensor,
+    epsilon: tl.tensor,
     HAS_NORM: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
-):
+) -> None:
     """One program per row and head: norm and rotate queries in place, keys and values into the cache."""
     row, head = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slot_of + row)
@@ -63,21 +66,21 @@ def rotate_kernel(
 
 @triton.jit(do_not_specialize=["layer"])
 def split_kernel(
-    qkv,
-    anchor,
-    outputs,
-    largest,
-    sums,
-    address_of,
-    capacity_of,
-    slot_of,
-    prefix_of,
-    bits_of,
-    first_row_of,
-    count_of,
-    tree_base_of,
-    layer,
-    scaling,
+    qkv: tl.tensor,
+    anchor: tl.tensor,
+    outputs: tl.tensor,
+    largest: tl.tensor,
+    sums: tl.tensor,
+    address_of: tl.tensor,
+    capacity_of: tl.tensor,
+    slot_of: tl.tensor,
+    prefix_of: tl.tensor,
+    bits_of: tl.tensor,
+    first_row_of: tl.tensor,
+    count_of: tl.tensor,
+    tree_base_of: tl.tensor,
+    layer: tl.tensor,
+    scaling: tl.tensor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -85,7 +88,7 @@ def split_kernel(
     MAX_SPLITS: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
-):
+) -> None:
     """One program per session and key head, tile of its query rows, and residue of the split's index.
 
     The heads of a group are stacked: stacked row i is head i % group of the session's row i // group.
@@ -158,16 +161,16 @@ def split_kernel(
 
 @triton.jit
 def combine_kernel(
-    outputs,
-    largest,
-    sums,
-    slot_of,
-    mixed,
+    outputs: tl.tensor,
+    largest: tl.tensor,
+    sums: tl.tensor,
+    slot_of: tl.tensor,
+    mixed: tl.tensor,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     SPLIT: tl.constexpr,
-):
+) -> None:
     """One program per row and head: the splits' outputs as one, in their order."""
     row, head = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slot_of + row)

@@ -1,5 +1,8 @@
 """Triton kernels of norms, products and draws."""
 
+# Triton's decorators have no types.
+# mypy: allow-untyped-decorators
+
 from __future__ import annotations
 
 import triton
@@ -9,7 +12,16 @@ __all__ = ["norm_kernel", "pick_kernel", "product_kernel", "stripe_kernel"]
 
 
 @triton.jit
-def norm_kernel(x, weight, out, rows, epsilon, size, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def norm_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    epsilon: tl.tensor,
+    size: tl.tensor,
+    HAS_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     """One program per row of `out`: RMSNorm of x [any, size] float32."""
     target = tl.program_id(0)
     row = target
@@ -25,12 +37,12 @@ def norm_kernel(x, weight, out, rows, epsilon, size, HAS_ROWS: tl.constexpr, BLO
 
 @triton.jit(do_not_specialize=["num_rows"])
 def product_kernel(
-    x,
-    weight,
-    bias,
-    out,
-    num_rows,
-    num_outputs,
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    num_outputs: tl.tensor,
     SIZE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADDS: tl.constexpr,
@@ -38,7 +50,7 @@ def product_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     DEPTH: tl.constexpr,
-):
+) -> None:
     """One program per TILE outputs, all rows: x W^T (+ b), added to `out`, or silu(x G^T) * (x U^T).
 
     TILE stays below 64, so that all numbers of rows take the same kind of matrix instruction.
@@ -73,22 +85,22 @@ def product_kernel(
 
 @triton.jit
 def stripe_kernel(
-    logits,
-    wanted,
-    session_of,
-    position_of,
-    seed_of,
-    sample_of,
-    is_drawn_of,
-    inverse_temperature_of,
-    sharpness,
-    score,
-    token,
-    mass,
-    vocab_size,
+    logits: tl.tensor,
+    wanted: tl.tensor,
+    session_of: tl.tensor,
+    position_of: tl.tensor,
+    seed_of: tl.tensor,
+    sample_of: tl.tensor,
+    is_drawn_of: tl.tensor,
+    inverse_temperature_of: tl.tensor,
+    sharpness: tl.tensor,
+    score: tl.tensor,
+    token: tl.tensor,
+    mass: tl.tensor,
+    vocab_size: tl.tensor,
     HAS_MASS: tl.constexpr,
     STRIPE: tl.constexpr,
-):
+) -> None:
     """One program per wanted row and stripe: perturb its logits and keep the best, lowest id on ties."""
     index, stripe = tl.program_id(0), tl.program_id(1)
     row = tl.load(wanted + index)
@@ -128,7 +140,13 @@ def stripe_kernel(
 
 
 @triton.jit
-def pick_kernel(score, token, chosen, num_stripes, BLOCK: tl.constexpr):
+def pick_kernel(
+    score: tl.tensor,
+    token: tl.tensor,
+    chosen: tl.tensor,
+    num_stripes: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
     """One program per row: the token of the best stripe, the lowest on ties."""
     row = tl.program_id(0)
     stripe = tl.arange(0, BLOCK)

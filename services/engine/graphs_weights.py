@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from services.engine.model import LoadedModel
+from services.engine.model import LlamaLayer, LoadedModel, head_norms
 
 __all__ = ["GraphLayer", "GraphModel", "GraphShape", "build_graph_model", "has_graph_path", "prefers_graphs"]
 
@@ -131,7 +131,7 @@ def prefers_graphs(loaded: LoadedModel) -> bool:
 @torch.no_grad()
 def build_graph_model(loaded: LoadedModel, vocab_size: int) -> GraphModel:
     """Fuse the weights of a model that `has_graph_path`; its parameters become views of the result."""
-    config, body = loaded.config, loaded.module.model
+    config, body = loaded.config, loaded.llama.model
     attention = body.layers[0].self_attn
     shape = GraphShape(
         hidden=config.hidden_size,
@@ -146,9 +146,9 @@ def build_graph_model(loaded: LoadedModel, vocab_size: int) -> GraphModel:
     return GraphModel(
         shape=shape,
         layers=tuple(_layer(layer) for layer in body.layers),
-        embedding=loaded.module.get_input_embeddings().weight,
+        embedding=loaded.llama.get_input_embeddings().weight,
         last_norm=body.norm.weight,
-        head=loaded.module.get_output_embeddings().weight[:vocab_size],
+        head=loaded.llama.get_output_embeddings().weight[:vocab_size],
         rotation=_rotation(body.rotary_emb, loaded.max_context, shape.head_dim, loaded.device),
     )
 
@@ -163,12 +163,10 @@ def _slides(loaded: LoadedModel) -> bool:
     return layer_types is None or "sliding_attention" in layer_types
 
 
-def _layer(layer: nn.Module) -> GraphLayer:
+def _layer(layer: LlamaLayer) -> GraphLayer:
     attention, mlp = layer.self_attn, layer.mlp
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    head_norm = None
-    if getattr(attention, "q_norm", None) is not None:
-        head_norm = torch.stack((attention.q_norm.weight, attention.k_norm.weight))
+    norms = head_norms(attention)
     return GraphLayer(
         attention_norm=layer.input_layernorm.weight,
         qkv=_fuse(projections),
@@ -178,14 +176,14 @@ def _layer(layer: nn.Module) -> GraphLayer:
         mlp_norm=layer.post_attention_layernorm.weight,
         gate_up=_fuse((mlp.gate_proj, mlp.up_proj)),
         down=mlp.down_proj.weight,
-        head_norm=head_norm,
+        head_norm=None if norms is None else torch.stack(norms),
     )
 
 
 def _fuse(linears: Sequence[nn.Linear]) -> Tensor:
     """The weights below each other; the modules keep views."""
     fused = torch.cat([linear.weight for linear in linears])
-    for linear, part in zip(linears, fused.split([x.weight.shape[0] for x in linears]), strict=True):
+    for linear, part in zip(linears, fused.split_with_sizes([len(x.weight) for x in linears]), strict=True):
         linear.weight = nn.Parameter(part, requires_grad=False)
     return fused
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -13,10 +15,77 @@ from gammaray.demo_pair import DEMO_PAIR, demo_directory
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from services.engine.errors import UnsupportedModelError
 
-__all__ = ["LoadedModel", "check_config", "load_config", "load_model", "resolve_model"]
+__all__ = [
+    "LlamaAttention",
+    "LlamaLayer",
+    "LlamaModel",
+    "LoadedModel",
+    "check_config",
+    "head_norms",
+    "load_config",
+    "load_model",
+    "resolve_model",
+]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+class _Norm(Protocol):
+    weight: nn.Parameter
+
+
+class LlamaAttention(Protocol):
+    """Attention of a Llama-like layer."""
+
+    head_dim: int
+    scaling: float
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+
+
+class _LlamaMLP(Protocol):
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+
+
+class LlamaLayer(Protocol):
+    """A layer of a Llama-like model."""
+
+    self_attn: LlamaAttention
+    mlp: _LlamaMLP
+    input_layernorm: _Norm
+    post_attention_layernorm: _Norm
+
+
+class _LlamaBody(Protocol):
+    layers: Sequence[LlamaLayer]
+    norm: _Norm
+    rotary_emb: nn.Module
+
+
+class LlamaModel(Protocol):
+    """A Llama-like model of transformers: the parts that other implementations of its forward read."""
+
+    model: _LlamaBody
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """Return the embedding of token ids."""
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """Return the map from hidden states to logits."""
+
+
+def head_norms(attention: LlamaAttention) -> tuple[Tensor, Tensor] | None:
+    """Return the weights of the norms of query and key heads; None for a model without them."""
+    query_norm: _Norm | None = getattr(attention, "q_norm", None)
+    key_norm: _Norm | None = getattr(attention, "k_norm", None)
+    if query_norm is None or key_norm is None:
+        return None
+    return query_norm.weight, key_norm.weight
 
 
 @dataclass(frozen=True)
@@ -44,6 +113,11 @@ class LoadedModel:
     def dtype(self) -> torch.dtype:
         """Type of the weights."""
         return self.module.dtype
+
+    @property
+    def llama(self) -> LlamaModel:
+        """`module` by its parts; for Llama-like models only. torch types any submodule as Tensor | Module."""
+        return cast(LlamaModel, self.module)
 
 
 def resolve_model(name: str, role: str) -> str:
@@ -89,9 +163,10 @@ def load_model(name: str, *, device: str = "auto", dtype: str = "auto", num_rank
         ) from error
     except OSError as error:
         raise NotFoundError(f"model {name!r}: {error}") from error
+    typed: nn.Module = module  # transformers overrides `to` and `eval` without types
     if num_ranks == 1:  # else each rank's share lies on its device already
-        module = module.to(where)
-    module = module.eval().requires_grad_(False)
+        typed.to(where)
+    typed.eval().requires_grad_(False)
     return LoadedModel(name, module, config.get_text_config(), max_context)
 
 
@@ -123,11 +198,12 @@ def load_config(name: str) -> PretrainedConfig:
         UnsupportedModelError: transformers does not know the architecture.
     """
     try:
-        return AutoConfig.from_pretrained(name)
+        config: PretrainedConfig = AutoConfig.from_pretrained(name)
     except ValueError as error:
         raise UnsupportedModelError(name, f"transformers does not know it: {error}") from error
     except OSError as error:
         raise NotFoundError(f"model {name!r}: {error}") from error
+    return config
 
 
 def check_config(name: str, config: PretrainedConfig) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ from services.engine.parallel_ranks import READY, STARTED, Ranks
 from services.engine.probe import probe_model
 
 __all__ = ["ParallelEngine", "build_rank"]
+
+EngineT = TypeVar("EngineT", bound=Engine)
 
 Operation = tuple[str, tuple[Any, ...]]
 """Name and arguments of an Engine's method that changes a cache."""
@@ -171,7 +173,7 @@ class ParallelEngine(Engine):
             raise EngineLostError(reason) from error
 
 
-def build_rank(spec: RankSpec, engine_class: type[Any]) -> Any:
+def build_rank(spec: RankSpec, engine_class: type[EngineT]) -> EngineT:
     """Load this rank's share of the model; all ranks call it at the same time.
 
     Returns:

@@ -71,7 +71,8 @@ def join_group(spec: RankSpec, rank: int) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else on the network need reach the ranks
     dist.init_process_group(
         "nccl" if is_gpu else "gloo",
-        store=dist.FileStore(spec.meeting, spec.num_ranks),
+        # Documented, but torch's own types do not export it.
+        store=dist.FileStore(spec.meeting, spec.num_ranks),  # type: ignore[attr-defined]
         rank=rank,
         world_size=spec.num_ranks,
         timeout=timedelta(seconds=spec.timeout_s),

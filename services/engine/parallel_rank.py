@@ -32,7 +32,7 @@ def main(descriptor: int, rank: int) -> None:
     threading.Thread(target=_read, args=(pipe, spec, orders), name="orders", daemon=True).start()
     pipe.send(STARTED)
     join_group(spec, rank)
-    engine: Engine = build_rank(spec, Engine)
+    engine = build_rank(spec, Engine)
     pipe.send(READY)
     while True:
         operations, feeds = orders.get()  # the reader ends the process when there will be none

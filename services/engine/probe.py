@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +80,8 @@ def probe_model(loaded: LoadedModel) -> ModelLayout:
         positions = torch.arange(2, device=loaded.device)[None]
         logits = loaded.module(token_ids, position_ids=positions, use_cache=False).logits
     _check_calls(loaded, calls)
-    rows = loaded.module.get_input_embeddings().weight.shape[0]
+    # torch types the attributes of any module as Tensor | Module.
+    rows = cast(Tensor, loaded.module.get_input_embeddings().weight).shape[0]
     return ModelLayout(
         num_layers=len(calls),
         vocab_size=min(logits.shape[-1], rows),
@@ -121,5 +122,5 @@ def _has_window(loaded: LoadedModel, layer: int) -> bool:
     config = loaded.config
     layer_types = getattr(config, "layer_types", None)
     if layer_types:
-        return layer_types[layer] == "sliding_attention"
-    return bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)
+        return bool(layer_types[layer] == "sliding_attention")
+    return bool(getattr(config, "sliding_window", None)) and bool(getattr(config, "use_sliding_window", True))

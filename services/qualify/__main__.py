@@ -38,8 +38,9 @@ def main() -> int:
     # What libraries print must not come between the lines.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    # transformers does not type these two.
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
     def tell(key: str, value: Any) -> None:
         _write(answers, {key: value})

@@ -63,7 +63,10 @@ class NativeRunner:
         logits = torch.empty(len(wanted), self._model.vocab_size)
         num_chain, offsets, path = _paths(batch)
         segments = (SegmentArguments * len(batch.segments))(
-            *((s.cache.data.data_ptr(), s.cache.capacity, s.slot, s.count) for s in batch.segments)
+            *(
+                SegmentArguments(s.cache.data.data_ptr(), s.cache.capacity, s.slot, s.count)
+                for s in batch.segments
+            )
         )
         # One array for all integers: few calls, and one owner to keep until the kernel is done.
         numbers = np.fromiter(
@@ -104,7 +107,9 @@ def _paths(batch: Batch) -> tuple[list[int], list[int], list[int]]:
         By row, how many of its positions lie in the slots of the same number; by row, where in the third list
         its further slots begin; those slots.
     """
-    num_chain, offsets, path = [], [], []
+    num_chain: list[int] = []
+    offsets: list[int] = []
+    path: list[int] = []
     for segment in batch.segments:
         num_nodes = len(segment.parents or ())
         first_node = segment.num_kept - (segment.count - num_nodes)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from services.engine.model import LoadedModel
+from services.engine.model import LlamaLayer, LoadedModel, head_norms
 from services.engine.native.bindings import LayerWeights, MatrixWeights, ModelWeights
 from services.engine.native.library import load_kernel
 
@@ -74,7 +74,7 @@ def native_obstacle(loaded: LoadedModel, kernel_cache: str = "") -> str:
         return f"{config.model_type} is not covered"
     if config.hidden_act != "silu":
         return f"the activation {config.hidden_act} is not covered"
-    head_dim = loaded.module.model.layers[0].self_attn.head_dim
+    head_dim = loaded.llama.model.layers[0].self_attn.head_dim
     if head_dim % 2 or head_dim > _MAX_HEAD_DIM:
         return f"a head of {head_dim} is not covered"
     return load_kernel(kernel_cache).reason
@@ -91,9 +91,9 @@ def build_native(loaded: LoadedModel, windows: Sequence[int | None], vocab_size:
     """
     library = load_kernel().library
     assert library is not None
-    config, body = loaded.config, loaded.module.model
+    config, body = loaded.config, loaded.llama.model
     attention = body.layers[0].self_attn
-    output = loaded.module.get_output_embeddings()
+    output = loaded.llama.get_output_embeddings()
     model = NativeModel(
         library, ModelWeights(), vocab_size, attention.head_dim, body.rotary_emb, loaded.max_context
     )
@@ -107,7 +107,7 @@ def build_native(loaded: LoadedModel, windows: Sequence[int | None], vocab_size:
     weights.heads, weights.kv_heads = config.num_attention_heads, config.num_key_value_heads
     weights.head_dim, weights.layers = attention.head_dim, len(windows)
     weights.scaling, weights.norm_eps = attention.scaling, config.rms_norm_eps
-    weights.embedding = packer.vector(loaded.module.get_input_embeddings().weight)
+    weights.embedding = packer.vector(loaded.llama.get_input_embeddings().weight)
     weights.last_norm = packer.vector(body.norm.weight)
     weights.head = packer.matrix([(output.weight[:vocab_size], output.bias)])
     weights.layer = layers
@@ -131,7 +131,7 @@ def pack_panels(weight: Tensor, panel: int, lanes: int) -> Tensor:
     half = panels.bfloat16()
     if not torch.equal(half.float(), panels):
         return panels.contiguous()
-    return half.unflatten(2, (-1, 2, lanes)).transpose(3, 4).flatten(2).contiguous()
+    return torch.unflatten(half, 2, (-1, 2, lanes)).transpose(3, 4).flatten(2).contiguous()
 
 
 @dataclass
@@ -163,13 +163,13 @@ class _Packer:
         )
 
 
-def _layer(packer: _Packer, layer: nn.Module, window: int | None) -> LayerWeights:
+def _layer(packer: _Packer, layer: LlamaLayer, window: int | None) -> LayerWeights:
     attention, mlp = layer.self_attn, layer.mlp
 
     def fused(*maps: nn.Linear) -> MatrixWeights:
         return packer.matrix([(one.weight, one.bias) for one in maps])
 
-    query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    query_norm, key_norm = head_norms(attention) or (None, None)
     return LayerWeights(
         fused(attention.q_proj, attention.k_proj, attention.v_proj),
         fused(attention.o_proj),
@@ -177,7 +177,7 @@ def _layer(packer: _Packer, layer: nn.Module, window: int | None) -> LayerWeight
         fused(mlp.down_proj),
         packer.vector(layer.input_layernorm.weight),
         packer.vector(layer.post_attention_layernorm.weight),
-        packer.vector(None if query_norm is None else query_norm.weight),
-        packer.vector(None if key_norm is None else key_norm.weight),
+        packer.vector(query_norm),
+        packer.vector(key_norm),
         window or 0,
     )
