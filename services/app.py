@@ -41,7 +41,7 @@ class _Replica(Generic[SettingsT]):
         settings: What to serve and where.
     """
 
-    # Serve awaits the constructor; mypy knows of plain ones only.
+    # Serve awaits the constructor; mypy expects one that returns None.
     async def __init__(self, settings: SettingsT) -> None:  # type: ignore[misc]
         host, _ = split_address("listen", settings.listen)
         if is_wildcard(host) and not settings.advertise:

@@ -193,6 +193,7 @@ class Reading:
         age = itertools.count()
 
         def offer(parent: Node, index: int, weight: float, rank: int) -> None:
+            # `grow` offers only nodes that have an outlook.
             guesses = parent.outlook.guesses(None)  # type: ignore[union-attr]
             if rank < len(guesses):
                 weight *= guesses[rank][1] * scales(guesses[0][1], self._power)[rank > 0]
