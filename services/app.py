@@ -33,6 +33,9 @@ class _Replica:
 
     Args:
         settings: What to serve and where.
+
+    Attributes:
+        worker: The worker; None once it was told to stop.
     """
 
     async def __init__(self, settings: WorkerSettings) -> None:
@@ -40,32 +43,32 @@ class _Replica:
         if is_wildcard(host) and not settings.advertise:
             # Port 0 stands for the one that will be bound.
             settings = settings.model_copy(update={"advertise": f"{ray.util.get_node_ip_address()}:0"})
-        self._worker: Any = self._make_worker(settings)
+        self.worker: Any = self._make_worker(settings)
         try:
-            await self._worker.start()
+            await self.worker.start()
         except BaseException:
-            await self._worker.stop()
+            await self.worker.stop()
             raise
-        _log.info("%s worker at %s, kernel: %s", self._worker.role, self._worker.address, self._worker.kernel)
+        _log.info("%s worker at %s, kernel: %s", self.worker.role, self.worker.address, self.worker.kernel)
 
     def _make_worker(self, settings: Any) -> Any:
         raise NotImplementedError
 
     async def address(self) -> str:
         """Return the host:port that is served."""
-        return str(self._worker.address)
+        return str(self.worker.address)
 
     async def check_health(self) -> None:
         """Raise when the replica must be replaced; called by Serve."""
-        self._worker.check()
+        self.worker.check()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the load since the last call; called by Serve when the pool may scale."""
-        return (await self._worker.load()).as_metrics()
+        return (await self.worker.load()).as_metrics()
 
     def __del__(self) -> Coroutine[Any, Any, bool] | None:
         """Drain; Serve awaits what this returns. Python itself may call it again, and then it is over."""
-        worker, self._worker = getattr(self, "_worker", None), None
+        worker, self.worker = getattr(self, "worker", None), None
         return None if worker is None else worker.stop()
 
 
