@@ -19,13 +19,22 @@ import psutil
 from gammaray import AsyncClient
 from gammaray.errors import GammarayError
 
-__all__ = ["Cluster", "ClusterError", "connected", "run_or_exit", "running_cluster"]
+__all__ = [
+    "Cluster",
+    "ClusterError",
+    "connected",
+    "free_ports",
+    "is_alive",
+    "run_or_exit",
+    "running_cluster",
+    "stop",
+]
 
 _HOST = "127.0.0.1"
 _START_TIMEOUT_S = 180.0
 _WORKERS_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 45.0
-_GONE_TIMEOUT_S = 10.0
+GONE_TIMEOUT_S = 10.0  # for the processes below `gammaray up`, once it has ended
 _POLL_S = 0.05
 _GAMMARAY = "from gammaray.cli import main; main()"  # the console script, wherever it is installed
 _READY = re.compile(r"ready http=(\S+) grpc=(\S+)")
@@ -78,7 +87,7 @@ async def running_cluster(*options: str) -> AsyncIterator[Cluster]:
         ClusterError: It did not become ready within three minutes, or processes outlived it (they are
             killed then).
     """
-    http_port, grpc_port = _free_ports(2)
+    http_port, grpc_port = free_ports(2)
     ports = ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
     with tempfile.TemporaryFile("w+") as errors:
         process = await asyncio.create_subprocess_exec(
@@ -97,7 +106,7 @@ async def running_cluster(*options: str) -> AsyncIterator[Cluster]:
             finally:
                 drain.cancel()
         finally:
-            await _stop(process)
+            await stop(process)
 
 
 async def _wait_ready(process: asyncio.subprocess.Process, errors: IO[str]) -> Cluster:
@@ -127,7 +136,12 @@ async def _drain(process: asyncio.subprocess.Process) -> None:
         pass
 
 
-async def _stop(process: asyncio.subprocess.Process) -> None:
+async def stop(process: asyncio.subprocess.Process) -> None:
+    """Stop `gammaray up` and wait until all of its processes have ended.
+
+    Raises:
+        ClusterError: Some were left behind; they were killed.
+    """
     try:
         family = psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -156,12 +170,13 @@ async def _has_ended(process: asyncio.subprocess.Process, timeout_s: float) -> b
 
 async def _outliving(family: Sequence[psutil.Process]) -> list[psutil.Process]:
     def wait() -> list[psutil.Process]:
-        return [p for p in psutil.wait_procs(family, timeout=_GONE_TIMEOUT_S)[1] if _is_alive(p)]
+        return [p for p in psutil.wait_procs(family, timeout=GONE_TIMEOUT_S)[1] if is_alive(p)]
 
     return await asyncio.to_thread(wait)
 
 
-def _is_alive(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether a process runs; a zombie does not."""
     try:
         return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -175,7 +190,7 @@ def _kill(process: psutil.Process) -> None:
         pass
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Return loopback ports nobody listens on, below those that the system and Ray hand out."""
     found: list[int] = []
     while len(found) < count:

@@ -42,9 +42,10 @@ from services.tasks import Ending, ProposeTask, SessionSpec, Task, VerifyTask
 __all__ = ["Pair", "Run", "main"]
 
 _LIMITS = Limits(max_batch_tokens=1024, prefill_chunk=256)
-_CHAINS = (2, 4, 6)
-_TREES = ((4, 8), (4, 12), (6, 16))
-_TEMPERATURES = (0.0, 0.7, 1.0)
+CHAINS = (2, 4, 6)
+TREES = ((4, 8), (4, 12), (6, 16))
+TEMPERATURES = (0.0, 0.7, 1.0)
+"""What is measured: the depths of chains, the depth and nodes of trees, and the temperatures of each."""
 
 
 class _Open(Throttle):
@@ -188,9 +189,9 @@ def _draft_ahead(draft: DraftScheduler, seconds: float) -> None:
 def _cases(window: float) -> list[Run]:
     coupled, rejection = VerificationMethod.COUPLED, VerificationMethod.REJECTION
     found = []
-    for temperature in _TEMPERATURES:
+    for temperature in TEMPERATURES:
         for method in (coupled, rejection) if temperature else (coupled,):
-            for gamma, max_nodes in (*((gamma, 0) for gamma in _CHAINS), *_TREES):
+            for gamma, max_nodes in (*((gamma, 0) for gamma in CHAINS), *TREES):
                 if method is coupled or not max_nodes:
                     found += [Run(method, temperature, gamma, max_nodes, w) for w in (0.0, window)]
     return found

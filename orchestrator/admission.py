@@ -77,6 +77,11 @@ class Admission:
         return self._num_waiting
 
     @property
+    def num_tenants(self) -> int:
+        """Tenants with a running or waiting request, the unnamed tenant included."""
+        return len(self._tenants)
+
+    @property
     def retry_after_s(self) -> float:
         """When a place may be free again, in seconds: by how long places were held lately."""
         expected = self._held_s * (self._num_waiting + 1) / self._capacity

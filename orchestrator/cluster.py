@@ -111,7 +111,7 @@ def serve_cluster(
         started.callback(guardian.dismiss)
     os.environ.update({MARK: directory.name, **serve_environment(directory, HOST)})
     os.environ.pop("RAY_ADDRESS", None)  # always a cluster of its own
-    _start_ray(directory, started, signals, deadline)
+    start_ray(directory, started, signals, deadline)
     signals.check()
     _start_serve(settings, started)
     redis = None if settings.redis_url else _start_redis(directory, settings.redis_maxmemory_mb, started)
@@ -123,7 +123,7 @@ def serve_cluster(
     _watch(redis)
 
 
-def _start_ray(directory: Path, started: ExitStack, signals: StopSignals, deadline: float) -> None:
+def start_ray(directory: Path, started: ExitStack, signals: StopSignals, deadline: float) -> None:
     """Start a local Ray cluster, by trying some times until the deadline.
 
     Raises:

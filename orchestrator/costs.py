@@ -59,6 +59,7 @@ class CostModel:
         trees: What trees gain, over all sessions.
         probes: When what was tried.
         contest: Drafting against plain decoding under load.
+        hits: Rate at which proposals are prepared before they are asked for.
         clock: Cycles so far, those of sessions whose steps are shared counted once.
     """
 
@@ -71,7 +72,8 @@ class CostModel:
         self.clock = 0.0
         self._draft = WaitTable(is_proportional=True, strengths=(2.0, 50.0), rate=DRAFT_RATE)
         self._step = WaitTable(is_proportional=False, strengths=STEP_STRENGTHS, rate=STEP_RATE)
-        self._hits, self._prepared = HitRates(), Mean()
+        self.hits = HitRates()
+        self._prepared = Mean()
         self._overhead, self._rest = Mean(), Mean()
         self._others, self._crowd = Mean(), Mean()
         self._emitted = self._seconds = 0.0
@@ -109,7 +111,7 @@ class CostModel:
 
     def _observe_draft(self, cycle: Cycle, drafted: Shape, share: float, depth_before: int) -> None:
         if depth_before:  # else there was nothing to draft ahead from
-            self._hits.observe(depth_before, share, is_hit=cycle.is_prepared)
+            self.hits.observe(depth_before, share, is_hit=cycle.is_prepared)
         if cycle.is_prepared:
             self._prepared.observe(cycle.draft_s)
         # A drafter that has to catch up takes longer than usual; that it was fast all the same counts.
@@ -150,7 +152,7 @@ class CostModel:
 
     def _mixed(self, asked_s: float, depth: int) -> float:
         """Return the expected wait for a proposal that may have been prepared."""
-        rate = self._hits.rate(depth)
+        rate = self.hits.rate(depth)
         return rate * self._prepared.value + (1.0 - rate) * asked_s
 
     def knowledge(self, shape: Shape) -> float:

@@ -84,6 +84,7 @@ class AdaptiveGamma:
 
     Attributes:
         acceptance: This session's, shrunk towards the fleet's.
+        num_cycles: Cycles observed so far.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class AdaptiveGamma:
         self._shape: Shape | None = None
         self._prospects: Prospects | None = None
         self._usual = Shape(0)
-        self._num_cycles = self._num_evaluated = 0
+        self.num_cycles = self._num_evaluated = 0
         self._tree_shares: dict[Shape, float] = {}
         self._played_at: dict[Shape, int] = {}
         self._rate = 0.0
@@ -114,8 +115,8 @@ class AdaptiveGamma:
             return _PLAIN_UNDER_LOAD
         if self._bursts.shape is not None:
             return self._bursts.shape
-        if self._prospects is None or self._num_cycles % self._refresh == 0:
-            self._speeds = self._evaluate()
+        if self._prospects is None or self.num_cycles % self._refresh == 0:
+            self._speeds = self.evaluate()
             self._decide()
         if self._prospects is None:
             return Shape(min(FIRST_GAMMA, self._max_gamma), 0, Reason.FIRST.value)
@@ -123,20 +124,20 @@ class AdaptiveGamma:
         if probe is not None:
             is_deeper = probe.reason == Reason.PROBE_DEEPER.value
             return self._bursts.stopping_at((EXPLORE_STOP if is_deeper else 1.0) * self._stop(probe))
-        if self._num_cycles % EXPLORE_PERIOD == EXPLORE_PERIOD - 1:
+        if self.num_cycles % EXPLORE_PERIOD == EXPLORE_PERIOD - 1:
             return self._least_tried()
         return self._usual
 
     def observe(self, cycle: Cycle) -> None:
         """Learn from a finished cycle."""
-        self._num_cycles += 1
+        self.num_cycles += 1
         kind = family(cycle.shape)
         self._observe_tokens(cycle, kind)
         self._costs.contest.observe(cycle)
         self._costs.probes.clock += share_of(cycle)
         self._learner.learn(cycle, kind)
         if kind is Family.PLAIN or cycle.num_drafted > 0:
-            self._played_at[cycle.shape] = self._num_cycles
+            self._played_at[cycle.shape] = self.num_cycles
         if not cycle.is_first and cycle.total_s > 0:
             rate = (cycle.num_accepted + 1) / cycle.total_s
             self._rate += (rate - self._rate) * (0.05 if self._rate else 1.0)
@@ -144,7 +145,7 @@ class AdaptiveGamma:
         if cycle.shape.reason != _PLAIN_UNDER_LOAD.reason and self._bursts.observe(cycle):
             if kind is Family.TREE:
                 self._tree_shares = {}  # what was believed of them is outdated
-            self._speeds = self._evaluate()
+            self._speeds = self.evaluate()
             self._bursts.conclude(self._expectations())
             self._decide()
 
@@ -160,7 +161,7 @@ class AdaptiveGamma:
         if kind is Family.CHAIN and cycle.num_drafted > 0:
             self._reach.observe(cycle.num_drafted + stopped_early(cycle), cycle.num_drafted)
 
-    def _evaluate(self) -> dict[Shape, float]:
+    def evaluate(self) -> dict[Shape, float]:
         """Return the expected tokens per second of each shape; nothing while costs are unknown.
 
         The others' loss enters as seconds of this session's cycle, against what it costs them now: then a

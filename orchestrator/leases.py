@@ -41,7 +41,7 @@ class Keeper:
 
     def start(self) -> None:
         """Begin to renew and to reap."""
-        loops = ((self._renew_all, self._lease_s / 3), (self._reap_all, self._lease_s / 2))
+        loops = ((self._renew_all, self._lease_s / 3), (self.reap_all, self._lease_s / 2))
         self._loops = [
             asyncio.create_task(_repeat(work, period_s), name=f"leases: {work.__name__}")
             for work, period_s in loops
@@ -51,6 +51,10 @@ class Keeper:
         """Stop, after what was begun in the background."""
         await end_tasks(*self._loops)
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def settled(self) -> None:
+        """Wait until the store knows of every session that was let go of."""
+        await asyncio.gather(*self._tasks)
 
     @contextmanager
     def holding(self, session: Session) -> Iterator[None]:
@@ -83,7 +87,12 @@ class Keeper:
 
         await asyncio.gather(*map(renew, list(self._held.values())))
 
-    async def _reap_all(self) -> None:
+    async def reap_all(self) -> None:
+        """Free what workers hold of the sessions whose lease is over; called periodically after `start`.
+
+        Raises:
+            GammarayError: Redis cannot be reached, or refuses the command.
+        """
         for name in await self._store.running():
             if name in self._held:
                 continue

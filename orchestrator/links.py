@@ -81,6 +81,8 @@ class WorkerLink(Generic[BlockT, ResultT]):
         backoff: Pauses the use of a worker that is connected and yet late.
         patience: How long its answers are waited for.
         listeners: By session, who takes the proposals that were not asked for.
+        is_up: Whether calls can be made now.
+        pending: Calls that wait for their answer, by request id.
         is_draining: Whether the worker is about to stop: what is in flight is answered, nothing new is taken.
     """
 
@@ -106,9 +108,9 @@ class WorkerLink(Generic[BlockT, ResultT]):
         self.listeners: dict[str, Callable[[draft_pb.AheadProposal], None]] = {}
         self._protocol = protocol
         self._check, self._on_change, self._tls = check, on_change, tls
-        self._is_up = False
+        self.is_up = False
         self._ids = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[ResultT]] = {}
+        self.pending: dict[int, asyncio.Future[ResultT]] = {}
         self._blocks: list[BlockT] = []
         self._releases: list[pb.ReleaseSession] = []
         self._has_output = asyncio.Event()
@@ -116,14 +118,9 @@ class WorkerLink(Generic[BlockT, ResultT]):
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def is_up(self) -> bool:
-        """Whether calls can be made now."""
-        return self._is_up
-
-    @property
     def is_usable(self) -> bool:
         """Whether calls should be made now."""
-        return self._is_up and not self.is_draining and self.backoff.ready
+        return self.is_up and not self.is_draining and self.backoff.ready
 
     def start(self) -> None:
         """Begin to connect, and keep the link up until `close`."""
@@ -141,12 +138,12 @@ class WorkerLink(Generic[BlockT, ResultT]):
             UnavailableError: The link is down, or its stream died before the answer came.
             DeadlineExceededError: No answer within `timeout_s` and a short grace.
         """
-        if not self._is_up:
+        if not self.is_up:
             raise UnavailableError(f"the {self.role} worker at {self.address} is not connected")
         loop = asyncio.get_running_loop()
         request_id = block.request_id = next(self._ids)
         future: asyncio.Future[ResultT] = loop.create_future()
-        self._pending[request_id] = future
+        self.pending[request_id] = future
         self._blocks.append(block)
         self._has_output.set()
         timer = loop.call_later(timeout_s + ANSWER_GRACE_S, self._expire, request_id, timeout_s)
@@ -154,26 +151,26 @@ class WorkerLink(Generic[BlockT, ResultT]):
             return await future
         finally:
             timer.cancel()
-            self._pending.pop(request_id, None)
+            self.pending.pop(request_id, None)
 
     def tell(self, block: BlockT) -> None:
         """Send a block that is not answered; returns at once, and drops it when the link is down.
 
         What is waited for goes first: the block leaves a tick later.
         """
-        if self._is_up:
+        if self.is_up:
             self._blocks.append(block)
             asyncio.get_running_loop().call_soon(self._has_output.set)
 
     def release(self, session_id: str, epoch: int = 0, *, forget: bool = False) -> None:
         """Tell the worker that a session has ended for this owner (0: for any); see pb.ReleaseSession."""
         self.sessions.discard(session_id)
-        if self._is_up or (forget and len(self._releases) < MAX_FORGETS):
+        if self.is_up or (forget and len(self._releases) < MAX_FORGETS):
             self._releases.append(pb.ReleaseSession(session_id=session_id, epoch=epoch, forget=forget))
             self._has_output.set()
 
     def _expire(self, request_id: int, timeout_s: float) -> None:
-        future = self._pending.get(request_id)
+        future = self.pending.get(request_id)
         if future is not None and not future.done():
             message = f"the {self.role} worker at {self.address} gave no answer within {timeout_s:g} s"
             future.set_exception(DeadlineExceededError(message))
@@ -205,7 +202,7 @@ class WorkerLink(Generic[BlockT, ResultT]):
                     ("watch", self._watch(channel)),
                 )
             ]
-            self._is_up = True
+            self.is_up = True
             self.backoff.succeeded()  # another process, or one that was held up and goes on
             self._on_change()
             try:
@@ -213,7 +210,7 @@ class WorkerLink(Generic[BlockT, ResultT]):
                 for task in done:
                     task.result()
             finally:
-                self._is_up = False
+                self.is_up = False
                 call.cancel()
                 await end_tasks(*tasks)
 
@@ -232,7 +229,7 @@ class WorkerLink(Generic[BlockT, ResultT]):
         size = 0
         while self._blocks:
             request_id = self._blocks[0].request_id
-            future = self._pending.get(request_id)
+            future = self.pending.get(request_id)
             if request_id and (future is None or future.done()):  # its caller gave up
                 del self._blocks[0]
                 continue
@@ -247,7 +244,7 @@ class WorkerLink(Generic[BlockT, ResultT]):
             self._failures = 0
             self.traffic.received += frame.ByteSize()
             for result in frame.results:
-                future = self._pending.get(result.request_id)
+                future = self.pending.get(result.request_id)
                 if future is None:
                     self.backoff.lives()
                 elif not future.done():
@@ -293,7 +290,7 @@ class WorkerLink(Generic[BlockT, ResultT]):
         self._blocks.clear()
         self._releases = [release for release in self._releases if release.forget]
         self.prefixes.clear()  # it may be another process when it is back
-        for future in self._pending.values():
+        for future in self.pending.values():
             if not future.done():
                 message = f"the link to the {self.role} worker at {self.address} broke: {reason}"
                 future.set_exception(UnavailableError(message))

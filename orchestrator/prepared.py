@@ -35,12 +35,15 @@ class PreparedProposals:
 
     Args:
         vocab_size: The target's; proposals with other tokens are refused.
+
+    Attributes:
+        by_outcome: What is kept: serialised proposals, by the tokens of the outcome that each is for.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._epoch, self._base_position = 0, NOTHING
-        self._by_outcome: dict[tuple[int, ...], bytes] = {}
+        self.by_outcome: dict[tuple[int, ...], bytes] = {}
         self._num_seen = self._num_bytes = 0
         self._offence: GammarayError | None = None
 
@@ -49,7 +52,7 @@ class PreparedProposals:
         self._epoch, self._base_position = epoch, base_position
         self._num_seen = self._num_bytes = 0
         self._offence = None
-        self._by_outcome.clear()
+        self.by_outcome.clear()
 
     def expect_nothing(self) -> None:
         """Drop all, and whatever comes until something is expected again."""
@@ -71,14 +74,14 @@ class PreparedProposals:
         if self._offence is None:
             self._offence = self._judge(message)
             if self._offence is not None:
-                self._by_outcome.clear()
+                self.by_outcome.clear()
                 self._num_bytes = 0
         # A message is a part of its frame, and would keep all of that in memory.
         size = message.ByteSize()
-        is_room = len(self._by_outcome) < MAX_KEPT and self._num_bytes + size <= MAX_KEPT_BYTES
+        is_room = len(self.by_outcome) < MAX_KEPT and self._num_bytes + size <= MAX_KEPT_BYTES
         outcome = tuple(message.token_ids) if self._offence is None and is_room else ()
-        if outcome and outcome not in self._by_outcome:
-            self._by_outcome[outcome] = message.proposal.SerializeToString()
+        if outcome and outcome not in self.by_outcome:
+            self.by_outcome[outcome] = message.proposal.SerializeToString()
             self._num_bytes += size
 
     def _judge(self, message: draft_pb.AheadProposal) -> GammarayError | None:
@@ -112,7 +115,7 @@ class PreparedProposals:
             raise self._offence
         if self._base_position == NOTHING or len(token_ids) <= self._base_position:
             return None
-        data = self._by_outcome.get(tuple(token_ids[self._base_position :]))
+        data = self.by_outcome.get(tuple(token_ids[self._base_position :]))
         if data is None:
             return None
         proposal = proposal_from_proto(pb.Proposal.FromString(data), self._vocab_size)

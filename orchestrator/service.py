@@ -64,6 +64,11 @@ class Orchestrator:
         model_name: Name under which the target model is served.
         max_context: Longest prompt plus completion, in tokens.
         vocab_size: Number of token ids.
+        tokenizer: The target model's tokenizer.
+        store: The sessions in Redis.
+        admission: Running and waiting requests.
+        fleet: The draft and target workers.
+        leases: Renewal and reaping of session leases.
         sessions: What callers may ask and do about their sessions.
     """
 
@@ -72,10 +77,10 @@ class Orchestrator:
         self.model_name = settings.served_model_name or served_name(settings.model)
         self.max_context = tokenizer.max_context
         self.vocab_size = tokenizer.vocab_size
-        self._settings, self._redis, self._tokenizer = settings, redis, tokenizer
+        self._settings, self._redis, self.tokenizer = settings, redis, tokenizer
         bounds = StoreBounds(redis, settings.max_stored_mb * 2**20, settings.max_tenant_stored_share)
-        self._store = RedisStore(redis, settings.session_ttl_s, bounds=bounds)
-        self._admission = Admission(
+        self.store = RedisStore(redis, settings.session_ttl_s, bounds=bounds)
+        self.admission = Admission(
             settings.max_concurrent_requests,
             settings.max_waiting_requests,
             settings.max_wait_s,
@@ -85,7 +90,7 @@ class Orchestrator:
         self.meter = OrchestratorMeter()
         self.tracing = Tracing(Telemetry("orchestrator"), records, self.model_name)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._fleet = Fleet(
+        self.fleet = Fleet(
             RedisRegistry(redis),
             tokenizer.vocab_size,
             vocab_sha256=tokenizer.vocab_sha256,
@@ -93,11 +98,11 @@ class Orchestrator:
             draft_addresses=settings.draft_addresses,
             tls=tls_files(settings),
         )
-        self._opener = Opener(self._store, tokenizer, self._check_model)
-        self._drafting = Drafting(settings, self._fleet.drafts, tokenizer.vocab_size)
-        self._board = StatusBoard(self.meter, self._admission, self._fleet, redis, self.model_name)
-        self._keeper = Keeper(self._store, self._fleet.release)
-        self.sessions = SessionCalls(self._store, tokenizer, self._fleet.release, records)
+        self._opener = Opener(self.store, tokenizer, self._check_model)
+        self._drafting = Drafting(settings, self.fleet.drafts, tokenizer.vocab_size)
+        self._board = StatusBoard(self.meter, self.admission, self.fleet, redis, self.model_name)
+        self.leases = Keeper(self.store, self.fleet.release)
+        self.sessions = SessionCalls(self.store, tokenizer, self.fleet.release, records)
 
     @classmethod
     async def start(cls, settings: OrchestratorSettings) -> Orchestrator:
@@ -113,19 +118,19 @@ class Orchestrator:
         try:
             tokenizer = await asyncio.to_thread(Tokenizer, resolve_model(settings.model))
             orchestrator = cls(settings, redis, tokenizer)
-            await orchestrator._fleet.start(SETTLE_S)
+            await orchestrator.fleet.start(SETTLE_S)
             await orchestrator._board.start(settings.metrics_listen)
         except BaseException:
             await redis.aclose()
             raise
         orchestrator._fit_context()
-        orchestrator._keeper.start()
+        orchestrator.leases.start()
         return orchestrator
 
     @property
     def num_requests(self) -> int:
         """Requests that run or wait."""
-        return self._admission.num_running + self._admission.num_waiting
+        return self.admission.num_running + self.admission.num_waiting
 
     @metered
     @traced
@@ -149,9 +154,9 @@ class Orchestrator:
             model_name=self.model_name,
             vocab_size=self.vocab_size,
             max_prompt_bytes=self._settings.max_prompt_bytes,
-            max_context=self._tokenizer.max_context,
+            max_context=self.tokenizer.max_context,
         )
-        async with self._admission.place(caller):
+        async with self.admission.place(caller):
             self._fit_context()
             opened = await self._opener.open(request, self.max_context, caller)
             opened.session.deadline = caller.deadline
@@ -164,10 +169,10 @@ class Orchestrator:
     async def _stream(self, opened: Opened) -> AsyncGenerator[Chunk, None]:
         """Yield what the client lacks of what is committed, then what new cycles emit."""
         session, heritage = opened.session, opened.heritage
-        progress = Progress(session, self._tokenizer, opened.offset, heritage.counters, heritage.elapsed_s)
+        progress = Progress(session, self.tokenizer, opened.offset, heritage.counters, heritage.elapsed_s)
         has_ended = False
         try:
-            with self._keeper.holding(session):
+            with self.leases.holding(session):
                 async with contextlib.aclosing(opened.replay(progress)) as missed:
                     async for chunk in missed:
                         yield chunk
@@ -178,20 +183,20 @@ class Orchestrator:
                             yield chunk
         finally:
             if opened.ended is None and not has_ended:
-                self._keeper.let_go(session)
+                self.leases.let_go(session)
 
     async def _run(self, opened: Opened, progress: Progress) -> AsyncGenerator[Chunk, None]:
         settings, session = self._settings, opened.session
-        spec = session_spec(session, self._tokenizer.eos_token_ids, shares_caches=settings.prefix_caching)
+        spec = session_spec(session, self.tokenizer.eos_token_ids, shares_caches=settings.prefix_caching)
         ladder = self._drafting.ladder(session, opened.request, spec)
         verifier = RemoteVerifier(
-            self._fleet.targets, spec, timeout_s=settings.verify_timeout_s, wait_s=settings.worker_wait_s
+            self.fleet.targets, spec, timeout_s=settings.verify_timeout_s, wait_s=settings.worker_wait_s
         )
         ladder.recall(opened.heritage)
         verifier.prefer(session, opened.heritage.target)
-        fenced = FencedVerifier(verifier, self._store.renew)
+        fenced = FencedVerifier(verifier, self.store.renew)
         journal = self.tracing.journal(session, self._in_background)
-        cycles = run_cycles(session, ladder, fenced, self._store, journal.watch(ladder))
+        cycles = run_cycles(session, ladder, fenced, self.store, journal.watch(ladder))
         try:
             with journal:
                 async with contextlib.aclosing(cycles):
@@ -208,7 +213,7 @@ class Orchestrator:
         except CancelledError:
             yield progress.piece((), "", FinishReason.CANCELLED)
         except NotFoundError:  # it was deleted, and workers may have been fed again since they forgot it
-            self._fleet.release(session.session_id, session.epoch, forget=True)
+            self.fleet.release(session.session_id, session.epoch, forget=True)
             raise
         finally:
             session.state = _heritage(progress, ladder, verifier).to_bytes()
@@ -221,7 +226,7 @@ class Orchestrator:
         if keep_s > 0:
             ladder.leave(session)
             verifier.leave(session)
-            self._keeper.release_later(session, keep_s)
+            self.leases.release_later(session, keep_s)
         else:
             ladder.release(session)
             verifier.release(session)
@@ -232,19 +237,19 @@ class Orchestrator:
         Raises:
             InvalidArgumentError: Not valid Unicode.
         """
-        return self._tokenizer.encode(text)
+        return self.tokenizer.encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`, without special tokens."""
-        return self._tokenizer.decode(token_ids)
+        return self.tokenizer.decode(token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the text of one token by itself, as bytes: it may be a part of a character."""
-        return self._tokenizer.token_bytes(token_id)
+        return self.tokenizer.token_bytes(token_id)
 
     def is_special(self, token_id: int) -> bool:
         """Return whether a token is one that decoded text leaves out."""
-        return self._tokenizer.is_special(token_id)
+        return self.tokenizer.is_special(token_id)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the prompt that the tokenizer's chat template makes of `messages`.
@@ -252,7 +257,7 @@ class Orchestrator:
         Raises:
             InvalidArgumentError: The model has no chat template, or it refuses the messages.
         """
-        return self._tokenizer.render_chat(messages)
+        return self.tokenizer.render_chat(messages)
 
     async def status(self) -> list[ProcessStatus]:
         """Return the state of this orchestrator, the others, its workers and Redis."""
@@ -261,8 +266,8 @@ class Orchestrator:
     async def close(self) -> None:
         """Close every connection; requests in flight fail with UnavailableError."""
         await self._board.stop()
-        await self._fleet.close()
-        await self._keeper.close()
+        await self.fleet.close()
+        await self.leases.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.tracing.shutdown()
         await self._redis.aclose()
@@ -270,11 +275,11 @@ class Orchestrator:
     async def _check_model(self, session_id: str, identity: str, left_s: float) -> None:
         if identity:
             wait_s = max(0.0, min(left_s, self._settings.worker_wait_s))
-            await check_served(self._fleet.targets, session_id, identity, wait_s)
+            await check_served(self.fleet.targets, session_id, identity, wait_s)
 
     def _fit_context(self) -> None:
         """Workers may be set to less context than the model has."""
-        self.max_context = min(self._tokenizer.max_context, self._fleet.max_context or 2**31)
+        self.max_context = min(self.tokenizer.max_context, self.fleet.max_context or 2**31)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         async def run() -> None:

@@ -39,6 +39,9 @@ class _Replica(Generic[SettingsT]):
 
     Args:
         settings: What to serve and where.
+
+    Attributes:
+        worker: The worker; the attribute goes when it is told to stop.
     """
 
     # Serve awaits the constructor; mypy expects one that returns None.
@@ -48,32 +51,32 @@ class _Replica(Generic[SettingsT]):
             # Port 0 stands for the one that will be bound.
             here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # ray has no types here
             settings = settings.model_copy(update={"advertise": f"{here}:0"})
-        self._worker = self._make_worker(settings)
+        self.worker: Worker[SettingsT] = self._make_worker(settings)
         try:
-            await self._worker.start()
+            await self.worker.start()
         except BaseException:
-            await self._worker.stop()
+            await self.worker.stop()
             raise
-        _log.info("%s worker at %s, kernel: %s", self._worker.role, self._worker.address, self._worker.kernel)
+        _log.info("%s worker at %s, kernel: %s", self.worker.role, self.worker.address, self.worker.kernel)
 
     def _make_worker(self, settings: SettingsT) -> Worker[SettingsT]:
         raise NotImplementedError
 
     async def address(self) -> str:
         """Return the host:port that is served."""
-        return self._worker.address
+        return self.worker.address
 
     async def check_health(self) -> None:
         """Raise when the replica must be replaced; called by Serve."""
-        self._worker.check()
+        self.worker.check()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the load since the last call; called by Serve when the pool may scale."""
-        return (await self._worker.load()).as_metrics()
+        return (await self.worker.load()).as_metrics()
 
     def __del__(self) -> Coroutine[Any, Any, bool] | None:
         """Drain; Serve awaits what this returns. Python itself may call it again, and then it is over."""
-        worker: Worker[SettingsT] | None = self.__dict__.pop("_worker", None)
+        worker: Worker[SettingsT] | None = self.__dict__.pop("worker", None)
         return None if worker is None else worker.stop()
 
 

@@ -35,6 +35,10 @@ class EngineThread:
     Args:
         load: Builds the scheduler, and loads its model, in the thread.
         name: Name of the thread.
+
+    Attributes:
+        scheduler: What the thread runs; None until the model is loaded.
+        ended: Set when the thread ends: asked to, or because the engine is lost.
     """
 
     def __init__(self, load: Callable[[], Scheduler[Any]], name: str) -> None:
@@ -43,10 +47,9 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._loaded: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._scheduler: Scheduler[Any] | None = None
+        self.scheduler: Scheduler[Any] | None = None
         self._is_delivered = threading.Event()
         self.ended = asyncio.Event()
-        """Set when the thread ends: asked to, or because the engine is lost."""
 
     async def start(self) -> None:
         """Start the thread and wait until the model is loaded.
@@ -65,8 +68,8 @@ class EngineThread:
 
     def submit(self, tasks: Sequence[Task]) -> None:
         """Queue blocks; each is answered through its `deliver`."""
-        if self._scheduler is not None:
-            self._scheduler.hurry(tasks)
+        if self.scheduler is not None:
+            self.scheduler.hurry(tasks)
         self._inbox.put(lambda scheduler: scheduler.submit(tasks))
 
     def check(self) -> None:
@@ -109,7 +112,7 @@ class EngineThread:
         except BaseException as error:
             self._loaded.set_exception(error)
             return
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._loaded.set_result(None)
         try:
             self._serve(scheduler)

@@ -52,13 +52,14 @@ class Streams:
         is_leaving: Whether clients are told to go elsewhere.
         is_draining: Whether new blocks are refused.
         num_ids: Token ids in the blocks that wait or run.
+        open_streams: The streams that are being served.
     """
 
     def __init__(self, engine: EngineThread, tracer: BlockTracer | None = None) -> None:
         self.engine, self.tracer = engine, tracer
         self.is_leaving = self.is_draining = False
         self.num_ids = 0
-        self._open: set[BlockStream] = set()
+        self.open_streams: set[BlockStream] = set()
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -75,7 +76,7 @@ class Streams:
             ResourceExhaustedError: A frame is beyond what any good client sends.
         """
         stream = BlockStream(self, parse)
-        self._open.add(stream)
+        self.open_streams.add(stream)
         self._empty.clear()
         try:
             async with aclosing(stream.run(requests)) as frames:
@@ -83,8 +84,8 @@ class Streams:
                     yield replies
         finally:
             stream.close()
-            self._open.discard(stream)
-            if not self._open:
+            self.open_streams.discard(stream)
+            if not self.open_streams:
                 self._empty.set()
 
     async def drain(self, timeout_s: float) -> bool:
@@ -95,7 +96,7 @@ class Streams:
         deadline = time.monotonic() + timeout_s
         self.is_leaving = True
         self._wake_all()
-        if self._open:
+        if self.open_streams:
             await asyncio.sleep(min(NOTICE_S, timeout_s))
         self.is_draining = True
         self._wake_all()
@@ -106,7 +107,7 @@ class Streams:
         return True
 
     def _wake_all(self) -> None:
-        for stream in self._open:
+        for stream in self.open_streams:
             stream.wake()
 
 

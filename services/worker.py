@@ -48,6 +48,13 @@ class Worker(ABC, Generic[SettingsT]):
 
     Args:
         settings: What to serve and where.
+
+    Attributes:
+        settings: What to serve and where.
+        address: host:port that is served; empty before the start.
+        engine: The thread that runs the model.
+        streams: The open gRPC streams; None before the start.
+        ended: Set when the worker has ended by itself, because it lost its engine.
     """
 
     role: ClassVar[str]
@@ -56,8 +63,8 @@ class Worker(ABC, Generic[SettingsT]):
     def __init__(self, settings: SettingsT) -> None:
         self.settings = settings
         self.address = ""
-        self._engine = EngineThread(self._load, name=f"{self.role}-engine")
-        self._streams: Streams | None = None
+        self.engine = EngineThread(self._load, name=f"{self.role}-engine")
+        self.streams: Streams | None = None
         self._server: GrpcServer | None = None
         self._announcer: Announcer | None = None
         self._model: Model | None = None
@@ -67,7 +74,6 @@ class Worker(ABC, Generic[SettingsT]):
         self._load_reporter = LoadReporter()
         self._watcher: asyncio.Task[None] | None = None
         self.ended = asyncio.Event()
-        """Set when the worker has ended by itself, because it lost its engine."""
 
     @property
     def _limits(self) -> Limits:
@@ -91,7 +97,7 @@ class Worker(ABC, Generic[SettingsT]):
         settings = self.settings
         split_address("listen", settings.listen)
         bind_cores(settings.cpu_affinity)
-        await self._engine.start()
+        await self.engine.start()
         assert self._model is not None
         assert self._meter is not None
         self._telemetry = Telemetry(self.role)
@@ -103,9 +109,9 @@ class Worker(ABC, Generic[SettingsT]):
             self._meter.meter, role=self.role, model=settings.model, listen=settings.metrics_listen
         )
         self._model = replace(self._model, metrics_address=self._metrics.address)
-        self._streams = Streams(self._engine, tracer)
+        self.streams = Streams(self.engine, tracer)
         self._server = GrpcServer([self.service_name], tls_files(settings))
-        self._add_servicer(self._server.server, self._streams, self._model)
+        self._add_servicer(self._server.server, self.streams, self._model)
         self.address = await self._server.start(settings.listen)
         if settings.redis_url:
             self._announcer = Announcer(settings.redis_login_url, self._entry(self._model))
@@ -124,7 +130,7 @@ class Worker(ABC, Generic[SettingsT]):
         Raises:
             UnavailableError: The engine's thread has ended.
         """
-        if not self._engine.is_alive:
+        if not self.engine.is_alive:
             raise UnavailableError(f"the {self.role} worker's engine has stopped")
 
     async def load(self) -> LoadReport:
@@ -134,7 +140,7 @@ class Worker(ABC, Generic[SettingsT]):
             UnavailableError: The engine's thread has ended.
             asyncio.TimeoutError: A step takes too long.
         """
-        counters = await asyncio.wait_for(self._engine.call(lambda s: s.load()), _LOAD_TIMEOUT_S)
+        counters = await asyncio.wait_for(self.engine.call(lambda s: s.load()), _LOAD_TIMEOUT_S)
         return self._load_reporter.report(counters)
 
     async def stop(self) -> bool:
@@ -146,12 +152,12 @@ class Worker(ABC, Generic[SettingsT]):
             await self._server.set_serving(False)
         if self._announcer is not None:
             await self._announcer.withdraw()
-        if self._streams is not None:
-            is_clean = await self._streams.drain(self.settings.drain_timeout_s)
+        if self.streams is not None:
+            is_clean = await self.streams.drain(self.settings.drain_timeout_s)
         if self._server is not None:
             await self._server.stop(_CLOSE_GRACE_S)
-        if self._engine.is_alive:
-            is_clean = await self._engine.stop(_STEP_TIMEOUT_S) and is_clean
+        if self.engine.is_alive:
+            is_clean = await self.engine.stop(_STEP_TIMEOUT_S) and is_clean
         if self._metrics is not None:
             await self._metrics.stop()
         if self._telemetry is not None:
@@ -160,10 +166,10 @@ class Worker(ABC, Generic[SettingsT]):
 
     async def _watch(self) -> None:
         """Close the door when the engine is lost, so that orchestrators turn to other workers at once."""
-        while not self._engine.ended.is_set():
+        while not self.engine.ended.is_set():
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._engine.ended.wait(), _WATCH_PERIOD_S)
-            self._engine.check()
+                await asyncio.wait_for(self.engine.ended.wait(), _WATCH_PERIOD_S)
+            self.engine.check()
         assert self._server is not None
         await self._server.set_serving(False)
         if self._announcer is not None:

@@ -46,7 +46,7 @@ def up(**options: Any) -> None:
         )
         click.get_current_context().exit(1)
     _check(options)
-    command = [sys.executable, "-m", "orchestrator.cluster", *_arguments(options)]
+    command = [sys.executable, "-m", "orchestrator.cluster", *launcher_arguments(options)]
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, command)
@@ -70,7 +70,7 @@ def _check(options: dict[str, Any]) -> None:
     check_device(settings.device)
 
 
-def _arguments(options: dict[str, Any]) -> list[str]:
+def launcher_arguments(options: dict[str, Any]) -> list[str]:
     """Return the command line of the options that were given."""
     arguments = []
     for name, value in options.items():

@@ -59,11 +59,14 @@ class Ahead:
         sent: The proposal that was sent.
         start: Begins to read the proposal below an outcome's node; None when nothing will be asked for there.
         floor: Outcomes less likely than this are left alone.
+
+    Attributes:
+        branches: The outcomes that are followed, likeliest first.
     """
 
     def __init__(self, sent: Reading, start: Callable[[Node], Reading | None], floor: float) -> None:
         self._sent, self._start, self._floor = sent, start, floor
-        self._branches: list[Branch] = []
+        self.branches: list[Branch] = []
         self._leaves: list[tuple[float, Node]] = []
         ends, leaves = sent.outcomes()
         self._leaves = [(weight, node) for weight, node in leaves if weight >= floor]
@@ -72,7 +75,7 @@ class Ahead:
     @property
     def covered(self) -> float:
         """The probability of the outcomes whose proposals are whole."""
-        return sum(branch.probability for branch in self._branches if not branch.open_nodes)
+        return sum(branch.probability for branch in self.branches if not branch.open_nodes)
 
     def take_whole(self, least: float) -> list[Reading]:
         """Return the proposals that are whole, likeliest first, each once.
@@ -80,7 +83,7 @@ class Ahead:
         Args:
             least: None is returned while they are less likely together.
         """
-        whole = [branch for branch in self._branches if not branch.is_taken and not branch.go_on()]
+        whole = [branch for branch in self.branches if not branch.is_taken and not branch.go_on()]
         if sum(branch.probability for branch in whole) < least:
             return []
         for branch in whole:
@@ -101,7 +104,7 @@ class Ahead:
                 guesses = self._sent.guesses(node.outlook, is_tested=False)
                 self._branch_off([(weight * share, node, token_id) for token_id, share in guesses])
         wanted = [(weight, node, self._sent.longest_run) for weight, node in self._leaves]
-        for branch in self._branches:
+        for branch in self.branches:
             wanted += [(branch.probability, node, branch.reading.run_length) for node in branch.go_on()]
         return wanted
 
@@ -111,8 +114,8 @@ class Ahead:
                 continue
             reading = self._start(node.child(token_id))
             if reading is not None:
-                bisect.insort(self._branches, Branch(probability, reading), key=_unlikeliness)
-        del self._branches[MAX_BRANCHES:]
+                bisect.insort(self.branches, Branch(probability, reading), key=_unlikeliness)
+        del self.branches[MAX_BRANCHES:]
 
 
 def _unlikeliness(branch: Branch) -> float:

@@ -83,6 +83,8 @@ class DraftScheduler(Scheduler[ProposeTask]):
 
     Attributes:
         preparer: Draft-ahead, and its counters.
+        speculations: The speculation tree of each session, by session id.
+        forward_s: Moving average of the seconds of a drafting forward; 0 before the first.
     """
 
     role: ClassVar[str] = "draft"
@@ -102,8 +104,8 @@ class DraftScheduler(Scheduler[ProposeTask]):
             bits=weight_bits,
             calibration=Calibration(),
         )
-        self._speculations: dict[str, Speculation] = {}
-        self._forward_s = 0.0
+        self.speculations: dict[str, Speculation] = {}
+        self.forward_s = 0.0
         self._gain = GainMeter()
 
     def load(self) -> LoadCounters:
@@ -158,7 +160,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
 
     def _forget(self, session: Session) -> None:
         self._gain.drop(session.session_id)
-        self._speculations.pop(session.session_id, None)
+        self.speculations.pop(session.session_id, None)
         if self.preparer is not None:
             self.preparer.drop(session.session_id)
         super()._forget(session)
@@ -167,9 +169,9 @@ class DraftScheduler(Scheduler[ProposeTask]):
         """Move the session's tree to its tokens; begin a new one where the old one does not reach."""
         if self.preparer is not None:
             self.preparer.drop(session.session_id)
-        speculation = self._speculations.get(session.session_id)
+        speculation = self.speculations.get(session.session_id)
         if speculation is None:
-            speculation = self._speculations[session.session_id] = self._speculate(session)
+            speculation = self.speculations[session.session_id] = self._speculate(session)
         speculation.foreseen = speculation.foresee()
         speculation.note_outcome()
         if not speculation.follow(self.engine):
@@ -177,7 +179,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
             speculation.begin()
 
     def _start(self, task: ProposeTask, session: Session) -> Running[ProposeTask] | Proposal:
-        speculation = self._speculations[task.session_id]
+        speculation = self.speculations[task.session_id]
         self._gain.asked(task.session_id, session.tokens, task.arrived)
         # Only the walk of coupled verification takes trees.
         max_nodes = task.max_nodes if session.spec.method is VerificationMethod.COUPLED else 0
@@ -206,7 +208,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
         results = super()._run_engine(batch)
         if all(isinstance(running, _Drafting) and running.nodes for running, _ in batch):
             took = (time.perf_counter() - began) / self.num_forwards
-            self._forward_s = took if not self._forward_s else 0.95 * self._forward_s + 0.05 * took
+            self.forward_s = took if not self.forward_s else 0.95 * self.forward_s + 0.05 * took
         return results
 
     def _step(self, batch: list[tuple[Running[ProposeTask], Feed]]) -> list[Tensor]:
@@ -241,7 +243,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
         self._gain.sent(task.session_id, proposal, task.base_position, task.arrived, time.monotonic())
         if self.preparer is not None:
             self.preparer.note_answer(
-                speculation, drafting.num_forwards, self._forward_s, was_at_hand=task.is_notice
+                speculation, drafting.num_forwards, self.forward_s, was_at_hand=task.is_notice
             )
             self.preparer.add(speculation, task)
         return proposal

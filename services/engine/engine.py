@@ -55,6 +55,7 @@ class Engine:
         vocab_size: Token ids lie in [0, vocab_size).
         max_context: Positions lie in [0, max_context).
         num_layers: Depth of the model.
+        runner: Computes the forwards.
         device: Where it runs; logits are returned there.
         dtype: Type of its weights, keys and values.
         kernel: What computes its forwards: an instruction set that the CPU kernel was compiled for, "CUDA
@@ -78,7 +79,7 @@ class Engine:
         self.num_layers = store.shape.num_layers
         self.device = store.shape.device
         self.dtype = store.shape.dtype
-        self._runner = runner
+        self.runner = runner
         self._store = store
 
     @classmethod
@@ -175,7 +176,7 @@ class Engine:
     @property
     def can_chain(self) -> bool:
         """Whether `chain` is there: with the compiled kernel."""
-        return isinstance(self._runner, NativeRunner)
+        return isinstance(self.runner, NativeRunner)
 
     def chain(
         self,
@@ -202,9 +203,9 @@ class Engine:
             ValueError, CacheGapError, CacheFullError: As `step`.
         """
         batch = self._plan([feed])
-        assert isinstance(self._runner, NativeRunner)
+        assert isinstance(self.runner, NativeRunner)
         with within or nullcontext():
-            token_ids, logits = self._runner.chain(batch, noise, scale, c_int32() if stop is None else stop)
+            token_ids, logits = self.runner.chain(batch, noise, scale, c_int32() if stop is None else stop)
         self._commit([replace(feed, token_ids=token_ids)], batch)
         return token_ids, logits
 
@@ -306,7 +307,7 @@ class Engine:
 
     def _run(self, batch: Batch, within: AbstractContextManager[object]) -> Tensor:
         with torch.inference_mode(), within:
-            logits = self._runner.forward(batch)
+            logits = self.runner.forward(batch)
         # Tensors born in inference mode cannot be written to outside of it; callers may want to.
         return logits.clone() if logits.is_inference() else logits
 

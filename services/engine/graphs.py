@@ -88,6 +88,7 @@ class GraphRunner:
         kernels: Operations; by default the fastest that the device has.
 
     Attributes:
+        programs: The captured programs by bucket and whether they draw, least recently used first.
         last: The work of the last step or proposal, which may be replayed to be timed.
     """
 
@@ -96,7 +97,7 @@ class GraphRunner:
         self.kernels = kernels if kernels is not None else make_kernels(model)
         self.pool = torch.cuda.graph_pool_handle() if self.kernels.capturable else None
         self.last: Capture | None = None
-        self._programs: OrderedDict[tuple[Bucket, bool], Program] = OrderedDict()
+        self.programs: OrderedDict[tuple[Bucket, bool], Program] = OrderedDict()
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
@@ -131,15 +132,15 @@ class GraphRunner:
     def program(self, bucket: Bucket, *, draws: bool) -> Program:
         """Return the bucket's program; prompt chunks get theirs for one step only."""
         key = (bucket, draws)
-        program = self._programs.get(key)
+        program = self.programs.get(key)
         if program is None:
             program = self._new_program(bucket, draws)
             if bucket.rows <= MAX_CAPTURED_ROWS:
-                self._programs[key] = program
-                if len(self._programs) > _MAX_PROGRAMS:
-                    self._programs.popitem(last=False)
+                self.programs[key] = program
+                if len(self.programs) > _MAX_PROGRAMS:
+                    self.programs.popitem(last=False)
         else:
-            self._programs.move_to_end(key)
+            self.programs.move_to_end(key)
         return program
 
     def _new_program(self, bucket: Bucket, draws: bool) -> Program:

@@ -28,10 +28,11 @@ class GraphEngine(Engine):
         max_context: Positions lie below it.
     """
 
+    runner: GraphRunner
+
     def __init__(self, runner: GraphRunner, store: CacheStore, *, model_name: str, max_context: int) -> None:
         vocab_size = runner.model.shape.vocab_size
         super().__init__(runner, store, model_name=model_name, vocab_size=vocab_size, max_context=max_context)
-        self.runner = runner
         self._drafter = Drafter(runner)
 
     @classmethod

@@ -28,7 +28,8 @@ __all__ = [
 ]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+"""Layer types of a configuration that can be served."""
 
 
 class _Norm(Protocol):
@@ -215,10 +216,10 @@ def check_config(name: str, config: PretrainedConfig) -> None:
     text = config.get_text_config()
     if config.is_encoder_decoder:
         raise UnsupportedModelError(name, "it is an encoder-decoder model, not a causal one")
-    odd = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    odd = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES
     if odd:
         raise UnsupportedModelError(
-            name, f"its layers are of types {sorted(odd)}; served are {sorted(_LAYER_TYPES)}"
+            name, f"its layers are of types {sorted(odd)}; served are {sorted(LAYER_TYPES)}"
         )
 
 

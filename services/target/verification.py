@@ -87,26 +87,26 @@ def verify(
     if method is not VerificationMethod.COUPLED and not _is_chain(proposal):
         raise InvalidArgumentError("proposal.parents", "a tree", f"a chain with {method.value} verification")
     if params.temperature == 0:
-        return _walk(_best_tokens(log_probs), proposal)
+        return walk(best_tokens(log_probs), proposal)
     assert noise is not None, "sampling needs noise"
     if method is VerificationMethod.REJECTION:
         return _verify_rejection(log_probs, proposal, noise, base_position)
     draw = noise.gumbel if method is VerificationMethod.COUPLED else noise.independent_gumbel
-    depths = _row_depths(proposal)
+    depths = row_depths(proposal)
     rows = draw(base_position, max(depths) + 1)
     if proposal.parents is not None:
         rows = rows[torch.tensor(depths, device=rows.device)]
-    return _walk(_best_tokens(log_probs + rows), proposal)
+    return walk(best_tokens(log_probs + rows), proposal)
 
 
-def _walk(target_token_ids: Sequence[int | None], proposal: Proposal) -> Verdict:
+def walk(target_token_ids: Sequence[int | None], proposal: Proposal) -> Verdict:
     """Follow the target's own token of each row, [len(proposal) + 1], as far as the proposal has it."""
     row, path = 0, list[int]()
     while True:
-        token_id, children = _checked(target_token_ids[row]), _children(proposal, row)
+        token_id, children = _checked(target_token_ids[row]), children_of(proposal, row)
         node = next((node for node in children if proposal.token_ids[node] == token_id), None)
         if node is None:
-            return _verdict(path, token_id, failed=bool(children))
+            return make_verdict(path, token_id, failed=bool(children))
         path.append(node)
         row = node + 1
 
@@ -118,14 +118,14 @@ def _verify_rejection(log_probs: Tensor, proposal: Proposal, noise: Noise, base_
     for node, log_prob in enumerate(token_log_probs):
         position = base_position + node
         draft = _draft_law(proposal, node)
-        weight = _weight(draft, proposal.token_ids[node])
-        if not _is_accepted(noise.accept_uniform(position), math.exp(log_prob), weight, draft.weight_bits):
+        weight = weight_of(draft, proposal.token_ids[node])
+        if not is_accepted(noise.accept_uniform(position), math.exp(log_prob), weight, draft.weight_bits):
             # A token outside its own law was not drawn from it: the law says nothing, and p alone is exact.
-            law = _residual(log_probs[node], draft) if weight else log_probs[node].double().exp()
+            law = residual_law(log_probs[node], draft) if weight else log_probs[node].double().exp()
             token_id = _draw(law, noise, position)
-            return _verdict(list(range(node)), token_id, failed=True)
+            return make_verdict(list(range(node)), token_id, failed=True)
     bonus = _draw(log_probs[-1].double().exp(), noise, base_position + num_rows - 1)
-    return _verdict(list(range(num_rows - 1)), bonus, failed=False)
+    return make_verdict(list(range(num_rows - 1)), bonus, failed=False)
 
 
 def _draft_law(proposal: Proposal, node: int) -> SparseDistribution:
@@ -135,16 +135,17 @@ def _draft_law(proposal: Proposal, node: int) -> SparseDistribution:
     return proposal.draft_distributions[node]
 
 
-def _weight(draft: SparseDistribution, token_id: int) -> int:
+def weight_of(draft: SparseDistribution, token_id: int) -> int:
+    """Return the weight of a token in a shipped law; 0 when it is not in the law's support."""
     return draft.weights[draft.token_ids.index(token_id)] if token_id in draft.token_ids else 0
 
 
-def _is_accepted(uniform: float, target_prob: float, weight: int, weight_bits: int) -> bool:
+def is_accepted(uniform: float, target_prob: float, weight: int, weight_bits: int) -> bool:
     """Return u < p / q, q = weight / 2^bits, exactly: u is a multiple of 2^-33, scaling p by 2^n is exact."""
     return weight > 0 and int(uniform * 2**33) * weight < math.ldexp(target_prob, 33 + weight_bits)
 
 
-def _residual(log_probs_row: Tensor, draft: SparseDistribution) -> Tensor:
+def residual_law(log_probs_row: Tensor, draft: SparseDistribution) -> Tensor:
     """Return the unnormalised (p - q)+ over the whole vocabulary, [vocab_size] float64."""
     probs = log_probs_row.double().exp()
     support = torch.tensor(draft.token_ids, dtype=torch.int64, device=probs.device)
@@ -158,10 +159,10 @@ def _residual(log_probs_row: Tensor, draft: SparseDistribution) -> Tensor:
 def _draw(weights: Tensor, noise: Noise, position: int) -> int:
     """Draw from unnormalised probabilities, [vocab_size], with the noise of corrections and bonus tokens."""
     scores = weights.log() + noise.residual_gumbel(position)
-    return _checked(_best_tokens(scores[None])[0])
+    return _checked(best_tokens(scores[None])[0])
 
 
-def _best_tokens(scores: Tensor) -> list[int | None]:
+def best_tokens(scores: Tensor) -> list[int | None]:
     """Return the argmax of each row, lowest id on ties, and None for rows that hold no finite number."""
     if scores.device.type == "cpu":
         # NOTE: numpy's argmax takes a sixth of torch's time; it finds the first best, or the first NaN.
@@ -181,7 +182,8 @@ def _checked(token_id: int | None) -> int:
     return token_id
 
 
-def _verdict(path: Sequence[int], token_id: int, *, failed: bool) -> Verdict:
+def make_verdict(path: Sequence[int], token_id: int, *, failed: bool) -> Verdict:
+    """Return the verdict that accepts `path`; the target's token is a correction where a test failed."""
     origin = TokenOrigin.CORRECTION if failed else TokenOrigin.BONUS
     return Verdict(tuple(path), token_id, origin, len(path) + failed)
 
@@ -190,14 +192,14 @@ def _is_chain(proposal: Proposal) -> bool:
     return proposal.parents is None or proposal.parents == tuple(range(-1, len(proposal) - 1))
 
 
-def _children(proposal: Proposal, row: int) -> list[int]:
+def children_of(proposal: Proposal, row: int) -> list[int]:
     """Return the nodes that follow a row."""
     if proposal.parents is None:
         return [row] if row < len(proposal) else []
     return [node for node, parent in enumerate(proposal.parents) if parent == row - 1]
 
 
-def _row_depths(proposal: Proposal) -> list[int]:
+def row_depths(proposal: Proposal) -> list[int]:
     """Return how many proposed tokens stand before each row's own token, [len(proposal) + 1]."""
     if proposal.parents is None:
         return list(range(len(proposal) + 1))

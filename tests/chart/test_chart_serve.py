@@ -17,6 +17,7 @@ from chart_helpers import (
     serve_config,
 )
 from click.testing import CliRunner
+from serve_helpers import deployment_of
 
 from gammaray.cli import main
 from gammaray.config import ClusterSettings, OrchestratorSettings, ScalingSettings
@@ -68,7 +69,7 @@ def test_configuration_is_built_by_the_builders_it_names(values):
     for entry in serve_config(values)["applications"]:
         module, _, function = entry["import_path"].partition(":")
         built = getattr(importlib.import_module(module), function)(entry["args"])
-        assert built._bound_deployment.name == entry["deployments"][0]["name"]
+        assert deployment_of(built).name == entry["deployments"][0]["name"]
 
 
 def test_default_differs_from_the_package_only_where_the_chart_must():

@@ -5,6 +5,7 @@ from redis_helpers import running_redis
 from service_helpers import worker_process
 
 from orchestrator.backoff import Patience
+from orchestrator.redis_calls import connect
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +19,14 @@ def redis_server():
     """A Redis of the module's own."""
     with running_redis() as server:
         yield server
+
+
+@pytest.fixture
+async def redis(redis_server):
+    """A client of that Redis."""
+    client = connect(redis_server.url)
+    yield client
+    await client.aclose()
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ class HeldEngine:
     """
 
     def __init__(self, worker: Any, after: int = 1) -> None:
-        self._engine = worker._engine._scheduler.engine
+        self._engine = worker.engine.scheduler.engine
         self._step, self._chain = self._engine.step, self._engine.chain
         self._is_held, self._may_go_on = threading.Event(), threading.Event()
         self._after = after

@@ -10,6 +10,7 @@ import grpc
 from service_helpers import PROMPTS, SEEDED, running, tokens_of
 
 from gammaray.types import GenerationRequest
+from orchestrator.wire import DRAFT, TARGET
 
 NAMES = iter(f"resume-{number}" for number in range(10_000))
 
@@ -45,7 +46,8 @@ def undisturbed(request):
 
 
 async def settled(orchestrator):
-    await asyncio.gather(*orchestrator._keeper._tasks)
+    """Return once the store knows of every session whose client went away."""
+    await orchestrator.leases.settled()
 
 
 async def sessions_on(orchestrator, wanted=None, timeout_s=30.0):
@@ -56,10 +58,10 @@ async def sessions_on(orchestrator, wanted=None, timeout_s=30.0):
     held = -1
     for _ in range(round(timeout_s / 0.2)):
         infos = []
-        for pool in (orchestrator._fleet.targets, orchestrator._fleet.drafts):
-            for link in pool.links.values():
-                async with grpc.aio.insecure_channel(link.address) as channel:
-                    infos.append(await pool._protocol.get_info(channel, 5.0))
+        for pool, protocol in ((orchestrator.fleet.targets, TARGET), (orchestrator.fleet.drafts, DRAFT)):
+            for address in pool.links:
+                async with grpc.aio.insecure_channel(address) as channel:
+                    infos.append(await protocol.get_info(channel, 5.0))
         before, held = held, sum(info.num_sessions for info in infos)
         if held == before and wanted in (None, held):
             return held

@@ -50,9 +50,9 @@ def test_demo_pair_shared_noise_keeps_the_hits_that_rejection_loses(pair):
 
 
 def test_benchmark_writes_what_it_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(draft_ahead, "_TEMPERATURES", (0.0, 1.0))
-    monkeypatch.setattr(draft_ahead, "_CHAINS", (2,))
-    monkeypatch.setattr(draft_ahead, "_TREES", ((2, 4),))
+    monkeypatch.setattr(draft_ahead, "TEMPERATURES", (0.0, 1.0))
+    monkeypatch.setattr(draft_ahead, "CHAINS", (2,))
+    monkeypatch.setattr(draft_ahead, "TREES", ((2, 4),))
     out = tmp_path / "result.json"
     draft_ahead.main(["--prompts", "1", "--tokens", "8", "--out", str(out)])
     result = json.loads(out.read_text())

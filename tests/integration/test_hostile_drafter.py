@@ -141,8 +141,8 @@ class Watched(PreparedProposals):
 
     def put(self, message):
         super().put(message)
-        Watched.most = max(Watched.most, len(self._by_outcome))
-        real_bytes = sum(4 * len(o) + len(data) for o, data in self._by_outcome.items())
+        Watched.most = max(Watched.most, len(self.by_outcome))
+        real_bytes = sum(4 * len(o) + len(data) for o, data in self.by_outcome.items())
         Watched.most_bytes = max(Watched.most_bytes, self.num_bytes, real_bytes)
 
 
@@ -166,7 +166,7 @@ async def tokens_and_summary(redis_server, target, drafters, gamma):
     addresses = ",".join(worker.address for worker in drafters)
     async with running(redis_server, target.address, addresses, propose_timeout_s=30.0) as orchestrator:
         for other in drafters[1:]:  # the first is chosen first
-            orchestrator._fleet.drafts.links[other.address].sessions |= {"x", "y"}
+            orchestrator.fleet.drafts.links[other.address].sessions |= {"x", "y"}
         chunks = await complete(orchestrator, request_of(max_tokens=NUM_TOKENS, gamma=GammaPolicy(gamma)))
     return tokens_of(chunks), chunks[-1].summary
 

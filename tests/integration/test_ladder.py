@@ -14,6 +14,7 @@ from gammaray.types import DrafterKind, Proposal, TokenOrigin
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.cycle import Shape, Verdict, run_cycle
 from orchestrator.ladder import Ladder
+from orchestrator.remote_draft import Readiness
 
 pytestmark = pytest.mark.integration
 
@@ -22,8 +23,12 @@ RUNGS = (DrafterKind.MODEL, DrafterKind.NGRAM)
 
 def ladder_of(fleet, session, top=DrafterKind.MODEL, gamma=3, **options):
     drafter, verifier = clients(fleet, session, **options)
+    return ladder_over(drafter, session, top, gamma), verifier
+
+
+def ladder_over(drafter, session, top=DrafterKind.MODEL, gamma=3):
     controllers = {rung: Steady(0 if rung is DrafterKind.NONE else gamma) for rung in DrafterKind}
-    return Ladder(session, top, drafter, controllers), verifier
+    return Ladder(session, top, drafter, controllers)
 
 
 async def one_cycle(session, ladder, verifier):
@@ -165,12 +170,13 @@ async def test_ladder_long_prompt_is_looked_up_while_the_drafter_reads_it():
         prompt = tuple(i % VOCAB for i in range(500))
         draft.runs.clear()
         session = make_session(max_tokens=2000, prompt=prompt)
-        ladder, verifier = ladder_of(fleet, session)
+        drafter, verifier = clients(fleet, session)
+        ladder = ladder_over(drafter, session)
         cycles = [await one_cycle(session, ladder, verifier) for _ in range(4)]
         assert cycles[0].drafter is DrafterKind.NGRAM
         assert not any(cycle.is_fallback for cycle in cycles)
         draft.runs.set()
-        await until(lambda: ladder._remote._prefill.done())
+        await until(lambda: drafter.prepare(session) is Readiness.READY)
         assert (await one_cycle(session, ladder, verifier)).drafter is DrafterKind.MODEL
 
 

@@ -105,7 +105,7 @@ async def test_link_silent_worker_fails_the_call_at_its_deadline():
             await silent
         assert 0.3 <= time.monotonic() - start < 20
         assert link.is_up
-        assert not link._pending
+        assert not link.pending
 
 
 async def test_link_late_answer_is_dropped():
@@ -127,7 +127,7 @@ async def test_link_cancelled_call_that_was_not_sent_is_never_sent():
         await asyncio.gather(call, return_exceptions=True)
         await link.call(block("there"), 30)
         assert [b.session_id for b in worker.blocks] == ["there"]
-        assert not link._pending
+        assert not link.pending
 
 
 async def test_link_release_reaches_the_worker():

@@ -186,7 +186,7 @@ async def test_resume_and_next_turn_after_the_target_was_exchanged(redis_server)
             assert tokens_of(chunks) == tokens_of(whole)
             turn = await complete(again, follow)
             assert turn[-1].finish_reason is FinishReason.LENGTH
-            assert (await again._store.read(done.session_id)).model_identity == OLD
+            assert (await again.store.read(done.session_id)).model_identity == OLD
 
 
 async def test_resume_waits_for_a_worker_of_the_old_model(redis_server):
@@ -209,18 +209,18 @@ async def test_resume_waits_for_a_worker_of_the_old_model(redis_server):
             assert new.blocks == []
 
 
-async def test_session_stored_without_a_model_takes_the_one_that_goes_on(redis_server):
+async def test_session_stored_without_a_model_takes_the_one_that_goes_on(redis_server, redis):
     request = request_of(max_tokens=24)
     async with scripted("target", **DEMO) as unnamed:
         async with orchestrating(redis_server, unnamed.address, "") as one:
             chunks = await first_chunks(one, request, 2)
             await settled(one)
-            head = await one._redis.hgetall(keys_of(request.session_id)[0])
+            head = await redis.hgetall(keys_of(request.session_id)[0])
             assert b"model_identity" not in head
     async with scripted("target", identity=NEW, **DEMO) as new:
         async with orchestrating(redis_server, new.address, "") as other:
             await complete(other, resumed(request, chunks))
-            assert (await other._store.read(request.session_id)).model_identity == NEW
+            assert (await other.store.read(request.session_id)).model_identity == NEW
 
 
 async def test_demo_pair_says_what_it_is(redis_server):
@@ -229,4 +229,4 @@ async def test_demo_pair_says_what_it_is(redis_server):
         async with orchestrating(redis_server, link.address, "") as one:
             request = request_of(max_tokens=4)
             await complete(one, request)
-            assert (await one._store.read(request.session_id)).model_identity == info.model_identity
+            assert (await one.store.read(request.session_id)).model_identity == info.model_identity

@@ -57,7 +57,7 @@ async def test_flood_is_refused_with_a_delay_and_every_place_comes_back(redis_se
         assert len(refused) == 15
         assert all(1 <= error.retry_after_s < math.inf for error in refused)
         assert sum(isinstance(result, list) for result in results) == 5
-        assert (orchestrator._admission.num_running, orchestrator._admission.num_waiting) == (0, 0)
+        assert (orchestrator.admission.num_running, orchestrator.admission.num_waiting) == (0, 0)
         assert await finish(orchestrator, Caller("a"))
 
 
@@ -79,7 +79,7 @@ async def test_deadline_of_a_running_request_ends_it_and_frees_its_place(redis_s
         with pytest.raises(DeadlineExceededError):
             await finish(orchestrator, Caller(deadline=time.monotonic() + 0.5), request)
         assert time.monotonic() - began < 25, "half of what it would take"
-        assert orchestrator._admission.num_running == 0
+        assert orchestrator.admission.num_running == 0
 
 
 async def test_sessions_of_one_name_do_not_meet(redis_server, target):

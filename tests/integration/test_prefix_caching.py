@@ -12,6 +12,7 @@ from service_helpers import running, tokens_of, worker_process
 from gammaray.errors import NotFoundError
 from gammaray.types import GenerationRequest, SamplingParams
 from orchestrator.access import ANONYMOUS, Caller
+from orchestrator.prefixes import prefix_keys
 
 pytestmark = pytest.mark.integration
 
@@ -113,7 +114,10 @@ async def test_the_next_request_goes_to_the_worker_that_has_its_prompt(redis_ser
         async with running(redis_server, f"{target},{other}", draft) as orchestrator:
             request = request_of()
             await ask(orchestrator, request)
-            (used,) = [link for link in orchestrator._fleet.targets.links.values() if link.prefixes._keys]
+            keys = prefix_keys(orchestrator.encode(request.prompt), ":")  # no tenant, no salt
+            (used,) = [
+                link for link in orchestrator.fleet.targets.links.values() if link.prefixes.count(keys)
+            ]
             # By sessions alone the other one would be asked, which has not read it.
             used.sessions |= {"one more", "another"}
             _, usage = await ask(orchestrator, request)

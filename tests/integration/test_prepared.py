@@ -17,6 +17,7 @@ from gammaray.convert import MAX_SUPPORT, proposal_from_proto, proposal_to_proto
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, VerificationMethod
 from gammaray.v1 import draft_service_pb2 as draft_pb
+from orchestrator import remote_draft
 from orchestrator.cycle import Shape, run_cycle
 from orchestrator.fleet import Fleet
 from orchestrator.prepared import MAX_KEPT, MAX_KEPT_BYTES, MAX_SEEN, PreparedProposals
@@ -154,12 +155,14 @@ def test_laws_have_the_support_that_drafters_may_be_set_to():
         parsed(MAX_SUPPORT + 1)
 
 
-class _Counting(RemoteDrafter):
-    num_prepared = 0
+class Counting(PreparedProposals):
+    """Counts the proposals that were taken, over all sessions."""
 
-    def _take_prepared(self, *given):
-        proposal = super()._take_prepared(*given)
-        self.num_prepared += proposal is not None
+    num_taken = 0
+
+    def take(self, *given):
+        proposal = super().take(*given)
+        Counting.num_taken += proposal is not None
         return proposal
 
 
@@ -175,15 +178,17 @@ def model(tmp_path_factory):
 @pytest.mark.integration
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("method", list(VerificationMethod))
-async def test_prepared_proposals_change_when_and_not_what(model, method, temperature):
+async def test_prepared_proposals_change_when_and_not_what(monkeypatch, model, method, temperature):
+    monkeypatch.setattr(remote_draft, "PreparedProposals", Counting)
     texts, hits = [], []
     for ahead in (False, True):
+        monkeypatch.setattr(Counting, "num_taken", 0)
         async with (
             running("target", model) as (target, _),
             running("draft", model, draft_ahead=ahead) as (draft, worker),
         ):
             if ahead:  # whatever else the machine does
-                await worker._engine.call(lambda scheduler: _hold_open(scheduler.preparer.throttle))
+                await worker.engine.call(lambda scheduler: _hold_open(scheduler.preparer.throttle))
             fleet = Fleet(
                 ListRegistry(), VOCAB, target_addresses=target.address, draft_addresses=draft.address
             )
@@ -191,18 +196,20 @@ async def test_prepared_proposals_change_when_and_not_what(model, method, temper
             params = SamplingParams(temperature=temperature, seed=5)
             session = Session("s", PROMPT, params, method, LENGTH, NoText(), epoch=1)
             spec = session_spec(session, frozenset(), shares_caches=True)
-            drafter = _Counting(fleet.drafts, spec, timeout_s=30.0, prefill_timeout_s=30.0, vocab_size=VOCAB)
+            drafter = RemoteDrafter(
+                fleet.drafts, spec, timeout_s=30.0, prefill_timeout_s=30.0, vocab_size=VOCAB
+            )
             verifier = RemoteVerifier(fleet.targets, spec, timeout_s=30.0, wait_s=30.0)
             num_prepared = 0
             while session.finish_reason is None:
                 cycle = await run_cycle(session, drafter, verifier, NoStore(), Steady(3))
                 num_prepared += cycle.is_prepared
                 # As long as a large target would take, and as this machine needs at present.
-                while await worker._engine.call(lambda scheduler: scheduler.has_work):
+                while await worker.engine.call(lambda scheduler: scheduler.has_work):
                     pass
                 await asyncio.sleep(0.02)
             texts.append(session.token_ids)
-            assert num_prepared == drafter.num_prepared
+            assert num_prepared == Counting.num_taken
             hits.append(num_prepared)
             await fleet.close()
     assert texts[0] == texts[1]

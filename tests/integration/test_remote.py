@@ -29,6 +29,7 @@ from gammaray.errors import (
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.cycle import run_cycle
+from orchestrator.remote_draft import Readiness
 
 pytestmark = pytest.mark.integration
 
@@ -295,7 +296,7 @@ async def test_remote_long_prompt_is_read_while_the_target_reads_it_too():
         (waiting,) = draft.blocks
         assert (waiting.base_position, len(waiting.context.token_ids)) == (500, 500)
         draft.runs.set()
-        await until(lambda: drafter._prefill.done())
+        await until(lambda: drafter.prepare(session) is Readiness.READY)
         cycles = await finish(session, drafter, verifier, 3)
         assert session.token_ids[500:] == continuation(prompt, 60)
         assert cycles[-2].num_drafted > 0

@@ -6,8 +6,9 @@ import asyncio
 import dataclasses
 import os
 import time
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 
+import grpc
 import pytest
 from scripted_workers import until, until_so
 from service_helpers import PROMPTS, SEEDED, complete, running, text_of, tokens_of, worker_process
@@ -29,6 +30,7 @@ from gammaray.types import (
 from orchestrator.cpu_threads import INLINE_NUMBERS
 from orchestrator.store import RedisStore
 from orchestrator.tokenizer import resolve_model
+from orchestrator.wire import DRAFT, TARGET
 
 pytestmark = pytest.mark.integration
 
@@ -117,7 +119,7 @@ async def test_service_seed_is_drawn_returned_and_repeats_the_completion(orchest
     assert tokens_of(first) != tokens_of(second)
 
 
-async def test_service_stop_string_cuts_text_tokens_and_store(orchestrator):
+async def test_service_stop_string_cuts_text_tokens_and_store(orchestrator, redis):
     def request(**fields):
         return GenerationRequest(PROMPTS[0], sampling=GREEDY, max_tokens=60, **fields)
 
@@ -134,13 +136,13 @@ async def test_service_stop_string_cuts_text_tokens_and_store(orchestrator):
         assert tokens == tokens_of(full)[: len(tokens)]
         assert stop in orchestrator.decode(tokens)
         assert stop not in orchestrator.decode(tokens[:-1])
-        stored = await RedisStore(orchestrator._redis, 60).read(f"stop-{gamma}")
+        stored = await RedisStore(redis, 60).read(f"stop-{gamma}")
         assert list(stored.token_ids) == tokens
         assert stored.finish_reason is FinishReason.STOP
 
 
-async def test_service_tokens_are_stored_before_they_are_seen(orchestrator):
-    store, seen = RedisStore(orchestrator._redis, 60), []
+async def test_service_tokens_are_stored_before_they_are_seen(orchestrator, redis):
+    store, seen = RedisStore(redis, 60), []
     request = GenerationRequest(PROMPTS[0], max_tokens=30, session_id="watched")
     async for chunk in orchestrator.generate(request):
         seen += [token.token_id for token in chunk.tokens]
@@ -249,10 +251,10 @@ async def test_service_completion_ends_at_the_context(orchestrator):
 async def sessions_on_workers(orchestrator) -> int:
     """Ask the workers themselves how many sessions they hold."""
     total = 0
-    for pool in (orchestrator._fleet.targets, orchestrator._fleet.drafts):
-        for link in pool.links.values():
-            async with link_channel(link) as channel:
-                total += (await pool._protocol.get_info(channel, 5.0)).num_sessions
+    for pool, protocol in ((orchestrator.fleet.targets, TARGET), (orchestrator.fleet.drafts, DRAFT)):
+        for address in pool.links:
+            async with grpc.aio.insecure_channel(address) as channel:
+                total += (await protocol.get_info(channel, 5.0)).num_sessions
     return total
 
 
@@ -260,16 +262,8 @@ async def both_hold(orchestrator) -> bool:
     return await sessions_on_workers(orchestrator) >= 2
 
 
-@asynccontextmanager
-async def link_channel(link):
-    import grpc
-
-    async with grpc.aio.insecure_channel(link.address) as channel:
-        yield channel
-
-
 @pytest.mark.parametrize("how", ["closed", "cancelled", "finished"])
-async def test_service_ended_request_frees_the_workers(orchestrator, how):
+async def test_service_ended_request_frees_the_workers(orchestrator, redis, how):
     name = f"ended-{how}-{time.time_ns()}"
     request = GenerationRequest(
         PROMPTS[0], max_tokens=20 if how == "finished" else 1500, ignore_eos=True, session_id=name
@@ -295,12 +289,12 @@ async def test_service_ended_request_frees_the_workers(orchestrator, how):
     while await sessions_on_workers(orchestrator) > 0:
         assert time.monotonic() < deadline, "the workers still hold the session"
         await asyncio.sleep(0.05)
-    await asyncio.gather(*orchestrator._keeper._tasks)
-    stored = await RedisStore(orchestrator._redis, 60).read(name)
+    await orchestrator.leases.settled()
+    stored = await RedisStore(redis, 60).read(name)
     # A client that went away may come back, see test_resume.py.
     assert stored.finish_reason is (FinishReason.LENGTH if how == "finished" else None)
     assert not stored.is_running
-    assert orchestrator._admission.num_running == 0
+    assert orchestrator.admission.num_running == 0
 
 
 async def test_service_status_names_every_process(orchestrator, workers, redis_server):
@@ -322,7 +316,7 @@ async def test_service_draft_worker_killed_in_flight_changes_no_token(redis_serv
             chunks = await complete(
                 orchestrator, request, lambda count: process.kill() if count == 5 else None
             )
-            await until(lambda: orchestrator._fleet.drafts.num_up == 0)
+            await until(lambda: orchestrator.fleet.drafts.num_up == 0)
             draft_status = [p for p in await orchestrator.status() if p.role == "draft"]
             assert not any(p.healthy for p in draft_status)
             plain = await complete(orchestrator, dataclasses.replace(request, drafter=DrafterKind.NONE))

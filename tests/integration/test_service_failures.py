@@ -39,9 +39,9 @@ async def orchestrator(redis_server, target):
         yield orchestrator
 
 
-async def lasting_keys(orchestrator):
+async def lasting_keys(redis):
     """What is stored, but for the entries by which orchestrators know each other: those come and go."""
-    return {key for key in await orchestrator._redis.keys() if not key.startswith(b"gammaray:orchestrator")}
+    return {key for key in await redis.keys() if not key.startswith(b"gammaray:orchestrator")}
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ async def lasting_keys(orchestrator):
         pytest.param({"sampling": NOT_A_NUMBER}, InvalidArgumentError, "temperature", id="nan"),
     ],
 )
-async def test_service_bad_request_is_refused_and_leaves_nothing(orchestrator, fields, error, wanted):
-    keys = await lasting_keys(orchestrator)
+async def test_service_bad_request_is_refused_and_leaves_nothing(orchestrator, redis, fields, error, wanted):
+    keys = await lasting_keys(redis)
     with pytest.raises(error, match=wanted):
         await complete(orchestrator, dataclasses.replace(GenerationRequest("x", max_tokens=4), **fields))
-    assert await lasting_keys(orchestrator) == keys
-    assert orchestrator._admission.num_running == 0
+    assert await lasting_keys(redis) == keys
+    assert orchestrator.admission.num_running == 0
 
 
 async def test_service_too_many_requests_are_refused_with_a_delay(redis_server, target):

@@ -68,8 +68,8 @@ async def _survive_a_target_and_resume(redis, survivor, draft):
             async with aclosing(orchestrator.generate(REQUEST, caller)) as chunks:
                 async for chunk in chunks:
                     if not received:  # the survivor knows nothing of the session
-                        orchestrator._fleet.targets.announce({survivor})
-                        await orchestrator._fleet.targets.settle(TIMEOUT_S)
+                        orchestrator.fleet.targets.announce({survivor})
+                        await orchestrator.fleet.targets.settle(TIMEOUT_S)
                         process.kill()
                     received += tokens_of([chunk])
                     if len(received) > 48:

@@ -193,8 +193,8 @@ async def test_trace_target_dies_its_successor_serves_the_same_cycle(
             async for chunk in orchestrator.generate(request(seed=6), caller):
                 chunks.append(chunk)
                 if len(chunks) == 5:
-                    orchestrator._fleet.targets.announce({survivor})
-                    await orchestrator._fleet.targets.settle(5.0)
+                    orchestrator.fleet.targets.announce({survivor})
+                    await orchestrator.fleet.targets.settle(5.0)
                     process.kill()
             spans = await asyncio.to_thread(
                 exporting.wait,

@@ -47,7 +47,7 @@ async def pair(models):
 
 
 async def stats(worker):
-    return await worker._engine.call(lambda scheduler: scheduler.preparer.throttle.stats)
+    return await worker.engine.call(lambda scheduler: scheduler.preparer.throttle.stats)
 
 
 def hold_open(scheduler):
@@ -62,7 +62,7 @@ def hold_open(scheduler):
 async def quiet(worker):
     """Wait until the worker has nothing left to do."""
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
-    while await worker._engine.call(lambda scheduler: scheduler.has_work):
+    while await worker.engine.call(lambda scheduler: scheduler.has_work):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
 
@@ -122,7 +122,7 @@ async def test_ahead_on_and_off_emit_the_same_tokens(models, method):
         running("draft", models[1], **settings) as (ahead, worker),
         running("draft", models[1], **settings, draft_ahead=False) as (fresh, _),
     ):
-        await worker._engine.call(hold_open)
+        await worker.engine.call(hold_open)
         for seed in range(3):
             emitted = []
             for draft in (ahead, fresh):
@@ -175,7 +175,7 @@ async def test_release_during_ahead_frees_everything(models):
         await draft.release(*"stu")
         await draft.until(lambda info: info.num_sessions == 0)
         assert (await draft.info()).cache_bytes == 0
-        assert not await worker._engine.call(lambda scheduler: scheduler.has_work)
+        assert not await worker.engine.call(lambda scheduler: scheduler.has_work)
 
 
 async def test_idle_worker_sleeps_when_its_ahead_work_is_done(pair):
@@ -187,8 +187,8 @@ async def test_idle_worker_sleeps_when_its_ahead_work_is_done(pair):
     def cpu_s(scheduler):
         return time.thread_time(), scheduler.preparer.throttle.stats.forwards
 
-    (began, forwards), _ = await worker._engine.call(cpu_s), await asyncio.sleep(0.5)
-    ended, forwards_now = await worker._engine.call(cpu_s)
+    (began, forwards), _ = await worker.engine.call(cpu_s), await asyncio.sleep(0.5)
+    ended, forwards_now = await worker.engine.call(cpu_s)
     assert ended - began < 0.05
     assert forwards == forwards_now
 
@@ -205,4 +205,4 @@ async def test_ahead_gives_way_when_the_cache_is_full(models):
             ours, theirs = await small.ask(block), await large.ask(block)
             assert ours.proposal == theirs.proposal
             contexts[index] += [*theirs.proposal.token_ids[: rng.randrange(5)], rng.randrange(97)]
-        assert await worker._engine.call(lambda scheduler: scheduler.engine.stats().num_evictions) > 0
+        assert await worker.engine.call(lambda scheduler: scheduler.engine.stats().num_evictions) > 0

@@ -38,7 +38,7 @@ async def test_token_ids_of_all_streams_are_bounded(model, monkeypatch):
         assert refused
         assert {answer.error.code for answer in refused} == {RESOURCE_EXHAUSTED.value[0]}
         assert len(refused) < len(answers)
-        assert worker._streams.num_ids == 0
+        assert worker.streams.num_ids == 0
         assert (await link.ask(verify_block(random_tokens(250, seed=9)))).WhichOneof("outcome") == "verdict"
         await other.close()
 
@@ -48,9 +48,9 @@ async def test_stream_that_breaks_gives_its_token_ids_back(model):
         async with HeldEngine(worker):
             await link.send([verify_block(random_tokens(250, seed=i), session_id=f"s{i}") for i in range(8)])
             await all_read(link)
-            assert worker._streams.num_ids == 8 * 250
+            assert worker.streams.num_ids == 8 * 250
             await link.close()
-        await until(lambda: worker._streams.num_ids == 0)
+        await until(lambda: worker.streams.num_ids == 0)
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])

@@ -135,7 +135,7 @@ async def test_draining_worker_says_so_and_then_refuses_new_blocks(model):
             assert not link.is_told_to_leave
             stopping = asyncio.create_task(worker.stop())
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-            await until(lambda: link.is_told_to_leave and worker._streams.is_draining)
+            await until(lambda: link.is_told_to_leave and worker.streams.is_draining)
             late = await link.ask(verify_block(PROMPT))
             assert late.error.code == UNAVAILABLE
         answers = await asyncio.wait_for(asyncio.gather(*pending), EXIT_TIMEOUT_S)

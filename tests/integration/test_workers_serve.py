@@ -3,6 +3,7 @@
 import pytest
 from engine_helpers import tiny_model
 from pydantic import ValidationError
+from serve_helpers import deployment_of, schema_of
 
 from gammaray.config import DraftSettings, TargetSettings
 from gammaray.errors import InvalidArgumentError, UnavailableError
@@ -14,19 +15,17 @@ pytestmark = pytest.mark.integration
 @pytest.mark.parametrize(("build", "name"), [(build_draft, "DraftWorker"), (build_target, "TargetWorker")])
 def test_build_binds_a_deployment_without_cpus_that_drains(build, name):
     application = build({"drain_timeout_s": 3.0}, num_replicas=2)
-    deployment = application._bound_deployment
+    deployment = deployment_of(application)
     assert deployment.name == name
     assert deployment.num_replicas == 2
     assert deployment.ray_actor_options == {"num_cpus": 0}
-    assert deployment._deployment_config.graceful_shutdown_timeout_s > 3.0
+    assert schema_of(application).graceful_shutdown_timeout_s > 3.0
 
 
 def test_build_takes_resources():
     options = {"num_gpus": 1, "resources": {"large_gpu": 1}}
-    assert build_target({}, ray_actor_options=options)._bound_deployment.ray_actor_options == {
-        "num_cpus": 0,
-        **options,
-    }
+    deployment = deployment_of(build_target({}, ray_actor_options=options))
+    assert deployment.ray_actor_options == {"num_cpus": 0, **options}
 
 
 @pytest.mark.parametrize("build", [build_draft, build_target])
@@ -49,7 +48,7 @@ async def test_replica_starts_reports_health_and_drains(replica_class, settings_
     await replica.__init__(settings)
     assert (await replica.address()).startswith("127.0.0.1:")
     await replica.check_health()
-    worker = replica._worker
+    worker = replica.worker
     assert await replica.__del__()
     assert replica.__del__() is None
     with pytest.raises(UnavailableError):

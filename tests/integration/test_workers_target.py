@@ -228,7 +228,7 @@ async def test_stream_that_goes_away_drops_its_blocks_and_keeps_its_sessions(mod
             (dropped,) = await other.send([verify_block(random_tokens(1000, seed=2), session_id="long")])
             await engine.waits()
             await other.close()
-            await until(lambda: len(worker._streams._open) == 1)
+            await until(lambda: len(worker.streams.open_streams) == 1)
         await link.until(lambda info: info.num_queued == 0)
         assert not dropped.done()
         assert len(engine.forwards) < 5, "of more than sixty"

@@ -45,7 +45,7 @@ class TableEngine:
 
     def step(self, feeds: Sequence[Feed], within: object = None) -> list[Tensor]:
         self.num_steps += 1
-        return [self._feed(feed) for feed in feeds]
+        return [self.feed_one(feed) for feed in feeds]
 
     def chain(
         self,
@@ -60,14 +60,14 @@ class TableEngine:
         for index in range(len(feed.token_ids)):
             self.num_steps += 1
             token_ids.append(token_id)
-            rows.append(self._feed(Feed(feed.session_id, feed.start + index, [token_id], 1))[0])
+            rows.append(self.feed_one(Feed(feed.session_id, feed.start + index, [token_id], 1))[0])
             scores = rows[-1] if noise is None else rows[-1] * scale + noise[index]
             token_id = int(scores.argmax())
             if stop is not None and stop.value:
                 break
         return token_ids, torch.stack(rows)
 
-    def _feed(self, feed: Feed) -> Tensor:
+    def feed_one(self, feed: Feed) -> Tensor:
         cache = self.caches.setdefault(
             feed.session_id, SessionCache(torch.zeros(1, 1, CAPACITY, 1, dtype=torch.float64))
         )

@@ -23,32 +23,32 @@ class Requests:
         self.admission = Admission(capacity, max_waiting, max_wait_s, tenant_capacity)
         self.served = []
         self.refused = []
-        self._ends = []
+        self.ends = []
 
     async def ask(self, name, tenant="", **fields):
-        task = asyncio.create_task(self._run(name, Caller(tenant, **fields)))
+        task = asyncio.create_task(self.run(name, Caller(tenant, **fields)))
         await ticks()
         return task
 
-    async def _run(self, name, caller):
+    async def run(self, name, caller):
         try:
             async with self.admission.place(caller):
                 self.served.append(name)
                 end = asyncio.Event()
-                self._ends.append(end)
+                self.ends.append(end)
                 await end.wait()
         except (ResourceExhaustedError, DeadlineExceededError) as error:
             self.refused.append((name, error))
 
     async def end_one(self):
-        self._ends.pop(0).set()
+        self.ends.pop(0).set()
         await ticks()
 
     async def end_all(self):
-        while self._ends:
+        while self.ends:
             await self.end_one()
         assert (self.admission.num_running, self.admission.num_waiting) == (0, 0)
-        assert not self.admission._tenants
+        assert self.admission.num_tenants == 0
 
 
 async def test_place_free_is_given_at_once():
@@ -187,7 +187,7 @@ async def test_cancelled_the_moment_its_turn_comes_passes_it_on():
     await requests.ask("1", "a")
     second = await requests.ask("2", "b")
     await requests.ask("3", "c")
-    requests._ends.pop(0).set()
+    requests.ends.pop(0).set()
     await asyncio.sleep(0)  # the place is handed over, its new holder has not run yet
     second.cancel()
     await ticks()
@@ -200,7 +200,7 @@ async def test_newest_of_the_longest_queue_may_have_been_cancelled_just_now():
     await requests.ask("a0", "a")
     await requests.ask("a1", "a")
     newest = await requests.ask("a2", "a")
-    other = asyncio.create_task(requests._run("b0", Caller("b")))  # runs before the cancelled one wakes up
+    other = asyncio.create_task(requests.run("b0", Caller("b")))  # runs before the cancelled one wakes up
     newest.cancel()
     await ticks()
     assert newest.cancelled()
@@ -239,4 +239,4 @@ async def test_any_story_keeps_the_bounds_and_ends_empty(seed):
     assert all(task.done() for task in tasks)
     assert [task.exception() for task in tasks if not task.cancelled() and task.exception()] == []
     assert most == 3
-    assert (admission.num_running, admission.num_waiting, admission._tenants) == (0, 0, {})
+    assert (admission.num_running, admission.num_waiting, admission.num_tenants) == (0, 0, 0)

@@ -21,7 +21,7 @@ async def test_running_cluster_bad_option_raises_with_the_commands_own_words() -
 
 
 async def test_stop_kills_and_names_what_outlives_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "_GONE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(cluster, "GONE_TIMEOUT_S", 0.2)
     # A parent that ends at SIGINT and a child that does not care.
     stubborn = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True)"
     parent = f"""if True:
@@ -37,13 +37,13 @@ async def test_stop_kills_and_names_what_outlives_the_cluster(monkeypatch: pytes
     await asyncio.wait_for(process.stdout.readline(), 100)
     (grandchild,) = psutil.Process(process.pid).children()
     with pytest.raises(ClusterError, match=f"left behind(.|\n)*{grandchild.pid}"):
-        await cluster._stop(process)
+        await cluster.stop(process)
     assert process.returncode == 0
-    assert not cluster._is_alive(grandchild) or not psutil.wait_procs([grandchild], timeout=30)[1]
+    assert not cluster.is_alive(grandchild) or not psutil.wait_procs([grandchild], timeout=30)[1]
 
 
 def test_free_ports_are_different_and_nobody_listens() -> None:
-    ports = cluster._free_ports(5)
+    ports = cluster.free_ports(5)
     assert len(set(ports)) == 5
     assert all(10_000 <= port <= 29_000 for port in ports)
 

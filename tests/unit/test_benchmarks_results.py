@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from benchmarks.report import COMPARISON
 from gammaray.bench.compare import compare, load_result, warnings
-from gammaray.bench.provenance import _command, provenance, write_result
+from gammaray.bench.provenance import provenance, write_result
 from gammaray.bench.tables import markdown
 from gammaray.errors import InvalidArgumentError
 
@@ -101,8 +102,9 @@ def test_markdown_has_one_line_per_row_and_empty_cells_for_missing_figures() -> 
 
 
 @pytest.mark.parametrize("key", [["--api-key", "sk-1"], ["--api-key=sk-1"]])
-def test_provenance_command_does_not_tell_the_key(key: list[str]) -> None:
-    command = _command(["/usr/bin/gammaray", "bench", *key, "--tokens", "8"])
+def test_provenance_command_does_not_tell_the_key(key: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/gammaray", "bench", *key, "--tokens", "8"])
+    command = provenance()["command"]
     assert "sk-1" not in command
     assert command.endswith("--tokens 8")
 

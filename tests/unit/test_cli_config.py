@@ -5,6 +5,7 @@ import json
 import pytest
 import yaml
 from click.testing import CliRunner
+from serve_helpers import schema_of
 
 from gammaray.cli import main
 from gammaray.config import ClusterSettings
@@ -135,12 +136,12 @@ def test_builders_take_what_the_configuration_says():
     for entry in document(draft_workers="0:3", target_workers="2")["applications"]:
         module, _, function = entry["import_path"].partition(":")
         application = getattr(importlib.import_module(module), function)(entry["args"])
-        deployment = application._bound_deployment
+        deployment = schema_of(application)
         assert deployment.name == entry["deployments"][0]["name"]
         if deployment.name == "DraftWorker":
-            assert deployment._deployment_config.autoscaling_config.max_replicas == 3
+            assert deployment.autoscaling_config.max_replicas == 3
         if deployment.name == "TargetWorker":
-            assert deployment._replica_config.max_replicas_per_node == 1
+            assert deployment.max_replicas_per_node == 1
 
 
 def test_launcher_uses_the_same_environment(tmp_path):

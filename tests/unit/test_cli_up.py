@@ -107,7 +107,7 @@ def test_up_has_an_option_for_every_cluster_setting():
 
 def test_up_options_are_those_that_the_launcher_knows():
     given = {name: field.default for name, field in ClusterSettings.model_fields.items()}
-    options = parse_options(up._arguments({**given, "http_port": 8124, "wait_ready": True}))
+    options = parse_options(up.launcher_arguments({**given, "http_port": 8124, "wait_ready": True}))
     assert options.cluster.http_port == 8124
     assert options.wait_ready
 

@@ -86,7 +86,7 @@ def test_luck_does_not_move_what_a_miss_takes():
         wait_s = ASKED_S + TOKEN_S * 4
         costs.observe(replace(missed, draft_s=wait_s), depth_before=4)
     # 200 misses leave a fifth of the hits before in the rate.
-    rate = costs._hits.rate(4)
+    rate = costs.hits.rate(4)
     assert 0.05 < rate < 0.25
     assert costs.draft_s(Shape(4)) == pytest.approx(
         rate * PREPARED_S + (1 - rate) * (ASKED_S + TOKEN_S * 4), rel=0.05

@@ -24,6 +24,19 @@ TEXTS = [
 ]
 
 
+LLAMA_PIECES = [
+    "<unk>",
+    "<s>",
+    "</s>",
+    *(f"<0x{byte:02X}>" for byte in range(256)),
+    "▁",
+    "▁the",
+    "cat",
+    "s",
+    "▁日",
+]
+
+
 class ByteTokenizer(LetterTokenizer):
     """Token i is byte i; token 256 is special."""
 
@@ -49,19 +62,11 @@ def save(tmp_path, tokenizer: FastTokenizer, **special) -> Tokenizer:
 @pytest.fixture
 def llama_like(tmp_path) -> Tokenizer:
     """Like Llama 2: "▁" for spaces, <0x..> for bytes that no token has."""
-    pieces = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        "▁the",
-        "cat",
-        "s",
-        "▁日",
-    ]
     model = models.BPE(
-        vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True, unk_token="<unk>"
+        vocab={piece: i for i, piece in enumerate(LLAMA_PIECES)},
+        merges=[],
+        byte_fallback=True,
+        unk_token="<unk>",
     )
     tokenizer = FastTokenizer(model)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -128,7 +133,7 @@ def test_detokenizer_demo_pair_random_tokens_equal_decoding_at_once(demo):
 
 
 def test_detokenizer_byte_fallback_keeps_the_leading_space_of_a_completion(llama_like):
-    the, cat, s = (llama_like._tokenizer.convert_tokens_to_ids(t) for t in ("▁the", "cat", "s"))
+    the, cat, s = map(LLAMA_PIECES.index, ("▁the", "cat", "s"))
     byte = [3 + b for b in "é".encode()]
     assert llama_like.has_exact_bytes
     pieces, _ = stream(Detokenizer(llama_like, [the]), [the, *byte, cat, s])

@@ -162,7 +162,7 @@ def test_ahead_release_ends_it_and_frees_everything():
     ahead.scheduler.release([Ending("t")])
     assert not ahead.scheduler.has_work
     assert not ahead.engine.caches
-    assert not ahead.scheduler._speculations
+    assert not ahead.scheduler.speculations
 
 
 def test_ahead_after_an_eviction_starts_anew():
@@ -214,7 +214,7 @@ def test_ahead_nothing_follows_the_end_of_sequence_or_of_the_context(monkeypatch
     assert ahead.ask(PROMPT, 4, eos=fresh.token_ids).outcome == fresh
     stats = ahead.scheduler.preparer.throttle.stats
     ahead.idle()
-    chosen = {node.token_id for node in ahead.scheduler._speculations["s"].tree.root.below() if node.outlook}
+    chosen = {node.token_id for node in ahead.scheduler.speculations["s"].tree.root.below() if node.outlook}
     assert fresh.token_ids[0] not in chosen
     engine = TableEngine()
     end = Drafter(engine, ahead_rows=4)
@@ -286,6 +286,6 @@ def test_ahead_proposal_at_hand_saved_a_round_trip_more_than_one_that_was_ready(
         throttle = ahead.scheduler.preparer.throttle
         throttle.looked_up = lambda saved_s, is_notice=is_notice, **_: saved.update({is_notice: saved_s})
         ahead.scheduler.submit([task])
-        ahead.scheduler._forward_s = 1.0
+        ahead.scheduler.forward_s = 1.0
         ahead.scheduler.step()
     assert saved == {False: 4.0, True: 6.0}

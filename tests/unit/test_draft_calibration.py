@@ -162,7 +162,7 @@ def test_outcomes_are_the_same_whether_the_last_node_was_opened_before_or_after(
         if not is_open:
             opened(root, 3, random.Random(4))
             ahead.wanted()
-        return sorted((b.reading.root.token_id, round(b.probability, 9)) for b in ahead._branches)
+        return sorted((b.reading.root.token_id, round(b.probability, 9)) for b in ahead.branches)
 
     assert branches(is_open=True) == branches(is_open=False)
 

@@ -61,17 +61,17 @@ def test_a_run_ahead_ends_when_somebody_waits(monkeypatch):
     ahead, counts = Drafter(ChainingEngine(spread=12.0), ahead_rows=3), []
     monkeypatch.setattr(ahead.engine, "chain", _counting(ahead.engine.chain, counts))
     ahead.ask(PROMPT, 4)
-    feed = ahead.engine._feed
+    feed = ahead.engine.feed_one
 
     def hurried(fed):
         ahead.scheduler.hurry([ahead.task(PROMPT, 1, session_id="t")])
         return feed(fed)
 
-    monkeypatch.setattr(ahead.engine, "_feed", hurried)
+    monkeypatch.setattr(ahead.engine, "feed_one", hurried)
     counts.clear()
     ahead.idle(1)
     assert counts == [1]
-    monkeypatch.setattr(ahead.engine, "_feed", feed)
+    monkeypatch.setattr(ahead.engine, "feed_one", feed)
     ahead.idle(1)
     assert counts == [1, 1], "it is not there yet"
     ahead.ask(PROMPT, 1, session_id="t")
@@ -85,13 +85,13 @@ def test_a_run_ahead_ends_when_somebody_waits(monkeypatch):
 def test_a_run_on_demand_ends_when_somebody_else_waits(monkeypatch):
     ours, counts = Drafter(ChainingEngine()), []
     monkeypatch.setattr(ours.engine, "chain", _counting(ours.engine.chain, counts))
-    feed = ours.engine._feed
+    feed = ours.engine.feed_one
 
     def hurried(fed):
         ours.scheduler.hurry([ours.task(PROMPT, 1, session_id="t")])
         return feed(fed)
 
-    monkeypatch.setattr(ours.engine, "_feed", hurried)
+    monkeypatch.setattr(ours.engine, "feed_one", hurried)
     reply = ours.ask(PROMPT, 4)
     assert set(counts) == {1}
     assert reply.outcome == Drafter(TableEngine()).ask(PROMPT, 4).outcome

@@ -44,7 +44,7 @@ def scripted_steps() -> list[list[Feed]]:
 def test_native_path_demo_pair_matches_general_path(role: str) -> None:
     native = Engine.load(resolve_model("demo", role))
     general = Engine.load(resolve_model("demo", role), lean=False)
-    assert isinstance(native._runner, NativeRunner)
+    assert isinstance(native.runner, NativeRunner)
     worst = 0.0
     for feeds in scripted_steps():
         for one, other in zip(native.step(feeds), general.step(feeds), strict=True):
@@ -57,8 +57,8 @@ def test_native_path_bfloat16_weights_stay_exact(arch: str, tmp_path: Path) -> N
     """Published weights are bfloat16: they take half-size panels, without loss."""
     directory = tiny_model(arch, tmp_path, bfloat16=True)
     engine = Engine.load(str(directory))
-    assert isinstance(engine._runner, NativeRunner)
-    assert engine._runner._model.weights.layer[0].qkv.is_bfloat16
+    assert isinstance(engine.runner, NativeRunner)
+    assert engine.runner.model.weights.layer[0].qkv.is_bfloat16
     run = CheckedEngine(engine, plain_model(directory))
     run.step(Feed("a", 0, random_tokens(70, 1), 70))
     run.step(Feed("a", 70, random_tokens(1, 2), 1))
@@ -81,7 +81,7 @@ def test_native_path_every_instruction_set_exact(
     monkeypatch.setattr(weights, "load_kernel", lambda *_: open_kernel(variant))
     directory = tiny_model("qwen3", tmp_path, bfloat16=bfloat16)
     engine = Engine.load(str(directory), deterministic=True)
-    assert isinstance(engine._runner, NativeRunner)
+    assert isinstance(engine.runner, NativeRunner)
     run = CheckedEngine(engine, plain_model(directory))
     run.step(Feed("a", 0, random_tokens(70, 1), 70))
     run.step(Feed("a", 70, random_tokens(3, 3), 3, (-1, -1, 1)), Feed("b", 0, [5], 1))
@@ -115,7 +115,7 @@ def test_native_path_attention_is_exact_and_of_the_row_alone(
         sliding_window=window,
     )
     engine = Engine.load(str(directory))
-    assert isinstance(engine._runner, NativeRunner)
+    assert isinstance(engine.runner, NativeRunner)
     text = random_tokens(46, 1)
     run = CheckedEngine(engine, plain_model(directory))
     run.step(Feed("whole", 0, text, 46))
@@ -146,7 +146,7 @@ def test_native_path_absent_takes_the_general_one(tmp_path: Path, monkeypatch: p
     """An installation without a C compiler has no kernel."""
     monkeypatch.setattr(weights, "load_kernel", lambda *_: Kernel(None, reason="no C compiler"))
     engine = Engine.load(str(tiny_model("llama", tmp_path)))
-    assert isinstance(engine._runner, GeneralRunner)
+    assert isinstance(engine.runner, GeneralRunner)
     assert engine.kernel == "none: no C compiler"
 
 

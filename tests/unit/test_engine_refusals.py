@@ -50,7 +50,7 @@ def test_load_layers_with_other_state_refused_by_the_probe(
 ) -> None:
     """A hybrid whose configuration would not tell is found by counting the calls of the attention."""
     served = frozenset({"linear_attention", "full_attention", "sliding_attention"})
-    monkeypatch.setattr("services.engine.model._LAYER_TYPES", served)
+    monkeypatch.setattr("services.engine.model.LAYER_TYPES", served)
     with pytest.raises(UnsupportedModelError, match="1 of 3 layers attend"):
         Engine.load(str(tiny_model(arch, tmp_path)))
 

@@ -223,10 +223,10 @@ def test_adaptive_gamma_leaves_plain_decoding_for_a_clear_gain_and_comes_back_fo
 ):
     controller = AdaptiveGamma(8, CostModel(), ends_early=False)
     speeds = {Shape(0): 1.0, Shape(current): 100.0, Shape(other): 90.0}
-    monkeypatch.setattr(controller, "_evaluate", lambda: speeds)
+    monkeypatch.setattr(controller, "evaluate", lambda: speeds)
     controller.next_shape()
     speeds[Shape(other)] = 100.0 * gain
-    controller._num_cycles = REFRESH_PLAIN
+    controller.num_cycles = REFRESH_PLAIN
     chosen = controller.next_shape()
     assert chosen.depth == (other if leaves else current)
     held = Reason.BEST if leaves else Reason.HELD
@@ -240,12 +240,12 @@ def test_adaptive_gamma_asks_for_the_longest_chain_that_is_nearly_best_when_the_
 ):
     controller = AdaptiveGamma(8, CostModel(), 12, ends_early=ends_early)
     speeds = {Shape(0): 50.0, Shape(3): 100.0, Shape(8): 100.0 * share, Shape(8, 12): 99.0}
-    monkeypatch.setattr(controller, "_evaluate", lambda: speeds)
+    monkeypatch.setattr(controller, "evaluate", lambda: speeds)
     assert controller.next_shape().depth == (chosen if ends_early else 3)
 
 
 @pytest.mark.parametrize(("gain", "chosen"), [(1.03, 0), (1.07, 4)])
 def test_adaptive_gamma_drafts_only_for_a_gain_that_its_errors_leave(monkeypatch, gain, chosen):
     controller = AdaptiveGamma(8, CostModel())
-    monkeypatch.setattr(controller, "_evaluate", lambda: {Shape(0): 100.0, Shape(4): 100.0 * gain})
+    monkeypatch.setattr(controller, "evaluate", lambda: {Shape(0): 100.0, Shape(4): 100.0 * gain})
     assert controller.next_shape().depth == chosen

@@ -226,12 +226,12 @@ def test_engine_load_takes_the_captured_path_where_it_is_preferred(
     monkeypatch.setattr(engine_module, "prefers_graphs", has_graph_path)
     directory = tiny_model("qwen3", tmp_path, head_dim=16)
     built = Engine.load(str(directory), device="cpu")
-    assert isinstance(built._runner, GraphRunner)
+    assert isinstance(built.runner, GraphRunner)
     run = CheckedEngine(built, plain_model(directory))
     run.step(Feed("a", 0, random_tokens(9, 1), 3), Feed("b", 0, random_tokens(4, 2), 3, (-1, -1, 0)))
     assert run.worst <= TOLERANCE
     other = Engine.load(str(tiny_model("gpt2", tmp_path)), device="cpu")
-    assert isinstance(other._runner, GeneralRunner)
+    assert isinstance(other.runner, GeneralRunner)
 
 
 def test_steps_in_bfloat16_stay_close_to_plain_forward(tmp_path: Path) -> None:
@@ -246,4 +246,4 @@ def test_steps_in_bfloat16_stay_close_to_plain_forward(tmp_path: Path) -> None:
 def test_engine_on_a_cpu_keeps_the_lean_path(tmp_path: Path) -> None:
     """Captured steps are for CUDA devices; the CPU has its own kernels."""
     engine = Engine.load(str(tiny_model("llama", tmp_path)), device="cpu")
-    assert type(engine._runner).__name__ == "NativeRunner"
+    assert type(engine.runner).__name__ == "NativeRunner"

@@ -109,7 +109,7 @@ def test_stripes_without_numbers_stay_in_the_vocabulary(engines: tuple[GraphEngi
     """Logits that are no numbers must not become an index outside of the embedding."""
     triton, plain = engines
     triton.choose([Feed("a", 0, [1, 2], 1)], [GREEDY])
-    program = next(iter(triton.runner._programs.values()))
+    program = next(iter(triton.runner.programs.values()))
     logits = torch.full_like(program.buffers.logits, float("nan"))
     stripes = Stripes.make(1, plain.vocab_size, torch.device("cpu"))
     tokens = torch.full((1,), -1)

@@ -282,7 +282,7 @@ def test_ray_that_gives_up_is_started_again(monkeypatch, tmp_path, num_failures,
 
     monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(init=init))
     monkeypatch.setattr(cluster, "end_marked", ended.append)
-    start = partial(cluster._start_ray, tmp_path, ExitStack(), StopSignals(), time.monotonic() + left_s)
+    start = partial(cluster.start_ray, tmp_path, ExitStack(), StopSignals(), time.monotonic() + left_s)
     if num_tries is None:
         with pytest.raises(UnavailableError, match="timed out"):
             start()

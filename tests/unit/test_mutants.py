@@ -92,14 +92,14 @@ def residual_absolute(row, draft):
 
 
 CODE_MUTANTS = {
-    "accept_with_p_zero": ("_is_accepted", accept_at_most),
-    "accept_always": ("_is_accepted", lambda *_: True),
-    "accept_against_another_law": ("_is_accepted", accept_without_quantisation),
-    "accept_if_more_likely": ("_is_accepted", lambda _, p, w, bits: p * 2**bits >= w),
-    "residual_of_the_top_k_only": ("_residual", residual_of_draft_support),
-    "residual_forgotten": ("_residual", residual_forgotten),
-    "residual_badly_scaled": ("_residual", residual_renormalised_first),
-    "residual_absolute": ("_residual", residual_absolute),
+    "accept_with_p_zero": ("is_accepted", accept_at_most),
+    "accept_always": ("is_accepted", lambda *_: True),
+    "accept_against_another_law": ("is_accepted", accept_without_quantisation),
+    "accept_if_more_likely": ("is_accepted", lambda _, p, w, bits: p * 2**bits >= w),
+    "residual_of_the_top_k_only": ("residual_law", residual_of_draft_support),
+    "residual_forgotten": ("residual_law", residual_forgotten),
+    "residual_badly_scaled": ("residual_law", residual_renormalised_first),
+    "residual_absolute": ("residual_law", residual_absolute),
 }
 
 
@@ -114,20 +114,20 @@ def test_mutant_of_rejection_is_caught(monkeypatch, name, mutant):
         check_rejection()
 
 
-def reuse_first_row_noise(scores, real=verification._best_tokens):
+def reuse_first_row_noise(scores, real=verification.best_tokens):
     return real(scores) if len(scores) < 2 else [real(scores)[0], *real(scores)[:-1]]
 
 
-def last_child_wins(target_token_ids, proposal, real=verification._walk):
+def last_child_wins(target_token_ids, proposal, real=verification.walk):
     path = real(target_token_ids, proposal).accepted_path[:-1]
-    return verification._verdict(path, target_token_ids[0], failed=True)
+    return verification.make_verdict(path, target_token_ids[0], failed=True)
 
 
 MATCH_MUTANTS = {
-    "row_of_the_parent": ("_best_tokens", reuse_first_row_noise),
-    "correction_of_another_row": ("_walk", last_child_wins),
-    "depth_of_row_forgotten": ("_row_depths", lambda proposal: [0] * (len(proposal) + 1)),
-    "tree_read_as_chain": ("_children", lambda proposal, row: [row] if row < len(proposal) else []),
+    "row_of_the_parent": ("best_tokens", reuse_first_row_noise),
+    "correction_of_another_row": ("walk", last_child_wins),
+    "depth_of_row_forgotten": ("row_depths", lambda proposal: [0] * (len(proposal) + 1)),
+    "tree_read_as_chain": ("children_of", lambda proposal, row: [row] if row < len(proposal) else []),
 }
 
 
@@ -188,8 +188,8 @@ def test_mutant_keeping_a_token_outside_its_law_is_caught(monkeypatch):
     shipped = quantised_drafter(Fixed(*Q), 2, 10)(START)
     untruncated = list(proposals_of(dict(enumerate(Q)), shipped))
     assert bias_of(Fixed(*P), untruncated) < 1e-12
-    real = verification._weight
-    monkeypatch.setattr(verification, "_weight", lambda *args: max(1, real(*args)))
+    real = verification.weight_of
+    monkeypatch.setattr(verification, "weight_of", lambda *args: max(1, real(*args)))
     with pytest.raises(AssertionError):
         bias_of(Fixed(*P), untruncated)
 

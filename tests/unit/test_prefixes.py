@@ -53,7 +53,7 @@ def pool(monkeypatch):
     pool = WorkerPool(TARGET, (), lambda info: None)
     pool.announce({"a:1", "b:1", "c:1"})
     for link in pool.links.values():
-        link._is_up = True
+        link.is_up = True
     return pool
 
 
@@ -89,6 +89,6 @@ def test_worker_that_is_late_is_the_last_resort(pool):
     late.backoff.failed(60.0)
     assert pool.pick_any(keys=lambda: keys).address != "c:1"
     for address in ("a:1", "b:1"):
-        pool.links[address]._is_up = False
+        pool.links[address].is_up = False
     assert pool.pick(keys=lambda: keys) is None
     assert pool.pick_any(keys=lambda: keys) is late

@@ -11,7 +11,7 @@ from maths_helpers import GREEDY, SAMPLED, ScriptedNoise, TinyModel, rows_of
 from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import Proposal, SparseDistribution, TokenOrigin, VerificationMethod
 from services.engine.noise import Noise
-from services.target.verification import Verdict, _is_accepted, verify
+from services.target.verification import Verdict, is_accepted, verify
 
 COUPLED, REJECTION, NAIVE = VerificationMethod
 METHODS = list(VerificationMethod)
@@ -121,11 +121,11 @@ def test_is_accepted_equals_exact_rational_comparison():
         on_the_edge = float(uniform * weight / (1 << bits))
         target_prob = rng.choice((rng.random(), on_the_edge, math.nextafter(on_the_edge, 0), 0.0, 1.0))
         expected = uniform * weight < (1 << bits) * Fraction(target_prob)
-        assert _is_accepted(float(uniform), target_prob, weight, bits) == expected
+        assert is_accepted(float(uniform), target_prob, weight, bits) == expected
 
 
 def test_is_accepted_zero_probability_fails_even_at_uniform_zero():
-    assert not _is_accepted(0.0, 0.0, 1, 12)
+    assert not is_accepted(0.0, 0.0, 1, 12)
 
 
 def test_verify_rejection_equal_laws_accepts_everything():

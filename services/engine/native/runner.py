@@ -18,10 +18,14 @@ __all__ = ["NativeRunner"]
 
 
 class NativeRunner:
-    """Runs steps on a model of `services.engine.native.weights`; the cache's rows are key and value heads."""
+    """Runs steps on a model of `services.engine.native.weights`; the cache's rows are key and value heads.
+
+    Attributes:
+        model: The packed weights and the kernel.
+    """
 
     def __init__(self, model: NativeModel) -> None:
-        self._model = model
+        self.model = model
         self._scratch = torch.empty(0)
         self._cos, self._sin = model.rotation(1)
 
@@ -29,7 +33,7 @@ class NativeRunner:
         """Return the logits [wanted rows, vocab_size] in float32; writes the new keys and values."""
         self._make_room(len(batch.token_ids), max(batch.positions))
         logits, _, arguments, _pointed_to = self._laid_out(batch)
-        self._model.kernel.gr_forward(byref(self._model.weights), byref(arguments))
+        self.model.kernel.gr_forward(byref(self.model.weights), byref(arguments))
         return logits
 
     def chain(
@@ -46,8 +50,8 @@ class NativeRunner:
         self._make_room(1, max(batch.positions))
         noise = None if noise is None else noise.contiguous()  # rows of some vocabularies are padded
         logits, numbers, arguments, _pointed_to = self._laid_out(batch)
-        count = self._model.kernel.gr_chain(
-            byref(self._model.weights),
+        count = self.model.kernel.gr_chain(
+            byref(self.model.weights),
             byref(arguments),
             numbers.ctypes.data,
             None if noise is None else noise.data_ptr(),
@@ -60,7 +64,7 @@ class NativeRunner:
         """Return the logits to be filled, all integers, the arguments, and what else these point to."""
         rows = len(batch.token_ids)
         wanted = range(rows) if batch.logit_rows is None else batch.logit_rows
-        logits = torch.empty(len(wanted), self._model.vocab_size)
+        logits = torch.empty(len(wanted), self.model.vocab_size)
         num_chain, offsets, path = _paths(batch)
         segments = (SegmentArguments * len(batch.segments))(
             *(
@@ -92,7 +96,7 @@ class NativeRunner:
         return logits, numbers, arguments, segments
 
     def _make_room(self, rows: int, position: int) -> None:
-        model = self._model
+        model = self.model
         if position >= len(self._cos):
             self._cos, self._sin = model.rotation(2 * (position + 1))
         size = model.kernel.gr_scratch_size(byref(model.weights), rows, position)
