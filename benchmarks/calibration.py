@@ -29,6 +29,7 @@ from services.draft.calibration import Calibration
 from services.draft.outlook import race_temperature
 from services.engine.engine import Engine, Feed
 from services.engine.noise import Noise
+from services.loading import load_engine
 
 WORKLOADS = (
     ("prose", 0.0),
@@ -98,7 +99,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return the errors by workload."""
     tokenizer = AutoTokenizer.from_pretrained(str(target_dir))
-    target, draft = (Engine.load(str(path), threads=1) for path in (target_dir, draft_dir))
+    target, draft = (load_engine(str(path), threads=1) for path in (target_dir, draft_dir))
     points, common = [], Calibration()
     for name, temperature in WORKLOADS:
         found = []

@@ -34,7 +34,7 @@ from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.draft.scheduler import DraftScheduler
 from services.draft.throttle import AheadStats, Throttle
-from services.engine.engine import Engine
+from services.loading import load_engine
 from services.planning import Limits
 from services.target.scheduler import TargetScheduler
 from services.tasks import Ending, ProposeTask, SessionSpec, Task, VerifyTask
@@ -105,7 +105,7 @@ class Pair:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self._draft, self._target = Engine.load(str(DRAFT_DIR)), Engine.load(str(TARGET_DIR))
+        self._draft, self._target = load_engine(str(DRAFT_DIR)), load_engine(str(TARGET_DIR))
         self._tokenizer = AutoTokenizer.from_pretrained(str(TARGET_DIR))
         self._ids = itertools.count()
 

@@ -14,8 +14,9 @@ from prometheus_client import generate_latest
 from gammaray.bench.provenance import provenance
 from gammaray.scrape import registry
 from gammaray.types import Chunk, DrafterKind, GenerationRequest, TokenOrigin
-from orchestrator.cycle import Cycle, VerifyTiming
+from orchestrator.cycle_data import Cycle
 from orchestrator.meter import OrchestratorMeter
+from orchestrator.verdicts import VerifyTiming
 from services.meter import WorkerMeter
 
 REPEATS, CALLS = 7, 20_000

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 from benchmarks.worlds import World
 from gammaray.types import TokenOrigin
-from orchestrator.cycle import Cycle, GammaController, Shape, VerifyTiming
+from orchestrator.cycle_data import Cycle, Shape
+from orchestrator.protocols import GammaController
+from orchestrator.verdicts import VerifyTiming
 from orchestrator.walk import Level
 
 __all__ = ["Lone", "Run", "crowd", "drive", "make_cycle"]

@@ -23,7 +23,7 @@ from typing import Any
 
 from gammaray import GenerationRequest
 from gammaray.types import Proposal
-from orchestrator.cycle import Shape
+from orchestrator.cycle_data import Shape
 from orchestrator.fleet import Fleet
 from orchestrator.gamma import FixedGamma
 from orchestrator.pipeline import run_cycles

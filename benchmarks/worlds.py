@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from gammaray.theory import tree_tokens
-from orchestrator.cycle import Shape
+from orchestrator.cycle_data import Shape
 from orchestrator.walk import Level
 
 __all__ = ["World", "candidates"]

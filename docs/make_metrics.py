@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from gammaray.config import METRICS_PORT
 from gammaray.metric_catalog import GROUPS, Metric
-from gammaray.scrape import METRICS_PORT
 
 HERE = Path(__file__).parent
 ALERTS = HERE.parent / "helm" / "gammaray" / "files" / "alerts.yaml"

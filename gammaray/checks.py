@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from collections.abc import Sequence
 
@@ -16,6 +17,8 @@ __all__ = [
     "check_session_id",
     "check_timeout",
     "check_token_ids",
+    "is_address",
+    "is_loopback",
 ]
 
 MAX_TOKEN_IDS = 2**20
@@ -79,3 +82,20 @@ def check_session_id(session_id: str) -> None:
     legal = all(c.isascii() and (c.isalnum() or c in "_.-") for c in session_id)
     if not legal or len(session_id) > 128:
         raise InvalidArgumentError("session_id", session_id, "at most 128 of A-Z a-z 0-9 _ . -")
+
+
+def is_address(host: str) -> bool:
+    """Whether a host is given by its IP address."""
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

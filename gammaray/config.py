@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gammaray.demo_pair import DEMO_PAIR
-from gammaray.environment import check_environment
+from gammaray.environment import OTHER_VARIABLES, PREFIX, check_environment
 from gammaray.errors import InvalidArgumentError
 from gammaray.pools import PoolSize
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
+    "METRICS_PORT",
     "ClusterSettings",
     "DraftSettings",
     "OrchestratorSettings",
@@ -33,6 +34,7 @@ __all__ = [
     "WorkerSettings",
     "at_least_one",
     "flag_names",
+    "known_variables",
     "settings_error",
 ]
 
@@ -68,19 +70,22 @@ _DETERMINISTIC: dict[str, tuple[Any, ...]] = {
     "tensor_parallel": (1,),
 }
 
+METRICS_PORT = 9464
+"""Port of the endpoint where each process has a network address of its own, as in a pod: OpenTelemetry's."""
+
 _HOST_NAMES = r"^( *(\*|\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*) *(,|$))*$"
 """Comma-separated names of hosts, without ports; with a dot in front: all names below one; or an asterisk."""
 
 
 class _Settings(BaseSettings):
     model_config = SettingsConfigDict(
-        env_prefix="GAMMARAY_", frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
+        env_prefix=PREFIX, frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
     )
 
     @model_validator(mode="before")
     @classmethod
     def _check_environment(cls, given: Any) -> Any:
-        check_environment()
+        check_environment(known_variables)
         return given
 
 
@@ -429,3 +434,10 @@ class ClusterSettings(_ModelSettings):
     deterministic: bool = Field(
         False, description="Bit-identical logits whatever the batch and gamma (CPU float32 only; slower)."
     )
+
+
+def known_variables() -> frozenset[str]:
+    """Return the names of all environment variables that gammaray reads or sets."""
+    classes = (ClusterSettings, DraftSettings, OrchestratorSettings, ScalingSettings, TargetSettings)
+    fields = {f"{PREFIX}{field.upper()}" for settings in classes for field in settings.model_fields}
+    return frozenset(fields | OTHER_VARIABLES.keys())

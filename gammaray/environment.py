@@ -1,17 +1,18 @@
 """The environment variables of gammaray, and the check that refuses a misspelt one.
 
 A setting is read from `GAMMARAY_<FIELD>`, so the fields of the classes of `gammaray.config` are the larger
-part of the list. `OTHER_VARIABLES` holds the rest; a variable that is new belongs there.
+part of the list (`gammaray.config.known_variables`). `OTHER_VARIABLES` holds the rest; a variable that is new
+belongs there.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
-__all__ = ["OTHER_VARIABLES", "PREFIX", "check_environment", "known_variables"]
+__all__ = ["OTHER_VARIABLES", "PREFIX", "check_environment"]
 
 PREFIX: Final = "GAMMARAY_"
 
@@ -30,12 +31,16 @@ OTHER_VARIABLES: Final[Mapping[str, str]] = {
 _SERVICE_HOST = "_SERVICE_HOST"
 
 
-def check_environment(environment: Mapping[str, str] | None = None) -> None:
+def check_environment(
+    known_variables: Callable[[], Collection[str]], environment: Mapping[str, str] | None = None
+) -> None:
     """Check that every variable whose name begins with `PREFIX` is one that gammaray reads.
 
     Variables that Kubernetes sets for a Service named gammaray or gammaray-* are left alone.
 
     Args:
+        known_variables: Returns the names of all variables that gammaray reads or sets; called only when a
+            variable is found that is no member of `OTHER_VARIABLES`, since importing the settings is slow.
         environment: What to check; None is the environment of this process.
 
     Raises:
@@ -55,21 +60,6 @@ def check_environment(environment: Mapping[str, str] | None = None) -> None:
             (nearest,) = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)
             allowed = f"a variable of gammaray; the nearest name is {nearest}"
             raise InvalidArgumentError(names[name], "an unknown environment variable", allowed)
-
-
-def known_variables() -> frozenset[str]:
-    """Return the names of all variables that gammaray reads or sets."""
-    from gammaray import config  # slow to import, and not needed where only other variables are set
-
-    classes = (
-        config.ClusterSettings,
-        config.DraftSettings,
-        config.OrchestratorSettings,
-        config.ScalingSettings,
-        config.TargetSettings,
-    )
-    fields = {f"{PREFIX}{field.upper()}" for settings in classes for field in settings.model_fields}
-    return frozenset(fields | OTHER_VARIABLES.keys())
 
 
 def _is_service_link(name: str, names: Collection[str]) -> bool:

@@ -17,10 +17,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric as Family
 
-__all__ = ["METRICS_PORT", "MetricsServer", "registry"]
-
-METRICS_PORT = 9464
-"""Port of the endpoint where each process has a network address of its own, as in a pod: OpenTelemetry's."""
+__all__ = ["MetricsServer", "registry"]
 
 _FORM = re.compile(r"(?P<host>.+):(?P<first>\d{1,5})(?:-(?P<last>\d{1,5}))?")
 _ALLOWED = "host:port or host:first-last, or nothing"

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gammaray.config import (
+    METRICS_PORT,
     ClusterSettings,
     DraftSettings,
     OrchestratorSettings,
     TargetSettings,
     WorkerSettings,
 )
-from gammaray.scrape import METRICS_PORT
-from gammaray.transport import APPLICATION
+from gammaray.metadata import APPLICATION
 
 __all__ = [
     "APPLICATIONS",

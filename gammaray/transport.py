@@ -22,20 +22,12 @@ from gammaray.errors import (
     TlsError,
     UnavailableError,
 )
-from gammaray.propagation import trace_metadata
+from gammaray.metadata import APPLICATION, MAX_TIMEOUT_MS, TIMEOUT_HEADER, trace_metadata
 from gammaray.rpc_errors import code_of, error_from_rpc, is_from_gammaray
 from gammaray.tasks import num_cancellations
 from gammaray.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-__all__ = ["APPLICATION", "MAX_TIMEOUT_MS", "TIMEOUT_HEADER", "RetryPolicy", "Transport"]
-
-APPLICATION = "gammaray"
-"""Name of the Ray Serve application that answers; its proxies route by the `application` metadata."""
-
-TIMEOUT_HEADER = "gammaray-timeout-ms"
-"""Header and metadata: after how many milliseconds the caller gives up, in [1, MAX_TIMEOUT_MS]."""
-
-MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000
+__all__ = ["RetryPolicy", "Transport"]
 
 CHANNEL_OPTIONS = (
     # A peer that vanishes without closing (a cut cable, a killed machine) is noticed within 40 seconds, where

@@ -18,8 +18,7 @@ import yaml
 from values_doc import Value, read_values
 from values_schema import values_schema
 
-from gammaray.config import ClusterSettings
-from gammaray.scrape import METRICS_PORT
+from gammaray.config import METRICS_PORT, ClusterSettings
 from gammaray.serving import APPLICATIONS, SERVE_ENVIRONMENT, WORKER_PORT, serve_document
 from gammaray.tls import ORCHESTRATOR_NAME, WORKER_NAME
 

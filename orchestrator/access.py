@@ -18,9 +18,9 @@ from gammaray.checks import check_session_id
 from gammaray.config import OrchestratorSettings
 from gammaray.errors import InvalidArgumentError, UnauthenticatedError
 from gammaray.keys import ApiKey, hash_key, key_id_of, read_keys
-from gammaray.transport import MAX_TIMEOUT_MS, TIMEOUT_HEADER
+from gammaray.metadata import MAX_TIMEOUT_MS, TIMEOUT_HEADER
 
-__all__ = ["ANONYMOUS", "PRIORITY_HEADER", "Authenticator", "Caller", "open_door"]
+__all__ = ["ANONYMOUS", "PRIORITY_HEADER", "Authenticator", "Caller", "open_door", "tenant_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +78,12 @@ class Caller:
 
 
 ANONYMOUS = Caller()
+
+
+def tenant_of(session_id: str) -> str:
+    """Return the tenant in a qualified name, the inverse of `Caller.qualify`."""
+    tenant, separator, _ = session_id.partition(_SEPARATOR)
+    return tenant if separator else ""
 
 
 class Authenticator:

@@ -6,9 +6,8 @@ import time
 from typing import Any
 
 from gammaray.errors import GammarayError
-from gammaray.v1 import generation_service_pb2 as pb
 
-__all__ = ["Call", "worker_call"]
+__all__ = ["Call"]
 
 
 class Call:
@@ -63,19 +62,3 @@ class Call:
         self.error = type(error).__name__
         if not self.is_over:
             self.answered(None)
-
-
-def worker_call(call: Call) -> pb.WorkerCall:
-    """Return what is kept of a call."""
-    record = pb.WorkerCall(
-        address=call.address,
-        blocks=len(call.blocks),
-        request_bytes=sum(block.ByteSize() for block in call.blocks),
-        response_bytes=sum(result.ByteSize() for result in call.results if result is not None),
-        error=call.error,
-    )
-    if len(call.blocks) > 1:
-        record.refed_tokens = sum(len(block.context.token_ids) for block in call.blocks[1:])
-    if call.results and call.results[-1] is not None:
-        record.timing.CopyFrom(call.results[-1].timing)
-    return record

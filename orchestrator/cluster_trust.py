@@ -9,12 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gammaray.checks import is_address, is_loopback
 from gammaray.config import ClusterSettings
 from gammaray.errors import InvalidArgumentError
 from gammaray.keys import hash_key, make_secret, read_keys
 from gammaray.tls import TlsFiles
 
-__all__ = ["Trust", "arrange_trust", "check_access", "is_loopback", "reachable"]
+__all__ = ["Trust", "arrange_trust", "check_access", "reachable"]
 
 
 @dataclass(frozen=True)
@@ -79,23 +80,6 @@ def _own_names(settings: ClusterSettings) -> str:
     if not is_loopback(settings.host):
         names += [name for name in (settings.host, socket.gethostname()) if not is_address(name)]
     return ",".join(names)
-
-
-def is_address(host: str) -> bool:
-    """Whether a host is given by its IP address."""
-    try:
-        ipaddress.ip_address(host.strip("[]"))
-    except ValueError:
-        return False
-    return True
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def reachable(host: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from gammaray.metrics import SpeculationCounters
 from gammaray.types import Chunk, EmittedToken, FinishReason, TokenOrigin, TopLogprob, Usage
-from orchestrator.cycle import Cycle
+from orchestrator.cycle_data import Cycle
 from orchestrator.records import StoredToken
 from orchestrator.session import Session
 from orchestrator.tokenizer import Tokenizer

@@ -7,162 +7,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import replace
 
 from gammaray.errors import GammarayError, InternalError, InvalidArgumentError
-from gammaray.types import DrafterKind, FinishReason, Proposal, TokenOrigin
+from gammaray.types import DrafterKind, Proposal, TokenOrigin
+from orchestrator.cycle_data import Cycle, Shape
+from orchestrator.protocols import Drafter, GammaController, SessionStore, Verifier
 from orchestrator.session import Session
-from orchestrator.verdicts import TokenLogprobs, Verdict, VerifyTiming
-from orchestrator.walk import Level, walk
+from orchestrator.verdicts import Verdict
+from orchestrator.walk import walk
 
-__all__ = [
-    "Cycle",
-    "Drafter",
-    "GammaController",
-    "SessionStore",
-    "Shape",
-    "TokenLogprobs",
-    "Verdict",
-    "Verifier",
-    "VerifyTiming",
-    "run_cycle",
-]
+__all__ = ["run_cycle"]
 
 _log = logging.getLogger(__name__)
 
 EMPTY = Proposal()
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a proposal may look like.
-
-    Args:
-        depth: Upper bound of the longest path, in tokens: gamma. 0 is plain decoding.
-        max_nodes: Upper bound of nodes; up to `depth` it means a chain, above it a tree may come.
-        reason: Why the controller chose it.
-        is_fallback: Whether the drafter that the request allows cannot propose.
-        stop_threshold: A chain ends before a token that the draft believes is less likely accepted; 0: never.
-    """
-
-    depth: int
-    max_nodes: int = 0
-    reason: str = field(default="", compare=False)
-    is_fallback: bool = field(default=False, compare=False)
-    stop_threshold: float = field(default=0.0, compare=False)
-
-    def clipped(self, depth: int) -> Shape:
-        """Return the shape with at most `depth` levels."""
-        return self if self.depth <= depth else replace(self, depth=depth)
-
-
-@dataclass(frozen=True)
-class Cycle:
-    """What one cycle did.
-
-    Args:
-        gamma: Depth of the proposal that was asked for.
-        num_drafted: Nodes of the proposal that was verified; 0 after a failed propose.
-        num_tested: Proposed tokens put to the test.
-        num_accepted: Proposed tokens that the target agreed with, those behind the cut included.
-        token_ids: The emitted tokens, at least one.
-        origins: Where each came from.
-        logprobs: One per emitted token when asked for, else empty.
-        text: Text that became complete.
-        finish_reason: Set when this cycle ended the completion.
-        draft_s: Seconds waited for the proposal.
-        verify_s: Seconds waited for the verdict.
-        total_s: Seconds of the whole cycle.
-        is_first: Whether it was the session's first cycle, whose waits contain the prefill.
-        draft_failed: Whether the drafter failed or was late.
-        shape: What was asked for, with the controller's reason; its depth is `gamma`.
-        levels: What verification met on its way down the proposal.
-        timing: Where the target worker's time went; None when it did not say.
-        drafter: Who proposed; NONE when nothing was proposed.
-        draft_worker: Address of the draft worker that proposed, "" for none.
-        is_fallback: Whether the drafter that the request allows could not propose.
-        is_prepared: Whether the proposal was there before it was asked for.
-        started: `time.perf_counter()` at its beginning.
-    """
-
-    gamma: int
-    num_drafted: int
-    num_tested: int
-    num_accepted: int
-    token_ids: tuple[int, ...]
-    origins: tuple[TokenOrigin, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    text: str
-    finish_reason: FinishReason | None
-    draft_s: float
-    verify_s: float
-    total_s: float
-    is_first: bool
-    draft_failed: bool
-    shape: Shape = Shape(0)
-    levels: tuple[Level, ...] = ()
-    timing: VerifyTiming | None = None
-    drafter: DrafterKind = DrafterKind.NONE
-    draft_worker: str = ""
-    is_fallback: bool = False
-    is_prepared: bool = False
-    started: float = 0.0
-
-
-class Drafter(Protocol):
-    """Proposes tokens for one session; whatever it does can only cost speed."""
-
-    async def propose(self, session: Session, shape: Shape) -> Proposal:
-        """Return tokens that may follow the committed ones, a chain or a tree within `shape`.
-
-        Raises:
-            GammarayError: There is no proposal this time; the cycle goes on without one.
-        """
-
-
-class Verifier(Protocol):
-    """Verifies proposals for one session."""
-
-    async def verify(self, session: Session, proposal: Proposal) -> Verdict:
-        """Return the target's verdict on a proposal, which may be empty.
-
-        Raises:
-            InvalidArgumentError: The target refuses the proposal.
-            GammarayError: No verdict; the request fails.
-        """
-
-
-class SessionStore(Protocol):
-    """Holds what must outlive this process."""
-
-    def append(
-        self,
-        session: Session,
-        token_ids: Sequence[int],
-        origins: Sequence[TokenOrigin],
-        logprobs: Sequence[TokenLogprobs] = (),
-    ) -> Coroutine[Any, Any, None]:
-        """Store the tokens that end the session's committed ones, and its `finish_reason`.
-
-        The session is read in the call itself and not when the result is awaited: it may move on before.
-
-        Raises:
-            FailedPreconditionError: The session has another owner by now.
-            CancelledError: It was cancelled.
-            UnavailableError: The store cannot be reached.
-        """
-
-
-class GammaController(Protocol):
-    """Chooses gamma, and the width beside it."""
-
-    def next_shape(self) -> Shape:
-        """Return the shape of the next cycle's proposal."""
-
-    def observe(self, cycle: Cycle) -> None:
-        """Learn from a finished cycle."""
 
 
 async def run_cycle(

@@ -9,11 +9,11 @@ from gammaray.convert import origin_to_proto
 from gammaray.types import DrafterKind, TokenOrigin
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1 import types_pb2
-from orchestrator.calls import Call, worker_call
-from orchestrator.cycle import Cycle
+from orchestrator.calls import Call
+from orchestrator.cycle_data import Cycle
 from orchestrator.session import Session
 
-__all__ = ["cycle_record", "failed_record"]
+__all__ = ["cycle_record", "failed_record", "worker_call"]
 
 _DRAFTERS = {
     DrafterKind.MODEL: types_pb2.DRAFTER_KIND_MODEL,
@@ -83,4 +83,20 @@ def failed_record(session: Session, calls: Mapping[str, Call], clock_ns: int) ->
         else:
             record.verify_us = took_us
             record.target.CopyFrom(worker_call(call))
+    return record
+
+
+def worker_call(call: Call) -> pb.WorkerCall:
+    """Return what is kept of a call."""
+    record = pb.WorkerCall(
+        address=call.address,
+        blocks=len(call.blocks),
+        request_bytes=sum(block.ByteSize() for block in call.blocks),
+        response_bytes=sum(result.ByteSize() for result in call.results if result is not None),
+        error=call.error,
+    )
+    if len(call.blocks) > 1:
+        record.refed_tokens = sum(len(block.context.token_ids) for block in call.blocks[1:])
+    if call.results and call.results[-1] is not None:
+        record.timing.CopyFrom(call.results[-1].timing)
     return record

@@ -6,8 +6,9 @@ from collections.abc import Awaitable, Callable
 
 from gammaray.errors import CancelledError, UnavailableError
 from gammaray.types import Proposal
-from orchestrator.cycle import Verdict, Verifier
+from orchestrator.protocols import Verifier
 from orchestrator.session import Session
+from orchestrator.verdicts import Verdict
 
 __all__ = ["TRIES", "FencedVerifier"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fastapi import FastAPI, Response
+import fastapi
+from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -23,12 +24,12 @@ def add_metrics(app: FastAPI, backend: Backend) -> None:
     """Add GET /metrics, and GET /metrics/targets for the `http_sd_configs` of Prometheus."""
 
     @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics() -> fastapi.Response:
         processes = await backend.status()
         if any(process.role == "redis" and not process.healthy for process in processes):
             # Without the other orchestrators the sums would fall, which a scraper takes for a restart.
             raise UnavailableError("Redis cannot be reached, which knows the other orchestrators")
-        return Response(vllm_metrics(processes), media_type=CONTENT_TYPE_LATEST)
+        return fastapi.Response(vllm_metrics(processes), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/metrics/targets")
     async def metrics_targets() -> list[dict[str, Any]]:

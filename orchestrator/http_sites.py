@@ -17,8 +17,8 @@ import grpc
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gammaray.checks import is_address
 from gammaray.errors import InvalidArgumentError
-from orchestrator.cluster_trust import is_address
 from orchestrator.http_errors import error_response
 
 __all__ = ["ForeignSiteError", "Hosts", "SiteControl"]

@@ -17,8 +17,9 @@ from typing import Any, Protocol
 from gammaray.errors import GammarayError
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.calls import Call
-from orchestrator.cycle import Cycle, GammaController, Shape
+from orchestrator.cycle_data import Cycle, Shape
 from orchestrator.cycle_record import cycle_record, failed_record
+from orchestrator.protocols import GammaController
 from orchestrator.session import Session
 from orchestrator.session_trace import CycleBundle, ReadingBundle, SessionTrace
 

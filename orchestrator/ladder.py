@@ -16,10 +16,11 @@ from dataclasses import replace
 
 from gammaray.errors import GammarayError
 from gammaray.types import DrafterKind, Proposal
-from orchestrator.cycle import Cycle, GammaController, Shape
+from orchestrator.cycle_data import Cycle, Shape
 from orchestrator.gamma import AdaptiveGamma
 from orchestrator.heritage import Counts, Heritage
 from orchestrator.ngram import NgramDrafter
+from orchestrator.protocols import GammaController
 from orchestrator.remote_draft import Readiness, RemoteDrafter
 from orchestrator.session import Session
 

@@ -17,7 +17,7 @@ from gammaray.processes import SpeculationTotals
 from gammaray.types import Chunk, DrafterKind, FinishReason, GenerationRequest, TokenOrigin
 from orchestrator.access import ANONYMOUS, Caller
 from orchestrator.admission import Admission
-from orchestrator.cycle import Cycle
+from orchestrator.cycle_data import Cycle
 from orchestrator.fleet import Fleet
 
 __all__ = ["OrchestratorMeter", "RequestMeter", "metered"]

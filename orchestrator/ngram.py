@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from gammaray.errors import UnavailableError
 from gammaray.types import DrafterKind, Proposal, SparseDistribution
-from orchestrator.cycle import Shape
+from orchestrator.cycle_data import Shape
 from orchestrator.session import Session
 
 __all__ = ["NgramDrafter"]

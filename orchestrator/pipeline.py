@@ -9,16 +9,16 @@ from typing import Any
 
 from gammaray.tasks import end_tasks
 from gammaray.types import TokenOrigin
-from orchestrator.cycle import (
-    Cycle,
+from orchestrator.cycle import run_cycle
+from orchestrator.cycle_data import Cycle
+from orchestrator.protocols import (
     Drafter,
     GammaController,
     SessionStore,
-    TokenLogprobs,
     Verifier,
-    run_cycle,
 )
 from orchestrator.session import Session
+from orchestrator.verdicts import TokenLogprobs
 
 __all__ = ["run_cycles"]
 

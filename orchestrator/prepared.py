@@ -10,7 +10,7 @@ from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.types import MAX_GAMMA, MAX_NODES, Proposal
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
-from orchestrator.cycle import Shape
+from orchestrator.cycle_data import Shape
 
 __all__ = ["PreparedProposals"]
 

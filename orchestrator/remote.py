@@ -16,11 +16,11 @@ from gammaray.convert_sampling import sampling_to_proto
 from gammaray.errors import GammarayError, InternalError
 from gammaray.rpc_errors import error_from_status
 from gammaray.v1 import types_pb2 as pb
+from orchestrator.access import tenant_of
 from orchestrator.calls import Call
 from orchestrator.links import WorkerLink
 from orchestrator.prefixes import prefix_keys
 from orchestrator.session import Session
-from orchestrator.store_keys import tenant_of
 from orchestrator.wire import BlockT, ResultT
 from orchestrator.workers import WorkerPool
 

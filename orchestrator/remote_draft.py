@@ -15,7 +15,7 @@ from gammaray.types import Proposal
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.backoff import Backoff
-from orchestrator.cycle import Shape
+from orchestrator.cycle_data import Shape
 from orchestrator.links import WorkerLink
 from orchestrator.prepared import PreparedProposals
 from orchestrator.remote import Remote

@@ -13,11 +13,15 @@ from gammaray.types import PromptLogprobs, Proposal
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.cpu_threads import INLINE_NUMBERS, in_thread
-from orchestrator.cycle import TokenLogprobs, Verdict, VerifyTiming
 from orchestrator.identity import TargetLink, identity_of, of_identity, why_nobody
 from orchestrator.links import WorkerLink
 from orchestrator.remote import Remote
 from orchestrator.session import Session
+from orchestrator.verdicts import (
+    TokenLogprobs,
+    Verdict,
+    VerifyTiming,
+)
 from orchestrator.workers import WorkerPool
 
 __all__ = ["RemoteVerifier"]

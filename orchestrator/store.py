@@ -24,13 +24,18 @@ from gammaray.errors import (
 )
 from gammaray.types import TokenOrigin
 from orchestrator import store_scripts as scripts
+from orchestrator.access import tenant_of
 from orchestrator.cpu_threads import INLINE_BYTES, in_thread
-from orchestrator.cycle import TokenLogprobs
 from orchestrator.records import TokenRecords
 from orchestrator.redis_calls import BatchedScript, answer
 from orchestrator.session import Session
 from orchestrator.store_bounds import StoreBounds
-from orchestrator.store_keys import RUNNING, index_of, keys_of, request_keys, tenant_of
+from orchestrator.store_keys import (
+    RUNNING,
+    index_of,
+    keys_of,
+    request_keys,
+)
 from orchestrator.stored import (
     SUMMARY_FIELDS,
     SessionSummary,
@@ -42,6 +47,7 @@ from orchestrator.stored import (
     room_of,
     split_summary,
 )
+from orchestrator.verdicts import TokenLogprobs
 
 __all__ = ["LEASE_S", "RedisStore", "StoredSession"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from gammaray.errors import GammarayError
+from orchestrator.access import tenant_of
 from orchestrator.redis_calls import Redis, answer
-from orchestrator.store_keys import tenant_of
 
 __all__ = ["DEFAULT_TOTAL", "StoreBounds"]
 

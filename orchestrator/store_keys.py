@@ -27,7 +27,9 @@ Times are in milliseconds since 1970, by Redis's clock.
 
 from __future__ import annotations
 
-__all__ = ["RUNNING", "index_of", "keys_of", "request_keys", "tenant_of"]
+from orchestrator.access import tenant_of
+
+__all__ = ["RUNNING", "index_of", "keys_of", "request_keys"]
 
 RUNNING = "gammaray:running"
 _STORED = "gammaray:stored"
@@ -55,12 +57,6 @@ def request_keys(session_id: str, digest: str) -> list[str]:
     """Return the keys of a session's request: the request, and the sessions that use it."""
     key = f"gammaray:request:{tenant_of(session_id)}/{digest}"
     return [key, f"{key}:users"]
-
-
-def tenant_of(session_id: str) -> str:
-    """Return the tenant in a qualified name, see `orchestrator.access.Caller`."""
-    tenant, separator, _ = session_id.partition(":")
-    return tenant if separator else ""
 
 
 def index_of(tenant: str) -> str:

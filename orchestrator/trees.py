@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gammaray.theory import tree_tokens
-from orchestrator.cycle import Shape
+from orchestrator.cycle_data import Shape
 from orchestrator.walk import Level
 
 __all__ = ["TreeModel"]

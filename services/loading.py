@@ -1,16 +1,97 @@
-"""Loads a model as a worker's settings say."""
+"""Loads a model into an engine: chooses what computes its forwards, and checks it against the model."""
 
 from __future__ import annotations
 
+import logging
+
+import torch
+
 from gammaray.config import WorkerSettings
-from services.engine.cache_budget import CacheBudget
-from services.engine.engine import Engine
+from services.engine.cache_budget import DEFAULT_CACHE_BUDGET_BYTES, CacheBudget
+from services.engine.checks import check_deterministic, check_model
+from services.engine.deterministic import check_covered
+from services.engine.engine import Engine, Runner
+from services.engine.general import GeneralRunner
+from services.engine.graphs import GraphRunner
+from services.engine.graphs_weights import build_graph_model, prefers_graphs
+from services.engine.kv_cache import CacheShape, CacheStore
+from services.engine.model import load_model
+from services.engine.native.library import load_kernel
+from services.engine.native.runner import NativeRunner
+from services.engine.native.weights import build_native, native_obstacle
+from services.engine.probe import probe_model
 
-__all__ = ["limit_cache", "load_engine"]
+__all__ = ["limit_cache", "load_engine", "load_worker_engine"]
+
+_log = logging.getLogger(__name__)
 
 
-def load_engine(path: str, settings: WorkerSettings) -> Engine:
-    """Return the engine of a model in one process.
+def load_engine(
+    model: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    threads: int = 1,
+    cache_budget_bytes: int = DEFAULT_CACHE_BUDGET_BYTES,
+    deterministic: bool = False,
+    lean: bool = True,
+    kernel_cache: str = "",
+) -> Engine:
+    """Load a model and check that it can be served exactly.
+
+    Args:
+        model: Directory or hub name.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        dtype: "auto" (float32 on CPU, bfloat16 elsewhere), "float32", "bfloat16" or "float16".
+        threads: Arithmetic threads of this process.
+        cache_budget_bytes: Upper bound of all sessions' keys and values together.
+        deterministic: Logits do not depend, to the last bit, on what else is in a step; see
+            `services.engine.deterministic` for what is covered.
+        lean: Use the compiled kernel (CPU) or CUDA graphs where they cover the architecture.
+        kernel_cache: Folder of compiled CPU kernels; empty: the default of `load_kernel`.
+
+    Raises:
+        UnsupportedModelError: It cannot be served exactly; the reason is in the error.
+        NotFoundError: There is no such model.
+        InvalidArgumentError: Unknown device or dtype.
+    """
+    torch.set_num_threads(threads)
+    loaded = load_model(model, device=device, dtype=dtype)
+    if deterministic:
+        check_covered(loaded)
+    layout = probe_model(loaded)
+    rows, dim = layout.kv_heads, layout.kv_dim
+    runner: Runner
+    obstacle = native_obstacle(loaded, kernel_cache) if lean else "lean is off"
+    if not obstacle:
+        kernel = load_kernel().variant
+        runner = NativeRunner(build_native(loaded, layout.windows, layout.vocab_size))
+        rows, dim = 2 * rows, dim // 2
+    elif lean and not deterministic and prefers_graphs(loaded):
+        kernel = "CUDA graphs"
+        runner = GraphRunner(build_graph_model(loaded, layout.vocab_size))
+        rows, dim = 2 * rows, dim // 2
+    else:
+        kernel = f"none: {obstacle}"
+        runner = GeneralRunner(loaded, layout, fixed_shapes=deterministic)
+    shape = CacheShape(layout.num_layers, rows, dim, loaded.dtype, loaded.device)
+    engine = Engine(
+        runner,
+        CacheStore(shape, cache_budget_bytes),
+        model_name=model,
+        vocab_size=layout.vocab_size,
+        max_context=loaded.max_context,
+        kernel=kernel,
+    )
+    _log_kernel(engine)
+    check_model(engine, loaded)
+    if deterministic:
+        check_deterministic(engine)
+    return engine
+
+
+def load_worker_engine(path: str, settings: WorkerSettings) -> Engine:
+    """Load a model as a worker's settings say, in one process.
 
     Args:
         path: Directory or hub name.
@@ -21,7 +102,7 @@ def load_engine(path: str, settings: WorkerSettings) -> Engine:
         NotFoundError: There is no such model.
         InvalidArgumentError: Unknown device or dtype.
     """
-    engine = Engine.load(
+    engine = load_engine(
         path,
         device=settings.device,
         dtype=settings.dtype,
@@ -39,3 +120,14 @@ def limit_cache(engine: Engine, settings: WorkerSettings) -> None:
     given = settings.cache_budget_mb
     budget = CacheBudget(None if given is None else given << 20, settings.cache_memory_share)
     engine.limit_cache(budget.on(engine.device))
+
+
+def _log_kernel(engine: Engine) -> None:
+    if engine.device.type == "cpu" and engine.kernel.startswith("none"):
+        _log.warning(
+            "%s runs without the compiled CPU kernel (%s): its forwards take several times as long",
+            engine.model_name,
+            engine.kernel,
+        )
+    else:
+        _log.info("%s runs with the kernel %s on %s", engine.model_name, engine.kernel, engine.device.type)

@@ -2,18 +2,59 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Protocol
 
 from gammaray.errors import GammarayError
 from gammaray.meter import Meter
 from gammaray.processes import WorkerTotals
+from services.engine.kv_cache import CacheStats
 from services.tasks import NeedTokens
 
-if TYPE_CHECKING:
-    from services.batching import Scheduler
-    from services.draft.throttle import AheadStats
+__all__ = ["AheadStats", "ObservedScheduler", "WorkerMeter"]
 
-__all__ = ["WorkerMeter"]
+
+@dataclass
+class AheadStats:
+    """Counters of draft-ahead.
+
+    Attributes:
+        lookups: Proposals asked for after another one of the session.
+        hits: Those that were ready, without a forward.
+        forwards: Forwards spent on drafting ahead.
+        rows: Tokens fed in them.
+        used_rows: Those that became part of a proposal or of the text.
+    """
+
+    lookups: int = 0
+    hits: int = 0
+    forwards: int = 0
+    rows: int = 0
+    used_rows: int = 0
+
+    @property
+    def wasted_rows(self) -> int:
+        """Tokens fed ahead that were of no use, those that still may be included."""
+        return self.rows - self.used_rows
+
+
+class ObservedEngine(Protocol):
+    """The part of an engine that is read for metrics."""
+
+    def stats(self) -> CacheStats:
+        """Return the counters of the cache."""
+
+
+class ObservedScheduler(Protocol):
+    """The part of a scheduler that is read for metrics."""
+
+    @property
+    def engine(self) -> ObservedEngine:
+        """The engine that it steps."""
+
+    @property
+    def num_queued(self) -> int:
+        """Blocks that wait for their first step."""
 
 
 class WorkerMeter:
@@ -42,8 +83,8 @@ class WorkerMeter:
         self._prefix_hits = meter.counter("gammaray.worker.prefix_cache.hits", role=role)
         self._ahead: AheadStats | None = None
 
-    def watch(self, scheduler: Scheduler[Any]) -> None:
-        """Have the state of a scheduler and its cache read when somebody asks."""
+    def watch(self, scheduler: ObservedScheduler) -> None:
+        """Read the state of a scheduler and its cache at every collection."""
         meter, role, engine = self.meter, self._role, scheduler.engine
         meter.gauge("gammaray.worker.queue_depth", lambda: scheduler.num_queued, role=role)
         meter.gauge("gammaray.worker.sessions", lambda: engine.stats().num_sessions, role=role)
@@ -53,7 +94,7 @@ class WorkerMeter:
         meter.observed("gammaray.worker.cache.evictions", lambda: engine.stats().num_evictions, role=role)
 
     def watch_ahead(self, stats: AheadStats) -> None:
-        """Have the counters of draft-ahead read when somebody asks."""
+        """Read the counters of draft-ahead at every collection."""
         self._ahead = stats
         self.meter.observed("gammaray.draft_ahead.lookups", lambda: stats.lookups)
         self.meter.observed("gammaray.draft_ahead.hits", lambda: stats.hits)

@@ -22,7 +22,7 @@ from services.engine.engine import Engine
 from services.engine.model import resolve_model
 from services.engine_thread import EngineThread
 from services.load import LoadReport, LoadReporter
-from services.loading import load_engine
+from services.loading import load_worker_engine
 from services.messages import Model
 from services.meter import WorkerMeter
 from services.planning import Limits
@@ -178,7 +178,7 @@ class Worker(ABC, Generic[SettingsT]):
         self.ended.set()
 
     def _load_engine(self, path: str) -> Engine:
-        return load_engine(path, self.settings)
+        return load_worker_engine(path, self.settings)
 
     def _identity(self, path: str, engine: Engine) -> str:
         """Return what sessions are kept to: nothing, since only a target's tokens are the text."""

@@ -32,6 +32,7 @@ from benchmarks.demo_pair.evaluate import agreement
 from benchmarks.demo_pair.train import held_out_windows, optimizers_of, rate
 from services.demo_pair import TARGET_DIR
 from services.engine.engine import Engine, Feed
+from services.loading import load_engine
 
 __all__ = ["Lessons", "distil", "divergence", "read_lessons", "variation", "write_samples"]
 
@@ -186,7 +187,7 @@ def main() -> None:
         torch.from_numpy(np.asarray(read_split(options.work, split))) for split in ("train", "held")
     )
     held_windows = held_out_windows(held.numpy(), _LENGTH)
-    writer = Engine.load(str(options.target), threads=options.threads)
+    writer = load_engine(str(options.target), threads=options.threads)
     own_windows = write_samples(writer, held, 96)
     corpus = train[: len(train) // _LENGTH * _LENGTH].view(-1, _LENGTH)
     corpus = corpus[torch.randperm(len(corpus))[: options.limit]]

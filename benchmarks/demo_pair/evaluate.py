@@ -39,6 +39,7 @@ from gammaray.bench.documents import documents
 from gammaray.bench.tables import plain_table
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.engine.engine import Engine, Feed
+from services.loading import load_engine
 
 __all__ = ["Agreement", "agreement", "step_times"]
 
@@ -96,7 +97,7 @@ def step_times(target: Path, draft: Path, context: list[int], num_steps: int = 2
     Runs of draft and of target steps alternate, so that a change of the clock touches both: runs of eight, as
     a chain is drafted, and of one step, where each model finds the other's weights in the processor's cache.
     """
-    engines = {"target": Engine.load(str(target), threads=1), "draft": Engine.load(str(draft), threads=1)}
+    engines = {"target": load_engine(str(target), threads=1), "draft": load_engine(str(draft), threads=1)}
     for engine in engines.values():
         engine.step([Feed("s", 0, context, 1)])
 

@@ -7,6 +7,7 @@ not answer or TLS with it fails, 130 interrupted; `qualify` has two more for its
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from importlib import import_module
 
 import click
@@ -56,7 +57,7 @@ class _Gammaray(click.Group):
     def invoke(self, context: click.Context) -> None:
         try:
             if not {"-h", "--help"}.intersection(context.args):
-                check_environment()
+                check_environment(_known_variables)
             super().invoke(context)
         except KeyboardInterrupt:
             click.echo(err=True)
@@ -67,6 +68,12 @@ class _Gammaray(click.Group):
             code, message = failure
             click.echo(f"gammaray: {message}", err=True)
             context.exit(code)
+
+
+def _known_variables() -> Collection[str]:
+    from gammaray.config import known_variables  # imports pydantic, which most commands do not need
+
+    return known_variables()
 
 
 def _failure(error: Exception) -> tuple[int, str] | None:

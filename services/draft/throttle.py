@@ -8,9 +8,9 @@ sooner without it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from services.meter import AheadStats
 
-__all__ = ["AheadStats", "Throttle"]
+__all__ = ["Throttle"]
 
 DECAY, SLOW_DECAY = 0.95, 0.99
 """Per lookup. Time saved and spent count for some twenty of them, hits foreseen and come for a hundred."""
@@ -26,30 +26,6 @@ PAUSE = 64
 
 MIN_OUTCOME = 0.08
 """Outcomes less likely than this are not prepared for: one more row costs about half a forward on a CPU."""
-
-
-@dataclass
-class AheadStats:
-    """Counters of draft-ahead.
-
-    Attributes:
-        lookups: Proposals asked for after another one of the session.
-        hits: Those that were ready, without a forward.
-        forwards: Forwards spent on drafting ahead.
-        rows: Tokens fed in them.
-        used_rows: Those that became part of a proposal or of the text.
-    """
-
-    lookups: int = 0
-    hits: int = 0
-    forwards: int = 0
-    rows: int = 0
-    used_rows: int = 0
-
-    @property
-    def wasted_rows(self) -> int:
-        """Tokens fed ahead that were of no use, those that still may be included."""
-        return self.rows - self.used_rows
 
 
 class Throttle:

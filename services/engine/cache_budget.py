@@ -7,7 +7,10 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["CacheBudget", "available_memory", "free_memory"]
+__all__ = ["DEFAULT_CACHE_BUDGET_BYTES", "CacheBudget", "available_memory", "free_memory"]
+
+DEFAULT_CACHE_BUDGET_BYTES = 2 * 2**30
+"""Budget of an engine that is loaded without settings."""
 
 MIN_BYTES = 64 * 2**20
 """What is taken where less is free: a step that does not fit is refused by name."""

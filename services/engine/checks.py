@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from services.engine.attention import ATTENTION_NAME
 from services.engine.batch import Feed
+from services.engine.engine import Engine
 from services.engine.errors import UnsupportedModelError
 from services.engine.model import LoadedModel
-
-if TYPE_CHECKING:
-    from services.engine.engine import Engine
 
 __all__ = ["check_deterministic", "check_model"]
 

@@ -1,6 +1,6 @@
 """Deterministic mode: a token's logits do not depend, to the last bit, on what else is in a step.
 
-With `Engine.load(..., deterministic=True)` the same tokens give bit-identical logits alone and in a batch,
+With `load_engine(..., deterministic=True)` the same tokens give bit-identical logits alone and in a batch,
 one by one, in chunks of any size, as a proposal of any gamma and as nodes of a tree. So the tokens drawn
 do not depend on gamma, the drafter or the load, not even where two logits are within rounding.
 

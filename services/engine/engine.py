@@ -7,7 +7,6 @@ thread-safe: one thread owns an engine.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import c_int32
@@ -18,25 +17,12 @@ import torch
 from torch import Tensor
 
 from services.engine.batch import Batch, Feed
-from services.engine.checks import check_deterministic, check_model
-from services.engine.deterministic import check_covered
 from services.engine.errors import CacheGapError
 from services.engine.feeds import plan_batch
-from services.engine.general import GeneralRunner
-from services.engine.graphs import GraphRunner
-from services.engine.graphs_weights import build_graph_model, prefers_graphs
-from services.engine.kv_cache import CacheShape, CacheStats, CacheStore, Source
-from services.engine.model import load_model
-from services.engine.native.library import load_kernel
+from services.engine.kv_cache import CacheStats, CacheStore, Source
 from services.engine.native.runner import NativeRunner
-from services.engine.native.weights import build_native, native_obstacle
-from services.engine.probe import probe_model
 
 __all__ = ["Engine", "Feed", "Runner"]
-
-DEFAULT_CACHE_BUDGET_BYTES = 2 * 2**30
-
-_log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
@@ -48,7 +34,7 @@ class Runner(Protocol):
 
 
 class Engine:
-    """One model and the caches of its sessions; build it with `load`.
+    """One model and the caches of its sessions; `services.loading` builds it.
 
     Attributes:
         model_name: Directory or hub name.
@@ -81,71 +67,6 @@ class Engine:
         self.dtype = store.shape.dtype
         self.runner = runner
         self._store = store
-
-    @classmethod
-    def load(
-        cls,
-        model: str,
-        *,
-        device: str = "auto",
-        dtype: str = "auto",
-        threads: int = 1,
-        cache_budget_bytes: int = DEFAULT_CACHE_BUDGET_BYTES,
-        deterministic: bool = False,
-        lean: bool = True,
-        kernel_cache: str = "",
-    ) -> Engine:
-        """Load a model and check that it can be served exactly.
-
-        Args:
-            model: Directory or hub name.
-            device: "auto", "cpu", "cuda" or "cuda:N".
-            dtype: "auto" (float32 on CPU, bfloat16 elsewhere), "float32", "bfloat16" or "float16".
-            threads: Arithmetic threads of this process.
-            cache_budget_bytes: Upper bound of all sessions' keys and values together.
-            deterministic: Logits do not depend, to the last bit, on what else is in a step; see
-                `services.engine.deterministic` for what is covered.
-            lean: Use the compiled kernel (CPU) or CUDA graphs where they cover the architecture.
-            kernel_cache: Folder of compiled CPU kernels; empty: the default of `load_kernel`.
-
-        Raises:
-            UnsupportedModelError: It cannot be served exactly; the reason is in the error.
-            NotFoundError: There is no such model.
-            InvalidArgumentError: Unknown device or dtype.
-        """
-        torch.set_num_threads(threads)
-        loaded = load_model(model, device=device, dtype=dtype)
-        if deterministic:
-            check_covered(loaded)
-        layout = probe_model(loaded)
-        rows, dim = layout.kv_heads, layout.kv_dim
-        runner: Runner
-        obstacle = native_obstacle(loaded, kernel_cache) if lean else "lean is off"
-        if not obstacle:
-            kernel = load_kernel().variant
-            runner = NativeRunner(build_native(loaded, layout.windows, layout.vocab_size))
-            rows, dim = 2 * rows, dim // 2
-        elif lean and not deterministic and prefers_graphs(loaded):
-            kernel = "CUDA graphs"
-            runner = GraphRunner(build_graph_model(loaded, layout.vocab_size))
-            rows, dim = 2 * rows, dim // 2
-        else:
-            kernel = f"none: {obstacle}"
-            runner = GeneralRunner(loaded, layout, fixed_shapes=deterministic)
-        shape = CacheShape(layout.num_layers, rows, dim, loaded.dtype, loaded.device)
-        engine = cls(
-            runner,
-            CacheStore(shape, cache_budget_bytes),
-            model_name=model,
-            vocab_size=layout.vocab_size,
-            max_context=loaded.max_context,
-            kernel=kernel,
-        )
-        _log_kernel(engine)
-        check_model(engine, loaded)
-        if deterministic:
-            check_deterministic(engine)
-        return engine
 
     def step(
         self, feeds: Sequence[Feed], within: AbstractContextManager[object] | None = None
@@ -322,14 +243,3 @@ class Engine:
 
     def _plan(self, feeds: Sequence[Feed]) -> Batch:
         return plan_batch(feeds, self._store, self.vocab_size, self.max_context)
-
-
-def _log_kernel(engine: Engine) -> None:
-    if engine.device.type == "cpu" and engine.kernel.startswith("none"):
-        _log.warning(
-            "%s runs without the compiled CPU kernel (%s): its forwards take several times as long",
-            engine.model_name,
-            engine.kernel,
-        )
-    else:
-        _log.info("%s runs with the kernel %s on %s", engine.model_name, engine.kernel, engine.device.type)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.engine.batch import Feed
-from services.engine.engine import DEFAULT_CACHE_BUDGET_BYTES, Engine
+from services.engine.cache_budget import DEFAULT_CACHE_BUDGET_BYTES
+from services.engine.engine import Engine
 from services.engine.errors import UnsupportedModelError
 from services.engine.graphs import GraphRunner
 from services.engine.graphs_draft import Drafter, TreeShape

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from services.engine.batch import Batch, Feed
+from services.engine.cache_budget import DEFAULT_CACHE_BUDGET_BYTES
 from services.engine.checks import check_model
-from services.engine.engine import DEFAULT_CACHE_BUDGET_BYTES, Engine
+from services.engine.engine import Engine
 from services.engine.errors import EngineLostError
 from services.engine.general import GeneralRunner
 from services.engine.kv_cache import CacheShape, CacheStore, Source
@@ -66,7 +67,7 @@ class ParallelEngine(Engine):
             model: Directory or hub name.
             num_ranks: Devices to spread it over; at least 2.
             device: "auto", "cpu" or "cuda".
-            dtype: As for `Engine.load`.
+            dtype: As for `services.loading.load_engine`.
             threads: Arithmetic threads of each rank.
             cache_budget_bytes: Upper bound of keys and values in each rank.
             timeout_s: How long one rank waits for another, while loading and in a step.

@@ -15,7 +15,7 @@ from gammaray.qualify.measured import ModelFacts, QualifyTask
 from services.engine.engine import Engine
 from services.engine.errors import UnsupportedModelError
 from services.engine.model import check_config, load_config, resolve_model
-from services.loading import load_engine
+from services.loading import load_worker_engine
 from services.vocabulary import vocab_sha256
 
 __all__ = ["Loaded", "Source", "encode", "eos_token_ids", "find", "load"]
@@ -102,7 +102,7 @@ def load(source: Source) -> Loaded:
     if source.facts.refusal:
         return Loaded(source.facts, None, settings)
     try:
-        engine = load_engine(source.path, settings)
+        engine = load_worker_engine(source.path, settings)
     except UnsupportedModelError as error:
         return Loaded(source.facts.model_copy(update={"refusal": error.reason}), None, settings)
     except NotFoundError as error:

@@ -12,9 +12,11 @@ from scripted_workers import PROMPT, VOCAB, NoStore, Steady, continuation, make_
 from gammaray.errors import UnavailableError
 from gammaray.types import DrafterKind, Proposal, TokenOrigin
 from gammaray.v1 import types_pb2 as pb
-from orchestrator.cycle import Shape, Verdict, run_cycle
+from orchestrator.cycle import run_cycle
+from orchestrator.cycle_data import Shape
 from orchestrator.ladder import Ladder
 from orchestrator.remote_draft import Readiness
+from orchestrator.verdicts import Verdict
 
 pytestmark = pytest.mark.integration
 

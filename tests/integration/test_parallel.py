@@ -15,7 +15,7 @@ from workers_helpers import Link, verify_block
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from services.demo_pair import TARGET_DIR
-from services.engine.engine import Engine, Feed
+from services.engine.engine import Feed
 from services.engine.errors import CacheFullError, CacheGapError, EngineLostError, UnsupportedModelError
 from services.engine.parallel import ParallelEngine
 from services.engine.parallel_checks import check_parallel
@@ -23,6 +23,7 @@ from services.engine.parallel_group import RankSpec, meeting_place
 from services.engine.parallel_rank import follow
 from services.engine.parallel_ranks import Ranks
 from services.engine_thread import EngineThread
+from services.loading import load_engine
 from services.planning import Limits
 from services.target.scheduler import TargetScheduler
 
@@ -75,7 +76,7 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair():
     model = str(TARGET_DIR)
-    one = Engine.load(model, device="cpu", lean=False, cache_budget_bytes=both_budgets(1))
+    one = load_engine(model, device="cpu", lean=False, cache_budget_bytes=both_budgets(1))
     two = ParallelEngine.load_parallel(
         model, num_ranks=2, device="cpu", cache_budget_bytes=both_budgets(2), timeout_s=200
     )

@@ -18,7 +18,8 @@ from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, VerificationMethod
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from orchestrator import remote_draft
-from orchestrator.cycle import Shape, run_cycle
+from orchestrator.cycle import run_cycle
+from orchestrator.cycle_data import Shape
 from orchestrator.fleet import Fleet
 from orchestrator.prepared import MAX_KEPT, MAX_KEPT_BYTES, MAX_SEEN, PreparedProposals
 from orchestrator.remote import session_spec

@@ -17,7 +17,8 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.qualify.measured import PairFacts, QualifyTask
 from gammaray.qualify.verdict import Fitness, judge
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
-from services.engine.engine import Engine, Feed
+from services.engine.engine import Feed
+from services.loading import load_engine
 from services.qualify.loop import Ask, Pair, Text, draft_scheduler, target_scheduler
 from services.qualify.measure import make_asks, measure
 from services.qualify.models import find
@@ -143,8 +144,8 @@ def test_settings_of_the_environment_are_those_of_workers(monkeypatch):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     path = tmp_path_factory.mktemp("qualify")
-    target = Engine.load(str(tiny_model("llama", path, seed=0)))
-    return target, Engine.load(str(tiny_model("llama", path, seed=1)))
+    target = load_engine(str(tiny_model("llama", path, seed=0)))
+    return target, load_engine(str(tiny_model("llama", path, seed=1)))
 
 
 @pytest.fixture
@@ -178,7 +179,7 @@ def test_draft_like_the_target_is_always_accepted(models):
     target, _ = models
     pair = Pair(
         target_scheduler(target, TargetSettings()),
-        draft_scheduler(Engine.load(target.model_name), DraftSettings()),
+        draft_scheduler(load_engine(target.model_name), DraftSettings()),
     )
     runs, _ = measure(pair, make_asks(task(), PROMPTS, (), 128), (3,), lambda done: None)
     assert all(run.accepted == run.tested for run in runs)
@@ -218,7 +219,7 @@ def test_tie_is_told_from_a_loss(models, temperature):
 
 def test_tie_sees_equal_scores_as_equal(tmp_path):
     directory = tiny_model("llama", tmp_path, tie_word_embeddings=False)
-    engine = Engine.load(str(directory), lean=False)
+    engine = load_engine(str(directory), lean=False)
     ask = Ask(tuple(PROMPTS[0]), 16, 0.0, 0, ())
 
     class Nudged:

@@ -13,11 +13,11 @@ from gammaray.errors import NotFoundError
 from gammaray.sessions import SessionState
 from gammaray.types import FinishReason, TokenOrigin
 from orchestrator.access import Caller
-from orchestrator.cycle import TokenLogprobs
 from orchestrator.redis_calls import connect
 from orchestrator.session_calls import SessionCalls
 from orchestrator.store import RedisStore
 from orchestrator.trace_store import RedisTraceStore
+from orchestrator.verdicts import TokenLogprobs
 
 pytestmark = pytest.mark.integration
 

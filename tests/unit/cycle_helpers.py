@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from gammaray.types import Proposal, SamplingParams, TokenOrigin, VerificationMethod
-from orchestrator.cycle import Cycle, Shape, TokenLogprobs, Verdict, run_cycle
+from orchestrator.cycle import run_cycle
+from orchestrator.cycle_data import Cycle, Shape
 from orchestrator.detokenizer import Detokenizer
 from orchestrator.session import Session
+from orchestrator.verdicts import TokenLogprobs, Verdict
 
 PROMPT = (0, 1, 2)
 EOS = 25

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.demo_pair import distil, models
 from benchmarks.demo_pair.evaluate import agreement
-from services.engine.engine import Engine
+from services.loading import load_engine
 
 VOCAB_SIZE = 320
 
@@ -49,7 +49,7 @@ def test_losses_count_what_was_not_kept_as_one_token() -> None:
 def test_samples_are_the_targets_own(saved_target: Path) -> None:
     """Every third window is greedy: each of its tokens is what a plain forward finds likeliest."""
     train = torch.randint(VOCAB_SIZE, (500,), generator=torch.Generator().manual_seed(2))
-    windows = distil.write_samples(Engine.load(str(saved_target)), train, 6, batch=4)
+    windows = distil.write_samples(load_engine(str(saved_target)), train, 6, batch=4)
     assert windows.shape == (6, 256)
     texts = " ".join(map(str, train.tolist()))
     assert all(" ".join(map(str, window[:32].tolist())) in texts for window in windows)

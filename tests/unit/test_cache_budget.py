@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from gammaray.config import TargetSettings
 from services.engine.cache_budget import CacheBudget, available_memory, free_memory
-from services.loading import load_engine
+from services.loading import load_worker_engine
 
 GIB = 2**30
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -92,7 +92,7 @@ def test_worker_takes_what_is_free_or_what_it_is_told():
 def load_engine_of(settings):
     from services.engine.model import resolve_model
 
-    return load_engine(resolve_model("demo", "draft"), settings)
+    return load_worker_engine(resolve_model("demo", "draft"), settings)
 
 
 @pytest.mark.parametrize(

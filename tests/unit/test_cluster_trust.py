@@ -3,12 +3,17 @@
 import pytest
 from click.testing import CliRunner
 
+from gammaray.checks import is_loopback
 from gammaray.cli import main
 from gammaray.config import ClusterSettings, OrchestratorSettings, WorkerSettings
 from gammaray.errors import InvalidArgumentError, UnauthenticatedError
 from gammaray.keys import create_key, hash_key
 from orchestrator.access import Authenticator, open_door
-from orchestrator.cluster_trust import arrange_trust, check_access, is_loopback, reachable
+from orchestrator.cluster_trust import (
+    arrange_trust,
+    check_access,
+    reachable,
+)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from gammaray.errors import FailedPreconditionError, ResourceExhaustedError
 from services.engine.engine import Engine, Feed
 from services.engine.errors import CacheFullError, CacheGapError
 from services.engine.session_cache import SessionCache
+from services.loading import load_engine
 
 # Layers x key and value heads x head_dim x bytes of a float32.
 SLOT_BYTES = 3 * 4 * 8 * 4
@@ -32,7 +33,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(directory: Path) -> Engine:
-    return Engine.load(str(directory))
+    return load_engine(str(directory))
 
 
 def fill(engine: Engine, session_id: str, count: int, seed: int = 1) -> list[int]:
@@ -148,7 +149,7 @@ def test_release_frees_the_bytes(engine: Engine) -> None:
 
 
 def test_budget_evicts_the_least_recently_used(directory: Path) -> None:
-    engine = Engine.load(str(directory), cache_budget_bytes=3 * BLOCK_BYTES)
+    engine = load_engine(str(directory), cache_budget_bytes=3 * BLOCK_BYTES)
     for name in "abc":
         fill(engine, name, 5)
     engine.step([Feed("a", 5, [1], 1)])
@@ -162,7 +163,7 @@ def test_budget_evicts_the_least_recently_used(directory: Path) -> None:
 
 
 def test_evicted_session_refed_gives_the_same_logits(directory: Path) -> None:
-    engine = Engine.load(str(directory), cache_budget_bytes=BLOCK_BYTES)
+    engine = load_engine(str(directory), cache_budget_bytes=BLOCK_BYTES)
     run = CheckedEngine(engine, plain_model(directory))
     tokens = fill(engine, "a", 9)
     fill(engine, "b", 9)
@@ -174,7 +175,7 @@ def test_evicted_session_refed_gives_the_same_logits(directory: Path) -> None:
 
 
 def test_step_beyond_the_budget_raises_and_keeps_everything(directory: Path) -> None:
-    engine = Engine.load(str(directory), cache_budget_bytes=2 * BLOCK_BYTES)
+    engine = load_engine(str(directory), cache_budget_bytes=2 * BLOCK_BYTES)
     fill(engine, "a", 5)
     fill(engine, "b", 5)
     with pytest.raises(CacheFullError) as full:
@@ -185,7 +186,7 @@ def test_step_beyond_the_budget_raises_and_keeps_everything(directory: Path) -> 
 
 
 def test_fork_never_evicts_its_source(directory: Path) -> None:
-    engine = Engine.load(str(directory), cache_budget_bytes=2 * BLOCK_BYTES)
+    engine = load_engine(str(directory), cache_budget_bytes=2 * BLOCK_BYTES)
     tokens = fill(engine, "a", 5)
     fill(engine, "b", 5)
     engine.fork("a", "c", 4)

@@ -9,17 +9,18 @@ import pytest
 import torch
 from engine_helpers import LEAN, SUPPORTED, random_tokens, tiny_model
 
-from services.engine import engine as engine_module
+from services import loading
 from services.engine.engine import Engine, Feed
 from services.engine.errors import UnsupportedModelError
 from services.engine.model import resolve_model
+from services.loading import load_engine
 
 NUM_POSITIONS = 330
 
 
 @pytest.fixture(scope="module")
 def target() -> Engine:
-    return Engine.load(resolve_model("demo", "target"), deterministic=True)
+    return load_engine(resolve_model("demo", "target"), deterministic=True)
 
 
 @pytest.fixture(scope="module")
@@ -101,24 +102,22 @@ def test_tree_nodes_give_the_bits_of_a_chain(target: Engine, text: list[int], al
 )
 def test_load_covers_every_served_architecture(arch: str, lean: bool, tmp_path: Path) -> None:
     """Loading compares 80 positions bit for bit; it refuses when one differs."""
-    engine = Engine.load(str(tiny_model(arch, tmp_path)), deterministic=True, lean=lean)
+    engine = load_engine(str(tiny_model(arch, tmp_path)), deterministic=True, lean=lean)
     assert engine.stats().num_sessions == 0
 
 
 def test_load_shapes_that_vary_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check at load has teeth: the ordinary general path does not pass it."""
-    right = engine_module.GeneralRunner
-    monkeypatch.setattr(
-        engine_module, "GeneralRunner", lambda loaded, layout, fixed_shapes: right(loaded, layout)
-    )
+    right = loading.GeneralRunner
+    monkeypatch.setattr(loading, "GeneralRunner", lambda loaded, layout, fixed_shapes: right(loaded, layout))
     with pytest.raises(UnsupportedModelError, match="not deterministic"):
-        Engine.load(str(tiny_model("llama", tmp_path)), deterministic=True, lean=False)
+        load_engine(str(tiny_model("llama", tmp_path)), deterministic=True, lean=False)
 
 
 def test_load_half_precision_refused(tmp_path: Path) -> None:
     directory = tiny_model("llama", tmp_path)
     with pytest.raises(UnsupportedModelError, match="float32 on CPU"):
-        Engine.load(str(directory), deterministic=True, dtype="bfloat16")
+        load_engine(str(directory), deterministic=True, dtype="bfloat16")
 
 
 def test_load_several_threads_refused(tmp_path: Path) -> None:
@@ -126,7 +125,7 @@ def test_load_several_threads_refused(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     try:
         with pytest.raises(UnsupportedModelError, match="1 thread"):
-            Engine.load(str(directory), deterministic=True, threads=2)
+            load_engine(str(directory), deterministic=True, threads=2)
     finally:
         torch.set_num_threads(threads)
 

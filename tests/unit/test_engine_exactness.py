@@ -18,7 +18,8 @@ from engine_helpers import (
 
 from services.engine import attention, batch, general
 from services.engine import feeds as feeds_module
-from services.engine.engine import Engine, Feed
+from services.engine.engine import Feed
+from services.loading import load_engine
 
 TOLERANCE = 1e-4
 # Two roots, a chain below one, siblings with equal positions, a leaf deeper than the window is narrow.
@@ -44,7 +45,7 @@ class _Directories(dict[str, Path]):
 
 
 def checked(directory: Path, lean: bool) -> CheckedEngine:
-    engine = Engine.load(str(directory), lean=lean)
+    engine = load_engine(str(directory), lean=lean)
     return CheckedEngine(engine, plain_model(directory))
 
 
@@ -154,7 +155,7 @@ def test_stale_slots_after_rollback_are_caught(
 
 def test_step_logits_can_be_written_to(directories: dict[str, Path]) -> None:
     for lean in (False, True):
-        engine = Engine.load(str(directories["llama"]), lean=lean)
+        engine = load_engine(str(directories["llama"]), lean=lean)
         first, second = engine.step([Feed("a", 0, [1, 2, 3], 2), Feed("b", 0, [4], 1)])
         kept = second.clone()
         first.add_(1.0)
@@ -165,7 +166,7 @@ def test_step_logits_can_be_written_to(directories: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "mixtral", "gpt_oss", "deepseek_v3"])
 def test_bfloat16_stays_within_its_rounding(directories: dict[str, Path], arch: str) -> None:
-    engine = Engine.load(str(directories[arch]), dtype="bfloat16")
+    engine = load_engine(str(directories[arch]), dtype="bfloat16")
     text = random_tokens(30, 1)
     got = torch.cat(
         [*engine.step([Feed("a", 0, text[:21], 21)]), *engine.step([Feed("a", 21, text[21:], 9)])]

@@ -10,6 +10,7 @@ import torch
 from engine_helpers import plain_logits, plain_model, random_tokens, tiny_model
 
 from services.engine.engine import Engine, Feed
+from services.loading import load_engine
 
 ARCHS = ["llama", "mistral", "qwen3", "gemma3", "gpt2", "gpt_oss", "deepseek_v3"]
 CONTEXT = random_tokens(70, 1)
@@ -85,7 +86,7 @@ def test_growing_tree_each_path_matches_its_plain_forward(root: Path, arch: str)
     directory = tiny_model(arch, root, max_position_embeddings=256)
     plain = plain_model(directory)
     for lean in (True, False):
-        growing, worst = Growing(Engine.load(str(directory), lean=lean), seed=3), 0.0
+        growing, worst = Growing(load_engine(str(directory), lean=lean), seed=3), 0.0
         for turn in range(14):
             other = Feed("t", 0, random_tokens(3 + turn, turn), 1) if turn % 3 == 0 else None
             for path, logits in growing.grow(growing.rng.randrange(1, 6), other):
@@ -97,7 +98,7 @@ def test_growing_tree_each_path_matches_its_plain_forward(root: Path, arch: str)
 
 def test_growing_tree_goes_on_as_a_chain_when_no_node_stays(root: Path) -> None:
     directory = tiny_model("llama", root, max_position_embeddings=256)
-    plain, growing = plain_model(directory), Growing(Engine.load(str(directory)), seed=5)
+    plain, growing = plain_model(directory), Growing(load_engine(str(directory)), seed=5)
     growing.grow(6)
     growing.move_root()
     tokens = [*growing.chain, 5, 6, 7]
@@ -111,7 +112,7 @@ def test_growing_tree_deterministic_gives_the_bits_of_a_chain(root: Path, lean: 
     directory = tiny_model(
         "llama", root, hidden_size=64, intermediate_size=128, head_dim=16, max_position_embeddings=256
     )
-    engine = Engine.load(str(directory), lean=lean, deterministic=True)
+    engine = load_engine(str(directory), lean=lean, deterministic=True)
     growing = Growing(engine, seed=7, context=CONTEXT[:61])
     for turn in range(8):
         for path, logits in growing.grow(3):
@@ -122,7 +123,7 @@ def test_growing_tree_deterministic_gives_the_bits_of_a_chain(root: Path, lean: 
 
 
 def test_growing_tree_wrong_moves_are_refused(root: Path) -> None:
-    engine = Engine.load(str(tiny_model("llama", root)))
+    engine = load_engine(str(tiny_model("llama", root)))
     engine.step([Feed("s", 0, [1, 2, 3], 1)])
     engine.step([Feed("s", 3, [4, 5, 6], 3, [-2, 0, -1])])
     for base, path, keep in [(2, [1], []), (3, [0], []), (2, [0], [2]), (3, [2], [1]), (4, [2], [])]:

@@ -13,8 +13,8 @@ import pytest
 import torch
 from engine_helpers import MAX_CONTEXT, CheckedEngine, plain_model, random_tokens, tiny_model
 
-from services.engine import engine as engine_module
-from services.engine.engine import Engine, Feed
+from services import loading
+from services.engine.engine import Feed
 from services.engine.errors import CacheGapError
 from services.engine.general import GeneralRunner
 from services.engine.model import LoadedModel, resolve_model
@@ -25,6 +25,7 @@ from services.engine.native.library import Kernel, open_kernel
 from services.engine.native.runner import NativeRunner
 from services.engine.native.weights import pack_panels
 from services.engine.noise import Noise
+from services.loading import load_engine
 
 
 def scripted_steps() -> list[list[Feed]]:
@@ -42,8 +43,8 @@ def scripted_steps() -> list[list[Feed]]:
 
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_native_path_demo_pair_matches_general_path(role: str) -> None:
-    native = Engine.load(resolve_model("demo", role))
-    general = Engine.load(resolve_model("demo", role), lean=False)
+    native = load_engine(resolve_model("demo", role))
+    general = load_engine(resolve_model("demo", role), lean=False)
     assert isinstance(native.runner, NativeRunner)
     worst = 0.0
     for feeds in scripted_steps():
@@ -56,7 +57,7 @@ def test_native_path_demo_pair_matches_general_path(role: str) -> None:
 def test_native_path_bfloat16_weights_stay_exact(arch: str, tmp_path: Path) -> None:
     """Published weights are bfloat16: they take half-size panels, without loss."""
     directory = tiny_model(arch, tmp_path, bfloat16=True)
-    engine = Engine.load(str(directory))
+    engine = load_engine(str(directory))
     assert isinstance(engine.runner, NativeRunner)
     assert engine.runner.model.weights.layer[0].qkv.is_bfloat16
     run = CheckedEngine(engine, plain_model(directory))
@@ -80,7 +81,7 @@ def test_native_path_every_instruction_set_exact(
     """Heads of 8 numbers: shorter than a vector of AVX-512, and so handled apart."""
     monkeypatch.setattr(weights, "load_kernel", lambda *_: open_kernel(variant))
     directory = tiny_model("qwen3", tmp_path, bfloat16=bfloat16)
-    engine = Engine.load(str(directory), deterministic=True)
+    engine = load_engine(str(directory), deterministic=True)
     assert isinstance(engine.runner, NativeRunner)
     run = CheckedEngine(engine, plain_model(directory))
     run.step(Feed("a", 0, random_tokens(70, 1), 70))
@@ -114,7 +115,7 @@ def test_native_path_attention_is_exact_and_of_the_row_alone(
         head_dim=head_dim,
         sliding_window=window,
     )
-    engine = Engine.load(str(directory))
+    engine = load_engine(str(directory))
     assert isinstance(engine.runner, NativeRunner)
     text = random_tokens(46, 1)
     run = CheckedEngine(engine, plain_model(directory))
@@ -145,7 +146,7 @@ def test_pack_panels_places_each_weight() -> None:
 def test_native_path_absent_takes_the_general_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An installation without a C compiler has no kernel."""
     monkeypatch.setattr(weights, "load_kernel", lambda *_: Kernel(None, reason="no C compiler"))
-    engine = Engine.load(str(tiny_model("llama", tmp_path)))
+    engine = load_engine(str(tiny_model("llama", tmp_path)))
     assert isinstance(engine.runner, GeneralRunner)
     assert engine.kernel == "none: no C compiler"
 
@@ -154,7 +155,7 @@ def test_native_path_large_logits_of_attention_exact(tmp_path: Path) -> None:
     """Scores far apart: the exponential's ends."""
     directory = tiny_model("llama", tmp_path, gain=6.0)
     text, plain = random_tokens(100, 1), plain_model(directory)
-    run = CheckedEngine(Engine.load(str(directory)), plain)
+    run = CheckedEngine(load_engine(str(directory)), plain)
     run.step(Feed("a", 0, text, 100))
     assert run.worst <= 1e-4 * plain(torch.tensor([text])).logits.abs().max()
 
@@ -163,7 +164,7 @@ def test_native_path_dynamic_rotation_stays_that_of_the_context(tmp_path: Path) 
     """Asked for positions past the context, dynamic rotary embedding would change all of them."""
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     directory = tiny_model("llama", tmp_path, rope_parameters=rope)
-    run = CheckedEngine(Engine.load(str(directory)), plain_model(directory))
+    run = CheckedEngine(load_engine(str(directory)), plain_model(directory))
     run.step(Feed("a", 0, random_tokens(126, 1), 3))
     run.step(Feed("a", 126, random_tokens(2, 2), 2))
     run.step(Feed("a", 20, random_tokens(2, 2), 2))
@@ -173,15 +174,15 @@ def test_native_path_dynamic_rotation_stays_that_of_the_context(tmp_path: Path) 
 def test_native_path_does_not_keep_the_loaded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the laid out weights stay in memory."""
     loaded: list[weakref.ref[torch.nn.Module]] = []
-    right = engine_module.load_model
+    right = loading.load_model
 
     def load(name: str, **settings: str) -> LoadedModel:
         model = right(name, **settings)
         loaded.append(weakref.ref(model.module))
         return model
 
-    monkeypatch.setattr(engine_module, "load_model", load)
-    engine = Engine.load(str(tiny_model("llama", tmp_path)))
+    monkeypatch.setattr(loading, "load_model", load)
+    engine = load_engine(str(tiny_model("llama", tmp_path)))
     gc.collect()
     assert loaded[0]() is None
     assert engine.num_layers == 3
@@ -222,7 +223,7 @@ def test_chain_is_what_single_steps_draw(
 ) -> None:
     monkeypatch.setattr(weights, "load_kernel", lambda *_: open_kernel(variant))
     directory = str(tiny_model("qwen3", tmp_path))
-    ours, theirs = Engine.load(directory), Engine.load(directory)
+    ours, theirs = load_engine(directory), load_engine(directory)
     noise = Noise(7, 0, ours.vocab_size).gumbel(21, 6) if noisy else None
     prompt = random_tokens(20, 1)
     for engine in (ours, theirs):
@@ -243,7 +244,7 @@ def test_chain_is_what_single_steps_draw(
 
 def test_chain_ends_with_the_forward_during_which_it_is_stopped(tmp_path: Path) -> None:
     directory = str(tiny_model("llama", tmp_path))
-    ours, theirs = Engine.load(directory), Engine.load(directory)
+    ours, theirs = load_engine(directory), load_engine(directory)
     stop = c_int32(0)
 
     @contextmanager
@@ -261,9 +262,9 @@ def test_chain_ends_with_the_forward_during_which_it_is_stopped(tmp_path: Path) 
 
 def test_chain_refuses_what_a_step_refuses(tmp_path: Path) -> None:
     directory = str(tiny_model("llama", tmp_path))
-    engine = Engine.load(directory)
+    engine = load_engine(directory)
     assert engine.can_chain
-    assert not Engine.load(directory, lean=False).can_chain
+    assert not load_engine(directory, lean=False).can_chain
     engine.step([Feed("a", 0, random_tokens(MAX_CONTEXT - 2, 1), 1)])
     with pytest.raises(ValueError, match="token_ids"):
         engine.chain(Feed("a", MAX_CONTEXT - 2, [5] * 3, 3))

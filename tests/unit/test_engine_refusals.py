@@ -16,10 +16,10 @@ from gammaray.errors import InvalidArgumentError, NotFoundError
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.engine import probe
 from services.engine.attention import LayerInput
-from services.engine.engine import Engine
 from services.engine.errors import UnsupportedModelError
 from services.engine.model import resolve_model
 from services.engine.native.weights import NativeModel
+from services.loading import load_engine
 
 NOT_THROUGH_INTERFACE = "0 of 3 layers attend through"
 UNSUPPORTED = {
@@ -39,7 +39,7 @@ UNSUPPORTED = {
 def test_load_unsupported_architecture_refused_with_reason(arch: str, tmp_path: Path) -> None:
     directory = tiny_model(arch, tmp_path)
     with pytest.raises(UnsupportedModelError) as refused:
-        Engine.load(str(directory))
+        load_engine(str(directory))
     assert UNSUPPORTED[arch] in refused.value.reason
     assert refused.value.model == str(directory)
 
@@ -52,13 +52,13 @@ def test_load_layers_with_other_state_refused_by_the_probe(
     served = frozenset({"linear_attention", "full_attention", "sliding_attention"})
     monkeypatch.setattr("services.engine.model.LAYER_TYPES", served)
     with pytest.raises(UnsupportedModelError, match="1 of 3 layers attend"):
-        Engine.load(str(tiny_model(arch, tmp_path)))
+        load_engine(str(tiny_model(arch, tmp_path)))
 
 
 def test_load_encoder_decoder_refused(tmp_path: Path) -> None:
     T5Config(vocab_size=97, d_model=32, num_layers=1, num_heads=2).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
-        Engine.load(str(tmp_path))
+        load_engine(str(tmp_path))
 
 
 def test_load_unknown_attention_argument_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_load_unknown_attention_argument_refused(tmp_path: Path, monkeypatch: py
         probe, "unknown_arguments", lambda given: right({**given, "position_bias": torch.zeros(1)})
     )
     with pytest.raises(UnsupportedModelError, match="position_bias"):
-        Engine.load(str(directory))
+        load_engine(str(directory))
 
 
 def test_load_window_by_mask_alone_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_load_window_by_mask_alone_refused(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(LayerInput, "__init__", forget_window)
     with pytest.raises(UnsupportedModelError, match="slides by its configuration"):
-        Engine.load(str(directory))
+        load_engine(str(directory))
 
 
 def test_load_general_path_that_differs_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,13 +92,13 @@ def test_load_general_path_that_differs_refused(tmp_path: Path, monkeypatch: pyt
         lambda *given, attn_mask, scale: right(*given, scale=scale),
     )
     with pytest.raises(UnsupportedModelError, match="differ from the model's own"):
-        Engine.load(str(tiny_model("llama", tmp_path)), lean=False)
+        load_engine(str(tiny_model("llama", tmp_path)), lean=False)
 
 
 def test_load_lean_path_that_differs_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NativeModel, "rotation", lambda self, count: (torch.ones(64, 4), torch.ones(64, 4)))
     with pytest.raises(UnsupportedModelError, match="differ from the model's own"):
-        Engine.load(str(tiny_model("llama", tmp_path)))
+        load_engine(str(tiny_model("llama", tmp_path)))
 
 
 def test_load_bidirectional_attention_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,18 +111,18 @@ def test_load_bidirectional_attention_refused(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(LlamaAttention, "__init__", both_ways)
     with pytest.raises(UnsupportedModelError, match="both directions"):
-        Engine.load(str(directory))
+        load_engine(str(directory))
 
 
 def test_load_missing_directory_not_found(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="nowhere"):
-        Engine.load(str(tmp_path / "nowhere"))
+        load_engine(str(tmp_path / "nowhere"))
 
 
 def test_load_unknown_model_type_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "of_tomorrow"}))
     with pytest.raises(UnsupportedModelError, match="of_tomorrow"):
-        Engine.load(str(tmp_path))
+        load_engine(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_load_unknown_device_or_dtype_names_the_field(
 ) -> None:
     directory = tiny_model("llama", tmp_path)
     with pytest.raises(InvalidArgumentError) as wrong:
-        Engine.load(str(directory), **setting)  # type: ignore[arg-type]
+        load_engine(str(directory), **setting)  # type: ignore[arg-type]
     assert wrong.value.field == field
 
 
@@ -146,7 +146,7 @@ def test_longrope_context_ends_where_its_rotation_changes(tmp_path: Path) -> Non
         "original_max_position_embeddings": 32,
     }
     directory = tiny_model("phi3", tmp_path, rope_parameters=rope, original_max_position_embeddings=32)
-    assert Engine.load(str(directory)).max_context == 32
+    assert load_engine(str(directory)).max_context == 32
 
 
 def test_resolve_model_demo_is_the_pair_that_ships() -> None:

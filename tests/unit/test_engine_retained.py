@@ -12,6 +12,7 @@ from engine_helpers import CheckedEngine, plain_model, random_tokens, tiny_model
 from services.engine.engine import Engine, Feed
 from services.engine.errors import CacheGapError
 from services.engine.retained import MAX_RETAINED, MIN_PREFIX
+from services.loading import load_engine
 
 # Layers x key and value heads x head_dim x bytes of a float32, 64 slots.
 BLOCK_BYTES = 64 * 3 * 4 * 8 * 4
@@ -24,11 +25,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(directory: Path) -> Engine:
-    return Engine.load(str(directory))
+    return load_engine(str(directory))
 
 
 def small(directory: Path, num_blocks: int) -> Engine:
-    return Engine.load(str(directory), cache_budget_bytes=num_blocks * BLOCK_BYTES)
+    return load_engine(str(directory), cache_budget_bytes=num_blocks * BLOCK_BYTES)
 
 
 def leave(engine: Engine, tokens: list[int], salt: str = "us", session_id: str = "ended") -> None:

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 import gammaray
 from gammaray.cli import main
-from gammaray.config import ClusterSettings, OrchestratorSettings, TargetSettings
-from gammaray.environment import OTHER_VARIABLES, check_environment, known_variables
+from gammaray.config import ClusterSettings, OrchestratorSettings, TargetSettings, known_variables
+from gammaray.environment import OTHER_VARIABLES, check_environment
 from gammaray.errors import InvalidArgumentError
 
 ROOT = Path(gammaray.__file__).parents[1]
@@ -42,8 +42,8 @@ def test_every_variable_that_the_repository_names_is_known():
 
 
 def test_every_known_variable_passes():
-    check_environment(dict.fromkeys(known_variables(), "x"))
-    check_environment({"PATH": "x", "GAMMA": "x", "MY_GAMMARAY_THING": "x"})
+    check_environment(known_variables, dict.fromkeys(known_variables(), "x"))
+    check_environment(known_variables, {"PATH": "x", "GAMMA": "x", "MY_GAMMARAY_THING": "x"})
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_every_known_variable_passes():
 )
 def test_misspelt_variable_is_told_the_nearest_and_not_its_value(wrong, right):
     with pytest.raises(InvalidArgumentError, match=rf"nearest name is {right}$") as caught:
-        check_environment({wrong: SECRET})
+        check_environment(known_variables, {wrong: SECRET})
     assert caught.value.field == wrong
     assert SECRET not in str(caught.value)
 
@@ -79,9 +79,9 @@ def test_variables_of_kubernetes_services_are_left_alone():
         "GAMMARAY_HEAD_SVC_PORT": "tcp://10.0.0.1:6379",
         "GAMMARAY_HEAD_SVC_PORT_6379_TCP_ADDR": "10.0.0.1",
     }
-    check_environment(links)
+    check_environment(known_variables, links)
     with pytest.raises(InvalidArgumentError):
-        check_environment({**links, "GAMMARAY_HEAD_PROT": "1"})
+        check_environment(known_variables, {**links, "GAMMARAY_HEAD_PROT": "1"})
 
 
 @pytest.mark.parametrize(

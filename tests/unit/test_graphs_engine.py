@@ -10,8 +10,8 @@ import pytest
 import torch
 from engine_helpers import CheckedEngine, path_tokens, plain_model, random_tokens, tiny_model
 
-from services.engine import engine as engine_module
-from services.engine.engine import Engine, Feed
+from services import loading
+from services.engine.engine import Feed
 from services.engine.errors import CacheGapError, UnsupportedModelError
 from services.engine.general import GeneralRunner
 from services.engine.graphs import Capture, GraphRunner
@@ -21,6 +21,7 @@ from services.engine.graphs_tables import GREEDY, Race
 from services.engine.graphs_weights import has_graph_path
 from services.engine.model import load_model
 from services.engine.noise import Noise
+from services.loading import load_engine
 
 TOLERANCE = 1e-4
 TREE = (-1, -1, 0, 0, 1, 3)
@@ -221,16 +222,16 @@ def test_capture_runs_once_then_captures_and_replays(monkeypatch: pytest.MonkeyP
 def test_engine_load_takes_the_captured_path_where_it_is_preferred(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `Engine.load` does on a CUDA device, its check against the model's own forward included."""
-    monkeypatch.setattr(engine_module, "native_obstacle", lambda *_: "on a device")
-    monkeypatch.setattr(engine_module, "prefers_graphs", has_graph_path)
+    """What `load_engine` does on a CUDA device, its check against the model's own forward included."""
+    monkeypatch.setattr(loading, "native_obstacle", lambda *_: "on a device")
+    monkeypatch.setattr(loading, "prefers_graphs", has_graph_path)
     directory = tiny_model("qwen3", tmp_path, head_dim=16)
-    built = Engine.load(str(directory), device="cpu")
+    built = load_engine(str(directory), device="cpu")
     assert isinstance(built.runner, GraphRunner)
     run = CheckedEngine(built, plain_model(directory))
     run.step(Feed("a", 0, random_tokens(9, 1), 3), Feed("b", 0, random_tokens(4, 2), 3, (-1, -1, 0)))
     assert run.worst <= TOLERANCE
-    other = Engine.load(str(tiny_model("gpt2", tmp_path)), device="cpu")
+    other = load_engine(str(tiny_model("gpt2", tmp_path)), device="cpu")
     assert isinstance(other.runner, GeneralRunner)
 
 
@@ -245,5 +246,5 @@ def test_steps_in_bfloat16_stay_close_to_plain_forward(tmp_path: Path) -> None:
 
 def test_engine_on_a_cpu_keeps_the_lean_path(tmp_path: Path) -> None:
     """Captured steps are for CUDA devices; the CPU has its own kernels."""
-    engine = Engine.load(str(tiny_model("llama", tmp_path)), device="cpu")
+    engine = load_engine(str(tiny_model("llama", tmp_path)), device="cpu")
     assert type(engine.runner).__name__ == "NativeRunner"

@@ -7,10 +7,10 @@ import pytest
 from gammaray.errors import CancelledError, FailedPreconditionError, UnavailableError
 from gammaray.metrics import AcceptanceEstimator, SpeculationCounters
 from gammaray.types import DrafterKind, Proposal, TokenOrigin
-from orchestrator.cycle import TokenLogprobs
 from orchestrator.fencing import TRIES, FencedVerifier
 from orchestrator.heritage import Heritage
 from orchestrator.records import TokenRecords
+from orchestrator.verdicts import TokenLogprobs
 
 ORIGINS = [TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS]
 SESSION = SimpleNamespace(session_id="s")

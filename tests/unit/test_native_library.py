@@ -134,7 +134,7 @@ def test_engine_without_a_compiler_says_so_when_it_loads(tmp_path: Path) -> None
     program = (
         "import logging; logging.basicConfig(level=logging.INFO);"
         "from services.engine.engine import Engine;"
-        f"print(Engine.load({str(model)!r}).kernel)"
+        f"print(load_engine({str(model)!r}).kernel)"
     )
     environment = {
         **os.environ,

@@ -16,8 +16,9 @@ from gammaray.types import (
     TokenOrigin,
     Usage,
 )
-from orchestrator.cycle import Cycle, VerifyTiming
+from orchestrator.cycle_data import Cycle
 from orchestrator.meter import OrchestratorMeter, metered
+from orchestrator.verdicts import VerifyTiming
 
 ACCEPTED, CORRECTION, BONUS = TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS
 

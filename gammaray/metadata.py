@@ -1,0 +1,26 @@
+"""Headers of HTTP requests and metadata of gRPC calls that gammaray reads."""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["APPLICATION", "MAX_TIMEOUT_MS", "TIMEOUT_HEADER", "trace_metadata"]
+
+APPLICATION = "gammaray"
+"""Name of the Ray Serve application that answers; its proxies route by the `application` metadata."""
+
+TIMEOUT_HEADER = "gammaray-timeout-ms"
+"""Header and metadata: after how many milliseconds the caller gives up, in [1, MAX_TIMEOUT_MS]."""
+
+MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000
+
+
+def trace_metadata() -> tuple[tuple[str, str], ...]:
+    """Return `traceparent` and `tracestate` of the current span; nothing when there is none."""
+    if "opentelemetry.trace" not in sys.modules:  # applications that do not trace pay nothing
+        return ()
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return tuple(carrier.items())

@@ -1,0 +1,67 @@
+"""The parts of a cycle as `run_cycle` knows them: drafter, verifier, store and gamma controller."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
+
+from gammaray.types import Proposal, TokenOrigin
+from orchestrator.cycle_data import Cycle, Shape
+from orchestrator.session import Session
+from orchestrator.verdicts import TokenLogprobs, Verdict
+
+__all__ = ["Drafter", "GammaController", "SessionStore", "Verifier"]
+
+
+class Drafter(Protocol):
+    """Proposes tokens for one session; whatever it does can only cost speed."""
+
+    async def propose(self, session: Session, shape: Shape) -> Proposal:
+        """Return tokens that may follow the committed ones, a chain or a tree within `shape`.
+
+        Raises:
+            GammarayError: There is no proposal this time; the cycle goes on without one.
+        """
+
+
+class Verifier(Protocol):
+    """Verifies proposals for one session."""
+
+    async def verify(self, session: Session, proposal: Proposal) -> Verdict:
+        """Return the target's verdict on a proposal, which may be empty.
+
+        Raises:
+            InvalidArgumentError: The target refuses the proposal.
+            GammarayError: No verdict; the request fails.
+        """
+
+
+class SessionStore(Protocol):
+    """Holds what must outlive this process."""
+
+    def append(
+        self,
+        session: Session,
+        token_ids: Sequence[int],
+        origins: Sequence[TokenOrigin],
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> Coroutine[Any, Any, None]:
+        """Store the tokens that end the session's committed ones, and its `finish_reason`.
+
+        The session is read in the call itself and not when the result is awaited: it may move on before.
+
+        Raises:
+            FailedPreconditionError: The session has another owner by now.
+            CancelledError: It was cancelled.
+            UnavailableError: The store cannot be reached.
+        """
+
+
+class GammaController(Protocol):
+    """Chooses gamma, and the width beside it."""
+
+    def next_shape(self) -> Shape:
+        """Return the shape of the next cycle's proposal."""
+
+    def observe(self, cycle: Cycle) -> None:
+        """Learn from a finished cycle."""
