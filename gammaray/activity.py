@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from gammaray.processes import ProcessStatus, SpeculationTotals, WorkerTotals
+from gammaray.types import ProcessStatus, SpeculationTotals, WorkerTotals
 
 __all__ = ["Activity", "Speculation", "Worker", "measure"]
 

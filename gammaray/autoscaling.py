@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gammaray.config import ScalingSettings
-from gammaray.pools import PoolSize
+from gammaray.config import PoolSize, ScalingSettings
 
 __all__ = ["autoscaling_config"]
 

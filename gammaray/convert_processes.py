@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from gammaray.processes import ProcessStatus, SpeculationTotals, WorkerTotals
+from gammaray.types import ProcessStatus, SpeculationTotals, WorkerTotals
 from gammaray.v1 import generation_service_pb2 as gen
 from gammaray.v1 import types_pb2 as pb
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gammaray.checks import MAX_TOKEN_IDS
 from gammaray.errors import InvalidArgumentError
-from gammaray.sampling import MAX_LOGIT_BIAS, SamplingParams
+from gammaray.types import MAX_LOGIT_BIAS, SamplingParams
 from gammaray.v1 import types_pb2 as pb
 
 __all__ = ["sampling_from_proto", "sampling_to_proto", "token_ids_from_proto"]

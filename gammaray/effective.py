@@ -9,9 +9,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from gammaray.config import ClusterSettings, ScalingSettings, at_least_one, settings_error
+from gammaray.config import ClusterSettings, PoolSize, ScalingSettings, at_least_one, settings_error
 from gammaray.errors import InvalidArgumentError
-from gammaray.pools import PoolSize
 from gammaray.serving import APPLICATIONS, GRPC_SERVICERS, ServeApplication, role_settings
 
 __all__ = [

@@ -17,6 +17,7 @@ from dataclasses import replace
 import grpc
 
 from gammaray import convert
+from gammaray.aio import num_cancellations
 from gammaray.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -27,7 +28,6 @@ from gammaray.errors import (
     UnavailableError,
 )
 from gammaray.rpc_errors import code_of, is_from_gammaray
-from gammaray.tasks import num_cancellations
 from gammaray.transport import Transport
 from gammaray.types import Chunk, GenerationRequest
 

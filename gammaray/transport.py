@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from gammaray.aio import num_cancellations
 from gammaray.checks import check_api_key, check_timeout
 from gammaray.client_tls import ClientTls, explain, explain_http_400
 from gammaray.errors import (
@@ -24,7 +25,6 @@ from gammaray.errors import (
 )
 from gammaray.metadata import APPLICATION, MAX_TIMEOUT_MS, TIMEOUT_HEADER, trace_metadata
 from gammaray.rpc_errors import code_of, error_from_rpc, is_from_gammaray
-from gammaray.tasks import num_cancellations
 from gammaray.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 __all__ = ["RetryPolicy", "Transport"]

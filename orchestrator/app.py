@@ -15,8 +15,7 @@ from ray import serve
 from ray.serve import Application
 
 from gammaray.autoscaling import autoscaling_config
-from gammaray.config import OrchestratorSettings, ScalingSettings
-from gammaray.pools import PoolSize
+from gammaray.config import OrchestratorSettings, PoolSize, ScalingSettings
 from gammaray.serving import APPLICATIONS
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.access import open_door

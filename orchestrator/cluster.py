@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import psutil
 from pydantic import ValidationError
 
-from gammaray.config import ClusterSettings, OrchestratorSettings, WorkerSettings, settings_error
+from gammaray.config import ClusterSettings, OrchestratorSettings, PoolSize, WorkerSettings, settings_error
 from gammaray.errors import DeadlineExceededError, GammarayError, InvalidArgumentError, UnavailableError
-from gammaray.pools import PoolSize
 from gammaray.serving import APPLICATIONS, GRPC_SERVICERS, role_settings
 from orchestrator.cluster_env import private_directory, serve_environment
 from orchestrator.cluster_options import LauncherOptions, announcer, parse_options

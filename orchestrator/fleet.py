@@ -6,8 +6,8 @@ import asyncio
 import logging
 from typing import Protocol
 
+from gammaray.aio import end_tasks
 from gammaray.errors import GammarayError, InvalidArgumentError
-from gammaray.tasks import end_tasks
 from gammaray.tls import TlsFiles
 from gammaray.types import ProcessStatus
 from gammaray.v1 import draft_service_pb2 as draft_pb

@@ -20,7 +20,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from gammaray.checks import MAX_TOKEN_IDS
 from gammaray.errors import InvalidArgumentError
-from gammaray.sampling import MAX_LOGIT_BIAS
+from gammaray.types import MAX_LOGIT_BIAS
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.cpu_threads import INLINE_BYTES, in_parser_thread
 

@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from gammaray.errors import UnavailableError
-from gammaray.processes import ProcessStatus, SpeculationTotals
+from gammaray.types import ProcessStatus, SpeculationTotals
 from orchestrator.backend import Backend
 
 __all__ = ["add_metrics", "targets", "vllm_metrics"]

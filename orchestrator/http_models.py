@@ -18,8 +18,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, ValidationError, field_val
 
 from gammaray.checks import MAX_TOKEN_IDS
 from gammaray.errors import InvalidArgumentError
-from gammaray.sampling import MAX_LOGIT_BIAS
-from gammaray.types import MAX_STOP, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
+from gammaray.types import MAX_LOGIT_BIAS, MAX_STOP, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from orchestrator.http_errors import invalid_argument, invalid_beginning, lasting, too_many
 from orchestrator.http_json import MAX_VALUES, Decoded, decode
 

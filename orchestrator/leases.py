@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from gammaray.aio import end_tasks
 from gammaray.errors import GammarayError, UnavailableError
-from gammaray.tasks import end_tasks
 from orchestrator.session import Session
 from orchestrator.store import LEASE_S, RedisStore
 

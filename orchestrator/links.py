@@ -11,8 +11,8 @@ from typing import Any, Generic
 
 import grpc
 
+from gammaray.aio import end_tasks
 from gammaray.errors import DeadlineExceededError, GammarayError, UnavailableError
-from gammaray.tasks import end_tasks
 from gammaray.tls import TlsFiles, dial
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb

@@ -13,8 +13,7 @@ from typing import Protocol, TypeVar, cast
 
 from gammaray.errors import GammarayError
 from gammaray.meter import Counter, Meter
-from gammaray.processes import SpeculationTotals
-from gammaray.types import Chunk, DrafterKind, FinishReason, GenerationRequest, TokenOrigin
+from gammaray.types import Chunk, DrafterKind, FinishReason, GenerationRequest, SpeculationTotals, TokenOrigin
 from orchestrator.access import ANONYMOUS, Caller
 from orchestrator.admission import Admission
 from orchestrator.cycle_data import Cycle

@@ -12,11 +12,11 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from gammaray.checks import MAX_TOKEN_IDS
-from gammaray.sampling import MAX_LOGIT_BIAS
 from gammaray.types import (
     MAX_CACHE_SALT,
     MAX_GAMMA,
     MAX_KEEP_CACHE_S,
+    MAX_LOGIT_BIAS,
     MAX_NODES,
     MAX_STOP,
     MAX_STOP_TOKEN_IDS,

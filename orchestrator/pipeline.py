@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Any
 
-from gammaray.tasks import end_tasks
+from gammaray.aio import end_tasks
 from gammaray.types import TokenOrigin
 from orchestrator.cycle import run_cycle
 from orchestrator.cycle_data import Cycle

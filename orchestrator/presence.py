@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from google.protobuf.message import DecodeError
 
+from gammaray.aio import end_tasks
 from gammaray.convert_processes import process_from_proto, process_to_proto
 from gammaray.errors import GammarayError
-from gammaray.processes import ProcessStatus
-from gammaray.tasks import end_tasks
+from gammaray.types import ProcessStatus
 from gammaray.v1 import generation_service_pb2 as pb
 
 __all__ = ["Presence", "PresenceStore"]

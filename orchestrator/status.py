@@ -7,7 +7,7 @@ import os
 
 from gammaray.errors import GammarayError
 from gammaray.metrics_export import MetricsExport
-from gammaray.processes import ProcessStatus
+from gammaray.types import ProcessStatus
 from orchestrator.admission import Admission
 from orchestrator.fleet import Fleet
 from orchestrator.meter import OrchestratorMeter

@@ -15,9 +15,8 @@ import ray.util
 from ray import serve
 
 from gammaray.autoscaling import autoscaling_config
-from gammaray.config import DraftSettings, ScalingSettings, TargetSettings, WorkerSettings
+from gammaray.config import DraftSettings, PoolSize, ScalingSettings, TargetSettings, WorkerSettings
 from gammaray.errors import InvalidArgumentError
-from gammaray.pools import PoolSize
 from services.server import is_wildcard, split_address
 
 if TYPE_CHECKING:

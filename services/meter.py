@@ -7,7 +7,7 @@ from typing import Protocol
 
 from gammaray.errors import GammarayError
 from gammaray.meter import Meter
-from gammaray.processes import WorkerTotals
+from gammaray.types import WorkerTotals
 from services.engine.kv_cache import CacheStats
 from services.tasks import NeedTokens
 

@@ -15,8 +15,8 @@ from collections.abc import Awaitable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from gammaray.aio import end_tasks
 from gammaray.redis_connection import connect
-from gammaray.tasks import end_tasks
 
 __all__ = ["Announcer", "WorkerEntry"]
 

@@ -7,7 +7,7 @@ import pytest
 from redis_helpers import running_redis
 from scripted_workers import until_so
 
-from gammaray.processes import ProcessStatus, SpeculationTotals
+from gammaray.types import ProcessStatus, SpeculationTotals
 from orchestrator import presence
 from orchestrator.presence import Presence
 from orchestrator.redis_calls import Redis, connect

@@ -10,7 +10,7 @@ from redis_helpers import RedisName, configured_redis, redis_name, running_redis
 from scripted_workers import scripted, until, until_so
 
 from gammaray.errors import InternalError, InvalidArgumentError, ResourceExhaustedError, UnavailableError
-from gammaray.processes import ProcessStatus
+from gammaray.types import ProcessStatus
 from orchestrator.fleet import Fleet
 from orchestrator.presence import Presence
 from orchestrator.redis_calls import BatchedScript, answer, check_redis, connect, wait_for_redis

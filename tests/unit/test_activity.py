@@ -12,7 +12,7 @@ from sdk_helpers import ScriptedService, serve_in_thread
 from gammaray.activity import measure
 from gammaray.cli import main
 from gammaray.cli.top import view
-from gammaray.processes import ProcessStatus, SpeculationTotals, WorkerTotals
+from gammaray.types import ProcessStatus, SpeculationTotals, WorkerTotals
 
 FIRST = SpeculationTotals(
     cycles=10,

@@ -4,7 +4,7 @@ from http_helpers import call
 from prometheus_client.parser import text_string_to_metric_families
 from surface_helpers import ScriptedBackend
 
-from gammaray.processes import ProcessStatus, SpeculationTotals
+from gammaray.types import ProcessStatus, SpeculationTotals
 from orchestrator.http_metrics import targets, vllm_metrics
 
 

@@ -14,8 +14,8 @@ from functools import partial
 import psutil
 import pytest
 
+from gammaray.config import PoolSize
 from gammaray.errors import InvalidArgumentError, UnavailableError
-from gammaray.pools import PoolSize
 from orchestrator import cluster
 from orchestrator.cluster_env import private_directory, serve_environment
 from orchestrator.cluster_options import parse_options

@@ -7,9 +7,8 @@ from pydantic import ValidationError
 from ray.serve.config import AutoscalingConfig
 
 from gammaray.autoscaling import autoscaling_config
-from gammaray.config import ScalingSettings
+from gammaray.config import PoolSize, ScalingSettings
 from gammaray.effective import OrchestratorArguments
-from gammaray.pools import PoolSize
 from orchestrator.scaling_policy import IN_FLIGHT, OrchestratorPolicy, wanted_orchestrators
 from orchestrator.serve_builders import orchestrator
 

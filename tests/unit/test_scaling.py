@@ -6,9 +6,8 @@ import pytest
 from ray.serve.config import AutoscalingConfig
 
 from gammaray.autoscaling import autoscaling_config
-from gammaray.config import ScalingSettings
+from gammaray.config import PoolSize, ScalingSettings
 from gammaray.errors import InvalidArgumentError
-from gammaray.pools import PoolSize
 from orchestrator.cluster_options import parse_options
 from services.load import LoadCounters, LoadReport, LoadReporter
 from services.scaling import DraftMemory, Pool, wanted_drafters, wanted_targets

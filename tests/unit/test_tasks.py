@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 
-from gammaray.tasks import end_tasks
+from gammaray.aio import end_tasks
 
 
 async def test_end_tasks_survives_a_swallowed_cancellation():
@@ -59,7 +59,7 @@ async def test_end_tasks_gives_up_on_those_that_never_end_and_names_them(caplog)
     good = asyncio.create_task(willing(), name="willing")
     await asyncio.sleep(0)
     start = time.monotonic()
-    with caplog.at_level(logging.ERROR, logger="gammaray.tasks"):
+    with caplog.at_level(logging.ERROR, logger="gammaray.aio"):
         await asyncio.wait_for(end_tasks(*tasks, good, timeout_s=0.2), 60)
     assert 0.15 < time.monotonic() - start < 20
     assert good.cancelled()
@@ -81,4 +81,4 @@ async def test_end_tasks_that_end_in_time_log_nothing(caplog):
 
 def _own(records: list[logging.LogRecord]) -> list[logging.LogRecord]:
     """Without what the threads of other tests log meanwhile."""
-    return [record for record in records if record.name == "gammaray.tasks"]
+    return [record for record in records if record.name == "gammaray.aio"]
