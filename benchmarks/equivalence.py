@@ -29,8 +29,8 @@ from benchmarks.workloads import WORKLOADS, fingerprint, prompts
 from gammaray import AsyncClient
 from gammaray.bench.measure import first_difference
 from gammaray.bench.tables import plain_table
+from gammaray.client.request import GenerateOptions
 from gammaray.demo_pair import DEMO_PAIR
-from gammaray.request import GenerateOptions
 from services.engine.model import resolve_model
 
 __all__ = ["compare_at_once", "compare_greedy", "compare_sampled", "plain_sampled"]

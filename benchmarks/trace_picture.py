@@ -21,7 +21,7 @@ from benchmarks.cluster import connected, run_or_exit
 from benchmarks.otlp_receiver import ReceivedSpan, receiving
 from gammaray import telemetry
 from gammaray.cli.timeline import timeline
-from gammaray.cycles import CycleRecord
+from gammaray.wire.cycles import CycleRecord
 
 DOCS = Path(__file__).parents[1] / "docs"
 PROMPT = "def read_lines(path):\n"

@@ -9,8 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gammaray.client import AsyncClient
-    from gammaray.completion import Completion
+    from gammaray.client.async_client import AsyncClient
+    from gammaray.client.completion import Completion
+    from gammaray.client.request import GenerateOptions
+    from gammaray.client.sync_client import Client
+    from gammaray.client.transport import RetryPolicy
     from gammaray.errors import (
         CancelledError,
         DeadlineExceededError,
@@ -25,10 +28,6 @@ if TYPE_CHECKING:
         UnauthenticatedError,
         UnavailableError,
     )
-    from gammaray.request import GenerateOptions
-    from gammaray.sessions import SessionInfo, SessionState
-    from gammaray.sync import Client
-    from gammaray.transport import RetryPolicy
     from gammaray.types import (
         ADAPTIVE,
         Chunk,
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
         Usage,
         VerificationMethod,
     )
+    from gammaray.wire.sessions import SessionInfo, SessionState
 
 __all__ = [
     "ADAPTIVE",
@@ -88,7 +88,16 @@ __all__ = [
 __version__ = "0.1.0"
 
 # Searched in this order; each name is in the `__all__` of exactly one of them.
-_HOMES = ("errors", "types", "completion", "request", "sessions", "transport", "client", "sync")
+_HOMES = (
+    "errors",
+    "types",
+    "client.completion",
+    "client.request",
+    "wire.sessions",
+    "client.transport",
+    "client.async_client",
+    "client.sync_client",
+)
 
 
 def __getattr__(name: str) -> object:

@@ -18,7 +18,7 @@ from gammaray.config import (
     TargetSettings,
     WorkerSettings,
 )
-from gammaray.metadata import APPLICATION
+from gammaray.wire.metadata import APPLICATION
 
 __all__ = [
     "APPLICATIONS",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from gammaray.convert import origin_to_proto
 from gammaray.types import DrafterKind, TokenOrigin
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1 import types_pb2
+from gammaray.wire.convert import origin_to_proto
 from orchestrator.calls import Call
 from orchestrator.cycle_data import Cycle
 from orchestrator.session import Session

@@ -10,12 +10,11 @@ from typing import Protocol
 
 import grpc
 
-from gammaray.convert import chunk_to_proto, request_from_proto
-from gammaray.convert_processes import process_to_proto
 from gammaray.errors import GammarayError, InternalError
-from gammaray.rpc_errors import DETAILS_KEY, error_to_status
 from gammaray.types import ProcessStatus
 from gammaray.v1 import generation_service_pb2 as pb
+from gammaray.wire.convert import chunk_to_proto, process_to_proto, request_from_proto
+from gammaray.wire.rpc_errors import DETAILS_KEY, error_to_status
 from orchestrator.access import Authenticator, Caller
 from orchestrator.backend import Backend
 from orchestrator.cpu_threads import INLINE_NUMBERS, in_thread

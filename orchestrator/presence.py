@@ -12,10 +12,10 @@ from typing import Any, Protocol
 from google.protobuf.message import DecodeError
 
 from gammaray.aio import end_tasks
-from gammaray.convert_processes import process_from_proto, process_to_proto
 from gammaray.errors import GammarayError
 from gammaray.types import ProcessStatus
 from gammaray.v1 import generation_service_pb2 as pb
+from gammaray.wire.convert import process_from_proto, process_to_proto
 
 __all__ = ["Presence", "PresenceStore"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import urllib.request
 from collections import Counter
 
+from gammaray.client.sync_client import Client
 from gammaray.config import ClusterSettings
 from gammaray.errors import GammarayError
-from gammaray.sync import Client
 
 __all__ = ["missing_parts"]
 

@@ -9,13 +9,10 @@ from typing import Generic
 import grpc
 from google.rpc import status_pb2
 
-from gammaray.convert import (
-    method_to_proto,
-)
-from gammaray.convert_sampling import sampling_to_proto
 from gammaray.errors import GammarayError, InternalError
-from gammaray.rpc_errors import error_from_status
 from gammaray.v1 import types_pb2 as pb
+from gammaray.wire.convert import method_to_proto, sampling_to_proto
+from gammaray.wire.rpc_errors import error_from_status
 from orchestrator.access import tenant_of
 from orchestrator.calls import Call
 from orchestrator.links import WorkerLink

@@ -9,11 +9,11 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 
-from gammaray.convert import proposal_from_proto
 from gammaray.errors import DeadlineExceededError, GammarayError, InternalError, UnavailableError
 from gammaray.types import Proposal
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
+from gammaray.wire.convert import proposal_from_proto
 from orchestrator.backoff import Backoff
 from orchestrator.cycle_data import Shape
 from orchestrator.links import WorkerLink

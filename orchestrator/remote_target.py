@@ -7,11 +7,15 @@ import math
 import time
 from functools import partial
 
-from gammaray.convert import origin_from_proto, prompt_logprobs_from_proto, proposal_to_proto
 from gammaray.errors import DeadlineExceededError, GammarayError, InternalError, UnavailableError
 from gammaray.types import PromptLogprobs, Proposal
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
+from gammaray.wire.convert import (
+    origin_from_proto,
+    prompt_logprobs_from_proto,
+    proposal_to_proto,
+)
 from orchestrator.cpu_threads import INLINE_NUMBERS, in_thread
 from orchestrator.identity import TargetLink, identity_of, of_identity, why_nobody
 from orchestrator.links import WorkerLink

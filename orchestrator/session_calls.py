@@ -10,9 +10,9 @@ from typing import Protocol
 
 from gammaray.checks import check_int
 from gammaray.errors import InvalidArgumentError
-from gammaray.sessions import SessionInfo, SessionState
 from gammaray.types import EmittedToken
 from gammaray.v1 import generation_service_pb2 as pb
+from gammaray.wire.sessions import SessionInfo, SessionState
 from orchestrator.access import Caller
 from orchestrator.completion import emitted_token
 from orchestrator.sessions import REPLAY_TOKENS

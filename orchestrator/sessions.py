@@ -13,10 +13,10 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
-from gammaray.convert import request_from_proto, request_to_proto
 from gammaray.errors import FailedPreconditionError, InternalError, ModelChangedError, NotFoundError
 from gammaray.types import Chunk, FinishReason, GenerationRequest
 from gammaray.v1 import generation_service_pb2 as pb
+from gammaray.wire.convert import request_from_proto, request_to_proto
 from orchestrator.access import ANONYMOUS, Caller
 from orchestrator.completion import Progress
 from orchestrator.heritage import Heritage

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic
 
-from gammaray.convert_processes import worker_totals_from_proto
 from gammaray.errors import GammarayError, UnavailableError
 from gammaray.tls import TlsFiles
 from gammaray.types import ProcessStatus
+from gammaray.wire.convert import worker_totals_from_proto
 from orchestrator.links import WorkerLink
 from orchestrator.traffic import Traffic
 from orchestrator.wire import BlockT, ResultT, WorkerInfo, WorkerProtocol

@@ -7,10 +7,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from gammaray import convert
-from gammaray.convert_sampling import sampling_from_proto
 from gammaray.errors import GammarayError
 from gammaray.v1 import types_pb2
+from gammaray.wire import convert
+from gammaray.wire.convert import sampling_from_proto
 from services.batching import Scheduler
 from services.engine_thread import EngineThread
 from services.streams import Deliver

@@ -12,7 +12,7 @@ from gammaray.bench.optimum import optimum
 from gammaray.bench.rows import row
 from gammaray.bench.systems import Ask, Stack
 from gammaray.bench.workloads import fingerprint
-from gammaray.client import AsyncClient
+from gammaray.client.async_client import AsyncClient
 from gammaray.types import VerificationMethod
 
 __all__ = ["BenchSettings", "Point", "run_bench"]

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-from gammaray.client import AsyncClient
+from gammaray.client.async_client import AsyncClient
 from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import ADAPTIVE, Chunk, GammaPolicy, SpeculationSummary, VerificationMethod
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from gammaray.client import AsyncClient
+from gammaray.client.async_client import AsyncClient
 
 __all__ = ["Connection", "connection_options"]
 

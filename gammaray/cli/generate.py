@@ -15,8 +15,8 @@ from rich.console import Console
 from gammaray.cli.connection import Connection, connection_options
 from gammaray.cli.painter import OriginPainter
 from gammaray.cli.report import paint, print_legend, print_summary
-from gammaray.client import AsyncClient
-from gammaray.completion import Completion, speculation_object
+from gammaray.client.async_client import AsyncClient
+from gammaray.client.completion import Completion, speculation_object
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import (
     MAX_GAMMA,

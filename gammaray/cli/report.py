@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from gammaray.completion import Completion
+from gammaray.client.completion import Completion
 from gammaray.types import SpeculationSummary, TokenOrigin
 
 __all__ = ["paint", "print_legend", "print_summary"]

@@ -14,8 +14,8 @@ from rich.table import Table
 from gammaray.cli.connection import Connection, connection_options
 from gammaray.cli.output import output_console
 from gammaray.cli.values import IntRange
-from gammaray.client import AsyncClient
-from gammaray.sessions import SessionInfo
+from gammaray.client.async_client import AsyncClient
+from gammaray.wire.sessions import SessionInfo
 
 __all__ = ["sessions"]
 

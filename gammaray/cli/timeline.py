@@ -9,7 +9,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from gammaray.cycles import CycleRecord, WorkerCall
+from gammaray.wire.cycles import CycleRecord, WorkerCall
 
 __all__ = ["timeline"]
 

@@ -19,7 +19,7 @@ from gammaray.activity import Activity, Speculation, Worker, measure
 from gammaray.cli.connection import Connection, connection_options
 from gammaray.cli.output import output_console
 from gammaray.cli.values import FloatRange
-from gammaray.client import AsyncClient
+from gammaray.client.async_client import AsyncClient
 
 __all__ = ["top", "view"]
 

@@ -12,7 +12,7 @@ from gammaray.cli.connection import Connection, connection_options
 from gammaray.cli.output import output_console
 from gammaray.cli.timeline import timeline
 from gammaray.cli.values import IntRange
-from gammaray.cycles import CycleRecord
+from gammaray.wire.cycles import CycleRecord
 
 __all__ = ["trace"]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import grpc
 
-from gammaray import convert
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import MAX_NODES, Proposal
 from gammaray.v1 import draft_service_pb2 as pb
 from gammaray.v1 import draft_service_pb2_grpc
+from gammaray.wire import convert
 from services.messages import Model, describe, fill_result, task_fields
 from services.server import guarded
 from services.streams import Deliver, Streams

@@ -8,12 +8,12 @@ from typing import Any
 
 import grpc
 
-from gammaray import convert
 from gammaray.checks import check_int
 from gammaray.errors import InvalidArgumentError, ModelChangedError
 from gammaray.types import MAX_TOP_LOGPROBS, check_prompt_logprobs
 from gammaray.v1 import target_service_pb2 as pb
 from gammaray.v1 import target_service_pb2_grpc, types_pb2
+from gammaray.wire import convert
 from services.messages import Model, describe, fill_result, task_fields
 from services.server import guarded
 from services.streams import Deliver, Streams

@@ -75,7 +75,7 @@ def verify(
         method: Verification method of the session.
         log_probs: [len(proposal) + 1, vocab_size] of `processed_log_probs`; at temperature 0 those of
             `edited_logits` do as well.
-        proposal: Checked by `gammaray.convert.proposal_from_proto`, but otherwise not trusted.
+        proposal: Checked by `gammaray.wire.convert.proposal_from_proto`, but otherwise not trusted.
         params: Sampling parameters.
         noise: The session's noise; may be None at temperature 0.
         base_position: Number of committed tokens.

@@ -8,9 +8,9 @@ import urllib.request
 import grpc
 import pytest
 
-from gammaray.rpc_errors import error_from_rpc
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1 import generation_service_pb2_grpc as pb_grpc
+from gammaray.wire.rpc_errors import error_from_rpc
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(600)]
 

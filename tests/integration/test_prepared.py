@@ -13,10 +13,10 @@ from scripted_workers import NoStore, NoText, Steady
 from workers_helpers import running
 
 from gammaray.config import DraftSettings
-from gammaray.convert import MAX_SUPPORT, proposal_from_proto, proposal_to_proto
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, VerificationMethod
 from gammaray.v1 import draft_service_pb2 as draft_pb
+from gammaray.wire.convert import MAX_SUPPORT, proposal_from_proto, proposal_to_proto
 from orchestrator import remote_draft
 from orchestrator.cycle import run_cycle
 from orchestrator.cycle_data import Shape

@@ -20,8 +20,8 @@ from resume_helpers import (
 from service_helpers import PROMPTS, complete, text_of, tokens_of
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
-from gammaray.sessions import SessionState
 from gammaray.types import FinishReason, GammaPolicy, GenerationRequest, SamplingParams, TokenOrigin
+from gammaray.wire.sessions import SessionState
 from orchestrator.access import ANONYMOUS, Caller
 from orchestrator.sessions import REPLAY_TOKENS, Opener
 from orchestrator.store_keys import keys_of

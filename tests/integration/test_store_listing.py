@@ -10,8 +10,8 @@ from redis_helpers import running_redis
 from scripted_workers import make_session
 
 from gammaray.errors import NotFoundError
-from gammaray.sessions import SessionState
 from gammaray.types import FinishReason, TokenOrigin
+from gammaray.wire.sessions import SessionState
 from orchestrator.access import Caller
 from orchestrator.redis_calls import connect
 from orchestrator.session_calls import SessionCalls

@@ -23,9 +23,9 @@ from tracing_helpers import (
 
 from benchmarks.otlp_receiver import receiving
 from gammaray import telemetry as t
-from gammaray.cycles import cycles_from_proto
 from gammaray.errors import NotFoundError, UnavailableError
 from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, SamplingParams
+from gammaray.wire.cycles import cycles_from_proto
 from orchestrator.access import ANONYMOUS, Caller
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

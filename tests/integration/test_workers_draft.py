@@ -7,9 +7,9 @@ from engine_helpers import plain_logits, plain_model, random_tokens, tiny_model
 from held_engine import HeldEngine, all_read
 from workers_helpers import ANSWER_TIMEOUT_S, propose_block, running, spec_message
 
-from gammaray import convert
 from gammaray.types import SamplingParams, VerificationMethod
 from gammaray.v1 import types_pb2 as types
+from gammaray.wire import convert
 
 pytestmark = pytest.mark.integration
 

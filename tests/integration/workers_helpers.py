@@ -12,14 +12,14 @@ from typing import Any
 
 import grpc
 
-from gammaray import convert
 from gammaray.config import DraftSettings, TargetSettings
-from gammaray.convert_sampling import sampling_to_proto
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import draft_service_pb2_grpc, target_service_pb2_grpc
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as types
+from gammaray.wire import convert
+from gammaray.wire.convert import sampling_to_proto
 from services.draft.worker import DraftWorker
 from services.target.worker import TargetWorker
 

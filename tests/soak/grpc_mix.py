@@ -18,7 +18,7 @@ from gammaray import (
     InvalidArgumentError,
     NotFoundError,
 )
-from gammaray.request import Prompt
+from gammaray.client.request import Prompt
 from gammaray.types import Chunk
 
 __all__ = ["GRPC_MIX", "check", "draw"]

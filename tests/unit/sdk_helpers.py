@@ -12,11 +12,8 @@ from dataclasses import replace
 import grpc
 from grpc_status import rpc_status
 
-from gammaray.convert import chunk_to_proto
-from gammaray.convert_processes import process_to_proto
+from gammaray.client.transport import RetryPolicy
 from gammaray.errors import GammarayError
-from gammaray.rpc_errors import error_to_status
-from gammaray.transport import RetryPolicy
 from gammaray.types import (
     Chunk,
     EmittedToken,
@@ -31,6 +28,8 @@ from gammaray.v1.generation_service_pb2_grpc import (
     GenerationServiceServicer,
     add_GenerationServiceServicer_to_server,
 )
+from gammaray.wire.convert import chunk_to_proto, process_to_proto
+from gammaray.wire.rpc_errors import error_to_status
 
 WAIT_S = 120.0
 NO_RETRY = RetryPolicy(max_attempts=1)

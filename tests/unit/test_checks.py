@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from gammaray import GenerationRequest, InvalidArgumentError, SamplingParams
 from gammaray.checks import MAX_TOKEN_IDS, check_token_ids
 from gammaray.errors import rendering
-from gammaray.rpc_errors import error_from_status
+from gammaray.wire.rpc_errors import error_from_status
 
 
 @pytest.mark.parametrize("token_ids", [(), (0,), (0, 9), [9, 0], range(10)], ids=str)

@@ -9,8 +9,8 @@ import uvicorn
 from click.testing import CliRunner
 from surface_helpers import ScriptedBackend
 
-from gammaray.chat import Chat
 from gammaray.cli import main
+from gammaray.client.chat import Chat
 from gammaray.errors import GammarayError, UnavailableError
 from orchestrator.http_api import create_app
 

@@ -21,8 +21,8 @@ from surface_helpers import ScriptedBackend
 from tls_helpers import Authority
 
 from gammaray import AsyncClient, Client, InvalidArgumentError, TlsError, UnavailableError
-from gammaray.chat import Chat
 from gammaray.cli import main
+from gammaray.client.chat import Chat
 from orchestrator.http_api import create_app
 from orchestrator.preflight import free_ports
 

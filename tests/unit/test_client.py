@@ -34,7 +34,7 @@ from gammaray import (
     UnauthenticatedError,
     UnavailableError,
 )
-from gammaray.convert import request_to_proto
+from gammaray.wire.convert import request_to_proto
 
 
 async def test_generate_several_chunks_yields_them_as_sent():

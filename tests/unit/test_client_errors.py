@@ -33,9 +33,9 @@ from gammaray import (
     UnauthenticatedError,
     UnavailableError,
 )
-from gammaray.rpc_errors import DETAILS_KEY, error_from_status, error_to_status
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1.generation_service_pb2_grpc import GenerationServiceServicer
+from gammaray.wire.rpc_errors import DETAILS_KEY, error_from_status, error_to_status
 from orchestrator.preflight import free_ports
 
 ERRORS = [

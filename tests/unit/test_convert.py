@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gammaray import InternalError, InvalidArgumentError, convert
+from gammaray import InternalError, InvalidArgumentError
 from gammaray import types as t
-from gammaray.convert_processes import process_from_proto, process_to_proto
 from gammaray.types import SpeculationTotals, WorkerTotals
 from gammaray.v1 import generation_service_pb2 as gen
 from gammaray.v1 import types_pb2 as pb
+from gammaray.wire import convert
+from gammaray.wire.convert import process_from_proto, process_to_proto
 
 VOCAB = 500
 

@@ -169,7 +169,7 @@ def test_benchmark_needs_no_more_than_it_says() -> None:
 
 
 def lazily_imported() -> set[str]:
-    """What only `gammaray.client` and `gammaray.request` need."""
+    """What only `gammaray.client.async_client` and `gammaray.client.request` need."""
     return {"google", "opentelemetry", "pydantic", "grpc_status"}
 
 

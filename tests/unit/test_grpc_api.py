@@ -7,11 +7,11 @@ import pytest
 from google.rpc import status_pb2
 from surface_helpers import ScriptedBackend
 
-from gammaray.convert import chunk_from_proto
 from gammaray.errors import DeadlineExceededError, InvalidArgumentError, ResourceExhaustedError
-from gammaray.rpc_errors import DETAILS_KEY, error_from_status
 from gammaray.types import FinishReason, ProcessStatus
 from gammaray.v1 import generation_service_pb2 as pb
+from gammaray.wire.convert import chunk_from_proto
+from gammaray.wire.rpc_errors import DETAILS_KEY, error_from_status
 from orchestrator.cpu_threads import INLINE_NUMBERS
 from orchestrator.grpc_api import GenerationServicer
 from orchestrator.grpc_handlers import Unread

@@ -94,8 +94,8 @@ def test_imports_allowed_places_exist(path):
 @pytest.mark.parametrize(
     ("path", "source", "num_violations"),
     [
-        ("gammaray/client.py", "import torch.nn", 1),
-        ("gammaray/sync.py", "def f():\n    from services.engine import engine", 1),
+        ("gammaray/client/async_client.py", "import torch.nn", 1),
+        ("gammaray/client/sync_client.py", "def f():\n    from services.engine import engine", 1),
         ("gammaray/cli/up.py", "import_module('orchestrator.cluster')", 1),
         ("gammaray/cli/up.py", "importlib.import_module('ray')", 2),
         ("orchestrator/cycle.py", "if TYPE_CHECKING:\n    import grpc.aio", 1),
@@ -110,7 +110,7 @@ def test_imports_allowed_places_exist(path):
         ("services/draft/worker.py", "import os, orchestrator.links", 1),
         ("services/app.py", "from ray import serve", 0),
         ("gammaray/redis_connection.py", "from redis.asyncio import Redis", 0),
-        ("gammaray/client.py", "from redis.asyncio import Redis", 1),
+        ("gammaray/client/async_client.py", "from redis.asyncio import Redis", 1),
         ("services/registry.py", "from redis.asyncio import Redis", 1),
         ("orchestrator/links.py", "import grpc\nfrom gammaray import types", 0),
         ("orchestrator/links.py", "from . import services\nimport raymond", 0),

@@ -12,7 +12,7 @@ from gammaray import (
     SamplingParams,
     VerificationMethod,
 )
-from gammaray.request import build_request
+from gammaray.client.request import build_request
 
 
 def test_request_without_options_takes_the_types_defaults():

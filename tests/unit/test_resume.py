@@ -8,6 +8,7 @@ import pytest
 from sdk_helpers import FAST_RETRY, NO_RETRY, ScriptedService, answer, last, piece, refuse, serve, token
 
 from gammaray import AsyncClient, Client, RetryPolicy
+from gammaray.client.transport import Transport
 from gammaray.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -19,7 +20,6 @@ from gammaray.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from gammaray.transport import Transport
 
 WORDS = ["one ", "two ", "three ", "four ", "five"]
 PASSING = [UnavailableError("gone"), CancelledError("replica died"), InternalError("actor died")]

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from gammaray.client import STATUS_TIMEOUT_S, AsyncClient
-from gammaray.completion import Completion
-from gammaray.cycles import CycleRecord
-from gammaray.request import Prompt
-from gammaray.sessions import SessionInfo
-from gammaray.transport import RetryPolicy
+from gammaray.client.async_client import STATUS_TIMEOUT_S, AsyncClient
+from gammaray.client.completion import Completion
+from gammaray.client.request import Prompt
+from gammaray.client.transport import RetryPolicy
 from gammaray.types import Chunk, EmittedToken, ProcessStatus
+from gammaray.wire.cycles import CycleRecord
+from gammaray.wire.sessions import SessionInfo
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from gammaray.request import GenerateOptions
+    from gammaray.client.request import GenerateOptions
 
 __all__ = ["Client"]
 

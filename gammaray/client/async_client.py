@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from gammaray import convert
 from gammaray.checks import check_int
+from gammaray.client.completion import Completion
+from gammaray.client.request import Prompt, build_request
+from gammaray.client.resume import stream_completion
+from gammaray.client.transport import RetryPolicy, Transport
 from gammaray.client_tls import client_tls
-from gammaray.completion import Completion
-from gammaray.convert_processes import process_from_proto
-from gammaray.cycles import CycleRecord, cycles_from_proto
 from gammaray.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -33,17 +33,17 @@ from gammaray.errors import (
     NotFoundError,
     UnavailableError,
 )
-from gammaray.request import Prompt, build_request
-from gammaray.resume import stream_completion
-from gammaray.sessions import SessionInfo, info_from_proto
-from gammaray.transport import RetryPolicy, Transport
 from gammaray.types import Chunk, EmittedToken, GenerationRequest, ProcessStatus
 from gammaray.v1 import generation_service_pb2 as pb
+from gammaray.wire import convert
+from gammaray.wire.convert import process_from_proto
+from gammaray.wire.cycles import CycleRecord, cycles_from_proto
+from gammaray.wire.sessions import SessionInfo, info_from_proto
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from gammaray.request import GenerateOptions
+    from gammaray.client.request import GenerateOptions
 
 __all__ = ["AsyncClient"]
 
@@ -111,7 +111,7 @@ class AsyncClient:
         Args:
             prompt: Text, token ids, or a GenerationRequest.
             timeout_s: Deadline of the whole completion, in seconds; None is the client's.
-            options: See `gammaray.request.GenerateOptions`.
+            options: See `gammaray.client.request.GenerateOptions`.
 
         Returns:
             An iterator of chunks; the last one carries `finish_reason`, `usage` and `summary`.

@@ -23,9 +23,14 @@ from gammaray.errors import (
     TlsError,
     UnavailableError,
 )
-from gammaray.metadata import APPLICATION, MAX_TIMEOUT_MS, TIMEOUT_HEADER, trace_metadata
-from gammaray.rpc_errors import code_of, error_from_rpc, is_from_gammaray
 from gammaray.v1.generation_service_pb2_grpc import GenerationServiceStub
+from gammaray.wire.metadata import (
+    APPLICATION,
+    MAX_TIMEOUT_MS,
+    TIMEOUT_HEADER,
+    trace_metadata,
+)
+from gammaray.wire.rpc_errors import code_of, error_from_rpc, is_from_gammaray
 
 __all__ = ["RetryPolicy", "Transport"]
 

@@ -16,8 +16,8 @@ from dataclasses import replace
 
 import grpc
 
-from gammaray import convert
 from gammaray.aio import num_cancellations
+from gammaray.client.transport import Transport
 from gammaray.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -27,9 +27,9 @@ from gammaray.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from gammaray.rpc_errors import code_of, is_from_gammaray
-from gammaray.transport import Transport
 from gammaray.types import Chunk, GenerationRequest
+from gammaray.wire import convert
+from gammaray.wire.rpc_errors import code_of, is_from_gammaray
 
 __all__ = ["stream_completion"]
 

@@ -1,14 +1,122 @@
-"""Between wire messages and types: the only place that knows both."""
+"""Converts between wire messages and types: the only module that knows both."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
 
 from gammaray import types as t
-from gammaray.convert_sampling import sampling_from_proto, sampling_to_proto, token_ids_from_proto
+from gammaray.checks import MAX_TOKEN_IDS
 from gammaray.errors import InternalError, InvalidArgumentError
+from gammaray.types import MAX_LOGIT_BIAS, ProcessStatus, SamplingParams, SpeculationTotals, WorkerTotals
 from gammaray.v1 import generation_service_pb2 as gen
 from gammaray.v1 import types_pb2 as pb
+
+__all__ = [
+    "process_from_proto",
+    "process_to_proto",
+    "sampling_from_proto",
+    "sampling_to_proto",
+    "token_ids_from_proto",
+    "worker_totals_from_proto",
+]
+
+
+def process_to_proto(process: ProcessStatus) -> gen.ProcessStatus:
+    """Return the wire form of a process's status."""
+    worker, speculation = process.worker_totals, process.speculation_totals
+    return gen.ProcessStatus(
+        **{
+            **vars(process),
+            "worker_totals": None if worker is None else pb.WorkerTotals(**vars(worker)),
+            "speculation_totals": None if speculation is None else pb.SpeculationTotals(**vars(speculation)),
+        }
+    )
+
+
+def process_from_proto(message: gen.ProcessStatus) -> ProcessStatus:
+    """Return the process status of a wire message."""
+    values = {field.name: getattr(message, field.name) for field in fields(ProcessStatus)}
+    values["accepted_per_position"] = tuple(message.accepted_per_position)
+    values["worker_totals"] = (
+        worker_totals_from_proto(message.worker_totals) if message.HasField("worker_totals") else None
+    )
+    values["speculation_totals"] = (
+        SpeculationTotals(**_numbers(message.speculation_totals, SpeculationTotals))
+        if message.HasField("speculation_totals")
+        else None
+    )
+    return ProcessStatus(**values)
+
+
+def worker_totals_from_proto(message: pb.WorkerTotals) -> WorkerTotals:
+    """Return the totals of a wire message."""
+    return WorkerTotals(**_numbers(message, WorkerTotals))
+
+
+def _numbers(message: Any, kind: type[WorkerTotals] | type[SpeculationTotals]) -> dict[str, int]:
+    return {field.name: getattr(message, field.name) for field in fields(kind)}
+
+
+def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
+    """Return the wire form of sampling parameters."""
+    message = pb.SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
+        allowed_token_ids=params.allowed_token_ids,
+        banned_token_ids=params.banned_token_ids,
+        min_tokens=params.min_tokens,
+        sample_index=params.sample_index,
+    )
+    if params.seed is not None:
+        message.seed = params.seed
+    return message
+
+
+def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
+    """Return the sampling parameters of a wire message; absent fields take their defaults.
+
+    Raises:
+        InvalidArgumentError: A list has more entries than it may have.
+    """
+    if len(message.logit_bias) > MAX_LOGIT_BIAS:
+        got = f"{len(message.logit_bias)} entries"
+        raise InvalidArgumentError("logit_bias", got, f"at most {MAX_LOGIT_BIAS}")
+    return SamplingParams(
+        temperature=message.temperature if message.HasField("temperature") else 1.0,
+        top_p=message.top_p if message.HasField("top_p") else 1.0,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=dict(message.logit_bias),
+        allowed_token_ids=token_ids_from_proto("allowed_token_ids", message.allowed_token_ids),
+        banned_token_ids=token_ids_from_proto("banned_token_ids", message.banned_token_ids),
+        min_tokens=message.min_tokens,
+        seed=message.seed if message.HasField("seed") else None,
+        sample_index=message.sample_index,
+    )
+
+
+def token_ids_from_proto(name: str, ids: Sequence[int]) -> tuple[int, ...]:
+    """Return the token ids of a repeated field.
+
+    Raises:
+        InvalidArgumentError: There are more than a request may have; none is copied then.
+    """
+    if len(ids) > MAX_TOKEN_IDS:
+        raise InvalidArgumentError(name, f"{len(ids)} token ids", f"at most {MAX_TOKEN_IDS}")
+    return tuple(ids)
+
 
 MAX_SUPPORT = 4096
 """Tokens of one draft distribution, as many as a drafter may be set to: 64 of them stay below the largest
