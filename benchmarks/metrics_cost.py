@@ -12,7 +12,7 @@ from collections.abc import Callable
 from prometheus_client import generate_latest
 
 from gammaray.bench.provenance import provenance
-from gammaray.scrape import registry
+from gammaray.telemetry.prometheus import registry
 from gammaray.types import Chunk, DrafterKind, GenerationRequest, TokenOrigin
 from orchestrator.cycle_data import Cycle
 from orchestrator.meter import OrchestratorMeter

@@ -28,7 +28,7 @@ from gammaray.bench.optimum import chain_gammas
 from gammaray.bench.rows import Row
 from gammaray.bench.systems import stack_name
 from gammaray.errors import InvalidArgumentError
-from gammaray.theory import expected_tokens
+from gammaray.maths.theory import expected_tokens
 
 __all__ = ["draw", "plot_concurrency", "plot_cycle", "plot_speedup"]
 

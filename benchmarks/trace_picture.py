@@ -19,8 +19,8 @@ from rich.console import Console
 
 from benchmarks.cluster import connected, run_or_exit
 from benchmarks.otlp_receiver import ReceivedSpan, receiving
-from gammaray import telemetry
 from gammaray.cli.timeline import timeline
+from gammaray.telemetry import names as telemetry
 from gammaray.wire.cycles import CycleRecord
 
 DOCS = Path(__file__).parents[1] / "docs"

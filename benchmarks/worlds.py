@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from gammaray.theory import tree_tokens
+from gammaray.maths.theory import tree_tokens
 from orchestrator.cycle_data import Shape
 from orchestrator.walk import Level
 

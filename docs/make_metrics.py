@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gammaray.config import METRICS_PORT
-from gammaray.metric_catalog import GROUPS, Metric
+from gammaray.telemetry.catalog import GROUPS, Metric
 
 HERE = Path(__file__).parent
 ALERTS = HERE.parent / "helm" / "gammaray" / "files" / "alerts.yaml"

@@ -1,4 +1,4 @@
-"""Make docs/telemetry.md of `gammaray.telemetry`.
+"""Make docs/telemetry.md of `gammaray.telemetry.names`.
 
 python docs/make_telemetry.py            # write
 python docs/make_telemetry.py --check    # exit with 1 when it is not what would be written
@@ -10,14 +10,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from gammaray.telemetry import ATTRIBUTES, SPANS, Attribute, Span
+from gammaray.telemetry.names import ATTRIBUTES, SPANS, Attribute, Span
 
 PAGE = Path(__file__).with_name("telemetry.md")
 
 _INTRODUCTION = """\
 # Spans and attributes
 
-Made of [gammaray/telemetry.py](../gammaray/telemetry.py) by `python docs/make_telemetry.py`; do not edit.
+Made of [names.py](../gammaray/telemetry/names.py) by `python docs/make_telemetry.py`; do not edit.
 [tracing.md](tracing.md) tells how to switch traces on and what one looks like; [metrics.md](metrics.md) has
 the metrics.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gammaray.metric_catalog import by_name
+from gammaray.telemetry.catalog import by_name
 
 __all__ = ["ROWS", "Panel", "Query", "render"]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from gammaray.checks import check_session_id
 from gammaray.config import OrchestratorSettings
 from gammaray.errors import InvalidArgumentError, UnauthenticatedError
-from gammaray.keys import ApiKey, hash_key, key_id_of, read_keys
+from gammaray.security.keys import ApiKey, hash_key, key_id_of, read_keys
 from gammaray.wire.metadata import MAX_TIMEOUT_MS, TIMEOUT_HEADER
 
 __all__ = ["ANONYMOUS", "PRIORITY_HEADER", "Authenticator", "Caller", "open_door", "tenant_of"]

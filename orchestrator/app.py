@@ -14,9 +14,8 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
 
-from gammaray.autoscaling import autoscaling_config
 from gammaray.config import OrchestratorSettings, PoolSize, ScalingSettings
-from gammaray.serving import APPLICATIONS
+from gammaray.deploy.serve_config import APPLICATIONS, autoscaling_config
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.access import open_door
 from orchestrator.grpc_api import GenerationServicer, RpcContext

@@ -22,8 +22,8 @@ import psutil
 from pydantic import ValidationError
 
 from gammaray.config import ClusterSettings, OrchestratorSettings, PoolSize, WorkerSettings, settings_error
+from gammaray.deploy.serve_config import APPLICATIONS, GRPC_SERVICERS, role_settings
 from gammaray.errors import DeadlineExceededError, GammarayError, InvalidArgumentError, UnavailableError
-from gammaray.serving import APPLICATIONS, GRPC_SERVICERS, role_settings
 from orchestrator.cluster_env import private_directory, serve_environment
 from orchestrator.cluster_options import LauncherOptions, announcer, parse_options
 from orchestrator.cluster_trust import Trust, arrange_trust, check_access, reachable

@@ -6,7 +6,7 @@ import secrets
 import tempfile
 from pathlib import Path
 
-from gammaray.serving import SERVE_ENVIRONMENT
+from gammaray.deploy.serve_config import SERVE_ENVIRONMENT
 from orchestrator.preflight import free_ports
 
 __all__ = ["private_directory", "serve_environment"]

@@ -12,8 +12,8 @@ from typing import Any
 from gammaray.checks import is_address, is_loopback
 from gammaray.config import ClusterSettings
 from gammaray.errors import InvalidArgumentError
-from gammaray.keys import hash_key, make_secret, read_keys
-from gammaray.tls import TlsFiles
+from gammaray.security.keys import hash_key, make_secret, read_keys
+from gammaray.security.tls import TlsFiles
 
 __all__ = ["Trust", "arrange_trust", "check_access", "reachable"]
 
@@ -66,7 +66,7 @@ def arrange_trust(settings: ClusterSettings, directory: Path) -> Trust:
     if not settings.api_keys_file:
         orchestrator["allowed_hosts"] = _own_names(settings)
     if settings.worker_tls:
-        from gammaray.certs import make_certificates
+        from gammaray.security.certs import make_certificates
 
         files = make_certificates(directory / "tls")
         orchestrator |= _fields(files["orchestrator"])

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
-from gammaray.metrics import SpeculationCounters
+from gammaray.maths.acceptance import SpeculationCounters
 from gammaray.types import Chunk, EmittedToken, FinishReason, TokenOrigin, TopLogprob, Usage
 from orchestrator.cycle_data import Cycle
 from orchestrator.records import StoredToken

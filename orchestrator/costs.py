@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from gammaray.metrics import AcceptanceEstimator
+from gammaray.maths.acceptance import AcceptanceEstimator
 from orchestrator.contest import Contest
 from orchestrator.cycle_data import Cycle, Shape
 from orchestrator.hits import HitRates

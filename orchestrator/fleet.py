@@ -8,7 +8,7 @@ from typing import Protocol
 
 from gammaray.aio import end_tasks
 from gammaray.errors import GammarayError, InvalidArgumentError
-from gammaray.tls import TlsFiles
+from gammaray.security.tls import TlsFiles
 from gammaray.types import ProcessStatus
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import target_service_pb2 as target_pb

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gammaray.metrics import AcceptanceEstimator
+from gammaray.maths.acceptance import AcceptanceEstimator
 from orchestrator.bursts import FIRST_GAMMA, Bursts, Prospects
 from orchestrator.costs import CostModel, share_of
 from orchestrator.cycle_data import Cycle, Shape

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from gammaray.metrics import SpeculationCounters
+from gammaray.maths.acceptance import SpeculationCounters
 from gammaray.types import DrafterKind
 
 __all__ = ["Counts", "Heritage"]

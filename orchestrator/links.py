@@ -13,7 +13,7 @@ import grpc
 
 from gammaray.aio import end_tasks
 from gammaray.errors import DeadlineExceededError, GammarayError, UnavailableError
-from gammaray.tls import TlsFiles, dial
+from gammaray.security.tls import TlsFiles, dial
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.backoff import Backoff, Patience

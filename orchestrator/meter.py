@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Protocol, TypeVar, cast
 
 from gammaray.errors import GammarayError
-from gammaray.meter import Counter, Meter
+from gammaray.telemetry.meter import Counter, Meter
 from gammaray.types import Chunk, DrafterKind, FinishReason, GenerationRequest, SpeculationTotals, TokenOrigin
 from orchestrator.access import ANONYMOUS, Caller
 from orchestrator.admission import Admission

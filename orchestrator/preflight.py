@@ -19,10 +19,10 @@ from pydantic import ValidationError
 
 from gammaray.config import ClusterSettings, ScalingSettings, WorkerSettings, settings_error
 from gammaray.demo_pair import DEMO_PAIR, demo_directory
+from gammaray.deploy.gpus import CudaDevices, check_device, cuda_devices
+from gammaray.deploy.serve_config import APPLICATIONS, role_settings
 from gammaray.errors import InvalidArgumentError
-from gammaray.gpus import CudaDevices, check_device, cuda_devices
-from gammaray.serving import APPLICATIONS, role_settings
-from gammaray.tls import tls_files
+from gammaray.security.tls import tls_files
 
 __all__ = [
     "MANY_GPUS",

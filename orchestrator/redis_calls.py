@@ -11,7 +11,14 @@ from typing import Any, TypeVar
 
 from redis.exceptions import AuthenticationError, ConnectionError, NoScriptError, RedisError, TimeoutError
 
-from gammaray import redis_connection
+from gammaray.deploy import redis_connection
+from gammaray.deploy.redis_connection import (
+    Redis,
+    RefusedError,
+    address_of,
+    reply_code,
+    without_password,
+)
 from gammaray.errors import (
     GammarayError,
     InternalError,
@@ -19,7 +26,6 @@ from gammaray.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from gammaray.redis_connection import Redis, RefusedError, address_of, reply_code, without_password
 
 __all__ = ["BatchedScript", "Redis", "address_of", "answer", "check_redis", "connect", "wait_for_redis"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gammaray.config import OrchestratorSettings
-from gammaray.effective import OrchestratorArguments
+from gammaray.deploy.effective import OrchestratorArguments
 from orchestrator.app import build
 
 __all__ = ["orchestrator"]

@@ -12,8 +12,8 @@ from typing import Any
 
 from gammaray.config import OrchestratorSettings
 from gammaray.errors import CancelledError, GammarayError, NotFoundError
-from gammaray.otel import Telemetry
-from gammaray.tls import tls_files
+from gammaray.security.tls import tls_files
+from gammaray.telemetry.otel import Telemetry
 from gammaray.types import (
     Chunk,
     FinishReason,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from gammaray import telemetry as t
+from gammaray.telemetry import names as t
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1 import types_pb2
 from orchestrator.calls import Call
@@ -75,7 +75,7 @@ class SessionTrace:
 
     def put(self, bundle: CycleBundle | ReadingBundle) -> None:
         """Queue spans for export."""
-        from gammaray.spans import put
+        from gammaray.telemetry.spans import put
 
         put(self._processor, bundle)
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 
 from gammaray.errors import GammarayError
-from gammaray.metrics_export import MetricsExport
+from gammaray.telemetry.export import MetricsExport
 from gammaray.types import ProcessStatus
 from orchestrator.admission import Admission
 from orchestrator.fleet import Fleet

@@ -15,9 +15,9 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, Status, StatusCode, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from gammaray import telemetry as t
 from gammaray.errors import GammarayError
-from gammaray.otel import Telemetry
+from gammaray.telemetry import names as t
+from gammaray.telemetry.otel import Telemetry
 from gammaray.types import Chunk, FinishReason, GenerationRequest
 from orchestrator.access import ANONYMOUS, Caller
 from orchestrator.journal import Journal

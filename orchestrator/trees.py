@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gammaray.theory import tree_tokens
+from gammaray.maths.theory import tree_tokens
 from orchestrator.cycle_data import Shape
 from orchestrator.walk import Level
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic
 
 from gammaray.errors import GammarayError, UnavailableError
-from gammaray.tls import TlsFiles
+from gammaray.security.tls import TlsFiles
 from gammaray.types import ProcessStatus
 from gammaray.wire.convert import worker_totals_from_proto
 from orchestrator.links import WorkerLink

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import ray.util
 from ray import serve
 
-from gammaray.autoscaling import autoscaling_config
 from gammaray.config import DraftSettings, PoolSize, ScalingSettings, TargetSettings, WorkerSettings
+from gammaray.deploy.serve_config import autoscaling_config
 from gammaray.errors import InvalidArgumentError
 from services.server import is_wildcard, split_address
 

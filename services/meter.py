@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gammaray.errors import GammarayError
-from gammaray.meter import Meter
+from gammaray.telemetry.meter import Meter
 from gammaray.types import WorkerTotals
 from services.engine.kv_cache import CacheStats
 from services.tasks import NeedTokens

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gammaray.aio import end_tasks
-from gammaray.redis_connection import connect
+from gammaray.deploy.redis_connection import connect
 
 __all__ = ["Announcer", "WorkerEntry"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gammaray.effective import WorkerArguments
+from gammaray.deploy.effective import WorkerArguments
 from services.app import build_draft, build_target
 
 __all__ = ["draft", "target"]

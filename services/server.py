@@ -12,7 +12,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from gammaray.errors import GammarayError, InvalidArgumentError
-from gammaray.tls import TlsFiles, check_peer, server_credentials
+from gammaray.security.tls import TlsFiles, check_peer, server_credentials
 
 __all__ = ["MAX_MESSAGE_BYTES", "GrpcServer", "guarded", "is_wildcard", "split_address"]
 

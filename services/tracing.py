@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry.trace import SpanContext, TraceFlags
 
-from gammaray import telemetry as t
 from gammaray.errors import GammarayError
+from gammaray.telemetry import names as t
 from gammaray.types import Proposal
 from services.tasks import NeedTokens, ProposeTask, Reply, Task, VerifyTask
 
@@ -38,7 +38,7 @@ class BlockTracer:
     """
 
     def __init__(self, processor: SpanProcessor) -> None:
-        from gammaray.spans import put
+        from gammaray.telemetry.spans import put
 
         self._processor, self._put = processor, put
 

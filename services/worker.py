@@ -14,9 +14,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from gammaray.config import WorkerSettings
 from gammaray.errors import InvalidArgumentError, UnavailableError
-from gammaray.metrics_export import MetricsExport
-from gammaray.otel import Telemetry
-from gammaray.tls import tls_files
+from gammaray.security.tls import tls_files
+from gammaray.telemetry.export import MetricsExport
+from gammaray.telemetry.otel import Telemetry
 from services.batching import Scheduler
 from services.engine.engine import Engine
 from services.engine.model import resolve_model

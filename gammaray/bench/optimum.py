@@ -10,7 +10,7 @@ from typing import Any
 from gammaray.bench.measure import PLAIN
 from gammaray.bench.rows import Row
 from gammaray.bench.systems import stack_name
-from gammaray.theory import optimal_gamma, speedup
+from gammaray.maths.theory import optimal_gamma, speedup
 
 __all__ = ["Costs", "chain_gammas", "cycle_ms", "optimum", "pooled_alpha"]
 

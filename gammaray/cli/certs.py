@@ -23,7 +23,7 @@ def certs(directory: Path, days: int, hosts: tuple[str, ...]) -> None:
     """
     if find_spec("cryptography") is None:
         raise click.ClickException("certificates need a package: pip install 'gammaray[orchestrator]'")
-    from gammaray.certs import make_certificates
+    from gammaray.security.certs import make_certificates
 
     for role, files in make_certificates(directory, days, hosts).items():
         click.echo(f"# {role}")

@@ -10,9 +10,9 @@ import yaml
 from pydantic import ValidationError
 
 from gammaray.config import ClusterSettings, settings_error
-from gammaray.effective import effective_of_serve, effective_settings
+from gammaray.deploy.effective import effective_of_serve, effective_settings
+from gammaray.deploy.serve_config import serve_document
 from gammaray.errors import InvalidArgumentError
-from gammaray.serving import serve_document
 
 __all__ = ["config"]
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gammaray.cli.output import output_console
-from gammaray.keys import create_key, read_keys, revoke_key
+from gammaray.security.keys import create_key, read_keys, revoke_key
 
 __all__ = ["keys"]
 

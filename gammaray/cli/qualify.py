@@ -22,8 +22,8 @@ from gammaray.cli.output import output_console
 from gammaray.cli.prompt_file import read_prompts
 from gammaray.cli.values import FloatRange, IntRange, list_of, temperature
 from gammaray.config import DraftSettings, TargetSettings, settings_error
+from gammaray.deploy.gpus import check_device
 from gammaray.errors import InvalidArgumentError
-from gammaray.gpus import check_device
 from gammaray.qualify.measured import PairFacts, QualifyTask, check_gamma
 from gammaray.qualify.process import measure_pairs
 from gammaray.qualify.tables import print_pair, print_ranking

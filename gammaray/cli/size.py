@@ -9,7 +9,7 @@ from rich.table import Table
 
 from gammaray.cli.output import output_console
 from gammaray.cli.values import IntRange
-from gammaray.sizing import Sizing
+from gammaray.maths.sizing import Sizing
 
 __all__ = ["size"]
 
@@ -34,7 +34,7 @@ RTTS_MS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 @click.option("--draft-price", type=float, default=0.15, show_default=True, help="In prices of a target.")
 @click.option("--max-drafters", type=IntRange(1, 64), default=8, show_default=True)
 def size(max_drafters: int, **given: float) -> None:
-    """Say what drafters would bring, by the cost model of gammaray.theory and your own measurements."""
+    """Say what drafters would bring, by the cost model of gammaray.maths.theory and your own measurements."""
     sizing = Sizing(**given)  # type: ignore[arg-type]
     console = output_console(WIDTH)
     best = sizing.best(max_drafters)

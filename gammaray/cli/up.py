@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from gammaray.cli.values import FloatRange, IntRange
 from gammaray.config import ClusterSettings, flag_names, settings_error
-from gammaray.gpus import check_device
+from gammaray.deploy.gpus import check_device
 
 __all__ = ["up"]
 

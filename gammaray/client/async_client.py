@@ -25,7 +25,6 @@ from gammaray.client.completion import Completion
 from gammaray.client.request import Prompt, build_request
 from gammaray.client.resume import stream_completion
 from gammaray.client.transport import RetryPolicy, Transport
-from gammaray.client_tls import client_tls
 from gammaray.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -33,6 +32,7 @@ from gammaray.errors import (
     NotFoundError,
     UnavailableError,
 )
+from gammaray.security.client_tls import client_tls
 from gammaray.types import Chunk, EmittedToken, GenerationRequest, ProcessStatus
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire import convert

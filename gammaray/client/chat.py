@@ -19,13 +19,19 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gammaray.checks import check_api_key, check_timeout
-from gammaray.client_tls import ClientTls, client_tls, explain, refused_certificate, tls_error
 from gammaray.errors import (
     GammarayError,
     InternalError,
     InvalidArgumentError,
     UnauthenticatedError,
     UnavailableError,
+)
+from gammaray.security.client_tls import (
+    ClientTls,
+    client_tls,
+    explain,
+    refused_certificate,
+    tls_error,
 )
 from gammaray.types import EmittedToken, TokenOrigin
 

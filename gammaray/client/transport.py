@@ -15,7 +15,6 @@ import grpc
 
 from gammaray.aio import num_cancellations
 from gammaray.checks import check_api_key, check_timeout
-from gammaray.client_tls import ClientTls, explain, explain_http_400
 from gammaray.errors import (
     CancelledError,
     GammarayError,
@@ -23,6 +22,7 @@ from gammaray.errors import (
     TlsError,
     UnavailableError,
 )
+from gammaray.security.client_tls import ClientTls, explain, explain_http_400
 from gammaray.v1.generation_service_pb2_grpc import GenerationServiceStub
 from gammaray.wire.metadata import (
     APPLICATION,

@@ -2,7 +2,7 @@
 
 A *cycle* here is one proposal and its verification by the two models alone plus a given network time;
 speedups are over the same target's plain decoding. Measured ones take tokens per cycle and times as they
-were, predicted ones are those of `gammaray.theory` for the measured alpha and costs.
+were, predicted ones are those of `gammaray.maths.theory` for the measured alpha and costs.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from gammaray.bench.optimum import CURVE_GAMMAS, Costs
+from gammaray.maths.theory import optimal_gamma, speedup
 from gammaray.qualify.measured import ModelFacts, PairFacts, Run
-from gammaray.theory import optimal_gamma, speedup
 
 __all__ = ["Depth", "Fitness", "Payoff", "Verdict", "judge", "obstacles"]
 

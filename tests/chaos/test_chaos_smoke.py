@@ -23,7 +23,7 @@ from pauses import Event, pause_s, rows
 from run import CLUSTER, Options, run
 from victims import EVERYWHERE, ROLES, SPECIAL, Action, plan
 
-from gammaray.redis_connection import reply_code
+from gammaray.deploy.redis_connection import reply_code
 
 SEED = 12
 """Whose first eight strikes kill every role and have Redis demoted, full, busy and loading."""

@@ -24,7 +24,7 @@ from chart_helpers import (
     render,
 )
 
-from gammaray.certs import make_certificates
+from gammaray.security.certs import make_certificates
 
 DOWNLOADS = {"modelCache": {"enabled": True}, "models": {"target": "team/large", "draft": "team/small"}}
 

@@ -22,7 +22,7 @@ from chart_helpers import (
     render,
 )
 
-from gammaray.serving import APPLICATIONS, SERVE_ENVIRONMENT, WORKER_PORT
+from gammaray.deploy.serve_config import APPLICATIONS, SERVE_ENVIRONMENT, WORKER_PORT
 
 variants = pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
 

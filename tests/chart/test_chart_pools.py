@@ -3,7 +3,7 @@
 import pytest
 from chart_helpers import application, cluster, groups, render, serve_config
 
-from gammaray.effective import effective_of_serve
+from gammaray.deploy.effective import effective_of_serve
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ from serve_helpers import deployment_of
 
 from gammaray.cli import main
 from gammaray.config import ClusterSettings, OrchestratorSettings, ScalingSettings
-from gammaray.effective import effective_of_serve
-from gammaray.metric_catalog import CATALOG
-from gammaray.serving import APPLICATIONS, GRPC_SERVICERS, serve_document
+from gammaray.deploy.effective import effective_of_serve
+from gammaray.deploy.serve_config import APPLICATIONS, GRPC_SERVICERS, serve_document
+from gammaray.telemetry.catalog import CATALOG
 
 variants = pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
 
@@ -141,7 +141,7 @@ def test_head_can_build_every_application_without_torch():
         "PathFinder.find_spec = hide\n"
         "import services.serve_builders, orchestrator.serve_builders\n"
         "from gammaray.config import ClusterSettings\n"
-        "from gammaray.serving import serve_document\n"
+        "from gammaray.deploy.serve_config import serve_document\n"
         "for entry in serve_document(ClusterSettings())['applications']:\n"
         "    module, _, function = entry['import_path'].partition(':')\n"
         "    getattr(sys.modules[module], function)(entry['args'])\n"

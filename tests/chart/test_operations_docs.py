@@ -11,8 +11,8 @@ from click import Group
 from click.testing import CliRunner
 
 from gammaray.cli import main
-from gammaray.serving import APPLICATIONS
-from gammaray.sizing import Sizing
+from gammaray.deploy.serve_config import APPLICATIONS
+from gammaray.maths.sizing import Sizing
 
 NAMES = ("install", "sizing", "upgrade", "troubleshooting", "security", "slo")
 PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]

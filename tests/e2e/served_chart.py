@@ -21,7 +21,7 @@ from urllib.parse import urlsplit, urlunsplit
 import yaml
 from ray_start import patiently
 
-from gammaray.serving import APPLICATIONS
+from gammaray.deploy.serve_config import APPLICATIONS
 from orchestrator.cluster_env import private_directory, serve_environment
 from orchestrator.preflight import free_ports
 from orchestrator.reaper import MARK, Guardian, die_with_parent

@@ -114,7 +114,7 @@ def deploy(
     """Deploy all roles, each to its nodes, and wait until they run."""
     from ray import serve
 
-    from gammaray.serving import APPLICATIONS, GRPC_SERVICERS
+    from gammaray.deploy.serve_config import APPLICATIONS, GRPC_SERVICERS
     from orchestrator.app import OrchestratorDeployment
     from services.app import build_draft, build_target
 

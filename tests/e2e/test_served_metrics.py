@@ -12,7 +12,7 @@ from prometheus_helpers import ROOT, get_json, running_prometheus
 
 from gammaray import Client, Completion
 from gammaray.cli import main
-from gammaray.metric_catalog import CATALOG, Role, by_name
+from gammaray.telemetry.catalog import CATALOG, Role, by_name
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(600)]
 

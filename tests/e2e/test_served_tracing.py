@@ -12,7 +12,7 @@ from cluster_helpers import eventually, is_without_model, undisturbed
 from opentelemetry import trace
 
 from gammaray import Client
-from gammaray import telemetry as t
+from gammaray.telemetry import names as t
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(600)]
 

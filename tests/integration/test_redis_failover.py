@@ -13,7 +13,7 @@ import redis as sync_redis
 from redis_helpers import configured_redis, follow, port_of, redis_name, replicated, wait_until
 from scripted_workers import make_session, until_so
 
-from gammaray import redis_connection
+from gammaray.deploy import redis_connection
 from gammaray.errors import GammarayError, InvalidArgumentError, UnavailableError
 from gammaray.types import TokenOrigin
 from orchestrator.redis_calls import address_of, answer, check_redis, connect

@@ -13,8 +13,8 @@ from tracing_helpers import exporting_worker
 from workers_helpers import Link, verify_block
 
 from benchmarks.otlp_receiver import receiving
-from gammaray import telemetry as t
 from gammaray.errors import UnavailableError
+from gammaray.telemetry import names as t
 from gammaray.types import GammaPolicy, GenerationRequest, SamplingParams
 from gammaray.v1 import types_pb2
 from orchestrator.access import Caller

@@ -22,8 +22,8 @@ from tracing_helpers import (
 )
 
 from benchmarks.otlp_receiver import receiving
-from gammaray import telemetry as t
 from gammaray.errors import NotFoundError, UnavailableError
+from gammaray.telemetry import names as t
 from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, SamplingParams
 from gammaray.wire.cycles import cycles_from_proto
 from orchestrator.access import ANONYMOUS, Caller

@@ -18,10 +18,10 @@ from engine_helpers import tiny_model
 from redis_helpers import running_redis
 from service_helpers import complete, running, tokens_of
 
-from gammaray.certs import ROLES, make_certificates
 from gammaray.config import TargetSettings
 from gammaray.errors import InvalidArgumentError
-from gammaray.tls import TlsFiles, dial, tls_files
+from gammaray.security.certs import ROLES, make_certificates
+from gammaray.security.tls import TlsFiles, dial, tls_files
 from gammaray.types import GenerationRequest
 from gammaray.v1 import target_service_pb2 as pb
 from gammaray.v1.target_service_pb2_grpc import TargetServiceStub

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from benchmarks.otlp_receiver import ReceivedSpan
-from gammaray import telemetry
+from gammaray.telemetry import names as telemetry
 
 STOP_TIMEOUT_S = 60.0
 MICROSECOND_NS = 1000

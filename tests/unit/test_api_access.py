@@ -9,7 +9,7 @@ from surface_helpers import ScriptedBackend
 from test_grpc_api import Context
 
 from gammaray.errors import ResourceExhaustedError, UnauthenticatedError
-from gammaray.keys import create_key, make_secret
+from gammaray.security.keys import create_key, make_secret
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator import http_bodies
 from orchestrator.access import PRIORITY_HEADER, Authenticator

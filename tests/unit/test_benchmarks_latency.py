@@ -9,7 +9,7 @@ import pytest
 
 from gammaray.bench.latency import burst_cv2, burst_zero_share, gap_figures, gaps, paced_gaps, percentile
 from gammaray.bench.systems import Arrival
-from gammaray.theory import expected_tokens
+from gammaray.maths.theory import expected_tokens
 
 
 def cycles(num_cycles: int, alpha: float, gamma: int, seconds: float = 0.02, seed: int = 7) -> list[Arrival]:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.bounds import bounds
 from benchmarks.memory import memory_overhead, model_memory
 from gammaray.bench.optimum import Costs, optimum
-from gammaray.theory import expected_tokens, optimal_gamma, speedup
+from gammaray.maths.theory import expected_tokens, optimal_gamma, speedup
 from gammaray.types import ProcessStatus
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 

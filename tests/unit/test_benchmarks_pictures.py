@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 
 from benchmarks.adaptive import regret
 from benchmarks.plots import draw, plot_concurrency, plot_cycle, plot_speedup
-from gammaray.theory import expected_tokens, speedup
+from gammaray.maths.theory import expected_tokens, speedup
 
 
 def speeds(**systems: list[float]) -> list[dict[str, Any]]:

@@ -9,8 +9,8 @@ from serve_helpers import schema_of
 
 from gammaray.cli import main
 from gammaray.config import ClusterSettings
-from gammaray.effective import REDACTED, redacted
-from gammaray.serving import APPLICATIONS, SERVE_ENVIRONMENT, serve_document
+from gammaray.deploy.effective import REDACTED, redacted
+from gammaray.deploy.serve_config import APPLICATIONS, SERVE_ENVIRONMENT, serve_document
 
 PASSWORD = "hunter2"
 

@@ -19,7 +19,7 @@ import gammaray
 from gammaray import ProcessStatus
 from gammaray.cli import main
 from gammaray.cli.output import output_console
-from gammaray.keys import create_key
+from gammaray.security.keys import create_key
 
 ROOT = Path(gammaray.__file__).parents[1]
 BOX = re.compile("[\u2500-\u257f\x1b]")

@@ -7,7 +7,7 @@ from gammaray.checks import is_loopback
 from gammaray.cli import main
 from gammaray.config import ClusterSettings, OrchestratorSettings, WorkerSettings
 from gammaray.errors import InvalidArgumentError, UnauthenticatedError
-from gammaray.keys import create_key, hash_key
+from gammaray.security.keys import create_key, hash_key
 from orchestrator.access import Authenticator, open_door
 from orchestrator.cluster_trust import (
     arrange_trust,

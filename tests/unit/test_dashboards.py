@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gammaray.metric_catalog import CATALOG
+from gammaray.telemetry.catalog import CATALOG
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = json.loads((ROOT / "helm/gammaray/dashboards/gammaray.json").read_text())

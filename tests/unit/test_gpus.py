@@ -5,8 +5,14 @@ import subprocess
 
 import pytest
 
+from gammaray.deploy.gpus import (
+    CudaDevices,
+    TorchBuild,
+    check_device,
+    cuda_devices,
+    torch_build,
+)
 from gammaray.errors import InvalidArgumentError
-from gammaray.gpus import CudaDevices, TorchBuild, check_device, cuda_devices, torch_build
 
 CUDA = TorchBuild("2.13.0+cu130", "13.0", None)
 DRIVER = """

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from gammaray.errors import CancelledError, FailedPreconditionError, UnavailableError
-from gammaray.metrics import AcceptanceEstimator, SpeculationCounters
+from gammaray.maths.acceptance import AcceptanceEstimator, SpeculationCounters
 from gammaray.types import DrafterKind, Proposal, TokenOrigin
 from orchestrator.fencing import TRIES, FencedVerifier
 from orchestrator.heritage import Heritage

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from surface_helpers import ScriptedBackend
 
-from gammaray.metrics import SpeculationCounters
+from gammaray.maths.acceptance import SpeculationCounters
 from gammaray.types import TokenOrigin, Usage
 from orchestrator.http_responses import speculative_decoding
 

@@ -17,7 +17,7 @@ OURS = ("gammaray", "orchestrator", "services")
 ONLY_IN = {
     "ray": {"orchestrator/app.py", "orchestrator/cluster.py", "services/app.py"},
     "redis": {
-        "gammaray/redis_connection.py",
+        "gammaray/deploy/redis_connection.py",
         "orchestrator/redis_calls.py",
         "orchestrator/redis_server.py",
         "orchestrator/registry.py",
@@ -109,7 +109,7 @@ def test_imports_allowed_places_exist(path):
         ("services/server.py", "from ray import serve", 1),
         ("services/draft/worker.py", "import os, orchestrator.links", 1),
         ("services/app.py", "from ray import serve", 0),
-        ("gammaray/redis_connection.py", "from redis.asyncio import Redis", 0),
+        ("gammaray/deploy/redis_connection.py", "from redis.asyncio import Redis", 0),
         ("gammaray/client/async_client.py", "from redis.asyncio import Redis", 1),
         ("services/registry.py", "from redis.asyncio import Redis", 1),
         ("orchestrator/links.py", "import grpc\nfrom gammaray import types", 0),

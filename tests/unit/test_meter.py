@@ -7,11 +7,11 @@ import pytest
 from metrics_helpers import receiving_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from gammaray import metric_push
 from gammaray.errors import InvalidArgumentError
-from gammaray.meter import Histogram, Meter
-from gammaray.metrics_export import MetricsExport
-from gammaray.scrape import MetricsServer
+from gammaray.telemetry import otlp_metrics as metric_push
+from gammaray.telemetry.export import MetricsExport
+from gammaray.telemetry.meter import Histogram, Meter
+from gammaray.telemetry.prometheus import MetricsServer
 from orchestrator.preflight import free_ports
 
 

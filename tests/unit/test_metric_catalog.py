@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gammaray.metric_catalog import CATALOG, Kind, Role, by_name
+from gammaray.telemetry.catalog import CATALOG, Kind, Role, by_name
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = {sample for metric in CATALOG for sample in metric.samples}

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from gammaray.metrics import AcceptanceEstimator, SpeculationCounters
-from gammaray.theory import alpha_standard_error, expected_tokens
+from gammaray.maths.acceptance import AcceptanceEstimator, SpeculationCounters
+from gammaray.maths.theory import alpha_standard_error, expected_tokens
 
 
 def cycles(alpha_by_depth, count, seed=0):

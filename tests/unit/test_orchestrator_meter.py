@@ -6,7 +6,7 @@ import time
 import pytest
 
 from gammaray.errors import InvalidArgumentError, UnavailableError
-from gammaray.meter import Counter, Histogram
+from gammaray.telemetry.meter import Counter, Histogram
 from gammaray.types import (
     Chunk,
     DrafterKind,

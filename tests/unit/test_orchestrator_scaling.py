@@ -6,9 +6,9 @@ import pytest
 from pydantic import ValidationError
 from ray.serve.config import AutoscalingConfig
 
-from gammaray.autoscaling import autoscaling_config
 from gammaray.config import PoolSize, ScalingSettings
-from gammaray.effective import OrchestratorArguments
+from gammaray.deploy.effective import OrchestratorArguments
+from gammaray.deploy.serve_config import autoscaling_config
 from orchestrator.scaling_policy import IN_FLIGHT, OrchestratorPolicy, wanted_orchestrators
 from orchestrator.serve_builders import orchestrator
 

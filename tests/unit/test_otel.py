@@ -10,7 +10,7 @@ import pytest
 import gammaray
 from benchmarks.otlp_receiver import receiving
 from gammaray.errors import InvalidArgumentError
-from gammaray.otel import Telemetry, exports, process_resource
+from gammaray.telemetry.otel import Telemetry, exports, process_resource
 
 ROOT = Path(gammaray.__file__).parents[1]
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -55,7 +55,7 @@ def test_exports_refuses_what_is_not_here(monkeypatch, name, value):
 
 def test_telemetry_without_variables_loads_no_sdk():
     script = (
-        "import sys\nfrom gammaray.otel import Telemetry\nimport gammaray.telemetry\n"
+        "import sys\nfrom gammaray.telemetry.otel import Telemetry\nimport gammaray.telemetry.names\n"
         "telemetry = Telemetry('draft')\n"
         "print(telemetry.tracer, telemetry.processor, 'opentelemetry.sdk' in sys.modules)"
     )

@@ -10,9 +10,9 @@ import pytest
 
 import gammaray
 from gammaray.config import ClusterSettings
+from gammaray.deploy.gpus import CudaDevices
+from gammaray.deploy.serve_config import role_settings, serve_document
 from gammaray.errors import InvalidArgumentError
-from gammaray.gpus import CudaDevices
-from gammaray.serving import role_settings, serve_document
 from orchestrator.preflight import check_heads, check_port, check_workers
 
 ROOT = Path(gammaray.__file__).parents[1]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import gammaray
-from gammaray import telemetry
+from gammaray.telemetry import names as telemetry
 from gammaray.v1 import generation_service_pb2 as pb
 
 ROOT = Path(gammaray.__file__).parents[1]

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from gammaray import theory
 from gammaray.bench.optimum import CURVE_GAMMAS
+from gammaray.maths import theory
 from gammaray.qualify.measured import Equality, ModelFacts, PairFacts, Run, check_gamma
 from gammaray.qualify.verdict import Fitness, judge
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from ray.serve.config import AutoscalingConfig
 
-from gammaray.autoscaling import autoscaling_config
 from gammaray.config import PoolSize, ScalingSettings
+from gammaray.deploy.serve_config import autoscaling_config
 from gammaray.errors import InvalidArgumentError
 from orchestrator.cluster_options import parse_options
 from services.load import LoadCounters, LoadReport, LoadReporter

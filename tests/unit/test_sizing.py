@@ -5,10 +5,10 @@ import math
 import pytest
 from click.testing import CliRunner
 
-from gammaray import theory
 from gammaray.cli import main
 from gammaray.errors import InvalidArgumentError
-from gammaray.sizing import MAX_GAMMA, Sizing
+from gammaray.maths import theory
+from gammaray.maths.sizing import MAX_GAMMA, Sizing
 
 L4_H100 = Sizing(alpha=0.75, target_ms=20.0, draft_ms=2.0, rtt_ms=0.5, sessions=64, draft_tokens=16)
 

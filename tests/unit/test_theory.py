@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gammaray import theory
+from gammaray.maths import theory
 
 TARGET, DRAFT = (0.5, 0.2, 0.1, 0.2), (0.4, 0.3, 0.2, 0.1)
 

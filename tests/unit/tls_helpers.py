@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from gammaray.client_tls import ClientTls
+from gammaray.security.client_tls import ClientTls
 
 NOW = datetime.now(timezone.utc)
 YEAR = timedelta(days=365)

@@ -1,4 +1,4 @@
-"""How many drafters a target needs, which ones, and over what network: the cost model of `gammaray.theory` in
+"""How many drafters a target needs, which ones, and over what network: the cost model of `theory` in
 milliseconds, with the drafters' number and the network in it.
 
 A cycle of all sessions of one target is draft, send, verify, answer, one after the other: draft-ahead and
@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 
 from gammaray.checks import check_int, check_number
-from gammaray.theory import expected_tokens
+from gammaray.maths.theory import expected_tokens
 
 __all__ = ["Choice", "Sizing"]
 

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias, TypeVar
 
-from gammaray.metric_catalog import Kind, Metric, by_name
+from gammaray.telemetry.catalog import Kind, Metric, by_name
 
 __all__ = ["Counter", "Histogram", "Meter", "Series"]
 

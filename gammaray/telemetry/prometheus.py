@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIServer
 
 from gammaray.errors import InvalidArgumentError
-from gammaray.meter import Histogram, Meter
-from gammaray.metric_catalog import Kind
+from gammaray.telemetry.catalog import Kind
+from gammaray.telemetry.meter import Histogram, Meter
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

@@ -1,8 +1,6 @@
-"""What runs as which Ray Serve application: one place for names, builders, settings and the environment.
+"""The Ray Serve applications of a cluster: names, builders, settings, environment and autoscaling options.
 
-`gammaray up` deploys by it on one machine, and the Helm chart's Serve configuration is made from it and read
-back by it. Nothing here imports Ray.
-"""
+Used by the launcher and by the chart alike, so that both deploy the same applications."""
 
 from __future__ import annotations
 
@@ -15,6 +13,8 @@ from gammaray.config import (
     ClusterSettings,
     DraftSettings,
     OrchestratorSettings,
+    PoolSize,
+    ScalingSettings,
     TargetSettings,
     WorkerSettings,
 )
@@ -26,9 +26,43 @@ __all__ = [
     "SERVE_ENVIRONMENT",
     "WORKER_PORT",
     "ServeApplication",
+    "autoscaling_config",
     "role_settings",
     "serve_document",
 ]
+
+_POLICIES = {
+    "draft": "services.scaling_policy:DraftPolicy",
+    "orchestrator": "orchestrator.scaling_policy:OrchestratorPolicy",
+    "target": "services.scaling_policy:TargetPolicy",
+}
+_NUM_REPORTS = 10
+"""Reports that a decision looks back on."""
+
+
+def autoscaling_config(role: str, size: PoolSize, settings: ScalingSettings) -> dict[str, Any]:
+    """Return a deployment's `autoscaling_config`, of JSON values.
+
+    Args:
+        role: "draft", "orchestrator" or "target".
+        size: Bounds; where they are equal the pool reports its load and keeps its number.
+        settings: Thresholds and delays.
+    """
+    return {
+        "min_replicas": size.minimum,
+        # A pool that may be empty begins with one, so that it can show whether it pays.
+        "initial_replicas": max(1, size.minimum),
+        "max_replicas": size.maximum,
+        "metrics_interval_s": settings.report_interval_s,
+        "look_back_period_s": _NUM_REPORTS * settings.report_interval_s,
+        "upscale_delay_s": settings.scale_up_delay_s,
+        "downscale_delay_s": settings.scale_down_delay_s,
+        "policy": {
+            "policy_function": _POLICIES[role],
+            "policy_kwargs": {"settings": settings.model_dump(mode="json")},
+        },
+    }
+
 
 GRPC_SERVICERS: Final = ("orchestrator.grpc_handlers.add_generation_service",)
 """What Serve's gRPC options must name for the public API to be reachable."""

@@ -1,7 +1,7 @@
 """A certificate authority for development: `gammaray certs`, and `gammaray up --worker-tls`.
 
 In production let your own authority (cert-manager, Vault, ...) issue certificates with the names of
-`gammaray.tls`. Needs the `cryptography` package, which comes with `gammaray[orchestrator]`.
+`gammaray.security.tls`. Needs the `cryptography` package, which comes with `gammaray[orchestrator]`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gammaray.errors import InvalidArgumentError
-from gammaray.tls import ORCHESTRATOR_NAME, WORKER_NAME, TlsFiles
+from gammaray.security.tls import ORCHESTRATOR_NAME, WORKER_NAME, TlsFiles
 
 if TYPE_CHECKING:
     from cryptography import x509

@@ -17,7 +17,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gammaray.theory import expected_tokens_of
+from gammaray.maths.theory import expected_tokens_of
 from gammaray.types import DrafterKind, SpeculationSummary, TokenOrigin
 
 __all__ = ["AcceptanceEstimator", "SpeculationCounters"]

@@ -96,7 +96,7 @@ class Telemetry:
 
     Attributes:
         tracer: Makes spans, sampled as `OTEL_TRACES_SAMPLER` says; None when traces are not exported.
-        processor: Takes ended spans, those of `gammaray.spans` included; None when traces are not exported.
+        processor: Takes ended spans, those of `spans` included; None when traces are not exported.
 
     Raises:
         InvalidArgumentError: The environment asks for what is not here.
@@ -148,7 +148,7 @@ class Telemetry:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         from gammaray import __version__
-        from gammaray.spans import Exporter
+        from gammaray.telemetry.spans import Exporter
 
         resource = process_resource(self.role)
         queued = None if "OTEL_BSP_MAX_QUEUE_SIZE" in os.environ else MAX_QUEUED

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from gammaray import __version__
-from gammaray.meter import Meter
-from gammaray.otel import exports
-from gammaray.scrape import MetricsServer
+from gammaray.telemetry.meter import Meter
+from gammaray.telemetry.otel import exports
+from gammaray.telemetry.prometheus import MetricsServer
 
 __all__ = ["MetricsExport"]
 
@@ -37,7 +37,7 @@ class MetricsExport:
         self.address = self._server.address if self._server is not None else ""
         self._push = None
         if is_pushed:
-            from gammaray.metric_push import MetricsPush  # the SDK, which takes its time to import
+            from gammaray.telemetry.otlp_metrics import MetricsPush  # the SDK, which takes its time to import
 
             self._push = MetricsPush(meter, role)
 

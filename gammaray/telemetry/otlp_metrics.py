@@ -28,11 +28,12 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.metrics.export import Histogram as HistogramData
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-from gammaray import __version__, metric_catalog
+from gammaray import __version__
 from gammaray.errors import InvalidArgumentError
-from gammaray.meter import Histogram, Meter, Series
-from gammaray.metric_catalog import Kind
-from gammaray.otel import SHUTDOWN_TIMEOUT_S, process_resource
+from gammaray.telemetry import catalog as metric_catalog
+from gammaray.telemetry.catalog import Kind
+from gammaray.telemetry.meter import Histogram, Meter, Series
+from gammaray.telemetry.otel import SHUTDOWN_TIMEOUT_S, process_resource
 
 __all__ = ["MetricsPush"]
 

@@ -1,0 +1,448 @@
+"""Every metric: name, unit, labels, meaning and the query it is for; docs/metrics.md is made of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = [
+    "ALL",
+    "BOTH_WORKERS",
+    "CATALOG",
+    "DRAFT",
+    "ENGINE",
+    "GAMMAS",
+    "GROUPS",
+    "INFO",
+    "ORCHESTRATOR",
+    "REQUESTS",
+    "REQUEST_S",
+    "SIZES",
+    "SPECULATION",
+    "TIME",
+    "TOKEN_S",
+    "WAIT_S",
+    "WORKERS",
+    "Kind",
+    "Metric",
+    "Role",
+    "by_name",
+]
+
+__all__ += ["Kind", "Metric", "Role"]
+
+_FAST_S = (0.0005, 0.001, 0.0015, 0.002, 0.0025, 0.003, 0.004, 0.005, 0.006, 0.008)
+TOKEN_S = (*_FAST_S, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
+"""Per token and per cycle: fine below 10 ms, where they lie."""
+
+WAIT_S = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.004, 0.006, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0, 5.0)
+REQUEST_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+GAMMAS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 24.0, 32.0, 64.0)
+SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
+
+_SUFFIXES = {"s": "seconds", "By": "bytes"}
+
+
+class Kind(str, Enum):
+    """What a metric is."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Role(str, Enum):
+    """Processes that have metrics."""
+
+    ORCHESTRATOR = "orchestrator"
+    DRAFT = "draft"
+    TARGET = "target"
+
+
+ORCHESTRATOR = (Role.ORCHESTRATOR,)
+DRAFT = (Role.DRAFT,)
+BOTH_WORKERS = (Role.DRAFT, Role.TARGET)
+ALL = tuple(Role)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric.
+
+    Args:
+        name: OpenTelemetry's.
+        kind: What it is.
+        unit: In UCUM, as OpenTelemetry wants it: s, By, or what is counted in braces.
+        roles: Processes that have it.
+        meaning: What is counted or measured.
+        query: PromQL that it is for.
+        answers: What the query's result is.
+        labels: Names of its labels.
+        buckets: Upper bounds of a histogram's buckets.
+    """
+
+    name: str
+    kind: Kind
+    unit: str
+    roles: tuple[Role, ...]
+    meaning: str
+    query: str
+    answers: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def family(self) -> str:
+        """Prometheus's name, without the `_total` of counters."""
+        base = self.name.replace(".", "_")
+        suffix = _SUFFIXES.get(self.unit)
+        return f"{base}_{suffix}" if suffix else base
+
+    @property
+    def samples(self) -> tuple[str, ...]:
+        """Names of Prometheus's samples."""
+        if self.kind is Kind.HISTOGRAM:
+            return tuple(f"{self.family}_{part}" for part in ("bucket", "count", "sum"))
+        return (f"{self.family}_total",) if self.kind is Kind.COUNTER else (self.family,)
+
+
+SPECULATION = (
+    Metric(
+        *("gammaray.spec_decode.num_drafts", Kind.COUNTER, "{draft}", ORCHESTRATOR),
+        "Proposals with at least one token (vLLM's definition).",
+        "1 + sum(rate(gammaray_spec_decode_num_accepted_tokens_total[5m])) / "
+        "sum(rate(gammaray_spec_decode_num_drafts_total[5m]))",
+        "Mean acceptance length, bonus included (vLLM's definition).",
+    ),
+    Metric(
+        *("gammaray.spec_decode.num_draft_tokens", Kind.COUNTER, "{token}", ORCHESTRATOR),
+        "Tokens proposed, all nodes of trees included (vLLM's definition).",
+        "sum(rate(gammaray_spec_decode_num_accepted_tokens_total[5m])) / "
+        "sum(rate(gammaray_spec_decode_num_draft_tokens_total[5m]))",
+        "Acceptance rate: the share of the draft's work that was of use.",
+    ),
+    Metric(
+        *("gammaray.spec_decode.num_tested_tokens", Kind.COUNTER, "{token}", ORCHESTRATOR),
+        "Proposed tokens put to the test: the accepted ones, plus one where a test failed.",
+        "sum(rate(gammaray_spec_decode_num_accepted_tokens_total[5m])) / "
+        "sum(rate(gammaray_spec_decode_num_tested_tokens_total[5m]))",
+        "Alpha.",
+    ),
+    Metric(
+        *("gammaray.spec_decode.num_accepted_tokens", Kind.COUNTER, "{token}", ORCHESTRATOR),
+        "Proposed tokens that were accepted and emitted.",
+        "sum(rate(gammaray_spec_decode_num_accepted_tokens_total[5m]))",
+        "Accepted tokens per second.",
+    ),
+    Metric(
+        *("gammaray.spec_decode.num_accepted_tokens_per_pos", Kind.COUNTER, "{token}", ORCHESTRATOR),
+        "Accepted tokens by their depth in the proposal, from 0 (vLLM's definition).",
+        "sum by (position) (rate(gammaray_spec_decode_num_accepted_tokens_per_pos_total[5m])) / "
+        "scalar(sum(rate(gammaray_spec_decode_num_drafts_total[5m])))",
+        "Share of proposals accepted up to each position.",
+        labels=("position",),
+    ),
+    Metric(
+        *("gammaray.tokens", Kind.COUNTER, "{token}", ORCHESTRATOR),
+        "Tokens emitted, by origin: accepted, correction or bonus.",
+        "sum(rate(gammaray_tokens_total[5m]))",
+        "Goodput: emitted tokens per second, of which none was thrown away.",
+        labels=("origin",),
+    ),
+    Metric(
+        *("gammaray.cycles", Kind.COUNTER, "{cycle}", ORCHESTRATOR),
+        "Cycles by the rung of the drafter ladder that proposed: model, ngram, or none.",
+        "sum(rate(gammaray_tokens_total[5m])) / sum(rate(gammaray_cycles_total[5m]))",
+        "Tokens per cycle.",
+        labels=("rung",),
+    ),
+    Metric(
+        *("gammaray.cycle.fallbacks", Kind.COUNTER, "{cycle}", ORCHESTRATOR),
+        "Cycles below the rung that the request allows: its drafter was absent, failed, late, or still "
+        "reading.",
+        "sum(rate(gammaray_cycle_fallbacks_total[5m])) / sum(rate(gammaray_cycles_total[5m]))",
+        "Share of cycles without the drafter asked for.",
+    ),
+    Metric(
+        *("gammaray.cycle.gamma", Kind.HISTOGRAM, "{token}", ORCHESTRATOR),
+        "Gamma that the controller chose, per cycle.",
+        "sum(rate(gammaray_cycle_gamma_sum[5m])) / sum(rate(gammaray_cycle_gamma_count[5m]))",
+        "Mean gamma.",
+        buckets=GAMMAS,
+    ),
+)
+
+TIME = (
+    Metric(
+        *("gammaray.cycle.duration", Kind.HISTOGRAM, "s", ORCHESTRATOR),
+        "Time of one cycle.",
+        "histogram_quantile(0.99, sum by (le) (rate(gammaray_cycle_duration_seconds_bucket[5m])))",
+        "99th percentile of a cycle.",
+        buckets=TOKEN_S,
+    ),
+    Metric(
+        *("gammaray.cycle.time", Kind.COUNTER, "s", ORCHESTRATOR),
+        "Time of all cycles by where it went: draft (waiting for proposals), target_queue and target_step "
+        "(what the target worker reports), target_wire (the rest of that wait: network and messages), "
+        "other.",
+        "sum by (part) (rate(gammaray_cycle_time_seconds_total[5m])) / "
+        "scalar(sum(rate(gammaray_cycle_time_seconds_total[5m])))",
+        "Time split of a cycle.",
+        labels=("part",),
+    ),
+    Metric(
+        *("gammaray.decode.time", Kind.COUNTER, "s", ORCHESTRATOR),
+        "Time of the cycles that are compared with plain decoding: all but each completion's first.",
+        "sum(rate(gammaray_decode_plain_time_seconds_total[5m])) / "
+        "sum(rate(gammaray_decode_time_seconds_total[5m]))",
+        "Measured speedup over plain decoding by the same stack (the cost model of plain cycles).",
+    ),
+    Metric(
+        *("gammaray.decode.plain_time", Kind.COUNTER, "s", ORCHESTRATOR),
+        "Time that the tokens of those cycles would have taken one by one, by the measured cost of plain "
+        "cycles.",
+        "sum(rate(gammaray_decode_plain_time_seconds_total[5m])) - "
+        "sum(rate(gammaray_decode_time_seconds_total[5m]))",
+        "Seconds of decoding saved per second.",
+    ),
+)
+
+REQUESTS = (
+    Metric(
+        *("gammaray.requests", Kind.COUNTER, "{request}", ORCHESTRATOR),
+        "Requests ended, by outcome: stop, length, cancelled, or the name of the gRPC status of the error.",
+        'sum(rate(gammaray_requests_total{outcome=~"internal|unavailable|deadline_exceeded|unknown"}[5m])) / '
+        "sum(rate(gammaray_requests_total[5m]))",
+        "Error ratio: requests that the cluster failed.",
+        labels=("outcome",),
+    ),
+    Metric(
+        *("gammaray.requests.active", Kind.GAUGE, "{request}", ORCHESTRATOR),
+        "Requests in flight.",
+        "sum(gammaray_requests_active)",
+        "Requests in flight.",
+    ),
+    Metric(
+        *("gammaray.requests.waiting", Kind.GAUGE, "{request}", ORCHESTRATOR),
+        "Requests that wait for a place.",
+        "sum(gammaray_requests_waiting)",
+        "Requests that wait for a place: scale orchestrators or targets when it lasts.",
+    ),
+    Metric(
+        *("gammaray.resumes", Kind.COUNTER, "{request}", ORCHESTRATOR),
+        "Requests with which a client came back to a session, after its stream broke.",
+        "sum(rate(gammaray_resumes_total[5m]))",
+        "Resumes per second.",
+    ),
+    Metric(
+        *("gammaray.prompt.tokens", Kind.COUNTER, "{token}", ORCHESTRATOR),
+        "Tokens of prompts.",
+        "sum(rate(gammaray_prompt_tokens_total[5m]))",
+        "Prompt tokens per second.",
+    ),
+    Metric(
+        *("gammaray.client.request.duration", Kind.HISTOGRAM, "s", ORCHESTRATOR),
+        "Time of a completion, from the request's arrival to its last chunk.",
+        "histogram_quantile(0.5, sum by (le) (rate(gammaray_request_duration_seconds_bucket[5m])))",
+        "Median time of a completion.",
+        buckets=REQUEST_S,
+    ),
+    Metric(
+        *("gammaray.time_to_first_token", Kind.HISTOGRAM, "s", ORCHESTRATOR),
+        "Time from a request's arrival to its first chunk.",
+        "histogram_quantile(0.95, sum by (le) (rate(gammaray_time_to_first_token_seconds_bucket[5m])))",
+        "95th percentile of the time to first token.",
+        buckets=REQUEST_S,
+    ),
+    Metric(
+        *("gammaray.time_per_output_token", Kind.HISTOGRAM, "s", ORCHESTRATOR),
+        "Time from the first to the last chunk over the number of tokens behind the first chunk, per "
+        "completion.",
+        "histogram_quantile(0.5, sum by (le) (rate(gammaray_time_per_output_token_seconds_bucket[5m])))",
+        "Median time per output token.",
+        buckets=TOKEN_S,
+    ),
+    Metric(
+        *("gammaray.inter_token_latency", Kind.HISTOGRAM, "s", ORCHESTRATOR),
+        "Gap between two chunks of a completion, of one or more tokens each (vLLM's definition).",
+        "histogram_quantile(0.99, sum by (le) (rate(gammaray_inter_token_latency_seconds_bucket[5m])))",
+        "99th percentile of the gap between chunks.",
+        buckets=TOKEN_S,
+    ),
+)
+
+WORKERS = (
+    Metric(
+        *("gammaray.wire", Kind.COUNTER, "By", ORCHESTRATOR),
+        "Bytes of frames to (sent) and from (received) workers, by worker role and direction.",
+        "sum by (role) (rate(gammaray_wire_bytes_total[5m])) / scalar(sum(rate(gammaray_cycles_total[5m])))",
+        "Bytes on the wire per cycle, by role.",
+        labels=("role", "direction"),
+    ),
+    Metric(
+        *("gammaray.workers", Kind.GAUGE, "{worker}", ORCHESTRATOR),
+        "Workers that the orchestrator is connected to, by role.",
+        "min by (role) (gammaray_workers)",
+        "Connected workers, as the orchestrator with the fewest sees them.",
+        labels=("role",),
+    ),
+)
+
+
+ENGINE = (
+    Metric(
+        *("gammaray.worker.queue_depth", Kind.GAUGE, "{block}", BOTH_WORKERS),
+        "Blocks waiting or running.",
+        "avg by (role) (gammaray_worker_queue_depth)",
+        "Mean queue depth by role.",
+        labels=("role",),
+    ),
+    Metric(
+        *("gammaray.worker.sessions", Kind.GAUGE, "{session}", BOTH_WORKERS),
+        "Sessions with a KV cache.",
+        "sum by (role) (gammaray_worker_sessions)",
+        "Sessions held by role.",
+        labels=("role",),
+    ),
+    Metric(
+        *("gammaray.worker.cache.used", Kind.GAUGE, "By", BOTH_WORKERS),
+        "KV cache in use.",
+        "max by (role) (gammaray_worker_cache_used_bytes / gammaray_worker_cache_budget_bytes)",
+        "Fullest KV cache by role, as a share of its budget.",
+        labels=("role",),
+    ),
+    Metric(
+        *("gammaray.worker.cache.budget", Kind.GAUGE, "By", BOTH_WORKERS),
+        "Upper bound of the KV cache.",
+        "sum by (role) (gammaray_worker_cache_budget_bytes)",
+        "KV cache there is, by role.",
+        labels=("role",),
+    ),
+    Metric(
+        *("gammaray.worker.cache.retained", Kind.GAUGE, "By", BOTH_WORKERS),
+        "KV cache that sessions left when they ended, beside what is in use: for others that begin alike, "
+        "until somebody needs the room.",
+        "sum by (role) (gammaray_worker_cache_retained_bytes)",
+        "KV cache retained by role.",
+        labels=("role",),
+    ),
+    Metric(
+        *("gammaray.worker.prefix_cache.queries", Kind.COUNTER, "{token}", BOTH_WORKERS),
+        "Tokens that sessions began with on this worker.",
+        "sum by (role) (rate(gammaray_worker_prefix_cache_hits_total[5m])) / sum by (role) "
+        "(rate(gammaray_worker_prefix_cache_queries_total[5m]))",
+        "Share of prompts that need not be read again, by role.",
+        labels=("role",),
+    ),
+    Metric(
+        *("gammaray.worker.prefix_cache.hits", Kind.COUNTER, "{token}", BOTH_WORKERS),
+        "Those of them that were cached: by an earlier turn, or by another session that begins alike.",
+        "sum by (role) (rate(gammaray_worker_prefix_cache_hits_total[5m]))",
+        "Tokens per second that were cached instead of read, by role.",
+        labels=("role",),
+    ),
+    Metric(
+        *("gammaray.worker.cache.evictions", Kind.COUNTER, "{session}", BOTH_WORKERS),
+        "Sessions whose cache was evicted; they are fed again.",
+        "sum by (role) (rate(gammaray_worker_cache_evictions_total[5m]))",
+        "Evictions per second by role.",
+        labels=("role",),
+    ),
+    Metric(
+        *("gammaray.worker.step.duration", Kind.HISTOGRAM, "s", BOTH_WORKERS),
+        "Time of one step (forward and what follows from it) over blocks.",
+        "avg by (role) (rate(gammaray_worker_step_duration_seconds_sum[5m]))",
+        "Occupancy by role: the share of time in which a worker's engine runs.",
+        labels=("role",),
+        buckets=TOKEN_S,
+    ),
+    Metric(
+        *("gammaray.worker.step.blocks", Kind.HISTOGRAM, "{block}", BOTH_WORKERS),
+        "Blocks (sessions) per step: the batch size.",
+        "sum by (role) (rate(gammaray_worker_step_blocks_sum[5m])) / sum by (role) "
+        "(rate(gammaray_worker_step_blocks_count[5m]))",
+        "Mean batch size by role.",
+        labels=("role",),
+        buckets=SIZES,
+    ),
+    Metric(
+        *("gammaray.worker.step.tokens", Kind.COUNTER, "{token}", BOTH_WORKERS),
+        "Tokens fed over all steps.",
+        "sum by (role) (rate(gammaray_worker_step_tokens_total[5m]))",
+        "Tokens fed per second by role.",
+        labels=("role",),
+    ),
+    Metric(
+        *("gammaray.worker.queue.time", Kind.HISTOGRAM, "s", BOTH_WORKERS),
+        "Time that a block waited before its first step.",
+        "histogram_quantile(0.95, sum by (role, le) (rate(gammaray_worker_queue_time_seconds_bucket[5m])))",
+        "95th percentile of the wait by role.",
+        labels=("role",),
+        buckets=WAIT_S,
+    ),
+    Metric(
+        *("gammaray.worker.blocks", Kind.COUNTER, "{block}", BOTH_WORKERS),
+        "Blocks answered, by outcome: done, need (committed tokens that lack) or error.",
+        'sum by (role) (rate(gammaray_worker_blocks_total{outcome="error"}[5m])) / sum by (role) '
+        "(rate(gammaray_worker_blocks_total[5m]))",
+        "Share of blocks that failed, by role.",
+        labels=("role", "outcome"),
+    ),
+    Metric(
+        *("gammaray.draft_ahead.lookups", Kind.COUNTER, "{proposal}", DRAFT),
+        "Proposals asked for after another one of the session, which draft-ahead could have prepared.",
+        "sum(rate(gammaray_draft_ahead_hits_total[5m])) / sum(rate(gammaray_draft_ahead_lookups_total[5m]))",
+        "Draft-ahead hit rate.",
+    ),
+    Metric(
+        *("gammaray.draft_ahead.hits", Kind.COUNTER, "{proposal}", DRAFT),
+        "Those of them that were ready, without a forward.",
+        "sum(rate(gammaray_draft_ahead_hits_total[5m]))",
+        "Prepared proposals used per second.",
+    ),
+    Metric(
+        *("gammaray.draft_ahead.rows", Kind.COUNTER, "{token}", DRAFT),
+        "Tokens fed in draft-ahead's own forwards, by use: whether they became part of a proposal or of "
+        "the text.",
+        'sum(rate(gammaray_draft_ahead_rows_total{use="wasted"}[5m])) / '
+        "sum(rate(gammaray_draft_ahead_rows_total[5m]))",
+        "Share of the work ahead that was of no use.",
+        labels=("use",),
+    ),
+)
+
+INFO = (
+    Metric(
+        *("gammaray.info", Kind.GAUGE, "1", ALL),
+        "Always 1; tells what a process is by its labels.",
+        "count by (role, version) (gammaray_info)",
+        "Processes by role and version.",
+        labels=("role", "model", "version"),
+    ),
+    Metric(
+        *("gammaray.tasks", Kind.GAUGE, "{task}", ALL),
+        "asyncio tasks that are not done: some of the process's own, and some per request and stream.",
+        "max by (role) (gammaray_tasks)",
+        "Most tasks in a process by role: at rest it always comes back to the same few.",
+        labels=("role",),
+    ),
+)
+
+
+GROUPS = {
+    "Speculation": SPECULATION,
+    "Where the time goes": TIME,
+    "Requests": REQUESTS,
+    "Orchestrator and its workers": WORKERS,
+    "Workers": ENGINE,
+    "Every process": INFO,
+}
+"""The metrics by what they are about."""
+
+CATALOG = tuple(metric for group in GROUPS.values() for metric in group)
+_BY_NAME = {metric.name: metric for metric in CATALOG}
+
+
+def by_name(name: str) -> Metric:
+    """Return the metric of OpenTelemetry's `name`."""
+    return _BY_NAME[name]
