@@ -25,8 +25,7 @@ from benchmarks.workloads import prompts
 from gammaray import AsyncClient
 from gammaray.bench.systems import Ask, Sample, Stack
 from gammaray.bench.tables import plain_table
-from gammaray.cli.painter import OriginPainter
-from gammaray.cli.report import STYLES, print_legend
+from gammaray.cli.render import STYLES, OriginPainter, print_legend
 from gammaray.types import SpeculationSummary
 
 __all__ = ["Comparison", "compare", "demo"]

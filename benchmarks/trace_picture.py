@@ -19,7 +19,7 @@ from rich.console import Console
 
 from benchmarks.cluster import connected, run_or_exit
 from benchmarks.otlp_receiver import ReceivedSpan, receiving
-from gammaray.cli.timeline import timeline
+from gammaray.cli.commands.trace import timeline
 from gammaray.telemetry import names as telemetry
 from gammaray.wire.cycles import CycleRecord
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from gammaray.bench.documents import documents
+from gammaray.bench.workloads import documents
 
 __all__ = ["END_ID", "END_TOKEN", "encode", "read_split", "train_tokenizer"]
 

@@ -1,26 +1,55 @@
-"""Named sets of prompts, taken from the standard library files that the demo pair was not trained on.
+"""Named sets of prompts, taken from Python's standard library and help topics.
 
-- `code`: some lines of a file and the head of a function, as in `def read_lines(path):`.
-- `prose`: the beginning of a docstring or help topic, cut inside a sentence.
-- `repetitive`: four lines of like shape (tables, assignments, imports) and the first word of the fifth.
-- `mixed`: the three in turn.
-
-Every prompt ends inside a line, because a trailing newline is tokenised unlike the training text. The sets
-are the same in every run of one Python version; `fingerprint` tells whether two runs had the same prompts.
-"""
+The prompts are from files that the demo pair was not trained on."""
 
 from __future__ import annotations
 
 import ast
 import hashlib
 import re
+import sysconfig
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain, zip_longest
+from pathlib import Path
+from pydoc_data.topics import topics
 
-from gammaray.bench.documents import Document, documents
+__all__ = ["WORKLOADS", "Document", "documents", "fingerprint", "prompts"]
 
-__all__ = ["WORKLOADS", "fingerprint", "prompts"]
+_SKIPPED = {
+    "site-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", "encodings", "pydoc_data",
+}  # fmt: skip
+_MIN_CHARACTERS = 200
+
+
+@dataclass(frozen=True)
+class Document:
+    """One source file or help topic; the demo pair was never trained on `is_held_out` ones."""
+
+    name: str
+    text: str
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether the hash of the name falls in the held-out twentieth."""
+        digest = hashlib.md5(self.name.encode(), usedforsecurity=False).hexdigest()
+        return int(digest, 16) % 20 == 0
+
+
+def documents(limit: int | None = None) -> list[Document]:
+    """Return the documents: files in order of their path, then topics; at most `limit` when given."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found: list[Document] = []
+    for path in sorted(root.rglob("*.py"), key=str):
+        inner = path.relative_to(root)
+        if not _SKIPPED.intersection(inner.parts[:-1]):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            if len(text) >= _MIN_CHARACTERS:
+                found.append(Document(f"/{inner.as_posix()}", text))
+    found += [Document(f"topics/{name}", text) for name, text in topics.items()]
+    return found[:limit]
+
 
 _MAX_CHARACTERS = 600
 _MAX_PER_DOCUMENT = 6

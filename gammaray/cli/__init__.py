@@ -47,7 +47,7 @@ class _Gammaray(click.Group):
         if name != "up":
             # gRPC's own lines about failed handshakes say less than our errors; to be set before its import.
             os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-        command: click.Command = getattr(import_module(f"gammaray.cli.{name}"), name)
+        command: click.Command = getattr(import_module(f"gammaray.cli.commands.{name}"), name)
         return command
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:

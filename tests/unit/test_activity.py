@@ -9,9 +9,9 @@ from click.testing import CliRunner
 from rich.console import Console
 from sdk_helpers import ScriptedService, serve_in_thread
 
-from gammaray.activity import measure
 from gammaray.cli import main
-from gammaray.cli.top import view
+from gammaray.cli.activity import measure
+from gammaray.cli.commands.top import view
 from gammaray.types import ProcessStatus, SpeculationTotals, WorkerTotals
 
 FIRST = SpeculationTotals(

@@ -7,7 +7,14 @@ import statistics
 
 import pytest
 
-from gammaray.bench.latency import burst_cv2, burst_zero_share, gap_figures, gaps, paced_gaps, percentile
+from gammaray.bench.rows import (
+    burst_cv2,
+    burst_zero_share,
+    gap_figures,
+    gaps,
+    paced_gaps,
+    percentile,
+)
 from gammaray.bench.systems import Arrival
 from gammaray.maths.theory import expected_tokens
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gammaray.bench.documents import documents
-from gammaray.bench.workloads import WORKLOADS, fingerprint, prompts
+from gammaray.bench.workloads import WORKLOADS, documents, fingerprint, prompts
 
 
 @pytest.fixture(scope="module")

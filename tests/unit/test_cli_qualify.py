@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from test_qualify_verdict import facts, pair, plain_run, run, same
 
 from gammaray.cli import main
-from gammaray.cli import qualify as command
+from gammaray.cli.commands import qualify as command
 from gammaray.errors import GammarayError, InternalError, InvalidArgumentError, ResourceExhaustedError
 from gammaray.qualify.measured import QualifyTask
 from gammaray.qualify.process import measure_pairs

@@ -11,7 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 import gammaray
-from gammaray.cli import main, up
+from gammaray.cli import main
+from gammaray.cli.commands import up
 from gammaray.config import ClusterSettings
 from orchestrator.cluster_options import parse_options
 

@@ -96,8 +96,8 @@ def test_imports_allowed_places_exist(path):
     [
         ("gammaray/client/async_client.py", "import torch.nn", 1),
         ("gammaray/client/sync_client.py", "def f():\n    from services.engine import engine", 1),
-        ("gammaray/cli/up.py", "import_module('orchestrator.cluster')", 1),
-        ("gammaray/cli/up.py", "importlib.import_module('ray')", 2),
+        ("gammaray/cli/commands/up.py", "import_module('orchestrator.cluster')", 1),
+        ("gammaray/cli/commands/up.py", "importlib.import_module('ray')", 2),
         ("orchestrator/cycle.py", "if TYPE_CHECKING:\n    import grpc.aio", 1),
         ("orchestrator/cycle.py", "from redis.asyncio import Redis", 2),
         ("orchestrator/service.py", "from services.app import build_target", 1),

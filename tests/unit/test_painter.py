@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from sdk_helpers import last, piece, token
 
 from gammaray import TokenOrigin
-from gammaray.cli.painter import OriginPainter
-from gammaray.cli.report import paint
+from gammaray.cli.render import OriginPainter, paint
 
 ACCEPTED, CORRECTION, BONUS = TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS
 

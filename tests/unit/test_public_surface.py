@@ -115,7 +115,12 @@ def test_version_is_that_of_the_project():
 
 @pytest.mark.parametrize(
     "code",
-    ["import gammaray", "from gammaray import *", "import gammaray.cli", "import gammaray.cli.generate"],
+    [
+        "import gammaray",
+        "from gammaray import *",
+        "import gammaray.cli",
+        "import gammaray.cli.commands.generate",
+    ],
 )
 def test_import_brings_no_heavy_package(code):
     script = (

@@ -10,7 +10,7 @@ from dataclasses import asdict
 import click
 from rich.table import Table
 
-from gammaray.cli.connection import Connection, connection_options
+from gammaray.cli.options import Connection, connection_options
 from gammaray.cli.output import output_console
 from gammaray.types import ProcessStatus
 

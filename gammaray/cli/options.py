@@ -1,8 +1,9 @@
-"""The options of every command that talks to a cluster: where it is, the key, TLS and the time allowed."""
+"""Options that commands share: the connection (address, key, TLS, timeout) and prompts from a file."""
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import click
 
 from gammaray.client.async_client import AsyncClient
 
-__all__ = ["Connection", "connection_options"]
+__all__ = ["Connection", "connection_options", "read_prompts"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _FILE = click.Path(path_type=Path)
@@ -109,3 +110,26 @@ def connection_options(timeout_s: float, *, http: bool = False) -> Callable[[_Fu
 def _option(name: str, *others: str, **attributes: Any) -> Callable[[_Function], _Function]:
     variable = f"GAMMARAY_{name.removeprefix('--').replace('-', '_').upper()}"
     return click.option(name, *others, envvar=variable, show_envvar=True, **attributes)
+
+
+def read_prompts(path: Path, option: str) -> list[str]:
+    """Return the prompts of a file: one per line, or, in a `.json` file, a list of strings.
+
+    Args:
+        path: The file.
+        option: What named it, for messages.
+
+    Raises:
+        click.BadParameter: It holds none.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if path.suffix != ".json":
+        found: Any = [line for line in text.splitlines() if line.strip()]
+    else:
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise click.BadParameter(f"{path.name}: {error}", param_hint=option) from None
+    if not isinstance(found, list) or not found or not all(isinstance(p, str) and p for p in found):
+        raise click.BadParameter(f"{path.name} holds no prompts", param_hint=option)
+    return found

@@ -15,8 +15,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gammaray.activity import Activity, Speculation, Worker, measure
-from gammaray.cli.connection import Connection, connection_options
+from gammaray.cli.activity import Activity, Speculation, Worker, measure
+from gammaray.cli.options import Connection, connection_options
 from gammaray.cli.output import output_console
 from gammaray.cli.values import FloatRange
 from gammaray.client.async_client import AsyncClient

@@ -11,7 +11,7 @@ from typing import TypeVar
 import click
 from rich.table import Table
 
-from gammaray.cli.connection import Connection, connection_options
+from gammaray.cli.options import Connection, connection_options
 from gammaray.cli.output import output_console
 from gammaray.cli.values import IntRange
 from gammaray.client.async_client import AsyncClient

@@ -9,9 +9,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from gammaray.cli.connection import Connection, connection_options
-from gammaray.cli.painter import OriginPainter
-from gammaray.cli.report import paint
+from gammaray.cli.options import Connection, connection_options
+from gammaray.cli.render import OriginPainter, paint
 from gammaray.client.chat import Chat, ChatPiece
 from gammaray.errors import GammarayError, TlsError, UnavailableError
 from gammaray.types import Chunk, DrafterKind, FinishReason, VerificationMethod

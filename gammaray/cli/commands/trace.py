@@ -1,17 +1,26 @@
-"""A session's cycles as a timeline: one line per cycle, its bar split by where the time went."""
+"""`gammaray trace`: the cycles of a session as a timeline, from its own records.
+
+No tracing backend is needed. One line per cycle; its bar is split by where the time went."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
+import click
 from rich.console import Group, RenderableType
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from gammaray.cli.options import Connection, connection_options
+from gammaray.cli.output import output_console
+from gammaray.cli.values import IntRange
 from gammaray.wire.cycles import CycleRecord, WorkerCall
 
-__all__ = ["timeline"]
+__all__ = ["timeline", "trace"]
 
 _BUSY, _WAITING, _OTHER = "█", "░", "·"
 _PROPOSE, _VERIFY = "cyan", "magenta"
@@ -156,3 +165,33 @@ def _summary(cycles: Sequence[CycleRecord]) -> Text:
         ", ".join(f"{name} {part:.0%}" for name, part in share.items()),
     ]
     return Text("; ".join(words), style="bold")
+
+
+_PIPE_WIDTH = 120
+
+
+@click.command()
+@click.argument("session")
+@connection_options(timeout_s=10.0)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+@click.option("--last", type=IntRange(1), help="Only this many cycles, the latest.")
+def trace(session: str, connection: Connection, as_json: bool, last: int | None) -> None:
+    """Show what each cycle of a SESSION did and where its time went."""
+    cycles = asyncio.run(_fetch(session, connection))
+    cycles = cycles[-last:] if last is not None else cycles
+    if as_json:
+        click.echo(
+            json.dumps({"session_id": session, "cycles": [asdict(cycle) for cycle in cycles]}, indent=2)
+        )
+        return
+    if not cycles:
+        click.echo("no cycles yet")
+        return
+    console = output_console()
+    width = console.width if console.is_terminal else _PIPE_WIDTH
+    console.print(timeline(cycles, bar_width=max(20, width // 3)))
+
+
+async def _fetch(session: str, connection: Connection) -> list[CycleRecord]:
+    async with connection.client() as client:
+        return await client.session_trace(session, timeout_s=connection.timeout_s)

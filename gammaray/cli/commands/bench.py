@@ -14,13 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gammaray.bench.compare import compare, comparison_table, load_result, warnings
 from gammaray.bench.measure import loads
 from gammaray.bench.provenance import write_result
-from gammaray.bench.session import BenchSettings, Point, run_bench
+from gammaray.bench.run import BenchSettings, Point, run_bench
 from gammaray.bench.systems import Ask, parse_gamma
 from gammaray.bench.tables import latency_table, speed_table, split_table
 from gammaray.bench.workloads import WORKLOADS, prompts
-from gammaray.cli.connection import connection_options
+from gammaray.cli.options import connection_options, read_prompts
 from gammaray.cli.output import output_console
-from gammaray.cli.prompt_file import read_prompts
 from gammaray.cli.values import IntRange, list_of, temperature
 from gammaray.types import VerificationMethod
 

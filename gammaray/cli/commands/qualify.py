@@ -18,8 +18,8 @@ from rich.console import Console
 
 from gammaray.bench.provenance import provenance, write_result
 from gammaray.bench.workloads import WORKLOADS, prompts
+from gammaray.cli.options import read_prompts
 from gammaray.cli.output import output_console
-from gammaray.cli.prompt_file import read_prompts
 from gammaray.cli.values import FloatRange, IntRange, list_of, temperature
 from gammaray.config import DraftSettings, TargetSettings, settings_error
 from gammaray.deploy.gpus import check_device

@@ -12,9 +12,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from gammaray.cli.connection import Connection, connection_options
-from gammaray.cli.painter import OriginPainter
-from gammaray.cli.report import paint, print_legend, print_summary
+from gammaray.cli.options import Connection, connection_options
+from gammaray.cli.render import OriginPainter, paint, print_legend, print_summary
 from gammaray.client.async_client import AsyncClient
 from gammaray.client.completion import Completion, speculation_object
 from gammaray.errors import InvalidArgumentError
