@@ -36,7 +36,7 @@ from orchestrator.remote_target import RemoteVerifier
 from orchestrator.requests import open_session
 from orchestrator.session import Session
 from orchestrator.store import RedisStore
-from orchestrator.tokenizer import Tokenizer, resolve_model
+from orchestrator.text.tokenizer import Tokenizer, resolve_model
 
 __all__ = ["SKIPPED_CYCLES", "Asked", "Cycle", "Stack", "running_stack"]
 

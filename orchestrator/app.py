@@ -17,7 +17,7 @@ from ray.serve import Application
 from gammaray.config import OrchestratorSettings, PoolSize, ScalingSettings
 from gammaray.deploy.serve_config import APPLICATIONS, autoscaling_config
 from gammaray.v1 import generation_service_pb2 as pb
-from orchestrator.access import open_door
+from orchestrator.access.caller import open_door
 from orchestrator.grpc_api import GenerationServicer, RpcContext
 from orchestrator.grpc_sessions import SessionServicer
 from orchestrator.http_api import create_app

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 from gammaray.types import Chunk, GenerationRequest, ProcessStatus
-from orchestrator.access import ANONYMOUS, Caller
+from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.session_calls import SessionCalls
 
 __all__ = ["Backend"]

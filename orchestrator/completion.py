@@ -11,7 +11,7 @@ from gammaray.types import Chunk, EmittedToken, FinishReason, TokenOrigin, TopLo
 from orchestrator.cycle_data import Cycle
 from orchestrator.records import StoredToken
 from orchestrator.session import Session
-from orchestrator.tokenizer import Tokenizer
+from orchestrator.text.tokenizer import Tokenizer
 
 __all__ = ["Progress", "emitted_token"]
 

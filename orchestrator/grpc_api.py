@@ -15,10 +15,10 @@ from gammaray.types import ProcessStatus
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.convert import chunk_to_proto, process_to_proto, request_from_proto
 from gammaray.wire.rpc_errors import DETAILS_KEY, error_to_status
-from orchestrator.access import Authenticator, Caller
+from orchestrator.access.caller import Authenticator, Caller
 from orchestrator.backend import Backend
-from orchestrator.cpu_threads import INLINE_NUMBERS, in_thread
 from orchestrator.grpc_handlers import Unread, read
+from orchestrator.text.cpu_threads import INLINE_NUMBERS, in_thread
 
 __all__ = ["GenerationServicer", "RpcContext", "caller_of", "fail"]
 

@@ -22,7 +22,7 @@ from gammaray.checks import MAX_TOKEN_IDS
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import MAX_LOGIT_BIAS
 from gammaray.v1 import generation_service_pb2 as pb
-from orchestrator.cpu_threads import INLINE_BYTES, in_parser_thread
+from orchestrator.text.cpu_threads import INLINE_BYTES, in_parser_thread
 
 __all__ = ["MAX_FIELDS", "Unread", "add_generation_service", "read"]
 

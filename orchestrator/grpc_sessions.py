@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.convert import token_to_proto
 from gammaray.wire.sessions import info_to_proto
-from orchestrator.access import Authenticator, Caller
+from orchestrator.access.caller import Authenticator, Caller
 from orchestrator.grpc_api import RpcContext, caller_of, fail
 from orchestrator.grpc_handlers import Unread, read
 from orchestrator.session_calls import SessionCalls

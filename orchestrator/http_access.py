@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gammaray.errors import GammarayError
 from orchestrator import openapi
-from orchestrator.access import Authenticator, Caller
+from orchestrator.access.caller import Authenticator, Caller
 from orchestrator.http_errors import error_response
 
 __all__ = ["AccessControl", "caller_of"]

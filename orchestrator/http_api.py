@@ -13,9 +13,8 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
 from gammaray.errors import CancelledError, NotFoundError, UnavailableError
-from orchestrator.access import Authenticator
+from orchestrator.access.caller import Authenticator
 from orchestrator.backend import Backend
-from orchestrator.cpu_threads import INLINE_BYTES, in_parser_thread, in_thread
 from orchestrator.http_access import AccessControl, caller_of
 from orchestrator.http_bodies import MAX_BODY_BYTES, Bodies
 from orchestrator.http_errors import as_gammaray_error, error_response, install_handlers
@@ -29,6 +28,7 @@ from orchestrator.http_sites import Hosts, SiteControl
 from orchestrator.http_stream import EventStream, generate_all
 from orchestrator.openapi import add_document
 from orchestrator.playground import playground
+from orchestrator.text.cpu_threads import INLINE_BYTES, in_parser_thread, in_thread
 
 __all__ = ["MAX_BODY_BYTES", "create_app"]
 

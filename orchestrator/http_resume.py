@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import Chunk
-from orchestrator.access import Caller
+from orchestrator.access.caller import Caller
 from orchestrator.backend import Backend
 from orchestrator.http_requests import ChoicePlan
 from orchestrator.http_responses import Response

@@ -15,14 +15,14 @@ from starlette.types import Send
 
 from gammaray.errors import InternalError
 from gammaray.types import Chunk, GenerationRequest
-from orchestrator.access import ANONYMOUS, Caller
+from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.backend import Backend
-from orchestrator.cpu_threads import in_thread
 from orchestrator.http_errors import as_gammaray_error, error_body
 from orchestrator.http_json import encode
 from orchestrator.http_models import StreamOptions
 from orchestrator.http_responses import Response
 from orchestrator.http_resume import EventId
+from orchestrator.text.cpu_threads import in_thread
 
 __all__ = ["EVENT_BYTES", "EventStream", "Pieces", "generate_all"]
 

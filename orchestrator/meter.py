@@ -14,8 +14,8 @@ from typing import Protocol, TypeVar, cast
 from gammaray.errors import GammarayError
 from gammaray.telemetry.meter import Counter, Meter
 from gammaray.types import Chunk, DrafterKind, FinishReason, GenerationRequest, SpeculationTotals, TokenOrigin
-from orchestrator.access import ANONYMOUS, Caller
-from orchestrator.admission import Admission
+from orchestrator.access.admission import Admission
+from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.cycle_data import Cycle
 from orchestrator.fleet import Fleet
 

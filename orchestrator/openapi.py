@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 
 from gammaray import __version__
 from gammaray.wire.metadata import MAX_TIMEOUT_MS, TIMEOUT_HEADER
-from orchestrator.access import MAX_PRIORITY, PRIORITY_HEADER
+from orchestrator.access.caller import MAX_PRIORITY, PRIORITY_HEADER
 from orchestrator.openapi_requests import REQUEST_SCHEMAS, Schema
 from orchestrator.openapi_responses import RESPONSE_SCHEMAS, STREAM_SCHEMAS
 

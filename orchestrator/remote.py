@@ -13,7 +13,7 @@ from gammaray.errors import GammarayError, InternalError
 from gammaray.v1 import types_pb2 as pb
 from gammaray.wire.convert import method_to_proto, sampling_to_proto
 from gammaray.wire.rpc_errors import error_from_status
-from orchestrator.access import tenant_of
+from orchestrator.access.caller import tenant_of
 from orchestrator.calls import Call
 from orchestrator.links import WorkerLink
 from orchestrator.prefixes import prefix_keys

@@ -16,11 +16,11 @@ from gammaray.wire.convert import (
     prompt_logprobs_from_proto,
     proposal_to_proto,
 )
-from orchestrator.cpu_threads import INLINE_NUMBERS, in_thread
 from orchestrator.identity import TargetLink, identity_of, of_identity, why_nobody
 from orchestrator.links import WorkerLink
 from orchestrator.remote import Remote
 from orchestrator.session import Session
+from orchestrator.text.cpu_threads import INLINE_NUMBERS, in_thread
 from orchestrator.verdicts import (
     TokenLogprobs,
     Verdict,

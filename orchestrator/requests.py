@@ -9,11 +9,11 @@ from dataclasses import replace
 from gammaray.checks import check_token_ids
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from gammaray.types import GenerationRequest, check_prompt_logprobs
-from orchestrator.access import ANONYMOUS, Caller
-from orchestrator.cpu_threads import in_thread
-from orchestrator.detokenizer import Detokenizer
+from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.session import Session
-from orchestrator.tokenizer import Tokenizer
+from orchestrator.text.cpu_threads import in_thread
+from orchestrator.text.detokenizer import Detokenizer
+from orchestrator.text.tokenizer import Tokenizer
 
 __all__ = ["check_prompt_length", "check_request", "make_session", "open_session"]
 

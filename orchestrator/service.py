@@ -20,8 +20,8 @@ from gammaray.types import (
     GenerationRequest,
     ProcessStatus,
 )
-from orchestrator.access import ANONYMOUS, Caller
-from orchestrator.admission import Admission
+from orchestrator.access.admission import Admission
+from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.completion import Progress
 from orchestrator.drafting import Drafting
 from orchestrator.fencing import FencedVerifier
@@ -42,7 +42,7 @@ from orchestrator.sessions import Opened, Opener
 from orchestrator.status import StatusBoard
 from orchestrator.store import RedisStore
 from orchestrator.store_bounds import StoreBounds
-from orchestrator.tokenizer import Tokenizer, resolve_model, served_name
+from orchestrator.text.tokenizer import Tokenizer, resolve_model, served_name
 from orchestrator.trace_store import RedisTraceStore
 from orchestrator.tracing import Tracing, traced
 

@@ -13,12 +13,12 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.types import EmittedToken
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.sessions import SessionInfo, SessionState
-from orchestrator.access import Caller
+from orchestrator.access.caller import Caller
 from orchestrator.completion import emitted_token
 from orchestrator.sessions import REPLAY_TOKENS
 from orchestrator.store import RedisStore
 from orchestrator.stored import SessionSummary
-from orchestrator.tokenizer import Tokenizer
+from orchestrator.text.tokenizer import Tokenizer
 from orchestrator.trace_store import RedisTraceStore
 
 __all__ = ["MAX_LISTED", "SessionCalls"]

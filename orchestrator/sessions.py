@@ -17,7 +17,7 @@ from gammaray.errors import FailedPreconditionError, InternalError, ModelChanged
 from gammaray.types import Chunk, FinishReason, GenerationRequest
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.convert import request_from_proto, request_to_proto
-from orchestrator.access import ANONYMOUS, Caller
+from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.completion import Progress
 from orchestrator.heritage import Heritage
 from orchestrator.records import StoredToken
@@ -25,7 +25,7 @@ from orchestrator.requests import make_session, open_session
 from orchestrator.session import Session
 from orchestrator.store import RedisStore
 from orchestrator.stored import StoredSession
-from orchestrator.tokenizer import Tokenizer
+from orchestrator.text.tokenizer import Tokenizer
 
 __all__ = ["Opened", "Opener"]
 

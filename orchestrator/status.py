@@ -8,7 +8,7 @@ import os
 from gammaray.errors import GammarayError
 from gammaray.telemetry.export import MetricsExport
 from gammaray.types import ProcessStatus
-from orchestrator.admission import Admission
+from orchestrator.access.admission import Admission
 from orchestrator.fleet import Fleet
 from orchestrator.meter import OrchestratorMeter
 from orchestrator.presence import Presence

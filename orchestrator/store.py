@@ -24,8 +24,7 @@ from gammaray.errors import (
 )
 from gammaray.types import TokenOrigin
 from orchestrator import store_scripts as scripts
-from orchestrator.access import tenant_of
-from orchestrator.cpu_threads import INLINE_BYTES, in_thread
+from orchestrator.access.caller import tenant_of
 from orchestrator.records import TokenRecords
 from orchestrator.redis_calls import BatchedScript, answer
 from orchestrator.session import Session
@@ -47,6 +46,7 @@ from orchestrator.stored import (
     room_of,
     split_summary,
 )
+from orchestrator.text.cpu_threads import INLINE_BYTES, in_thread
 from orchestrator.verdicts import TokenLogprobs
 
 __all__ = ["LEASE_S", "RedisStore", "StoredSession"]

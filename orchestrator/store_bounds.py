@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from gammaray.errors import GammarayError
-from orchestrator.access import tenant_of
+from orchestrator.access.caller import tenant_of
 from orchestrator.redis_calls import Redis, answer
 
 __all__ = ["DEFAULT_TOTAL", "StoreBounds"]

@@ -27,7 +27,7 @@ Times are in milliseconds since 1970, by Redis's clock.
 
 from __future__ import annotations
 
-from orchestrator.access import tenant_of
+from orchestrator.access.caller import tenant_of
 
 __all__ = ["RUNNING", "index_of", "keys_of", "request_keys"]
 

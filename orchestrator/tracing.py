@@ -19,7 +19,7 @@ from gammaray.errors import GammarayError
 from gammaray.telemetry import names as t
 from gammaray.telemetry.otel import Telemetry
 from gammaray.types import Chunk, FinishReason, GenerationRequest
-from orchestrator.access import ANONYMOUS, Caller
+from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.journal import Journal
 from orchestrator.session import Session
 from orchestrator.session_trace import SessionTrace

@@ -12,7 +12,7 @@ from service_helpers import running, tokens_of
 
 from gammaray.errors import DeadlineExceededError, FailedPreconditionError, ResourceExhaustedError
 from gammaray.types import DrafterKind, GenerationRequest
-from orchestrator.access import Caller
+from orchestrator.access.caller import Caller
 
 pytestmark = pytest.mark.integration
 

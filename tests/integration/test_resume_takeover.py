@@ -22,7 +22,7 @@ from service_helpers import PROMPTS, complete, text_of, tokens_of
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from gammaray.types import FinishReason, GammaPolicy, GenerationRequest, SamplingParams, TokenOrigin
 from gammaray.wire.sessions import SessionState
-from orchestrator.access import ANONYMOUS, Caller
+from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.sessions import REPLAY_TOKENS, Opener
 from orchestrator.store_keys import keys_of
 

@@ -27,9 +27,9 @@ from gammaray.types import (
     TokenOrigin,
     VerificationMethod,
 )
-from orchestrator.cpu_threads import INLINE_NUMBERS
 from orchestrator.store import RedisStore
-from orchestrator.tokenizer import resolve_model
+from orchestrator.text.cpu_threads import INLINE_NUMBERS
+from orchestrator.text.tokenizer import resolve_model
 from orchestrator.wire import DRAFT, TARGET
 
 pytestmark = pytest.mark.integration

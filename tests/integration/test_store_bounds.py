@@ -16,14 +16,14 @@ from gammaray.errors import (
     ResourceExhaustedError,
 )
 from gammaray.types import FinishReason, GenerationRequest, SamplingParams, TokenOrigin
-from orchestrator.access import Caller
+from orchestrator.access.caller import Caller
 from orchestrator.completion import Progress
 from orchestrator.redis_calls import connect
 from orchestrator.sessions import Opener
 from orchestrator.store import RedisStore
 from orchestrator.store_bounds import DEFAULT_TOTAL, StoreBounds
 from orchestrator.store_scripts import REQUEST_OVERHEAD, SESSION_OVERHEAD
-from orchestrator.tokenizer import Tokenizer, resolve_model
+from orchestrator.text.tokenizer import Tokenizer, resolve_model
 from orchestrator.trace_store import RedisTraceStore
 
 pytestmark = pytest.mark.integration

@@ -12,7 +12,7 @@ from scripted_workers import make_session
 from gammaray.errors import NotFoundError
 from gammaray.types import FinishReason, TokenOrigin
 from gammaray.wire.sessions import SessionState
-from orchestrator.access import Caller
+from orchestrator.access.caller import Caller
 from orchestrator.redis_calls import connect
 from orchestrator.session_calls import SessionCalls
 from orchestrator.store import RedisStore

@@ -17,7 +17,7 @@ from gammaray.errors import UnavailableError
 from gammaray.telemetry import names as t
 from gammaray.types import GammaPolicy, GenerationRequest, SamplingParams
 from gammaray.v1 import types_pb2
-from orchestrator.access import Caller
+from orchestrator.access.caller import Caller
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 

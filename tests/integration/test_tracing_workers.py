@@ -26,7 +26,7 @@ from gammaray.errors import NotFoundError, UnavailableError
 from gammaray.telemetry import names as t
 from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, SamplingParams
 from gammaray.wire.cycles import cycles_from_proto
-from orchestrator.access import ANONYMOUS, Caller
+from orchestrator.access.caller import ANONYMOUS, Caller
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

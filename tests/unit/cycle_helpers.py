@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from gammaray.types import Proposal, SamplingParams, TokenOrigin, VerificationMethod
 from orchestrator.cycle import run_cycle
 from orchestrator.cycle_data import Cycle, Shape
-from orchestrator.detokenizer import Detokenizer
 from orchestrator.session import Session
+from orchestrator.text.detokenizer import Detokenizer
 from orchestrator.verdicts import TokenLogprobs, Verdict
 
 PROMPT = (0, 1, 2)

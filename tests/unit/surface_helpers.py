@@ -19,7 +19,7 @@ from gammaray.types import (
     TopLogprob,
     Usage,
 )
-from orchestrator.access import ANONYMOUS, Caller
+from orchestrator.access.caller import ANONYMOUS, Caller
 
 SUMMARY = SpeculationSummary(2, 1.5, 0.5, 0.25, (1, 1), 2.0, 1.0, 2.0, 0.5, 3.5, None, 1, 1, 0, 1, 1)
 PIECES = (b"caf", b"\xc3", b"\xa9")

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from gammaray.errors import DeadlineExceededError, ResourceExhaustedError
-from orchestrator.access import Caller
-from orchestrator.admission import MAX_RETRY_S, MIN_RETRY_S, Admission
+from orchestrator.access.admission import MAX_RETRY_S, MIN_RETRY_S, Admission
+from orchestrator.access.caller import Caller
 
 
 async def ticks():

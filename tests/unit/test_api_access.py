@@ -12,7 +12,7 @@ from gammaray.errors import ResourceExhaustedError, UnauthenticatedError
 from gammaray.security.keys import create_key, make_secret
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator import http_bodies
-from orchestrator.access import PRIORITY_HEADER, Authenticator
+from orchestrator.access.caller import PRIORITY_HEADER, Authenticator
 from orchestrator.grpc_api import GenerationServicer
 from orchestrator.http_access import PUBLIC_PATHS
 from orchestrator.http_api import create_app

@@ -8,7 +8,7 @@ from gammaray.cli import main
 from gammaray.config import ClusterSettings, OrchestratorSettings, WorkerSettings
 from gammaray.errors import InvalidArgumentError, UnauthenticatedError
 from gammaray.security.keys import create_key, hash_key
-from orchestrator.access import Authenticator, open_door
+from orchestrator.access.caller import Authenticator, open_door
 from orchestrator.cluster_trust import (
     arrange_trust,
     check_access,

@@ -11,8 +11,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from gammaray.errors import InvalidArgumentError
-from orchestrator.detokenizer import Detokenizer
-from orchestrator.tokenizer import Tokenizer, resolve_model, served_name
+from orchestrator.text.detokenizer import Detokenizer
+from orchestrator.text.tokenizer import Tokenizer, resolve_model, served_name
 
 TEXTS = [
     "def read(path):\n    return 'x'\n",

@@ -12,9 +12,9 @@ from gammaray.types import FinishReason, ProcessStatus
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.convert import chunk_from_proto
 from gammaray.wire.rpc_errors import DETAILS_KEY, error_from_status
-from orchestrator.cpu_threads import INLINE_NUMBERS
 from orchestrator.grpc_api import GenerationServicer
 from orchestrator.grpc_handlers import Unread
+from orchestrator.text.cpu_threads import INLINE_NUMBERS
 
 
 class Context:

@@ -7,7 +7,7 @@ from surface_helpers import ScriptedBackend
 
 from gammaray.config import ClusterSettings, OrchestratorSettings
 from gammaray.security.keys import create_key
-from orchestrator.access import Authenticator
+from orchestrator.access.caller import Authenticator
 from orchestrator.cluster_trust import arrange_trust
 from orchestrator.http_api import create_app
 

@@ -12,8 +12,8 @@ from gammaray.cli import main
 from gammaray.errors import InvalidArgumentError, NotFoundError, UnauthenticatedError
 from gammaray.security.keys import create_key, hash_key, make_secret, read_keys, revoke_key
 from gammaray.wire.metadata import TIMEOUT_HEADER
-from orchestrator import access
-from orchestrator.access import ANONYMOUS, PRIORITY_HEADER, Authenticator, Caller
+from orchestrator.access import caller as access
+from orchestrator.access.caller import ANONYMOUS, PRIORITY_HEADER, Authenticator, Caller
 
 
 @pytest.fixture

@@ -18,13 +18,13 @@ from transformers import AutoTokenizer
 from gammaray.types import FinishReason, GenerationRequest, SamplingParams, TokenOrigin
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.completion import Progress
-from orchestrator.cpu_threads import NUM_THREADS
 from orchestrator.grpc_api import GenerationServicer
 from orchestrator.grpc_handlers import add_generation_service
 from orchestrator.http_api import MAX_BODY_BYTES, create_app
 from orchestrator.requests import check_request, make_session, open_session
 from orchestrator.sessions import Opened
-from orchestrator.tokenizer import Tokenizer, resolve_model
+from orchestrator.text.cpu_threads import NUM_THREADS
+from orchestrator.text.tokenizer import Tokenizer, resolve_model
 
 JSON = {"content-type": "application/json"}
 MAX_MEMORY_MIB = 200

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from gammaray.errors import DeadlineExceededError, ResourceExhaustedError
-from orchestrator.access import Caller
+from orchestrator.access.caller import Caller
 
 __all__ = ["Admission"]
 

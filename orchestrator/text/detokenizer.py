@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-from orchestrator.tokenizer import Tokenizer
+from orchestrator.text.tokenizer import Tokenizer
 
 __all__ = ["Detokenizer"]
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from gammaray.demo_pair import DEMO_PAIR, demo_directory
 from gammaray.errors import InvalidArgumentError
 from gammaray.vocabulary import vocabulary_sha256
-from orchestrator.cpu_threads import in_thread
+from orchestrator.text.cpu_threads import in_thread
 
 __all__ = ["Tokenizer", "resolve_model", "served_name"]
 
