@@ -14,9 +14,8 @@ from prometheus_client import generate_latest
 from gammaray.bench.provenance import provenance
 from gammaray.telemetry.prometheus import registry
 from gammaray.types import Chunk, DrafterKind, GenerationRequest, TokenOrigin
-from orchestrator.cycle_data import Cycle
+from orchestrator.cycle.types import Cycle, VerifyTiming
 from orchestrator.meter import OrchestratorMeter
-from orchestrator.verdicts import VerifyTiming
 from services.meter import WorkerMeter
 
 REPEATS, CALLS = 7, 20_000

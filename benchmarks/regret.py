@@ -20,7 +20,7 @@ from rich.table import Table
 from benchmarks.simulation import Lone, drive
 from benchmarks.worlds import World, candidates
 from orchestrator.costs import CostModel
-from orchestrator.cycle_data import Shape
+from orchestrator.cycle.types import Shape
 from orchestrator.gamma import AdaptiveGamma
 
 __all__ = ["main", "regret"]

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 
 from benchmarks.worlds import World
 from gammaray.types import TokenOrigin
-from orchestrator.cycle_data import Cycle, Shape
-from orchestrator.protocols import GammaController
-from orchestrator.verdicts import VerifyTiming
-from orchestrator.walk import Level
+from orchestrator.cycle.protocols import GammaController
+from orchestrator.cycle.types import Cycle, Level, Shape, VerifyTiming
 
 __all__ = ["Lone", "Run", "crowd", "drive", "make_cycle"]
 

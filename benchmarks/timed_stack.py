@@ -23,20 +23,20 @@ from typing import Any
 
 from gammaray import GenerationRequest
 from gammaray.types import Proposal
-from orchestrator.cycle_data import Shape
-from orchestrator.fleet import Fleet
+from orchestrator.cycle.pipeline import run_cycles
+from orchestrator.cycle.session import Session
+from orchestrator.cycle.types import Shape
 from orchestrator.gamma import FixedGamma
-from orchestrator.pipeline import run_cycles
-from orchestrator.redis_calls import answer, connect
 from orchestrator.redis_server import RedisServer
-from orchestrator.registry import RedisRegistry
-from orchestrator.remote import session_spec
-from orchestrator.remote_draft import RemoteDrafter
-from orchestrator.remote_target import RemoteVerifier
 from orchestrator.requests import open_session
-from orchestrator.session import Session
-from orchestrator.store import RedisStore
+from orchestrator.storage.client import answer, connect
+from orchestrator.storage.registry import RedisRegistry
+from orchestrator.storage.session_store import RedisStore
 from orchestrator.text.tokenizer import Tokenizer, resolve_model
+from orchestrator.workers.drafter import RemoteDrafter
+from orchestrator.workers.fleet import Fleet
+from orchestrator.workers.session_client import session_spec
+from orchestrator.workers.verifier import RemoteVerifier
 
 __all__ = ["SKIPPED_CYCLES", "Asked", "Cycle", "Stack", "running_stack"]
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from gammaray.maths.theory import tree_tokens
-from orchestrator.cycle_data import Shape
-from orchestrator.walk import Level
+from orchestrator.cycle.types import Level, Shape
 
 __all__ = ["World", "candidates"]
 

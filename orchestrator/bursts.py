@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from orchestrator.costs import CostModel
-from orchestrator.cycle_data import Cycle, Shape
+from orchestrator.cycle.types import Cycle, Shape
 from orchestrator.fixed_gamma import Reason
 from orchestrator.probing import Family, family
 

@@ -95,7 +95,7 @@ def serve_cluster(
     check_vocabularies(settings.target, settings.draft if settings.draft_workers.maximum else settings.target)
     # Slow to import, unlike what is checked before.
     if settings.redis_url:
-        from orchestrator.redis_calls import check_redis
+        from orchestrator.storage.client import check_redis
 
         # The password may be in the environment, as GAMMARAY_REDIS_PASSWORD.
         check_redis(OrchestratorSettings(redis_url=settings.redis_url).redis_login_url)

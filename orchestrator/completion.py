@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from gammaray.maths.acceptance import SpeculationCounters
 from gammaray.types import Chunk, EmittedToken, FinishReason, TokenOrigin, TopLogprob, Usage
-from orchestrator.cycle_data import Cycle
-from orchestrator.records import StoredToken
-from orchestrator.session import Session
+from orchestrator.cycle.session import Session
+from orchestrator.cycle.types import Cycle
+from orchestrator.storage.token_records import StoredToken
 from orchestrator.text.tokenizer import Tokenizer
 
 __all__ = ["Progress", "emitted_token"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from orchestrator.cycle_data import Cycle
+from orchestrator.cycle.types import Cycle
 
 __all__ = ["Contest"]
 

@@ -13,7 +13,7 @@ import math
 
 from gammaray.maths.acceptance import AcceptanceEstimator
 from orchestrator.contest import Contest
-from orchestrator.cycle_data import Cycle, Shape
+from orchestrator.cycle.types import Cycle, Shape
 from orchestrator.hits import HitRates
 from orchestrator.probing import ProbeSchedule
 from orchestrator.trees import TreeModel

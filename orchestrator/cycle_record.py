@@ -9,9 +9,8 @@ from gammaray.types import DrafterKind, TokenOrigin
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1 import types_pb2
 from gammaray.wire.convert import origin_to_proto
-from orchestrator.calls import Call
-from orchestrator.cycle_data import Cycle
-from orchestrator.session import Session
+from orchestrator.cycle.session import Session
+from orchestrator.cycle.types import Call, Cycle
 
 __all__ = ["cycle_record", "failed_record", "worker_call"]
 

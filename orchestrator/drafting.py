@@ -7,12 +7,12 @@ from gammaray.types import DrafterKind, GenerationRequest, VerificationMethod
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.costs import CostModel
+from orchestrator.cycle.protocols import GammaController
+from orchestrator.cycle.session import Session
 from orchestrator.gamma import AdaptiveGamma, FixedGamma, Reason
 from orchestrator.ladder import Ladder
-from orchestrator.protocols import GammaController
-from orchestrator.remote_draft import RemoteDrafter
-from orchestrator.session import Session
-from orchestrator.workers import WorkerPool
+from orchestrator.workers.drafter import RemoteDrafter
+from orchestrator.workers.pool import WorkerPool
 
 __all__ = ["Drafting"]
 

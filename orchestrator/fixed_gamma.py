@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from orchestrator.costs import CostModel
-from orchestrator.cycle_data import Cycle, Shape
+from orchestrator.cycle.types import Cycle, Shape
 from orchestrator.probing import Family, family
 
 __all__ = ["FixedGamma", "Learner", "Reason", "first_children", "stopped_early"]

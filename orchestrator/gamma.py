@@ -12,7 +12,7 @@ from dataclasses import replace
 from gammaray.maths.acceptance import AcceptanceEstimator
 from orchestrator.bursts import FIRST_GAMMA, Bursts, Prospects
 from orchestrator.costs import CostModel, share_of
-from orchestrator.cycle_data import Cycle, Shape
+from orchestrator.cycle.types import Cycle, Shape
 from orchestrator.fixed_gamma import FixedGamma, Learner, Reason, first_children, stopped_early
 from orchestrator.probing import Family, family
 from orchestrator.shapes import all_shapes

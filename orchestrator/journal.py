@@ -16,11 +16,10 @@ from typing import Any, Protocol
 
 from gammaray.errors import GammarayError
 from gammaray.v1 import generation_service_pb2 as pb
-from orchestrator.calls import Call
-from orchestrator.cycle_data import Cycle, Shape
+from orchestrator.cycle.protocols import GammaController
+from orchestrator.cycle.session import Session
+from orchestrator.cycle.types import Call, Cycle, Shape
 from orchestrator.cycle_record import cycle_record, failed_record
-from orchestrator.protocols import GammaController
-from orchestrator.session import Session
 from orchestrator.session_trace import CycleBundle, ReadingBundle, SessionTrace
 
 __all__ = ["MAX_RECORDS", "Journal", "RecordStore"]

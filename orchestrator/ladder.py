@@ -16,13 +16,13 @@ from dataclasses import replace
 
 from gammaray.errors import GammarayError
 from gammaray.types import DrafterKind, Proposal
-from orchestrator.cycle_data import Cycle, Shape
+from orchestrator.cycle.handover import Counts, Heritage
+from orchestrator.cycle.protocols import GammaController
+from orchestrator.cycle.session import Session
+from orchestrator.cycle.types import Cycle, Shape
 from orchestrator.gamma import AdaptiveGamma
-from orchestrator.heritage import Counts, Heritage
 from orchestrator.ngram import NgramDrafter
-from orchestrator.protocols import GammaController
-from orchestrator.remote_draft import Readiness, RemoteDrafter
-from orchestrator.session import Session
+from orchestrator.workers.drafter import Readiness, RemoteDrafter
 
 __all__ = ["Ladder"]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from gammaray.aio import end_tasks
 from gammaray.errors import GammarayError, UnavailableError
-from orchestrator.session import Session
-from orchestrator.store import LEASE_S, RedisStore
+from orchestrator.cycle.session import Session
+from orchestrator.storage.session_store import LEASE_S, RedisStore
 
 __all__ = ["Keeper"]
 

@@ -16,8 +16,8 @@ from gammaray.telemetry.meter import Counter, Meter
 from gammaray.types import Chunk, DrafterKind, FinishReason, GenerationRequest, SpeculationTotals, TokenOrigin
 from orchestrator.access.admission import Admission
 from orchestrator.access.caller import ANONYMOUS, Caller
-from orchestrator.cycle_data import Cycle
-from orchestrator.fleet import Fleet
+from orchestrator.cycle.types import Cycle
+from orchestrator.workers.fleet import Fleet
 
 __all__ = ["OrchestratorMeter", "RequestMeter", "metered"]
 

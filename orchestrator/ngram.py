@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from gammaray.errors import UnavailableError
 from gammaray.types import DrafterKind, Proposal, SparseDistribution
-from orchestrator.cycle_data import Shape
-from orchestrator.session import Session
+from orchestrator.cycle.session import Session
+from orchestrator.cycle.types import Shape
 
 __all__ = ["NgramDrafter"]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from orchestrator.cycle_data import Shape
+from orchestrator.cycle.types import Shape
 
 __all__ = ["Family", "ProbeSchedule", "family"]
 

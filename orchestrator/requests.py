@@ -10,7 +10,7 @@ from gammaray.checks import check_token_ids
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from gammaray.types import GenerationRequest, check_prompt_logprobs
 from orchestrator.access.caller import ANONYMOUS, Caller
-from orchestrator.session import Session
+from orchestrator.cycle.session import Session
 from orchestrator.text.cpu_threads import in_thread
 from orchestrator.text.detokenizer import Detokenizer
 from orchestrator.text.tokenizer import Tokenizer

@@ -23,28 +23,26 @@ from gammaray.types import (
 from orchestrator.access.admission import Admission
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.completion import Progress
+from orchestrator.cycle.handover import Heritage
+from orchestrator.cycle.pipeline import run_cycles
 from orchestrator.drafting import Drafting
-from orchestrator.fencing import FencedVerifier
-from orchestrator.fleet import Fleet
-from orchestrator.heritage import Heritage
-from orchestrator.identity import check_served
 from orchestrator.ladder import Ladder
 from orchestrator.leases import Keeper
 from orchestrator.meter import OrchestratorMeter, metered
-from orchestrator.pipeline import run_cycles
-from orchestrator.redis_calls import Redis, connect, wait_for_redis
-from orchestrator.registry import RedisRegistry
-from orchestrator.remote import session_spec
-from orchestrator.remote_target import RemoteVerifier
 from orchestrator.requests import check_request
 from orchestrator.session_calls import SessionCalls
 from orchestrator.sessions import Opened, Opener
 from orchestrator.status import StatusBoard
-from orchestrator.store import RedisStore
-from orchestrator.store_bounds import StoreBounds
+from orchestrator.storage.client import Redis, connect, wait_for_redis
+from orchestrator.storage.keys import StoreBounds
+from orchestrator.storage.registry import RedisRegistry
+from orchestrator.storage.session_store import RedisStore
+from orchestrator.storage.trace_store import RedisTraceStore
 from orchestrator.text.tokenizer import Tokenizer, resolve_model, served_name
-from orchestrator.trace_store import RedisTraceStore
 from orchestrator.tracing import Tracing, traced
+from orchestrator.workers.fleet import Fleet
+from orchestrator.workers.session_client import session_spec
+from orchestrator.workers.verifier import FencedVerifier, RemoteVerifier, check_served
 
 __all__ = ["Orchestrator"]
 

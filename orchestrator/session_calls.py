@@ -16,10 +16,9 @@ from gammaray.wire.sessions import SessionInfo, SessionState
 from orchestrator.access.caller import Caller
 from orchestrator.completion import emitted_token
 from orchestrator.sessions import REPLAY_TOKENS
-from orchestrator.store import RedisStore
-from orchestrator.stored import SessionSummary
+from orchestrator.storage.session_store import RedisStore, SessionSummary
+from orchestrator.storage.trace_store import RedisTraceStore
 from orchestrator.text.tokenizer import Tokenizer
-from orchestrator.trace_store import RedisTraceStore
 
 __all__ = ["MAX_LISTED", "SessionCalls"]
 
@@ -28,7 +27,7 @@ DEFAULT_LISTED = 100
 
 
 class Release(Protocol):
-    """Has all workers give up what they hold of a session, see `orchestrator.fleet.Fleet.release`."""
+    """Has all workers give up what they hold of a session, see `orchestrator.workers.fleet.Fleet.release`."""
 
     def __call__(self, session_id: str, epoch: int, *, forget: bool = False) -> None:
         """Return at once."""

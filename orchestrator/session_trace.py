@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from gammaray.telemetry import names as t
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1 import types_pb2
-from orchestrator.calls import Call
+from orchestrator.cycle.session import Session
+from orchestrator.cycle.types import Call
 from orchestrator.cycle_record import worker_call
-from orchestrator.session import Session
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor

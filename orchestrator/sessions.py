@@ -19,12 +19,11 @@ from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.convert import request_from_proto, request_to_proto
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.completion import Progress
-from orchestrator.heritage import Heritage
-from orchestrator.records import StoredToken
+from orchestrator.cycle.handover import Heritage
+from orchestrator.cycle.session import Session
 from orchestrator.requests import make_session, open_session
-from orchestrator.session import Session
-from orchestrator.store import RedisStore
-from orchestrator.stored import StoredSession
+from orchestrator.storage.session_store import RedisStore, StoredSession
+from orchestrator.storage.token_records import StoredToken
 from orchestrator.text.tokenizer import Tokenizer
 
 __all__ = ["Opened", "Opener"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.cycle_data import Shape
+from orchestrator.cycle.types import Shape
 
 __all__ = ["all_shapes"]
 

@@ -20,10 +20,10 @@ from gammaray.telemetry import names as t
 from gammaray.telemetry.otel import Telemetry
 from gammaray.types import Chunk, FinishReason, GenerationRequest
 from orchestrator.access.caller import ANONYMOUS, Caller
+from orchestrator.cycle.session import Session
 from orchestrator.journal import Journal
-from orchestrator.session import Session
 from orchestrator.session_trace import SessionTrace
-from orchestrator.trace_store import RedisTraceStore
+from orchestrator.storage.trace_store import RedisTraceStore
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gammaray.maths.theory import tree_tokens
-from orchestrator.cycle_data import Shape
-from orchestrator.walk import Level
+from orchestrator.cycle.types import Level, Shape
 
 __all__ = ["TreeModel"]
 

@@ -10,7 +10,7 @@ from enum import Enum
 
 import psutil
 
-from orchestrator.store import LEASE_S
+from orchestrator.storage.session_store import LEASE_S
 
 __all__ = ["EVERYWHERE", "ROLES", "SPECIAL", "Action", "Blow", "Strike", "find", "plan", "strike"]
 

@@ -4,8 +4,8 @@ import pytest
 from redis_helpers import running_redis
 from service_helpers import worker_process
 
-from orchestrator.backoff import Patience
-from orchestrator.redis_calls import connect
+from orchestrator.storage.client import connect
+from orchestrator.workers.backoff import Patience
 
 
 @pytest.fixture(autouse=True)

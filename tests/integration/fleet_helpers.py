@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 from scripted_workers import PROMPT, VOCAB, ScriptedWorker
 
-from orchestrator import backoff
-from orchestrator.fleet import Fleet
-from orchestrator.remote import session_spec
-from orchestrator.remote_draft import RemoteDrafter
-from orchestrator.remote_target import RemoteVerifier
+from orchestrator.workers import backoff
+from orchestrator.workers.drafter import RemoteDrafter
+from orchestrator.workers.fleet import Fleet
+from orchestrator.workers.session_client import session_spec
+from orchestrator.workers.verifier import RemoteVerifier
 
 
 class ListRegistry:

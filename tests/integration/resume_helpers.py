@@ -10,7 +10,7 @@ import grpc
 from service_helpers import PROMPTS, SEEDED, running, tokens_of
 
 from gammaray.types import GenerationRequest
-from orchestrator.wire import DRAFT, TARGET
+from orchestrator.workers.protocol import DRAFT, TARGET
 
 NAMES = iter(f"resume-{number}" for number in range(10_000))
 

@@ -14,9 +14,9 @@ from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import draft_service_pb2_grpc, target_service_pb2_grpc
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
-from orchestrator.cycle import run_cycle
-from orchestrator.cycle_data import Cycle, Shape
-from orchestrator.session import Session
+from orchestrator.cycle.run import run_cycle
+from orchestrator.cycle.session import Session
+from orchestrator.cycle.types import Cycle, Shape
 
 VOCAB = 50
 PROMPT = (1, 2, 3)

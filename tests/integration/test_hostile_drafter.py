@@ -10,8 +10,13 @@ from service_helpers import complete, running, tokens_of
 from gammaray.types import GammaPolicy
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
-from orchestrator import remote_draft
-from orchestrator.prepared import MAX_KEPT, MAX_KEPT_BYTES, MAX_SEEN, PreparedProposals
+from orchestrator.workers import drafter as remote_draft
+from orchestrator.workers.proposal_cache import (
+    MAX_KEPT,
+    MAX_KEPT_BYTES,
+    MAX_SEEN,
+    PreparedProposals,
+)
 
 pytestmark = pytest.mark.integration
 

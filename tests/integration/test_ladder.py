@@ -12,11 +12,10 @@ from scripted_workers import PROMPT, VOCAB, NoStore, Steady, continuation, make_
 from gammaray.errors import UnavailableError
 from gammaray.types import DrafterKind, Proposal, TokenOrigin
 from gammaray.v1 import types_pb2 as pb
-from orchestrator.cycle import run_cycle
-from orchestrator.cycle_data import Shape
+from orchestrator.cycle.run import run_cycle
+from orchestrator.cycle.types import Shape, Verdict
 from orchestrator.ladder import Ladder
-from orchestrator.remote_draft import Readiness
-from orchestrator.verdicts import Verdict
+from orchestrator.workers.drafter import Readiness
 
 pytestmark = pytest.mark.integration
 

@@ -14,9 +14,9 @@ from scripted_workers import ScriptedWorker, scripted, until
 from gammaray.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
-from orchestrator import links
-from orchestrator.links import WorkerLink
-from orchestrator.wire import TARGET
+from orchestrator.workers import connection as links
+from orchestrator.workers.connection import WorkerLink
+from orchestrator.workers.protocol import TARGET
 
 pytestmark = pytest.mark.integration
 

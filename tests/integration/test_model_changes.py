@@ -16,9 +16,9 @@ from workers_helpers import running, spec_message, verify_block
 
 from gammaray.errors import FailedPreconditionError, ModelChangedError, UnavailableError
 from gammaray.types import FinishReason, TokenOrigin
-from orchestrator.redis_calls import connect
-from orchestrator.store import RedisStore
-from orchestrator.store_keys import keys_of
+from orchestrator.storage.client import connect
+from orchestrator.storage.keys import keys_of
+from orchestrator.storage.session_store import RedisStore
 
 pytestmark = pytest.mark.integration
 

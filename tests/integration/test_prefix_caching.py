@@ -12,7 +12,7 @@ from service_helpers import running, tokens_of, worker_process
 from gammaray.errors import NotFoundError
 from gammaray.types import GenerationRequest, SamplingParams
 from orchestrator.access.caller import ANONYMOUS, Caller
-from orchestrator.prefixes import prefix_keys
+from orchestrator.workers.prefix_affinity import prefix_keys
 
 pytestmark = pytest.mark.integration
 

@@ -17,15 +17,20 @@ from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, VerificationMethod
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.wire.convert import MAX_SUPPORT, proposal_from_proto, proposal_to_proto
-from orchestrator import remote_draft
-from orchestrator.cycle import run_cycle
-from orchestrator.cycle_data import Shape
-from orchestrator.fleet import Fleet
-from orchestrator.prepared import MAX_KEPT, MAX_KEPT_BYTES, MAX_SEEN, PreparedProposals
-from orchestrator.remote import session_spec
-from orchestrator.remote_draft import RemoteDrafter
-from orchestrator.remote_target import RemoteVerifier
-from orchestrator.session import Session
+from orchestrator.cycle.run import run_cycle
+from orchestrator.cycle.session import Session
+from orchestrator.cycle.types import Shape
+from orchestrator.workers import drafter as remote_draft
+from orchestrator.workers.drafter import RemoteDrafter
+from orchestrator.workers.fleet import Fleet
+from orchestrator.workers.proposal_cache import (
+    MAX_KEPT,
+    MAX_KEPT_BYTES,
+    MAX_SEEN,
+    PreparedProposals,
+)
+from orchestrator.workers.session_client import session_spec
+from orchestrator.workers.verifier import RemoteVerifier
 
 VOCAB, LENGTH = 97, 60
 PROMPT = tuple(random_tokens(12, seed=3))

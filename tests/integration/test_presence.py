@@ -10,8 +10,8 @@ from scripted_workers import until_so
 from gammaray.types import ProcessStatus, SpeculationTotals
 from orchestrator import presence
 from orchestrator.presence import Presence
-from orchestrator.redis_calls import Redis, connect
-from orchestrator.registry import RedisRegistry
+from orchestrator.storage.client import Redis, connect
+from orchestrator.storage.registry import RedisRegistry
 
 pytestmark = pytest.mark.integration
 

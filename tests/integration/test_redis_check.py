@@ -10,7 +10,7 @@ import pytest
 from redis_helpers import running_redis
 
 from gammaray.errors import InvalidArgumentError, UnavailableError
-from orchestrator.redis_calls import CHECK_TIMEOUT_S, check_redis
+from orchestrator.storage.client import CHECK_TIMEOUT_S, check_redis
 
 pytestmark = pytest.mark.integration
 

@@ -16,9 +16,9 @@ from scripted_workers import make_session, until_so
 from gammaray.deploy import redis_connection
 from gammaray.errors import GammarayError, InvalidArgumentError, UnavailableError
 from gammaray.types import TokenOrigin
-from orchestrator.redis_calls import address_of, answer, check_redis, connect
-from orchestrator.registry import RedisRegistry
-from orchestrator.store import RedisStore
+from orchestrator.storage.client import address_of, answer, check_redis, connect
+from orchestrator.storage.registry import RedisRegistry
+from orchestrator.storage.session_store import RedisStore
 from services.registry import Announcer, WorkerEntry
 
 pytestmark = pytest.mark.integration

@@ -11,10 +11,16 @@ from scripted_workers import scripted, until, until_so
 
 from gammaray.errors import InternalError, InvalidArgumentError, ResourceExhaustedError, UnavailableError
 from gammaray.types import ProcessStatus
-from orchestrator.fleet import Fleet
 from orchestrator.presence import Presence
-from orchestrator.redis_calls import BatchedScript, answer, check_redis, connect, wait_for_redis
-from orchestrator.registry import RedisRegistry
+from orchestrator.storage.client import (
+    BatchedScript,
+    answer,
+    check_redis,
+    connect,
+    wait_for_redis,
+)
+from orchestrator.storage.registry import RedisRegistry
+from orchestrator.workers.fleet import Fleet
 from services.registry import Announcer, WorkerEntry
 
 pytestmark = pytest.mark.integration

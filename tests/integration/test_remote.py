@@ -28,8 +28,8 @@ from gammaray.errors import (
 )
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
-from orchestrator.cycle import run_cycle
-from orchestrator.remote_draft import Readiness
+from orchestrator.cycle.run import run_cycle
+from orchestrator.workers.drafter import Readiness
 
 pytestmark = pytest.mark.integration
 

@@ -24,7 +24,7 @@ from gammaray.types import FinishReason, GammaPolicy, GenerationRequest, Samplin
 from gammaray.wire.sessions import SessionState
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.sessions import REPLAY_TOKENS, Opener
-from orchestrator.store_keys import keys_of
+from orchestrator.storage.keys import keys_of
 
 pytestmark = pytest.mark.integration
 

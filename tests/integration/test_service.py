@@ -27,10 +27,10 @@ from gammaray.types import (
     TokenOrigin,
     VerificationMethod,
 )
-from orchestrator.store import RedisStore
+from orchestrator.storage.session_store import RedisStore
 from orchestrator.text.cpu_threads import INLINE_NUMBERS
 from orchestrator.text.tokenizer import resolve_model
-from orchestrator.wire import DRAFT, TARGET
+from orchestrator.workers.protocol import DRAFT, TARGET
 
 pytestmark = pytest.mark.integration
 

@@ -25,11 +25,11 @@ from gammaray.errors import (
 from gammaray.types import FinishReason, SamplingParams, TokenOrigin, VerificationMethod
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1 import target_service_pb2 as target_pb
-from orchestrator.redis_calls import answer, connect
 from orchestrator.redis_server import RedisServer
-from orchestrator.registry import RedisRegistry
-from orchestrator.store import RedisStore
-from orchestrator.trace_store import RedisTraceStore
+from orchestrator.storage.client import answer, connect
+from orchestrator.storage.registry import RedisRegistry
+from orchestrator.storage.session_store import RedisStore
+from orchestrator.storage.trace_store import RedisTraceStore
 from services.sessions import SessionTable
 from services.tasks import SessionSpec, Task
 

@@ -18,13 +18,13 @@ from gammaray.errors import (
 from gammaray.types import FinishReason, GenerationRequest, SamplingParams, TokenOrigin
 from orchestrator.access.caller import Caller
 from orchestrator.completion import Progress
-from orchestrator.redis_calls import connect
 from orchestrator.sessions import Opener
-from orchestrator.store import RedisStore
-from orchestrator.store_bounds import DEFAULT_TOTAL, StoreBounds
-from orchestrator.store_scripts import REQUEST_OVERHEAD, SESSION_OVERHEAD
+from orchestrator.storage.client import connect
+from orchestrator.storage.keys import DEFAULT_TOTAL, StoreBounds
+from orchestrator.storage.session_scripts import REQUEST_OVERHEAD, SESSION_OVERHEAD
+from orchestrator.storage.session_store import RedisStore
+from orchestrator.storage.trace_store import RedisTraceStore
 from orchestrator.text.tokenizer import Tokenizer, resolve_model
-from orchestrator.trace_store import RedisTraceStore
 
 pytestmark = pytest.mark.integration
 

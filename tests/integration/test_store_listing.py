@@ -13,11 +13,11 @@ from gammaray.errors import NotFoundError
 from gammaray.types import FinishReason, TokenOrigin
 from gammaray.wire.sessions import SessionState
 from orchestrator.access.caller import Caller
-from orchestrator.redis_calls import connect
+from orchestrator.cycle.types import TokenLogprobs
 from orchestrator.session_calls import SessionCalls
-from orchestrator.store import RedisStore
-from orchestrator.trace_store import RedisTraceStore
-from orchestrator.verdicts import TokenLogprobs
+from orchestrator.storage.client import connect
+from orchestrator.storage.session_store import RedisStore
+from orchestrator.storage.trace_store import RedisTraceStore
 
 pytestmark = pytest.mark.integration
 

@@ -27,11 +27,11 @@ from scripted_workers import make_session
 
 from gammaray.errors import CancelledError, FailedPreconditionError, InternalError, NotFoundError
 from gammaray.types import FinishReason, TokenOrigin
-from orchestrator import store_scripts as scripts
-from orchestrator.redis_calls import connect
-from orchestrator.session import Session
-from orchestrator.store import RedisStore
-from orchestrator.store_keys import keys_of, request_keys
+from orchestrator.cycle.session import Session
+from orchestrator.storage import session_scripts as scripts
+from orchestrator.storage.client import connect
+from orchestrator.storage.keys import keys_of, request_keys
+from orchestrator.storage.session_store import RedisStore
 
 pytestmark = pytest.mark.integration
 

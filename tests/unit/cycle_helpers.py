@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from gammaray.types import Proposal, SamplingParams, TokenOrigin, VerificationMethod
-from orchestrator.cycle import run_cycle
-from orchestrator.cycle_data import Cycle, Shape
-from orchestrator.session import Session
+from orchestrator.cycle.run import run_cycle
+from orchestrator.cycle.session import Session
+from orchestrator.cycle.types import Cycle, Shape, TokenLogprobs, Verdict
 from orchestrator.text.detokenizer import Detokenizer
-from orchestrator.verdicts import TokenLogprobs, Verdict
 
 PROMPT = (0, 1, 2)
 EOS = 25

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator import backoff
-from orchestrator.backoff import MAX_PAUSE_S, PRICE, Backoff, Patience
+from orchestrator.workers import backoff
+from orchestrator.workers.backoff import MAX_PAUSE_S, PRICE, Backoff, Patience
 
 
 class Clock:

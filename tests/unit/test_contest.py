@@ -10,7 +10,7 @@ from benchmarks.simulation import Lone, crowd, drive, make_cycle
 from benchmarks.worlds import World
 from orchestrator.contest import LEAST_CYCLES, Contest
 from orchestrator.costs import CostModel
-from orchestrator.cycle_data import Shape
+from orchestrator.cycle.types import Shape
 from orchestrator.gamma import AdaptiveGamma, FixedGamma, Reason
 from orchestrator.probing import Family
 

@@ -9,7 +9,7 @@ import pytest
 from test_gamma_stop import cycle
 
 from orchestrator.costs import WARM_UP, CostModel
-from orchestrator.cycle_data import Shape
+from orchestrator.cycle.types import Shape
 from orchestrator.hits import HitRates
 
 PREPARED_S, ASKED_S, TOKEN_S = 0.05e-3, 2e-3, 0.3e-3

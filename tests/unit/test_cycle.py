@@ -19,8 +19,8 @@ from cycle_helpers import (
 
 from gammaray.errors import DeadlineExceededError, InternalError, InvalidArgumentError, UnavailableError
 from gammaray.types import FinishReason, Proposal, SparseDistribution, TokenOrigin, VerificationMethod
-from orchestrator.cycle import run_cycle
-from orchestrator.verdicts import Verdict
+from orchestrator.cycle.run import run_cycle
+from orchestrator.cycle.types import Verdict
 
 ACCEPTED, CORRECTION, BONUS = TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS
 TOKENS = tuple(range(3, 23))

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.simulation import UNIT_S, Lone, crowd, drive, make_cycle
 from benchmarks.worlds import World, candidates
 from orchestrator.costs import CostModel
-from orchestrator.cycle_data import Shape
+from orchestrator.cycle.types import Shape
 from orchestrator.gamma import REFRESH_PLAIN, AdaptiveGamma, FixedGamma, Reason
 from orchestrator.probing import Family, family
 

@@ -8,10 +8,9 @@ import pytest
 
 from gammaray.types import DrafterKind, TokenOrigin
 from orchestrator.costs import CostModel
-from orchestrator.cycle_data import Cycle, Shape
+from orchestrator.cycle.types import Cycle, Shape, VerifyTiming
 from orchestrator.fixed_gamma import first_children
 from orchestrator.gamma import AdaptiveGamma
-from orchestrator.verdicts import VerifyTiming
 
 BASE_S, HOP_S, DRAFT_S = 1.6e-3, 0.5e-3, 0.12e-3
 

@@ -7,10 +7,10 @@ import pytest
 from gammaray.errors import CancelledError, FailedPreconditionError, UnavailableError
 from gammaray.maths.acceptance import AcceptanceEstimator, SpeculationCounters
 from gammaray.types import DrafterKind, Proposal, TokenOrigin
-from orchestrator.fencing import TRIES, FencedVerifier
-from orchestrator.heritage import Heritage
-from orchestrator.records import TokenRecords
-from orchestrator.verdicts import TokenLogprobs
+from orchestrator.cycle.handover import Heritage
+from orchestrator.cycle.types import TokenLogprobs
+from orchestrator.storage.token_records import TokenRecords
+from orchestrator.workers.verifier import TRIES, FencedVerifier
 
 ORIGINS = [TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS]
 SESSION = SimpleNamespace(session_id="s")

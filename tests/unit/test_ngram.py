@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gammaray.errors import UnavailableError
 from gammaray.types import DrafterKind, SamplingParams, VerificationMethod
-from orchestrator.cycle_data import Shape
+from orchestrator.cycle.types import Shape
 from orchestrator.ngram import LONGEST, SHORTEST, NgramDrafter
 from services.engine.noise import Noise
 from services.target.verification import verify

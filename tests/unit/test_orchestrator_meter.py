@@ -16,9 +16,8 @@ from gammaray.types import (
     TokenOrigin,
     Usage,
 )
-from orchestrator.cycle_data import Cycle
+from orchestrator.cycle.types import Cycle, VerifyTiming
 from orchestrator.meter import OrchestratorMeter, metered
-from orchestrator.verdicts import VerifyTiming
 
 ACCEPTED, CORRECTION, BONUS = TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS
 

@@ -18,7 +18,7 @@ from cycle_helpers import (
 )
 
 from gammaray.errors import FailedPreconditionError, InternalError
-from orchestrator.pipeline import run_cycles
+from orchestrator.cycle.pipeline import run_cycles
 
 TOKENS = tuple(range(3, 23))
 

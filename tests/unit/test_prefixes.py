@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from orchestrator import prefixes
-from orchestrator.links import WorkerLink
-from orchestrator.prefixes import BLOCK, Prefixes, prefix_keys
-from orchestrator.wire import TARGET
-from orchestrator.workers import WorkerPool
+from orchestrator.workers import prefix_affinity as prefixes
+from orchestrator.workers.connection import WorkerLink
+from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.prefix_affinity import BLOCK, Prefixes, prefix_keys
+from orchestrator.workers.protocol import TARGET
 
 TEXT = random.Random(1).choices(range(2048), k=5 * BLOCK + 7)
 

@@ -9,7 +9,7 @@ from test_gamma_stop import cycle
 
 from orchestrator.bursts import BURSTS, OVERDUE, Bursts, Prospects
 from orchestrator.costs import CostModel
-from orchestrator.cycle_data import Shape
+from orchestrator.cycle.types import Shape
 from orchestrator.fixed_gamma import FixedGamma, Reason
 from orchestrator.gamma import AdaptiveGamma
 from orchestrator.probing import FREE_PROBES, MIN_GAP, MOST_LOST, PROBE_SHARE, Family, ProbeSchedule

@@ -1,14 +1,17 @@
-"""Sessions in Redis: what must outlive an orchestrator. The only place where session data meets Redis.
+"""Sessions in Redis: what must outlive an orchestrator. The only module where session data meets Redis.
 
-The keys are listed in `orchestrator.store_keys`, the fields in `orchestrator.stored`; what is one step is a
-Lua script in `orchestrator.store_scripts`.
+The keys are listed in `orchestrator.storage.keys`. Each operation that must be atomic is a Lua script in
+`orchestrator.storage.session_scripts`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+import struct
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis
@@ -22,34 +25,228 @@ from gammaray.errors import (
     NotFoundError,
     ResourceExhaustedError,
 )
-from gammaray.types import TokenOrigin
-from orchestrator import store_scripts as scripts
+from gammaray.types import FinishReason, TokenOrigin
 from orchestrator.access.caller import tenant_of
-from orchestrator.records import TokenRecords
-from orchestrator.redis_calls import BatchedScript, answer
-from orchestrator.session import Session
-from orchestrator.store_bounds import StoreBounds
-from orchestrator.store_keys import (
-    RUNNING,
-    index_of,
-    keys_of,
-    request_keys,
-)
-from orchestrator.stored import (
-    SUMMARY_FIELDS,
-    SessionSummary,
-    StoredSession,
-    digest_of,
-    fields_of,
-    pack_request,
-    parse,
-    room_of,
-    split_summary,
-)
+from orchestrator.cycle.session import Session
+from orchestrator.cycle.types import TokenLogprobs
+from orchestrator.storage import session_scripts as scripts
+from orchestrator.storage.client import BatchedScript, answer
+from orchestrator.storage.keys import RUNNING, StoreBounds, index_of, keys_of, request_keys
+from orchestrator.storage.token_records import StoredToken, TokenRecords
 from orchestrator.text.cpu_threads import INLINE_BYTES, in_thread
-from orchestrator.verdicts import TokenLogprobs
 
-__all__ = ["LEASE_S", "RedisStore", "StoredSession"]
+__all__ = [
+    "LEASE_S",
+    "SUMMARY_FIELDS",
+    "RedisStore",
+    "SessionSummary",
+    "StoredSession",
+    "digest_of",
+    "fields_of",
+    "pack_request",
+    "parse",
+    "parse_summary",
+    "room_of",
+    "split_summary",
+]
+
+SUMMARY_FIELDS = (
+    "digest",
+    "epoch",
+    "turn",
+    "seed",
+    "prompt_tokens",
+    "num_top",
+    "size",
+    "created",
+    "lease",
+    "finish_reason",
+)
+"""Fields that a listing needs, without tokens. A hash without the first was stored by an earlier version."""
+
+
+@dataclass(frozen=True)
+class SessionSummary:
+    """What a listing tells of a session.
+
+    Args:
+        session_id: Its (qualified) name.
+        turn: The current turn, from 0.
+        epoch: Fencing number of the owner.
+        seed: The seed in use.
+        finish_reason: None while the turn is not finished.
+        is_running: Whether an owner was alive of late.
+        prompt_tokens: Number of tokens of the turn's prompt: all that was committed before.
+        emitted_tokens: Number of tokens emitted in the turn.
+        created_ms: Unix time at which the session was begun.
+        expires_ms: Milliseconds until the session expires.
+    """
+
+    session_id: str
+    turn: int
+    epoch: int
+    seed: int
+    finish_reason: FinishReason | None
+    is_running: bool
+    prompt_tokens: int
+    emitted_tokens: int
+    created_ms: int
+    expires_ms: int
+
+
+@dataclass(frozen=True)
+class StoredSession:
+    """All that the store has of a session.
+
+    Args:
+        summary: What a listing tells of it.
+        request: The request that began the turn, as it was given to the store.
+        digest: Of the request.
+        prompt: Token ids of the turn's prompt: all that was committed before.
+        sample_index: Which of the request's choices it is.
+        max_tokens: Upper bound of emitted tokens, as it was clipped to the context.
+        tokens: The emitted tokens.
+        state: What the owner left for the next one.
+        model_identity: Of the target that emitted the tokens, in this turn or before; "" where unknown.
+        is_whole: Whether all tokens are there that were committed.
+    """
+
+    summary: SessionSummary
+    request: bytes
+    digest: str
+    prompt: tuple[int, ...]
+    sample_index: int
+    max_tokens: int
+    tokens: tuple[StoredToken, ...]
+    state: bytes
+    model_identity: str
+    is_whole: bool
+
+    @property
+    def session_id(self) -> str:
+        """The session's (qualified) name."""
+        return self.summary.session_id
+
+    @property
+    def turn(self) -> int:
+        """The current turn, from 0."""
+        return self.summary.turn
+
+    @property
+    def epoch(self) -> int:
+        """Fencing number of the owner."""
+        return self.summary.epoch
+
+    @property
+    def seed(self) -> int:
+        """The seed in use."""
+        return self.summary.seed
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """None while the turn is not finished."""
+        return self.summary.finish_reason
+
+    @property
+    def is_running(self) -> bool:
+        """Whether an owner was alive of late."""
+        return self.summary.is_running
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The emitted tokens' ids."""
+        return tuple(token_id for token_id, _, _ in self.tokens)
+
+    @property
+    def origins(self) -> tuple[TokenOrigin, ...]:
+        """Where the emitted tokens came from."""
+        return tuple(origin for _, origin, _ in self.tokens)
+
+
+def parse_summary(session_id: str, head: Mapping[str, bytes], expires_ms: int, now_ms: int) -> SessionSummary:
+    """Return the summary in a hash's fields, as of `now_ms`."""
+    reason = head.get("finish_reason")
+    records = _records(int(head["num_top"]))
+    return SessionSummary(
+        session_id=session_id,
+        turn=int(head["turn"]),
+        epoch=int(head["epoch"]),
+        seed=int(head["seed"]),
+        finish_reason=FinishReason(reason.decode()) if reason is not None else None,
+        is_running=reason is None and int(head.get("lease", 0)) > now_ms,
+        prompt_tokens=int(head["prompt_tokens"]),
+        emitted_tokens=int(head["size"]) // records.size,
+        created_ms=int(head["created"]),
+        expires_ms=max(0, expires_ms),
+    )
+
+
+def split_summary(session_id: str, line: bytes, now_ms: int) -> SessionSummary:
+    """Return the summary in a line of `orchestrator.storage.session_scripts.LIST`."""
+    *values, expires_ms = line.split(b" ")
+    head = {name: value for name, value in zip(SUMMARY_FIELDS, values, strict=True) if value != b"-"}
+    return parse_summary(session_id, head, int(expires_ms), now_ms)
+
+
+def parse(
+    session_id: str, fields: Mapping[bytes, bytes], request: bytes, data: bytes, expires_ms: int, now_ms: int
+) -> StoredSession:
+    """Return the session in a hash, its request and its tokens, as of `now_ms`."""
+    head = {name.decode(): value for name, value in fields.items()}
+    body, prompt = _unpack_request(request)
+    return StoredSession(
+        summary=parse_summary(session_id, head, expires_ms, now_ms),
+        request=body,
+        digest=head["digest"].decode(),
+        prompt=prompt,
+        sample_index=int(head["sample_index"]),
+        max_tokens=int(head["max_tokens"]),
+        tokens=_records(int(head["num_top"])).unpack(data),
+        state=head.get("state", b""),
+        model_identity=head.get("model_identity", b"").decode(),
+        is_whole=int(head["size"]) == len(data),
+    )
+
+
+def fields_of(session: Session) -> list[Any]:
+    """Return what a hash says of a turn, field and value in turn."""
+    fields = {
+        "seed": session.params.seed or 0,
+        "sample_index": session.params.sample_index,
+        "max_tokens": session.max_tokens,
+        "num_top": -1 if session.num_top_logprobs is None else session.num_top_logprobs,
+        "prompt_tokens": len(session.prompt),
+    }
+    return [part for field in fields.items() for part in field]
+
+
+def room_of(session: Session) -> int:
+    """Return the bytes of as many tokens as a turn may emit."""
+    return session.max_tokens * TokenRecords(session.num_top_logprobs).size
+
+
+def pack_request(request: bytes, prompt: Sequence[int]) -> bytes:
+    """Return what is stored of a request and the prompt that it led to."""
+    return struct.pack("<I", len(request)) + request + struct.pack(f"<{len(prompt)}I", *prompt)
+
+
+def digest_of(packed: bytes) -> str:
+    """Return the name of a packed request: equal ones of a tenant are stored once."""
+    return hashlib.sha256(packed).hexdigest()[:32]
+
+
+def _unpack_request(packed: bytes) -> tuple[bytes, tuple[int, ...]]:
+    (length,) = struct.unpack_from("<I", packed)
+    count = (len(packed) - 4 - length) // 4
+    return packed[4 : 4 + length], struct.unpack_from(f"<{count}I", packed, 4 + length)
+
+
+def _records(num_top: int) -> TokenRecords:
+    return _RECORDS[num_top]
+
+
+_RECORDS = {num_top: TokenRecords(None if num_top < 0 else num_top) for num_top in range(-1, 21)}
+
 
 LEASE_S = 10.0
 """How long an owner that gives no sign of life is taken to be alive."""

@@ -12,8 +12,8 @@ from gammaray.security.tls import TlsFiles
 from gammaray.types import ProcessStatus
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import target_service_pb2 as target_pb
-from orchestrator.wire import DRAFT, TARGET, WorkerInfo
-from orchestrator.workers import WorkerPool
+from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.protocol import DRAFT, TARGET, WorkerInfo
 
 __all__ = ["Fleet", "Registry"]
 

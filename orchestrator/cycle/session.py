@@ -10,7 +10,7 @@ from typing import Protocol
 
 from gammaray.errors import DeadlineExceededError
 from gammaray.types import FinishReason, PromptLogprobs, SamplingParams, VerificationMethod
-from orchestrator.calls import Call
+from orchestrator.cycle.types import Call
 
 __all__ = ["CallLog", "Session", "TextStream"]
 
@@ -59,8 +59,8 @@ class Session:
         calls: Where to note what workers are asked; None for nowhere.
         num_cached: Tokens of the prompt that the target worker had cached.
         prompt_logprobs: Those of the prompt, between the first verdict and the first chunk.
-        model_identity: Of the target whose tokens these are, see `orchestrator.identity`; "" for any yet.
-        digest: Names the request that began the turn in the store, see `orchestrator.stored`.
+        model_identity: Of the target whose tokens these are (`orchestrator.workers.verifier`); "" for any.
+        digest: Names the request that began the turn in the store, see `orchestrator.storage.session_store`.
     """
 
     session_id: str

@@ -11,11 +11,9 @@ from dataclasses import replace
 
 from gammaray.errors import GammarayError, InternalError, InvalidArgumentError
 from gammaray.types import DrafterKind, Proposal, TokenOrigin
-from orchestrator.cycle_data import Cycle, Shape
-from orchestrator.protocols import Drafter, GammaController, SessionStore, Verifier
-from orchestrator.session import Session
-from orchestrator.verdicts import Verdict
-from orchestrator.walk import walk
+from orchestrator.cycle.protocols import Drafter, GammaController, SessionStore, Verifier
+from orchestrator.cycle.session import Session
+from orchestrator.cycle.types import Cycle, Shape, Verdict, walk
 
 __all__ = ["run_cycle"]
 

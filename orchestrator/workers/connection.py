@@ -16,10 +16,9 @@ from gammaray.errors import DeadlineExceededError, GammarayError, UnavailableErr
 from gammaray.security.tls import TlsFiles, dial
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
-from orchestrator.backoff import Backoff, Patience
-from orchestrator.prefixes import Prefixes
-from orchestrator.traffic import Traffic
-from orchestrator.wire import BlockT, ResultT, WorkerInfo, WorkerProtocol
+from orchestrator.workers.backoff import Backoff, Patience
+from orchestrator.workers.prefix_affinity import Prefixes
+from orchestrator.workers.protocol import BlockT, ResultT, Traffic, WorkerInfo, WorkerProtocol
 
 __all__ = ["WorkerLink"]
 

@@ -1,13 +1,26 @@
-"""Verifier of one session, on a target worker, and on another one when that fails."""
+"""Verifier of one session: one target worker at a time, another one when that fails.
+
+A session holds text of one target model: a worker with other weights is refused. When a worker drops a
+session, its owner asks the store who owns the session before it goes on.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
+from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
-from gammaray.errors import DeadlineExceededError, GammarayError, InternalError, UnavailableError
+from gammaray.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    GammarayError,
+    InternalError,
+    ModelChangedError,
+    UnavailableError,
+)
 from gammaray.types import PromptLogprobs, Proposal
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
@@ -16,19 +29,104 @@ from gammaray.wire.convert import (
     prompt_logprobs_from_proto,
     proposal_to_proto,
 )
-from orchestrator.identity import TargetLink, identity_of, of_identity, why_nobody
-from orchestrator.links import WorkerLink
-from orchestrator.remote import Remote
-from orchestrator.session import Session
+from orchestrator.cycle.protocols import Verifier
+from orchestrator.cycle.session import Session
+from orchestrator.cycle.types import TokenLogprobs, Verdict, VerifyTiming
 from orchestrator.text.cpu_threads import INLINE_NUMBERS, in_thread
-from orchestrator.verdicts import (
-    TokenLogprobs,
-    Verdict,
-    VerifyTiming,
-)
-from orchestrator.workers import WorkerPool
+from orchestrator.workers.connection import WorkerLink
+from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.session_client import Remote
 
-__all__ = ["RemoteVerifier"]
+__all__ = [
+    "TRIES",
+    "FencedVerifier",
+    "RemoteVerifier",
+    "TargetLink",
+    "TargetPool",
+    "check_served",
+    "identity_of",
+    "of_identity",
+    "why_nobody",
+]
+
+TRIES = 5
+"""Verifications of one cycle that may be answered with CANCELLED before the session ends with an error."""
+
+
+class FencedVerifier:
+    """Verifies through another verifier; implements the cycle's Verifier.
+
+    A worker answers CANCELLED when the session was released: it was cancelled or deleted, or its owner was
+    taken for dead. The store knows which; in the last case the worker is fed again, a few times. Only the
+    store says that a session was cancelled: what a worker answers never does.
+
+    Args:
+        verifier: The verifier.
+        renew: Raises what stands in the way of working on the session.
+    """
+
+    def __init__(self, verifier: Verifier, renew: Callable[[Session], Awaitable[None]]) -> None:
+        self._verifier, self._renew = verifier, renew
+
+    async def verify(self, session: Session, proposal: Proposal) -> Verdict:
+        """Return the target's verdict.
+
+        Raises:
+            CancelledError: The session was cancelled.
+            FailedPreconditionError: It has another owner by now.
+            UnavailableError: Workers keep dropping the session, though it is the caller's.
+            GammarayError: As the verifier's.
+        """
+        for _ in range(TRIES):
+            try:
+                return await self._verifier.verify(session, proposal)
+            except CancelledError as error:
+                dropped = error
+            await self._renew(session)
+        raise UnavailableError(
+            f"session {session.session_id}: workers dropped it {TRIES} times in one cycle, last: {dropped}"
+        )
+
+
+TargetLink = WorkerLink[target_pb.VerifyBlock, target_pb.VerifyResult]
+TargetPool = WorkerPool[target_pb.VerifyBlock, target_pb.VerifyResult]
+
+
+def identity_of(link: WorkerLink[Any, Any]) -> str:
+    """Return what a worker last said it is, empty when it did not say."""
+    return link.info.model_identity if isinstance(link.info, target_pb.GetTargetInfoResponse) else ""
+
+
+def of_identity(identity: str) -> Callable[[TargetLink], bool]:
+    """Return whether a worker may go on with a session of an identity."""
+    return lambda link: not identity or identity_of(link) == identity
+
+
+async def check_served(pool: TargetPool, session_id: str, identity: str, timeout_s: float) -> None:
+    """Check that a session can go on, before anybody takes it over or begins a turn of it.
+
+    While workers of its model may come back, as long as `timeout_s`, they are waited for. Without any target
+    worker nothing can be said yet, and nothing is.
+
+    Raises:
+        ModelChangedError: The target workers that are there are all of other models.
+        UnavailableError: One of its model is there and takes nothing new, or all went away meanwhile.
+    """
+    if pool.pick_any(of_identity(identity)) is not None or pool.pick_any() is None:
+        return
+    try:
+        await pool.wait(timeout_s, of_identity(identity))
+    except UnavailableError as error:
+        raise why_nobody(pool, session_id, identity, error) from None
+
+
+def why_nobody(pool: TargetPool, session_id: str, identity: str, error: UnavailableError) -> GammarayError:
+    """Return why no worker went on with a session: the error, or that those there are of other models."""
+    others = {identity_of(link) for link in pool.links.values() if link.is_up}
+    if not identity or not others or identity in others:
+        return error
+    return ModelChangedError(session_id, identity, sorted(others))
+
 
 RETRY_PAUSE_S = 0.05
 """Between attempts at a target worker that is there and fails at once."""

@@ -1,6 +1,6 @@
 """The Lua scripts of the session store: each is one atomic step in Redis.
 
-KEYS are those of `orchestrator.store_keys.keys_of`, then those of `request_keys`; `COMMIT` and `READ` take
+KEYS are those of `orchestrator.storage.keys.keys_of`, then those of `request_keys`; `COMMIT` and `READ` take
 the first two alone. The ARGV of every script but `COMMIT`, `READ` and `LIST` begin with the name of the
 session, the digest of its request (or ''), the ttl (ms) and the lease (ms).
 
@@ -434,8 +434,8 @@ return {clock[1] * 1000 + math.floor(clock[2] / 1000), redis.call('HGETALL', KEY
 """
 
 # KEYS: hashes of sessions. Answers the time (ms), and a line for each: the fields of
-# `orchestrator.stored.SUMMARY_FIELDS`, '-' for those that are absent, then the ms until it expires; '' for no
-# session. Tokens are not read.
+# `orchestrator.storage.session_store.SUMMARY_FIELDS`, '-' for those that are absent, then the ms until it
+# expires; '' for no session. Tokens are not read.
 LIST = """
 local fields, lines = ARGV, {}
 for i, key in ipairs(KEYS) do

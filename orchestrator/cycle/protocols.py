@@ -6,9 +6,8 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
 from gammaray.types import Proposal, TokenOrigin
-from orchestrator.cycle_data import Cycle, Shape
-from orchestrator.session import Session
-from orchestrator.verdicts import TokenLogprobs, Verdict
+from orchestrator.cycle.session import Session
+from orchestrator.cycle.types import Cycle, Shape, TokenLogprobs, Verdict
 
 __all__ = ["Drafter", "GammaController", "SessionStore", "Verifier"]
 

@@ -10,9 +10,8 @@ from gammaray.errors import GammarayError, UnavailableError
 from gammaray.security.tls import TlsFiles
 from gammaray.types import ProcessStatus
 from gammaray.wire.convert import worker_totals_from_proto
-from orchestrator.links import WorkerLink
-from orchestrator.traffic import Traffic
-from orchestrator.wire import BlockT, ResultT, WorkerInfo, WorkerProtocol
+from orchestrator.workers.connection import WorkerLink
+from orchestrator.workers.protocol import BlockT, ResultT, Traffic, WorkerInfo, WorkerProtocol
 
 __all__ = ["WorkerPool"]
 
@@ -24,7 +23,7 @@ CROWDED = 1.5
 
 
 Keys = Callable[[], Sequence[int]]
-"""Returns the keys of a text, see `orchestrator.prefixes`; called where there is a choice."""
+"""Returns the keys of a text, see `orchestrator.workers.prefix_affinity`; called where there is a choice."""
 
 
 class WorkerPool(Generic[BlockT, ResultT]):

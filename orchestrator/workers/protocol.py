@@ -1,4 +1,4 @@
-"""The two worker protocols behind one shape, so that one link serves both."""
+"""One interface for the two worker protocols, so that one connection class serves both, and their traffic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,21 @@ from gammaray.v1 import types_pb2 as pb
 from gammaray.v1.draft_service_pb2_grpc import DraftServiceStub
 from gammaray.v1.target_service_pb2_grpc import TargetServiceStub
 
-__all__ = ["DRAFT", "TARGET", "BlockT", "ResultT", "WorkerInfo", "WorkerProtocol"]
+__all__ = ["DRAFT", "TARGET", "BlockT", "ResultT", "Traffic", "WorkerInfo", "WorkerProtocol"]
+
+
+@dataclass
+class Traffic:
+    """Bytes of frames so far, without what HTTP/2 adds.
+
+    Attributes:
+        sent: To the workers.
+        received: From them.
+    """
+
+    sent: int = 0
+    received: int = 0
+
 
 # The stubs of grpc.aio streams lack the reading and writing calls, so streams are untyped here and in links.
 BlockT = TypeVar("BlockT", bound=draft_pb.ProposeBlock | target_pb.VerifyBlock)

@@ -14,13 +14,13 @@ from gammaray.types import Proposal
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
 from gammaray.wire.convert import proposal_from_proto
-from orchestrator.backoff import Backoff
-from orchestrator.cycle_data import Shape
-from orchestrator.links import WorkerLink
-from orchestrator.prepared import PreparedProposals
-from orchestrator.remote import Remote
-from orchestrator.session import Session
-from orchestrator.workers import WorkerPool
+from orchestrator.cycle.session import Session
+from orchestrator.cycle.types import Shape
+from orchestrator.workers.backoff import Backoff
+from orchestrator.workers.connection import WorkerLink
+from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.proposal_cache import PreparedProposals
+from orchestrator.workers.session_client import Remote
 
 __all__ = ["Readiness", "RemoteDrafter"]
 

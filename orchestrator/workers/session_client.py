@@ -14,12 +14,12 @@ from gammaray.v1 import types_pb2 as pb
 from gammaray.wire.convert import method_to_proto, sampling_to_proto
 from gammaray.wire.rpc_errors import error_from_status
 from orchestrator.access.caller import tenant_of
-from orchestrator.calls import Call
-from orchestrator.links import WorkerLink
-from orchestrator.prefixes import prefix_keys
-from orchestrator.session import Session
-from orchestrator.wire import BlockT, ResultT
-from orchestrator.workers import WorkerPool
+from orchestrator.cycle.session import Session
+from orchestrator.cycle.types import Call
+from orchestrator.workers.connection import WorkerLink
+from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.prefix_affinity import prefix_keys
+from orchestrator.workers.protocol import BlockT, ResultT
 
 __all__ = ["Remote", "session_spec"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from orchestrator.redis_calls import answer
+from orchestrator.storage.client import answer
 
 __all__ = ["RedisRegistry"]
 

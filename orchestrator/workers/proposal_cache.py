@@ -10,7 +10,7 @@ from gammaray.types import MAX_GAMMA, MAX_NODES, Proposal
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
 from gammaray.wire.convert import proposal_from_proto
-from orchestrator.cycle_data import Shape
+from orchestrator.cycle.types import Shape
 
 __all__ = ["PreparedProposals"]
 

@@ -6,9 +6,16 @@ import time
 
 from gammaray.errors import GammarayError
 from orchestrator.access.caller import tenant_of
-from orchestrator.redis_calls import Redis, answer
+from orchestrator.storage.client import Redis, answer
 
-__all__ = ["DEFAULT_TOTAL", "StoreBounds"]
+__all__ = [
+    "DEFAULT_TOTAL",
+    "RUNNING",
+    "StoreBounds",
+    "index_of",
+    "keys_of",
+    "request_keys",
+]
 
 DEFAULT_TOTAL = 2**30
 """Bound in bytes of all that is stored, where neither a setting nor Redis names one."""
@@ -18,7 +25,7 @@ READ_PERIOD_S = 30.0
 
 
 class StoreBounds:
-    """Upper bounds of the bytes that are charged for sessions, see `orchestrator.store_scripts`.
+    """Upper bounds of the bytes that are charged for sessions, see `orchestrator.storage.session_scripts`.
 
     Args:
         redis: A connected client.
@@ -45,3 +52,36 @@ class StoreBounds:
             except GammarayError:  # unreachable, as the next call will tell, or this user may not ask
                 pass
         return self._derived
+
+
+RUNNING = "gammaray:running"
+_STORED = "gammaray:stored"
+_EPOCH = "gammaray:epoch"
+
+
+def keys_of(session_id: str) -> list[str]:
+    """Return the keys that a script about a session gets; the first four are its own."""
+    head = f"gammaray:session:{{{session_id}}}"
+    return [
+        head,
+        f"{head}:tokens",
+        f"{head}:cycles",
+        f"{head}:trace",
+        RUNNING,
+        index_of(tenant_of(session_id)),
+        _STORED,
+        f"{_STORED}:bytes",
+        f"{_STORED}:used",
+        _EPOCH,
+    ]
+
+
+def request_keys(session_id: str, digest: str) -> list[str]:
+    """Return the keys of a session's request: the request, and the sessions that use it."""
+    key = f"gammaray:request:{tenant_of(session_id)}/{digest}"
+    return [key, f"{key}:users"]
+
+
+def index_of(tenant: str) -> str:
+    """Return the key of a tenant's sessions."""
+    return f"gammaray:sessions:{tenant}"

@@ -9,16 +9,10 @@ from typing import Any
 
 from gammaray.aio import end_tasks
 from gammaray.types import TokenOrigin
-from orchestrator.cycle import run_cycle
-from orchestrator.cycle_data import Cycle
-from orchestrator.protocols import (
-    Drafter,
-    GammaController,
-    SessionStore,
-    Verifier,
-)
-from orchestrator.session import Session
-from orchestrator.verdicts import TokenLogprobs
+from orchestrator.cycle.protocols import Drafter, GammaController, SessionStore, Verifier
+from orchestrator.cycle.run import run_cycle
+from orchestrator.cycle.session import Session
+from orchestrator.cycle.types import Cycle, TokenLogprobs
 
 __all__ = ["run_cycles"]
 

@@ -1,7 +1,7 @@
 """What the tracing of a session keeps in Redis: the records of its cycles, and which span serves it.
 
-Both are keys of the session (see `orchestrator.store_keys`): they expire and are deleted with it. Nothing is
-written for a session that is gone, nor by an owner of an earlier session of that name.
+Both are keys of the session (see `orchestrator.storage.keys`): they expire and are deleted with it. Nothing
+is written for a session that is gone, nor by an owner of an earlier session of that name.
 
 The records are serialised GetSessionTraceResponses one after the other, which is how protobuf writes their
 concatenation. They are charged to the session. They take up to three quarters of the bounds of stored bytes:
@@ -13,10 +13,9 @@ from __future__ import annotations
 from typing import Any
 
 from gammaray.v1 import generation_service_pb2 as pb
-from orchestrator import store_scripts as scripts
-from orchestrator.redis_calls import BatchedScript, Redis, answer
-from orchestrator.store_bounds import StoreBounds
-from orchestrator.store_keys import keys_of
+from orchestrator.storage import session_scripts as scripts
+from orchestrator.storage.client import BatchedScript, Redis, answer
+from orchestrator.storage.keys import StoreBounds, keys_of
 
 __all__ = ["RedisTraceStore"]
 

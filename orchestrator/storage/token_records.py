@@ -10,7 +10,7 @@ import struct
 from collections.abc import Sequence
 
 from gammaray.types import TokenOrigin
-from orchestrator.verdicts import TokenLogprobs
+from orchestrator.cycle.types import TokenLogprobs
 
 __all__ = ["StoredToken", "TokenRecords"]
 
