@@ -19,9 +19,9 @@ from rich.table import Table
 
 from benchmarks.simulation import Lone, drive
 from benchmarks.worlds import World, candidates
-from orchestrator.costs import CostModel
 from orchestrator.cycle.types import Shape
-from orchestrator.gamma import AdaptiveGamma
+from orchestrator.gamma.adaptive import AdaptiveGamma
+from orchestrator.gamma.cost_model import CostModel
 
 __all__ = ["main", "regret"]
 

@@ -7,7 +7,7 @@ orchestrator's own loop, drafter, verifier and store.
 from __future__ import annotations
 
 # First of all: the package sets what gRPC reads when it is imported.
-from orchestrator.costs import CostModel
+from orchestrator.gamma.cost_model import CostModel
 
 # isort: split
 import os
@@ -26,7 +26,7 @@ from gammaray.types import Proposal
 from orchestrator.cycle.pipeline import run_cycles
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Shape
-from orchestrator.gamma import FixedGamma
+from orchestrator.gamma.adaptive import FixedGamma
 from orchestrator.redis_server import RedisServer
 from orchestrator.requests import open_session
 from orchestrator.storage.client import answer, connect

@@ -6,10 +6,10 @@ from gammaray.config import OrchestratorSettings
 from gammaray.types import DrafterKind, GenerationRequest, VerificationMethod
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
-from orchestrator.costs import CostModel
 from orchestrator.cycle.protocols import GammaController
 from orchestrator.cycle.session import Session
-from orchestrator.gamma import AdaptiveGamma, FixedGamma, Reason
+from orchestrator.gamma.adaptive import AdaptiveGamma, FixedGamma, Reason
+from orchestrator.gamma.cost_model import CostModel
 from orchestrator.ladder import Ladder
 from orchestrator.workers.drafter import RemoteDrafter
 from orchestrator.workers.pool import WorkerPool

@@ -20,7 +20,7 @@ from orchestrator.cycle.handover import Counts, Heritage
 from orchestrator.cycle.protocols import GammaController
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Cycle, Shape
-from orchestrator.gamma import AdaptiveGamma
+from orchestrator.gamma.adaptive import AdaptiveGamma
 from orchestrator.ngram import NgramDrafter
 from orchestrator.workers.drafter import Readiness, RemoteDrafter
 

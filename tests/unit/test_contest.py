@@ -8,11 +8,11 @@ import pytest
 
 from benchmarks.simulation import Lone, crowd, drive, make_cycle
 from benchmarks.worlds import World
-from orchestrator.contest import LEAST_CYCLES, Contest
-from orchestrator.costs import CostModel
 from orchestrator.cycle.types import Shape
-from orchestrator.gamma import AdaptiveGamma, FixedGamma, Reason
-from orchestrator.probing import Family
+from orchestrator.gamma.adaptive import AdaptiveGamma, FixedGamma, Reason
+from orchestrator.gamma.cost_model import CostModel
+from orchestrator.gamma.load_switch import LEAST_CYCLES, Contest
+from orchestrator.gamma.shapes import Family
 
 
 class Load:

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 from test_gamma_stop import cycle
 
-from orchestrator.costs import WARM_UP, CostModel
 from orchestrator.cycle.types import Shape
-from orchestrator.hits import HitRates
+from orchestrator.gamma.cost_model import WARM_UP, CostModel, HitRates
 
 PREPARED_S, ASKED_S, TOKEN_S = 0.05e-3, 2e-3, 0.3e-3
 

@@ -10,10 +10,10 @@ import pytest
 
 from benchmarks.simulation import UNIT_S, Lone, crowd, drive, make_cycle
 from benchmarks.worlds import World, candidates
-from orchestrator.costs import CostModel
 from orchestrator.cycle.types import Shape
-from orchestrator.gamma import REFRESH_PLAIN, AdaptiveGamma, FixedGamma, Reason
-from orchestrator.probing import Family, family
+from orchestrator.gamma.adaptive import REFRESH_PLAIN, AdaptiveGamma, FixedGamma, Reason
+from orchestrator.gamma.cost_model import CostModel
+from orchestrator.gamma.shapes import Family, family
 
 CHAINS, SHAPES = candidates(8, 0), candidates(8, 32)
 

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from gammaray.types import DrafterKind, TokenOrigin
-from orchestrator.costs import CostModel
 from orchestrator.cycle.types import Cycle, Shape, VerifyTiming
-from orchestrator.fixed_gamma import first_children
-from orchestrator.gamma import AdaptiveGamma
+from orchestrator.gamma.adaptive import AdaptiveGamma
+from orchestrator.gamma.cost_model import CostModel
+from orchestrator.gamma.fixed import first_children
 
 BASE_S, HOP_S, DRAFT_S = 1.6e-3, 0.5e-3, 0.12e-3
 

@@ -7,12 +7,19 @@ from dataclasses import replace
 import pytest
 from test_gamma_stop import cycle
 
-from orchestrator.bursts import BURSTS, OVERDUE, Bursts, Prospects
-from orchestrator.costs import CostModel
 from orchestrator.cycle.types import Shape
-from orchestrator.fixed_gamma import FixedGamma, Reason
-from orchestrator.gamma import AdaptiveGamma
-from orchestrator.probing import FREE_PROBES, MIN_GAP, MOST_LOST, PROBE_SHARE, Family, ProbeSchedule
+from orchestrator.gamma.adaptive import AdaptiveGamma
+from orchestrator.gamma.cost_model import CostModel
+from orchestrator.gamma.exploration import BURSTS, OVERDUE, Bursts, Prospects
+from orchestrator.gamma.fixed import FixedGamma, Reason
+from orchestrator.gamma.shapes import (
+    FREE_PROBES,
+    MIN_GAP,
+    MOST_LOST,
+    PROBE_SHARE,
+    Family,
+    ProbeSchedule,
+)
 
 PLAIN_S = 2e-3
 

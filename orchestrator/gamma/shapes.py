@@ -1,14 +1,4 @@
-"""When to try again what does not seem to pay.
-
-Shapes come in families: plain decoding, chains, trees. The family in use measures itself; the others are
-probed, and so are deeper proposals of the same family, so that a wrong or outdated belief does not last.
-
-What it costs is bounded. A probe is a burst of one to three cycles. Its gap to the last one doubles with each
-probe that confirms the belief, from 8 cycles to 64; after three in a row that did not refute it, it also
-waits until the loss, as expected and as the last probes' was, is at most `PROBE_SHARE` of the time since. So
-after some first bursts the loss is at most 1 % of the time for each kind: of plain decoding only one kind is
-probed, of proposals up to three.
-"""
+"""The shapes of proposals that an adaptive controller considers, and when it tries them again."""
 
 from __future__ import annotations
 
@@ -17,7 +7,12 @@ from enum import Enum
 
 from orchestrator.cycle.types import Shape
 
-__all__ = ["Family", "ProbeSchedule", "family"]
+__all__ = [
+    "Family",
+    "ProbeSchedule",
+    "all_shapes",
+    "family",
+]
 
 PROBE_SHARE = 0.01
 """Share of the time that probing one kind may cost."""
@@ -129,3 +124,15 @@ class ProbeSchedule:
             return
         state.num_confirmed += 1
         state.gap = 2 * MIN_GAP if share >= CLOSE else min(2 * state.gap, MAX_GAP)
+
+
+TREE_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
+TREE_NODES = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Trees that are considered, within the request's bounds."""
+
+
+def all_shapes(max_gamma: int, max_nodes: int) -> list[Shape]:
+    """Return plain decoding, the chains and some trees with at most so many levels and nodes."""
+    chains = [Shape(gamma) for gamma in range(max_gamma + 1)]
+    depths = [depth for depth in TREE_DEPTHS if depth <= max_gamma]
+    return chains + [Shape(d, n) for d in depths for n in TREE_NODES if d < n <= max_nodes]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from enum import Enum
 
-from orchestrator.costs import CostModel
 from orchestrator.cycle.types import Cycle, Shape
-from orchestrator.probing import Family, family
+from orchestrator.gamma.cost_model import CostModel
+from orchestrator.gamma.shapes import Family, family
 
 __all__ = ["FixedGamma", "Learner", "Reason", "first_children", "stopped_early"]
 

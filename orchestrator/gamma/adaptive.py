@@ -10,12 +10,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gammaray.maths.acceptance import AcceptanceEstimator
-from orchestrator.bursts import FIRST_GAMMA, Bursts, Prospects
-from orchestrator.costs import CostModel, share_of
 from orchestrator.cycle.types import Cycle, Shape
-from orchestrator.fixed_gamma import FixedGamma, Learner, Reason, first_children, stopped_early
-from orchestrator.probing import Family, family
-from orchestrator.shapes import all_shapes
+from orchestrator.gamma.cost_model import CostModel, share_of
+from orchestrator.gamma.exploration import FIRST_GAMMA, Bursts, Prospects
+from orchestrator.gamma.fixed import (
+    FixedGamma,
+    Learner,
+    Reason,
+    first_children,
+    stopped_early,
+)
+from orchestrator.gamma.shapes import Family, all_shapes, family
 
 __all__ = ["AdaptiveGamma", "FixedGamma", "Reason"]
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from orchestrator.costs import CostModel
 from orchestrator.cycle.types import Cycle, Shape
-from orchestrator.fixed_gamma import Reason
-from orchestrator.probing import Family, family
+from orchestrator.gamma.cost_model import CostModel
+from orchestrator.gamma.fixed import Reason
+from orchestrator.gamma.shapes import Family, family
 
 __all__ = ["FIRST_GAMMA", "Bursts", "Prospects"]
 
