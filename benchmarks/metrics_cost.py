@@ -15,7 +15,7 @@ from gammaray.bench.provenance import provenance
 from gammaray.telemetry.prometheus import registry
 from gammaray.types import Chunk, DrafterKind, GenerationRequest, TokenOrigin
 from orchestrator.cycle.types import Cycle, VerifyTiming
-from orchestrator.meter import OrchestratorMeter
+from orchestrator.telemetry.metrics import OrchestratorMeter
 from services.meter import WorkerMeter
 
 REPEATS, CALLS = 7, 20_000

@@ -28,7 +28,7 @@ from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Shape
 from orchestrator.gamma.adaptive import FixedGamma
 from orchestrator.redis_server import RedisServer
-from orchestrator.requests import open_session
+from orchestrator.sessions.lifecycle import open_session
 from orchestrator.storage.client import answer, connect
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.storage.session_store import RedisStore

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from gammaray.types import Chunk, GenerationRequest, ProcessStatus
 from orchestrator.access.caller import ANONYMOUS, Caller
-from orchestrator.session_calls import SessionCalls
+from orchestrator.sessions.management import SessionCalls
 
 __all__ = ["Backend"]
 

@@ -14,8 +14,8 @@ from gammaray.wire.sessions import info_to_proto
 from orchestrator.access.caller import Authenticator, Caller
 from orchestrator.grpc_api import RpcContext, caller_of, fail
 from orchestrator.grpc_handlers import Unread, read
-from orchestrator.session_calls import SessionCalls
-from orchestrator.sessions import REPLAY_TOKENS
+from orchestrator.sessions.lifecycle import REPLAY_TOKENS
+from orchestrator.sessions.management import SessionCalls
 
 __all__ = ["SessionServicer"]
 

@@ -15,7 +15,7 @@ from gammaray.types import (
     VerificationMethod,
 )
 from orchestrator.http_models import MAX_CHOICES, ChatRequest, CompletionRequest, OpenAIRequest
-from orchestrator.requests import check_prompt_length
+from orchestrator.sessions.lifecycle import check_prompt_length
 
 __all__ = ["ChoicePlan", "chat_choices", "check_told_numbers", "completion_choices"]
 

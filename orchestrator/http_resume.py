@@ -16,7 +16,7 @@ from orchestrator.access.caller import Caller
 from orchestrator.backend import Backend
 from orchestrator.http_requests import ChoicePlan
 from orchestrator.http_responses import Response
-from orchestrator.sessions import REPLAY_TOKENS
+from orchestrator.sessions.lifecycle import REPLAY_TOKENS
 
 __all__ = ["HEADER", "EventId", "recall", "resumed"]
 

@@ -22,24 +22,23 @@ from gammaray.types import (
 )
 from orchestrator.access.admission import Admission
 from orchestrator.access.caller import ANONYMOUS, Caller
-from orchestrator.completion import Progress
 from orchestrator.cycle.handover import Heritage
 from orchestrator.cycle.pipeline import run_cycles
-from orchestrator.drafting import Drafting
-from orchestrator.ladder import Ladder
-from orchestrator.leases import Keeper
-from orchestrator.meter import OrchestratorMeter, metered
-from orchestrator.requests import check_request
-from orchestrator.session_calls import SessionCalls
-from orchestrator.sessions import Opened, Opener
+from orchestrator.drafting.factory import Drafting
+from orchestrator.drafting.fallback import Ladder
+from orchestrator.sessions.leases import Keeper
+from orchestrator.sessions.lifecycle import Opened, Opener, check_request
+from orchestrator.sessions.management import SessionCalls
+from orchestrator.sessions.progress import Progress
 from orchestrator.status import StatusBoard
 from orchestrator.storage.client import Redis, connect, wait_for_redis
 from orchestrator.storage.keys import StoreBounds
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.storage.session_store import RedisStore
 from orchestrator.storage.trace_store import RedisTraceStore
+from orchestrator.telemetry.metrics import OrchestratorMeter, metered
+from orchestrator.telemetry.tracing import Tracing, traced
 from orchestrator.text.tokenizer import Tokenizer, resolve_model, served_name
-from orchestrator.tracing import Tracing, traced
 from orchestrator.workers.fleet import Fleet
 from orchestrator.workers.session_client import session_spec
 from orchestrator.workers.verifier import FencedVerifier, RemoteVerifier, check_served

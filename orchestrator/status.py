@@ -9,10 +9,10 @@ from gammaray.errors import GammarayError
 from gammaray.telemetry.export import MetricsExport
 from gammaray.types import ProcessStatus
 from orchestrator.access.admission import Admission
-from orchestrator.meter import OrchestratorMeter
 from orchestrator.presence import Presence
 from orchestrator.storage.client import Redis, address_of, answer
 from orchestrator.storage.registry import RedisRegistry
+from orchestrator.telemetry.metrics import OrchestratorMeter
 from orchestrator.workers.fleet import Fleet
 
 __all__ = ["StatusBoard"]

@@ -14,7 +14,7 @@ from gammaray.types import DrafterKind, Proposal, TokenOrigin
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.cycle.run import run_cycle
 from orchestrator.cycle.types import Shape, Verdict
-from orchestrator.ladder import Ladder
+from orchestrator.drafting.fallback import Ladder
 from orchestrator.workers.drafter import Readiness
 
 pytestmark = pytest.mark.integration

@@ -23,7 +23,7 @@ from gammaray.errors import FailedPreconditionError, InvalidArgumentError, NotFo
 from gammaray.types import FinishReason, GammaPolicy, GenerationRequest, SamplingParams, TokenOrigin
 from gammaray.wire.sessions import SessionState
 from orchestrator.access.caller import ANONYMOUS, Caller
-from orchestrator.sessions import REPLAY_TOKENS, Opener
+from orchestrator.sessions.lifecycle import REPLAY_TOKENS, Opener
 from orchestrator.storage.keys import keys_of
 
 pytestmark = pytest.mark.integration

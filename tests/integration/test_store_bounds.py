@@ -17,8 +17,8 @@ from gammaray.errors import (
 )
 from gammaray.types import FinishReason, GenerationRequest, SamplingParams, TokenOrigin
 from orchestrator.access.caller import Caller
-from orchestrator.completion import Progress
-from orchestrator.sessions import Opener
+from orchestrator.sessions.lifecycle import Opener
+from orchestrator.sessions.progress import Progress
 from orchestrator.storage.client import connect
 from orchestrator.storage.keys import DEFAULT_TOTAL, StoreBounds
 from orchestrator.storage.session_scripts import REQUEST_OVERHEAD, SESSION_OVERHEAD

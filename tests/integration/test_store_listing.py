@@ -14,7 +14,7 @@ from gammaray.types import FinishReason, TokenOrigin
 from gammaray.wire.sessions import SessionState
 from orchestrator.access.caller import Caller
 from orchestrator.cycle.types import TokenLogprobs
-from orchestrator.session_calls import SessionCalls
+from orchestrator.sessions.management import SessionCalls
 from orchestrator.storage.client import connect
 from orchestrator.storage.session_store import RedisStore
 from orchestrator.storage.trace_store import RedisTraceStore

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gammaray.errors import UnavailableError
 from gammaray.types import DrafterKind, SamplingParams, VerificationMethod
 from orchestrator.cycle.types import Shape
-from orchestrator.ngram import LONGEST, SHORTEST, NgramDrafter
+from orchestrator.drafting.prompt_lookup import LONGEST, SHORTEST, NgramDrafter
 from services.engine.noise import Noise
 from services.target.verification import verify
 

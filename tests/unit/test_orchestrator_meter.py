@@ -17,7 +17,7 @@ from gammaray.types import (
     Usage,
 )
 from orchestrator.cycle.types import Cycle, VerifyTiming
-from orchestrator.meter import OrchestratorMeter, metered
+from orchestrator.telemetry.metrics import OrchestratorMeter, metered
 
 ACCEPTED, CORRECTION, BONUS = TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS
 

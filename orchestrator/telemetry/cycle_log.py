@@ -19,8 +19,8 @@ from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.cycle.protocols import GammaController
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Call, Cycle, Shape
-from orchestrator.cycle_record import cycle_record, failed_record
-from orchestrator.session_trace import CycleBundle, ReadingBundle, SessionTrace
+from orchestrator.telemetry.records import cycle_record, failed_record
+from orchestrator.telemetry.spans import CycleBundle, ReadingBundle, SessionTrace
 
 __all__ = ["MAX_RECORDS", "Journal", "RecordStore"]
 

@@ -10,7 +10,7 @@ from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1 import types_pb2
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Call
-from orchestrator.cycle_record import worker_call
+from orchestrator.telemetry.records import worker_call
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor

@@ -8,9 +8,9 @@ from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.cycle.protocols import GammaController
 from orchestrator.cycle.session import Session
+from orchestrator.drafting.fallback import Ladder
 from orchestrator.gamma.adaptive import AdaptiveGamma, FixedGamma, Reason
 from orchestrator.gamma.cost_model import CostModel
-from orchestrator.ladder import Ladder
 from orchestrator.workers.drafter import RemoteDrafter
 from orchestrator.workers.pool import WorkerPool
 

@@ -21,9 +21,9 @@ from gammaray.telemetry.otel import Telemetry
 from gammaray.types import Chunk, FinishReason, GenerationRequest
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.cycle.session import Session
-from orchestrator.journal import Journal
-from orchestrator.session_trace import SessionTrace
 from orchestrator.storage.trace_store import RedisTraceStore
+from orchestrator.telemetry.cycle_log import Journal
+from orchestrator.telemetry.spans import SessionTrace
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

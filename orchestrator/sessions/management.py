@@ -14,8 +14,8 @@ from gammaray.types import EmittedToken
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.sessions import SessionInfo, SessionState
 from orchestrator.access.caller import Caller
-from orchestrator.completion import emitted_token
-from orchestrator.sessions import REPLAY_TOKENS
+from orchestrator.sessions.lifecycle import REPLAY_TOKENS
+from orchestrator.sessions.progress import emitted_token
 from orchestrator.storage.session_store import RedisStore, SessionSummary
 from orchestrator.storage.trace_store import RedisTraceStore
 from orchestrator.text.tokenizer import Tokenizer

@@ -20,8 +20,8 @@ from orchestrator.cycle.handover import Counts, Heritage
 from orchestrator.cycle.protocols import GammaController
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Cycle, Shape
+from orchestrator.drafting.prompt_lookup import NgramDrafter
 from orchestrator.gamma.adaptive import AdaptiveGamma
-from orchestrator.ngram import NgramDrafter
 from orchestrator.workers.drafter import Readiness, RemoteDrafter
 
 __all__ = ["Ladder"]
