@@ -27,7 +27,7 @@ from orchestrator.cycle.pipeline import run_cycles
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Shape
 from orchestrator.gamma.adaptive import FixedGamma
-from orchestrator.redis_server import RedisServer
+from orchestrator.launcher.redis_server import RedisServer
 from orchestrator.sessions.lifecycle import open_session
 from orchestrator.storage.client import answer, connect
 from orchestrator.storage.registry import RedisRegistry

@@ -15,17 +15,17 @@ from ray import serve
 from ray.serve import Application
 
 from gammaray.config import OrchestratorSettings, PoolSize, ScalingSettings
+from gammaray.deploy.effective import OrchestratorArguments
 from gammaray.deploy.serve_config import APPLICATIONS, autoscaling_config
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.access.caller import open_door
-from orchestrator.grpc_api import GenerationServicer, RpcContext
-from orchestrator.grpc_sessions import SessionServicer
-from orchestrator.http_api import create_app
-from orchestrator.proxies import find_proxies
+from orchestrator.api.grpc_servicer import GenerationServicer, RpcContext, SessionServicer
+from orchestrator.api.http.app import create_app
 from orchestrator.scaling_policy import IN_FLIGHT
 from orchestrator.service import Orchestrator
+from orchestrator.status import find_proxies
 
-__all__ = ["OrchestratorDeployment", "build"]
+__all__ = ["OrchestratorDeployment", "build", "orchestrator"]
 
 # Above the orchestrator's own limit, which refuses with a delay to come back after, while Serve would let
 # requests wait without end.
@@ -126,3 +126,14 @@ def build(
         **count,
     )
     return configure(OrchestratorDeployment).bind(dict(settings))
+
+
+def orchestrator(args: dict[str, Any]) -> Any:
+    """Return the application of orchestrators.
+
+    Raises:
+        pydantic.ValidationError: A bad argument or setting.
+    """
+    given = OrchestratorArguments(**args)
+    OrchestratorSettings(**given.settings)  # told now, where a replica would only tell its log
+    return build(given.settings, given.replicas, given.scaling)

@@ -64,7 +64,7 @@ def autoscaling_config(role: str, size: PoolSize, settings: ScalingSettings) -> 
     }
 
 
-GRPC_SERVICERS: Final = ("orchestrator.grpc_handlers.add_generation_service",)
+GRPC_SERVICERS: Final = ("orchestrator.api.grpc_handlers.add_generation_service",)
 """What Serve's gRPC options must name for the public API to be reachable."""
 
 WORKER_PORT: Final = 50051
@@ -143,7 +143,7 @@ APPLICATIONS: Final[Mapping[str, ServeApplication]] = {
             "orchestrator",
             APPLICATION,
             "Orchestrator",
-            "orchestrator.serve_builders:orchestrator",
+            "orchestrator.app:orchestrator",
             OrchestratorSettings,
             "/",
             "gammaray_orchestrator",

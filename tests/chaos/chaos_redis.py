@@ -16,7 +16,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from orchestrator.redis_server import RedisServer
+from orchestrator.launcher.redis_server import RedisServer
 
 __all__ = ["ChaosRedis", "chaos_redis"]
 

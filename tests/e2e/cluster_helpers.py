@@ -28,8 +28,8 @@ from gammaray.v1 import (
     target_service_pb2,
     target_service_pb2_grpc,
 )
-from orchestrator.preflight import free_ports
-from orchestrator.reaper import runs
+from orchestrator.launcher.preflight import free_ports
+from orchestrator.launcher.reaper import runs
 
 T = TypeVar("T")
 
@@ -131,7 +131,7 @@ def running_cluster(*options: str, stderr: int | None = None) -> Iterator[Cluste
 
 def launch(*options: str, mark: str = "", stderr: int | None = None) -> subprocess.Popen[str]:
     """Start the launcher; `mark` is handed down to all that it starts, for `started_with` to find."""
-    command = [sys.executable, "-m", "orchestrator.cluster", *options]
+    command = [sys.executable, "-m", "orchestrator.launcher.cluster", *options]
     environment = {"GAMMARAY_CACHE_BUDGET_MB": CACHE_BUDGET_MB, **os.environ, TEST_MARK: mark}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from programs import PROGRAMS
 
-from orchestrator.preflight import free_ports
+from orchestrator.launcher.preflight import free_ports
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S, SCRAPE_S = 60.0, 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from orchestrator.reaper import end_marked
+from orchestrator.launcher.reaper import end_marked
 
 __all__ = ["patiently"]
 

@@ -22,10 +22,10 @@ import yaml
 from ray_start import patiently
 
 from gammaray.deploy.serve_config import APPLICATIONS
-from orchestrator.cluster_env import private_directory, serve_environment
-from orchestrator.preflight import free_ports
-from orchestrator.reaper import MARK, Guardian, die_with_parent
-from orchestrator.redis_server import RedisServer
+from orchestrator.launcher.cluster import private_directory, serve_environment
+from orchestrator.launcher.preflight import free_ports
+from orchestrator.launcher.reaper import MARK, Guardian, die_with_parent
+from orchestrator.launcher.redis_server import RedisServer
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0

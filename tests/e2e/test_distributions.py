@@ -19,7 +19,7 @@ from sysconfig import get_path
 import pytest
 from packaging.requirements import Requirement
 
-from orchestrator.preflight import free_ports
+from orchestrator.launcher.preflight import free_ports
 from services.engine.native.build import VARIANTS
 
 pytestmark = pytest.mark.e2e

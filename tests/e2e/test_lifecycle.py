@@ -24,8 +24,8 @@ from cluster_helpers import (
 )
 
 from gammaray import Client
-from orchestrator.preflight import free_ports
-from orchestrator.reaper import MARK
+from orchestrator.launcher.preflight import free_ports
+from orchestrator.launcher.reaper import MARK
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -69,7 +69,7 @@ def raylet_and_guardian(process):
     for child in process.children(recursive=True):
         with contextlib.suppress(psutil.Error):
             commands.append((child, child.cmdline()))
-    directories = [Path(command[-1]) for _, command in commands if "orchestrator.reaper" in command]
+    directories = [Path(command[-1]) for _, command in commands if "orchestrator.launcher.reaper" in command]
     if directories and any("raylet" in " ".join(command[:1]) for _, command in commands):
         return [child for child, _ in commands], directories[0]
     return None

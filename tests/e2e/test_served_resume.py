@@ -16,7 +16,7 @@ from cluster_helpers import Cluster, eventually, running_cluster
 
 from gammaray import AsyncClient, Client, GammarayError, NotFoundError, RetryPolicy, SessionState
 from gammaray.types import FinishReason
-from orchestrator.reaper import runs
+from orchestrator.launcher.reaper import runs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 

@@ -146,7 +146,7 @@ def test_revoked_key_is_refused_within_a_second(guarded: Cluster, key_file):
 
 
 def test_open_door_to_other_machines_is_refused_at_once():
-    command = [sys.executable, "-m", "orchestrator.cluster", "--host", "0.0.0.0"]
+    command = [sys.executable, "-m", "orchestrator.launcher.cluster", "--host", "0.0.0.0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "gammaray keys create" in done.stderr

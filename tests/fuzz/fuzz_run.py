@@ -18,7 +18,7 @@ from http_fuzz import fuzz_http
 from openapi_fuzz import fuzz_openapi
 
 from gammaray import Client
-from orchestrator.redis_server import RedisServer
+from orchestrator.launcher.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from cluster_helpers import Cluster

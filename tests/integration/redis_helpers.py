@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import redis
 
-from orchestrator.redis_server import RedisServer, redis_binary
+from orchestrator.launcher.redis_server import RedisServer, redis_binary
 
 PASSED = {b"AUTH", b"HELLO", b"CLIENT", b"SELECT"}
 """Commands that open a connection; a server that refuses others takes them."""

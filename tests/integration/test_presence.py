@@ -8,8 +8,8 @@ from redis_helpers import running_redis
 from scripted_workers import until_so
 
 from gammaray.types import ProcessStatus, SpeculationTotals
-from orchestrator import presence
-from orchestrator.presence import Presence
+from orchestrator import status as presence
+from orchestrator.status import Presence
 from orchestrator.storage.client import Redis, connect
 from orchestrator.storage.registry import RedisRegistry
 

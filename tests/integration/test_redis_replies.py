@@ -11,7 +11,7 @@ from scripted_workers import scripted, until, until_so
 
 from gammaray.errors import InternalError, InvalidArgumentError, ResourceExhaustedError, UnavailableError
 from gammaray.types import ProcessStatus
-from orchestrator.presence import Presence
+from orchestrator.status import Presence
 from orchestrator.storage.client import (
     BatchedScript,
     answer,

@@ -12,7 +12,7 @@ import redis
 from redis_helpers import running_redis
 
 from gammaray.errors import UnavailableError
-from orchestrator import redis_server
+from orchestrator.launcher import redis_server
 
 pytestmark = pytest.mark.integration
 

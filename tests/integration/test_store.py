@@ -14,7 +14,7 @@ import pytest
 from redis_helpers import running_redis
 from scripted_workers import PROMPT, make_session
 
-import orchestrator.redis_server as redis_server
+import orchestrator.launcher.redis_server as redis_server
 from gammaray.errors import (
     CancelledError,
     FailedPreconditionError,
@@ -25,7 +25,7 @@ from gammaray.errors import (
 from gammaray.types import FinishReason, SamplingParams, TokenOrigin, VerificationMethod
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1 import target_service_pb2 as target_pb
-from orchestrator.redis_server import RedisServer
+from orchestrator.launcher.redis_server import RedisServer
 from orchestrator.storage.client import answer, connect
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.storage.session_store import RedisStore
@@ -362,7 +362,7 @@ def test_redis_server_that_does_not_come_up_is_reported(tmp_path, monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
 def test_redis_server_ends_with_a_killed_starter(tmp_path):
     code = (
-        "import sys, time, pathlib; from orchestrator.redis_server import RedisServer\n"
+        "import sys, time, pathlib; from orchestrator.launcher.redis_server import RedisServer\n"
         "print(RedisServer.start(pathlib.Path(sys.argv[1])).pid, flush=True); time.sleep(60)"
     )
     starter = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)

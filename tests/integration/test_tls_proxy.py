@@ -19,7 +19,7 @@ from tls_helpers import Authority
 
 from gammaray import Client, TlsError
 from gammaray.cli import main
-from orchestrator.preflight import free_ports
+from orchestrator.launcher.preflight import free_ports
 
 pytestmark = pytest.mark.integration
 

@@ -25,7 +25,7 @@ from gammaray.security.tls import TlsFiles, dial, tls_files
 from gammaray.types import GenerationRequest
 from gammaray.v1 import target_service_pb2 as pb
 from gammaray.v1.target_service_pb2_grpc import TargetServiceStub
-from orchestrator.preflight import free_ports
+from orchestrator.launcher.preflight import free_ports
 from orchestrator.storage.client import check_redis
 from services.target.worker import TargetWorker
 

@@ -10,7 +10,7 @@ from metrics_helpers import receiving_metrics
 from process_helpers import spawned
 from workers_helpers import Link, propose_block
 
-from orchestrator.preflight import free_ports
+from orchestrator.launcher.preflight import free_ports
 from services.engine.native.library import load_kernel
 
 pytestmark = pytest.mark.integration

@@ -24,7 +24,7 @@ from soak_run import CLUSTER, TTL_S, Options, Outcome, run  # noqa: E402
 
 from benchmarks.cluster import run_or_exit, running_cluster  # noqa: E402
 from benchmarks.provenance import write_result  # noqa: E402
-from orchestrator.redis_server import RedisServer  # noqa: E402
+from orchestrator.launcher.redis_server import RedisServer  # noqa: E402
 
 
 def main() -> int:

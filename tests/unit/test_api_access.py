@@ -11,11 +11,11 @@ from test_grpc_api import Context
 from gammaray.errors import ResourceExhaustedError, UnauthenticatedError
 from gammaray.security.keys import create_key, make_secret
 from gammaray.v1 import generation_service_pb2 as pb
-from orchestrator import http_bodies
 from orchestrator.access.caller import PRIORITY_HEADER, Authenticator
-from orchestrator.grpc_api import GenerationServicer
-from orchestrator.http_access import PUBLIC_PATHS
-from orchestrator.http_api import create_app
+from orchestrator.api.grpc_servicer import GenerationServicer
+from orchestrator.api.http import bodies as http_bodies
+from orchestrator.api.http.app import create_app
+from orchestrator.api.http.auth import PUBLIC_PATHS
 
 PROMPT = {"prompt": "x"}
 JSON = {"content-type": "application/json"}

@@ -145,6 +145,6 @@ def test_builders_take_what_the_configuration_says():
 
 
 def test_launcher_uses_the_same_environment(tmp_path):
-    from orchestrator.cluster_env import serve_environment
+    from orchestrator.launcher.cluster import serve_environment
 
     assert serve_environment(tmp_path, "127.0.0.1").items() >= SERVE_ENVIRONMENT.items()

@@ -23,8 +23,8 @@ from tls_helpers import Authority
 from gammaray import AsyncClient, Client, InvalidArgumentError, TlsError, UnavailableError
 from gammaray.cli import main
 from gammaray.client.chat import Chat
-from orchestrator.http_api import create_app
-from orchestrator.preflight import free_ports
+from orchestrator.api.http.app import create_app
+from orchestrator.launcher.preflight import free_ports
 
 
 @pytest.fixture(scope="module")

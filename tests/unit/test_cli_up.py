@@ -1,4 +1,4 @@
-"""`gammaray up` becomes `python -m orchestrator.cluster`; a stand-in for that module tells what it got."""
+"""`gammaray up` becomes `python -m orchestrator.launcher.cluster`; a stand-in prints its arguments."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import gammaray
 from gammaray.cli import main
 from gammaray.cli.commands import up
 from gammaray.config import ClusterSettings
-from orchestrator.cluster_options import parse_options
+from orchestrator.launcher.options import parse_options
 
 ROOT = Path(gammaray.__file__).parents[1]
 WAIT_S = 120.0
@@ -35,7 +35,7 @@ sys.exit(5)
 
 @pytest.fixture
 def launch(tmp_path):
-    """Start `gammaray up` where `orchestrator.cluster` is the stand-in."""
+    """Start `gammaray up` where `orchestrator.launcher.cluster` is the stand-in."""
     package = tmp_path / "orchestrator"
     package.mkdir()
     (package / "__init__.py").touch()

@@ -36,7 +36,7 @@ from gammaray import (
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1.generation_service_pb2_grpc import GenerationServiceServicer
 from gammaray.wire.rpc_errors import DETAILS_KEY, error_from_status, error_to_status
-from orchestrator.preflight import free_ports
+from orchestrator.launcher.preflight import free_ports
 
 ERRORS = [
     InvalidArgumentError("sampling.top_p", 1.5, "a number in (0, 1]"),

@@ -9,11 +9,7 @@ from gammaray.config import ClusterSettings, OrchestratorSettings, WorkerSetting
 from gammaray.errors import InvalidArgumentError, UnauthenticatedError
 from gammaray.security.keys import create_key, hash_key
 from orchestrator.access.caller import Authenticator, open_door
-from orchestrator.cluster_trust import (
-    arrange_trust,
-    check_access,
-    reachable,
-)
+from orchestrator.launcher.trust import arrange_trust, check_access, reachable
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import gammaray
 from gammaray.cli import main
 from gammaray.v1 import generation_service_pb2 as pb
-from orchestrator.http_models import CompletionRequest, GammarayOptions
+from orchestrator.api.http.models import CompletionRequest, GammarayOptions
 
 ROOT = Path(gammaray.__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))

@@ -100,7 +100,7 @@ def test_help_is_there_in_spite_of_it():
         assert CliRunner().invoke(main, arguments, env={"GAMMARAY_DEVCIE": "cpu"}).exit_code == 0
 
 
-@pytest.mark.parametrize("module", ["orchestrator.cluster", "services.target", "services.draft"])
+@pytest.mark.parametrize("module", ["orchestrator.launcher.cluster", "services.target", "services.draft"])
 def test_processes_refuse_it_with_exit_code_2(module):
     done = subprocess.run(
         [sys.executable, "-m", module],

@@ -12,8 +12,8 @@ from gammaray.types import FinishReason, ProcessStatus
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.convert import chunk_from_proto
 from gammaray.wire.rpc_errors import DETAILS_KEY, error_from_status
-from orchestrator.grpc_api import GenerationServicer
-from orchestrator.grpc_handlers import Unread
+from orchestrator.api.grpc_handlers import Unread
+from orchestrator.api.grpc_servicer import GenerationServicer
 from orchestrator.text.cpu_threads import INLINE_NUMBERS
 
 

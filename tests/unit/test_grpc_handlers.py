@@ -7,7 +7,7 @@ import pytest
 from gammaray.errors import InvalidArgumentError
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1 import generation_service_pb2_grpc as pb_grpc
-from orchestrator.grpc_handlers import add_generation_service, read
+from orchestrator.api.grpc_handlers import add_generation_service, read
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.responses import JSONResponse
 
-from orchestrator.http_json import MAX_VALUES, decode, encode
+from orchestrator.api.http.json_text import MAX_VALUES, decode, encode
 
 VALUES = st.recursive(
     st.none()

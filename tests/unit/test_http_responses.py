@@ -10,7 +10,7 @@ from surface_helpers import ScriptedBackend
 
 from gammaray.maths.acceptance import SpeculationCounters
 from gammaray.types import TokenOrigin, Usage
-from orchestrator.http_responses import speculative_decoding
+from orchestrator.api.http.responses import speculative_decoding
 
 METRICS = {
     "speculative_decoding": {

@@ -7,7 +7,7 @@ from http_helpers import CHAT, GAMMARAY, call, events_with_ids
 from surface_helpers import ScriptedBackend
 
 from gammaray.errors import InvalidArgumentError
-from orchestrator.http_resume import EventId
+from orchestrator.api.http.stream import EventId
 
 WORDS = (b"one ", b"two ", b"three ", b"four")
 CHATS = "/v1/chat/completions"

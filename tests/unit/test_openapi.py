@@ -11,9 +11,9 @@ from jsonschema import Draft202012Validator
 from openapi_helpers import validator
 from surface_helpers import ScriptedBackend
 
-from orchestrator.http_api import create_app
-from orchestrator.http_models import ChatRequest, CompletionRequest
-from orchestrator.openapi import PATH, document
+from orchestrator.api.http.app import create_app
+from orchestrator.api.http.models import ChatRequest, CompletionRequest
+from orchestrator.api.http.openapi import PATH, document
 
 SCHEMAS = document()["components"]["schemas"]
 BODIES = {"/v1/completions": {"prompt": "x"}, "/v1/chat/completions": {"messages": CHAT}}

@@ -9,8 +9,8 @@ from ray.serve.config import AutoscalingConfig
 from gammaray.config import PoolSize, ScalingSettings
 from gammaray.deploy.effective import OrchestratorArguments
 from gammaray.deploy.serve_config import autoscaling_config
+from orchestrator.app import orchestrator
 from orchestrator.scaling_policy import IN_FLIGHT, OrchestratorPolicy, wanted_orchestrators
-from orchestrator.serve_builders import orchestrator
 
 SETTINGS = ScalingSettings(orchestrator_load=10)
 

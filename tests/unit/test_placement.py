@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.placement import worker_cores
+from orchestrator.launcher.preflight import worker_cores
 
 
 @pytest.mark.parametrize(

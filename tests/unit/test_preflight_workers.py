@@ -13,7 +13,7 @@ from gammaray.config import ClusterSettings
 from gammaray.deploy.gpus import CudaDevices
 from gammaray.deploy.serve_config import role_settings, serve_document
 from gammaray.errors import InvalidArgumentError
-from orchestrator.preflight import check_heads, check_port, check_workers
+from orchestrator.launcher.preflight import check_heads, check_port, check_workers
 
 ROOT = Path(gammaray.__file__).parents[1]
 NONE = CudaDevices(0, "there is no NVIDIA driver")
@@ -127,7 +127,8 @@ def modules_at_the_refusal(*arguments):
     """Return what the launcher has imported when it refuses a command line, and its exit status."""
     script = (
         # The launcher keeps standard output for its announcement.
-        "import json, os, sys\nout = os.fdopen(os.dup(1), 'w')\nfrom orchestrator.cluster import main\n"
+        "import json, os, sys\nout = os.fdopen(os.dup(1), 'w')\n"
+        "from orchestrator.launcher.cluster import main\n"
         f"status = main({list(arguments)!r})\n"
         "print(json.dumps([status, sorted(sys.modules)]), file=out)"
     )

@@ -17,9 +17,9 @@ from transformers import AutoTokenizer
 
 from gammaray.types import FinishReason, GenerationRequest, SamplingParams, TokenOrigin
 from gammaray.v1 import generation_service_pb2 as pb
-from orchestrator.grpc_api import GenerationServicer
-from orchestrator.grpc_handlers import add_generation_service
-from orchestrator.http_api import MAX_BODY_BYTES, create_app
+from orchestrator.api.grpc_handlers import add_generation_service
+from orchestrator.api.grpc_servicer import GenerationServicer
+from orchestrator.api.http.app import MAX_BODY_BYTES, create_app
 from orchestrator.sessions.lifecycle import Opened, check_request, make_session, open_session
 from orchestrator.sessions.progress import Progress
 from orchestrator.text.cpu_threads import NUM_THREADS

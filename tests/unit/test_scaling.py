@@ -8,7 +8,7 @@ from ray.serve.config import AutoscalingConfig
 from gammaray.config import PoolSize, ScalingSettings
 from gammaray.deploy.serve_config import autoscaling_config
 from gammaray.errors import InvalidArgumentError
-from orchestrator.cluster_options import parse_options
+from orchestrator.launcher.options import parse_options
 from services.load import LoadCounters, LoadReport, LoadReporter
 from services.scaling import DraftMemory, Pool, wanted_drafters, wanted_targets
 from services.scaling_policy import DraftPolicy, TargetPolicy

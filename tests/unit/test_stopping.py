@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from orchestrator.stopping import Stop, StopSignals
+from orchestrator.launcher.signals import Stop, StopSignals
 
 SCRIPT = """
 import os, signal, sys
-from orchestrator.stopping import Stop, StopSignals
+from orchestrator.launcher.signals import Stop, StopSignals
 signals = StopSignals()
 signals.take()
 """

@@ -1,7 +1,8 @@
 """`gammaray up`: start a whole cluster on this machine.
 
-The options are those of `ClusterSettings`; the work is done by `python -m orchestrator.cluster`, which takes
-this process's place, so that signals, output and exit code are its own.
+The options are those of `ClusterSettings`; the work is done by
+`python -m orchestrator.launcher.cluster`, which takes this process's place, so that signals, output and exit
+code are its own.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def up(**options: Any) -> None:
         )
         click.get_current_context().exit(1)
     _check(options)
-    command = [sys.executable, "-m", "orchestrator.cluster", *launcher_arguments(options)]
+    command = [sys.executable, "-m", "orchestrator.launcher.cluster", *launcher_arguments(options)]
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, command)

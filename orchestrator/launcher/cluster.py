@@ -1,7 +1,7 @@
-"""The launcher: a whole cluster on this machine, and nothing left of it afterwards.
+"""The launcher: starts a whole cluster on this machine, and removes all of it when it stops.
 
-`python -m orchestrator.cluster` is what `gammaray up` runs. Here alone orchestrator and workers meet: workers
-are deployed by the names of their build functions, so that neither side imports the other.
+`python -m orchestrator.launcher.cluster` is what `gammaray up` runs. Only here orchestrator and workers meet:
+workers are deployed by the names of their build functions, so that neither side imports the other.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ import importlib
 import logging
 import os
 import re
+import secrets
 import sys
+import tempfile
 import time
 import traceback
+import urllib.request
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,21 +25,85 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import psutil
 from pydantic import ValidationError
 
+from gammaray.client.sync_client import Client
 from gammaray.config import ClusterSettings, OrchestratorSettings, PoolSize, WorkerSettings, settings_error
-from gammaray.deploy.serve_config import APPLICATIONS, GRPC_SERVICERS, role_settings
+from gammaray.deploy.serve_config import APPLICATIONS, GRPC_SERVICERS, SERVE_ENVIRONMENT, role_settings
 from gammaray.errors import DeadlineExceededError, GammarayError, InvalidArgumentError, UnavailableError
-from orchestrator.cluster_env import private_directory, serve_environment
-from orchestrator.cluster_options import LauncherOptions, announcer, parse_options
-from orchestrator.cluster_trust import Trust, arrange_trust, check_access, reachable
-from orchestrator.placement import worker_cores
-from orchestrator.preflight import check_port, check_vocabularies, check_workers, gpus_by_role
-from orchestrator.reaper import MARK, Guardian, children_named, die_with_parent, end_marked, runs
-from orchestrator.stopping import Stop, StopSignals, silence
+from orchestrator.launcher.options import LauncherOptions, announcer, parse_options
+from orchestrator.launcher.preflight import (
+    check_port,
+    check_vocabularies,
+    check_workers,
+    free_ports,
+    gpus_by_role,
+    worker_cores,
+)
+from orchestrator.launcher.reaper import (
+    MARK,
+    Guardian,
+    children_named,
+    die_with_parent,
+    end_marked,
+    runs,
+)
+from orchestrator.launcher.signals import Stop, StopSignals, silence
+from orchestrator.launcher.trust import Trust, arrange_trust, check_access, reachable
 
 if TYPE_CHECKING:
-    from orchestrator.redis_server import RedisServer
+    from orchestrator.launcher.redis_server import RedisServer
 
-__all__ = ["main"]
+__all__ = [
+    "main",
+    "missing_parts",
+    "private_directory",
+    "serve_environment",
+]
+
+# Unix sockets lie below it, whose paths may have 107 characters (97 for HAProxy), node ids included.
+_LONGEST_TEMP = 12
+
+
+def private_directory() -> Path:
+    """Create the directory of one cluster, with a short path."""
+    parent = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="gammaray-", dir=parent if len(parent) <= _LONGEST_TEMP else "/tmp"))
+
+
+def serve_environment(directory: Path, host: str) -> dict[str, str]:
+    """Return the variables for a cluster of its own, that shares no port, file or token with another.
+
+    They are `SERVE_ENVIRONMENT` and what keeps clusters on one machine apart.
+    """
+    metrics, stats, fallback_http, fallback_grpc = free_ports(host, 4)
+    haproxy = directory / "h"
+    # Replicas of clusters on one host look for free ports in the same order; start each elsewhere.
+    first = 20_000 + 20 * secrets.randbelow(200)
+    return {
+        **SERVE_ENVIRONMENT,
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
+        "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_http),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_grpc),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first + 500),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(first + 5_000),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(first + 5_500),
+        # Long enough for HAProxy to hear of it; the default of 30 s makes every shutdown time out.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
+        "RAY_SERVE_LOG_TO_STDERR": "0",
+        # Who changes its title must not overwrite its environment: the guardian knows it by a mark in there.
+        "SPT_NOENV": "1",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
+
 
 HOST = "127.0.0.1"
 _WORKER_BUILDERS = {"target": "services.app:build_target", "draft": "services.app:build_draft"}
@@ -100,7 +168,7 @@ def serve_cluster(
         # The password may be in the environment, as GAMMARAY_REDIS_PASSWORD.
         check_redis(OrchestratorSettings(redis_url=settings.redis_url).redis_login_url)
     else:
-        from orchestrator.redis_server import redis_binary
+        from orchestrator.launcher.redis_server import redis_binary
 
         redis_binary()  # raises where there is none
 
@@ -186,7 +254,7 @@ def _stop_ray() -> None:
 
 
 def _start_redis(directory: Path, maxmemory_mb: int, started: ExitStack) -> RedisServer:
-    from orchestrator.redis_server import RedisServer, default_maxmemory
+    from orchestrator.launcher.redis_server import RedisServer, default_maxmemory
 
     server = RedisServer.start(directory / "redis", maxmemory_mb * 2**20 or default_maxmemory())
     started.callback(server.stop)
@@ -268,7 +336,7 @@ def _wait_until_healthy(settings: ClusterSettings, deadline: float, api_key: str
     """
     from ray import serve
 
-    from orchestrator.readiness import missing_parts
+    from orchestrator.launcher.cluster import missing_parts
 
     missing = "applications"
     while time.monotonic() < deadline:
@@ -312,3 +380,37 @@ def _watch(redis: RedisServer | None) -> NoReturn:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+_TIMEOUT_S = 5.0
+
+
+def missing_parts(settings: ClusterSettings, host: str, api_key: str | None = None) -> str:
+    """Return what does not serve yet, in words; nothing when all does."""
+    if not _http_answers(f"http://{host}:{settings.http_port}/health"):
+        return "a healthy HTTP API"
+    # Each orchestrator finds the workers for itself, and a new connection goes to the next one.
+    for _ in range(1 if settings.orchestrators == 1 else 2 * settings.orchestrators):
+        try:
+            with Client(f"{host}:{settings.grpc_port}", api_key=api_key) as client:
+                processes = client.status(timeout_s=_TIMEOUT_S)
+        except GammarayError as error:
+            return f"an answer of the gRPC API ({error})"
+        healthy = Counter(process.role for process in processes if process.healthy)
+        wanted = {
+            "target": settings.target_workers.minimum,
+            "draft": settings.draft_workers.minimum,
+            "redis": 1,
+        }
+        for role, count in wanted.items():
+            if healthy[role] < count:
+                return f"{count - healthy[role]} more {role} process"
+    return ""
+
+
+def _http_answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
+            return bool(answer.status == 200)
+    except OSError:  # urllib's errors too
+        return False

@@ -14,7 +14,12 @@ from gammaray.types import (
     SamplingParams,
     VerificationMethod,
 )
-from orchestrator.http_models import MAX_CHOICES, ChatRequest, CompletionRequest, OpenAIRequest
+from orchestrator.api.http.models import (
+    MAX_CHOICES,
+    ChatRequest,
+    CompletionRequest,
+    OpenAIRequest,
+)
 from orchestrator.sessions.lifecycle import check_prompt_length
 
 __all__ = ["ChoicePlan", "chat_choices", "check_told_numbers", "completion_choices"]

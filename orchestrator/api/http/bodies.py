@@ -11,7 +11,7 @@ import grpc
 from fastapi import Request
 
 from gammaray.errors import GammarayError, InvalidArgumentError, ResourceExhaustedError
-from orchestrator.http_errors import BodyTooLargeError
+from orchestrator.api.http.errors import BodyTooLargeError
 
 __all__ = ["MAX_BODY_BYTES", "Bodies", "BodyTooSlowError", "NotJsonError"]
 

@@ -7,9 +7,9 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gammaray.errors import GammarayError
-from orchestrator import openapi
 from orchestrator.access.caller import Authenticator, Caller
-from orchestrator.http_errors import error_response
+from orchestrator.api.http import openapi
+from orchestrator.api.http.errors import error_response
 
 __all__ = ["AccessControl", "caller_of"]
 

@@ -19,8 +19,13 @@ from pydantic import BaseModel, ConfigDict, FailFast, ValidationError, field_val
 from gammaray.checks import MAX_TOKEN_IDS
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import MAX_LOGIT_BIAS, MAX_STOP, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
-from orchestrator.http_errors import invalid_argument, invalid_beginning, lasting, too_many
-from orchestrator.http_json import MAX_VALUES, Decoded, decode
+from orchestrator.api.http.errors import (
+    invalid_argument,
+    invalid_beginning,
+    lasting,
+    too_many,
+)
+from orchestrator.api.http.json_text import MAX_VALUES, Decoded, decode
 
 __all__ = [
     "IGNORED",

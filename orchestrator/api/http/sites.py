@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gammaray.checks import is_address
 from gammaray.errors import InvalidArgumentError
-from orchestrator.http_errors import error_response
+from orchestrator.api.http.errors import error_response
 
 __all__ = ["ForeignSiteError", "Hosts", "SiteControl"]
 

@@ -99,7 +99,7 @@ def invalid_beginning(error: ValidationError, open_path: Sequence[str | int]) ->
 
     Args:
         error: The failures.
-        open_path: Where reading stopped, see `orchestrator.http_json.Decoded`.
+        open_path: Where reading stopped, see `orchestrator.api.http.json_text.Decoded`.
     """
     path = tuple(map(str, open_path))
     for failure in error.errors(include_url=False):

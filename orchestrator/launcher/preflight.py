@@ -1,4 +1,4 @@
-"""What is checked before anything expensive starts: ports, models, and that their vocabularies agree."""
+"""What is checked before anything expensive starts: ports, cores, models, and that vocabularies agree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import random
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,32 @@ __all__ = [
     "gpu_share",
     "gpus_by_role",
     "vocab_size",
+    "worker_cores",
 ]
+
+
+def worker_cores(cores: Collection[int], num_targets: int, num_drafts: int) -> dict[str, str]:
+    """Give each role as many cores of its own as it has workers, the first ones to the targets.
+
+    Workers of one role share theirs; all else may run on every core. With fewer cores than workers nobody is
+    bound.
+
+    Args:
+        cores: What may be given away.
+        num_targets: Number of target workers.
+        num_drafts: Number of draft workers.
+
+    Returns:
+        By role the `cpu_affinity` of its workers, empty for none.
+    """
+    if len(cores) < num_targets + num_drafts:
+        return {"target": "", "draft": ""}
+    names = [str(core) for core in sorted(cores)]
+    return {
+        "target": ",".join(names[:num_targets]),
+        "draft": ",".join(names[num_targets : num_targets + num_drafts]),
+    }
+
 
 MANY_GPUS = 2**16
 """Stands for a number of GPUs that only Ray will tell."""

@@ -42,7 +42,7 @@ class Guardian:
         # Its standard input ends when the last holder of the other end does: this process. A session of its
         # own keeps Ctrl-C from it.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "orchestrator.reaper", cluster_id, str(directory)],
+            [sys.executable, "-m", "orchestrator.launcher.reaper", cluster_id, str(directory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,

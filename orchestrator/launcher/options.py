@@ -41,7 +41,7 @@ def parse_options(argv: Sequence[str] | None = None) -> LauncherOptions:
     Raises:
         InvalidArgumentError: A setting is out of bounds.
     """
-    parser = argparse.ArgumentParser(prog="python -m orchestrator.cluster", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m orchestrator.launcher.cluster", description=__doc__)
     for name, info in ClusterSettings.model_fields.items():
         option, text = f"--{name.replace('_', '-')}", f"{info.description} Default: {info.default!r}."
         if info.annotation is bool:

@@ -1,4 +1,4 @@
-"""Several generations at once, and server-sent events."""
+"""Server-sent events of one or several generations, and streams that resume after `Last-Event-ID`."""
 
 from __future__ import annotations
 
@@ -7,24 +7,106 @@ import json
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import anyio
 from fastapi.responses import StreamingResponse
 from starlette.types import Send
 
-from gammaray.errors import InternalError
+from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import Chunk, GenerationRequest
 from orchestrator.access.caller import ANONYMOUS, Caller
-from orchestrator.backend import Backend
-from orchestrator.http_errors import as_gammaray_error, error_body
-from orchestrator.http_json import encode
-from orchestrator.http_models import StreamOptions
-from orchestrator.http_responses import Response
-from orchestrator.http_resume import EventId
+from orchestrator.api.backend import Backend
+from orchestrator.api.http.errors import as_gammaray_error, error_body
+from orchestrator.api.http.json_text import encode
+from orchestrator.api.http.models import StreamOptions
+from orchestrator.api.http.requests import ChoicePlan
+from orchestrator.api.http.responses import Response
+from orchestrator.sessions.lifecycle import REPLAY_TOKENS
 from orchestrator.text.cpu_threads import in_thread
 
-__all__ = ["EVENT_BYTES", "EventStream", "Pieces", "generate_all"]
+__all__ = ["EVENT_BYTES", "HEADER", "EventId", "EventStream", "Pieces", "generate_all", "recall", "resumed"]
+
+HEADER = "last-event-id"
+_END = "end"
+_FORM = "an id of an event of this server: <session>:<turn>:<tokens>"
+
+
+@dataclass(frozen=True)
+class EventId:
+    """Where in a stream an event stands.
+
+    Args:
+        session_id: The session.
+        turn: Its turn.
+        offset: Emitted tokens up to and with the event.
+        has_ended: Whether the event told why the turn ended.
+    """
+
+    session_id: str
+    turn: int
+    offset: int
+    has_ended: bool = False
+
+    @classmethod
+    def of(cls, chunk: Chunk) -> EventId:
+        """Return the id of a piece's event."""
+        offset = chunk.offset + len(chunk.tokens)
+        return cls(chunk.session_id, chunk.turn, offset, chunk.finish_reason is not None)
+
+    @classmethod
+    def parse(cls, text: str) -> EventId:
+        """Return the id in a header.
+
+        Raises:
+            InvalidArgumentError: It is none of ours.
+        """
+        session_id, *rest = text.strip().split(":")
+        has_ended = rest[2:] == [_END]
+        numbers = rest[:2] if has_ended else rest
+        if not session_id or len(numbers) != 2 or not all(n.isascii() and n.isdigit() for n in numbers):
+            raise InvalidArgumentError("Last-Event-ID", text, _FORM)
+        turn, offset = (int(number[:12]) for number in numbers)
+        return cls(session_id, turn, offset, has_ended)
+
+    def __str__(self) -> str:
+        text = f"{self.session_id}:{self.turn}:{self.offset}"
+        return f"{text}:{_END}" if self.has_ended else text
+
+
+def resumed(plans: Sequence[ChoicePlan], seen: EventId, *, is_stream: bool) -> list[ChoicePlan]:
+    """Return the plans of a request that goes on behind an event.
+
+    Raises:
+        InvalidArgumentError: Not a stream of one choice, or one of another session.
+    """
+    if not is_stream:
+        raise InvalidArgumentError("Last-Event-ID", "a request without stream", "stream: true")
+    if len(plans) != 1:
+        raise InvalidArgumentError(
+            "Last-Event-ID", f"{len(plans)} choices", "one prompt with n = 1: only such streams are resumed"
+        )
+    (plan,) = plans
+    own = plan.request.session_id
+    if own and own != seen.session_id:
+        raise InvalidArgumentError("session_id", own, f"{seen.session_id}, which the Last-Event-ID names")
+    request = replace(plan.request, session_id=seen.session_id, turn=seen.turn, resume_from=seen.offset)
+    request.validate()
+    return [replace(plan, request=request)]
+
+
+async def recall(response: Response, backend: Backend, seen: EventId, caller: Caller) -> None:
+    """Tell a response of one choice what its client has: the tokens before an event.
+
+    Raises:
+        NotFoundError: There is no such session (any more).
+    """
+    _, tokens = await backend.sessions.get(seen.session_id, caller)
+    for start in range(0, min(seen.offset, len(tokens)), REPLAY_TOKENS):
+        response.recall(tokens[start : min(start + REPLAY_TOKENS, seen.offset)])
+        await asyncio.sleep(0)
+
 
 Pieces = AsyncIterator[tuple[int, Chunk]]
 """Pieces of several choices as they come, each with the index of its choice."""

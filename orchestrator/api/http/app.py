@@ -1,0 +1,341 @@
+"""The OpenAI-compatible HTTP API over any `Backend`, its metrics endpoints and the page at `/`."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
+from importlib.resources import files
+from typing import Any, TypeVar
+
+import fastapi
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.requests import ClientDisconnect
+
+from gammaray.errors import CancelledError, NotFoundError, UnavailableError
+from gammaray.types import ProcessStatus, SpeculationTotals
+from orchestrator.access.caller import Authenticator
+from orchestrator.api.backend import Backend
+from orchestrator.api.http.auth import AccessControl, caller_of
+from orchestrator.api.http.bodies import MAX_BODY_BYTES, Bodies
+from orchestrator.api.http.errors import as_gammaray_error, error_response, install_handlers
+from orchestrator.api.http.json_text import encode
+from orchestrator.api.http.models import ChatRequest, CompletionRequest, parse_body
+from orchestrator.api.http.openapi import add_document
+from orchestrator.api.http.requests import ChoicePlan, chat_choices, completion_choices
+from orchestrator.api.http.responses import ChatResponse, CompletionResponse, Response
+from orchestrator.api.http.sites import Hosts, SiteControl
+from orchestrator.api.http.stream import HEADER, EventId, EventStream, generate_all, recall, resumed
+from orchestrator.text.cpu_threads import INLINE_BYTES, in_parser_thread, in_thread
+
+__all__ = [
+    "MAX_BODY_BYTES",
+    "add_metrics",
+    "create_app",
+    "playground",
+    "targets",
+    "vllm_metrics",
+]
+
+_ENGINE = "0"
+"""Value of vLLM's label `engine`: all orchestrators together are one."""
+
+
+def add_metrics(app: FastAPI, backend: Backend) -> None:
+    """Add GET /metrics, and GET /metrics/targets for the `http_sd_configs` of Prometheus."""
+
+    @app.get("/metrics")
+    async def metrics() -> fastapi.Response:
+        processes = await backend.status()
+        if any(process.role == "redis" and not process.healthy for process in processes):
+            # Without the other orchestrators the sums would fall, which a scraper takes for a restart.
+            raise UnavailableError("Redis cannot be reached, which knows the other orchestrators")
+        return fastapi.Response(vllm_metrics(processes), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/metrics/targets")
+    async def metrics_targets() -> list[dict[str, Any]]:
+        return targets(await backend.status())
+
+
+def targets(processes: list[ProcessStatus]) -> list[dict[str, Any]]:
+    """Return the processes that serve metrics, in the form of Prometheus's HTTP service discovery."""
+    return [
+        {
+            "targets": [process.metrics_address],
+            "labels": {"process": process.role, "pid": str(process.pid)},
+        }
+        for process in processes
+        if process.metrics_address
+    ]
+
+
+def vllm_metrics(processes: Sequence[ProcessStatus]) -> bytes:
+    """Return vLLM's metrics about requests and speculation, summed over the orchestrators.
+
+    Args:
+        processes: The processes of the cluster; those that are no orchestrators do not count.
+
+    Returns:
+        Prometheus's text format.
+    """
+    registry = CollectorRegistry()
+    registry.register(_VllmCollector([process for process in processes if process.role == "orchestrator"]))
+    return generate_latest(registry)
+
+
+class _VllmCollector:
+    """Makes prometheus_client's families of the states of orchestrators."""
+
+    def __init__(self, orchestrators: Sequence[ProcessStatus]) -> None:
+        self._orchestrators = orchestrators
+
+    def collect(self) -> Iterator[Metric]:
+        orchestrators = self._orchestrators
+        totals = [process.speculation_totals or SpeculationTotals() for process in orchestrators]
+        labels = {
+            "model_name": next((process.model for process in orchestrators), ""),
+            "engine": _ENGINE,
+        }
+        gauges = (
+            ("num_requests_running", "Requests that run.", [p.sessions for p in orchestrators]),
+            (
+                "num_requests_waiting",
+                "Requests that wait for a place.",
+                [p.num_queued for p in orchestrators],
+            ),
+        )
+        for name, meaning, values in gauges:
+            gauge = GaugeMetricFamily(f"vllm:{name}", meaning, labels=list(labels))
+            gauge.add_metric(list(labels.values()), sum(values))
+            yield gauge
+        counters = (
+            ("generation_tokens", "Tokens emitted.", [own.emitted_tokens for own in totals]),
+            ("spec_decode_num_drafts", "Proposals with at least one token.", [own.drafts for own in totals]),
+            ("spec_decode_num_draft_tokens", "Tokens proposed.", [own.draft_tokens for own in totals]),
+            (
+                "spec_decode_num_accepted_tokens",
+                "Proposed tokens that were accepted and emitted.",
+                [own.accepted_tokens for own in totals],
+            ),
+        )
+        for name, meaning, values in counters:
+            counter = CounterMetricFamily(f"vllm:{name}", meaning, labels=list(labels))
+            counter.add_metric(list(labels.values()), sum(values))
+            yield counter
+        yield self._per_position(labels)
+
+    def _per_position(self, labels: dict[str, str]) -> Metric:
+        counts = [process.accepted_per_position for process in self._orchestrators]
+        family = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens by their depth in the proposal, from 0.",
+            labels=[*labels, "position"],
+        )
+        for position in range(max(map(len, counts), default=0)):
+            total = sum(own[position] for own in counts if position < len(own))
+            family.add_metric([*labels.values(), str(position)], total)
+        return family
+
+
+_INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
+
+
+def playground() -> fastapi.Response:
+    """Return the page; browsers let it run its own script alone and talk to this server alone."""
+    page = _page()
+    return HTMLResponse(
+        page,
+        headers={
+            "Cache-Control": "no-cache",
+            "Content-Security-Policy": _policy(page),
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+        },
+    )
+
+
+@cache
+def _page() -> str:
+    return files("orchestrator.api.http").joinpath("playground.html").read_text(encoding="utf-8")
+
+
+@cache
+def _policy(page: str) -> str:
+    hashes: dict[str, list[str]] = {"script": [], "style": []}
+    for kind, body in _INLINE.findall(page):
+        digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
+        hashes[kind].append(f"'sha256-{digest}'")
+    return (
+        "default-src 'none'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'; "
+        f"img-src data:; script-src {' '.join(hashes['script'])}; style-src {' '.join(hashes['style'])}"
+    )
+
+
+_MAX_BODIES_BYTES = 256 * 2**20
+
+INLINE_ENTRIES = 1024
+"""Tokens and alternatives of an answer that is rendered on the event loop: some milliseconds."""
+
+_Body = TypeVar("_Body", CompletionRequest, ChatRequest)
+
+
+def create_app(
+    backend: Backend,
+    close: Callable[[], Awaitable[None]] | None = None,
+    authenticator: Authenticator | None = None,
+    max_bodies_bytes: int = _MAX_BODIES_BYTES,
+    allowed_hosts: str = "",
+) -> FastAPI:
+    """Return the ASGI application.
+
+    Args:
+        backend: What generates.
+        close: Awaited when the application shuts down.
+        authenticator: Knows the API keys; None lets everybody in.
+        max_bodies_bytes: Upper bound of all request bodies held at once.
+        allowed_hosts: Names of this server for requests without a key, see `sites.Hosts`.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        if close is not None:
+            await close()
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    install_handlers(app)
+    authenticator = authenticator or Authenticator()
+    app.add_middleware(AccessControl, authenticator=authenticator)
+    if authenticator.is_open:
+        app.add_middleware(SiteControl, hosts=Hosts(allowed_hosts))
+    _add_generation(app, backend, Bodies(max_bodies_bytes))
+    _add_information(app, backend)
+    add_metrics(app, backend)
+    add_document(app)
+    return app
+
+
+def _add_generation(app: FastAPI, backend: Backend, bodies: Bodies) -> None:
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> fastapi.Response:
+        async def answer() -> fastapi.Response:
+            async with bodies.read(request) as data:
+                body, plans = await _planned(_plan_completions, backend, data)
+            response = CompletionResponse(backend.model_name, plans, backend.token_bytes, backend.is_special)
+            return await _generate(backend, plans, response, body, request)
+
+        return await _guarded(answer)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> fastapi.Response:
+        async def answer() -> fastapi.Response:
+            async with bodies.read(request) as data:
+                body, plans = await _planned(_plan_chat, backend, data)
+            response = ChatResponse(backend.model_name, plans, backend.token_bytes, backend.is_special)
+            return await _generate(backend, plans, response, body, request)
+
+        return await _guarded(answer)
+
+
+def _add_information(app: FastAPI, backend: Backend) -> None:
+    started_at = int(time.time())
+
+    def model() -> dict[str, Any]:
+        return {
+            "id": backend.model_name,
+            "object": "model",
+            "created": started_at,
+            "owned_by": "gammaray",
+            "max_model_len": backend.max_context,
+        }
+
+    @app.get("/")
+    async def root(request: Request) -> fastapi.Response:
+        if "text/html" in request.headers.get("accept", ""):
+            return playground()
+        return JSONResponse(
+            {"name": "gammaray", "model": backend.model_name, "endpoints": ["/v1", "/health"]}
+        )
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        if name != backend.model_name:
+            raise NotFoundError(f"no model {name!r}; this server has {backend.model_name!r}", "model")
+        return model()
+
+    @app.get("/health")
+    async def health() -> fastapi.Response:
+        async def answer() -> fastapi.Response:
+            processes = await backend.status()
+            if not any(process.role == "target" and process.healthy for process in processes):
+                raise UnavailableError("no target worker is there")
+            return JSONResponse({"status": "ok"})
+
+        return await _guarded(answer)
+
+
+async def _planned(
+    plan: Callable[[Backend, bytes], tuple[_Body, list[ChoicePlan]]], backend: Backend, data: bytes
+) -> tuple[_Body, list[ChoicePlan]]:
+    """Return what `plan` makes of a body; a large one is read off the event loop."""
+    if len(data) <= INLINE_BYTES:
+        return plan(backend, data)
+    return await in_parser_thread(plan, backend, data)
+
+
+def _plan_completions(backend: Backend, data: bytes) -> tuple[CompletionRequest, list[ChoicePlan]]:
+    body = parse_body(CompletionRequest, data)
+    return body, completion_choices(body, backend.max_context, backend.decode)
+
+
+def _plan_chat(backend: Backend, data: bytes) -> tuple[ChatRequest, list[ChoicePlan]]:
+    body = parse_body(ChatRequest, data)
+    prompt = backend.render_chat([message.model_dump() for message in body.messages])
+    return body, chat_choices(body, prompt, backend.max_context)
+
+
+async def _generate(
+    backend: Backend,
+    plans: list[ChoicePlan],
+    response: Response,
+    body: CompletionRequest | ChatRequest,
+    request: Request,
+) -> fastapi.Response:
+    caller, last_id = caller_of(request), request.headers.get(HEADER)
+    seen = None if last_id is None else EventId.parse(last_id)
+    if seen is not None:
+        plans = resumed(plans, seen, is_stream=body.stream)
+        await recall(response, backend, seen, caller)
+    requests = [plan.request for plan in plans]
+    if body.stream:
+        options = body.stream_options
+        return await EventStream.open(backend, requests, response, options, caller=caller, seen=seen)
+    async with generate_all(backend, requests, caller) as pieces:
+        async for index, chunk in pieces:
+            response.add(index, chunk)
+    if response.num_entries <= INLINE_ENTRIES:
+        return JSONResponse(response.whole())
+    content = await in_thread(lambda: encode(response.whole()))
+    return fastapi.Response(content, media_type=JSONResponse.media_type)
+
+
+async def _guarded(answer: Callable[[], Awaitable[fastapi.Response]]) -> fastapi.Response:
+    """Turn what `answer` raises into an OpenAI error object, a bug of ours included."""
+    try:
+        return await answer()
+    except ClientDisconnect:
+        return fastapi.Response(status_code=CancelledError.http_status)  # nobody reads it
+    except Exception as error:
+        return error_response(as_gammaray_error(error))
