@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.engine.model import resolve_model
+from services.engine.core.model import resolve_model
 
 __all__ = ["Baselines", "Generated", "running_baselines"]
 

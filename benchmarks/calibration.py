@@ -28,8 +28,8 @@ from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.draft.calibration import Calibration
 from services.draft.outlook import race_temperature
 from services.engine.engine import Engine, Feed
-from services.engine.noise import Noise
-from services.loading import load_engine
+from services.engine.loader import load_engine
+from services.engine.sampling.noise import Noise
 
 WORKLOADS = (
     ("prose", 0.0),

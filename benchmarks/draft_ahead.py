@@ -34,7 +34,7 @@ from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.draft.scheduler import DraftScheduler
 from services.draft.throttle import AheadStats, Throttle
-from services.loading import load_engine
+from services.engine.loader import load_engine
 from services.planning import Limits
 from services.target.scheduler import TargetScheduler
 from services.tasks import Ending, ProposeTask, SessionSpec, Task, VerifyTask

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from gammaray.types import SamplingParams
-from services.engine.edits import LogitEdits
-from services.engine.processing import edited_logits
+from services.engine.sampling.edits import LogitEdits
+from services.engine.sampling.logits import edited_logits
 
 EOS = (0,)
 

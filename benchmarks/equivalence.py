@@ -31,7 +31,7 @@ from gammaray.bench.measure import first_difference
 from gammaray.bench.tables import plain_table
 from gammaray.client.request import GenerateOptions
 from gammaray.demo_pair import DEMO_PAIR
-from services.engine.model import resolve_model
+from services.engine.core.model import resolve_model
 
 __all__ = ["compare_at_once", "compare_greedy", "compare_sampled", "plain_sampled"]
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gammaray.bench.tables import plain_table
 from gammaray.types import ProcessStatus
-from services.engine.model import resolve_model
+from services.engine.core.model import resolve_model
 from services.engine.native.library import load_kernel
 
 __all__ = ["ModelMemory", "memory_overhead", "memory_table", "model_memory"]

@@ -20,7 +20,7 @@ from benchmarks.provenance import write_result
 from gammaray.bench.tables import plain_table
 from services.demo_pair import TARGET_DIR
 from services.engine.engine import Feed
-from services.loading import load_engine
+from services.engine.loader import load_engine
 
 ROWS = (1, 2, 3, 4, 5, 6, 9, 12)
 

@@ -129,7 +129,7 @@ _ALLOWED = {
     "string_type": "a text",
 }
 
-# What deterministic mode is limited to, see `services.engine.deterministic`.
+# What deterministic mode is limited to, see `services.engine.hf.deterministic`.
 _DETERMINISTIC: dict[str, tuple[Any, ...]] = {
     "device": ("auto", "cpu"),
     "dtype": ("auto", "float32"),

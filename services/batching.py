@@ -24,9 +24,9 @@ from gammaray.errors import (
     InternalError,
     ResourceExhaustedError,
 )
+from services.engine.core.errors import CacheFullError, EngineLostError
+from services.engine.core.prefix_cache import MIN_PREFIX
 from services.engine.engine import Engine, Feed
-from services.engine.errors import CacheFullError, EngineLostError
-from services.engine.retained import MIN_PREFIX
 from services.load import LoadCounters
 from services.meter import WorkerMeter
 from services.planning import Limits, Running, TaskT, plan

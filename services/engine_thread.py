@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from gammaray.errors import InternalError, UnavailableError
 from services.batching import Scheduler
-from services.engine.errors import EngineLostError
+from services.engine.core.errors import EngineLostError
 from services.tasks import Ending, Reply, Task
 
 __all__ = ["EngineThread"]

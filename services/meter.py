@@ -8,7 +8,7 @@ from typing import Protocol
 from gammaray.errors import GammarayError
 from gammaray.telemetry.meter import Meter
 from gammaray.types import WorkerTotals
-from services.engine.kv_cache import CacheStats
+from services.engine.core.kv_cache import CacheStats
 from services.tasks import NeedTokens
 
 __all__ = ["AheadStats", "ObservedScheduler", "WorkerMeter"]

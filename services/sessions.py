@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
-from services.engine.edits import LogitEdits
-from services.engine.noise import Noise
+from services.engine.sampling.edits import LogitEdits
+from services.engine.sampling.noise import Noise
 from services.tasks import NeedTokens, SessionSpec, Task
 
 __all__ = ["Session", "SessionTable"]
@@ -21,7 +21,7 @@ NOISE_BYTES = 512 << 20
 
 MIN_WITH_NOISE = 16
 
-# Two streams of at most 64 float64 rows each, see services/engine/noise.py.
+# Two streams of at most 64 float64 rows each, see services/engine/sampling/noise.py.
 _NOISE_BYTES_PER_ID = 2 * 64 * 8
 
 

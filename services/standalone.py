@@ -43,7 +43,7 @@ def run(
 
 
 async def _serve(prog: str, worker: Any) -> int:
-    from services.engine.errors import UnsupportedModelError
+    from services.engine.core.errors import UnsupportedModelError
 
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):

@@ -18,11 +18,11 @@ from gammaray.security.tls import tls_files
 from gammaray.telemetry.export import MetricsExport
 from gammaray.telemetry.otel import Telemetry
 from services.batching import Scheduler
+from services.engine.core.model import resolve_model
 from services.engine.engine import Engine
-from services.engine.model import resolve_model
+from services.engine.loader import load_worker_engine
 from services.engine_thread import EngineThread
 from services.load import LoadReport, LoadReporter
-from services.loading import load_worker_engine
 from services.messages import Model
 from services.meter import WorkerMeter
 from services.planning import Limits

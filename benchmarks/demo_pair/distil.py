@@ -32,7 +32,7 @@ from benchmarks.demo_pair.evaluate import agreement
 from benchmarks.demo_pair.train import held_out_windows, optimizers_of, rate
 from services.demo_pair import TARGET_DIR
 from services.engine.engine import Engine, Feed
-from services.loading import load_engine
+from services.engine.loader import load_engine
 
 __all__ = ["Lessons", "distil", "divergence", "read_lessons", "variation", "write_samples"]
 

@@ -39,7 +39,7 @@ from gammaray.bench.tables import plain_table
 from gammaray.bench.workloads import documents
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.engine.engine import Engine, Feed
-from services.loading import load_engine
+from services.engine.loader import load_engine
 
 __all__ = ["Agreement", "agreement", "step_times"]
 

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu.loop import Session, new_sessions, release
 from benchmarks.gpu.pair import Pair
-from services.engine.graphs_engine import GraphEngine
+from services.engine.device_drafting import GraphEngine
 
 __all__ = ["Context", "Expired", "Plan", "ReadSessions", "replay_time", "time_of"]
 

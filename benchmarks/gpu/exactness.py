@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.pair import TINY, Pair, random_tokens
-from services.engine.batch import Feed
-from services.engine.graphs_engine import GraphEngine
-from services.engine.graphs_tables import Race
-from services.engine.graphs_torch import TorchKernels
+from services.engine.core.batch import Feed
+from services.engine.cuda.tables import Race
+from services.engine.cuda.torch_kernels import TorchKernels
+from services.engine.device_drafting import GraphEngine
 
 __all__ = ["exactness", "invariance"]
 

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.gpu.pair import random_tokens
-from services.engine.batch import Feed
-from services.engine.graphs_draft import TreeShape
-from services.engine.graphs_engine import GraphEngine
-from services.engine.graphs_tables import Race
+from services.engine.core.batch import Feed
+from services.engine.cuda.tables import Race
+from services.engine.device_drafting import GraphEngine, TreeShape
 
 __all__ = ["Session", "Trace", "decode", "new_sessions", "release", "speculate"]
 

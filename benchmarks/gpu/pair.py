@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from services.engine.batch import Feed
-from services.engine.graphs_engine import GraphEngine
-from services.engine.graphs_tables import Race
-from services.engine.graphs_torch import TorchKernels
-from services.engine.graphs_weights import GraphModel, build_graph_model
-from services.engine.model import LoadedModel
+from services.engine.core.batch import Feed
+from services.engine.core.model import LoadedModel
+from services.engine.cuda.tables import Race
+from services.engine.cuda.torch_kernels import TorchKernels
+from services.engine.cuda.weights import GraphModel, build_graph_model
+from services.engine.device_drafting import GraphEngine
 
 __all__ = ["EIGHT_B", "TINY", "Agreement", "Pair", "Sizes"]
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from benchmarks.gpu.context import Context, Expired, ReadSessions, replay_time, time_of
 from benchmarks.gpu.loop import decode
-from services.engine.batch import Feed
-from services.engine.graphs import Capture
-from services.engine.graphs_engine import GraphEngine
-from services.engine.graphs_torch import TorchKernels
+from services.engine.core.batch import Feed
+from services.engine.cuda.runner import Capture
+from services.engine.cuda.torch_kernels import TorchKernels
+from services.engine.device_drafting import GraphEngine
 
 __all__ = ["bandwidth", "decoding", "draft_costs", "products", "verify_costs"]
 

@@ -10,8 +10,7 @@ from typing import Any
 from benchmarks.gpu.context import Context, Expired, ReadSessions
 from benchmarks.gpu.loop import Session, decode, speculate
 from gammaray.maths.theory import expected_tokens
-from services.engine.graphs_draft import TreeShape
-from services.engine.graphs_engine import GraphEngine
+from services.engine.device_drafting import GraphEngine, TreeShape
 
 __all__ = ["best_gamma", "speedups"]
 

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from gammaray.types import SparseDistribution, VerificationMethod
 from services.draft.sampling import entropy_estimate, quantise, sample_dense, sample_sparse
-from services.engine.native.guesses import likeliest
-from services.engine.noise import Noise
+from services.engine.native.library import likeliest
+from services.engine.sampling.noise import Noise
 
 __all__ = ["NUM_GUESSES", "Guess", "Outlook", "outlooks", "race_temperature"]
 

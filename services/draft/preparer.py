@@ -12,8 +12,8 @@ from services.draft.reading import RUN
 from services.draft.speculation import Speculation
 from services.draft.throttle import Throttle
 from services.draft.tree import Node
+from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine
-from services.engine.errors import CacheFullError
 from services.tasks import Prepared, ProposeTask
 
 __all__ = ["Preparer"]

@@ -26,8 +26,8 @@ from services.draft.preparer import Preparer
 from services.draft.reading import Reading, Shape
 from services.draft.speculation import Speculation
 from services.draft.tree import Node
+from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine, Feed
-from services.engine.errors import CacheFullError
 from services.load import LoadCounters
 from services.planning import Limits, Running
 from services.sessions import Session

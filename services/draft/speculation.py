@@ -17,9 +17,9 @@ from services.draft.outlook import Outlook, outlooks
 from services.draft.params import counts_tokens, draft_params
 from services.draft.reading import Reading, Shape
 from services.draft.tree import Node, SpeculationTree
-from services.engine.edits import LogitEdits
 from services.engine.engine import Engine, Feed
-from services.engine.processing import processed_log_probs
+from services.engine.sampling.edits import LogitEdits
+from services.engine.sampling.logits import processed_log_probs
 from services.sessions import Session
 from services.tasks import SessionSpec
 

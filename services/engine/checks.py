@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.engine.attention import ATTENTION_NAME
-from services.engine.batch import Feed
+from services.engine.core.batch import Feed
+from services.engine.core.errors import UnsupportedModelError
+from services.engine.core.model import LoadedModel
 from services.engine.engine import Engine
-from services.engine.errors import UnsupportedModelError
-from services.engine.model import LoadedModel
+from services.engine.hf.attention import ATTENTION_NAME
 
 __all__ = ["check_deterministic", "check_model"]
 

@@ -16,10 +16,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from services.engine.batch import Batch, Feed
-from services.engine.errors import CacheGapError
-from services.engine.feeds import plan_batch
-from services.engine.kv_cache import CacheStats, CacheStore, Source
+from services.engine.core.batch import Batch, Feed, plan_batch
+from services.engine.core.errors import CacheGapError
+from services.engine.core.kv_cache import CacheStats, CacheStore, Source
 from services.engine.native.runner import NativeRunner
 
 __all__ = ["Engine", "Feed", "Runner"]
@@ -34,7 +33,7 @@ class Runner(Protocol):
 
 
 class Engine:
-    """One model and the caches of its sessions; `services.loading` builds it.
+    """One model and the caches of its sessions; `services.engine.loader` builds it.
 
     Attributes:
         model_name: Directory or hub name.

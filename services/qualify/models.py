@@ -12,10 +12,10 @@ from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 from gammaray.config import DraftSettings, TargetSettings, WorkerSettings
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from gammaray.qualify.measured import ModelFacts, QualifyTask
+from services.engine.core.errors import UnsupportedModelError
+from services.engine.core.model import check_config, load_config, resolve_model
 from services.engine.engine import Engine
-from services.engine.errors import UnsupportedModelError
-from services.engine.model import check_config, load_config, resolve_model
-from services.loading import load_worker_engine
+from services.engine.loader import load_worker_engine
 from services.vocabulary import vocab_sha256
 
 __all__ = ["Loaded", "Source", "encode", "eos_token_ids", "find", "load"]

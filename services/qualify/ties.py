@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from services.engine.engine import Engine, Feed
-from services.engine.noise import Noise
-from services.engine.processing import processed_log_probs
+from services.engine.sampling.logits import processed_log_probs
+from services.engine.sampling.noise import Noise
 from services.qualify.loop import Ask
 
 __all__ = ["is_tie", "parting"]

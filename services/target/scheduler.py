@@ -9,8 +9,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from services.batching import Scheduler
-from services.engine.edits import LogitEdits, row_paths
-from services.engine.processing import edited_logits, processed_log_probs
+from services.engine.sampling.edits import LogitEdits, row_paths
+from services.engine.sampling.logits import edited_logits, processed_log_probs
 from services.planning import Running
 from services.sessions import Session
 from services.target.prompt_scores import PromptLogprobs, PromptScores

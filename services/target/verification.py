@@ -39,7 +39,7 @@ from torch import Tensor
 
 from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, TokenOrigin, VerificationMethod
-from services.engine.noise import Noise
+from services.engine.sampling.noise import Noise
 
 __all__ = ["Verdict", "verify"]
 

@@ -8,9 +8,9 @@ from gammaray.config import TargetSettings
 from gammaray.errors import InvalidArgumentError
 from gammaray.v1 import target_service_pb2, target_service_pb2_grpc
 from services.engine.engine import Engine
-from services.engine.parallel import ParallelEngine
+from services.engine.loader import limit_cache
+from services.engine.tensor_parallel.engine import ParallelEngine
 from services.identity import model_identity
-from services.loading import limit_cache
 from services.messages import Model
 from services.streams import Streams
 from services.target.scheduler import TargetScheduler

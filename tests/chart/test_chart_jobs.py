@@ -178,7 +178,7 @@ class Hub:
 
 
 def test_download_brings_what_workers_read_and_then_says_so(tmp_path):
-    from services.engine.model import resolve_model
+    from services.engine.core.model import resolve_model
 
     hub = Hub(Path(resolve_model("demo", "draft")))
     values = {"modelCache": {"enabled": True}, "models": {"target": "team/small", "draft": "team/small"}}

@@ -32,7 +32,11 @@ async def tokens(grpc):
 
 
 def ranks(cluster):
-    return [process for process, command in cluster.commands() if "services.engine.parallel_rank" in command]
+    return [
+        process
+        for process, command in cluster.commands()
+        if "services.engine.tensor_parallel.rank_main" in command
+    ]
 
 
 def test_two_ranks_give_the_tokens_of_one_and_survive_the_loss_of_a_rank(cluster, monkeypatch):

@@ -15,15 +15,18 @@ from workers_helpers import Link, verify_block
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from services.demo_pair import TARGET_DIR
+from services.engine.core.errors import (
+    CacheFullError,
+    CacheGapError,
+    EngineLostError,
+    UnsupportedModelError,
+)
 from services.engine.engine import Feed
-from services.engine.errors import CacheFullError, CacheGapError, EngineLostError, UnsupportedModelError
-from services.engine.parallel import ParallelEngine
-from services.engine.parallel_checks import check_parallel
-from services.engine.parallel_group import RankSpec, meeting_place
-from services.engine.parallel_rank import follow
-from services.engine.parallel_ranks import Ranks
+from services.engine.loader import load_engine
+from services.engine.tensor_parallel.engine import ParallelEngine, check_parallel
+from services.engine.tensor_parallel.rank_main import follow
+from services.engine.tensor_parallel.ranks import Ranks, RankSpec, meeting_place
 from services.engine_thread import EngineThread
-from services.loading import load_engine
 from services.planning import Limits
 from services.target.scheduler import TargetScheduler
 
@@ -46,7 +49,11 @@ def both_budgets(num_ranks):
 
 def other_rank(pid):
     """Return the process of rank 1."""
-    (rank,) = [p for p in psutil.Process(pid).children() if "services.engine.parallel_rank" in p.cmdline()]
+    (rank,) = [
+        p
+        for p in psutil.Process(pid).children()
+        if "services.engine.tensor_parallel.rank_main" in p.cmdline()
+    ]
     return rank
 
 
@@ -211,7 +218,7 @@ def test_too_few_devices_are_refused_before_anything_starts(monkeypatch):
 
 
 def test_rank_that_cannot_start_is_told_with_its_status(monkeypatch):
-    monkeypatch.setattr("services.engine.parallel_ranks.sys.executable", "/bin/false")
+    monkeypatch.setattr("services.engine.tensor_parallel.ranks.sys.executable", "/bin/false")
     ranks = Ranks.start(RankSpec("m", 2, "cpu", "auto", 1, 1, 10.0, meeting_place()))
     with pytest.raises(EngineLostError, match=r"rank 1 .*ended (with status 1|before it was started)"):
         ranks.wait("started")

@@ -18,7 +18,7 @@ from gammaray.qualify.measured import PairFacts, QualifyTask
 from gammaray.qualify.verdict import Fitness, judge
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.engine.engine import Feed
-from services.loading import load_engine
+from services.engine.loader import load_engine
 from services.qualify.loop import Ask, Pair, Text, draft_scheduler, target_scheduler
 from services.qualify.measure import make_asks, measure
 from services.qualify.models import find

@@ -15,9 +15,9 @@ from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.draft.outlook import race_temperature
 from services.draft.scheduler import DraftScheduler
 from services.draft.throttle import Throttle
+from services.engine.core.session_cache import SessionCache
 from services.engine.engine import Feed
-from services.engine.noise import Noise
-from services.engine.session_cache import SessionCache
+from services.engine.sampling.noise import Noise
 from services.planning import Limits
 from services.tasks import ProposeTask, Reply, SessionSpec
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gammaray.types import SparseDistribution, VerificationMethod
 from services.draft.outlook import outlooks
-from services.engine.noise import Noise
+from services.engine.sampling.noise import Noise
 
 
 def propose_token(

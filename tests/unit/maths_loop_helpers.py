@@ -13,7 +13,7 @@ from scipy import stats
 from torch import Tensor
 
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from services.engine.noise import Noise
+from services.engine.sampling.noise import Noise
 from services.target.verification import verify
 
 Context = tuple[int, ...]

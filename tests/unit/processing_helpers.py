@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gammaray.types import Proposal, SamplingParams
-from services.engine.edits import LogitEdits, row_paths
-from services.engine.processing import processed_log_probs
+from services.engine.sampling.edits import LogitEdits, row_paths
+from services.engine.sampling.logits import processed_log_probs
 
 
 def processed(

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.demo_pair import distil, models
 from benchmarks.demo_pair.evaluate import agreement
-from services.loading import load_engine
+from services.engine.loader import load_engine
 
 VOCAB_SIZE = 320
 

@@ -5,8 +5,8 @@ import torch
 from pydantic import ValidationError
 
 from gammaray.config import TargetSettings
-from services.engine.cache_budget import CacheBudget, available_memory, free_memory
-from services.loading import load_worker_engine
+from services.engine.core.cache_budget import CacheBudget, available_memory, free_memory
+from services.engine.loader import load_worker_engine
 
 GIB = 2**30
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -90,7 +90,7 @@ def test_worker_takes_what_is_free_or_what_it_is_told():
 
 
 def load_engine_of(settings):
-    from services.engine.model import resolve_model
+    from services.engine.core.model import resolve_model
 
     return load_worker_engine(resolve_model("demo", "draft"), settings)
 

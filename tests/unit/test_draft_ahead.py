@@ -10,7 +10,7 @@ from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.draft.outlook import outlooks
 from services.draft.preparer import RUN
 from services.draft.throttle import MIN_LOOKUPS, MIN_OUTCOME, PAUSE, Throttle
-from services.engine.noise import Noise
+from services.engine.sampling.noise import Noise
 from services.tasks import Ending
 
 COUPLED, REJECTION, NAIVE = (

@@ -12,7 +12,7 @@ from maths_helpers import drawn_tokens
 from gammaray.types import SparseDistribution, VerificationMethod
 from services.draft.outlook import race_temperature
 from services.draft.sampling import quantise, sample_sparse
-from services.engine.noise import Noise
+from services.engine.sampling.noise import Noise
 
 COUPLED, REJECTION, NAIVE = VerificationMethod
 VOCAB = 50

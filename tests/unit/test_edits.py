@@ -10,8 +10,8 @@ from processing_helpers import edited_row, path_of
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from services.engine.edits import LogitEdits, row_paths
-from services.engine.processing import edited_logits
+from services.engine.sampling.edits import LogitEdits, row_paths
+from services.engine.sampling.logits import edited_logits
 from services.sessions import SessionTable
 from services.tasks import SessionSpec, Task
 

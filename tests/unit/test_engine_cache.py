@@ -16,10 +16,10 @@ from engine_helpers import (
 )
 
 from gammaray.errors import FailedPreconditionError, ResourceExhaustedError
+from services.engine.core.errors import CacheFullError, CacheGapError
+from services.engine.core.session_cache import SessionCache
 from services.engine.engine import Engine, Feed
-from services.engine.errors import CacheFullError, CacheGapError
-from services.engine.session_cache import SessionCache
-from services.loading import load_engine
+from services.engine.loader import load_engine
 
 # Layers x key and value heads x head_dim x bytes of a float32.
 SLOT_BYTES = 3 * 4 * 8 * 4

@@ -9,11 +9,11 @@ import pytest
 import torch
 from engine_helpers import LEAN, SUPPORTED, random_tokens, tiny_model
 
-from services import loading
+from services.engine import loader as loading
+from services.engine.core.errors import UnsupportedModelError
+from services.engine.core.model import resolve_model
 from services.engine.engine import Engine, Feed
-from services.engine.errors import UnsupportedModelError
-from services.engine.model import resolve_model
-from services.loading import load_engine
+from services.engine.loader import load_engine
 
 NUM_POSITIONS = 330
 

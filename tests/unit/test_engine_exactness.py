@@ -16,10 +16,12 @@ from engine_helpers import (
     tiny_model,
 )
 
-from services.engine import attention, batch, general
-from services.engine import feeds as feeds_module
+from services.engine.core import batch
+from services.engine.core import batch as feeds_module
 from services.engine.engine import Feed
-from services.loading import load_engine
+from services.engine.hf import attention
+from services.engine.hf import runner as general
+from services.engine.loader import load_engine
 
 TOLERANCE = 1e-4
 # Two roots, a chain below one, siblings with equal positions, a leaf deeper than the window is narrow.

@@ -13,19 +13,19 @@ import pytest
 import torch
 from engine_helpers import MAX_CONTEXT, CheckedEngine, plain_model, random_tokens, tiny_model
 
-from services import loading
+from services.engine import loader as loading
+from services.engine.core.errors import CacheGapError
+from services.engine.core.model import LoadedModel, resolve_model
 from services.engine.engine import Feed
-from services.engine.errors import CacheGapError
-from services.engine.general import GeneralRunner
-from services.engine.model import LoadedModel, resolve_model
-from services.engine.native import guesses, weights
+from services.engine.hf.runner import GeneralRunner
+from services.engine.loader import load_engine
+from services.engine.native import library as guesses
+from services.engine.native import weights
 from services.engine.native.build import BASELINE
-from services.engine.native.guesses import likeliest
-from services.engine.native.library import Kernel, open_kernel
+from services.engine.native.library import Kernel, likeliest, open_kernel
 from services.engine.native.runner import NativeRunner
 from services.engine.native.weights import pack_panels
-from services.engine.noise import Noise
-from services.loading import load_engine
+from services.engine.sampling.noise import Noise
 
 
 def scripted_steps() -> list[list[Feed]]:

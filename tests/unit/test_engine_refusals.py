@@ -14,12 +14,12 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
-from services.engine import probe
-from services.engine.attention import LayerInput
-from services.engine.errors import UnsupportedModelError
-from services.engine.model import resolve_model
+from services.engine.core.errors import UnsupportedModelError
+from services.engine.core.model import resolve_model
+from services.engine.hf import probe
+from services.engine.hf.attention import LayerInput
+from services.engine.loader import load_engine
 from services.engine.native.weights import NativeModel
-from services.loading import load_engine
 
 NOT_THROUGH_INTERFACE = "0 of 3 layers attend through"
 UNSUPPORTED = {
@@ -50,7 +50,7 @@ def test_load_layers_with_other_state_refused_by_the_probe(
 ) -> None:
     """A hybrid whose configuration would not tell is found by counting the calls of the attention."""
     served = frozenset({"linear_attention", "full_attention", "sliding_attention"})
-    monkeypatch.setattr("services.engine.model.LAYER_TYPES", served)
+    monkeypatch.setattr("services.engine.core.model.LAYER_TYPES", served)
     with pytest.raises(UnsupportedModelError, match="1 of 3 layers attend"):
         load_engine(str(tiny_model(arch, tmp_path)))
 
@@ -88,7 +88,7 @@ def test_load_window_by_mask_alone_refused(tmp_path: Path, monkeypatch: pytest.M
 def test_load_general_path_that_differs_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
-        "services.engine.attention.F.scaled_dot_product_attention",
+        "services.engine.hf.attention.F.scaled_dot_product_attention",
         lambda *given, attn_mask, scale: right(*given, scale=scale),
     )
     with pytest.raises(UnsupportedModelError, match="differ from the model's own"):

@@ -16,7 +16,7 @@ from benchmarks.gpu.pair import TINY, Pair, agreement
 from benchmarks.gpu.run import Results, main
 from benchmarks.gpu.speedup import best_gamma
 from benchmarks.gpu.table import table
-from services.engine.graphs_draft import TreeShape
+from services.engine.device_drafting import TreeShape
 
 ROOT = Path(__file__).parents[2]
 
@@ -174,7 +174,7 @@ def lazily_imported() -> set[str]:
 
 
 def _feed(text: torch.Tensor):
-    from services.engine.batch import Feed
+    from services.engine.core.batch import Feed
 
     tokens = text[0].tolist()
     return Feed("feed", 0, tokens, len(tokens))

@@ -10,18 +10,17 @@ import pytest
 import torch
 from engine_helpers import CheckedEngine, path_tokens, plain_model, random_tokens, tiny_model
 
-from services import loading
+from services.engine import loader as loading
+from services.engine.core.errors import CacheGapError, UnsupportedModelError
+from services.engine.core.model import load_model
+from services.engine.cuda.runner import Capture, GraphRunner
+from services.engine.cuda.tables import GREEDY, Race
+from services.engine.cuda.weights import has_graph_path
+from services.engine.device_drafting import GraphEngine, TreeShape
 from services.engine.engine import Feed
-from services.engine.errors import CacheGapError, UnsupportedModelError
-from services.engine.general import GeneralRunner
-from services.engine.graphs import Capture, GraphRunner
-from services.engine.graphs_draft import TreeShape
-from services.engine.graphs_engine import GraphEngine
-from services.engine.graphs_tables import GREEDY, Race
-from services.engine.graphs_weights import has_graph_path
-from services.engine.model import load_model
-from services.engine.noise import Noise
-from services.loading import load_engine
+from services.engine.hf.runner import GeneralRunner
+from services.engine.loader import load_engine
+from services.engine.sampling.noise import Noise
 
 TOLERANCE = 1e-4
 TREE = (-1, -1, 0, 0, 1, 3)

@@ -18,12 +18,11 @@ import pytest
 import torch
 from engine_helpers import random_tokens, tiny_model
 
+from services.engine.core.model import load_model
+from services.engine.cuda.tables import GREEDY, Race
+from services.engine.cuda.torch_kernels import Stripes, TorchKernels
+from services.engine.device_drafting import GraphEngine, TreeShape
 from services.engine.engine import Feed
-from services.engine.graphs_draft import TreeShape
-from services.engine.graphs_engine import GraphEngine
-from services.engine.graphs_tables import GREEDY, Race
-from services.engine.graphs_torch import Stripes, TorchKernels
-from services.engine.model import load_model
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 NO_TRITON = "Triton is not installed; to enable: .venv/bin/pip install triton"
@@ -48,7 +47,7 @@ def test_kernels_pass_their_checks_in_the_interpreter() -> None:
 @pytest.fixture
 def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[GraphEngine, GraphEngine]]:
     """The same weights on Triton's kernels and on torch's."""
-    from services.engine.graphs_triton import TritonKernels
+    from services.engine.cuda.triton_kernels import TritonKernels
 
     directory = tiny_model(request.param, tmp_path, max_position_embeddings=512, **SMALL)
     plain = GraphEngine.build(load_model(str(directory), device="cpu"))

@@ -11,7 +11,7 @@ import torch
 from maths_loop_helpers import Speculator, TableModel, chain_of, exact_joint, g_test
 
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from services.engine.noise import Noise, exponential
+from services.engine.sampling.noise import Noise, exponential
 
 pytestmark = pytest.mark.statistical
 

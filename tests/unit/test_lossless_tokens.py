@@ -11,7 +11,7 @@ import pytest
 from maths_loop_helpers import Speculator, TableModel, chain_of
 
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from services.engine.noise import Noise
+from services.engine.sampling.noise import Noise
 from services.target import verification
 
 COUPLED, REJECTION, NAIVE = VerificationMethod

@@ -14,7 +14,7 @@ from gammaray.errors import UnavailableError
 from gammaray.types import DrafterKind, SamplingParams, VerificationMethod
 from orchestrator.cycle.types import Shape
 from orchestrator.drafting.prompt_lookup import LONGEST, SHORTEST, NgramDrafter
-from services.engine.noise import Noise
+from services.engine.sampling.noise import Noise
 from services.target.verification import verify
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from services.engine.noise import Noise, exponential, philox4x32, philox_word
+from services.engine.sampling.noise import Noise, exponential, philox4x32, philox_word
 
 KNOWN_ANSWERS = [
     ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),

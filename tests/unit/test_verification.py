@@ -10,7 +10,7 @@ from maths_helpers import GREEDY, SAMPLED, ScriptedNoise, TinyModel, rows_of
 
 from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import Proposal, SparseDistribution, TokenOrigin, VerificationMethod
-from services.engine.noise import Noise
+from services.engine.sampling.noise import Noise
 from services.target.verification import Verdict, is_accepted, verify
 
 COUPLED, REJECTION, NAIVE = VerificationMethod

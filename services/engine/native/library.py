@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock, Timeout
+from torch import Tensor
 
 from services.engine.native.bindings import declare
 from services.engine.native.build import (
@@ -30,7 +31,7 @@ from services.engine.native.build import (
     find_library,
 )
 
-__all__ = ["Kernel", "load_kernel", "open_kernel"]
+__all__ = ["MAX_GUESSES", "Kernel", "likeliest", "load_kernel", "open_kernel"]
 
 # By what torch calls the processor's instruction set.
 _VARIANTS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
@@ -129,3 +130,30 @@ def _cache_folder(cache_dir: str) -> Path:
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "gammaray" / "kernel"
+
+
+MAX_GUESSES = 16
+
+
+def likeliest(scores: Tensor, count: int, temperature: float) -> list[tuple[int, float]]:
+    """Return the tokens with the largest scores and their shares of sum exp(score / temperature), best first.
+
+    Args:
+        scores: [vocab_size], float32 or float64; -inf where a token cannot be.
+        count: How many, at most `MAX_GUESSES` and the size of the vocabulary.
+        temperature: Above 0.
+    """
+    library = load_kernel().library if scores.is_cpu and scores.is_contiguous() else None
+    if library is None:
+        return _by_torch(scores, min(count, scores.shape[0]), temperature)
+    function = library.gr_guesses_float64 if scores.dtype == torch.float64 else library.gr_guesses_float32
+    indices, shares = (ctypes.c_int32 * count)(), (ctypes.c_float * count)()
+    found = function(scores.data_ptr(), scores.shape[0], count, temperature, indices, shares)
+    return list(zip(indices[:found], shares[:found], strict=True))
+
+
+def _by_torch(scores: Tensor, count: int, temperature: float) -> list[tuple[int, float]]:
+    best, token_ids = scores.topk(count)
+    total = ((scores - best[0]) / temperature).exp_().sum()
+    shares = ((best - best[0]) / temperature).exp_() / total
+    return list(zip(token_ids.tolist(), shares.tolist(), strict=True))

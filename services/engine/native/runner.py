@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.engine.batch import Batch, node_path
+from services.engine.core.batch import Batch, node_path
 from services.engine.native.bindings import BatchArguments, SegmentArguments
 from services.engine.native.weights import NativeModel
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from services.engine.model import LlamaLayer, LoadedModel, head_norms
+from services.engine.core.model import LlamaLayer, LoadedModel, head_norms
 from services.engine.native.bindings import LayerWeights, MatrixWeights, ModelWeights
 from services.engine.native.library import load_kernel
 

@@ -1,9 +1,4 @@
-"""Steps as CUDA graphs: Llama-like models without launch gaps and without padded attention.
-
-A step's sizes are rounded up to a bucket; the second step of a bucket is captured, later ones are one copy of
-the inputs and one replay. Large prompt chunks are bound by arithmetic, not by launches, and run eagerly, as
-does everything where the kernels cannot be captured (no GPU, no Triton): the same code in the same order.
-"""
+"""Steps as CUDA graphs: Llama-like models without launch gaps and without padded attention."""
 
 from __future__ import annotations
 
@@ -14,17 +9,96 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from services.engine.batch import Batch
-from services.engine.graphs_forward import Buffers, run_forward
-from services.engine.graphs_tables import Bucket, Race, Tables, bucket_of, fill, new_tables
-from services.engine.graphs_torch import TorchKernels
-from services.engine.graphs_weights import GraphModel
+from services.engine.core.batch import Batch
+from services.engine.cuda.tables import Bucket, Race, Tables, bucket_of, fill, new_tables
+from services.engine.cuda.torch_kernels import Stripes, TorchKernels
+from services.engine.cuda.weights import GraphModel
 
 if TYPE_CHECKING:
-    from torch.cuda import _POOL_HANDLE  # the type of graph_pool_handle(), which has no public name
+    from torch.cuda import _POOL_HANDLE
 
-__all__ = ["Capture", "GraphRunner", "Program", "make_kernels"]
+__all__ = [
+    "Buffers",
+    "Capture",
+    "GraphRunner",
+    "Program",
+    "make_kernels",
+    "run_forward",
+]
+
+
+@dataclass
+class Buffers:
+    """What a forward writes; the residual stream and the logits are float32, the rest of the model's type.
+
+    Attributes:
+        x: [rows, hidden], the residual stream.
+        h: [rows, hidden].
+        qkv: [rows, num_qkv_heads * head_dim].
+        mixed: [rows, num_heads * head_dim].
+        inner: [rows, intermediate].
+        last: [wanted, hidden].
+        logits: [wanted, vocab_size].
+        stripes: Of the wanted rows.
+        tokens: [wanted], drawn.
+        scratch: Of the kernels.
+    """
+
+    x: Tensor
+    h: Tensor
+    qkv: Tensor
+    mixed: Tensor
+    inner: Tensor
+    last: Tensor
+    logits: Tensor
+    stripes: Stripes
+    tokens: Tensor
+    scratch: list[Tensor]
+
+    @classmethod
+    def make(cls, model: GraphModel, kernels: TorchKernels, bucket: Bucket) -> Buffers:
+        """Buffers for all steps of a bucket."""
+        shape, device, dtype = model.shape, model.device, model.dtype
+        rows, wanted = bucket.rows, bucket.wanted
+
+        def zeros(*sizes: int, kind: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(sizes, dtype=kind, device=device)
+
+        return cls(
+            x=zeros(rows, shape.hidden, kind=torch.float32),
+            h=zeros(rows, shape.hidden),
+            qkv=zeros(rows, shape.num_qkv_heads * shape.head_dim),
+            mixed=zeros(rows, shape.num_heads * shape.head_dim),
+            inner=zeros(rows, shape.intermediate),
+            last=zeros(wanted, shape.hidden),
+            logits=zeros(wanted, shape.vocab_size, kind=torch.float32),
+            stripes=Stripes.make(wanted, shape.vocab_size, device),
+            tokens=zeros(wanted, kind=torch.int64),
+            scratch=kernels.new_scratch(bucket, device),
+        )
+
+
+def run_forward(
+    model: GraphModel, kernels: TorchKernels, bucket: Bucket, tables: Tables, buffers: Buffers
+) -> None:
+    """Feed the rows of `tables`: new keys and values go to the caches, logits to `buffers`."""
+    x, h, qkv, mixed, inner = buffers.x, buffers.h, buffers.qkv, buffers.mixed, buffers.inner
+    x.copy_(F.embedding(tables.token, model.embedding))
+    for index, layer in enumerate(model.layers):
+        kernels.norm(x, layer.attention_norm, h)
+        kernels.linear(h, layer.qkv, layer.qkv_bias, qkv)
+        kernels.rotate(qkv, index, layer.head_norm, tables)
+        kernels.attend(qkv, index, tables, bucket, buffers.scratch, mixed)
+        kernels.add_linear(mixed, layer.out, layer.out_bias, x)
+        kernels.norm(x, layer.mlp_norm, h)
+        kernels.swiglu(h, layer.gate_up, inner)
+        kernels.add_linear(inner, layer.down, None, x)
+    if bucket.wanted:
+        kernels.norm(x, model.last_norm, buffers.last, tables.wanted)
+        kernels.linear(buffers.last, model.head, None, buffers.logits)
+
 
 MAX_CAPTURED_ROWS = 320
 _MAX_PROGRAMS = 64
@@ -35,7 +109,7 @@ def make_kernels(model: GraphModel) -> TorchKernels:
     if model.device.type != "cuda":
         return TorchKernels(model)
     try:
-        from services.engine.graphs_triton import TritonKernels
+        from services.engine.cuda.triton_kernels import TritonKernels
     except ModuleNotFoundError:
         return TorchKernels(model)
     return TritonKernels(model)

@@ -14,11 +14,11 @@ import torch
 import triton
 from torch import Tensor
 
-from services.engine import graphs_triton_attention as attention
-from services.engine import graphs_triton_kernels as jit
-from services.engine.graphs_tables import Bucket, Tables
-from services.engine.graphs_torch import Stripes, TorchKernels
-from services.engine.graphs_weights import GraphModel
+from services.engine.cuda import triton_attention as attention
+from services.engine.cuda import triton_products as jit
+from services.engine.cuda.tables import Bucket, Tables
+from services.engine.cuda.torch_kernels import Stripes, TorchKernels
+from services.engine.cuda.weights import GraphModel
 
 __all__ = ["MAX_ROWS", "TritonKernels"]
 

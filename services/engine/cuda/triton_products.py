@@ -113,7 +113,7 @@ def stripe_kernel(
     value = tl.load(logits + index.to(tl.int64) * vocab_size + token_id, mask=inside, other=float("-inf"))
     value = value.to(tl.float64) * inverse_temperature
     if tl.load(is_drawn_of + session) != 0:
-        # Of `services.engine.noise`: counter [group, position, sample, stream 0], a word for each lane.
+        # Of `services.engine.sampling.noise`: counter [group, position, sample, stream 0], a word per lane.
         position = (tl.load(position_of + row) + 1).to(tl.uint32)
         sample = tl.load(sample_of + session).to(tl.uint32)
         zero = tl.zeros_like(group).to(tl.uint32)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.engine.errors import CacheFullError, CacheGapError
-from services.engine.retained import MIN_PREFIX, RetainedCaches
-from services.engine.session_cache import SessionCache, common_prefix
+from services.engine.core.errors import CacheFullError, CacheGapError
+from services.engine.core.prefix_cache import MIN_PREFIX, RetainedCaches
+from services.engine.core.session_cache import SessionCache, common_prefix
 
 __all__ = ["BLOCK", "CacheShape", "CacheStats", "CacheStore", "Source"]
 

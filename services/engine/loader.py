@@ -7,19 +7,19 @@ import logging
 import torch
 
 from gammaray.config import WorkerSettings
-from services.engine.cache_budget import DEFAULT_CACHE_BUDGET_BYTES, CacheBudget
 from services.engine.checks import check_deterministic, check_model
-from services.engine.deterministic import check_covered
+from services.engine.core.cache_budget import DEFAULT_CACHE_BUDGET_BYTES, CacheBudget
+from services.engine.core.kv_cache import CacheShape, CacheStore
+from services.engine.core.model import load_model
+from services.engine.cuda.runner import GraphRunner
+from services.engine.cuda.weights import build_graph_model, prefers_graphs
 from services.engine.engine import Engine, Runner
-from services.engine.general import GeneralRunner
-from services.engine.graphs import GraphRunner
-from services.engine.graphs_weights import build_graph_model, prefers_graphs
-from services.engine.kv_cache import CacheShape, CacheStore
-from services.engine.model import load_model
+from services.engine.hf.deterministic import check_covered
+from services.engine.hf.probe import probe_model
+from services.engine.hf.runner import GeneralRunner
 from services.engine.native.library import load_kernel
 from services.engine.native.runner import NativeRunner
 from services.engine.native.weights import build_native, native_obstacle
-from services.engine.probe import probe_model
 
 __all__ = ["limit_cache", "load_engine", "load_worker_engine"]
 
@@ -46,7 +46,7 @@ def load_engine(
         threads: Arithmetic threads of this process.
         cache_budget_bytes: Upper bound of all sessions' keys and values together.
         deterministic: Logits do not depend, to the last bit, on what else is in a step; see
-            `services.engine.deterministic` for what is covered.
+            `services.engine.hf.deterministic` for what is covered.
         lean: Use the compiled kernel (CPU) or CUDA graphs where they cover the architecture.
         kernel_cache: Folder of compiled CPU kernels; empty: the default of `load_kernel`.
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from services.engine.graphs_tables import Bucket, Tables
-from services.engine.graphs_weights import GraphModel
-from services.engine.noise import exponential
+from services.engine.cuda.tables import Bucket, Tables
+from services.engine.cuda.weights import GraphModel
+from services.engine.sampling.noise import exponential
 
 __all__ = ["Stripes", "TorchKernels"]
 
@@ -51,7 +51,7 @@ class Stripes:
 
 
 class TorchKernels:
-    """The operations of `services.engine.graphs_forward`.
+    """The operations of `services.engine.cuda.runner`.
 
     Args:
         model: Its sizes are those of all models served, and its dtype is the caches'.

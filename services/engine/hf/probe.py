@@ -10,9 +10,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from services.engine.attention import ATTENTION_NAME, LayerCall, LayerInput, active, unknown_arguments
-from services.engine.errors import UnsupportedModelError
-from services.engine.model import LoadedModel
+from services.engine.core.errors import UnsupportedModelError
+from services.engine.core.model import LoadedModel
+from services.engine.hf.attention import (
+    ATTENTION_NAME,
+    LayerCall,
+    LayerInput,
+    active,
+    unknown_arguments,
+)
 
 __all__ = ["ModelLayout", "handling", "probe_model"]
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from services.engine.batch import Batch, Segment, node_path
-from services.engine.session_cache import SessionCache
+from services.engine.core.batch import Batch, Segment, node_path
+from services.engine.core.session_cache import SessionCache
 
 __all__ = ["GREEDY", "NO_TREE", "Bucket", "Race", "Tables", "bucket_of", "fill", "new_tables"]
 
@@ -31,7 +31,7 @@ _LADDER: tuple[int, ...] = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48
 class Race:
     """How a session's tokens are drawn: argmax(logits / temperature + gumbel), or argmax at temperature 0.
 
-    The noise is that of `services.engine.noise`, stream 0, at the drawn token's absolute position.
+    The noise is that of `services.engine.sampling.noise`, stream 0, at the drawn token's absolute position.
     """
 
     seed: int

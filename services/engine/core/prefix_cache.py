@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from services.engine.session_cache import SessionCache, common_prefix
+from services.engine.core.session_cache import SessionCache, common_prefix
 
 __all__ = ["MAX_RETAINED", "MIN_PREFIX", "RetainedCaches"]
 

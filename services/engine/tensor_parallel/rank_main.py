@@ -1,4 +1,4 @@
-"""One of the other ranks: `python -m services.engine.parallel_rank FD RANK`, started by rank 0 alone.
+"""A rank other than 0: `python -m services.engine.tensor_parallel.rank_main FD RANK`, started by rank 0.
 
 Does what comes through the pipe until that is closed, and then ends at once, in the middle of a step too.
 """
@@ -14,17 +14,16 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from gammaray.errors import GammarayError
-from services.engine.batch import Feed
+from services.engine.core.batch import Feed
 from services.engine.engine import Engine
-from services.engine.parallel_group import RankSpec, join_group
-from services.engine.parallel_ranks import READY, STARTED
+from services.engine.tensor_parallel.ranks import READY, STARTED, RankSpec, join_group
 
 _Order = tuple[Sequence[tuple[str, tuple[Any, ...]]], Sequence[Feed]]
 
 
 def main(descriptor: int, rank: int) -> None:
     """Join the group, load, and follow."""
-    from services.engine.parallel import build_rank
+    from services.engine.tensor_parallel.engine import build_rank
 
     pipe: Connection[Any, Any] = Connection(descriptor)
     spec: RankSpec = pipe.recv()

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.engine.attention import LayerInput, attend
-from services.engine.batch import Batch
-from services.engine.deterministic import ROW_MULTIPLE, FixedRows
-from services.engine.model import LoadedModel
-from services.engine.probe import ModelLayout, handling
+from services.engine.core.batch import Batch
+from services.engine.core.model import LoadedModel
+from services.engine.hf.attention import LayerInput, attend
+from services.engine.hf.deterministic import ROW_MULTIPLE, FixedRows
+from services.engine.hf.probe import ModelLayout, handling
 
 __all__ = ["GeneralRunner"]
 

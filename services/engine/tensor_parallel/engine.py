@@ -1,7 +1,9 @@
 """An engine whose model is spread over several devices: tensor parallelism of transformers, one rank each.
 
 Rank 0 is the worker's own process: it owns the sessions, the scheduler and the gRPC server. The others are
-child processes (`services.engine.parallel_rank`) with an engine of their own for their share of the heads.
+child processes (`services.engine.tensor_parallel.rank_main`) with an engine of their own for their share of
+the heads.
+
 Rank 0 tells them each step before it takes it itself, with what happened to the caches since the last one
 (rollbacks, tree paths, forks, releases). Caches grow, evict and refuse by rules that depend on nothing else,
 so all ranks do the same; the sums over devices happen inside the model's forward.
@@ -22,20 +24,63 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from services.engine.batch import Batch, Feed
-from services.engine.cache_budget import DEFAULT_CACHE_BUDGET_BYTES
+from gammaray.errors import InvalidArgumentError
 from services.engine.checks import check_model
+from services.engine.core.batch import Batch, Feed
+from services.engine.core.cache_budget import DEFAULT_CACHE_BUDGET_BYTES
+from services.engine.core.errors import EngineLostError, UnsupportedModelError
+from services.engine.core.kv_cache import CacheShape, CacheStore, Source
+from services.engine.core.model import load_config, load_model
 from services.engine.engine import Engine
-from services.engine.errors import EngineLostError
-from services.engine.general import GeneralRunner
-from services.engine.kv_cache import CacheShape, CacheStore, Source
-from services.engine.model import load_model
-from services.engine.parallel_checks import check_parallel
-from services.engine.parallel_group import RankSpec, check_alone, join_group, leave_group, meeting_place
-from services.engine.parallel_ranks import READY, STARTED, Ranks
-from services.engine.probe import probe_model
+from services.engine.hf.probe import probe_model
+from services.engine.hf.runner import GeneralRunner
+from services.engine.tensor_parallel.ranks import (
+    READY,
+    STARTED,
+    Ranks,
+    RankSpec,
+    check_alone,
+    join_group,
+    leave_group,
+    meeting_place,
+)
 
-__all__ = ["ParallelEngine", "build_rank"]
+__all__ = ["ParallelEngine", "build_rank", "check_parallel"]
+
+
+def check_parallel(model: str, num_ranks: int, device: str) -> None:
+    """Check a model's heads and plan, and this machine's devices.
+
+    Args:
+        model: Directory or hub name.
+        num_ranks: Devices to spread it over.
+        device: "auto", "cpu" or "cuda".
+
+    Raises:
+        InvalidArgumentError: Heads do not divide, or there are too few devices.
+        UnsupportedModelError: transformers does not say how to share this architecture.
+        NotFoundError: There is no such model.
+    """
+    config = load_config(model).get_text_config()
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if heads is not None and heads % num_ranks:
+            raise InvalidArgumentError(
+                "tensor_parallel", num_ranks, f"a divisor of {heads}, the {name} of {model}"
+            )
+    if not getattr(config, "base_model_tp_plan", None):
+        raise UnsupportedModelError(
+            model, f"transformers has no tensor-parallel plan for {config.model_type}"
+        )
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_devices and device == "cpu":
+        # transformers takes the accelerator where there is one.
+        raise InvalidArgumentError("device", device, "auto or cuda with tensor_parallel on this machine")
+    if num_devices and num_ranks > num_devices:
+        raise InvalidArgumentError(
+            "tensor_parallel", num_ranks, f"at most {num_devices}, the devices of this worker"
+        )
+
 
 EngineT = TypeVar("EngineT", bound=Engine)
 
@@ -67,7 +112,7 @@ class ParallelEngine(Engine):
             model: Directory or hub name.
             num_ranks: Devices to spread it over; at least 2.
             device: "auto", "cpu" or "cuda".
-            dtype: As for `services.loading.load_engine`.
+            dtype: As for `services.engine.loader.load_engine`.
             threads: Arithmetic threads of each rank.
             cache_budget_bytes: Upper bound of keys and values in each rank.
             timeout_s: How long one rank waits for another, while loading and in a step.

@@ -7,7 +7,7 @@ do not depend on gamma, the drafter or the load, not even where two logits are w
 The compiled kernel (`services.engine.native`) is like that in any mode: every sum of a row runs over the same
 numbers in the same order. On the general path matrix products, sums and elementwise functions choose kernels,
 and so roundings, by shape; the mode fixes what a row meets: attention goes in the shapes of
-`services.engine.blocks`, products go through oneDNN's kernels with `FixedRows`, which treat a row alike
+`services.engine.hf.attention`, products go through oneDNN's kernels with `FixedRows`, which treat a row alike
 whatever their number, and steps are filled up to whole vectors of rows. Nothing of this is promised by the
 libraries. Therefore every load in this mode feeds 80 positions in these ways, and refuses the model when a
 bit differs.
@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from services.engine.errors import UnsupportedModelError
-from services.engine.model import LoadedModel
+from services.engine.core.errors import UnsupportedModelError
+from services.engine.core.model import LoadedModel
 
 __all__ = ["ROW_MULTIPLE", "FixedRows", "check_covered"]
 

@@ -1,9 +1,9 @@
 """The processed distribution: what the target samples from, and so what speculation must not change.
 
 Draft and target, plain and speculative decoding all go through `processed_log_probs`. The order is pinned,
-since changing it changes the law: masks, bias and penalties (`services.engine.edits`), temperature, min-p,
-top-k, top-p, softmax. Tokens on a node's own path count as output, so that row r is right for exactly the
-continuations in which it is consulted.
+since changing it changes the distribution: masks, bias and penalties (`services.engine.sampling.edits`),
+temperature, min-p, top-k, top-p, softmax. Tokens on a node's own path count as output, so that row r is right
+for exactly the continuations in which it is consulted.
 
 Each row is a function of its own logits and path alone: no reduction crosses rows, and the order in which a
 row is summed does not depend on how many there are. Hence the tokens do not depend on gamma.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gammaray.types import SamplingParams
-from services.engine.edits import LogitEdits
+from services.engine.sampling.edits import LogitEdits
 
 __all__ = ["edited_logits", "processed_log_probs"]
 

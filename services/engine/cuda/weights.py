@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from services.engine.model import LlamaLayer, LoadedModel, head_norms
+from services.engine.core.model import LlamaLayer, LoadedModel, head_norms
 
 __all__ = ["GraphLayer", "GraphModel", "GraphShape", "build_graph_model", "has_graph_path", "prefers_graphs"]
 

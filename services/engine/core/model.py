@@ -13,7 +13,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from gammaray.demo_pair import DEMO_PAIR, demo_directory
 from gammaray.errors import InvalidArgumentError, NotFoundError
-from services.engine.errors import UnsupportedModelError
+from services.engine.core.errors import UnsupportedModelError
 
 __all__ = [
     "LlamaAttention",
