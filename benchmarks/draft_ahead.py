@@ -35,9 +35,9 @@ from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.draft.scheduler import DraftScheduler
 from services.draft.throttle import AheadStats, Throttle
 from services.engine.loader import load_engine
-from services.planning import Limits
+from services.scheduling.planning import Limits
+from services.scheduling.tasks import Ending, ProposeTask, SessionSpec, Task, VerifyTask
 from services.target.scheduler import TargetScheduler
-from services.tasks import Ending, ProposeTask, SessionSpec, Task, VerifyTask
 
 __all__ = ["Pair", "Run", "main"]
 

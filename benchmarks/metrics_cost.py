@@ -16,7 +16,7 @@ from gammaray.telemetry.prometheus import registry
 from gammaray.types import Chunk, DrafterKind, GenerationRequest, TokenOrigin
 from orchestrator.cycle.types import Cycle, VerifyTiming
 from orchestrator.telemetry.metrics import OrchestratorMeter
-from services.meter import WorkerMeter
+from services.scheduling.metrics import WorkerMeter
 
 REPEATS, CALLS = 7, 20_000
 

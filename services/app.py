@@ -17,10 +17,10 @@ from ray import serve
 from gammaray.config import DraftSettings, PoolSize, ScalingSettings, TargetSettings, WorkerSettings
 from gammaray.deploy.serve_config import autoscaling_config
 from gammaray.errors import InvalidArgumentError
-from services.server import is_wildcard, split_address
+from services.process.server import is_wildcard, split_address
 
 if TYPE_CHECKING:
-    from services.worker import Worker
+    from services.process.worker import Worker
 
 __all__ = ["build_draft", "build_target"]
 

@@ -1,6 +1,6 @@
 """How many workers a pool should have: pure functions from load to a number, called about ten times a second.
 
-Signals, each worker's own (`services.load`), as means over the last reports:
+Signals, each worker's own (`services.scheduling.load`), as means over the last reports:
 
 * *in flight*: blocks waiting or worked on. `load` of them per worker are wanted: more stretch each other's
   cycles, fewer leave the device idle.
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gammaray.config import ScalingSettings
-from services.load import LoadReport
+from services.scheduling.load import LoadReport
 
 __all__ = ["DraftMemory", "Pool", "wanted_drafters", "wanted_targets"]
 

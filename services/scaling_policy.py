@@ -13,8 +13,8 @@ from typing import Any
 
 from gammaray.config import ScalingSettings
 from services import demand
-from services.load import LoadReport
 from services.scaling import DraftMemory, Pool, wanted_drafters, wanted_targets
+from services.scheduling.load import LoadReport
 
 __all__ = ["DraftPolicy", "TargetPolicy"]
 

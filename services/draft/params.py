@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from gammaray.types import SamplingParams, VerificationMethod
-from services.tasks import SessionSpec
+from services.scheduling.tasks import SessionSpec
 
 __all__ = ["counts_tokens", "draft_params"]
 

@@ -14,7 +14,7 @@ from services.draft.throttle import Throttle
 from services.draft.tree import Node
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine
-from services.tasks import Prepared, ProposeTask
+from services.scheduling.tasks import Prepared, ProposeTask
 
 __all__ = ["Preparer"]
 

@@ -19,7 +19,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from gammaray.types import Proposal, VerificationMethod
-from services.batching import Scheduler
 from services.draft.calibration import Calibration
 from services.draft.gain import GainMeter
 from services.draft.preparer import Preparer
@@ -28,10 +27,11 @@ from services.draft.speculation import Speculation
 from services.draft.tree import Node
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine, Feed
-from services.load import LoadCounters
-from services.planning import Limits, Running
-from services.sessions import Session
-from services.tasks import ProposeTask, Reply, Timing
+from services.scheduling.load import LoadCounters
+from services.scheduling.planning import Limits, Running
+from services.scheduling.scheduler import Scheduler
+from services.scheduling.sessions import Session
+from services.scheduling.tasks import ProposeTask, Reply, Timing
 
 __all__ = ["DraftScheduler"]
 

@@ -13,10 +13,10 @@ from gammaray.types import MAX_NODES, Proposal
 from gammaray.v1 import draft_service_pb2 as pb
 from gammaray.v1 import draft_service_pb2_grpc
 from gammaray.wire import convert
-from services.messages import Model, describe, fill_result, task_fields
-from services.server import guarded
-from services.streams import Deliver, Streams
-from services.tasks import Prepared, ProposeTask, Reply
+from services.process.server import guarded
+from services.scheduling.tasks import Prepared, ProposeTask, Reply
+from services.streaming.messages import Model, describe, fill_result, task_fields
+from services.streaming.streams import Deliver, Streams
 
 __all__ = ["DraftServicer"]
 

@@ -20,8 +20,8 @@ from services.draft.tree import Node, SpeculationTree
 from services.engine.engine import Engine, Feed
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.logits import processed_log_probs
-from services.sessions import Session
-from services.tasks import SessionSpec
+from services.scheduling.sessions import Session
+from services.scheduling.tasks import SessionSpec
 
 __all__ = ["Speculation"]
 

@@ -8,7 +8,7 @@ sooner without it.
 
 from __future__ import annotations
 
-from services.meter import AheadStats
+from services.scheduling.metrics import AheadStats
 
 __all__ = ["Throttle"]
 

@@ -9,9 +9,9 @@ from gammaray.v1 import draft_service_pb2, draft_service_pb2_grpc
 from services.draft.scheduler import DraftScheduler
 from services.draft.servicer import DraftServicer
 from services.engine.engine import Engine
-from services.messages import Model
-from services.streams import Streams
-from services.worker import Worker
+from services.process.worker import Worker
+from services.streaming.messages import Model
+from services.streaming.streams import Streams
 
 __all__ = ["DraftWorker"]
 

@@ -11,12 +11,12 @@ from typing import Any
 from gammaray.config import DraftSettings, WorkerSettings
 from gammaray.errors import GammarayError, InternalError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from services.batching import Scheduler
 from services.draft.scheduler import DraftScheduler
 from services.engine.engine import Engine
-from services.planning import Limits
+from services.scheduling.planning import Limits
+from services.scheduling.scheduler import Scheduler
+from services.scheduling.tasks import Ending, ProposeTask, Reply, SessionSpec, VerifyTask
 from services.target.scheduler import TargetScheduler, VerifyOutcome
-from services.tasks import Ending, ProposeTask, Reply, SessionSpec, VerifyTask
 
 __all__ = ["Ask", "Cycle", "Pair", "Text", "draft_scheduler", "target_scheduler"]
 

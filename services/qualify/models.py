@@ -16,7 +16,7 @@ from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import check_config, load_config, resolve_model
 from services.engine.engine import Engine
 from services.engine.loader import load_worker_engine
-from services.vocabulary import vocab_sha256
+from services.process.fingerprints import vocab_sha256
 
 __all__ = ["Loaded", "Source", "encode", "eos_token_ids", "find", "load"]
 

@@ -3,7 +3,7 @@
 import sys
 
 from gammaray.config import TargetSettings
-from services.standalone import run
+from services.process.main import run
 
 
 def main() -> int:

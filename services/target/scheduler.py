@@ -8,14 +8,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from services.batching import Scheduler
 from services.engine.sampling.edits import LogitEdits, row_paths
 from services.engine.sampling.logits import edited_logits, processed_log_probs
-from services.planning import Running
-from services.sessions import Session
+from services.scheduling.planning import Running
+from services.scheduling.scheduler import Scheduler
+from services.scheduling.sessions import Session
+from services.scheduling.tasks import VerifyTask
 from services.target.prompt_scores import PromptLogprobs, PromptScores
 from services.target.verification import Verdict, verify
-from services.tasks import VerifyTask
 
 __all__ = ["TargetScheduler", "TokenLogprobs", "VerifyOutcome"]
 

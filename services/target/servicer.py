@@ -14,11 +14,11 @@ from gammaray.types import MAX_TOP_LOGPROBS, check_prompt_logprobs
 from gammaray.v1 import target_service_pb2 as pb
 from gammaray.v1 import target_service_pb2_grpc, types_pb2
 from gammaray.wire import convert
-from services.messages import Model, describe, fill_result, task_fields
-from services.server import guarded
-from services.streams import Deliver, Streams
+from services.process.server import guarded
+from services.scheduling.tasks import Reply, VerifyTask
+from services.streaming.messages import Model, describe, fill_result, task_fields
+from services.streaming.streams import Deliver, Streams
 from services.target.scheduler import VerifyOutcome
-from services.tasks import Reply, VerifyTask
 
 __all__ = ["TargetServicer"]
 

@@ -10,12 +10,12 @@ from gammaray.v1 import target_service_pb2, target_service_pb2_grpc
 from services.engine.engine import Engine
 from services.engine.loader import limit_cache
 from services.engine.tensor_parallel.engine import ParallelEngine
-from services.identity import model_identity
-from services.messages import Model
-from services.streams import Streams
+from services.process.fingerprints import model_identity
+from services.process.worker import Worker
+from services.streaming.messages import Model
+from services.streaming.streams import Streams
 from services.target.scheduler import TargetScheduler
 from services.target.servicer import TargetServicer
-from services.worker import Worker
 
 __all__ = ["TargetWorker"]
 

@@ -26,8 +26,8 @@ from services.engine.loader import load_engine
 from services.engine.tensor_parallel.engine import ParallelEngine, check_parallel
 from services.engine.tensor_parallel.rank_main import follow
 from services.engine.tensor_parallel.ranks import Ranks, RankSpec, meeting_place
-from services.engine_thread import EngineThread
-from services.planning import Limits
+from services.scheduling.planning import Limits
+from services.streaming.engine_thread import EngineThread
 from services.target.scheduler import TargetScheduler
 
 pytestmark = [

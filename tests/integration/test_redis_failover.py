@@ -19,7 +19,7 @@ from gammaray.types import TokenOrigin
 from orchestrator.storage.client import address_of, answer, check_redis, connect
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.storage.session_store import RedisStore
-from services.registry import Announcer, WorkerEntry
+from services.process.registry import Announcer, WorkerEntry
 
 pytestmark = pytest.mark.integration
 

@@ -21,7 +21,7 @@ from orchestrator.storage.client import (
 )
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.workers.fleet import Fleet
-from services.registry import Announcer, WorkerEntry
+from services.process.registry import Announcer, WorkerEntry
 
 pytestmark = pytest.mark.integration
 

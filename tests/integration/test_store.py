@@ -30,8 +30,8 @@ from orchestrator.storage.client import answer, connect
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.storage.session_store import RedisStore
 from orchestrator.storage.trace_store import RedisTraceStore
-from services.sessions import SessionTable
-from services.tasks import SessionSpec, Task
+from services.scheduling.sessions import SessionTable
+from services.scheduling.tasks import SessionSpec, Task
 
 pytestmark = pytest.mark.integration
 

@@ -12,9 +12,10 @@ from scripted_workers import until
 from workers_helpers import ANSWER_TIMEOUT_S, Link, propose_block, running, verify_block
 
 from gammaray.types import SamplingParams, VerificationMethod
-from services import sessions, streams
-from services.sessions import SessionTable
-from services.tasks import SessionSpec, VerifyTask
+from services.scheduling import sessions
+from services.scheduling.sessions import SessionTable
+from services.scheduling.tasks import SessionSpec, VerifyTask
+from services.streaming import streams
 
 pytestmark = pytest.mark.integration
 
@@ -69,7 +70,7 @@ async def test_frame_of_too_many_blocks_ends_its_stream_with_a_status(model, rol
 
 
 async def test_drafter_refuses_a_context_that_no_model_has(model, monkeypatch):
-    monkeypatch.setattr("services.tasks.MAX_TOKEN_IDS", 1000)
+    monkeypatch.setattr("services.scheduling.tasks.MAX_TOKEN_IDS", 1000)
     async with running("draft", model) as (link, _):
         answer = await link.ask(propose_block([1] * 1001, 2))
         assert answer.error.code == INVALID_ARGUMENT

@@ -12,7 +12,7 @@ from workers_helpers import ANSWER_TIMEOUT_S, GREEDY, propose_block, running, sp
 from gammaray.types import SamplingParams, VerificationMethod
 from gammaray.v1 import target_service_pb2
 from gammaray.v1 import types_pb2 as types
-from services import streams
+from services.streaming import streams
 
 pytestmark = pytest.mark.integration
 
@@ -194,7 +194,7 @@ async def test_frame_beyond_the_message_limit_ends_the_stream_and_not_the_worker
 
 
 async def test_session_table_is_bounded(model, monkeypatch):
-    monkeypatch.setattr("services.batching.MAX_SESSIONS", 4)
+    monkeypatch.setattr("services.scheduling.scheduler.MAX_SESSIONS", 4)
     async with running("target", model) as (link, _):
         for index in range(12):
             await link.ask(verify_block(PROMPT, session_id=f"s{index}"))

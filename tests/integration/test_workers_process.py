@@ -23,7 +23,7 @@ from scripted_workers import until, until_so
 from workers_helpers import Link, propose_block, running, verify_block
 
 from gammaray.config import DraftSettings, TargetSettings
-from services.standalone import run
+from services.process.main import run
 
 pytestmark = [
     pytest.mark.integration,

@@ -18,8 +18,8 @@ from services.draft.throttle import Throttle
 from services.engine.core.session_cache import SessionCache
 from services.engine.engine import Feed
 from services.engine.sampling.noise import Noise
-from services.planning import Limits
-from services.tasks import ProposeTask, Reply, SessionSpec
+from services.scheduling.planning import Limits
+from services.scheduling.tasks import ProposeTask, Reply, SessionSpec
 
 VOCAB = 40
 CAPACITY = 512

@@ -11,7 +11,7 @@ from services.draft.outlook import outlooks
 from services.draft.preparer import RUN
 from services.draft.throttle import MIN_LOOKUPS, MIN_OUTCOME, PAUSE, Throttle
 from services.engine.sampling.noise import Noise
-from services.tasks import Ending
+from services.scheduling.tasks import Ending
 
 COUPLED, REJECTION, NAIVE = (
     VerificationMethod.COUPLED,

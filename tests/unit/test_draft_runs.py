@@ -7,7 +7,7 @@ from draft_helpers import VOCAB, ChainingEngine, Drafter, TableEngine
 
 from gammaray.types import SamplingParams, VerificationMethod
 from services.draft.reading import RUN, RUN_TO_DOUBT
-from services.tasks import Ending
+from services.scheduling.tasks import Ending
 
 COUPLED, REJECTION, NAIVE = (
     VerificationMethod.COUPLED,

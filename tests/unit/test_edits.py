@@ -12,8 +12,8 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.engine.sampling.edits import LogitEdits, row_paths
 from services.engine.sampling.logits import edited_logits
-from services.sessions import SessionTable
-from services.tasks import SessionSpec, Task
+from services.scheduling.sessions import SessionTable
+from services.scheduling.tasks import SessionSpec, Task
 
 EOS = (0, 3)
 PROMPT, OUTPUT = [1, 1, 4, 30], [4, 2, 2, 7, 31]

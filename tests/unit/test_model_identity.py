@@ -9,7 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.identity import NUM_WINDOWS, WHOLE_BYTES, WINDOW_BYTES, model_identity
+from services.process.fingerprints import (
+    NUM_WINDOWS,
+    WHOLE_BYTES,
+    WINDOW_BYTES,
+    model_identity,
+)
 
 ROWS, WIDTH = 512, 64  # 128 KiB of float32: above what is read whole
 

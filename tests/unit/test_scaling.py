@@ -9,9 +9,9 @@ from gammaray.config import PoolSize, ScalingSettings
 from gammaray.deploy.serve_config import autoscaling_config
 from gammaray.errors import InvalidArgumentError
 from orchestrator.launcher.options import parse_options
-from services.load import LoadCounters, LoadReport, LoadReporter
 from services.scaling import DraftMemory, Pool, wanted_drafters, wanted_targets
 from services.scaling_policy import DraftPolicy, TargetPolicy
+from services.scheduling.load import LoadCounters, LoadReport, LoadReporter
 
 SETTINGS = ScalingSettings(target_load=8, draft_load=4, min_gain=1, retry_s=60)
 FRESH = DraftMemory()
@@ -174,7 +174,7 @@ def test_policy_waits_for_replicas_that_have_not_reported():
 def test_reporter_turns_sums_into_rates(monkeypatch):
     clock = iter([10.0, 14.0, 16.0])
     # Not time.monotonic itself: threads of other tests may look at it, too.
-    monkeypatch.setattr("services.load.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("services.scheduling.load.time", SimpleNamespace(monotonic=lambda: next(clock)))
     reporter = LoadReporter()
     first = reporter.report(LoadCounters(8.0, 2.0, 10, 4, 40.0, 0.5))
     assert first == LoadReport(in_flight=2.0, busy=0.5, hit_rate=0.4, gained=10.0, cache_use=0.5)

@@ -4,10 +4,10 @@ import pytest
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from gammaray.types import SamplingParams, VerificationMethod
-from services import sessions
-from services.planning import Limits, Running, plan
-from services.sessions import Session, SessionTable
-from services.tasks import NeedTokens, SessionSpec, Task
+from services.scheduling import sessions
+from services.scheduling.planning import Limits, Running, plan
+from services.scheduling.sessions import Session, SessionTable
+from services.scheduling.tasks import NeedTokens, SessionSpec, Task
 
 SPEC = SessionSpec(SamplingParams(seed=1), VerificationMethod.COUPLED, 1, ())
 

@@ -12,7 +12,7 @@ from opentelemetry.trace import SpanContext, TraceFlags
 from gammaray.errors import GammarayError
 from gammaray.telemetry import names as t
 from gammaray.types import Proposal
-from services.tasks import NeedTokens, ProposeTask, Reply, Task, VerifyTask
+from services.scheduling.tasks import NeedTokens, ProposeTask, Reply, Task, VerifyTask
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor

@@ -11,11 +11,11 @@ from gammaray.errors import GammarayError
 from gammaray.v1 import types_pb2
 from gammaray.wire import convert
 from gammaray.wire.convert import sampling_from_proto
-from services.batching import Scheduler
-from services.engine_thread import EngineThread
-from services.streams import Deliver
-from services.tasks import NeedTokens, Reply, SessionSpec
-from services.tracing import sampled_parent
+from services.scheduling.scheduler import Scheduler
+from services.scheduling.tasks import NeedTokens, Reply, SessionSpec
+from services.streaming.engine_thread import EngineThread
+from services.streaming.streams import Deliver
+from services.streaming.tracing import sampled_parent
 
 __all__ = ["Model", "describe", "fill_result", "task_fields"]
 
@@ -31,7 +31,7 @@ class Model:
         vocab_sha256: Fingerprint of the tokenizer's vocabulary; empty without a tokenizer.
         metrics_address: host:port of the Prometheus endpoint; empty: none.
         kernel: What computes its forwards, see `Engine.kernel`.
-        identity: Of a target's weights and arithmetic, see `services.identity`; empty: not known.
+        identity: Of a target's weights and arithmetic, see `services.process.fingerprints`; empty: not known.
     """
 
     name: str

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.noise import Noise
-from services.tasks import NeedTokens, SessionSpec, Task
+from services.scheduling.tasks import NeedTokens, SessionSpec, Task
 
 __all__ = ["Session", "SessionTable"]
 

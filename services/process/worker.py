@@ -17,20 +17,20 @@ from gammaray.errors import InvalidArgumentError, UnavailableError
 from gammaray.security.tls import tls_files
 from gammaray.telemetry.export import MetricsExport
 from gammaray.telemetry.otel import Telemetry
-from services.batching import Scheduler
 from services.engine.core.model import resolve_model
 from services.engine.engine import Engine
 from services.engine.loader import load_worker_engine
-from services.engine_thread import EngineThread
-from services.load import LoadReport, LoadReporter
-from services.messages import Model
-from services.meter import WorkerMeter
-from services.planning import Limits
-from services.registry import Announcer, WorkerEntry
-from services.server import GrpcServer, is_wildcard, split_address
-from services.streams import Streams
-from services.tracing import BlockTracer
-from services.vocabulary import vocab_sha256
+from services.process.fingerprints import vocab_sha256
+from services.process.registry import Announcer, WorkerEntry
+from services.process.server import GrpcServer, is_wildcard, split_address
+from services.scheduling.load import LoadReport, LoadReporter
+from services.scheduling.metrics import WorkerMeter
+from services.scheduling.planning import Limits
+from services.scheduling.scheduler import Scheduler
+from services.streaming.engine_thread import EngineThread
+from services.streaming.messages import Model
+from services.streaming.streams import Streams
+from services.streaming.tracing import BlockTracer
 
 __all__ = ["Worker"]
 

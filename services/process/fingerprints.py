@@ -1,16 +1,4 @@
-"""What a target worker is, apart from its name: a fingerprint of its weights and its arithmetic.
-
-Two workers of one identity emit the same tokens for the same session, but for ties in the last bits; workers
-of two identities do not, whatever their vocabularies. Sessions therefore stay with the one they began with.
-
-What it tells apart: any other configuration (widths, depth, rotary settings, ...), any other set of tensors
-(names, shapes, types), any training step or merge that moves whole tensors, and another type of arithmetic.
-What it does not: an edit of a few single weights inside a large tensor, of which only samples are read, so
-that the start of a large model costs megabytes of reading and not hundreds of gigabytes; devices, kernels
-and numbers of ranks, which differ by rounding (with `deterministic` the device counts too); code of the
-library that computes, whose versions are the operator's; and files that are replaced after they were loaded.
-It is no defence against a worker that lies: a target worker is believed.
-"""
+"""Fingerprints of a worker's model: of its weights and arithmetic, and of its tokenizer."""
 
 from __future__ import annotations
 
@@ -23,8 +11,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from huggingface_hub import try_to_load_from_cache
+from transformers import AutoTokenizer
 
-__all__ = ["model_identity"]
+from gammaray.vocabulary import vocabulary_sha256
+
+__all__ = ["model_identity", "vocab_sha256"]
 
 _log = logging.getLogger(__name__)
 
@@ -133,3 +124,18 @@ def _samples(source: BinaryIO, start: int, size: int) -> Iterator[bytes]:
     for window in range(NUM_WINDOWS):
         source.seek(start + (size - WINDOW_BYTES) * window // (NUM_WINDOWS - 1))
         yield source.read(WINDOW_BYTES)
+
+
+def vocab_sha256(model: str) -> str:
+    """Return the fingerprint of a model's vocabulary; empty without a tokenizer.
+
+    Args:
+        model: Directory or hub name.
+    """
+    try:
+        vocabulary = AutoTokenizer.from_pretrained(model).get_vocab()
+    except Exception as error:
+        # A model without a tokenizer is served all the same; transformers has no one error for it.
+        _log.info("no tokenizer in %s: %s", model, error)
+        return ""
+    return vocabulary_sha256(vocabulary)

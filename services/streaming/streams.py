@@ -14,9 +14,9 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from gammaray.errors import GammarayError, InternalError, ResourceExhaustedError, UnavailableError
-from services.engine_thread import EngineThread
-from services.tasks import Ending, Reply, Task
-from services.tracing import BlockTracer
+from services.scheduling.tasks import Ending, Reply, Task
+from services.streaming.engine_thread import EngineThread
+from services.streaming.tracing import BlockTracer
 
 __all__ = ["MAX_IN_FLIGHT", "BlockStream", "Streams"]
 

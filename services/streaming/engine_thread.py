@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from gammaray.errors import InternalError, UnavailableError
-from services.batching import Scheduler
 from services.engine.core.errors import EngineLostError
-from services.tasks import Ending, Reply, Task
+from services.scheduling.scheduler import Scheduler
+from services.scheduling.tasks import Ending, Reply, Task
 
 __all__ = ["EngineThread"]
 

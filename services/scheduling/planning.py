@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 
 from gammaray.errors import InvalidArgumentError
 from services.engine.engine import Feed
-from services.sessions import Session
-from services.tasks import Task, Timing
+from services.scheduling.sessions import Session
+from services.scheduling.tasks import Task, Timing
 
 __all__ = ["Limits", "Running", "plan"]
 

@@ -9,7 +9,7 @@ from gammaray.errors import GammarayError
 from gammaray.telemetry.meter import Meter
 from gammaray.types import WorkerTotals
 from services.engine.core.kv_cache import CacheStats
-from services.tasks import NeedTokens
+from services.scheduling.tasks import NeedTokens
 
 __all__ = ["AheadStats", "ObservedScheduler", "WorkerMeter"]
 

@@ -27,11 +27,11 @@ from gammaray.errors import (
 from services.engine.core.errors import CacheFullError, EngineLostError
 from services.engine.core.prefix_cache import MIN_PREFIX
 from services.engine.engine import Engine, Feed
-from services.load import LoadCounters
-from services.meter import WorkerMeter
-from services.planning import Limits, Running, TaskT, plan
-from services.sessions import Session, SessionTable
-from services.tasks import Ending, NeedTokens, Reply, Task, Timing
+from services.scheduling.load import LoadCounters
+from services.scheduling.metrics import WorkerMeter
+from services.scheduling.planning import Limits, Running, TaskT, plan
+from services.scheduling.sessions import Session, SessionTable
+from services.scheduling.tasks import Ending, NeedTokens, Reply, Task, Timing
 
 __all__ = ["MAX_SESSIONS", "Scheduler"]
 
