@@ -26,7 +26,7 @@ from gammaray.bench.tables import plain_table
 from gammaray.bench.workloads import prompts
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.draft.calibration import Calibration
-from services.draft.outlook import race_temperature
+from services.draft.predictions import race_temperature
 from services.engine.engine import Engine, Feed
 from services.engine.loader import load_engine
 from services.engine.sampling.noise import Noise

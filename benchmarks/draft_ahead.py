@@ -32,8 +32,8 @@ from gammaray.bench.workloads import fingerprint, prompts
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
+from services.draft.lookahead import AheadStats, Throttle
 from services.draft.scheduler import DraftScheduler
-from services.draft.throttle import AheadStats, Throttle
 from services.engine.loader import load_engine
 from services.scheduling.planning import Limits
 from services.scheduling.tasks import Ending, ProposeTask, SessionSpec, Task, VerifyTask

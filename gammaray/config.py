@@ -406,7 +406,7 @@ class OrchestratorSettings(_ServingSettings):
 
 
 class ScalingSettings(_Settings):
-    """When pools of workers grow and shrink between their bounds; see `services.scaling` for the rules."""
+    """When pools of workers grow and shrink between their bounds; rules: `services.serve.autoscaling`."""
 
     target_load: float = Field(
         8.0, gt=0, description="Blocks in flight per target worker from which on another one is wanted."

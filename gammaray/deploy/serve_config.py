@@ -32,9 +32,9 @@ __all__ = [
 ]
 
 _POLICIES = {
-    "draft": "services.scaling_policy:DraftPolicy",
+    "draft": "services.serve.policy:DraftPolicy",
     "orchestrator": "orchestrator.scaling_policy:OrchestratorPolicy",
-    "target": "services.scaling_policy:TargetPolicy",
+    "target": "services.serve.policy:TargetPolicy",
 }
 _NUM_REPORTS = 10
 """Reports that a decision looks back on."""
@@ -125,7 +125,7 @@ APPLICATIONS: Final[Mapping[str, ServeApplication]] = {
             "target",
             f"{APPLICATION}-target",
             "TargetWorker",
-            "services.serve_builders:target",
+            "services.serve.app:target",
             TargetSettings,
             None,
             "gammaray_target",
@@ -134,7 +134,7 @@ APPLICATIONS: Final[Mapping[str, ServeApplication]] = {
             "draft",
             f"{APPLICATION}-draft",
             "DraftWorker",
-            "services.serve_builders:draft",
+            "services.serve.app:draft",
             DraftSettings,
             None,
             "gammaray_draft",

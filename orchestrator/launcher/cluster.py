@@ -106,7 +106,7 @@ def serve_environment(directory: Path, host: str) -> dict[str, str]:
 
 
 HOST = "127.0.0.1"
-_WORKER_BUILDERS = {"target": "services.app:build_target", "draft": "services.app:build_draft"}
+_WORKER_BUILDERS = {"target": "services.serve.app:build_target", "draft": "services.serve.app:build_draft"}
 _ESSENTIAL = ("gcs_server", "raylet")
 _RAY_TRIES = 4
 _POLL_S = 0.1

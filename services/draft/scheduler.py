@@ -2,7 +2,7 @@
 
 Each forward feeds every drafting session the nodes that its proposal lacks: one token for a chain, a level
 for a tree; the chain of a session that is alone takes several forwards in one call. When no block is left,
-forwards go to `services.draft.preparer`. A block that arrives waits for one small forward at most: it ends
+forwards go to `services.draft.lookahead`. A block that arrives waits for one small forward at most: it ends
 what takes several.
 """
 
@@ -21,9 +21,9 @@ from torch import Tensor
 from gammaray.types import Proposal, VerificationMethod
 from services.draft.calibration import Calibration
 from services.draft.gain import GainMeter
-from services.draft.preparer import Preparer
-from services.draft.reading import Reading, Shape
-from services.draft.speculation import Speculation
+from services.draft.lookahead import Preparer
+from services.draft.proposals import Reading, Shape
+from services.draft.session import Speculation
 from services.draft.tree import Node
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine, Feed

@@ -5,14 +5,14 @@ has an outlook: what the draft model says may follow it. An outlook is a pure fu
 tree may be grown at any time and in any order, and the next context re-roots it at the node where its path
 ends: everything below stays, everything beside goes.
 
-`services.draft.reading` reads proposals off the tree.
+`services.draft.proposals` reads proposals off the tree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from services.draft.outlook import Outlook
+from services.draft.predictions import Outlook
 
 __all__ = ["IN_CHAIN", "Node", "SpeculationTree"]
 

@@ -1,19 +1,106 @@
-"""The draft worker: a model, its scheduler and its service."""
+"""The draft worker: a model, its scheduler, and gammaray.v1.DraftService."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import Any, ClassVar
 
-from gammaray.config import DraftSettings
-from gammaray.v1 import draft_service_pb2, draft_service_pb2_grpc
-from services.draft.scheduler import DraftScheduler
-from services.draft.servicer import DraftServicer
-from services.engine.engine import Engine
-from services.process.worker import Worker
-from services.streaming.messages import Model
-from services.streaming.streams import Streams
+import grpc
 
-__all__ = ["DraftWorker"]
+from gammaray.config import DraftSettings
+from gammaray.errors import InvalidArgumentError
+from gammaray.types import MAX_NODES, Proposal
+from gammaray.v1 import draft_service_pb2, draft_service_pb2_grpc
+from gammaray.v1 import draft_service_pb2 as pb
+from gammaray.wire import convert
+from services.draft.scheduler import DraftScheduler
+from services.engine.engine import Engine
+from services.process.server import guarded
+from services.process.worker import Worker
+from services.scheduling.tasks import Prepared, ProposeTask, Reply
+from services.streaming.messages import Model, describe, fill_result, task_fields
+from services.streaming.streams import Deliver, Streams
+
+__all__ = ["DraftServicer", "DraftWorker"]
+
+DEFAULT_TIMEOUT_MS = 10_000
+
+
+class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
+    """Serves proposals.
+
+    Args:
+        streams: The worker's open streams.
+        model: What the worker serves.
+    """
+
+    def __init__(self, streams: Streams, model: Model) -> None:
+        self._streams, self._model = streams, model
+
+    async def Propose(
+        self, request_iterator: AsyncIterator[pb.ProposeRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.ProposeResponse]:
+        """Serve proposals for many sessions over one stream."""
+        if self._streams.is_leaving:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
+        frames = self._streams.serve(request_iterator, self._parse)
+        async with guarded(context), aclosing(frames):
+            async for replies in frames:
+                yield _response(replies, is_draining=self._streams.is_leaving)
+
+    async def GetDraftInfo(
+        self, request: pb.GetDraftInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetDraftInfoResponse:
+        """Tell what the worker serves and how loaded it is."""
+        async with guarded(context):
+            info = await describe(self._model, self._streams.engine)
+        return pb.GetDraftInfoResponse(**info, is_draining=self._streams.is_leaving)
+
+    def _parse(self, block: pb.ProposeBlock, deliver: Deliver) -> ProposeTask:
+        if block.max_nodes > MAX_NODES:
+            raise InvalidArgumentError("max_nodes", block.max_nodes, f"0 to {MAX_NODES}")
+        task = ProposeTask(
+            **task_fields(block, DEFAULT_TIMEOUT_MS, deliver),
+            gamma=block.gamma,
+            max_nodes=block.max_nodes,
+            stop_threshold=block.stop_threshold,
+            wants_ahead=block.wants_ahead,
+            is_notice=block.is_notice,
+        )
+        task.validate(self._model.vocab_size, self._model.max_context)
+        return task
+
+
+def _response(replies: Sequence[Reply], *, is_draining: bool) -> pb.ProposeResponse:
+    response = pb.ProposeResponse(is_draining=is_draining)
+    for reply in replies:
+        if isinstance(reply.outcome, Prepared):
+            response.ahead.append(_ahead(reply.outcome))
+        else:
+            response.results.append(_result(reply))
+    return response
+
+
+def _ahead(prepared: Prepared) -> pb.AheadProposal:
+    task = prepared.task
+    return pb.AheadProposal(
+        session_id=task.session_id,
+        epoch=task.epoch,
+        base_position=task.base_position,
+        token_ids=prepared.token_ids,
+        gamma=task.gamma,
+        proposal=convert.proposal_to_proto(prepared.proposal),
+    )
+
+
+def _result(reply: Reply) -> pb.ProposeResult:
+    result = pb.ProposeResult(num_forwards=reply.timing.num_forwards)
+    fill_result(result, reply)
+    outcome: Any = reply.outcome
+    if isinstance(outcome, Proposal):
+        result.proposal.CopyFrom(convert.proposal_to_proto(outcome))
+    return result
 
 
 class DraftWorker(Worker[DraftSettings]):

@@ -1,23 +1,137 @@
-"""The target worker: a model, its scheduler and its service."""
+"""The target worker: a model, its scheduler, and gammaray.v1.TargetService."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any, ClassVar
 
+import grpc
+
+from gammaray.checks import check_int
 from gammaray.config import TargetSettings
-from gammaray.errors import InvalidArgumentError
-from gammaray.v1 import target_service_pb2, target_service_pb2_grpc
+from gammaray.errors import InvalidArgumentError, ModelChangedError
+from gammaray.types import MAX_TOP_LOGPROBS, check_prompt_logprobs
+from gammaray.v1 import target_service_pb2, target_service_pb2_grpc, types_pb2
+from gammaray.v1 import target_service_pb2 as pb
+from gammaray.wire import convert
 from services.engine.engine import Engine
 from services.engine.loader import limit_cache
 from services.engine.tensor_parallel.engine import ParallelEngine
 from services.process.fingerprints import model_identity
+from services.process.server import guarded
 from services.process.worker import Worker
-from services.streaming.messages import Model
-from services.streaming.streams import Streams
-from services.target.scheduler import TargetScheduler
-from services.target.servicer import TargetServicer
+from services.scheduling.tasks import Reply, VerifyTask
+from services.streaming.messages import Model, describe, fill_result, task_fields
+from services.streaming.streams import Deliver, Streams
+from services.target.scheduler import TargetScheduler, VerifyOutcome
 
-__all__ = ["TargetWorker"]
+__all__ = ["TargetServicer", "TargetWorker"]
+
+DEFAULT_TIMEOUT_MS = 60_000
+MAX_NODES = 256
+
+
+class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
+    """Serves verifications.
+
+    Args:
+        streams: The worker's open streams.
+        model: What the worker serves.
+    """
+
+    def __init__(self, streams: Streams, model: Model) -> None:
+        self._streams, self._model = streams, model
+
+    async def Verify(
+        self, request_iterator: AsyncIterator[pb.VerifyRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.VerifyResponse]:
+        """Serve verifications for many sessions over one stream."""
+        if self._streams.is_leaving:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
+        frames = self._streams.serve(request_iterator, self._parse)
+        async with guarded(context), aclosing(frames):
+            async for replies in frames:
+                yield pb.VerifyResponse(results=map(_result, replies), is_draining=self._streams.is_leaving)
+
+    async def GetTargetInfo(
+        self, request: pb.GetTargetInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetTargetInfoResponse:
+        """Tell what the worker serves and how loaded it is."""
+        async with guarded(context):
+            info = await describe(self._model, self._streams.engine)
+        return pb.GetTargetInfoResponse(
+            **info, is_draining=self._streams.is_leaving, model_identity=self._model.identity
+        )
+
+    def _parse(self, block: pb.VerifyBlock, deliver: Deliver) -> VerifyTask:
+        model = self._model
+        _check_identity(block, model)
+        num_top = block.num_top_logprobs if block.HasField("num_top_logprobs") else None
+        if num_top is not None and num_top > MAX_TOP_LOGPROBS:
+            raise InvalidArgumentError("num_top_logprobs", num_top, f"0 to {MAX_TOP_LOGPROBS}")
+        num_prompt = block.num_prompt_logprobs if block.HasField("num_prompt_logprobs") else None
+        if num_prompt is not None:
+            check_int("num_prompt_logprobs", num_prompt, 0, MAX_TOP_LOGPROBS)
+            check_prompt_logprobs(num_prompt, block.base_position)
+        if len(block.proposal.token_ids) > MAX_NODES:
+            raise InvalidArgumentError(
+                "proposal", f"{len(block.proposal.token_ids)} nodes", f"at most {MAX_NODES}"
+            )
+        proposal = convert.proposal_from_proto(block.proposal, model.vocab_size)
+        task = VerifyTask(
+            **task_fields(block, DEFAULT_TIMEOUT_MS, deliver),
+            proposal=proposal,
+            num_top_logprobs=num_top,
+            num_prompt_logprobs=num_prompt,
+        )
+        task.validate(model.vocab_size, model.max_context)
+        end = task.base_position + proposal.depth
+        if end > model.max_context:
+            raise InvalidArgumentError(
+                "proposal", f"an end at {end}", f"at most {model.max_context} (context)"
+            )
+        return task
+
+
+def _check_identity(block: pb.VerifyBlock, model: Model) -> None:
+    """Refuse a session whose tokens are another model's; its owner may have taken us for a former process.
+
+    Raises:
+        ModelChangedError: They are.
+    """
+    wanted = block.spec.model_identity
+    if wanted and wanted != model.identity:
+        raise ModelChangedError(block.session_id, wanted, [model.identity])
+
+
+def _result(reply: Reply) -> pb.VerifyResult:
+    result = pb.VerifyResult()
+    fill_result(result, reply)
+    outcome: Any = reply.outcome
+    if isinstance(outcome, VerifyOutcome):
+        verdict = outcome.verdict
+        result.verdict.accepted_path.extend(verdict.accepted_path)
+        result.verdict.next_token_id = verdict.next_token_id
+        result.verdict.next_origin = convert.origin_to_proto(verdict.next_origin)
+        result.verdict.num_tested = verdict.num_tested
+        for logprobs in outcome.logprobs:
+            result.verdict.logprobs.add(
+                logprob=logprobs.logprob,
+                top_token_ids=logprobs.top_token_ids,
+                top_logprobs=logprobs.top_logprobs,
+            )
+        if (prompt := outcome.prompt_logprobs) is not None:
+            result.verdict.prompt_logprobs.CopyFrom(
+                types_pb2.PromptLogprobs(
+                    logprobs=prompt.logprobs,
+                    ranks=prompt.ranks,
+                    num_top=prompt.num_top,
+                    top_token_ids=prompt.top_token_ids,
+                    top_logprobs=prompt.top_logprobs,
+                )
+            )
+    return result
 
 
 class TargetWorker(Worker[TargetSettings]):

@@ -139,7 +139,7 @@ def test_head_can_build_every_application_without_torch():
         "find = PathFinder.find_spec\n"
         "def hide(name, *rest): return None if name.partition('.')[0] == 'torch' else find(name, *rest)\n"
         "PathFinder.find_spec = hide\n"
-        "import services.serve_builders, orchestrator.app\n"
+        "import services.serve.app, orchestrator.app\n"
         "from gammaray.config import ClusterSettings\n"
         "from gammaray.deploy.serve_config import serve_document\n"
         "for entry in serve_document(ClusterSettings())['applications']:\n"

@@ -116,7 +116,7 @@ def deploy(
 
     from gammaray.deploy.serve_config import APPLICATIONS, GRPC_SERVICERS
     from orchestrator.app import OrchestratorDeployment
-    from services.app import build_draft, build_target
+    from services.serve.app import build_draft, build_target
 
     serve.start(
         proxy_location="HeadOnly",

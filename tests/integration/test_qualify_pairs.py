@@ -20,9 +20,8 @@ from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.engine.engine import Feed
 from services.engine.loader import load_engine
 from services.qualify.loop import Ask, Pair, Text, draft_scheduler, target_scheduler
-from services.qualify.measure import make_asks, measure
+from services.qualify.measure import is_tie, make_asks, measure, parting
 from services.qualify.models import find
-from services.qualify.ties import is_tie, parting
 
 pytestmark = pytest.mark.integration
 

@@ -7,7 +7,12 @@ from serve_helpers import deployment_of, schema_of
 
 from gammaray.config import DraftSettings, TargetSettings
 from gammaray.errors import InvalidArgumentError, UnavailableError
-from services.app import DraftWorkerReplica, TargetWorkerReplica, build_draft, build_target
+from services.serve.app import (
+    DraftWorkerReplica,
+    TargetWorkerReplica,
+    build_draft,
+    build_target,
+)
 
 pytestmark = pytest.mark.integration
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from services.draft.outlook import race_temperature
+from services.draft.lookahead import Throttle
+from services.draft.predictions import race_temperature
 from services.draft.scheduler import DraftScheduler
-from services.draft.throttle import Throttle
 from services.engine.core.session_cache import SessionCache
 from services.engine.engine import Feed
 from services.engine.sampling.noise import Noise

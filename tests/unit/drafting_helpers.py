@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from gammaray.types import SparseDistribution, VerificationMethod
-from services.draft.outlook import outlooks
+from services.draft.predictions import outlooks
 from services.engine.sampling.noise import Noise
 
 

@@ -7,9 +7,8 @@ import torch
 from draft_helpers import VOCAB, ChainingEngine, Drafter, TableEngine, outcome
 
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from services.draft.outlook import outlooks
-from services.draft.preparer import RUN
-from services.draft.throttle import MIN_LOOKUPS, MIN_OUTCOME, PAUSE, Throttle
+from services.draft.lookahead import MIN_LOOKUPS, MIN_OUTCOME, PAUSE, RUN, Throttle
+from services.draft.predictions import outlooks
 from services.engine.sampling.noise import Noise
 from services.scheduling.tasks import Ending
 
@@ -207,7 +206,7 @@ def test_ahead_failing_forward_costs_only_what_was_prepared():
 
 
 def test_ahead_nothing_follows_the_end_of_sequence_or_of_the_context(monkeypatch):
-    monkeypatch.setattr("services.draft.throttle.MIN_OUTCOME", 0.01)  # so that there is something left to do
+    monkeypatch.setattr("services.draft.lookahead.MIN_OUTCOME", 0.01)  # so that there is something left to do
     engine = TableEngine()
     fresh = Drafter(engine).ask(PROMPT, 1).outcome
     ahead = Drafter(TableEngine(), ahead_rows=4)

@@ -11,9 +11,9 @@ from test_draft_tree import EOS, Fixed, opened
 
 from benchmarks.calibration import chains, error
 from gammaray.types import SamplingParams, VerificationMethod
-from services.draft.ahead import Ahead
 from services.draft.calibration import LEAST, MOST, Calibration, scales
-from services.draft.reading import Reading, Shape
+from services.draft.outcomes import Ahead
+from services.draft.proposals import Reading, Shape
 from services.draft.tree import Node
 
 PROMPT = [1, 2, 3, 4]

@@ -9,13 +9,13 @@ import threading
 
 import pytest
 
-from services.draft.priority import GivingWay, can_give_way
+from services.draft.lookahead import GivingWay, can_give_way
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="idle priority is Linux's")
 
 UNPRIVILEGED = """
 import os, resource
-from services.draft.priority import can_give_way
+from services.draft.lookahead import can_give_way
 resource.setrlimit(resource.RLIMIT_NICE, (0, 0))
 if os.getuid() == 0:
     os.setresuid(65534, 65534, 65534)

@@ -6,7 +6,7 @@ import pytest
 from draft_helpers import VOCAB, ChainingEngine, Drafter, TableEngine
 
 from gammaray.types import SamplingParams, VerificationMethod
-from services.draft.reading import RUN, RUN_TO_DOUBT
+from services.draft.proposals import RUN, RUN_TO_DOUBT
 from services.scheduling.tasks import Ending
 
 COUPLED, REJECTION, NAIVE = (

@@ -10,8 +10,7 @@ from drafting_helpers import propose_token
 from maths_helpers import drawn_tokens
 
 from gammaray.types import SparseDistribution, VerificationMethod
-from services.draft.outlook import race_temperature
-from services.draft.sampling import quantise, sample_sparse
+from services.draft.predictions import quantise, race_temperature, sample_sparse
 from services.engine.sampling.noise import Noise
 
 COUPLED, REJECTION, NAIVE = VerificationMethod

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from gammaray.types import Proposal, SparseDistribution
-from services.draft.outlook import Guess
-from services.draft.reading import MIN_GROWN, MIN_PROPOSED, Reading, Shape
+from services.draft.predictions import Guess
+from services.draft.proposals import MIN_GROWN, MIN_PROPOSED, Reading, Shape
 from services.draft.tree import IN_CHAIN, Node, SpeculationTree
 
 EOS = (0,)

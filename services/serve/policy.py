@@ -1,8 +1,8 @@
-"""The rules of `services.scaling` as Serve calls them, in its controller, with what the workers reported.
+"""The rules of `services.serve.autoscaling` as Serve's controller calls them, with the workers' reports.
 
 Both pools' policies run in that one process. The draft pool must know whether there is anybody to draft for
 even while it has no worker to ask, so the target pool's policy leaves its load where the other one finds it
-(`services.demand`).
+(`services.serve.demand`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from gammaray.config import ScalingSettings
-from services import demand
-from services.scaling import DraftMemory, Pool, wanted_drafters, wanted_targets
 from services.scheduling.load import LoadReport
+from services.serve import demand
+from services.serve.autoscaling import DraftMemory, Pool, wanted_drafters, wanted_targets
 
 __all__ = ["DraftPolicy", "TargetPolicy"]
 

@@ -1,9 +1,4 @@
-"""Draft and target workers as Ray Serve deployments.
-
-Ray places, restarts and counts the replicas; it is not on the way of a block. Each replica hosts the same
-gRPC server and engine as the standalone worker, and orchestrators dial it directly, by its entry in the
-registry.
-"""
+"""Draft and target workers as Ray Serve deployments, and the builders that a Serve configuration calls."""
 
 from __future__ import annotations
 
@@ -15,6 +10,7 @@ import ray.util
 from ray import serve
 
 from gammaray.config import DraftSettings, PoolSize, ScalingSettings, TargetSettings, WorkerSettings
+from gammaray.deploy.effective import WorkerArguments
 from gammaray.deploy.serve_config import autoscaling_config
 from gammaray.errors import InvalidArgumentError
 from services.process.server import is_wildcard, split_address
@@ -22,7 +18,12 @@ from services.process.server import is_wildcard, split_address
 if TYPE_CHECKING:
     from services.process.worker import Worker
 
-__all__ = ["build_draft", "build_target"]
+__all__ = [
+    "build_draft",
+    "build_target",
+    "draft",
+    "target",
+]
 
 _log = logging.getLogger("ray.serve")  # the one that Ray writes to a replica's log
 # Room for the replica's own end after the worker has drained.
@@ -187,3 +188,23 @@ def _build(
         **count,
     )
     return make_deployment(replica).bind(settings)
+
+
+def draft(args: dict[str, Any]) -> Any:
+    """Return the application of draft workers.
+
+    Raises:
+        pydantic.ValidationError: A bad argument or setting.
+    """
+    given = WorkerArguments(**args)
+    return build_draft(given.settings, given.workers, scaling=given.scaling, one_per_node=True)
+
+
+def target(args: dict[str, Any]) -> Any:
+    """Return the application of target workers.
+
+    Raises:
+        pydantic.ValidationError: A bad argument or setting.
+    """
+    given = WorkerArguments(**args)
+    return build_target(given.settings, given.workers, scaling=given.scaling, one_per_node=True)

@@ -1,22 +1,165 @@
-"""Runs draft-ahead: small forwards over the sessions that wait for their verdicts."""
+"""Drafts ahead: small forwards for the sessions that wait for their verdicts, at idle CPU priority.
+
+A throttle stops it where it costs more than it saves."""
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
+import threading
 import time
+from contextlib import suppress
 from ctypes import c_int32
 
-from services.draft.ahead import Ahead
-from services.draft.priority import GivingWay, can_give_way
-from services.draft.reading import RUN
-from services.draft.speculation import Speculation
-from services.draft.throttle import Throttle
+from services.draft.outcomes import Ahead
+from services.draft.proposals import RUN
+from services.draft.session import Speculation
 from services.draft.tree import Node
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine
+from services.scheduling.metrics import AheadStats
 from services.scheduling.tasks import Prepared, ProposeTask
 
-__all__ = ["Preparer"]
+__all__ = [
+    "GivingWay",
+    "Preparer",
+    "Throttle",
+    "can_give_way",
+]
+
+_TRIAL_TIMEOUT_S = 5.0
+
+
+@functools.cache
+def can_give_way() -> bool:
+    """Whether a thread of this process may take idle priority, and its usual one again after it.
+
+    The way back needs CAP_SYS_NICE or an RLIMIT_NICE of 20 (see sched(7)): without them a thread would keep
+    idle priority for good. Tried once, in a thread of its own.
+    """
+    if not hasattr(os, "SCHED_IDLE"):
+        return False
+    succeeded: list[bool] = []
+
+    def attempt() -> None:
+        usual = os.sched_getscheduler(0)
+        try:
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            os.sched_setscheduler(0, usual, os.sched_param(0))
+        except OSError:
+            return
+        succeeded.append(True)
+
+    thread = threading.Thread(target=attempt, name="idle-priority-check")
+    thread.start()
+    thread.join(_TRIAL_TIMEOUT_S)  # on cores that are all taken it may never get a turn: then it is of no use
+    return bool(succeeded)
+
+
+class GivingWay:
+    """Runs the thread that enters it at idle priority: whoever else is ready on its core goes first.
+
+    On shared cores draft-ahead would else take time from the event loops that carry the verdict it waits for.
+    Only where `can_give_way`, and for short work: a thread that waits for a core with Python's lock in hand
+    keeps the others waiting.
+    """
+
+    def __init__(self) -> None:
+        self._usual = self._thread_id = 0
+        self._is_idle = False
+
+    def __enter__(self) -> None:
+        """Take idle priority.
+
+        Raises:
+            OSError: The system does not allow it.
+        """
+        self._usual, self._thread_id = os.sched_getscheduler(0), threading.get_native_id()
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        self._is_idle = True
+
+    def __exit__(self, *_: object) -> None:
+        """Take the usual priority again."""
+        self._is_idle = False
+        os.sched_setscheduler(0, self._usual, os.sched_param(0))
+
+    def hurry(self) -> None:
+        """Give the thread its usual priority now, from another one: somebody waits for it."""
+        if self._is_idle:
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                os.sched_setscheduler(self._thread_id, self._usual, os.sched_param(0))
+
+
+DECAY, SLOW_DECAY = 0.95, 0.99
+"""Per lookup. Time saved and spent count for some twenty of them, hits foreseen and come for a hundred."""
+
+PRIOR_HITS = 3.0
+"""Hits foreseen that came, as the prior of how good the draft's foresight is."""
+
+MIN_LOOKUPS = 10
+"""Before so many lookups nothing is concluded."""
+
+PAUSE = 64
+"""Lookups to sit out after it did not pay, before it is tried again."""
+
+MIN_OUTCOME = 0.08
+"""Outcomes less likely than this are not prepared for: one more row costs about half a forward on a CPU."""
+
+
+class Throttle:
+    """Decayed sums of what draft-ahead saved and cost, over all sessions of a worker."""
+
+    def __init__(self) -> None:
+        self.stats = AheadStats()
+        self._saved_s = self._spent_s = 0.0
+        self._hits = self._foreseen = 0.0
+        self._num_recent = 0
+        self._pause = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether to draft ahead."""
+        return self._pause == 0
+
+    @property
+    def floor(self) -> float:
+        """Probability from which on an outcome is prepared for: higher when hits are rarer than foreseen."""
+        ratio = (self._foreseen + PRIOR_HITS) / (self._hits + PRIOR_HITS)
+        return MIN_OUTCOME * min(3.0, max(0.5, ratio))
+
+    def looked_up(self, *, is_hit: bool, foreseen: float, saved_s: float) -> None:
+        """Note a request.
+
+        Args:
+            is_hit: Whether its proposal was ready.
+            foreseen: The probability that it would be, as far as the draft could tell.
+            saved_s: Forwards and messages it did not have to wait for, in seconds.
+        """
+        self.stats.lookups += 1
+        self.stats.hits += is_hit
+        if self._pause:
+            self._pause -= 1
+            return
+        self._saved_s = DECAY * self._saved_s + saved_s
+        self._spent_s *= DECAY
+        self._hits = SLOW_DECAY * self._hits + is_hit
+        self._foreseen = SLOW_DECAY * self._foreseen + foreseen
+        self._num_recent += 1
+        if self._num_recent >= MIN_LOOKUPS and self._spent_s > self._saved_s:
+            self._pause = PAUSE
+            self._num_recent, self._saved_s, self._spent_s = 0, 0.0, 0.0
+
+    def worked(self, num_rows: int, stolen_s: float, num_forwards: int = 1) -> None:
+        """Note forwards of draft-ahead that others waited `stolen_s` seconds for."""
+        self.stats.forwards += num_forwards
+        self.stats.rows += num_rows
+        self._spent_s += stolen_s
+
+    def delayed(self, seconds: float) -> None:
+        """Note that a request waited for draft-ahead to make way."""
+        self._spent_s += seconds
+
 
 MIN_SENT = 0.25
 """Proposals are sent in company until they make up this probability: a message costs what a forward does."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 
-from services.draft.reading import Reading
+from services.draft.proposals import Reading
 from services.draft.tree import Node
 
 __all__ = ["Ahead", "Branch"]

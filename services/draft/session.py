@@ -1,4 +1,4 @@
-"""One session on the draft worker: its speculation tree, and how the tree is fed and opened."""
+"""One session on the draft worker: the parameters it needs, its speculation tree, and how the tree is fed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from ctypes import c_int32
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from gammaray.types import SamplingParams, VerificationMethod
-from services.draft.ahead import Ahead
 from services.draft.calibration import Calibration
-from services.draft.outlook import Outlook, outlooks
-from services.draft.params import counts_tokens, draft_params
-from services.draft.reading import Reading, Shape
+from services.draft.outcomes import Ahead
+from services.draft.predictions import Outlook, outlooks
+from services.draft.proposals import Reading, Shape
 from services.draft.tree import Node, SpeculationTree
 from services.engine.engine import Engine, Feed
 from services.engine.sampling.edits import LogitEdits
@@ -23,7 +23,33 @@ from services.engine.sampling.logits import processed_log_probs
 from services.scheduling.sessions import Session
 from services.scheduling.tasks import SessionSpec
 
-__all__ = ["Speculation"]
+__all__ = ["Speculation", "counts_tokens", "draft_params"]
+
+
+def draft_params(spec: SessionSpec) -> SamplingParams | None:
+    """What to process the draft's logits with; None when the plain logits do as well.
+
+    At temperature 0 the argmax is all that counts, and a temperature of 1 with no token dropped keeps it and
+    leaves a distribution that the confidence can be read from. Races need no normalised distribution.
+    """
+    params = spec.params
+    if params.temperature == 0:
+        params = replace(params, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+    elif spec.method is not VerificationMethod.COUPLED:
+        return params
+    plain: Any = SamplingParams(seed=params.seed, sample_index=params.sample_index)
+    return None if params == plain else params
+
+
+def counts_tokens(params: SamplingParams) -> bool:
+    """Whether the processed distribution depends on the tokens before."""
+    return bool(
+        params.min_tokens
+        or params.repetition_penalty != 1
+        or params.frequency_penalty
+        or params.presence_penalty
+    )
+
 
 MOST_CUT = 0.25
 """Of a session's runs; where filters cut more of them short than this, it goes step by step."""
