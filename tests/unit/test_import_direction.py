@@ -1,12 +1,14 @@
-"""Imports go one way: what each folder may know, checked on the syntax trees of the real files.
+"""Imports go down: which room may know which, checked on the syntax trees of the real files.
 
+A room is a folder of modules. Its files may import each other and rooms on lower floors, without circles.
 Imports inside functions, under TYPE_CHECKING and by `import_module("a literal")` count like all others.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,12 +16,62 @@ import pytest
 ROOT = Path(__file__).parents[2]
 OURS = ("gammaray", "orchestrator", "services")
 
+FLOORS = {
+    "gammaray": 1,
+    "gammaray/maths": 2,
+    "gammaray/security": 2,
+    "gammaray/telemetry": 2,
+    "gammaray/wire": 2,
+    "gammaray/client": 3,
+    "gammaray/deploy": 3,
+    "gammaray/bench": 4,
+    "gammaray/cli": 4,
+    "gammaray/qualify": 5,
+    "gammaray/cli/commands": 6,
+    "orchestrator/text": 2,
+    "orchestrator/access": 3,
+    "orchestrator/cycle": 3,
+    "orchestrator/gamma": 4,
+    "orchestrator/storage": 4,
+    "orchestrator/workers": 4,
+    "orchestrator/drafting": 5,
+    "orchestrator/sessions": 5,
+    "orchestrator/telemetry": 5,
+    "orchestrator/api": 6,
+    "orchestrator/api/http": 7,
+    "orchestrator": 8,
+    "orchestrator/launcher": 9,
+    "services": 1,
+    "services/demo_pair": 1,
+    "services/engine/core": 2,
+    "services/engine/sampling": 2,
+    "services/engine/cuda": 3,
+    "services/engine/hf": 3,
+    "services/engine/native": 3,
+    "services/engine": 4,
+    "services/engine/tensor_parallel": 5,
+    "services/scheduling": 5,
+    "services/streaming": 6,
+    "services/process": 7,
+    "services/draft": 8,
+    "services/target": 8,
+    "services/qualify": 9,
+    "services/serve": 9,
+}
+"""Room -> floor. `gammaray` is the ground floor of all three packages: everybody may import its rooms."""
+
+FACADES = {"gammaray/__init__.py", "gammaray/__main__.py"}
+"""Offer what lies above them under a shorter name; no other file of ours imports them for that."""
+
+MAX_FILES = 14
+"""Modules in a room: more of them are two rooms."""
+
 ONLY_IN = {
     "ray": {"orchestrator/app.py", "orchestrator/launcher/cluster.py", "services/serve/app.py"},
     "redis": {
         "gammaray/deploy/redis_connection.py",
-        "orchestrator/storage/client.py",
         "orchestrator/launcher/redis_server.py",
+        "orchestrator/storage/client.py",
         "orchestrator/storage/registry.py",
         "orchestrator/storage/session_store.py",
     },
@@ -31,8 +83,9 @@ NEVER_IN = {
     "gammaray": {"fastapi", "numpy", "orchestrator", "ray", "services", "torch", "transformers"},
     "orchestrator": {"services", "torch"},
     "services": {"fastapi", "orchestrator"},
-    "orchestrator/cycle/run.py": {"grpc", "ray", "redis"},
-    "orchestrator/gamma/adaptive.py": {"grpc", "ray", "redis"},
+    "orchestrator/cycle": {"ray", "redis"},
+    "orchestrator/cycle/run.py": {"grpc"},
+    "orchestrator/gamma": {"grpc", "ray", "redis"},
 }
 """Folder or file -> packages it must not import."""
 
@@ -41,27 +94,23 @@ LAUNCHER = {"orchestrator/launcher/cluster.py", "orchestrator/launcher/preflight
 
 
 def imported(path: str, source: str) -> Iterator[str]:
-    """Yield the top-level name of every absolute import."""
+    """Yield the full name of every absolute import: of a module, or of a name in one."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (top_level(alias.name) for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield top_level(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             function = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            name = top_level(str(node.args[0].value)) if function in ("import_module", "__import__") else ""
-            if name and not (name == "services" and path in LAUNCHER):
+            name = str(node.args[0].value) if function in ("import_module", "__import__") else ""
+            if name and not (name.startswith("services.") and path in LAUNCHER):
                 yield name
-
-
-def top_level(name: str) -> str:
-    return name.partition(".")[0]
 
 
 def violations(path: str, source: str) -> list[str]:
     """Return what the file at `path` (relative, with slashes) must not import but does."""
     found = []
-    for name in sorted(set(imported(path, source))):
+    for name in sorted({name.partition(".")[0] for name in imported(path, source)}):
         if path not in ONLY_IN.get(name, {path}):
             found.append(f"{path} imports {name}, which only {sorted(ONLY_IN[name])} may")
         for place, banned in NEVER_IN.items():
@@ -70,20 +119,77 @@ def violations(path: str, source: str) -> list[str]:
     return found
 
 
-def sources() -> list[Path]:
-    return [path for folder in OURS for path in sorted((ROOT / folder).rglob("*.py"))]
+def room_of(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def files_imported(path: str, source: str, modules: Mapping[str, str]) -> set[str]:
+    """Return the files of ours that one imports; `modules` maps dotted names to files."""
+    found = set()
+    for name in imported(path, source):
+        while name and name not in modules:
+            name = name.rpartition(".")[0]
+        if name and modules[name] not in (path, *FACADES):
+            found.add(modules[name])
+    return found
+
+
+def climbs(path: str, targets: set[str]) -> list[str]:
+    """Return the imports of a file that do not go to its own room or to a lower floor."""
+    room = room_of(path)
+    return [
+        f"{path} (floor {FLOORS[room]}) imports {target} (floor {FLOORS[room_of(target)]})"
+        for target in sorted(targets)
+        if room_of(target) != room and FLOORS[room_of(target)] >= FLOORS[room] and path not in FACADES
+    ]
+
+
+def circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """Return the files of one circle of imports, empty without any."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+@pytest.fixture(scope="module")
+def sources():
+    """Path -> text of every module of ours, generated ones aside."""
+    paths = [path for folder in OURS for path in sorted((ROOT / folder).rglob("*.py"))]
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
+    return {path: text for path, text in texts.items() if not path.startswith("gammaray/v1/")}
+
+
+@pytest.fixture(scope="module")
+def graph(sources):
+    """Path -> the files of ours that it imports."""
+    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in sources}
+    return {path: files_imported(path, text, modules) for path, text in sources.items()}
 
 
 @pytest.mark.parametrize("folder", OURS)
-def test_imports_of_every_file_go_one_way(folder):
-    paths = [path for path in sources() if path.is_relative_to(ROOT / folder)]
-    assert paths
-    found = [
-        violation
-        for path in paths
-        for violation in violations(path.relative_to(ROOT).as_posix(), path.read_text())
-    ]
-    assert found == []
+def test_imports_of_every_file_are_allowed(folder, sources):
+    own = {path: text for path, text in sources.items() if path.startswith(f"{folder}/")}
+    assert own
+    assert [violation for path, text in own.items() for violation in violations(path, text)] == []
+
+
+def test_floors_are_those_of_the_rooms_that_exist(sources):
+    assert set(FLOORS) == {room_of(path) for path in sources}
+
+
+def test_imports_go_to_the_own_room_or_to_lower_floors(graph):
+    assert [climb for path, targets in graph.items() for climb in climbs(path, targets)] == []
+
+
+def test_no_file_imports_itself_by_way_of_others(graph):
+    assert circle({path: targets for path, targets in graph.items() if path not in FACADES}) == []
+
+
+def test_rooms_are_small(sources):
+    sizes = {room: sum(room_of(path) == room for path in sources) for room in FLOORS}
+    assert {room: size for room, size in sizes.items() if size > MAX_FILES} == {}
 
 
 @pytest.mark.parametrize("path", sorted(set().union(*ONLY_IN.values())))
@@ -99,7 +205,7 @@ def test_imports_allowed_places_exist(path):
         ("gammaray/cli/commands/up.py", "import_module('orchestrator.launcher.cluster')", 1),
         ("gammaray/cli/commands/up.py", "importlib.import_module('ray')", 2),
         ("orchestrator/cycle/run.py", "if TYPE_CHECKING:\n    import grpc.aio", 1),
-        ("orchestrator/cycle/run.py", "from redis.asyncio import Redis", 2),
+        ("orchestrator/cycle/pipeline.py", "from redis.asyncio import Redis", 2),
         ("orchestrator/service.py", "from services.serve.app import build_target", 1),
         ("orchestrator/service.py", "import_module('services.serve.app')", 1),
         ("orchestrator/launcher/cluster.py", "from services.serve.app import build_target", 1),
@@ -119,3 +225,26 @@ def test_imports_allowed_places_exist(path):
 )
 def test_imports_planted_violation_is_caught(path, source, num_violations):
     assert len(violations(path, source)) == num_violations
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "num_climbs"),
+    [
+        ("orchestrator/cycle/run.py", "from orchestrator.workers.pool import Pool", 1),
+        ("orchestrator/cycle/run.py", "from orchestrator.cycle import types", 0),
+        ("orchestrator/workers/pool.py", "def f():\n    from orchestrator import service", 1),
+        ("orchestrator/workers/pool.py", "import orchestrator.storage.keys", 1),
+        ("orchestrator/api/http/app.py", "from orchestrator.launcher.trust import Trust", 1),
+        ("gammaray/wire/convert.py", "from gammaray.client.request import options", 1),
+        ("gammaray/wire/convert.py", "from gammaray import errors", 0),
+        ("services/engine/core/batch.py", "if TYPE_CHECKING:\n    from services.engine.engine import E", 1),
+        ("services/target/worker.py", "from services.draft.worker import DraftWorker", 1),
+    ],
+)
+def test_imports_planted_climb_is_caught(path, source, num_climbs, sources):
+    modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in sources}
+    assert len(climbs(path, files_imported(path, source, modules))) == num_climbs
+
+
+def test_imports_planted_circle_is_caught():
+    assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == {"a", "b", "c"}
