@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 from sdk_helpers import PROCESSES, ScriptedService, answer, last, serve_in_thread
-from test_cli_tls import certificate, http_front
+from tls_front_helpers import certificate, http_front
 from tls_helpers import Authority
 
 from gammaray import Client, TlsError

@@ -5,8 +5,8 @@ import asyncio
 import grpc
 import httpx
 import pytest
+from grpc_helpers import Context
 from surface_helpers import ScriptedBackend
-from test_grpc_api import Context
 
 from gammaray.errors import ResourceExhaustedError, UnauthenticatedError
 from gammaray.security.keys import create_key, make_secret

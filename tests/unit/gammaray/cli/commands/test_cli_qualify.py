@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from click.testing import CliRunner
-from test_qualify_verdict import facts, pair, plain_run, run, same
+from qualify_helpers import facts, pair, plain_run, run, same
 
 from gammaray.cli import main
 from gammaray.cli.commands import qualify as command

@@ -130,7 +130,7 @@ def test_plots_other_file_ends_with_code_2_naming_it(tmp_path: Path) -> None:
     path.write_text("{}")
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.plots", str(path)],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200,
+        cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 2
     assert "x.json" in done.stderr

@@ -10,7 +10,7 @@ import pytest
 
 from gammaray.telemetry.catalog import CATALOG
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 DASHBOARD = json.loads((ROOT / "helm/gammaray/dashboards/gammaray.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 RULES = ROOT / "docs/prometheus-rules.yml"

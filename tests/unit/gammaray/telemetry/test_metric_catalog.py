@@ -7,7 +7,7 @@ import pytest
 
 from gammaray.telemetry.catalog import CATALOG, Kind, Role, by_name
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 SAMPLES = {sample for metric in CATALOG for sample in metric.samples}
 SAMPLE_NAME = re.compile(r"\bgammaray_\w+")
 

@@ -14,7 +14,7 @@ from gammaray.v1 import (
     target_service_pb2_grpc,
 )
 
-PROTOS = Path(__file__).parents[2] / "protos"
+PROTOS = Path(__file__).parents[3] / "protos"
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from programs import PROGRAMS
 
-SCRIPT = Path(__file__).parents[2] / ".ci" / "packages.py"
+SCRIPT = Path(__file__).parents[3] / ".ci" / "packages.py"
 APT_GET = """#!/bin/sh
 echo "$@" >> "$FAKE_LOG"
 if [ -x "$FAKE_POLICY" ]; then "$FAKE_POLICY" redis-server start; echo "policy $?" >> "$FAKE_LOG"; fi
@@ -140,7 +140,7 @@ def test_misspelt_package_is_refused(debian):
 
 
 def test_run_of_tests_ends_with_what_was_skipped_and_the_command_that_enables_it():
-    tests = Path(__file__).parent / "test_dashboards.py"
+    tests = Path(__file__).parents[3] / "tests/unit/gammaray/telemetry/test_dashboards.py"
     options = ["-q", "-p", "no:cacheprovider", "-k", "alerts or dashboard"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(tests)],
@@ -153,5 +153,5 @@ def test_run_of_tests_ends_with_what_was_skipped_and_the_command_that_enables_it
     _, _, told = done.stdout.partition("skipped tests, and how to enable them")
     reason, file, command = told.splitlines()[1:4]
     assert "skipped: prometheus is not installed" in reason
-    assert file.strip() == "tests/unit/test_dashboards.py"
+    assert file.strip() == "tests/unit/gammaray/telemetry/test_dashboards.py"
     assert command.strip() == "to enable: make test-programs"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MAKEFILE = (ROOT / "Makefile").read_text()
 HOOKS = ROOT / ".pre-commit-config.yaml"
 

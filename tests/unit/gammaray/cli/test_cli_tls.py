@@ -4,8 +4,6 @@ The gRPC API is served by a gRPC server with TLS, the HTTP API by an HTTPS serve
 """
 
 import json
-import ssl
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,16 +12,14 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
-import uvicorn
 from click.testing import CliRunner
 from sdk_helpers import PROCESSES, ScriptedService, answer, last, serve_in_thread
-from surface_helpers import ScriptedBackend
+from tls_front_helpers import certificate, http_front
 from tls_helpers import Authority
 
 from gammaray import AsyncClient, Client, InvalidArgumentError, TlsError, UnavailableError
 from gammaray.cli import main
 from gammaray.client.chat import Chat
-from orchestrator.api.http.app import create_app
 from orchestrator.launcher.preflight import free_ports
 
 
@@ -52,29 +48,6 @@ def grpc_front(pki, files, *, mutual: bool = False) -> Iterator[str]:
         yield f"localhost:{address.rpartition(':')[2]}"
 
 
-@contextmanager
-def http_front(pki, files, *, mutual: bool = False) -> Iterator[str]:
-    (port,) = free_ports("127.0.0.1", 1)
-    tls = {} if files is None else {"ssl_keyfile": files.key_file, "ssl_certfile": files.cert_file}
-    if mutual:
-        tls |= {"ssl_ca_certs": str(pki.ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
-    app = create_app(ScriptedBackend())
-    server = uvicorn.Server(
-        uvicorn.Config(app, host="127.0.0.1", port=port, log_level="critical", lifespan="off", **tls)
-    )
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    deadline = time.monotonic() + 30
-    while not server.started:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    try:
-        yield f"localhost:{port}"
-    finally:
-        server.should_exit = True
-        thread.join(30)
-
-
 def invoke(*arguments, **options):
     return CliRunner().invoke(main, [*map(str, arguments)], prog_name="gammaray", **options)
 
@@ -90,10 +63,6 @@ def chat(url, *options, **more):
 FRONTS = pytest.mark.parametrize(
     ("front", "command"), [(grpc_front, status), (http_front, chat)], ids=["gRPC", "HTTP"]
 )
-
-
-def certificate(files):
-    return "--cert-file", files.cert_file, "--key-file", files.key_file
 
 
 @FRONTS

@@ -18,7 +18,7 @@ from benchmarks.gpu.speedup import best_gamma
 from benchmarks.gpu.table import table
 from services.engine.device_drafting import TreeShape
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")

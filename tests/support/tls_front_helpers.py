@@ -1,0 +1,40 @@
+"""HTTPS servers of the HTTP API for tests, and the options of a client certificate."""
+
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from surface_helpers import ScriptedBackend
+
+from orchestrator.api.http.app import create_app
+from orchestrator.launcher.preflight import free_ports
+
+
+@contextmanager
+def http_front(pki, files, *, mutual: bool = False) -> Iterator[str]:
+    (port,) = free_ports("127.0.0.1", 1)
+    tls = {} if files is None else {"ssl_keyfile": files.key_file, "ssl_certfile": files.cert_file}
+    if mutual:
+        tls |= {"ssl_ca_certs": str(pki.ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    app = create_app(ScriptedBackend())
+    server = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=port, log_level="critical", lifespan="off", **tls)
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 30
+    while not server.started:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    try:
+        yield f"localhost:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(30)
+
+
+def certificate(files):
+    return "--cert-file", files.cert_file, "--key-file", files.key_file
