@@ -1,4 +1,4 @@
-"""Make docs/metrics.md of `gammaray.metric_catalog`, and Prometheus rules of the alerts that the chart ships.
+"""Make docs/metrics.md of `gammaray.telemetry.catalog`, and Prometheus rules of the alerts that the chart ships.
 
 python docs/make_metrics.py            # write
 python docs/make_metrics.py --check    # exit with 1 when a page is not what would be written
@@ -19,7 +19,7 @@ ALERTS = HERE.parent / "helm" / "gammaray" / "files" / "alerts.yaml"
 _INTRODUCTION = f"""\
 # Metrics
 
-Made of [gammaray/metric_catalog](../gammaray/metric_catalog) by `python docs/make_metrics.py`; do not edit.
+Made of [catalog.py](../gammaray/telemetry/catalog.py) by `python docs/make_metrics.py`; do not edit.
 
 Every process (orchestrators, draft and target workers, under Ray Serve or standalone) serves its metrics to
 Prometheus at `/metrics` on an address of its own. Where, the setting `metrics_listen` says

@@ -241,7 +241,7 @@ REQUESTS = (
         "Prompt tokens per second.",
     ),
     Metric(
-        *("gammaray.client.request.duration", Kind.HISTOGRAM, "s", ORCHESTRATOR),
+        *("gammaray.request.duration", Kind.HISTOGRAM, "s", ORCHESTRATOR),
         "Time of a completion, from the request's arrival to its last chunk.",
         "histogram_quantile(0.5, sum by (le) (rate(gammaray_request_duration_seconds_bucket[5m])))",
         "Median time of a completion.",

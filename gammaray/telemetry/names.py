@@ -1,7 +1,7 @@
 """Every span and attribute of gammaray's traces: name, type, unit and meaning.
 
 Where OpenTelemetry's semantic conventions for generative AI have a name, that name is used; all others start
-with `gammaray.`. `docs/telemetry.md` is made of this module. Metrics have `gammaray.metric_catalog`.
+with `gammaray.`. `docs/telemetry.md` is made of this module. Metrics have `gammaray.telemetry.catalog`.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class OrchestratorMeter:
         self.plain_s = meter.counter("gammaray.decode.plain_time")
         self.resumes = meter.counter("gammaray.resumes")
         self.prompt_tokens = meter.counter("gammaray.prompt.tokens")
-        self.request_s = meter.histogram("gammaray.client.request.duration")
+        self.request_s = meter.histogram("gammaray.request.duration")
         self.first_token_s = meter.histogram("gammaray.time_to_first_token")
         self.per_token_s = meter.histogram("gammaray.time_per_output_token")
         self.between_s = meter.histogram("gammaray.inter_token_latency")

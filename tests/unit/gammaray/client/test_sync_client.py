@@ -144,7 +144,11 @@ def test_sync_bad_address_starts_no_thread():
 @pytest.mark.parametrize("behaviour", [endless, silent], ids=["between chunks", "before the first"])
 def test_sync_interrupt_cancels_on_the_server_and_raises(behaviour):
     service = ScriptedService(behaviour)
-    script = "import gammaray, sys; [chunk for chunk in gammaray.Client(sys.argv[1]).generate('Hi')]"
+    # A shell starts background jobs with SIGINT ignored, which a child inherits.
+    script = (
+        "import gammaray, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "for chunk in gammaray.Client(sys.argv[1]).generate('Hi'): pass"
+    )
     with serve_in_thread(service) as address:
         process = subprocess.Popen([sys.executable, "-c", script, address], stderr=subprocess.PIPE, text=True)
         try:

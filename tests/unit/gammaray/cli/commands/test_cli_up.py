@@ -36,8 +36,9 @@ sys.exit(5)
 @pytest.fixture
 def launch(tmp_path):
     """Start `gammaray up` where `orchestrator.launcher.cluster` is the stand-in."""
-    package = tmp_path / "orchestrator"
-    package.mkdir()
+    package = tmp_path / "orchestrator" / "launcher"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
     (package / "__init__.py").touch()
     (package / "cluster.py").write_text(STAND_IN)
     started = []

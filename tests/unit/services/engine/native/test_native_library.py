@@ -133,7 +133,7 @@ def test_engine_without_a_compiler_says_so_when_it_loads(tmp_path: Path) -> None
     model = tiny_model("llama", tmp_path)
     program = (
         "import logging; logging.basicConfig(level=logging.INFO);"
-        "from services.engine.engine import Engine;"
+        "from services.engine.loader import load_engine;"
         f"print(load_engine({str(model)!r}).kernel)"
     )
     environment = {
