@@ -27,7 +27,7 @@ from gammaray.bench.workloads import prompts
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.draft.calibration import Calibration
 from services.draft.predictions import race_temperature
-from services.engine.engine import Engine, Feed
+from services.engine.engine import Engine, SequenceInput
 from services.engine.loader import load_engine
 from services.engine.sampling.noise import Noise
 
@@ -50,7 +50,7 @@ def confidences(
     session_id, scale = f"{seed}-{temperature}", race_temperature(temperature)
     believed, is_right = list[float](), list[bool]()
     for fed in (0, *range(len(prompt), len(prompt) + num_tokens - 1)):
-        feed = Feed(session_id, fed, tokens[fed:], 1)
+        feed = SequenceInput(session_id, fed, tokens[fed:], 1)
         ours, theirs = (
             _scores(e.step([feed])[0][0], temperature, noise, len(tokens)) for e in (draft, target)
         )

@@ -114,16 +114,16 @@ class Pair:
         draft = DraftScheduler(
             self._draft, _LIMITS, draft_top_k=64, weight_bits=12, ahead_rows=4 if run.window else 0
         )
-        if draft.preparer is not None:
-            draft.preparer.throttle = _Open()
+        if draft.lookahead is not None:
+            draft.lookahead.throttle = _Open()
         target = TargetScheduler(self._target, _LIMITS)
         for seed, text in enumerate(texts):
             params = SamplingParams(temperature=run.temperature, seed=seed)
             prompt = self._tokenizer(text)["input_ids"]
             tokens = self._complete(run, draft, target, params, prompt, num_tokens)
             run.tokens.append(tokens[len(prompt) :][:num_tokens])
-        if draft.preparer is not None:
-            run.stats = draft.preparer.throttle.stats
+        if draft.lookahead is not None:
+            run.stats = draft.lookahead.throttle.stats
         return run
 
     def _complete(

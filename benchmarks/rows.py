@@ -19,7 +19,7 @@ from rich.console import Console
 from benchmarks.provenance import write_result
 from gammaray.bench.tables import plain_table
 from services.demo_pair import TARGET_DIR
-from services.engine.engine import Feed
+from services.engine.engine import SequenceInput
 from services.engine.loader import load_engine
 
 ROWS = (1, 2, 3, 4, 5, 6, 9, 12)
@@ -29,11 +29,11 @@ def measure(model: Path, context: int, turns: int) -> list[dict[str, Any]]:
     """Return the times of each number of rows behind `context` tokens."""
     engine = load_engine(str(model), threads=1)
     tokens = [1 + index % 1000 for index in range(context)]
-    engine.step([Feed("s", 0, tokens, 1)])
+    engine.step([SequenceInput("s", 0, tokens, 1)])
     times: dict[int, list[float]] = {rows: [] for rows in ROWS}
     for _ in range(turns):
         for rows in ROWS:
-            feed = Feed("s", context, tokens[:rows], rows)
+            feed = SequenceInput("s", context, tokens[:rows], rows)
             started = time.perf_counter()
             engine.step([feed])
             times[rows].append((time.perf_counter() - started) * 1e3)

@@ -1,4 +1,4 @@
-"""Make docs/metrics.md of `gammaray.telemetry.catalog`, and Prometheus rules of the alerts that the chart ships.
+"""Make docs/metrics.md of `gammaray.telemetry.catalog`, and Prometheus rules of the alerts of the chart.
 
 python docs/make_metrics.py            # write
 python docs/make_metrics.py --check    # exit with 1 when a page is not what would be written

@@ -18,7 +18,7 @@ from gammaray.config import OrchestratorSettings, PoolSize, ScalingSettings
 from gammaray.deploy.effective import OrchestratorArguments
 from gammaray.deploy.serve_config import APPLICATIONS, autoscaling_config
 from gammaray.v1 import generation_service_pb2 as pb
-from orchestrator.access.caller import open_door
+from orchestrator.access.caller import make_authenticator
 from orchestrator.api.grpc_servicer import GenerationServicer, RpcContext, SessionServicer
 from orchestrator.api.http.app import create_app
 from orchestrator.scaling_policy import IN_FLIGHT
@@ -42,7 +42,7 @@ class OrchestratorDeployment:
     async def __serve_build_asgi_app__(self) -> FastAPI:
         # Serve awaits this after the constructor and before any request, in the loop that serves them.
         self._orchestrator = orchestrator = await Orchestrator.start(self._settings)
-        authenticator = open_door(self._settings)
+        authenticator = make_authenticator(self._settings)
         self._servicer = GenerationServicer(orchestrator, find_proxies, authenticator)
         self._sessions = SessionServicer(orchestrator.sessions, authenticator)
         return create_app(

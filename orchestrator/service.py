@@ -22,14 +22,14 @@ from gammaray.types import (
 )
 from orchestrator.access.admission import Admission
 from orchestrator.access.caller import ANONYMOUS, Caller
-from orchestrator.cycle.handover import Heritage
+from orchestrator.cycle.handover import SessionHandover
 from orchestrator.cycle.pipeline import run_cycles
 from orchestrator.drafting.factory import Drafting
-from orchestrator.drafting.fallback import Ladder
-from orchestrator.sessions.leases import Keeper
-from orchestrator.sessions.lifecycle import Opened, Opener, check_request
+from orchestrator.drafting.fallback import FallbackDrafter
+from orchestrator.sessions.leases import LeaseManager
+from orchestrator.sessions.lifecycle import OpenSession, SessionManager, check_request
 from orchestrator.sessions.management import SessionCalls
-from orchestrator.sessions.progress import Progress
+from orchestrator.sessions.progress import ChunkBuilder
 from orchestrator.status import StatusBoard
 from orchestrator.storage.client import Redis, connect, wait_for_redis
 from orchestrator.storage.keys import StoreBounds
@@ -95,10 +95,10 @@ class Orchestrator:
             draft_addresses=settings.draft_addresses,
             tls=tls_files(settings),
         )
-        self._opener = Opener(self.store, tokenizer, self._check_model)
+        self._opener = SessionManager(self.store, tokenizer, self._check_model)
         self._drafting = Drafting(settings, self.fleet.drafts, tokenizer.vocab_size)
         self._board = StatusBoard(self.meter, self.admission, self.fleet, redis, self.model_name)
-        self.leases = Keeper(self.store, self.fleet.release)
+        self.leases = LeaseManager(self.store, self.fleet.release)
         self.sessions = SessionCalls(self.store, tokenizer, self.fleet.release, records)
 
     @classmethod
@@ -163,10 +163,10 @@ class Orchestrator:
                         chunk = replace(chunk, session_id=caller.public(chunk.session_id))
                     yield chunk
 
-    async def _stream(self, opened: Opened) -> AsyncGenerator[Chunk, None]:
+    async def _stream(self, opened: OpenSession) -> AsyncGenerator[Chunk, None]:
         """Yield what the client lacks of what is committed, then what new cycles emit."""
-        session, heritage = opened.session, opened.heritage
-        progress = Progress(session, self.tokenizer, opened.offset, heritage.counters, heritage.elapsed_s)
+        session, handover = opened.session, opened.handover
+        progress = ChunkBuilder(session, self.tokenizer, opened.offset, handover.counters, handover.elapsed_s)
         has_ended = False
         try:
             with self.leases.holding(session):
@@ -182,30 +182,30 @@ class Orchestrator:
             if opened.ended is None and not has_ended:
                 self.leases.let_go(session)
 
-    async def _run(self, opened: Opened, progress: Progress) -> AsyncGenerator[Chunk, None]:
+    async def _run(self, opened: OpenSession, progress: ChunkBuilder) -> AsyncGenerator[Chunk, None]:
         settings, session = self._settings, opened.session
         spec = session_spec(session, self.tokenizer.eos_token_ids, shares_caches=settings.prefix_caching)
         ladder = self._drafting.ladder(session, opened.request, spec)
         verifier = RemoteVerifier(
             self.fleet.targets, spec, timeout_s=settings.verify_timeout_s, wait_s=settings.worker_wait_s
         )
-        ladder.recall(opened.heritage)
-        verifier.prefer(session, opened.heritage.target)
+        ladder.recall(opened.handover)
+        verifier.prefer(session, opened.handover.target)
         fenced = FencedVerifier(verifier, self.store.renew)
-        journal = self.tracing.journal(session, self._in_background)
-        cycles = run_cycles(session, ladder, fenced, self.store, journal.watch(ladder))
+        cycle_log = self.tracing.cycle_log(session, self._in_background)
+        cycles = run_cycles(session, ladder, fenced, self.store, cycle_log.watch(ladder))
         try:
-            with journal:
+            with cycle_log:
                 async with contextlib.aclosing(cycles):
                     async for cycle in cycles:
-                        journal.stored()
+                        cycle_log.stored()
                         plain_cycle_s = self._drafting.plain_cycle_s
                         self.meter.cycle(cycle, plain_cycle_s)
                         if cycle.finish_reason is not None:
                             self._free(opened, ladder, verifier)
                         chunk = progress.chunk(cycle, plain_cycle_s)
                         if progress.counters.cycles % HERITAGE_PERIOD == 1:
-                            session.state = _heritage(progress, ladder, verifier).to_bytes()
+                            session.state = _handover(progress, ladder, verifier).to_bytes()
                         yield chunk
         except CancelledError:
             yield progress.piece((), "", FinishReason.CANCELLED)
@@ -213,11 +213,11 @@ class Orchestrator:
             self.fleet.release(session.session_id, session.epoch, forget=True)
             raise
         finally:
-            session.state = _heritage(progress, ladder, verifier).to_bytes()
+            session.state = _handover(progress, ladder, verifier).to_bytes()
             ladder.release(session)
             verifier.release(session)
 
-    def _free(self, opened: Opened, ladder: Ladder, verifier: RemoteVerifier) -> None:
+    def _free(self, opened: OpenSession, ladder: FallbackDrafter, verifier: RemoteVerifier) -> None:
         """Free the workers' caches of a turn that has ended, now or when its client wants it."""
         session, keep_s = opened.session, opened.request.keep_cache_s
         if keep_s > 0:
@@ -290,8 +290,8 @@ class Orchestrator:
         task.add_done_callback(self._tasks.discard)
 
 
-def _heritage(progress: Progress, ladder: Ladder, verifier: RemoteVerifier) -> Heritage:
-    return Heritage(
+def _handover(progress: ChunkBuilder, ladder: FallbackDrafter, verifier: RemoteVerifier) -> SessionHandover:
+    return SessionHandover(
         counters=progress.counters,
         elapsed_s=progress.elapsed_s,
         acceptance=ladder.acceptance,

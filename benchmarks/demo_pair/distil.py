@@ -31,7 +31,7 @@ from benchmarks.demo_pair.corpus import read_split
 from benchmarks.demo_pair.evaluate import agreement
 from benchmarks.demo_pair.train import held_out_windows, optimizers_of, rate
 from services.demo_pair import TARGET_DIR
-from services.engine.engine import Engine, Feed
+from services.engine.engine import Engine, SequenceInput
 from services.engine.loader import load_engine
 
 __all__ = ["Lessons", "distil", "divergence", "read_lessons", "variation", "write_samples"]
@@ -67,7 +67,7 @@ def write_samples(engine: Engine, train: Tensor, num_windows: int, batch: int = 
         temperatures = torch.tensor([_TEMPERATURES[i % len(_TEMPERATURES)] for i in texts]).unsqueeze(1)
         fed = 0
         while (length := len(texts[0])) < _LENGTH:
-            rows = engine.step([Feed(str(i), fed, text[fed:], 1) for i, text in texts.items()])
+            rows = engine.step([SequenceInput(str(i), fed, text[fed:], 1) for i, text in texts.items()])
             # The argmax of the scaled logits and Gumbel noise is a sample; without noise it is the likeliest.
             noise = -torch.empty(len(rows), rows[0].size(-1)).exponential_(generator=generator).log()
             drawn = (torch.cat(rows) + temperatures * noise).argmax(-1).tolist()

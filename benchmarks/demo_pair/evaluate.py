@@ -38,7 +38,7 @@ from benchmarks.provenance import write_result
 from gammaray.bench.tables import plain_table
 from gammaray.bench.workloads import documents
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
-from services.engine.engine import Engine, Feed
+from services.engine.engine import Engine, SequenceInput
 from services.engine.loader import load_engine
 
 __all__ = ["Agreement", "agreement", "step_times"]
@@ -99,13 +99,13 @@ def step_times(target: Path, draft: Path, context: list[int], num_steps: int = 2
     """
     engines = {"target": load_engine(str(target), threads=1), "draft": load_engine(str(draft), threads=1)}
     for engine in engines.values():
-        engine.step([Feed("s", 0, context, 1)])
+        engine.step([SequenceInput("s", 0, context, 1)])
 
     def run(engine: Engine, length: int) -> float:
         times = []
         for _ in range(length):
             started = time.perf_counter()
-            engine.step([Feed("s", len(context), context[:1], 1)])
+            engine.step([SequenceInput("s", len(context), context[:1], 1)])
             times.append((time.perf_counter() - started) * 1e3)
         return statistics.median(times)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.pair import TINY, Pair, random_tokens
-from services.engine.core.batch import Feed
+from services.engine.core.batch import SequenceInput
 from services.engine.cuda.tables import Race
 from services.engine.cuda.torch_kernels import TorchKernels
 from services.engine.device_drafting import GraphEngine
@@ -29,14 +29,16 @@ def exactness(device: str) -> dict[str, Any]:
     with torch.no_grad():
         reference = pair.module(torch.tensor([text], device=device)).logits[0].float()
     steps = ((0, 260), (260, 261), (261, 270), (270, 300))
-    chain = [engine.step([Feed("a", start, text[start:end], end - start)])[0] for start, end in steps]
+    chain = [
+        engine.step([SequenceInput("a", start, text[start:end], end - start)])[0] for start, end in steps
+    ]
     nodes = random_tokens(len(_TREE), 2, TINY.vocab)
     other = random_tokens(20, 4, TINY.vocab)
-    feeds = [Feed("a", 290, nodes, len(nodes), _TREE), Feed("b", 0, other, 3)]
-    plain.step([Feed("a", 0, text[:290], 0)])
+    feeds = [SequenceInput("a", 290, nodes, len(nodes), _TREE), SequenceInput("b", 0, other, 3)]
+    plain.step([SequenceInput("a", 0, text[:290], 0)])
     pairs = zip(engine.step(feeds), plain.step(feeds), strict=True)
     races = [Race(5), Race(6, 1, 0.8)]
-    again = [Feed("a", 290, text[290:292], 1), Feed("b", 20, [7], 1)]
+    again = [SequenceInput("a", 290, text[290:292], 1), SequenceInput("b", 20, [7], 1)]
     return {
         "chain_against_transformers": (torch.cat(chain) - reference).abs().max().item(),
         "tree_against_torch": max((one - two).abs().max().item() for one, two in pairs),
@@ -50,9 +52,11 @@ def invariance(target: GraphEngine, num_tokens: int) -> dict[str, Any]:
     """Whether a chain's logits are, bit for bit, those of decoding it token by token."""
     text = random_tokens(40 + num_tokens, 9, target.vocab_size)
     for name in ("alone", "chain"):
-        target.step([Feed(name, 0, text[:40], 0)])
-    alone = torch.cat([target.step([Feed("alone", i, text[i : i + 1], 1)])[0] for i in range(40, len(text))])
-    chain = target.step([Feed("chain", 40, text[40:], num_tokens)])[0]
+        target.step([SequenceInput(name, 0, text[:40], 0)])
+    alone = torch.cat(
+        [target.step([SequenceInput("alone", i, text[i : i + 1], 1)])[0] for i in range(40, len(text))]
+    )
+    chain = target.step([SequenceInput("chain", 40, text[40:], num_tokens)])[0]
     for name in ("alone", "chain"):
         target.release(name)
     same = (alone == chain).all(-1)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.gpu.pair import random_tokens
-from services.engine.core.batch import Feed
+from services.engine.core.batch import SequenceInput
 from services.engine.cuda.tables import Race
 from services.engine.device_drafting import GraphEngine, TreeShape
 
@@ -76,7 +76,7 @@ def new_sessions(
         for index in range(count)
     ]
     for engine in engines:
-        engine.step([Feed(s.name, 0, s.text[:-1], 0) for s in sessions])
+        engine.step([SequenceInput(s.name, 0, s.text[:-1], 0) for s in sessions])
     return sessions
 
 
@@ -92,7 +92,7 @@ def decode(target: GraphEngine, sessions: Sequence[Session], num_steps: int) -> 
     races = [session.race for session in sessions]
     trace, began = Trace(), time.perf_counter()
     for _ in range(num_steps):
-        feeds = [Feed(s.name, len(s.text) - 1, s.text[-1:], 1) for s in sessions]
+        feeds = [SequenceInput(s.name, len(s.text) - 1, s.text[-1:], 1) for s in sessions]
         for session, tokens in zip(sessions, target.choose(feeds, races), strict=True):
             session.text.extend(tokens)
     trace.seconds = trace.target_seconds = time.perf_counter() - began
@@ -123,7 +123,7 @@ def speculate(
         proposals = _propose(draft, sessions, races, shape)
         proposed = time.perf_counter()
         feeds = [
-            Feed(s.name, len(s.text) - 1, [s.text[-1], *tokens], len(tokens) + 1, parents)
+            SequenceInput(s.name, len(s.text) - 1, [s.text[-1], *tokens], len(tokens) + 1, parents)
             for s, (tokens, parents) in zip(sessions, proposals, strict=True)
         ]
         choices = target.choose(feeds, races)
@@ -139,7 +139,7 @@ def _propose(
     draft: GraphEngine, sessions: Sequence[Session], races: Sequence[Race], shape: int | TreeShape
 ) -> list[tuple[list[int], list[int] | None]]:
     # Two tokens always, although one is often cached: then the batch is always of the same size.
-    feeds = [Feed(s.name, len(s.text) - 2, s.text[-2:], 1) for s in sessions]
+    feeds = [SequenceInput(s.name, len(s.text) - 2, s.text[-2:], 1) for s in sessions]
     if isinstance(shape, TreeShape):
         return list(draft.draft_trees(feeds, races, shape))
     return [(tokens, None) for tokens in draft.draft_chains(feeds, races, shape)]

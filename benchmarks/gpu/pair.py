@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from services.engine.core.batch import Feed
+from services.engine.core.batch import SequenceInput
 from services.engine.core.model import LoadedModel
 from services.engine.cuda.tables import Race
 from services.engine.cuda.torch_kernels import TorchKernels
@@ -163,7 +163,7 @@ class Pair:
     def _set_entropy(self) -> None:
         engine = self.draft(2)
         tokens = [(17 * i * i + 5 * i) % self.model.shape.vocab_size for i in range(64)]
-        logits = engine.step([Feed("entropy", 0, tokens, len(tokens))])[0].double()
+        logits = engine.step([SequenceInput("entropy", 0, tokens, len(tokens))])[0].double()
         low, high = 1e-3, 1e3
         for _ in range(40):
             scale = math.sqrt(low * high)
@@ -185,15 +185,17 @@ def agreement(
     vocab, names = target.vocab_size, [f"agreement-{index}" for index in range(num_sessions)]
     texts = [random_tokens(8, seed * num_sessions + index, vocab) for index in range(num_sessions)]
     races = [Race(seed * num_sessions + index) for index in range(num_sessions)]
-    chosen = target.choose([Feed(n, 0, text, 1) for n, text in zip(names, texts, strict=True)], races)
+    chosen = target.choose(
+        [SequenceInput(n, 0, text, 1) for n, text in zip(names, texts, strict=True)], races
+    )
     for _ in range(num_tokens):
-        feeds = [Feed(n, len(t), c, 1) for n, t, c in zip(names, texts, chosen, strict=True)]
+        feeds = [SequenceInput(n, len(t), c, 1) for n, t, c in zip(names, texts, chosen, strict=True)]
         for text, tokens in zip(texts, chosen, strict=True):
             text.extend(tokens)
         chosen = target.choose(feeds, races)
     laws = []
     for engine in (target, draft):
-        feeds = [Feed(n, 0, text, num_tokens) for n, text in zip(names, texts, strict=True)]
+        feeds = [SequenceInput(n, 0, text, num_tokens) for n, text in zip(names, texts, strict=True)]
         laws.append(torch.cat(engine.step(feeds)).log_softmax(-1))
         for name in names:
             engine.release(name)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.gpu.context import Context, Expired, ReadSessions, replay_time, time_of
 from benchmarks.gpu.loop import decode
-from services.engine.core.batch import Feed
+from services.engine.core.batch import SequenceInput
 from services.engine.cuda.runner import Capture
 from services.engine.cuda.torch_kernels import TorchKernels
 from services.engine.device_drafting import GraphEngine
@@ -113,7 +113,9 @@ def verify_costs(context: Context, expired: Expired) -> Iterator[dict[str, Any]]
                 if expired():
                     return
                 races = [session.race for session in sessions]
-                target.choose([Feed(s.name, len(s.text) - 1, s.text[:size], size) for s in sessions], races)
+                target.choose(
+                    [SequenceInput(s.name, len(s.text) - 1, s.text[:size], size) for s in sessions], races
+                )
                 device_s = replay_time(target)
                 one_s = one_s or device_s
                 yield {
@@ -136,7 +138,9 @@ def draft_costs(context: Context, expired: Expired) -> Iterator[dict[str, Any]]:
                         return
                     races = [session.race for session in sessions]
                     draft.draft_chains(
-                        [Feed(s.name, len(s.text) - 2, s.text[-2:], 1) for s in sessions], races, gamma
+                        [SequenceInput(s.name, len(s.text) - 2, s.text[-2:], 1) for s in sessions],
+                        races,
+                        gamma,
                     )
                     times[gamma] = replay_time(draft)
             step_s = (times[8] - times[2]) / 6

@@ -20,7 +20,7 @@ from gammaray.errors import InvalidArgumentError, UnauthenticatedError
 from gammaray.security.keys import ApiKey, hash_key, key_id_of, read_keys
 from gammaray.wire.metadata import MAX_TIMEOUT_MS, TIMEOUT_HEADER
 
-__all__ = ["ANONYMOUS", "PRIORITY_HEADER", "Authenticator", "Caller", "open_door", "tenant_of"]
+__all__ = ["ANONYMOUS", "PRIORITY_HEADER", "Authenticator", "Caller", "make_authenticator", "tenant_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ class Authenticator:
         self._version = version
 
 
-def open_door(settings: OrchestratorSettings) -> Authenticator:
+def make_authenticator(settings: OrchestratorSettings) -> Authenticator:
     """Return the authenticator that an orchestrator's settings ask for.
 
     Raises:

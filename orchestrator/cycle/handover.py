@@ -11,7 +11,7 @@ from typing import Any
 from gammaray.maths.acceptance import SpeculationCounters
 from gammaray.types import DrafterKind
 
-__all__ = ["Counts", "Heritage"]
+__all__ = ["Counts", "SessionHandover"]
 
 _log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ Counts = tuple[list[float], list[float]]
 
 
 @dataclass(frozen=True)
-class Heritage:
+class SessionHandover:
     """Advice only: without it tokens are the same, and come a little slower at first.
 
     Args:
@@ -51,7 +51,7 @@ class Heritage:
         return json.dumps({**body, "target": self.target, "draft": self.draft}).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Heritage:
+    def from_bytes(cls, data: bytes) -> SessionHandover:
         """Return what is stored; nothing known where that makes no sense."""
         if not data:
             return cls()

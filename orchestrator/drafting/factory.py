@@ -8,7 +8,7 @@ from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.cycle.protocols import GammaController
 from orchestrator.cycle.session import Session
-from orchestrator.drafting.fallback import Ladder
+from orchestrator.drafting.fallback import FallbackDrafter
 from orchestrator.gamma.adaptive import AdaptiveGamma, FixedGamma, Reason
 from orchestrator.gamma.cost_model import CostModel
 from orchestrator.workers.drafter import RemoteDrafter
@@ -41,7 +41,7 @@ class Drafting:
         found = (costs.plain_cycle_s for costs in self.costs.values())
         return next((seconds for seconds in found if seconds is not None), None)
 
-    def ladder(self, session: Session, request: GenerationRequest, spec: pb.SessionSpec) -> Ladder:
+    def ladder(self, session: Session, request: GenerationRequest, spec: pb.SessionSpec) -> FallbackDrafter:
         """Return the drafter and controller of a session."""
         remote = RemoteDrafter(
             self._pool,
@@ -52,9 +52,9 @@ class Drafting:
         )
         if request.drafter is DrafterKind.NONE:
             plain = FixedGamma(0, self.costs[DrafterKind.MODEL], reason=Reason.NO_DRAFTER)
-            return Ladder(session, DrafterKind.NONE, remote, {DrafterKind.NONE: plain})
+            return FallbackDrafter(session, DrafterKind.NONE, remote, {DrafterKind.NONE: plain})
         controllers = {rung: self._controller(rung, request) for rung in self.costs}
-        return Ladder(session, request.drafter, remote, controllers)
+        return FallbackDrafter(session, request.drafter, remote, controllers)
 
     def _controller(self, rung: DrafterKind, request: GenerationRequest) -> GammaController:
         policy, costs = request.gamma, self.costs[rung]

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from gammaray.errors import GammarayError
 from gammaray.types import DrafterKind, Proposal
-from orchestrator.cycle.handover import Counts, Heritage
+from orchestrator.cycle.handover import Counts, SessionHandover
 from orchestrator.cycle.protocols import GammaController
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Cycle, Shape
@@ -24,12 +24,12 @@ from orchestrator.drafting.prompt_lookup import NgramDrafter
 from orchestrator.gamma.adaptive import AdaptiveGamma
 from orchestrator.workers.drafter import Readiness, RemoteDrafter
 
-__all__ = ["Ladder"]
+__all__ = ["FallbackDrafter"]
 
 _log = logging.getLogger(__name__)
 
 
-class Ladder:
+class FallbackDrafter:
     """Implements the cycle's Drafter and its GammaController, which must be the same object.
 
     Args:
@@ -86,13 +86,13 @@ class Ladder:
         adaptive = ((r, c) for r, c in self._controllers.items() if isinstance(c, AdaptiveGamma))
         return {rung: controller.acceptance.counts for rung, controller in adaptive}
 
-    def recall(self, heritage: Heritage) -> None:
+    def recall(self, handover: SessionHandover) -> None:
         """Go on with what a former owner of the session knew, and where it drafted."""
         for rung, controller in self._controllers.items():
-            if rung in heritage.acceptance and isinstance(controller, AdaptiveGamma):
-                controller.acceptance.recall(*heritage.acceptance[rung])
+            if rung in handover.acceptance and isinstance(controller, AdaptiveGamma):
+                controller.acceptance.recall(*handover.acceptance[rung])
         if self._top is DrafterKind.MODEL:
-            self._remote.prefer(self._session, heritage.draft)
+            self._remote.prefer(self._session, handover.draft)
 
     @property
     def draft_address(self) -> str:

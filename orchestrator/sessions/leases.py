@@ -14,12 +14,12 @@ from gammaray.errors import GammarayError, UnavailableError
 from orchestrator.cycle.session import Session
 from orchestrator.storage.session_store import LEASE_S, RedisStore
 
-__all__ = ["Keeper"]
+__all__ = ["LeaseManager"]
 
 _log = logging.getLogger(__name__)
 
 
-class Keeper:
+class LeaseManager:
     """Renews the leases of held sessions, and reaps those that nobody renews.
 
     Reaping frees the workers' caches. The session itself stays until it expires: its client may still come

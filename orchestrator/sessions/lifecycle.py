@@ -23,9 +23,9 @@ from gammaray.types import Chunk, FinishReason, GenerationRequest, check_prompt_
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.convert import request_from_proto, request_to_proto
 from orchestrator.access.caller import ANONYMOUS, Caller
-from orchestrator.cycle.handover import Heritage
+from orchestrator.cycle.handover import SessionHandover
 from orchestrator.cycle.session import Session
-from orchestrator.sessions.progress import Progress
+from orchestrator.sessions.progress import ChunkBuilder
 from orchestrator.storage.session_store import RedisStore, StoredSession
 from orchestrator.storage.token_records import StoredToken
 from orchestrator.text.cpu_threads import in_thread
@@ -33,8 +33,8 @@ from orchestrator.text.detokenizer import Detokenizer
 from orchestrator.text.tokenizer import Tokenizer
 
 __all__ = [
-    "Opened",
-    "Opener",
+    "OpenSession",
+    "SessionManager",
     "check_prompt_length",
     "check_request",
     "make_session",
@@ -173,7 +173,7 @@ CheckModel = Callable[[str, str, float], Awaitable[None]]
 
 
 @dataclass
-class Opened:
+class OpenSession:
     """A session that this process owns now, or whose turn has ended.
 
     Args:
@@ -182,7 +182,7 @@ class Opened:
         tokens: What former owners committed.
         offset: How many of these the client has.
         ended: Why the turn has ended, if it has.
-        heritage: What the former owner left.
+        handover: What the former owner left.
     """
 
     session: Session
@@ -190,9 +190,9 @@ class Opened:
     tokens: tuple[StoredToken, ...] = ()
     offset: int = 0
     ended: FinishReason | None = None
-    heritage: Heritage = field(default_factory=Heritage)
+    handover: SessionHandover = field(default_factory=SessionHandover)
 
-    async def replay(self, progress: Progress) -> AsyncGenerator[Chunk, None]:
+    async def replay(self, progress: ChunkBuilder) -> AsyncGenerator[Chunk, None]:
         """Bring the session to the last committed token; yield what the client does not have yet.
 
         Other tasks get their turn after each piece of `REPLAY_TOKENS`.
@@ -223,13 +223,13 @@ class Opened:
         if self.ended and self.offset == len(tokens):
             yield self._last(progress, ())
 
-    def _last(self, progress: Progress, piece: tuple[StoredToken, ...]) -> Chunk:
+    def _last(self, progress: ChunkBuilder, piece: tuple[StoredToken, ...]) -> Chunk:
         # What a cancelled turn held back is never shown, and a client that has all tokens has all text.
         final = bool(piece) and self.ended is not FinishReason.CANCELLED
         return progress.piece(piece, self.session.text.take(final=final), self.ended)
 
 
-class Opener:
+class SessionManager:
     """Begins, resumes and continues sessions.
 
     Args:
@@ -242,7 +242,9 @@ class Opener:
     def __init__(self, store: RedisStore, tokenizer: Tokenizer, check_model: CheckModel) -> None:
         self._store, self._tokenizer, self._check_model = store, tokenizer, check_model
 
-    async def open(self, request: GenerationRequest, max_context: int, caller: Caller = ANONYMOUS) -> Opened:
+    async def open(
+        self, request: GenerationRequest, max_context: int, caller: Caller = ANONYMOUS
+    ) -> OpenSession:
         """Return the session that a checked request is about, owned by this process unless it has ended.
 
         Raises:
@@ -265,7 +267,9 @@ class Opener:
                     raise
         raise AssertionError("unreachable: the last attempt raises")
 
-    async def _go_on(self, name: str, request: GenerationRequest, max_context: int, caller: Caller) -> Opened:
+    async def _go_on(
+        self, name: str, request: GenerationRequest, max_context: int, caller: Caller
+    ) -> OpenSession:
         try:
             stored = await self._store.read(name)
         except NotFoundError:
@@ -286,25 +290,25 @@ class Opener:
             f"turn of session {request.session_id}: got {request.turn}, turn {stored.turn} {state}"
         )
 
-    async def _begin(self, request: GenerationRequest, max_context: int, caller: Caller) -> Opened:
+    async def _begin(self, request: GenerationRequest, max_context: int, caller: Caller) -> OpenSession:
         session = await open_session(request, self._tokenizer, max_context, caller)
         await self._store.create(session, _serialised(request))
-        return Opened(session, request)
+        return OpenSession(session, request)
 
     async def _continue(
         self, request: GenerationRequest, stored: StoredSession, max_context: int, caller: Caller
-    ) -> Opened:
+    ) -> OpenSession:
         before = stored.prompt + stored.token_ids
         session = await open_session(
             request, self._tokenizer, max_context, caller, before=before, seed=stored.seed
         )
         session.model_identity = stored.model_identity
         await self._store.next_turn(session, _serialised(request), stored)
-        left = Heritage.from_bytes(stored.state)  # the counts of the turn before are its own
-        heritage = Heritage(acceptance=left.acceptance, target=left.target, draft=left.draft)
-        return Opened(session, request, heritage=heritage)
+        left = SessionHandover.from_bytes(stored.state)  # the counts of the turn before are its own
+        handover = SessionHandover(acceptance=left.acceptance, target=left.target, draft=left.draft)
+        return OpenSession(session, request, handover=handover)
 
-    async def _resume(self, request: GenerationRequest, stored: StoredSession) -> Opened:
+    async def _resume(self, request: GenerationRequest, stored: StoredSession) -> OpenSession:
         if request.resume_from is None:
             raise FailedPreconditionError(
                 f"session {request.session_id} has begun turn {request.turn} already"
@@ -333,18 +337,18 @@ class Opener:
                 f"resume_from of session {request.session_id}: got {request.resume_from}, allowed: up to "
                 f"{len(stored.tokens)}, the tokens of turn {stored.turn}"
             )
-        heritage = Heritage.from_bytes(stored.state)
-        heritage.counters.catch_up(stored.origins)
+        handover = SessionHandover.from_bytes(stored.state)
+        handover.counters.catch_up(stored.origins)
         session = make_session(stored.session_id, began, stored.prompt, stored.max_tokens, self._tokenizer)
         session.epoch, session.model_identity = stored.epoch, stored.model_identity
         session.digest = stored.digest
-        return Opened(
+        return OpenSession(
             session,
             began,
             stored.tokens,
             request.resume_from,
             stored.finish_reason,
-            heritage,
+            handover,
         )
 
 

@@ -13,10 +13,10 @@ from orchestrator.cycle.types import Cycle
 from orchestrator.storage.token_records import StoredToken
 from orchestrator.text.tokenizer import Tokenizer
 
-__all__ = ["Progress", "emitted_token"]
+__all__ = ["ChunkBuilder", "emitted_token"]
 
 
-class Progress:
+class ChunkBuilder:
     """Turns the cycles of one session into chunks and counts them.
 
     Counts are those of emitted tokens: what stood behind the cut of the last cycle is not among the accepted

@@ -22,7 +22,7 @@ from orchestrator.cycle.types import Call, Cycle, Shape
 from orchestrator.telemetry.records import cycle_record, failed_record
 from orchestrator.telemetry.spans import CycleBundle, ReadingBundle, SessionTrace
 
-__all__ = ["MAX_RECORDS", "Journal", "RecordStore"]
+__all__ = ["MAX_RECORDS", "CycleLog", "RecordStore"]
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class _Entry:
     stored: float = 0.0
 
 
-class Journal:
+class CycleLog:
     """The journal of one session with one owner.
 
     Args:
@@ -98,7 +98,7 @@ class Journal:
         self._num_cycles = self._num_stored = 0
         self._flushed = time.perf_counter()
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> CycleLog:
         return self
 
     def __exit__(
@@ -195,10 +195,10 @@ class Journal:
 class _Watched:
     """A controller whose journal learns of each cycle."""
 
-    def __init__(self, controller: GammaController, journal: Journal) -> None:
-        self._controller, self._journal = controller, journal
+    def __init__(self, controller: GammaController, cycle_log: CycleLog) -> None:
+        self._controller, self._cycle_log = controller, cycle_log
         self.next_shape: Callable[[], Shape] = controller.next_shape
 
     def observe(self, cycle: Cycle) -> None:
         self._controller.observe(cycle)
-        self._journal.observe(cycle)
+        self._cycle_log.observe(cycle)

@@ -22,7 +22,7 @@ from gammaray.types import Chunk, FinishReason, GenerationRequest
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.cycle.session import Session
 from orchestrator.storage.trace_store import RedisTraceStore
-from orchestrator.telemetry.cycle_log import Journal
+from orchestrator.telemetry.cycle_log import CycleLog
 from orchestrator.telemetry.spans import SessionTrace
 
 if TYPE_CHECKING:
@@ -101,9 +101,9 @@ class Tracing:
             finally:
                 _end(trace, last, error)
 
-    def journal(
+    def cycle_log(
         self, session: Session, in_background: Callable[[Coroutine[Any, Any, None]], None]
-    ) -> Journal:
+    ) -> CycleLog:
         """Open the journal of a session, in a `traced` method.
 
         Args:
@@ -114,8 +114,8 @@ class Tracing:
         if trace is not None:
             trace.bind(session)
             in_background(self._link(trace, session))
-        session.calls = journal = Journal(session, self._store, in_background, trace)
-        return journal
+        session.calls = cycle_log = CycleLog(session, self._store, in_background, trace)
+        return cycle_log
 
     async def shutdown(self) -> None:
         """Send the spans that wait, within a deadline."""

@@ -17,10 +17,10 @@ from gammaray.security.tls import TlsFiles, dial
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.workers.backoff import Backoff, Patience
-from orchestrator.workers.prefix_affinity import Prefixes
+from orchestrator.workers.prefix_affinity import PrefixIndex
 from orchestrator.workers.protocol import BlockT, ResultT, Traffic, WorkerInfo, WorkerProtocol
 
-__all__ = ["WorkerLink"]
+__all__ = ["WorkerConnection"]
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ CHANNEL_OPTIONS = (
 )
 
 
-class WorkerLink(Generic[BlockT, ResultT]):
+class WorkerConnection(Generic[BlockT, ResultT]):
     """A worker as this orchestrator sees it: connects, reconnects, carries calls.
 
     All calls that become ready in one tick of the event loop leave in one frame. Answers are matched by
@@ -99,7 +99,7 @@ class WorkerLink(Generic[BlockT, ResultT]):
         self.info: WorkerInfo | None = None
         self.refusal: GammarayError | None = None
         self.sessions: set[str] = set()
-        self.prefixes = Prefixes()
+        self.prefixes = PrefixIndex()
         self.traffic = Traffic()
         self.backoff = Backoff()
         self.patience = Patience()

@@ -17,10 +17,10 @@ from gammaray.wire.convert import proposal_from_proto
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Shape
 from orchestrator.workers.backoff import Backoff
-from orchestrator.workers.connection import WorkerLink
+from orchestrator.workers.connection import WorkerConnection
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.proposal_cache import PreparedProposals
-from orchestrator.workers.session_client import Remote
+from orchestrator.workers.proposal_cache import ProposalCache
+from orchestrator.workers.session_client import WorkerSession
 
 __all__ = ["Readiness", "RemoteDrafter"]
 
@@ -36,10 +36,10 @@ class Readiness(Enum):
     ABSENT = "absent"
 
 
-_DraftLink = WorkerLink[draft_pb.ProposeBlock, draft_pb.ProposeResult]
+_DraftLink = WorkerConnection[draft_pb.ProposeBlock, draft_pb.ProposeResult]
 
 
-class RemoteDrafter(Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
+class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
     """Proposes through a draft worker, another one when it fails; implements the cycle's Drafter.
 
     A worker that is late is left alone for a multiple of the time it cost, by all sessions; one that fails
@@ -66,7 +66,7 @@ class RemoteDrafter(Remote[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
         super().__init__(pool, spec)
         self._timeout_s, self._prefill_timeout_s = timeout_s, prefill_timeout_s
         self._vocab_size = vocab_size
-        self._prepared = PreparedProposals(vocab_size)
+        self._prepared = ProposalCache(vocab_size)
         self._shape = Shape(0)
         self._pauses: dict[str, Backoff] = {}
         self._prefill: asyncio.Task[object] | None = None

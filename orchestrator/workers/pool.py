@@ -10,7 +10,7 @@ from gammaray.errors import GammarayError, UnavailableError
 from gammaray.security.tls import TlsFiles
 from gammaray.types import ProcessStatus
 from gammaray.wire.convert import worker_totals_from_proto
-from orchestrator.workers.connection import WorkerLink
+from orchestrator.workers.connection import WorkerConnection
 from orchestrator.workers.protocol import BlockT, ResultT, Traffic, WorkerInfo, WorkerProtocol
 
 __all__ = ["WorkerPool"]
@@ -45,7 +45,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
     ) -> None:
         self.role = protocol.role
         self.traffic = Traffic()
-        self.links: dict[str, WorkerLink[BlockT, ResultT]] = {}
+        self.links: dict[str, WorkerConnection[BlockT, ResultT]] = {}
         self._protocol, self._static = protocol, frozenset(static)
         self._check, self._tls = check, tls
         self._misses: dict[str, int] = {}
@@ -58,7 +58,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
         for address in addresses | self._static:
             self._misses[address] = 0
             if address not in self.links:
-                link = WorkerLink(
+                link = WorkerConnection(
                     self._protocol, address, check=self._check, on_change=self._changed.set, tls=self._tls
                 )
                 link.traffic = self.traffic
@@ -73,9 +73,9 @@ class WorkerPool(Generic[BlockT, ResultT]):
 
     def pick(
         self,
-        suits: Callable[[WorkerLink[BlockT, ResultT]], bool] = lambda _: True,
+        suits: Callable[[WorkerConnection[BlockT, ResultT]], bool] = lambda _: True,
         keys: Keys = tuple,
-    ) -> WorkerLink[BlockT, ResultT] | None:
+    ) -> WorkerConnection[BlockT, ResultT] | None:
         """Return the usable worker, of those that suit, for a text of these keys; None when there is none.
 
         It is the one that has read most of the text, at least half, unless it has many more sessions than
@@ -85,9 +85,9 @@ class WorkerPool(Generic[BlockT, ResultT]):
 
     def pick_any(
         self,
-        suits: Callable[[WorkerLink[BlockT, ResultT]], bool] = lambda _: True,
+        suits: Callable[[WorkerConnection[BlockT, ResultT]], bool] = lambda _: True,
         keys: Keys = tuple,
-    ) -> WorkerLink[BlockT, ResultT] | None:
+    ) -> WorkerConnection[BlockT, ResultT] | None:
         """Return the worker of `pick`, else one that is late at present, or None."""
         late = [link for link in self.links.values() if link.is_up and not link.is_draining and suits(link)]
         return self.pick(suits, keys) or _best(late, keys)
@@ -95,9 +95,9 @@ class WorkerPool(Generic[BlockT, ResultT]):
     async def wait(
         self,
         timeout_s: float,
-        suits: Callable[[WorkerLink[BlockT, ResultT]], bool] = lambda _: True,
+        suits: Callable[[WorkerConnection[BlockT, ResultT]], bool] = lambda _: True,
         keys: Keys = tuple,
-    ) -> WorkerLink[BlockT, ResultT]:
+    ) -> WorkerConnection[BlockT, ResultT]:
         """Return the worker of `pick_any`, as soon as there is one that suits.
 
         Raises:
@@ -139,7 +139,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
         """Connected workers; may be asked for in any thread."""
         return sum(link.is_up for link in tuple(self.links.values()))
 
-    def _status(self, link: WorkerLink[BlockT, ResultT]) -> ProcessStatus:
+    def _status(self, link: WorkerConnection[BlockT, ResultT]) -> ProcessStatus:
         info = link.info
         if info is None:
             return ProcessStatus(self.role, 0, link.address, "", link.is_up, 0)
@@ -172,7 +172,9 @@ class WorkerPool(Generic[BlockT, ResultT]):
         return f"no {self.role} worker within {timeout_s:g} s ({known})"
 
 
-def _best(links: Sequence[WorkerLink[BlockT, ResultT]], keys: Keys) -> WorkerLink[BlockT, ResultT] | None:
+def _best(
+    links: Sequence[WorkerConnection[BlockT, ResultT]], keys: Keys
+) -> WorkerConnection[BlockT, ResultT] | None:
     fewest = min((len(link.sessions) for link in links), default=0)
     calm = [link for link in links if len(link.sessions) <= CROWDED * fewest + 2]
     if len(calm) < 2:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-__all__ = ["BLOCK", "MAX_KEYS", "Prefixes", "prefix_keys"]
+__all__ = ["BLOCK", "MAX_KEYS", "PrefixIndex", "prefix_keys"]
 
 BLOCK = 32
 """Tokens between two lengths that are remembered."""
@@ -27,7 +27,7 @@ def prefix_keys(token_ids: Sequence[int], salt: str) -> list[int]:
     return keys
 
 
-class Prefixes:
+class PrefixIndex:
     """The beginnings that one worker has read."""
 
     def __init__(self) -> None:

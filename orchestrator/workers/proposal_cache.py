@@ -12,7 +12,7 @@ from gammaray.v1 import types_pb2 as pb
 from gammaray.wire.convert import proposal_from_proto
 from orchestrator.cycle.types import Shape
 
-__all__ = ["PreparedProposals"]
+__all__ = ["ProposalCache"]
 
 MAX_KEPT = 32
 """Outcomes kept per cycle: more than a worker prepares, less than one that is broken could send."""
@@ -27,7 +27,7 @@ NOTHING = -1
 """A base position that no message can name."""
 
 
-class PreparedProposals:
+class ProposalCache:
     """What came for the cycle under way of one session.
 
     With every verification method a proposal is the same whether it was prepared or asked for, so taking one

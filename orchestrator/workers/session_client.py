@@ -16,12 +16,12 @@ from gammaray.wire.rpc_errors import error_from_status
 from orchestrator.access.caller import tenant_of
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Call
-from orchestrator.workers.connection import WorkerLink
+from orchestrator.workers.connection import WorkerConnection
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.prefix_affinity import prefix_keys
 from orchestrator.workers.protocol import BlockT, ResultT
 
-__all__ = ["Remote", "session_spec"]
+__all__ = ["WorkerSession", "session_spec"]
 
 MAX_FEEDS = 4
 """A worker that still lacks tokens after this many feeds in a row is broken (an eviction explains one)."""
@@ -32,7 +32,7 @@ MAX_MESSAGE = 500
 _FAILURES = frozenset(code.value[0] for code in grpc.StatusCode if code is not grpc.StatusCode.OK)
 
 
-class Remote(ABC, Generic[BlockT, ResultT]):
+class WorkerSession(ABC, Generic[BlockT, ResultT]):
     """One session's place on the workers of one role.
 
     Tracks how many committed tokens the attached worker holds, so that a block carries only the others.
@@ -40,7 +40,7 @@ class Remote(ABC, Generic[BlockT, ResultT]):
 
     def __init__(self, pool: WorkerPool[BlockT, ResultT], spec: pb.SessionSpec) -> None:
         self._pool, self._spec = pool, spec
-        self._link: WorkerLink[BlockT, ResultT] | None = None
+        self._link: WorkerConnection[BlockT, ResultT] | None = None
         self._num_known = 0
         self._base_position = 0
 
@@ -72,7 +72,7 @@ class Remote(ABC, Generic[BlockT, ResultT]):
         spec = self._spec
         return prefix_keys(session.token_ids, spec.cache_salt) if spec.HasField("cache_salt") else []
 
-    def _attach(self, session: Session, link: WorkerLink[BlockT, ResultT]) -> None:
+    def _attach(self, session: Session, link: WorkerConnection[BlockT, ResultT]) -> None:
         if link is not self._link:
             self.release(session)
             self._link, self._num_known = link, 0
@@ -84,7 +84,9 @@ class Remote(ABC, Generic[BlockT, ResultT]):
             self._link.sessions.discard(session.session_id)
             self._link = None
 
-    async def _ask(self, session: Session, link: WorkerLink[BlockT, ResultT], timeout_s: float) -> ResultT:
+    async def _ask(
+        self, session: Session, link: WorkerConnection[BlockT, ResultT], timeout_s: float
+    ) -> ResultT:
         """Send the cycle's block, with ever more context as long as the worker asks for it."""
         timeout_s = session.left_s(timeout_s)
         if session.calls is None:
@@ -99,7 +101,7 @@ class Remote(ABC, Generic[BlockT, ResultT]):
     async def _feed(
         self,
         session: Session,
-        link: WorkerLink[BlockT, ResultT],
+        link: WorkerConnection[BlockT, ResultT],
         timeout_s: float,
         call: Call | None = None,
     ) -> ResultT:
@@ -142,7 +144,7 @@ class Remote(ABC, Generic[BlockT, ResultT]):
         """Return a block with the fields that only one of the two services has."""
 
 
-def _failure(link: WorkerLink[BlockT, ResultT], error: pb.BlockError) -> GammarayError:
+def _failure(link: WorkerConnection[BlockT, ResultT], error: pb.BlockError) -> GammarayError:
     """Return the error that a worker tells; a code that means nothing is a failure of its own."""
     message = error.message[:MAX_MESSAGE]
     if error.code in _FAILURES:

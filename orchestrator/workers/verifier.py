@@ -33,9 +33,9 @@ from orchestrator.cycle.protocols import Verifier
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import TokenLogprobs, Verdict, VerifyTiming
 from orchestrator.text.cpu_threads import INLINE_NUMBERS, in_thread
-from orchestrator.workers.connection import WorkerLink
+from orchestrator.workers.connection import WorkerConnection
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.session_client import Remote
+from orchestrator.workers.session_client import WorkerSession
 
 __all__ = [
     "TRIES",
@@ -88,11 +88,11 @@ class FencedVerifier:
         )
 
 
-TargetLink = WorkerLink[target_pb.VerifyBlock, target_pb.VerifyResult]
+TargetLink = WorkerConnection[target_pb.VerifyBlock, target_pb.VerifyResult]
 TargetPool = WorkerPool[target_pb.VerifyBlock, target_pb.VerifyResult]
 
 
-def identity_of(link: WorkerLink[Any, Any]) -> str:
+def identity_of(link: WorkerConnection[Any, Any]) -> str:
     """Return what a worker last said it is, empty when it did not say."""
     return link.info.model_identity if isinstance(link.info, target_pb.GetTargetInfoResponse) else ""
 
@@ -132,7 +132,7 @@ RETRY_PAUSE_S = 0.05
 """Between attempts at a target worker that is there and fails at once."""
 
 
-class RemoteVerifier(Remote[target_pb.VerifyBlock, target_pb.VerifyResult]):
+class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult]):
     """Verifies through a target worker, another one when it dies; implements the cycle's Verifier.
 
     Args:
@@ -222,7 +222,7 @@ class RemoteVerifier(Remote[target_pb.VerifyBlock, target_pb.VerifyResult]):
     def _verdict(
         self,
         session: Session,
-        link: WorkerLink[target_pb.VerifyBlock, target_pb.VerifyResult],
+        link: WorkerConnection[target_pb.VerifyBlock, target_pb.VerifyResult],
         result: target_pb.VerifyResult,
     ) -> Verdict:
         """Return what a target says, after checking what others stand on.
@@ -241,7 +241,7 @@ class RemoteVerifier(Remote[target_pb.VerifyBlock, target_pb.VerifyResult]):
     def _leave(
         self,
         session: Session,
-        link: WorkerLink[target_pb.VerifyBlock, target_pb.VerifyResult],
+        link: WorkerConnection[target_pb.VerifyBlock, target_pb.VerifyResult],
         error: GammarayError,
         lost_s: float,
     ) -> None:

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from ctypes import c_int32
 
-from services.draft.outcomes import Ahead
+from services.draft.outcomes import OutcomeSet
 from services.draft.proposals import RUN
 from services.draft.session import Speculation
 from services.draft.tree import Node
@@ -22,8 +22,8 @@ from services.scheduling.metrics import AheadStats
 from services.scheduling.tasks import Prepared, ProposeTask
 
 __all__ = [
-    "GivingWay",
-    "Preparer",
+    "IdlePriority",
+    "Lookahead",
     "Throttle",
     "can_give_way",
 ]
@@ -57,7 +57,7 @@ def can_give_way() -> bool:
     return bool(succeeded)
 
 
-class GivingWay:
+class IdlePriority:
     """Runs the thread that enters it at idle priority: whoever else is ready on its core goes first.
 
     On shared cores draft-ahead would else take time from the event loops that carry the verdict it waits for.
@@ -84,7 +84,7 @@ class GivingWay:
         self._is_idle = False
         os.sched_setscheduler(0, self._usual, os.sched_param(0))
 
-    def hurry(self) -> None:
+    def preempt(self) -> None:
         """Give the thread its usual priority now, from another one: somebody waits for it."""
         if self._is_idle:
             with suppress(ProcessLookupError):  # it has ended meanwhile
@@ -171,7 +171,7 @@ of charge here."""
 _log = logging.getLogger(__name__)
 
 
-class Preparer:
+class Lookahead:
     """Prepares the next proposals of sessions, the likeliest outcomes of all of them first.
 
     Args:
@@ -188,7 +188,7 @@ class Preparer:
         self._engine, self._max_rows, self._stop = engine, max_rows, stop
         self._pending: dict[str, tuple[Speculation, ProposeTask]] = {}
         self._began = self._ended = 0.0
-        self._giving_way = GivingWay() if engine.device.type == "cpu" and can_give_way() else None
+        self._giving_way = IdlePriority() if engine.device.type == "cpu" and can_give_way() else None
 
     @property
     def has_work(self) -> bool:
@@ -230,10 +230,10 @@ class Preparer:
         if waited > 0:
             self.throttle.delayed(waited)
 
-    def hurry(self) -> None:
+    def preempt(self) -> None:
         """Have the forward under way done soon: somebody waits for the engine. For any thread to call."""
         if self._giving_way is not None:
-            self._giving_way.hurry()
+            self._giving_way.preempt()
 
     def step(self) -> list[Prepared]:
         """Feed the open nodes that are likeliest to be of use; return what is whole by it."""
@@ -301,7 +301,7 @@ class Preparer:
             return []
         if speculation.ahead is None:
             assert speculation.sent is not None
-            speculation.ahead = Ahead(speculation.sent, speculation.read_outcome, self.throttle.floor)
+            speculation.ahead = OutcomeSet(speculation.sent, speculation.read_outcome, self.throttle.floor)
         return speculation.ahead.wanted()
 
     def _run(self, chosen: dict[Speculation, list[Node]], length: int) -> int:

@@ -26,33 +26,33 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 
-from services.draft.proposals import Reading
+from services.draft.proposals import ProposalBuilder
 from services.draft.tree import Node
 
-__all__ = ["Ahead", "Branch"]
+__all__ = ["Outcome", "OutcomeSet"]
 
 MAX_BRANCHES = 8
 """Outcomes followed per proposal, at most."""
 
 
-class Branch:
+class Outcome:
     """The proposal for one outcome, in the making."""
 
     __slots__ = ("is_taken", "open_nodes", "probability", "reading")
 
-    def __init__(self, probability: float, reading: Reading) -> None:
+    def __init__(self, probability: float, reading: ProposalBuilder) -> None:
         self.probability, self.reading = probability, reading
         self.is_taken = False
         self.open_nodes = reading.go_on()
 
     def go_on(self) -> list[Node]:
         """Read on when the nodes that were open no longer are; return those that are open."""
-        if self.open_nodes and self.open_nodes[0].outlook is not None:
+        if self.open_nodes and self.open_nodes[0].prediction is not None:
             self.open_nodes = self.reading.go_on()
         return self.open_nodes
 
 
-class Ahead:
+class OutcomeSet:
     """What may be asked for next, after one proposal.
 
     Args:
@@ -64,9 +64,11 @@ class Ahead:
         branches: The outcomes that are followed, likeliest first.
     """
 
-    def __init__(self, sent: Reading, start: Callable[[Node], Reading | None], floor: float) -> None:
+    def __init__(
+        self, sent: ProposalBuilder, start: Callable[[Node], ProposalBuilder | None], floor: float
+    ) -> None:
         self._sent, self._start, self._floor = sent, start, floor
-        self.branches: list[Branch] = []
+        self.branches: list[Outcome] = []
         self._leaves: list[tuple[float, Node]] = []
         ends, leaves = sent.outcomes()
         self._leaves = [(weight, node) for weight, node in leaves if weight >= floor]
@@ -77,7 +79,7 @@ class Ahead:
         """The probability of the outcomes whose proposals are whole."""
         return sum(branch.probability for branch in self.branches if not branch.open_nodes)
 
-    def take_whole(self, least: float) -> list[Reading]:
+    def take_whole(self, least: float) -> list[ProposalBuilder]:
         """Return the proposals that are whole, likeliest first, each once.
 
         Args:
@@ -96,12 +98,12 @@ class Ahead:
         Each comes with the probability that it is of use, and the number of forwards along its line that may
         be taken in one call.
         """
-        opened = [(weight, node) for weight, node in self._leaves if node.outlook is not None]
+        opened = [(weight, node) for weight, node in self._leaves if node.prediction is not None]
         if opened:
-            self._leaves = [(weight, node) for weight, node in self._leaves if node.outlook is None]
+            self._leaves = [(weight, node) for weight, node in self._leaves if node.prediction is None]
             for weight, node in opened:
-                assert node.outlook is not None
-                guesses = self._sent.guesses(node.outlook, is_tested=False)
+                assert node.prediction is not None
+                guesses = self._sent.guesses(node.prediction, is_tested=False)
                 self._branch_off([(weight * share, node, token_id) for token_id, share in guesses])
         wanted = [(weight, node, self._sent.longest_run) for weight, node in self._leaves]
         for branch in self.branches:
@@ -114,9 +116,9 @@ class Ahead:
                 continue
             reading = self._start(node.child(token_id))
             if reading is not None:
-                bisect.insort(self.branches, Branch(probability, reading), key=_unlikeliness)
+                bisect.insort(self.branches, Outcome(probability, reading), key=_unlikeliness)
         del self.branches[MAX_BRANCHES:]
 
 
-def _unlikeliness(branch: Branch) -> float:
+def _unlikeliness(branch: Outcome) -> float:
     return -branch.probability

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from gammaray.types import SparseDistribution, VerificationMethod
-from services.engine.native.library import likeliest
+from services.engine.native.library import top_k_tokens
 from services.engine.sampling.noise import Noise
 
 __all__ = [
     "ENTROPY_FACTOR",
     "NUM_GUESSES",
     "Guess",
-    "Outlook",
+    "Prediction",
     "entropy_estimate",
-    "outlooks",
+    "predictions",
     "quantise",
     "race_temperature",
     "sample_dense",
@@ -95,7 +95,7 @@ Guess = tuple[int, float]
 """A token and the probability that the target says it."""
 
 
-class Outlook(Protocol):
+class Prediction(Protocol):
     """What the draft foresees behind one node."""
 
     law: SparseDistribution | None
@@ -122,7 +122,7 @@ def race_temperature(temperature: float) -> float:
     return 0.4 / temperature + 0.25 if temperature > 0 else 0.4
 
 
-def outlooks(
+def predictions(
     method: VerificationMethod,
     log_probs: Tensor,
     noise: Noise | None,
@@ -131,7 +131,7 @@ def outlooks(
     temperature: float,
     top_k: int,
     bits: int,
-) -> list[Outlook]:
+) -> list[Prediction]:
     """Return the outlooks behind several nodes.
 
     Args:
@@ -145,20 +145,20 @@ def outlooks(
         bits: Rejection: the weights' sum is 2^bits.
     """
     if noise is None:
-        rows = _Race(log_probs, race_temperature(0.0))
+        rows = _GumbelBatch(log_probs, race_temperature(0.0))
     elif method is VerificationMethod.REJECTION:
         probs = log_probs.double().exp()
         return [
-            _Drawn(quantise(row, top_k, bits), noise, position)
+            _RejectionPrediction(quantise(row, top_k, bits), noise, position)
             for row, position in zip(probs, positions, strict=True)
         ]
     elif method is VerificationMethod.NAIVE:
         return [
-            _Independent(row, noise, position) for row, position in zip(log_probs, positions, strict=True)
+            _NaivePrediction(row, noise, position) for row, position in zip(log_probs, positions, strict=True)
         ]
     else:
-        rows = _Race(log_probs + _gumbel(noise, positions), race_temperature(temperature))
-    return [_Racing(rows, index) for index in range(len(positions))]
+        rows = _GumbelBatch(log_probs + _gumbel(noise, positions), race_temperature(temperature))
+    return [_CoupledPrediction(rows, index) for index in range(len(positions))]
 
 
 def _gumbel(noise: Noise, positions: Sequence[int]) -> Tensor:
@@ -170,7 +170,7 @@ def _gumbel(noise: Noise, positions: Sequence[int]) -> Tensor:
     return rows[[position - first for position in positions]]
 
 
-class _Race:
+class _GumbelBatch:
     """Scores of several nodes; all but the winners is worked out when draft-ahead or a tree asks for it."""
 
     __slots__ = ("_guesses", "_scores", "_temperature", "winners")
@@ -185,18 +185,18 @@ class _Race:
     def guesses(self, index: int) -> list[Guess]:
         guesses = self._guesses.get(index)
         if guesses is None:
-            guesses = self._guesses[index] = likeliest(self._scores[index], NUM_GUESSES, self._temperature)
+            guesses = self._guesses[index] = top_k_tokens(self._scores[index], NUM_GUESSES, self._temperature)
         return guesses
 
 
-class _Racing:
+class _CoupledPrediction:
     """Coupled and greedy: the choice is the best guess, whatever the base."""
 
     __slots__ = ("_index", "_race")
 
     law: SparseDistribution | None = None
 
-    def __init__(self, race: _Race, index: int) -> None:
+    def __init__(self, race: _GumbelBatch, index: int) -> None:
         self._race, self._index = race, index
 
     def choose(self, base: int) -> int:
@@ -209,7 +209,7 @@ class _Racing:
         return self._race.guesses(self._index)
 
 
-class _Drawn:
+class _RejectionPrediction:
     """Rejection: a draw from the shipped law, anew for each base."""
 
     __slots__ = ("_choice", "_noise", "_position", "law")
@@ -244,7 +244,7 @@ class _Drawn:
         return sorted([(chosen, accepted), *scaled], key=_probability, reverse=True)
 
 
-class _Independent:
+class _NaivePrediction:
     """Naive: a draw that the target knows nothing of, anew for each base."""
 
     __slots__ = ("_choice", "_log_probs", "_noise", "_position")

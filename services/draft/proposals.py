@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 from gammaray.types import Proposal
 from services.draft.calibration import scales
-from services.draft.predictions import Guess, Outlook
+from services.draft.predictions import Guess, Prediction
 from services.draft.tree import Node
 
-__all__ = ["MIN_GROWN", "MIN_PROPOSED", "RUN", "RUN_TO_DOUBT", "Reading", "Shape"]
+__all__ = ["MIN_GROWN", "MIN_PROPOSED", "RUN", "RUN_TO_DOUBT", "ProposalBuilder", "Shape"]
 
 RUN = 4
 """Forwards of one row in one call, at most: called one by one, a third of their time is Python's."""
@@ -50,7 +50,7 @@ class Shape:
     stop_threshold: float = 0.0
 
 
-class Reading:
+class ProposalBuilder:
     """A proposal being read off below a node, which would be the last committed token.
 
     Args:
@@ -104,9 +104,9 @@ class Reading:
             return Proposal(token_ids, tuple(self.parents))
         laws = []
         for node in (self.root, *self.nodes[:-1]):
-            if node.outlook is None or node.outlook.law is None:
+            if node.prediction is None or node.prediction.law is None:
                 return Proposal(token_ids)
-            laws.append(node.outlook.law)
+            laws.append(node.prediction.law)
         return Proposal(token_ids, None, tuple(laws))
 
     def outcomes(self) -> tuple[list[tuple[float, Node, int]], list[tuple[float, Node]]]:
@@ -125,26 +125,26 @@ class Reading:
         for node, weight, tested in zip((self.root, *self.nodes), reached, proposed, strict=True):
             if node.token_id in self._eos and node is not self.root:
                 continue
-            if node.outlook is None:
+            if node.prediction is None:
                 still_open.append((weight, node))
                 continue
-            for token_id, probability in self.guesses(node.outlook, is_tested=bool(tested)):
+            for token_id, probability in self.guesses(node.prediction, is_tested=bool(tested)):
                 if token_id not in tested:
                     ends.append((weight * probability, node, token_id))
         return ends, still_open
 
-    def guesses(self, outlook: Outlook, *, is_tested: bool) -> list[Guess]:
+    def guesses(self, prediction: Prediction, *, is_tested: bool) -> list[Guess]:
         """Return the target's likely tokens behind a node, calibrated.
 
         Args:
-            outlook: The node's.
+            prediction: The node's.
             is_tested: Whether the draft's own choice is part of the proposal.
         """
         base = self.root.position + 1
-        guesses = outlook.guesses(base if is_tested else None)
+        guesses = prediction.guesses(base if is_tested else None)
         if self._power == 1.0:
             return list(guesses)
-        own, (sure, unsure) = outlook.choose(base), scales(outlook.confidence(base), self._power)
+        own, (sure, unsure) = prediction.choose(base), scales(prediction.confidence(base), self._power)
         return [(token_id, share * (sure if token_id == own else unsure)) for token_id, share in guesses]
 
     def _reached(self) -> list[float]:
@@ -153,8 +153,8 @@ class Reading:
             return [1.0, *self.weights]
         base, reached, node = self.root.position + 1, [1.0], self.root
         for following in self.nodes:
-            assert node.outlook is not None
-            reached.append(reached[-1] * node.outlook.confidence(base) ** self._power)
+            assert node.prediction is not None
+            reached.append(reached[-1] * node.prediction.confidence(base) ** self._power)
             node = following
         return reached
 
@@ -162,14 +162,14 @@ class Reading:
         base, shape = self.root.position + 1, self.shape
         while len(self.nodes) + len(self._beyond) < shape.depth and not self._is_read:
             tip = (self._beyond or self.nodes or [self.root])[-1]
-            outlook = tip.outlook
-            if outlook is None:
+            prediction = tip.prediction
+            if prediction is None:
                 return [tip]
-            following = tip.child(outlook.choose(base))
+            following = tip.child(prediction.choose(base))
             if shape.stop_threshold and not self._is_ended:
                 # Lossless for every method: where the draft's law is tested, the confidence does not depend
                 # on the token, so whether a token has a place is decided before it is drawn.
-                believed = outlook.confidence(base) ** self._power
+                believed = prediction.confidence(base) ** self._power
                 weight = (self.weights[-1] if self.weights else 1.0) * believed
                 self._is_ended = bool(self.nodes) and weight < shape.stop_threshold
                 self.weights.append(weight)
@@ -178,7 +178,7 @@ class Reading:
             else:
                 self.nodes.append(following)
                 self._is_ended = following.token_id in self._eos
-            self._is_read = self._is_ended and outlook.law is None
+            self._is_read = self._is_ended and prediction.law is None
         return []
 
     def _read_tree(self) -> list[Node]:
@@ -194,7 +194,7 @@ class Reading:
 
         def offer(parent: Node, index: int, weight: float, rank: int) -> None:
             # `grow` offers only nodes that have an outlook.
-            guesses = parent.outlook.guesses(None)  # type: ignore[union-attr]
+            guesses = parent.prediction.guesses(None)  # type: ignore[union-attr]
             if rank < len(guesses):
                 weight *= guesses[rank][1] * scales(guesses[0][1], self._power)[rank > 0]
                 if weight >= MIN_PROPOSED or not nodes:
@@ -203,7 +203,7 @@ class Reading:
         def grow(node: Node, index: int, weight: float) -> None:
             if node.position >= max_position or weight < floor or (index >= 0 and node.token_id in self._eos):
                 return
-            if node.outlook is None:
+            if node.prediction is None:
                 still_open.append(node)
             else:
                 offer(node, index, weight, 0)
@@ -211,8 +211,8 @@ class Reading:
         grow(self.root, -1, 1.0)
         while heap and len(nodes) < self.shape.max_nodes:
             negative, _, parent, index, rank = heapq.heappop(heap)
-            assert parent.outlook is not None
-            node = parent.child(parent.outlook.guesses(None)[rank][0])
+            assert parent.prediction is not None
+            node = parent.child(parent.prediction.guesses(None)[rank][0])
             nodes.append(node)
             weights.append(-negative)
             parents.append(index)

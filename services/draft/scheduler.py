@@ -21,12 +21,12 @@ from torch import Tensor
 from gammaray.types import Proposal, VerificationMethod
 from services.draft.calibration import Calibration
 from services.draft.gain import GainMeter
-from services.draft.lookahead import Preparer
-from services.draft.proposals import Reading, Shape
+from services.draft.lookahead import Lookahead
+from services.draft.proposals import ProposalBuilder, Shape
 from services.draft.session import Speculation
 from services.draft.tree import Node
 from services.engine.core.errors import CacheFullError
-from services.engine.engine import Engine, Feed
+from services.engine.engine import Engine, SequenceInput
 from services.scheduling.load import LoadCounters
 from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
@@ -49,7 +49,7 @@ class _Drafting(Running[ProposeTask]):
     """
 
     speculation: Speculation = field(kw_only=True)
-    reading: Reading = field(kw_only=True)
+    reading: ProposalBuilder = field(kw_only=True)
     nodes: list[Node] = field(kw_only=True)
     num_forwards: int = field(kw_only=True, default=0)
     run: list[int] = field(kw_only=True, default_factory=list)
@@ -61,7 +61,7 @@ class _Drafting(Running[ProposeTask]):
             return self.task.base_position
         return self.speculation.tree.chain_length + len(self.nodes)
 
-    def feed(self, start: int, size: int, *, is_last: bool) -> Feed:
+    def feed(self, start: int, size: int, *, is_last: bool) -> SequenceInput:
         """Return the feed of committed tokens that lack, or of the open nodes."""
         if self.nodes:
             return self.speculation.feed(self.nodes)
@@ -82,7 +82,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
         ahead_rows: Upper bound of tokens in one forward of draft-ahead; 0 switches it off.
 
     Attributes:
-        preparer: Draft-ahead, and its counters.
+        lookahead: Draft-ahead, and its counters.
         speculations: The speculation tree of each session, by session id.
         forward_s: Moving average of the seconds of a drafting forward; 0 before the first.
     """
@@ -94,9 +94,9 @@ class DraftScheduler(Scheduler[ProposeTask]):
     ) -> None:
         super().__init__(engine, limits)
         self._stop = c_int32()
-        self.preparer = Preparer(engine, ahead_rows, self._stop) if ahead_rows > 0 else None
-        if self.preparer is not None:
-            self.meter.watch_ahead(self.preparer.throttle.stats)
+        self.lookahead = Lookahead(engine, ahead_rows, self._stop) if ahead_rows > 0 else None
+        if self.lookahead is not None:
+            self.meter.watch_ahead(self.lookahead.throttle.stats)
         self._speculate = partial(
             Speculation,
             max_context=engine.max_context,
@@ -111,43 +111,43 @@ class DraftScheduler(Scheduler[ProposeTask]):
     def load(self) -> LoadCounters:
         """Return the counters of its load so far, hits of draft-ahead and the tokens gained included."""
         counters = replace(super().load(), gained=self._gain.gained)
-        if self.preparer is None:
+        if self.lookahead is None:
             return counters
-        stats = self.preparer.throttle.stats
+        stats = self.lookahead.throttle.stats
         return replace(counters, lookups=stats.lookups, hits=stats.hits)
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do, draft-ahead included."""
-        return not self.is_idle or (self.preparer is not None and self.preparer.has_work)
+        return not self.is_idle or (self.lookahead is not None and self.lookahead.has_work)
 
     def submit(self, tasks: Iterable[ProposeTask]) -> None:
         """Queue blocks; those of one session are served one after another."""
         tasks = list(tasks)
         if not all(task.is_notice for task in tasks):
             self._stop.value = 0  # nothing is drafted ahead while they wait
-        if self.preparer is not None:
+        if self.lookahead is not None:
             for task in tasks:
                 if not task.is_notice:
-                    self.preparer.note_arrival(task.arrived)
+                    self.lookahead.note_arrival(task.arrived)
         super().submit(tasks)
 
-    def hurry(self, tasks: Iterable[ProposeTask]) -> None:
+    def preempt(self, tasks: Iterable[ProposeTask]) -> None:
         """Have what is under way done soon when somebody waits for one of `tasks`.
 
         A forward ahead no longer gives way to everybody, and one that is under way is the last of its call.
         """
         if not all(task.is_notice for task in tasks):
             self._stop.value = 1
-        if self.preparer is not None and not all(task.is_notice for task in tasks):
-            self.preparer.hurry()
+        if self.lookahead is not None and not all(task.is_notice for task in tasks):
+            self.lookahead.preempt()
 
     def step(self) -> list[tuple[ProposeTask, Reply]]:
         """Serve as many blocks as fit, or draft ahead when there are none; return the answers."""
-        if self.preparer is not None and self.is_idle:
+        if self.lookahead is not None and self.is_idle:
             return [
                 (prepared.task, Reply(0, prepared.task.session_id, prepared))
-                for prepared in self.preparer.step()
+                for prepared in self.lookahead.step()
             ]
         for running in self._running.values():
             assert isinstance(running, _Drafting)
@@ -161,14 +161,14 @@ class DraftScheduler(Scheduler[ProposeTask]):
     def _forget(self, session: Session) -> None:
         self._gain.drop(session.session_id)
         self.speculations.pop(session.session_id, None)
-        if self.preparer is not None:
-            self.preparer.drop(session.session_id)
+        if self.lookahead is not None:
+            self.lookahead.drop(session.session_id)
         super()._forget(session)
 
     def _match_cache(self, session: Session) -> None:
         """Move the session's tree to its tokens; begin a new one where the old one does not reach."""
-        if self.preparer is not None:
-            self.preparer.drop(session.session_id)
+        if self.lookahead is not None:
+            self.lookahead.drop(session.session_id)
         speculation = self.speculations.get(session.session_id)
         if speculation is None:
             speculation = self.speculations[session.session_id] = self._speculate(session)
@@ -203,7 +203,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
         running.run = []
         return None if self._reads_on(running) else self._finish(running)
 
-    def _run_engine(self, batch: list[tuple[Running[ProposeTask], Feed]]) -> list[Tensor] | None:
+    def _run_engine(self, batch: list[tuple[Running[ProposeTask], SequenceInput]]) -> list[Tensor] | None:
         began = time.perf_counter()
         results = super()._run_engine(batch)
         if all(isinstance(running, _Drafting) and running.nodes for running, _ in batch):
@@ -211,7 +211,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
             self.forward_s = took if not self.forward_s else 0.95 * self.forward_s + 0.05 * took
         return results
 
-    def _step(self, batch: list[tuple[Running[ProposeTask], Feed]]) -> list[Tensor]:
+    def _step(self, batch: list[tuple[Running[ProposeTask], SequenceInput]]) -> list[Tensor]:
         """Run the forward, or several in one call for a chain that is alone."""
         running, feed = batch[0]
         assert isinstance(running, _Drafting)
@@ -241,11 +241,11 @@ class DraftScheduler(Scheduler[ProposeTask]):
         speculation.sent, speculation.ahead = drafting.reading, None
         task = drafting.task
         self._gain.sent(task.session_id, proposal, task.base_position, task.arrived, time.monotonic())
-        if self.preparer is not None:
-            self.preparer.note_answer(
+        if self.lookahead is not None:
+            self.lookahead.note_answer(
                 speculation, drafting.num_forwards, self.forward_s, was_at_hand=task.is_notice
             )
-            self.preparer.add(speculation, task)
+            self.lookahead.add(speculation, task)
         return proposal
 
     def _begin_anew(self, drafting: _Drafting) -> None:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from gammaray.types import SamplingParams, VerificationMethod
 from services.draft.calibration import Calibration
-from services.draft.outcomes import Ahead
-from services.draft.predictions import Outlook, outlooks
-from services.draft.proposals import Reading, Shape
+from services.draft.outcomes import OutcomeSet
+from services.draft.predictions import Prediction, predictions
+from services.draft.proposals import ProposalBuilder, Shape
 from services.draft.tree import Node, SpeculationTree
-from services.engine.engine import Engine, Feed
+from services.engine.engine import Engine, SequenceInput
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.logits import processed_log_probs
 from services.scheduling.sessions import Session
@@ -79,7 +79,7 @@ class Speculation:
     ) -> None:
         self.session = session
         self._calibration = Calibration(calibration)
-        self._tested: list[tuple[Outlook, int]] = []
+        self._tested: list[tuple[Prediction, int]] = []
         self._is_rejected = False
         self.foreseen: float | None = None
         self.num_used = 0
@@ -92,8 +92,8 @@ class Speculation:
         """Begin a new tree at the end of the session's tokens."""
         session = self.session
         self.tree = SpeculationTree(Node(session.tokens[-1], len(session.tokens) - 1, None))
-        self.sent: Reading | None = None
-        self.ahead: Ahead | None = None
+        self.sent: ProposalBuilder | None = None
+        self.ahead: OutcomeSet | None = None
         if self._spec is not session.spec:
             self._spec = session.spec
             self._params = draft_params(session.spec)
@@ -129,10 +129,10 @@ class Speculation:
             return
         node, base = sent.root, sent.root.position + 1
         for token_id in tokens[base : base + sent.depth]:
-            if node.outlook is None:
+            if node.prediction is None:
                 break
-            self._tested.append((node.outlook, base))
-            self._is_rejected = node.outlook.choose(base) != token_id
+            self._tested.append((node.prediction, base))
+            self._is_rejected = node.prediction.choose(base) != token_id
             if self._is_rejected:
                 break
             node = node.child(token_id)
@@ -144,7 +144,7 @@ class Speculation:
         would be drafted when it has, or a proposal would depend on whether it was prepared.
         """
         if self._tested:
-            confidences = [outlook.confidence(base) for outlook, base in self._tested]
+            confidences = [prediction.confidence(base) for prediction, base in self._tested]
             self._calibration.observe(confidences, is_rejected=self._is_rejected)
         self._tested, self._is_rejected = [], False
 
@@ -157,7 +157,7 @@ class Speculation:
         if self._spec is not session.spec or session.changed_from < tree.base or not self.is_held(engine):
             return False
         node = tree.find(session.tokens[tree.base :])
-        reached = node.position + 1 == len(session.tokens) and node.outlook is not None
+        reached = node.position + 1 == len(session.tokens) and node.prediction is not None
         while node.place is None:
             assert node.parent is not None
             node = node.parent
@@ -176,7 +176,7 @@ class Speculation:
             self.num_used += node.is_ahead
             node.is_ahead = False
 
-    def read(self, root: Node, shape: Shape) -> Reading | None:
+    def read(self, root: Node, shape: Shape) -> ProposalBuilder | None:
         """Begin to read the proposal below a node; None where the draft's context ends."""
         depth = min(shape.depth, self._max_context - root.position - 1)
         if depth <= 0:
@@ -184,7 +184,7 @@ class Speculation:
         if depth < shape.depth:
             shape = replace(shape, depth=depth)
         power = self._calibration.power if self._is_race else 1.0
-        return Reading(root, shape, self.session.spec.eos_token_ids, power)
+        return ProposalBuilder(root, shape, self.session.spec.eos_token_ids, power)
 
     @property
     def _is_race(self) -> bool:
@@ -195,21 +195,21 @@ class Speculation:
         spec = self.session.spec
         return spec.method is VerificationMethod.COUPLED or spec.params.temperature == 0
 
-    def read_outcome(self, root: Node) -> Reading | None:
+    def read_outcome(self, root: Node) -> ProposalBuilder | None:
         """Begin to read what will be asked for when the sent proposal ends at `root`; None for nothing."""
         if self.sent is None or root.token_id in self.session.spec.eos_token_ids:
             return None
         self._learn()
         return self.read(root, self.sent.shape)
 
-    def feed(self, nodes: Sequence[Node]) -> Feed:
+    def feed(self, nodes: Sequence[Node]) -> SequenceInput:
         """Return the feed of some nodes, whose parents were fed."""
         tree, session_id = self.tree, self.session.session_id
         token_ids = [node.token_id for node in nodes]
         if tree.feeds_chain(nodes):
-            return Feed(session_id, tree.chain_length, token_ids, 1)
+            return SequenceInput(session_id, tree.chain_length, token_ids, 1)
         parents = tree.parents_of(nodes)
-        return Feed(session_id, tree.chain_length, token_ids, len(nodes), parents, len(tree.beside))
+        return SequenceInput(session_id, tree.chain_length, token_ids, len(nodes), parents, len(tree.beside))
 
     def can_run(self, engine: Engine, nodes: Sequence[Node]) -> bool:
         """Whether `run` can feed these open nodes: one, at the end of the engine's chain."""
@@ -229,7 +229,7 @@ class Speculation:
         """Feed an open node and the largest scores behind it, up to `count` in all: see `Engine.chain`."""
         session, scale = self.session, 1 / (self.session.spec.params.temperature or 1)
         noise = None if session.noise is None else session.noise.gumbel(node.position + 1, count)
-        feed = Feed(session.session_id, node.position, [node.token_id] * count, count)
+        feed = SequenceInput(session.session_id, node.position, [node.token_id] * count, count)
         return engine.chain(feed, noise, scale=scale, stop=stop, within=within)
 
     def open_run(self, engine: Engine, node: Node, token_ids: Sequence[int], logits: Tensor) -> list[Node]:
@@ -240,9 +240,9 @@ class Speculation:
         self._look_out(nodes, logits)
         self._cut_share *= 0.9
         for index, (before, fed) in enumerate(itertools.pairwise(nodes)):
-            if before.outlook and before.outlook.choose(before.position + 1) != fed.token_id:
+            if before.prediction and before.prediction.choose(before.position + 1) != fed.token_id:
                 for vain in nodes[index + 1 :]:
-                    vain.outlook = None
+                    vain.prediction = None
                 del nodes[index + 1 :]
                 engine.truncate(self.session.session_id, fed.position)
                 self._cut_share += 0.1
@@ -266,7 +266,7 @@ class Speculation:
         if self._params is not None:
             logits = self._processed(nodes, logits, self._params)
         session = self.session
-        made = outlooks(
+        made = predictions(
             session.spec.method,
             logits,
             session.noise,
@@ -275,8 +275,8 @@ class Speculation:
             top_k=self._top_k,
             bits=self._bits,
         )
-        for node, outlook in zip(nodes, made, strict=True):
-            node.outlook = outlook
+        for node, prediction in zip(nodes, made, strict=True):
+            node.prediction = prediction
 
     def _processed(self, nodes: Sequence[Node], logits: Tensor, params: SamplingParams) -> Tensor:
         """The processed log-probabilities behind nodes, [nodes, vocab_size]."""

@@ -1,7 +1,7 @@
 """The speculation tree of one session: everything the draft foresaw about what follows the committed tokens.
 
 The root is the last committed token. A node is *fed* once the engine's cache holds it, and *open* until it
-has an outlook: what the draft model says may follow it. An outlook is a pure function of the path, so the
+has an prediction: what the draft model says may follow it. An outlook is a pure function of the path, so the
 tree may be grown at any time and in any order, and the next context re-roots it at the node where its path
 ends: everything below stays, everything beside goes.
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from services.draft.predictions import Outlook
+from services.draft.predictions import Prediction
 
 __all__ = ["IN_CHAIN", "Node", "SpeculationTree"]
 
@@ -27,16 +27,16 @@ class Node:
         token_id: The token.
         position: Its absolute position.
         parent: The node before it; None for the root.
-        outlook: What may follow; None while the node is open.
+        prediction: What may follow; None while the node is open.
         place: Where the engine's cache holds it: IN_CHAIN, or the index among its tree's nodes; None: unfed.
         is_ahead: Fed before it was asked for, and not of use so far.
     """
 
-    __slots__ = ("_children", "is_ahead", "outlook", "parent", "place", "position", "token_id")
+    __slots__ = ("_children", "is_ahead", "parent", "place", "position", "prediction", "token_id")
 
     def __init__(self, token_id: int, position: int, parent: Node | None) -> None:
         self.token_id, self.position, self.parent = token_id, position, parent
-        self.outlook: Outlook | None = None
+        self.prediction: Prediction | None = None
         self.place: int | None = None
         self.is_ahead = False
         self._children: dict[int, Node] = {}
@@ -64,7 +64,7 @@ class Node:
     def clear(self) -> list[Node]:
         """Forget what follows and return the children."""
         children = list(self._children.values())
-        self.outlook, self.parent, self._children = None, None, {}
+        self.prediction, self.parent, self._children = None, None, {}
         return children
 
     def below(self) -> Iterator[Node]:
@@ -179,8 +179,8 @@ def _forget(old_root: Node, root: Node) -> None:
 def _main_line(root: Node) -> list[Node]:
     """The fed nodes that the draft itself would go on with below a node."""
     line, node, base = [], root, root.position + 1
-    while node.outlook is not None:
-        following = node.find(node.outlook.choose(base))
+    while node.prediction is not None:
+        following = node.find(node.prediction.choose(base))
         if following is None or following.place is None:
             break
         line.append(following)

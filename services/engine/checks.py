@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.engine.core.batch import Feed
+from services.engine.core.batch import SequenceInput
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import LoadedModel
 from services.engine.engine import Engine
@@ -32,11 +32,11 @@ def check_model(engine: Engine, loaded: LoadedModel) -> None:
     text = [(7 * i + 3) % engine.vocab_size for i in range(count)]
     reference = _plain_logits(loaded, text)[:, : engine.vocab_size]
     cut = count // 2
-    got = engine.step([Feed(_SESSION, 0, text[:cut], cut)])
+    got = engine.step([SequenceInput(_SESSION, 0, text[:cut], cut)])
     wrong = [(token + 1) % engine.vocab_size for token in text[cut:-1]]
     if wrong:
-        engine.step([Feed(_SESSION, cut, wrong, 1)])
-    got += engine.step([Feed(_SESSION, cut, text[cut:], count - cut)])
+        engine.step([SequenceInput(_SESSION, cut, wrong, 1)])
+    got += engine.step([SequenceInput(_SESSION, cut, text[cut:], count - cut)])
     engine.release(_SESSION)
     difference = (torch.cat(got) - reference).abs()
     if loaded.dtype == torch.float32:
@@ -61,9 +61,11 @@ def check_deterministic(engine: Engine) -> None:
     """
     count = min(_NUM_DETERMINISTIC_TOKENS, engine.max_context)
     text = [(11 * i * i + 5 * i + 1) % engine.vocab_size for i in range(count)]
-    alone = torch.cat([engine.step([Feed(_SESSION, i, text[i : i + 1], 1)])[0] for i in range(count)])
+    alone = torch.cat(
+        [engine.step([SequenceInput(_SESSION, i, text[i : i + 1], 1)])[0] for i in range(count)]
+    )
     ways = {
-        "as one chunk": engine.step([Feed(_SESSION, 0, text, count)])[0],
+        "as one chunk": engine.step([SequenceInput(_SESSION, 0, text, count)])[0],
         "in chunks beside other sessions": _in_company(engine, text),
         "as nodes of a tree": _in_trees(engine, text),
     }
@@ -82,9 +84,9 @@ def _in_company(engine: Engine, text: list[int]) -> Tensor:
         chunk = text[start : start + _CHUNKS[turn % len(_CHUNKS)]]
         others = text[turn : turn + 1 + turn % 4]
         feeds = [
-            Feed("before", 0, others, len(others)),
-            Feed(_SESSION, start, chunk, len(chunk)),
-            Feed("behind", 0, text[:turn] or text[:1], 1),
+            SequenceInput("before", 0, others, len(others)),
+            SequenceInput(_SESSION, start, chunk, len(chunk)),
+            SequenceInput("behind", 0, text[:turn] or text[:1], 1),
         ]
         got.append(engine.step(feeds)[1])
         start, turn = start + len(chunk), turn + 1
@@ -95,13 +97,13 @@ def _in_company(engine: Engine, text: list[int]) -> Tensor:
 
 def _in_trees(engine: Engine, text: list[int]) -> Tensor:
     """The logits of trees of two branches, the text being the second one."""
-    got, start = [engine.step([Feed(_SESSION, 0, text[:1], 1)])[0]], 1
+    got, start = [engine.step([SequenceInput(_SESSION, 0, text[:1], 1)])[0]], 1
     while start < len(text):
         branch = text[start : start + 7]
         nodes = [*reversed(branch), *branch]
         size = len(branch)
         parents = [*range(-1, size - 1), -1, *range(size, 2 * size - 1)]
-        got.append(engine.step([Feed(_SESSION, start, nodes, size, parents)])[0])
+        got.append(engine.step([SequenceInput(_SESSION, start, nodes, size, parents)])[0])
         engine.keep_path(_SESSION, start, range(size, 2 * size))
         start += size
     engine.release(_SESSION)

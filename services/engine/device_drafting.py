@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from services.engine.core.batch import Batch, Feed
+from services.engine.core.batch import Batch, SequenceInput
 from services.engine.core.cache_budget import DEFAULT_CACHE_BUDGET_BYTES
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.kv_cache import CacheShape, CacheStore
@@ -330,7 +330,7 @@ class GraphEngine(Engine):
             raise UnsupportedModelError(loaded.name, f"{loaded.config.model_type} has no captured path")
         return cls.of(build_graph_model(loaded, loaded.config.vocab_size), name=loaded.name, kernels=kernels)
 
-    def choose(self, feeds: Sequence[Feed], races: Sequence[Race]) -> list[list[int]]:
+    def choose(self, feeds: Sequence[SequenceInput], races: Sequence[Race]) -> list[list[int]]:
         """Like `step`, but draw a token in each wanted row.
 
         Args:
@@ -345,7 +345,9 @@ class GraphEngine(Engine):
         self._commit(feeds, batch)
         return [[next(tokens) for _ in range(feed.num_logits)] for feed in feeds]
 
-    def draft_chains(self, feeds: Sequence[Feed], races: Sequence[Race], gamma: int) -> list[list[int]]:
+    def draft_chains(
+        self, feeds: Sequence[SequenceInput], races: Sequence[Race], gamma: int
+    ) -> list[list[int]]:
         """Feed what lacks and draft `gamma` tokens behind it, all in one graph.
 
         What was drafted stays cached, but for the last token: a rollback drops what is not accepted.
@@ -370,7 +372,7 @@ class GraphEngine(Engine):
         return chains
 
     def draft_trees(
-        self, feeds: Sequence[Feed], races: Sequence[Race], shape: TreeShape
+        self, feeds: Sequence[SequenceInput], races: Sequence[Race], shape: TreeShape
     ) -> list[tuple[list[int], list[int]]]:
         """Feed what lacks and grow a tree behind it, all in one graph.
 
@@ -397,7 +399,7 @@ class GraphEngine(Engine):
             segment.cache.tree_parents.extend(parents[:num_cached])
         return trees
 
-    def _make_room(self, feeds: Sequence[Feed], num_more: int) -> None:
+    def _make_room(self, feeds: Sequence[SequenceInput], num_more: int) -> None:
         """Reserve the slots of what will be drafted: the graph cannot."""
         wanted = {}
         for feed in feeds:

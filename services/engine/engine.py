@@ -16,12 +16,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from services.engine.core.batch import Batch, Feed, plan_batch
+from services.engine.core.batch import Batch, SequenceInput, plan_batch
 from services.engine.core.errors import CacheGapError
 from services.engine.core.kv_cache import CacheStats, CacheStore, Source
 from services.engine.native.runner import NativeRunner
 
-__all__ = ["Engine", "Feed", "Runner"]
+__all__ = ["Engine", "Runner", "SequenceInput"]
 
 
 class Runner(Protocol):
@@ -68,7 +68,7 @@ class Engine:
         self._store = store
 
     def step(
-        self, feeds: Sequence[Feed], within: AbstractContextManager[object] | None = None
+        self, feeds: Sequence[SequenceInput], within: AbstractContextManager[object] | None = None
     ) -> list[Tensor]:
         """Run one forward over all feeds.
 
@@ -100,7 +100,7 @@ class Engine:
 
     def chain(
         self,
-        feed: Feed,
+        feed: SequenceInput,
         noise: Tensor | None = None,
         *,
         scale: float = 1.0,
@@ -231,7 +231,7 @@ class Engine:
         # Tensors born in inference mode cannot be written to outside of it; callers may want to.
         return logits.clone() if logits.is_inference() else logits
 
-    def _commit(self, feeds: Sequence[Feed], batch: Batch) -> None:
+    def _commit(self, feeds: Sequence[SequenceInput], batch: Batch) -> None:
         """Enter what a forward left in the slots."""
         for feed, segment in zip(feeds, batch.segments, strict=True):
             cache, num_nodes = segment.cache, len(feed.parents or ())
@@ -240,5 +240,5 @@ class Engine:
                 cache.tree_tokens.extend(feed.token_ids[segment.count - num_nodes :])
                 cache.tree_parents.extend(feed.parents)
 
-    def _plan(self, feeds: Sequence[Feed]) -> Batch:
+    def _plan(self, feeds: Sequence[SequenceInput]) -> Batch:
         return plan_batch(feeds, self._store, self.vocab_size, self.max_context)

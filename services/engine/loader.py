@@ -16,7 +16,7 @@ from services.engine.cuda.weights import build_graph_model, prefers_graphs
 from services.engine.engine import Engine, Runner
 from services.engine.hf.deterministic import check_covered
 from services.engine.hf.probe import probe_model
-from services.engine.hf.runner import GeneralRunner
+from services.engine.hf.runner import TransformersRunner
 from services.engine.native.library import load_kernel
 from services.engine.native.runner import NativeRunner
 from services.engine.native.weights import build_native, native_obstacle
@@ -73,7 +73,7 @@ def load_engine(
         rows, dim = 2 * rows, dim // 2
     else:
         kernel = f"none: {obstacle}"
-        runner = GeneralRunner(loaded, layout, fixed_shapes=deterministic)
+        runner = TransformersRunner(loaded, layout, fixed_shapes=deterministic)
     shape = CacheShape(layout.num_layers, rows, dim, loaded.dtype, loaded.device)
     engine = Engine(
         runner,

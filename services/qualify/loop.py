@@ -15,7 +15,7 @@ from services.draft.scheduler import DraftScheduler
 from services.engine.engine import Engine
 from services.scheduling.planning import Limits
 from services.scheduling.scheduler import Scheduler
-from services.scheduling.tasks import Ending, ProposeTask, Reply, SessionSpec, VerifyTask
+from services.scheduling.tasks import ProposeTask, Release, Reply, SessionSpec, VerifyTask
 from services.target.scheduler import TargetScheduler, VerifyOutcome
 
 __all__ = ["Ask", "Cycle", "Pair", "Text", "draft_scheduler", "target_scheduler"]
@@ -111,7 +111,7 @@ class Pair:
                 cycles.append(self._cycle(session, min(gamma, session.remaining - 1)))
         finally:
             for scheduler in (self.target, self.draft):
-                scheduler.release([Ending(session.name)])
+                scheduler.release([Release(session.name)])
                 scheduler.step()
         return Text(tuple(session.output), tuple(cycles))
 

@@ -12,7 +12,7 @@ import torch
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.qualify.measured import Equality, QualifyTask, Run
-from services.engine.engine import Engine, Feed
+from services.engine.engine import Engine, SequenceInput
 from services.engine.sampling.logits import processed_log_probs
 from services.engine.sampling.noise import Noise
 from services.qualify.loop import Ask, Cycle, Pair, Text
@@ -52,7 +52,7 @@ def is_tie(engine: Engine, ask: Ask, common: tuple[int, ...], tokens: tuple[int,
     context = [*ask.prompt, *common]
     logits = torch.empty(0)
     for start in range(0, len(context), _CHUNK):
-        (logits,) = engine.step([Feed(_SESSION, start, context[start : start + _CHUNK], 1)])
+        (logits,) = engine.step([SequenceInput(_SESSION, start, context[start : start + _CHUNK], 1)])
     engine.release(_SESSION)
     largest = logits.abs().max().item()
     scores, scale = logits[0].double(), 1.0

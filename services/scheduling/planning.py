@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from gammaray.errors import InvalidArgumentError
-from services.engine.engine import Feed
+from services.engine.engine import SequenceInput
 from services.scheduling.sessions import Session
 from services.scheduling.tasks import Task, Timing
 
@@ -69,7 +69,7 @@ class Running(Generic[TaskT]):
         """Length of the committed tokens and the tail."""
         return self.task.base_position + len(self.tail)
 
-    def feed(self, start: int, size: int, *, is_last: bool) -> Feed:
+    def feed(self, start: int, size: int, *, is_last: bool) -> SequenceInput:
         """Return the feed of `size` tokens from position `start`; the last one asks for the logits."""
         base, self.fed_from = self.task.base_position, start
         if start >= base:
@@ -78,12 +78,14 @@ class Running(Generic[TaskT]):
             token_ids = self.session.tokens[start : start + size]
             token_ids += self.tail[: size - len(token_ids)]
         num_logits = size if self.is_scored else self.num_logits if is_last else 0
-        return Feed(self.task.session_id, start, token_ids, num_logits, self.parents if is_last else None)
+        return SequenceInput(
+            self.task.session_id, start, token_ids, num_logits, self.parents if is_last else None
+        )
 
 
 def plan(
     blocks: Iterable[Running[TaskT]], num_cached: Callable[[str], int], limits: Limits
-) -> list[tuple[Running[TaskT], Feed]]:
+) -> list[tuple[Running[TaskT], SequenceInput]]:
     """Choose the feeds of the next forward.
 
     The oldest block always takes part, so none starves; then those that one forward completes, so that long

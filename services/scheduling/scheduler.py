@@ -26,12 +26,12 @@ from gammaray.errors import (
 )
 from services.engine.core.errors import CacheFullError, EngineLostError
 from services.engine.core.prefix_cache import MIN_PREFIX
-from services.engine.engine import Engine, Feed
+from services.engine.engine import Engine, SequenceInput
 from services.scheduling.load import LoadCounters
 from services.scheduling.metrics import WorkerMeter
 from services.scheduling.planning import Limits, Running, TaskT, plan
 from services.scheduling.sessions import Session, SessionTable
-from services.scheduling.tasks import Ending, NeedTokens, Reply, Task, Timing
+from services.scheduling.tasks import NeedTokens, Release, Reply, Task, Timing
 
 __all__ = ["MAX_SESSIONS", "Scheduler"]
 
@@ -106,10 +106,10 @@ class Scheduler(ABC, Generic[TaskT]):
         for task in tasks:
             self._waiting.setdefault(task.session_id, deque()).append(task)
 
-    def hurry(self, tasks: Iterable[TaskT]) -> None:
+    def preempt(self, tasks: Iterable[TaskT]) -> None:
         """Blocks are about to be submitted: end soon what nobody waits for; may be called in any thread."""
 
-    def release(self, endings: Iterable[Ending]) -> None:
+    def release(self, endings: Iterable[Release]) -> None:
         """End sessions: their caches are given up and blocks of theirs that are under way are cancelled."""
         for session_id, epoch, forgets in endings:
             if epoch == 0 or epoch >= self._newest_epoch(session_id):
@@ -208,7 +208,7 @@ class Scheduler(ABC, Generic[TaskT]):
                 with suppress(CacheFullError):  # Both do not fit: it is computed again, in chunks.
                     self.engine.fork(source, session.session_id, shared)
 
-    def _forward(self, batch: list[tuple[Running[TaskT], Feed]]) -> None:
+    def _forward(self, batch: list[tuple[Running[TaskT], SequenceInput]]) -> None:
         began, now = time.perf_counter(), time.monotonic()
         for running, _ in batch:
             if not running.is_started:
@@ -234,7 +234,7 @@ class Scheduler(ABC, Generic[TaskT]):
             del self._running[running.task.session_id]
             self._reply(running.task, outcome, running.timing)
 
-    def _run_engine(self, batch: list[tuple[Running[TaskT], Feed]]) -> list[Tensor] | None:
+    def _run_engine(self, batch: list[tuple[Running[TaskT], SequenceInput]]) -> list[Tensor] | None:
         """Run the forward; None when it failed, and then the blocks at fault were answered.
 
         Raises:
@@ -255,7 +255,7 @@ class Scheduler(ABC, Generic[TaskT]):
             self._fail(batch, InternalError(f"the forward failed: {type(error).__name__}: {error}"))
         return None
 
-    def _step(self, batch: list[tuple[Running[TaskT], Feed]]) -> list[Tensor]:
+    def _step(self, batch: list[tuple[Running[TaskT], SequenceInput]]) -> list[Tensor]:
         """Run the forward.
 
         A worker may take several in one call: it sets `num_forwards`, and puts what it fed into `batch`.
@@ -273,7 +273,7 @@ class Scheduler(ABC, Generic[TaskT]):
             self.engine.release(running.task.session_id)
             return InternalError(f"{type(error).__name__}: {error}")
 
-    def _fail(self, batch: list[tuple[Running[TaskT], Feed]], error: GammarayError) -> None:
+    def _fail(self, batch: list[tuple[Running[TaskT], SequenceInput]], error: GammarayError) -> None:
         for running, _ in batch:
             del self._running[running.task.session_id]
             self.engine.release(running.task.session_id)

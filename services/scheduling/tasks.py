@@ -12,10 +12,10 @@ from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.types import MAX_GAMMA, Proposal, SamplingParams, VerificationMethod
 
 __all__ = [
-    "Ending",
     "NeedTokens",
     "Prepared",
     "ProposeTask",
+    "Release",
     "Reply",
     "SessionSpec",
     "Task",
@@ -74,7 +74,7 @@ class SessionSpec:
             raise InvalidArgumentError("spec.cache_salt", got, f"at most {MAX_SESSION_ID}")
 
 
-class Ending(NamedTuple):
+class Release(NamedTuple):
     """The end of a session on a worker.
 
     Args:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from gammaray.errors import InternalError, UnavailableError
 from services.engine.core.errors import EngineLostError
 from services.scheduling.scheduler import Scheduler
-from services.scheduling.tasks import Ending, Reply, Task
+from services.scheduling.tasks import Release, Reply, Task
 
 __all__ = ["EngineThread"]
 
@@ -69,14 +69,14 @@ class EngineThread:
     def submit(self, tasks: Sequence[Task]) -> None:
         """Queue blocks; each is answered through its `deliver`."""
         if self.scheduler is not None:
-            self.scheduler.hurry(tasks)
+            self.scheduler.preempt(tasks)
         self._inbox.put(lambda scheduler: scheduler.submit(tasks))
 
     def check(self) -> None:
         """Have the engine looked at between two steps: the thread ends when it is lost."""
         self._inbox.put(lambda scheduler: scheduler.engine.check())
 
-    def release(self, endings: Sequence[Ending]) -> None:
+    def release(self, endings: Sequence[Release]) -> None:
         """End sessions, see `Scheduler.release`."""
         self._inbox.put(lambda scheduler: scheduler.release(endings))
 

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from gammaray.errors import GammarayError, InternalError, ResourceExhaustedError, UnavailableError
-from services.scheduling.tasks import Ending, Reply, Task
+from services.scheduling.tasks import Release, Reply, Task
 from services.streaming.engine_thread import EngineThread
 from services.streaming.tracing import BlockTracer
 
@@ -176,7 +176,7 @@ class BlockStream:
 
     def _take(self, frame: Frame) -> None:
         if frame.releases:
-            self._streams.engine.release([Ending(r.session_id, r.epoch, r.forget) for r in frame.releases])
+            self._streams.engine.release([Release(r.session_id, r.epoch, r.forget) for r in frame.releases])
         tasks = list(self._parse_all(frame.blocks))
         if tasks:
             self._streams.engine.submit(tasks)

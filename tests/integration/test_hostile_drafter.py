@@ -15,7 +15,7 @@ from orchestrator.workers.proposal_cache import (
     MAX_KEPT,
     MAX_KEPT_BYTES,
     MAX_SEEN,
-    PreparedProposals,
+    ProposalCache,
 )
 
 pytestmark = pytest.mark.integration
@@ -139,7 +139,7 @@ BORNE = [
 ]
 
 
-class Watched(PreparedProposals):
+class Watched(ProposalCache):
     """Remembers how much was ever kept."""
 
     most, most_bytes = 0, 0
@@ -155,7 +155,7 @@ class Watched(PreparedProposals):
 def watched(monkeypatch):
     monkeypatch.setattr(Watched, "most", 0)
     monkeypatch.setattr(Watched, "most_bytes", 0)
-    monkeypatch.setattr(remote_draft, "PreparedProposals", Watched)
+    monkeypatch.setattr(remote_draft, "ProposalCache", Watched)
     return Watched
 
 

@@ -14,7 +14,7 @@ from gammaray.types import DrafterKind, Proposal, TokenOrigin
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.cycle.run import run_cycle
 from orchestrator.cycle.types import Shape, Verdict
-from orchestrator.drafting.fallback import Ladder
+from orchestrator.drafting.fallback import FallbackDrafter
 from orchestrator.workers.drafter import Readiness
 
 pytestmark = pytest.mark.integration
@@ -29,7 +29,7 @@ def ladder_of(fleet, session, top=DrafterKind.MODEL, gamma=3, **options):
 
 def ladder_over(drafter, session, top=DrafterKind.MODEL, gamma=3):
     controllers = {rung: Steady(0 if rung is DrafterKind.NONE else gamma) for rung in DrafterKind}
-    return Ladder(session, top, drafter, controllers)
+    return FallbackDrafter(session, top, drafter, controllers)
 
 
 async def one_cycle(session, ladder, verifier):
@@ -197,7 +197,7 @@ async def test_ladder_controller_of_a_rung_learns_only_of_its_own_cycles():
         session = make_session(max_tokens=100_000)
         drafter, verifier = clients(fleet, session, propose_timeout_s=1.0)
         controllers = {rung: Watching(3) for rung in RUNGS}
-        ladder = Ladder(session, DrafterKind.MODEL, drafter, controllers)
+        ladder = FallbackDrafter(session, DrafterKind.MODEL, drafter, controllers)
         for _ in range(4):
             await one_cycle(session, ladder, verifier)
         draft.on_block = lambda block: None

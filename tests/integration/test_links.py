@@ -15,7 +15,7 @@ from gammaray.errors import DeadlineExceededError, InvalidArgumentError, Unavail
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.workers import connection as links
-from orchestrator.workers.connection import WorkerLink
+from orchestrator.workers.connection import WorkerConnection
 from orchestrator.workers.protocol import TARGET
 
 pytestmark = pytest.mark.integration
@@ -27,7 +27,7 @@ def accept(info):
 
 @asynccontextmanager
 async def link_to(address: str, check=accept):
-    link = WorkerLink(TARGET, address, check=check, on_change=lambda: None)
+    link = WorkerConnection(TARGET, address, check=check, on_change=lambda: None)
     link.start()
     try:
         yield link

@@ -21,7 +21,7 @@ from services.engine.core.errors import (
     EngineLostError,
     UnsupportedModelError,
 )
-from services.engine.engine import Feed
+from services.engine.engine import SequenceInput
 from services.engine.loader import load_engine
 from services.engine.tensor_parallel.engine import ParallelEngine, check_parallel
 from services.engine.tensor_parallel.rank_main import follow
@@ -99,17 +99,17 @@ def clean(pair):
 
 
 def test_each_rank_holds_half_of_every_cache(clean):
-    clean.step(Feed("a", 0, some_tokens(9), 9))
+    clean.step(SequenceInput("a", 0, some_tokens(9), 9))
     assert clean.two.stats().cache_bytes * 2 == clean.one.stats().cache_bytes > 0
 
 
 def test_chains_rollbacks_and_ragged_batches_agree(clean):
     first, second = some_tokens(40, 1), some_tokens(30, 2)
-    clean.step(Feed("a", 0, first, 40))
-    clean.step(Feed("a", 40, [5, 6, 7], 3), Feed("b", 0, second, 2))
+    clean.step(SequenceInput("a", 0, first, 40))
+    clean.step(SequenceInput("a", 40, [5, 6, 7], 3), SequenceInput("b", 0, second, 2))
     clean.do("truncate", "a", 41)
-    clean.step(Feed("a", 41, [8], 1), Feed("b", 30, [1, 2, 3, 4], 4))
-    clean.step(Feed("a", 20, [9, 10], 1))  # a rollback that the feed itself asks for
+    clean.step(SequenceInput("a", 41, [8], 1), SequenceInput("b", 30, [1, 2, 3, 4], 4))
+    clean.step(SequenceInput("a", 20, [9, 10], 1))  # a rollback that the feed itself asks for
 
 
 def test_cache_limit_is_that_of_every_rank(clean):
@@ -118,43 +118,43 @@ def test_cache_limit_is_that_of_every_rank(clean):
         for engine, num_ranks in ((clean.two, 2), (clean.one, 1)):
             engine.limit_cache(both_budgets(num_ranks) // 3)  # one block of slots
         for session_id in "abcd":
-            clean.step(Feed(session_id, 0, some_tokens(20), 20))
+            clean.step(SequenceInput(session_id, 0, some_tokens(20), 20))
         stats = clean.two.stats()
         assert stats.cache_bytes == stats.cache_budget_bytes == both_budgets(2) // 3
         assert stats.num_evictions >= 3
-        clean.refuse(CacheFullError, Feed("a", 0, some_tokens(100), 1))
+        clean.refuse(CacheFullError, SequenceInput("a", 0, some_tokens(100), 1))
     finally:
         for engine, num_ranks in ((clean.two, 2), (clean.one, 1)):
             engine.limit_cache(both_budgets(num_ranks))
-    clean.step(Feed("a", 0, some_tokens(100), 1))
+    clean.step(SequenceInput("a", 0, some_tokens(100), 1))
 
 
 def test_trees_and_forks_agree(clean):
-    clean.step(Feed("a", 0, some_tokens(20, 3), 1))
-    clean.step(Feed("a", 20, [1, 2, 3, 4, 5], 5, [-1, -1, 0, 1, 2]))
+    clean.step(SequenceInput("a", 0, some_tokens(20, 3), 1))
+    clean.step(SequenceInput("a", 20, [1, 2, 3, 4, 5], 5, [-1, -1, 0, 1, 2]))
     clean.do("keep_path", "a", 20, [1, 3])
-    clean.step(Feed("a", 22, [6], 1))
+    clean.step(SequenceInput("a", 22, [6], 1))
     clean.do("fork", "a", "b", 21)
-    clean.step(Feed("b", 21, [7, 8], 2), Feed("a", 23, [9], 1))
+    clean.step(SequenceInput("b", 21, [7, 8], 2), SequenceInput("a", 23, [9], 1))
 
 
 def test_what_ended_sessions_leave_agrees(clean):
     tokens = some_tokens(30, 6)
-    clean.step(Feed("a", 0, tokens, 1))
+    clean.step(SequenceInput("a", 0, tokens, 1))
     clean.do("retain", "a", "us")
     sources = {engine.longest_prefix(tokens, "us") for engine in (clean.two, clean.one)}
     ((source, length),) = sources
     assert length == 30
     clean.do("fork", source, "b", 25)
-    clean.step(Feed("b", 25, [3, 4], 2))
+    clean.step(SequenceInput("b", 25, [3, 4], 2))
     clean.do("forget", "a")
     assert clean.two.stats().retained_bytes == clean.one.stats().retained_bytes == 0
-    clean.step(Feed("b", 27, [5], 1))
+    clean.step(SequenceInput("b", 27, [5], 1))
 
 
 def test_ranks_evict_the_same_of_what_was_left(clean):
     for seed in range(20):  # more than fit
-        clean.step(Feed("a", 0, some_tokens(70, seed), 1))
+        clean.step(SequenceInput("a", 0, some_tokens(70, seed), 1))
         clean.do("retain", "a", "us")
     kept = [clean.two.longest_prefix(some_tokens(70, seed), "us") for seed in range(20)]
     assert kept == [clean.one.longest_prefix(some_tokens(70, seed), "us") for seed in range(20)]
@@ -162,9 +162,9 @@ def test_ranks_evict_the_same_of_what_was_left(clean):
     for seed, (source, length) in enumerate(kept):
         if length == 70:  # rank 1 would be lost, were it not there
             clean.do("fork", source, "b", 66)
-            clean.step(Feed("b", 66, [seed], 1))
+            clean.step(SequenceInput("b", 66, [seed], 1))
     clean.do("drop_retained")
-    clean.step(Feed("b", 67, [1], 1))
+    clean.step(SequenceInput("b", 67, [1], 1))
 
 
 def test_sampled_and_greedy_tokens_agree(clean):
@@ -175,7 +175,7 @@ def test_sampled_and_greedy_tokens_agree(clean):
     for position in range(40):
         scores = []
         for engine in (clean.two, clean.one):
-            (logits,) = engine.step([Feed("a", fed, tokens[fed:], 1)])
+            (logits,) = engine.step([SequenceInput("a", fed, tokens[fed:], 1)])
             scores.append(logits[0] + (noise[position] if position % 2 else 0))
         fed = len(tokens)
         winners = [int(score.argmax()) for score in scores]
@@ -186,26 +186,26 @@ def test_sampled_and_greedy_tokens_agree(clean):
 
 
 def test_refused_steps_change_nothing_on_any_rank(clean):
-    clean.step(Feed("a", 0, some_tokens(60, 6), 1))
-    clean.refuse(CacheGapError, Feed("b", 3, [1], 1))
-    clean.refuse(ValueError, Feed("a", 60, [99999], 1))
-    clean.refuse(CacheFullError, Feed("a", 60, [1], 1), Feed("b", 0, some_tokens(190), 1))
-    clean.step(Feed("a", 60, [1], 1))
+    clean.step(SequenceInput("a", 0, some_tokens(60, 6), 1))
+    clean.refuse(CacheGapError, SequenceInput("b", 3, [1], 1))
+    clean.refuse(ValueError, SequenceInput("a", 60, [99999], 1))
+    clean.refuse(CacheFullError, SequenceInput("a", 60, [1], 1), SequenceInput("b", 0, some_tokens(190), 1))
+    clean.step(SequenceInput("a", 60, [1], 1))
 
 
 def test_ranks_evict_the_same_sessions(clean):
     for session_id, seed in zip("abc", range(3), strict=True):
-        clean.step(Feed(session_id, 0, some_tokens(50, seed), 1))
-    clean.step(Feed("a", 50, [1], 1))
-    clean.step(Feed("d", 0, some_tokens(50, 9), 1))  # b is the one that goes
+        clean.step(SequenceInput(session_id, 0, some_tokens(50, seed), 1))
+    clean.step(SequenceInput("a", 50, [1], 1))
+    clean.step(SequenceInput("d", 0, some_tokens(50, 9), 1))  # b is the one that goes
     assert [clean.two.length(s) for s in "abcd"] == [clean.one.length(s) for s in "abcd"] == [51, 0, 50, 50]
-    clean.step(Feed("a", 51, [2], 1), Feed("c", 50, [3], 1), Feed("d", 50, [4], 1))
+    clean.step(SequenceInput("a", 51, [2], 1), SequenceInput("c", 50, [3], 1), SequenceInput("d", 50, [4], 1))
 
 
 def test_second_parallel_model_in_one_process_is_refused(pair):
     with pytest.raises(FailedPreconditionError, match="already"):
         ParallelEngine.load_parallel(str(TARGET_DIR), num_ranks=2, device="cpu", timeout_s=60)
-    pair.step(Feed("a", 0, [1, 2, 3], 3))
+    pair.step(SequenceInput("a", 0, [1, 2, 3], 3))
 
 
 def test_too_few_devices_are_refused_before_anything_starts(monkeypatch):
@@ -290,7 +290,7 @@ async def test_thread_of_an_idle_engine_ends_when_that_is_lost(pair):
     rank.kill()
     rank.wait(EXIT_TIMEOUT_S)
     with pytest.raises(EngineLostError, match="rank 1"):
-        pair.two.step([Feed("a", 0, [1], 1)])
+        pair.two.step([SequenceInput("a", 0, [1], 1)])
     thread.check()
     await asyncio.wait_for(thread.ended.wait(), EXIT_TIMEOUT_S)
     assert await thread.stop(EXIT_TIMEOUT_S)

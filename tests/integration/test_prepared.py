@@ -27,7 +27,7 @@ from orchestrator.workers.proposal_cache import (
     MAX_KEPT,
     MAX_KEPT_BYTES,
     MAX_SEEN,
-    PreparedProposals,
+    ProposalCache,
 )
 from orchestrator.workers.session_client import session_spec
 from orchestrator.workers.verifier import RemoteVerifier
@@ -48,7 +48,7 @@ def message(token_ids, proposal, *, epoch=1, base_position=4):
 
 
 def test_prepared_is_taken_for_the_very_outcome_only():
-    prepared = PreparedProposals(VOCAB)
+    prepared = ProposalCache(VOCAB)
     prepared.expect(1, 4)
     prepared.put(message([7, 8], Proposal((1, 2, 3))))
     tokens = [0, 0, 0, 0, 7, 8]
@@ -62,14 +62,14 @@ def test_prepared_is_taken_for_the_very_outcome_only():
 
 @pytest.mark.parametrize("stale", [{"epoch": 2}, {"base_position": 3}])
 def test_prepared_for_another_cycle_is_dropped(stale):
-    prepared = PreparedProposals(VOCAB)
+    prepared = ProposalCache(VOCAB)
     prepared.expect(1, 4)
     prepared.put(message([7], Proposal((1,)), **stale))
     assert prepared.take([0, 0, 0, 0, 7], Shape(3)) is None
 
 
 def test_prepared_chain_is_cut_with_its_laws_and_wide_trees_are_left():
-    prepared = PreparedProposals(VOCAB)
+    prepared = ProposalCache(VOCAB)
     prepared.expect(1, 4)
     laws = tuple(SparseDistribution((token, token + 1), (3, 1), 2) for token in (1, 2, 3))
     prepared.put(message([7], Proposal((1, 2, 3), None, laws)))
@@ -81,7 +81,7 @@ def test_prepared_chain_is_cut_with_its_laws_and_wide_trees_are_left():
 
 
 def test_prepared_flood_is_bounded_and_foreign_tokens_are_refused():
-    prepared = PreparedProposals(VOCAB)
+    prepared = ProposalCache(VOCAB)
     prepared.expect(1, 4)
     for token in range(MAX_SEEN):
         prepared.put(message([token], Proposal((VOCAB,))))
@@ -105,7 +105,7 @@ def test_prepared_flood_is_bounded_and_foreign_tokens_are_refused():
     ],
 )
 def test_prepared_out_of_measure_fails_the_cycle_and_is_not_kept(outcome, proposal, wanted):
-    prepared = PreparedProposals(VOCAB)
+    prepared = ProposalCache(VOCAB)
     prepared.expect(1, 4)
     prepared.put(message([7], Proposal((1, 2, 3))))
     prepared.put(message(outcome, proposal))
@@ -118,7 +118,7 @@ def test_prepared_out_of_measure_fails_the_cycle_and_is_not_kept(outcome, propos
 
 
 def test_prepared_bytes_are_bounded_and_what_does_not_fit_is_no_offence():
-    prepared = PreparedProposals(VOCAB)
+    prepared = ProposalCache(VOCAB)
     prepared.expect(1, 4)
     law = SparseDistribution(tuple(range(64)), (64,) * 64, 12)
     for token in range(MAX_KEPT):
@@ -129,7 +129,7 @@ def test_prepared_bytes_are_bounded_and_what_does_not_fit_is_no_offence():
 
 
 def test_prepared_does_not_keep_the_frame_that_it_came_in():
-    prepared = PreparedProposals(VOCAB)
+    prepared = ProposalCache(VOCAB)
     prepared.expect(1, 4)
     other = draft_pb.AheadProposal(session_id="t", token_ids=[VOCAB] * 2_000_000)
     before = _resident_bytes()
@@ -161,7 +161,7 @@ def test_laws_have_the_support_that_drafters_may_be_set_to():
         parsed(MAX_SUPPORT + 1)
 
 
-class Counting(PreparedProposals):
+class Counting(ProposalCache):
     """Counts the proposals that were taken, over all sessions."""
 
     num_taken = 0
@@ -185,7 +185,7 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("method", list(VerificationMethod))
 async def test_prepared_proposals_change_when_and_not_what(monkeypatch, model, method, temperature):
-    monkeypatch.setattr(remote_draft, "PreparedProposals", Counting)
+    monkeypatch.setattr(remote_draft, "ProposalCache", Counting)
     texts, hits = [], []
     for ahead in (False, True):
         monkeypatch.setattr(Counting, "num_taken", 0)
@@ -194,7 +194,7 @@ async def test_prepared_proposals_change_when_and_not_what(monkeypatch, model, m
             running("draft", model, draft_ahead=ahead) as (draft, worker),
         ):
             if ahead:  # whatever else the machine does
-                await worker.engine.call(lambda scheduler: _hold_open(scheduler.preparer.throttle))
+                await worker.engine.call(lambda scheduler: _hold_open(scheduler.lookahead.throttle))
             fleet = Fleet(
                 ListRegistry(), VOCAB, target_addresses=target.address, draft_addresses=draft.address
             )

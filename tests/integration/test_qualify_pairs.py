@@ -17,7 +17,7 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.qualify.measured import PairFacts, QualifyTask
 from gammaray.qualify.verdict import Fitness, judge
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
-from services.engine.engine import Feed
+from services.engine.engine import SequenceInput
 from services.engine.loader import load_engine
 from services.qualify.loop import Ask, Pair, Text, draft_scheduler, target_scheduler
 from services.qualify.measure import is_tie, make_asks, measure, parting
@@ -208,7 +208,7 @@ def test_planted_loss_is_found(schedulers):
 def test_tie_is_told_from_a_loss(models, temperature):
     target, _ = models
     ask = Ask(tuple(PROMPTS[1]), 16, temperature, 3, ())
-    (logits,) = target.step([Feed("x", 0, list(ask.prompt), 1)])
+    (logits,) = target.step([SequenceInput("x", 0, list(ask.prompt), 1)])
     target.release("x")
     best, second = logits[0].topk(2).indices.tolist()
     assert is_tie(target, ask, (), (best, best))

@@ -23,7 +23,7 @@ from gammaray.errors import FailedPreconditionError, InvalidArgumentError, NotFo
 from gammaray.types import FinishReason, GammaPolicy, GenerationRequest, SamplingParams, TokenOrigin
 from gammaray.wire.sessions import SessionState
 from orchestrator.access.caller import ANONYMOUS, Caller
-from orchestrator.sessions.lifecycle import REPLAY_TOKENS, Opener
+from orchestrator.sessions.lifecycle import REPLAY_TOKENS, SessionManager
 from orchestrator.storage.keys import keys_of
 
 pytestmark = pytest.mark.integration
@@ -131,15 +131,15 @@ async def test_resume_does_not_start_cold(pair):
     request = request_of(max_tokens=300)
     chunks = await first_chunks(one, request, 30)
     await settled(one)
-    opener = Opener(other.store, other.tokenizer, any_model)
+    opener = SessionManager(other.store, other.tokenizer, any_model)
     opened = await opener.open(resumed(request, chunks), other.max_context)
-    heritage = opened.heritage
-    (accepted, tested) = next(counts for counts in heritage.acceptance.values() if counts[1])
+    handover = opened.handover
+    (accepted, tested) = next(counts for counts in handover.acceptance.values() if counts[1])
     assert 0 < sum(accepted) <= sum(tested)
-    assert heritage.counters.cycles >= 25
+    assert handover.counters.cycles >= 25
     links = other.fleet.targets.links, other.fleet.drafts.links
-    assert heritage.target in links[0]
-    assert heritage.draft in links[1]
+    assert handover.target in links[0]
+    assert handover.draft in links[1]
 
 
 async def test_resume_what_cannot_be_is_refused(pair):

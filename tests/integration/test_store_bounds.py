@@ -17,8 +17,8 @@ from gammaray.errors import (
 )
 from gammaray.types import FinishReason, GenerationRequest, SamplingParams, TokenOrigin
 from orchestrator.access.caller import Caller
-from orchestrator.sessions.lifecycle import Opener
-from orchestrator.sessions.progress import Progress
+from orchestrator.sessions.lifecycle import SessionManager
+from orchestrator.sessions.progress import ChunkBuilder
 from orchestrator.storage.client import connect
 from orchestrator.storage.keys import DEFAULT_TOTAL, StoreBounds
 from orchestrator.storage.session_scripts import REQUEST_OVERHEAD, SESSION_OVERHEAD
@@ -57,11 +57,11 @@ def store_of(redis, total: int = 0, share: float = 1.0, ttl_s: int = 60) -> Redi
     return RedisStore(redis, ttl_s, bounds=StoreBounds(redis, total, share))
 
 
-def opener_of(store: RedisStore, tokenizer: Tokenizer) -> Opener:
+def opener_of(store: RedisStore, tokenizer: Tokenizer) -> SessionManager:
     async def served(*_: object) -> None:
         pass
 
-    return Opener(store, tokenizer, served)
+    return SessionManager(store, tokenizer, served)
 
 
 def session_of(name: str, max_tokens: int = 8, prompt: tuple[int, ...] = (1, 2, 3)):
@@ -146,7 +146,7 @@ async def test_another_orchestrator_takes_a_choice_over(redis, server, tokenizer
     store = store_of(other_redis)
     await store.append(heir.session, [5], [BONUS])
     again = await other.open(replace(asked, prompt="", resume_from=0), 2048, ALICE)
-    assert [chunk async for chunk in again.replay(Progress(again.session, tokenizer, 0))]
+    assert [chunk async for chunk in again.replay(ChunkBuilder(again.session, tokenizer, 0))]
     assert again.session.token_ids[-1] == 5
     await other_redis.aclose()
 

@@ -47,12 +47,12 @@ async def pair(models):
 
 
 async def stats(worker):
-    return await worker.engine.call(lambda scheduler: scheduler.preparer.throttle.stats)
+    return await worker.engine.call(lambda scheduler: scheduler.lookahead.throttle.stats)
 
 
 def hold_open(scheduler):
     """Have it draft ahead whether that pays or not: on a busy machine it may not."""
-    throttle = scheduler.preparer.throttle
+    throttle = scheduler.lookahead.throttle
     throttle.worked = lambda num_rows, _, num_forwards: type(throttle).worked(
         throttle, num_rows, 0.0, num_forwards
     )
@@ -185,7 +185,7 @@ async def test_idle_worker_sleeps_when_its_ahead_work_is_done(pair):
     await quiet(worker)
 
     def cpu_s(scheduler):
-        return time.thread_time(), scheduler.preparer.throttle.stats.forwards
+        return time.thread_time(), scheduler.lookahead.throttle.stats.forwards
 
     (began, forwards), _ = await worker.engine.call(cpu_s), await asyncio.sleep(0.5)
     ended, forwards_now = await worker.engine.call(cpu_s)

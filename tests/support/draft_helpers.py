@@ -16,7 +16,7 @@ from services.draft.lookahead import Throttle
 from services.draft.predictions import race_temperature
 from services.draft.scheduler import DraftScheduler
 from services.engine.core.session_cache import SessionCache
-from services.engine.engine import Feed
+from services.engine.engine import SequenceInput
 from services.engine.sampling.noise import Noise
 from services.scheduling.planning import Limits
 from services.scheduling.tasks import ProposeTask, Reply, SessionSpec
@@ -43,13 +43,13 @@ class TableEngine:
         self.num_steps = self.num_rows = 0
         self.has_space = True
 
-    def step(self, feeds: Sequence[Feed], within: object = None) -> list[Tensor]:
+    def step(self, feeds: Sequence[SequenceInput], within: object = None) -> list[Tensor]:
         self.num_steps += 1
         return [self.feed_one(feed) for feed in feeds]
 
     def chain(
         self,
-        feed: Feed,
+        feed: SequenceInput,
         noise: Tensor | None = None,
         *,
         scale: float = 1.0,
@@ -60,14 +60,14 @@ class TableEngine:
         for index in range(len(feed.token_ids)):
             self.num_steps += 1
             token_ids.append(token_id)
-            rows.append(self.feed_one(Feed(feed.session_id, feed.start + index, [token_id], 1))[0])
+            rows.append(self.feed_one(SequenceInput(feed.session_id, feed.start + index, [token_id], 1))[0])
             scores = rows[-1] if noise is None else rows[-1] * scale + noise[index]
             token_id = int(scores.argmax())
             if stop is not None and stop.value:
                 break
         return token_ids, torch.stack(rows)
 
-    def feed_one(self, feed: Feed) -> Tensor:
+    def feed_one(self, feed: SequenceInput) -> Tensor:
         cache = self.caches.setdefault(
             feed.session_id, SessionCache(torch.zeros(1, 1, CAPACITY, 1, dtype=torch.float64))
         )
@@ -170,8 +170,8 @@ class Drafter:
         self.scheduler = DraftScheduler(
             self.engine, Limits(max_batch_tokens, 16), draft_top_k=8, weight_bits=10, ahead_rows=ahead_rows
         )
-        if self.scheduler.preparer is not None:
-            self.scheduler.preparer.throttle = Open()
+        if self.scheduler.lookahead is not None:
+            self.scheduler.lookahead.throttle = Open()
 
     def task(
         self,

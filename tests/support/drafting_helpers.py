@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from gammaray.types import SparseDistribution, VerificationMethod
-from services.draft.predictions import outlooks
+from services.draft.predictions import predictions
 from services.engine.sampling.noise import Noise
 
 
@@ -19,7 +19,7 @@ def propose_token(
     bits: int,
 ) -> tuple[int, SparseDistribution | None, float]:
     """Return what the draft chooses behind one node, the law it drew from, and its confidence."""
-    (outlook,) = outlooks(
+    (prediction,) = predictions(
         method, log_probs_row[None], noise, [position], temperature=1.0, top_k=top_k, bits=bits
     )
-    return outlook.choose(base), outlook.law, outlook.confidence(base)
+    return prediction.choose(base), prediction.law, prediction.confidence(base)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from services.engine.engine import Engine, Feed
+from services.engine.engine import Engine, SequenceInput
 
 VOCAB_SIZE = 97
 MAX_CONTEXT = 128
@@ -199,7 +199,7 @@ class CheckedEngine:
         self.worst = 0.0
         self._plain = plain
 
-    def step(self, *feeds: Feed) -> list[torch.Tensor]:
+    def step(self, *feeds: SequenceInput) -> list[torch.Tensor]:
         """Step, and compare each wanted logit with that of its row's own path."""
         before = {feed.session_id: list(self.engine.tokens(feed.session_id)) for feed in feeds}
         results = self.engine.step(feeds)
@@ -211,7 +211,7 @@ class CheckedEngine:
                 self.worst = max(self.worst, (got - expected).abs().max().item())
         return results
 
-    def _expected(self, context: list[int], feed: Feed) -> torch.Tensor:
+    def _expected(self, context: list[int], feed: SequenceInput) -> torch.Tensor:
         tokens, parents = list(feed.token_ids), feed.parents or ()
         chain = context + tokens[: len(tokens) - len(parents)]
         rows = list(plain_logits(self._plain, chain)[len(context) :]) if chain else []

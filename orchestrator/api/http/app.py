@@ -24,7 +24,7 @@ from gammaray.types import ProcessStatus, SpeculationTotals
 from orchestrator.access.caller import Authenticator
 from orchestrator.api.backend import Backend
 from orchestrator.api.http.auth import AccessControl, caller_of
-from orchestrator.api.http.bodies import MAX_BODY_BYTES, Bodies
+from orchestrator.api.http.bodies import MAX_BODY_BYTES, BodyReader
 from orchestrator.api.http.errors import as_gammaray_error, error_response, install_handlers
 from orchestrator.api.http.json_text import encode
 from orchestrator.api.http.models import ChatRequest, CompletionRequest, parse_body
@@ -216,14 +216,14 @@ def create_app(
     app.add_middleware(AccessControl, authenticator=authenticator)
     if authenticator.is_open:
         app.add_middleware(SiteControl, hosts=Hosts(allowed_hosts))
-    _add_generation(app, backend, Bodies(max_bodies_bytes))
+    _add_generation(app, backend, BodyReader(max_bodies_bytes))
     _add_information(app, backend)
     add_metrics(app, backend)
     add_document(app)
     return app
 
 
-def _add_generation(app: FastAPI, backend: Backend, bodies: Bodies) -> None:
+def _add_generation(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request) -> fastapi.Response:
         async def answer() -> fastapi.Response:

@@ -13,7 +13,7 @@ from fastapi import Request
 from gammaray.errors import GammarayError, InvalidArgumentError, ResourceExhaustedError
 from orchestrator.api.http.errors import BodyTooLargeError
 
-__all__ = ["MAX_BODY_BYTES", "Bodies", "BodyTooSlowError", "NotJsonError"]
+__all__ = ["MAX_BODY_BYTES", "BodyReader", "BodyTooSlowError", "NotJsonError"]
 
 JSON = "application/json"
 
@@ -40,7 +40,7 @@ class NotJsonError(InvalidArgumentError):
     http_status: ClassVar[int] = 415
 
 
-class Bodies:
+class BodyReader:
     """The request bodies that are held at this moment.
 
     Args:

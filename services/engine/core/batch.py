@@ -15,8 +15,8 @@ from services.engine.core.session_cache import SessionCache
 
 __all__ = [
     "Batch",
-    "Feed",
     "Segment",
+    "SequenceInput",
     "allowed_slots",
     "check_feed",
     "feed_positions",
@@ -27,7 +27,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Feed:
+class SequenceInput:
     """One session's share of a step.
 
     Attributes:
@@ -166,7 +166,7 @@ def _slot_positions(segment: Segment, num_slots: int) -> Tensor:
     return positions
 
 
-def plan_batch(feeds: Sequence[Feed], store: CacheStore, vocab_size: int, max_context: int) -> Batch:
+def plan_batch(feeds: Sequence[SequenceInput], store: CacheStore, vocab_size: int, max_context: int) -> Batch:
     """Check all feeds, make room, drop what they replace and lay them out as one packed row.
 
     Raises:
@@ -198,7 +198,7 @@ def plan_batch(feeds: Sequence[Feed], store: CacheStore, vocab_size: int, max_co
     return Batch(segments, token_ids, positions, None if everything else logit_rows)
 
 
-def check_feed(feed: Feed, cache: SessionCache | None, vocab_size: int, max_context: int) -> None:
+def check_feed(feed: SequenceInput, cache: SessionCache | None, vocab_size: int, max_context: int) -> None:
     """Check a feed against the model and what is cached of its session.
 
     Raises:
@@ -226,7 +226,7 @@ def check_feed(feed: Feed, cache: SessionCache | None, vocab_size: int, max_cont
         raise CacheGapError(feed.session_id, held)
 
 
-def _check_tree(feed: Feed, cache: SessionCache | None) -> None:
+def _check_tree(feed: SequenceInput, cache: SessionCache | None) -> None:
     count, parents, num_kept = len(feed.token_ids), feed.parents or (), feed.num_kept
     if len(parents) > count:
         raise ValueError(f"parents: got {len(parents)} nodes, but only {count} tokens are fed")
@@ -241,7 +241,7 @@ def _check_tree(feed: Feed, cache: SessionCache | None) -> None:
             raise ValueError(f"parents[{node}]: got {parent}, allowed: [{first}, {num_kept + node})")
 
 
-def feed_positions(feed: Feed, kept_parents: Sequence[int]) -> Sequence[int]:
+def feed_positions(feed: SequenceInput, kept_parents: Sequence[int]) -> Sequence[int]:
     """Return the absolute position of each token of a feed; nodes of a tree count their depth.
 
     Args:

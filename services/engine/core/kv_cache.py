@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from services.engine.core.errors import CacheFullError, CacheGapError
-from services.engine.core.prefix_cache import MIN_PREFIX, RetainedCaches
+from services.engine.core.prefix_cache import MIN_PREFIX, PrefixCache
 from services.engine.core.session_cache import SessionCache, common_prefix
 
 __all__ = ["BLOCK", "CacheShape", "CacheStats", "CacheStore", "Source"]
@@ -80,7 +80,7 @@ class CacheStore:
         self.used_bytes = 0
         self.num_evictions = 0
         self._sessions: OrderedDict[str, SessionCache] = OrderedDict()
-        self._retained = RetainedCaches()
+        self._retained = PrefixCache()
         self._salts: dict[str, str] = {}
 
     def __len__(self) -> int:

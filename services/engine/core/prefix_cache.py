@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from services.engine.core.session_cache import SessionCache, common_prefix
 
-__all__ = ["MAX_RETAINED", "MIN_PREFIX", "RetainedCaches"]
+__all__ = ["MAX_RETAINED", "MIN_PREFIX", "PrefixCache"]
 
 MIN_PREFIX = 16
 """Shared leading tokens, from which on a cache is copied rather than computed again."""
@@ -30,7 +30,7 @@ class Retained:
     cache: SessionCache
 
 
-class RetainedCaches:
+class PrefixCache:
     """Numbered, least recently used first.
 
     Attributes:

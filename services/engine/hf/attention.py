@@ -20,9 +20,9 @@ from services.engine.core.kv_cache import BLOCK
 __all__ = [
     "ATTENTION_NAME",
     "MIN_STACKED_ROWS",
+    "AttentionBlock",
     "LayerCall",
     "LayerInput",
-    "Part",
     "active",
     "attend",
     "bias_of",
@@ -36,7 +36,7 @@ MIN_STACKED_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AttentionBlock:
     """Rows of a segment that attend in one call.
 
     Attributes:
@@ -54,7 +54,7 @@ class Part:
     path: Tensor | None = None
 
 
-def segment_parts(segment: Segment) -> list[Part]:
+def segment_parts(segment: Segment) -> list[AttentionBlock]:
     """Cut a segment: a chain by blocks, a tree's nodes one by one, each as the end of its own path."""
     num_nodes = len(segment.parents or ())
     start, chain_end = segment.start, segment.start + segment.count - num_nodes
@@ -63,14 +63,14 @@ def segment_parts(segment: Segment) -> list[Part]:
     while position < chain_end:
         end = position // BLOCK * BLOCK + BLOCK
         last = min(end, chain_end)
-        parts.append(Part(position - start, last - start, position, end))
+        parts.append(AttentionBlock(position - start, last - start, position, end))
         position = last
     for row in range(chain_end - start, segment.count):
         parts.append(_node_part(segment, row))
     return parts
 
 
-def chain_mask(part: Part, window: int | None) -> Tensor | None:
+def chain_mask(part: AttentionBlock, window: int | None) -> Tensor | None:
     """0 or -inf [rows, end] for the rows of a part; None when all is seen."""
     count = part.last - part.first
     if count == 1 and part.position + 1 == part.end and (window is None or window >= part.end):
@@ -97,7 +97,7 @@ def bias_of(allowed: Tensor) -> Tensor:
     return torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, float("-inf"))
 
 
-def _node_part(segment: Segment, row: int) -> Part:
+def _node_part(segment: Segment, row: int) -> AttentionBlock:
     assert segment.parents is not None
     position = segment.positions[row]
     end = position // BLOCK * BLOCK + BLOCK
@@ -106,7 +106,7 @@ def _node_part(segment: Segment, row: int) -> Part:
     path = [*range(num_chain), *nodes]
     # What lies behind the node is masked; any slot will do there.
     path += [0] * (end - len(path))
-    return Part(row, row + 1, position, end, torch.tensor(path))
+    return AttentionBlock(row, row + 1, position, end, torch.tensor(path))
 
 
 ATTENTION_NAME = "gammaray"

@@ -14,10 +14,10 @@ from services.engine.hf.attention import LayerInput, attend
 from services.engine.hf.deterministic import ROW_MULTIPLE, FixedRows
 from services.engine.hf.probe import ModelLayout, handling
 
-__all__ = ["GeneralRunner"]
+__all__ = ["TransformersRunner"]
 
 
-class GeneralRunner:
+class TransformersRunner:
     """Runs steps through the transformers model itself.
 
     Args:

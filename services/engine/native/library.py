@@ -31,7 +31,7 @@ from services.engine.native.build import (
     find_library,
 )
 
-__all__ = ["MAX_GUESSES", "Kernel", "likeliest", "load_kernel", "open_kernel"]
+__all__ = ["MAX_GUESSES", "Kernel", "load_kernel", "open_kernel", "top_k_tokens"]
 
 # By what torch calls the processor's instruction set.
 _VARIANTS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
@@ -135,7 +135,7 @@ def _cache_folder(cache_dir: str) -> Path:
 MAX_GUESSES = 16
 
 
-def likeliest(scores: Tensor, count: int, temperature: float) -> list[tuple[int, float]]:
+def top_k_tokens(scores: Tensor, count: int, temperature: float) -> list[tuple[int, float]]:
     """Return the tokens with the largest scores and their shares of sum exp(score / temperature), best first.
 
     Args:

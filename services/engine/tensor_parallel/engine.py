@@ -26,14 +26,14 @@ from torch import Tensor
 
 from gammaray.errors import InvalidArgumentError
 from services.engine.checks import check_model
-from services.engine.core.batch import Batch, Feed
+from services.engine.core.batch import Batch, SequenceInput
 from services.engine.core.cache_budget import DEFAULT_CACHE_BUDGET_BYTES
 from services.engine.core.errors import EngineLostError, UnsupportedModelError
 from services.engine.core.kv_cache import CacheShape, CacheStore, Source
 from services.engine.core.model import load_config, load_model
 from services.engine.engine import Engine
 from services.engine.hf.probe import probe_model
-from services.engine.hf.runner import GeneralRunner
+from services.engine.hf.runner import TransformersRunner
 from services.engine.tensor_parallel.ranks import (
     READY,
     STARTED,
@@ -144,7 +144,7 @@ class ParallelEngine(Engine):
         return engine
 
     def step(
-        self, feeds: Sequence[Feed], within: AbstractContextManager[object] | None = None
+        self, feeds: Sequence[SequenceInput], within: AbstractContextManager[object] | None = None
     ) -> list[Tensor]:
         """Run one forward on all ranks, see `Engine.step`.
 
@@ -233,7 +233,7 @@ def build_rank(spec: RankSpec, engine_class: type[EngineT]) -> EngineT:
     layout = probe_model(loaded)
     shape = CacheShape(layout.num_layers, layout.kv_heads, layout.kv_dim, loaded.dtype, loaded.device)
     engine = engine_class(
-        GeneralRunner(loaded, layout),
+        TransformersRunner(loaded, layout),
         CacheStore(shape, spec.cache_budget_bytes),
         model_name=spec.model,
         vocab_size=layout.vocab_size,

@@ -14,11 +14,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from gammaray.errors import GammarayError
-from services.engine.core.batch import Feed
+from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.engine.tensor_parallel.ranks import READY, STARTED, RankSpec, join_group
 
-_Order = tuple[Sequence[tuple[str, tuple[Any, ...]]], Sequence[Feed]]
+_Order = tuple[Sequence[tuple[str, tuple[Any, ...]]], Sequence[SequenceInput]]
 
 
 def main(descriptor: int, rank: int) -> None:
@@ -38,7 +38,9 @@ def main(descriptor: int, rank: int) -> None:
         follow(engine, operations, feeds)
 
 
-def follow(engine: Engine, operations: Sequence[tuple[str, tuple[Any, ...]]], feeds: Sequence[Feed]) -> None:
+def follow(
+    engine: Engine, operations: Sequence[tuple[str, tuple[Any, ...]]], feeds: Sequence[SequenceInput]
+) -> None:
     """Do to this rank's caches what rank 0 did to its own, and take the step.
 
     A step that rank 0 refuses is refused here too, for the same reason, and that is that.

@@ -54,8 +54,8 @@ def test_samples_are_the_targets_own(saved_target: Path) -> None:
     texts = " ".join(map(str, train.tolist()))
     assert all(" ".join(map(str, window[:32].tolist())) in texts for window in windows)
     with torch.no_grad():
-        likeliest = models.load(saved_target)(windows[:, :-1]).logits.argmax(-1)
-    agrees = (likeliest == windows[:, 1:])[:, 32:].float().mean(-1)
+        top_k_tokens = models.load(saved_target)(windows[:, :-1]).logits.argmax(-1)
+    agrees = (top_k_tokens == windows[:, 1:])[:, 32:].float().mean(-1)
     assert agrees[0] > 0.99 < agrees[4], "the first window of a batch is greedy"
     assert agrees[2] < 0.9 > agrees[5], "the last of three is drawn at temperature 1"
 

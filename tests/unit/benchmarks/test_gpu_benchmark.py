@@ -174,7 +174,7 @@ def lazily_imported() -> set[str]:
 
 
 def _feed(text: torch.Tensor):
-    from services.engine.core.batch import Feed
+    from services.engine.core.batch import SequenceInput
 
     tokens = text[0].tolist()
-    return Feed("feed", 0, tokens, len(tokens))
+    return SequenceInput("feed", 0, tokens, len(tokens))

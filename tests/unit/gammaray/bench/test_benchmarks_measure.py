@@ -42,11 +42,11 @@ def told(**fields: Any) -> SpeculationSummary:
 class FakeSystem:
     """Answers at once and notes in a shared list who was asked for what."""
 
-    def __init__(self, name: str, journal: list[tuple[str, str]]) -> None:
-        self.name, self._journal = name, journal
+    def __init__(self, name: str, cycle_log: list[tuple[str, str]]) -> None:
+        self.name, self._cycle_log = name, cycle_log
 
     async def sample(self, ask: Ask) -> Sample:
-        self._journal.append((self.name, ask.prompt))
+        self._cycle_log.append((self.name, ask.prompt))
         return Sample((1, 2), 1.0)
 
 
@@ -86,11 +86,11 @@ def samples(**seconds: list[float]) -> Samples:
 
 
 async def test_measure_interleaves_systems_prompt_by_prompt_in_rotating_order() -> None:
-    journal: list[tuple[str, str]] = []
-    systems = [FakeSystem(name, journal) for name in "ab"]
+    cycle_log: list[tuple[str, str]] = []
+    systems = [FakeSystem(name, cycle_log) for name in "ab"]
     ticks: list[None] = []
     result = await measure(systems, [Ask("p", 8), Ask("q", 8)], 2, lambda: ticks.append(None))
-    warm_up, measured = journal[:2], journal[2:]
+    warm_up, measured = cycle_log[:2], cycle_log[2:]
     assert warm_up == [("a", "p"), ("b", "p")]
     assert measured == [("a", "p"), ("b", "p"), ("b", "q"), ("a", "q")] * 2
     assert len(ticks) == 8

@@ -7,7 +7,7 @@ import pytest
 from gammaray.errors import CancelledError, FailedPreconditionError, UnavailableError
 from gammaray.maths.acceptance import AcceptanceEstimator, SpeculationCounters
 from gammaray.types import DrafterKind, Proposal, TokenOrigin
-from orchestrator.cycle.handover import Heritage
+from orchestrator.cycle.handover import SessionHandover
 from orchestrator.cycle.types import TokenLogprobs
 from orchestrator.storage.token_records import TokenRecords
 from orchestrator.workers.verifier import TRIES, FencedVerifier
@@ -33,9 +33,9 @@ def test_heritage_there_and_back():
     estimator = AcceptanceEstimator()
     for accepted in (2, 3, 1):
         estimator.observe(3, accepted)
-    heritage = Heritage(counted(), 1.5, {DrafterKind.MODEL: estimator.counts}, "host:2", "host:1")
-    again = Heritage.from_bytes(heritage.to_bytes())
-    assert vars(again.counters) == vars(heritage.counters)
+    handover = SessionHandover(counted(), 1.5, {DrafterKind.MODEL: estimator.counts}, "host:2", "host:1")
+    again = SessionHandover.from_bytes(handover.to_bytes())
+    assert vars(again.counters) == vars(handover.counters)
     assert (again.elapsed_s, again.target, again.draft) == (1.5, "host:2", "host:1")
     heir = AcceptanceEstimator()
     heir.recall(*again.acceptance[DrafterKind.MODEL])
@@ -48,7 +48,7 @@ def test_heritage_there_and_back():
     [b"", b"no json", b"[]", b"{}", b'{"counters": {}, "elapsed_s": 0, "acceptance": {"x": [[], []]}}'],
 )
 def test_heritage_that_makes_no_sense_is_none(data):
-    assert vars(Heritage.from_bytes(data).counters) == vars(SpeculationCounters())
+    assert vars(SessionHandover.from_bytes(data).counters) == vars(SpeculationCounters())
 
 
 def test_counters_catch_up_with_the_tokens():

@@ -8,7 +8,7 @@ from gammaray.cli import main
 from gammaray.config import ClusterSettings, OrchestratorSettings, WorkerSettings
 from gammaray.errors import InvalidArgumentError, UnauthenticatedError
 from gammaray.security.keys import create_key, hash_key
-from orchestrator.access.caller import Authenticator, open_door
+from orchestrator.access.caller import Authenticator, make_authenticator
 from orchestrator.launcher.trust import arrange_trust, check_access, reachable
 
 
@@ -50,14 +50,14 @@ def test_arrange_trust_gives_the_launcher_a_key_of_its_own(keys, tmp_path):
     settings = OrchestratorSettings(**trust.orchestrator)
     assert settings.probe_key_sha256 == hash_key(trust.api_key)
     assert trust.api_key not in repr(settings)
-    caller = open_door(settings).identify({"authorization": f"Bearer {trust.api_key}"})
+    caller = make_authenticator(settings).identify({"authorization": f"Bearer {trust.api_key}"})
     assert caller.tenant == "gammaray-probe"
 
 
 def test_arrange_trust_without_keys_stays_on_this_machine(tmp_path):
     trust = arrange_trust(ClusterSettings(), tmp_path)
     assert (trust.api_key, dict(trust.worker)) == (None, {})
-    door = open_door(OrchestratorSettings(**trust.orchestrator))
+    door = make_authenticator(OrchestratorSettings(**trust.orchestrator))
     for peer in ("", "ipv4:127.0.0.1:5", "ipv6:[::1]:5", "ipv6:%5B::1%5D:5", "unix:"):
         assert door.identify({}, peer).tenant == ""
     for peer in ("ipv4:10.0.0.1:5", "ipv6:[fe80::1]:5", "ipv4:128.0.0.1:127"):

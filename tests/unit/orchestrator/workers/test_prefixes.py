@@ -7,9 +7,9 @@ import random
 import pytest
 
 from orchestrator.workers import prefix_affinity as prefixes
-from orchestrator.workers.connection import WorkerLink
+from orchestrator.workers.connection import WorkerConnection
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.prefix_affinity import BLOCK, Prefixes, prefix_keys
+from orchestrator.workers.prefix_affinity import BLOCK, PrefixIndex, prefix_keys
 from orchestrator.workers.protocol import TARGET
 
 TEXT = random.Random(1).choices(range(2048), k=5 * BLOCK + 7)
@@ -26,7 +26,7 @@ def test_keys_are_those_of_whole_blocks_and_of_all_before_them():
 
 
 def test_known_beginnings_count_from_half_of_a_text_on():
-    known, keys = Prefixes(), prefix_keys(TEXT, "us")
+    known, keys = PrefixIndex(), prefix_keys(TEXT, "us")
     known.add(keys[:2])
     assert known.count(keys) == 0
     assert known.count(keys[:4]) == 2
@@ -38,7 +38,7 @@ def test_known_beginnings_count_from_half_of_a_text_on():
 
 def test_memory_is_bounded_and_keeps_the_latest(monkeypatch):
     monkeypatch.setattr(prefixes, "MAX_KEYS", 4)
-    known = Prefixes()
+    known = PrefixIndex()
     known.add([1, 2, 3])
     known.add([4, 5])
     assert [known.count([key]) for key in (1, 2, 3, 4, 5)] == [1, 1, 0, 1, 1], "the longest goes first"
@@ -49,7 +49,7 @@ def test_memory_is_bounded_and_keeps_the_latest(monkeypatch):
 @pytest.fixture
 def pool(monkeypatch):
     """A pool of three connected workers, without processes behind them."""
-    monkeypatch.setattr(WorkerLink, "start", lambda link: None)
+    monkeypatch.setattr(WorkerConnection, "start", lambda link: None)
     pool = WorkerPool(TARGET, (), lambda info: None)
     pool.announce({"a:1", "b:1", "c:1"})
     for link in pool.links.values():

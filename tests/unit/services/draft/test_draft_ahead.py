@@ -8,9 +8,9 @@ from draft_helpers import VOCAB, ChainingEngine, Drafter, TableEngine, outcome
 
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.draft.lookahead import MIN_LOOKUPS, MIN_OUTCOME, PAUSE, RUN, Throttle
-from services.draft.predictions import outlooks
+from services.draft.predictions import predictions
 from services.engine.sampling.noise import Noise
-from services.scheduling.tasks import Ending
+from services.scheduling.tasks import Release
 
 COUPLED, REJECTION, NAIVE = (
     VerificationMethod.COUPLED,
@@ -49,7 +49,7 @@ def test_ahead_proposals_are_those_that_are_drafted_on_demand(engine, method, pa
         ahead.idle(rng.choice((0, 1, 3, 10**6)))
         tokens += outcome(ahead.engine, tokens, ours.outcome, rng, params, method)
     assert saved > 0
-    assert ahead.scheduler.preparer.throttle.stats.lookups == 59
+    assert ahead.scheduler.lookahead.throttle.stats.lookups == 59
 
 
 @pytest.mark.parametrize("shape", [(4, 8), (3, 12), (6, 16), (2, 40)], ids=str)
@@ -104,7 +104,7 @@ def test_ahead_own_continuation_is_ready_without_a_forward():
     reply = ahead.ask([*PROMPT, *longer.token_ids], 4)
     assert reply.timing.num_forwards == 0
     assert ahead.engine.num_steps == steps
-    stats = ahead.scheduler.preparer.throttle.stats
+    stats = ahead.scheduler.lookahead.throttle.stats
     assert (stats.lookups, stats.hits) == (1, 1)
     assert stats.used_rows == 5  # the last proposed token, the bonus, and what its proposal needed
     assert stats.wasted_rows == stats.rows - 5 > 0
@@ -119,10 +119,10 @@ def test_ahead_likely_runner_ups_at_every_position_are_ready():
         for accepted in range(3):
             tokens = [*PROMPT, *proposal[:accepted]]
             logits = engine.table[tokens[-2], tokens[-1]]
-            (outlook,) = outlooks(
+            (prediction,) = predictions(
                 COUPLED, logits[None], noise, [len(tokens)], temperature=1.0, top_k=8, bits=10
             )
-            (best, weight), (second, chance) = outlook.guesses(None)[:2]
+            (best, weight), (second, chance) = prediction.guesses(None)[:2]
             assert best == proposal[accepted]
             if reached * chance > 0.15:
                 ahead = Drafter(TableEngine(seed), ahead_rows=8)
@@ -155,10 +155,10 @@ def test_ahead_release_ends_it_and_frees_everything():
     for name in ("s", "t"):
         ahead.ask(PROMPT, 4, session_id=name)
     ahead.idle(2)
-    ahead.scheduler.release([Ending("s")])
+    ahead.scheduler.release([Release("s")])
     assert list(ahead.engine.caches) == ["t"]
     assert ahead.idle() > 0
-    ahead.scheduler.release([Ending("t")])
+    ahead.scheduler.release([Release("t")])
     assert not ahead.scheduler.has_work
     assert not ahead.engine.caches
     assert not ahead.scheduler.speculations
@@ -211,9 +211,11 @@ def test_ahead_nothing_follows_the_end_of_sequence_or_of_the_context(monkeypatch
     fresh = Drafter(engine).ask(PROMPT, 1).outcome
     ahead = Drafter(TableEngine(), ahead_rows=4)
     assert ahead.ask(PROMPT, 4, eos=fresh.token_ids).outcome == fresh
-    stats = ahead.scheduler.preparer.throttle.stats
+    stats = ahead.scheduler.lookahead.throttle.stats
     ahead.idle()
-    chosen = {node.token_id for node in ahead.scheduler.speculations["s"].tree.root.below() if node.outlook}
+    chosen = {
+        node.token_id for node in ahead.scheduler.speculations["s"].tree.root.below() if node.prediction
+    }
     assert fresh.token_ids[0] not in chosen
     engine = TableEngine()
     end = Drafter(engine, ahead_rows=4)
@@ -226,16 +228,16 @@ def test_ahead_nothing_follows_the_end_of_sequence_or_of_the_context(monkeypatch
 
 def test_rejection_guesses_follow_the_law():
     noise, law_row = Noise(5, 0, VOCAB), torch.randn(VOCAB, generator=torch.Generator().manual_seed(1))
-    (outlook,) = outlooks(
+    (prediction,) = predictions(
         REJECTION, law_row.log_softmax(-1)[None], noise, [9], temperature=1.0, top_k=8, bits=10
     )
-    bonus = dict(outlook.guesses(None))
+    bonus = dict(prediction.guesses(None))
     assert sum(bonus.values()) <= 1
     assert list(bonus.values()) == sorted(bonus.values(), reverse=True)
     for base in range(4, 9):
-        tested = dict(outlook.guesses(base))
-        chosen = outlook.choose(base)
-        assert tested[chosen] == outlook.confidence(base)
+        tested = dict(prediction.guesses(base))
+        chosen = prediction.choose(base)
+        assert tested[chosen] == prediction.confidence(base)
         assert sum(tested.values()) <= 1 + 1e-9
         assert all(tested[token] < bonus[token] for token in tested if token != chosen)
 
@@ -282,7 +284,7 @@ def test_ahead_proposal_at_hand_saved_a_round_trip_more_than_one_that_was_ready(
         task = ahead.task([*PROMPT, *longer.token_ids], 4)
         assert longer.token_ids[:4] == first.token_ids
         task.is_notice = is_notice
-        throttle = ahead.scheduler.preparer.throttle
+        throttle = ahead.scheduler.lookahead.throttle
         throttle.looked_up = lambda saved_s, is_notice=is_notice, **_: saved.update({is_notice: saved_s})
         ahead.scheduler.submit([task])
         ahead.scheduler.forward_s = 1.0

@@ -12,8 +12,8 @@ from test_draft_tree import EOS, Fixed, opened
 from benchmarks.calibration import chains, error
 from gammaray.types import SamplingParams, VerificationMethod
 from services.draft.calibration import LEAST, MOST, Calibration, scales
-from services.draft.outcomes import Ahead
-from services.draft.proposals import Reading, Shape
+from services.draft.outcomes import OutcomeSet
+from services.draft.proposals import ProposalBuilder, Shape
 from services.draft.tree import Node
 
 PROMPT = [1, 2, 3, 4]
@@ -81,9 +81,9 @@ def test_chain_goes_as_far_as_its_calibrated_confidence(power: float, length: in
     root = Node(9, 5, None)
     node = root
     for token_id in range(1, 5):
-        node.outlook = Fixed((token_id, 0.5))
+        node.prediction = Fixed((token_id, 0.5))
         node = node.child(token_id)
-    reading = Reading(root, Shape(4, stop_threshold=0.25), EOS, power)
+    reading = ProposalBuilder(root, Shape(4, stop_threshold=0.25), EOS, power)
     assert reading.go_on() == []
     assert len(reading.nodes) == length
 
@@ -93,7 +93,7 @@ def test_chain_goes_as_far_as_its_calibrated_confidence(power: float, length: in
 def test_outcomes_are_every_way_out_at_any_power(shape: Shape, power: float):
     root = Node(8, 5, None)
     opened(root, 3, random.Random(2))
-    reading = Reading(root, shape, EOS, power)
+    reading = ProposalBuilder(root, shape, EOS, power)
     reading.go_on()
     ends, leaves = reading.outcomes()
     assert sum(p for p, _, _ in ends) + sum(p for p, _ in leaves) == pytest.approx(1.0)
@@ -156,9 +156,9 @@ def test_outcomes_are_the_same_whether_the_last_node_was_opened_before_or_after(
     def branches(is_open: bool) -> list[tuple[int, float]]:
         root = Node(8, 5, None)
         opened(root, 2 + is_open, random.Random(4))
-        sent = Reading(root, Shape(2), EOS, power)
+        sent = ProposalBuilder(root, Shape(2), EOS, power)
         sent.go_on()
-        ahead = Ahead(sent, lambda node: Reading(node, Shape(1), EOS, power), 0.0)
+        ahead = OutcomeSet(sent, lambda node: ProposalBuilder(node, Shape(1), EOS, power), 0.0)
         if not is_open:
             opened(root, 3, random.Random(4))
             ahead.wanted()
@@ -169,8 +169,8 @@ def test_outcomes_are_the_same_whether_the_last_node_was_opened_before_or_after(
 
 def test_tree_of_a_doubted_draft_keeps_its_runners_up():
     root = Node(8, 5, None)
-    root.outlook = Fixed((1, 0.4), (2, 0.35), (3, 0.25))
-    reading = Reading(root, Shape(1, 3), EOS, 2.0)
+    root.prediction = Fixed((1, 0.4), (2, 0.35), (3, 0.25))
+    reading = ProposalBuilder(root, Shape(1, 3), EOS, 2.0)
     assert reading.go_on() == []
     assert reading.proposal().token_ids == (1, 2, 3)
     assert reading.weights == sorted(reading.weights, reverse=True)

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from services.draft.lookahead import GivingWay, can_give_way
+from services.draft.lookahead import IdlePriority, can_give_way
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="idle priority is Linux's")
 
@@ -38,7 +38,7 @@ needs_way_back = pytest.mark.skipif(
 
 @needs_way_back
 def test_giving_way_lasts_as_long_as_the_block_and_concerns_one_thread():
-    giving_way = GivingWay()
+    giving_way = IdlePriority()
     seen: list[int] = []
     usual = os.sched_getscheduler(0)
     with giving_way:
@@ -55,11 +55,11 @@ def test_giving_way_lasts_as_long_as_the_block_and_concerns_one_thread():
 
 @needs_way_back
 def test_hurry_ends_it_from_another_thread():
-    giving_way = GivingWay()
+    giving_way = IdlePriority()
     usual = os.sched_getscheduler(0)
-    giving_way.hurry()  # before it ever began: nothing to end
+    giving_way.preempt()  # before it ever began: nothing to end
     with giving_way:
-        other = threading.Thread(target=giving_way.hurry)
+        other = threading.Thread(target=giving_way.preempt)
         other.start()
         other.join()
         assert os.sched_getscheduler(0) == usual

@@ -7,7 +7,7 @@ from draft_helpers import VOCAB, ChainingEngine, Drafter, TableEngine
 
 from gammaray.types import SamplingParams, VerificationMethod
 from services.draft.proposals import RUN, RUN_TO_DOUBT
-from services.scheduling.tasks import Ending
+from services.scheduling.tasks import Release
 
 COUPLED, REJECTION, NAIVE = (
     VerificationMethod.COUPLED,
@@ -64,7 +64,7 @@ def test_a_run_ahead_ends_when_somebody_waits(monkeypatch):
     feed = ahead.engine.feed_one
 
     def hurried(fed):
-        ahead.scheduler.hurry([ahead.task(PROMPT, 1, session_id="t")])
+        ahead.scheduler.preempt([ahead.task(PROMPT, 1, session_id="t")])
         return feed(fed)
 
     monkeypatch.setattr(ahead.engine, "feed_one", hurried)
@@ -75,7 +75,7 @@ def test_a_run_ahead_ends_when_somebody_waits(monkeypatch):
     ahead.idle(1)
     assert counts == [1, 1], "it is not there yet"
     ahead.ask(PROMPT, 1, session_id="t")
-    ahead.scheduler.release([Ending("t", 0)])
+    ahead.scheduler.release([Release("t", 0)])
     ahead.ask([*PROMPT, 9], 4)
     counts.clear()
     ahead.idle(1)
@@ -88,7 +88,7 @@ def test_a_run_on_demand_ends_when_somebody_else_waits(monkeypatch):
     feed = ours.engine.feed_one
 
     def hurried(fed):
-        ours.scheduler.hurry([ours.task(PROMPT, 1, session_id="t")])
+        ours.scheduler.preempt([ours.task(PROMPT, 1, session_id="t")])
         return feed(fed)
 
     monkeypatch.setattr(ours.engine, "feed_one", hurried)

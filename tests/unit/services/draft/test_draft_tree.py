@@ -10,7 +10,7 @@ import pytest
 
 from gammaray.types import Proposal, SparseDistribution
 from services.draft.predictions import Guess
-from services.draft.proposals import MIN_GROWN, MIN_PROPOSED, Reading, Shape
+from services.draft.proposals import MIN_GROWN, MIN_PROPOSED, ProposalBuilder, Shape
 from services.draft.tree import IN_CHAIN, Node, SpeculationTree
 
 EOS = (0,)
@@ -45,18 +45,18 @@ def opened(root: Node, levels: int, rng: random.Random) -> None:
     nodes = [root]
     for _ in range(levels):
         for node in nodes:
-            node.outlook = random_outlook(rng)
-        nodes = [node.child(token_id) for node in nodes for token_id, _ in node.outlook.guesses(None)]
+            node.prediction = random_outlook(rng)
+        nodes = [node.child(token_id) for node in nodes for token_id, _ in node.prediction.guesses(None)]
 
 
 def test_chain_reads_on_as_nodes_open():
     root = Node(9, 5, None)
-    reading = Reading(root, Shape(3), EOS)
+    reading = ProposalBuilder(root, Shape(3), EOS)
     node = root
     for depth in range(3):
         assert reading.go_on() == [node]
         assert reading.go_on() == [node]
-        node.outlook = Fixed((10 + depth, 0.5))
+        node.prediction = Fixed((10 + depth, 0.5))
         node = node.child(10 + depth)
     assert reading.go_on() == []
     assert reading.proposal() == Proposal((10, 11, 12))
@@ -66,10 +66,10 @@ def test_chain_reads_on_as_nodes_open():
 
 def test_chain_of_another_base_may_choose_otherwise():
     root = Node(9, 5, None)
-    root.outlook = Fixed((10, 0.6), (11, 0.4))
-    root.child(10).outlook = Fixed((12, 0.6), (13, 0.4))
-    assert Reading(root, Shape(1), EOS).go_on() == []
-    reading = Reading(root.child(10), Shape(1), EOS)
+    root.prediction = Fixed((10, 0.6), (11, 0.4))
+    root.child(10).prediction = Fixed((12, 0.6), (13, 0.4))
+    assert ProposalBuilder(root, Shape(1), EOS).go_on() == []
+    reading = ProposalBuilder(root.child(10), Shape(1), EOS)
     reading.go_on()
     assert reading.proposal().token_ids == (13,)
 
@@ -79,17 +79,17 @@ def test_chain_ends_before_the_token_that_crosses_the_threshold(threshold: float
     root = Node(9, 5, None)
     node = root
     for token_id in range(1, 5):
-        node.outlook = Fixed((token_id, 0.5))
+        node.prediction = Fixed((token_id, 0.5))
         node = node.child(token_id)
-    reading = Reading(root, Shape(4, stop_threshold=threshold), EOS)
+    reading = ProposalBuilder(root, Shape(4, stop_threshold=threshold), EOS)
     assert reading.go_on() == []
     assert len(reading.nodes) == length
 
 
 def test_chain_and_tree_end_with_the_end_of_sequence():
     root = Node(9, 5, None)
-    root.outlook = Fixed((0, 0.7), (3, 0.3))
-    chain, tree = Reading(root, Shape(4), EOS), Reading(root, Shape(4, 6), EOS)
+    root.prediction = Fixed((0, 0.7), (3, 0.3))
+    chain, tree = ProposalBuilder(root, Shape(4), EOS), ProposalBuilder(root, Shape(4, 6), EOS)
     assert chain.go_on() == []
     assert chain.proposal().token_ids == (0,)
     assert tree.go_on() == [root.child(3)]
@@ -100,12 +100,12 @@ def test_chain_and_tree_end_with_the_end_of_sequence():
 @pytest.mark.parametrize("chain", list(itertools.product((0, 1, 2), repeat=3)))
 def test_chain_with_laws_takes_as_long_whatever_was_drawn(chain: tuple[int, ...], threshold: float):
     root = Node(9, 5, None)
-    reading = Reading(root, Shape(3, stop_threshold=threshold), EOS)
+    reading = ProposalBuilder(root, Shape(3, stop_threshold=threshold), EOS)
     for num_opened, token_id in enumerate(chain):
         (tip,) = reading.go_on()
         assert tip.position == root.position + num_opened
-        tip.outlook = Fixed((token_id, 0.9 if token_id == 1 else 0.5))
-        tip.outlook.law = LAW
+        tip.prediction = Fixed((token_id, 0.9 if token_id == 1 else 0.5))
+        tip.prediction.law = LAW
     assert reading.go_on() == []
     proposal = reading.proposal()
     length, weight = 3, 1.0
@@ -126,7 +126,7 @@ def test_chain_with_laws_takes_as_long_whatever_was_drawn(chain: tuple[int, ...]
 def test_tree_holds_the_likeliest_nodes(seed: int, depth: int, max_nodes: int):
     root = Node(9, 5, None)
     opened(root, depth, random.Random(seed))
-    reading = Reading(root, Shape(depth, max_nodes), EOS)
+    reading = ProposalBuilder(root, Shape(depth, max_nodes), EOS)
     assert reading.go_on() == []
     assert reading.parents is not None
 
@@ -136,7 +136,7 @@ def test_tree_holds_the_likeliest_nodes(seed: int, depth: int, max_nodes: int):
             node, weight, lowest_inner = root, 1.0, 1.0
             for rank in ranks:
                 lowest_inner = weight
-                token_id, chance = node.outlook.guesses(None)[rank]
+                token_id, chance = node.prediction.guesses(None)[rank]
                 node, weight = node.child(token_id), weight * chance
             if weight >= MIN_PROPOSED and lowest_inner >= MIN_GROWN:
                 everything.append((weight, node))
@@ -152,7 +152,7 @@ def test_tree_holds_the_likeliest_nodes(seed: int, depth: int, max_nodes: int):
 def test_tree_takes_one_forward_per_level_and_ends_at_the_same_nodes(seed: int):
     rng, root, whole = random.Random(seed), Node(9, 5, None), Node(9, 5, None)
     opened(whole, 4, rng)
-    reading, wanted = Reading(root, Shape(4, 12), EOS), Reading(whole, Shape(4, 12), EOS)
+    reading, wanted = ProposalBuilder(root, Shape(4, 12), EOS), ProposalBuilder(whole, Shape(4, 12), EOS)
     wanted.go_on()
     twins, levels = {root: whole}, 0
     while level := reading.go_on():
@@ -160,7 +160,7 @@ def test_tree_takes_one_forward_per_level_and_ends_at_the_same_nodes(seed: int):
         for node in level:
             if node is not root:
                 twins[node] = twins[node.parent].child(node.token_id)
-            node.outlook = twins[node].outlook
+            node.prediction = twins[node].prediction
     assert levels <= 4
     assert reading.proposal() == wanted.proposal()
 
@@ -169,13 +169,13 @@ def test_outcomes_are_every_way_out_of_the_proposal():
     root = Node(9, 5, None)
     opened(root, 3, random.Random(2))
     for shape in (Shape(3), Shape(3, 9)):
-        reading = Reading(root, shape, EOS)
+        reading = ProposalBuilder(root, shape, EOS)
         reading.go_on()
         ends, leaves = reading.outcomes()
         # The ends and what goes on behind the open leaves: nothing is lost, nothing counted twice.
         total = sum(p for p, _, _ in ends) + sum(p for p, _ in leaves)
         assert total == pytest.approx(1.0)
-        assert {node for _, node in leaves} == {n for n in reading.nodes if n.outlook is None}
+        assert {node for _, node in leaves} == {n for n in reading.nodes if n.prediction is None}
         proposed = {(node.parent, node.token_id) for node in reading.nodes}
         assert not any((node, token_id) in proposed for _, node, token_id in ends)
 
@@ -217,18 +217,18 @@ def test_tree_moves_its_root_and_knows_where_everything_is(seed: int):
     rng = random.Random(seed)
     tree = SpeculationTree(Node(9, 5, None))
     tree.root_fed()
-    tree.root.outlook = random_outlook(rng)
+    tree.root.prediction = random_outlook(rng)
     cache = Cache(tree)
     for _ in range(25):
         for _ in range(rng.randrange(6)):
-            fed = [n for n in (tree.root, *tree.root.below()) if n.outlook is not None]
+            fed = [n for n in (tree.root, *tree.root.below()) if n.prediction is not None]
             parents = rng.sample(fed, k=min(len(fed), rng.choice((1, 1, 1, 3))))
-            nodes = [p.child(rng.choice(p.outlook.guesses(None))[0]) for p in parents]
+            nodes = [p.child(rng.choice(p.prediction.guesses(None))[0]) for p in parents]
             nodes = [node for node in dict.fromkeys(nodes) if node.place is None]
             if nodes:
                 cache.feed(tree, nodes)
                 for node in nodes:
-                    node.outlook = random_outlook(rng)
+                    node.prediction = random_outlook(rng)
                 cache.check(tree)
         fed = [node for node in tree.root.below() if node.place is not None]
         if fed and rng.random() < 0.5:

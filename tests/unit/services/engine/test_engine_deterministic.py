@@ -12,7 +12,7 @@ from engine_helpers import LEAN, SUPPORTED, random_tokens, tiny_model
 from services.engine import loader as loading
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import resolve_model
-from services.engine.engine import Engine, Feed
+from services.engine.engine import Engine, SequenceInput
 from services.engine.loader import load_engine
 
 NUM_POSITIONS = 330
@@ -31,7 +31,7 @@ def text() -> list[int]:
 @pytest.fixture(scope="module")
 def alone(target: Engine, text: list[int]) -> torch.Tensor:
     """Logits token by token: gamma 0, no other session."""
-    rows = [target.step([Feed("alone", i, [t], 1)])[0] for i, t in enumerate(text)]
+    rows = [target.step([SequenceInput("alone", i, [t], 1)])[0] for i, t in enumerate(text)]
     target.release("alone")
     return torch.cat(rows)
 
@@ -40,7 +40,7 @@ def in_chunks(engine: Engine, text: list[int], size: int) -> torch.Tensor:
     rows = []
     for start in range(0, len(text), size):
         chunk = text[start : start + size]
-        rows += engine.step([Feed("chunks", start, chunk, len(chunk))])
+        rows += engine.step([SequenceInput("chunks", start, chunk, len(chunk))])
     engine.release("chunks")
     return torch.cat(rows)
 
@@ -62,7 +62,9 @@ def test_proposals_give_the_bits_of_gamma_0(
         accepted = turn % (gamma + 1)
         right = text[committed : committed + accepted]
         wrong = [(t + 1) % 2048 for t in text[committed + len(right) : committed + gamma]]
-        feed = Feed("cycle", committed - 1, [text[committed - 1], *right, *wrong], 1 + len(right + wrong))
+        feed = SequenceInput(
+            "cycle", committed - 1, [text[committed - 1], *right, *wrong], 1 + len(right + wrong)
+        )
         rows.append(target.step([feed])[0][: len(right) + 1])
         committed, turn = committed + len(right) + 1, turn + 1
     got = torch.cat(rows)
@@ -78,8 +80,8 @@ def test_batch_gives_the_bits_of_being_alone(target: Engine, text: list[int], al
         feeds = []
         for name, start in starts.items():
             chunk = text[start : start + 1 + next(sizes)]
-            feeds.append(Feed(name, start, chunk, len(chunk)))
-        feeds.insert(2, Feed("prompt", 0, text[: 1 + 10 * next(sizes)], 0))
+            feeds.append(SequenceInput(name, start, chunk, len(chunk)))
+        feeds.insert(2, SequenceInput("prompt", 0, text[: 1 + 10 * next(sizes)], 0))
         for feed, got in zip(feeds, target.step(feeds), strict=True):
             if feed.num_logits:
                 assert torch.equal(got, alone[feed.start : feed.start + len(feed.token_ids)])
@@ -87,12 +89,12 @@ def test_batch_gives_the_bits_of_being_alone(target: Engine, text: list[int], al
 
 
 def test_tree_nodes_give_the_bits_of_a_chain(target: Engine, text: list[int], alone: torch.Tensor) -> None:
-    target.step([Feed("tree", 0, text[:60], 0)])
+    target.step([SequenceInput("tree", 0, text[:60], 0)])
     for start in range(60, 90, 6):
         branch = text[start : start + 6]
         nodes = [5, *branch, 6, 7]
         parents = [-1, -1, 1, 2, 3, 4, 5, 0, 2]
-        got = target.step([Feed("tree", start, nodes, 9, parents)])[0]
+        got = target.step([SequenceInput("tree", start, nodes, 9, parents)])[0]
         assert torch.equal(got[1:7], alone[start : start + 6])
         target.keep_path("tree", start, [1, 2, 3, 4, 5, 6])
 
@@ -108,8 +110,10 @@ def test_load_covers_every_served_architecture(arch: str, lean: bool, tmp_path: 
 
 def test_load_shapes_that_vary_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check at load has teeth: the ordinary general path does not pass it."""
-    right = loading.GeneralRunner
-    monkeypatch.setattr(loading, "GeneralRunner", lambda loaded, layout, fixed_shapes: right(loaded, layout))
+    right = loading.TransformersRunner
+    monkeypatch.setattr(
+        loading, "TransformersRunner", lambda loaded, layout, fixed_shapes: right(loaded, layout)
+    )
     with pytest.raises(UnsupportedModelError, match="not deterministic"):
         load_engine(str(tiny_model("llama", tmp_path)), deterministic=True, lean=False)
 

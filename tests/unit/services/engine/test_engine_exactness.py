@@ -18,7 +18,7 @@ from engine_helpers import (
 
 from services.engine.core import batch
 from services.engine.core import batch as feeds_module
-from services.engine.engine import Feed
+from services.engine.engine import SequenceInput
 from services.engine.hf import attention
 from services.engine.hf import runner as general
 from services.engine.loader import load_engine
@@ -57,17 +57,28 @@ def test_engine_whole_life_of_sessions_matches_plain_forward(
 ) -> None:
     run = checked(directories[arch], lean)
     text = random_tokens(110, 1)
-    run.step(Feed("a", 0, text[:20], 20), Feed("b", 0, text[40:47], 1))
-    run.step(Feed("a", 20, random_tokens(6, 2), 6))
+    run.step(SequenceInput("a", 0, text[:20], 20), SequenceInput("b", 0, text[40:47], 1))
+    run.step(SequenceInput("a", 20, random_tokens(6, 2), 6))
     # Rollback behind wrong tokens, ragged rows, and another session's first chunk.
-    run.step(Feed("a", 20, text[20:21], 1), Feed("b", 4, random_tokens(9, 3), 3), Feed("c", 0, text[:30], 0))
-    run.step(Feed("c", 30, text[30:61], 1), Feed("a", 21, text[21:26], 5), Feed("b", 13, text[:2], 2))
+    run.step(
+        SequenceInput("a", 20, text[20:21], 1),
+        SequenceInput("b", 4, random_tokens(9, 3), 3),
+        SequenceInput("c", 0, text[:30], 0),
+    )
+    run.step(
+        SequenceInput("c", 30, text[30:61], 1),
+        SequenceInput("a", 21, text[21:26], 5),
+        SequenceInput("b", 13, text[:2], 2),
+    )
     tree = random_tokens(len(TREE), 4)
-    run.step(Feed("c", 60, [text[60], *tree], 11, TREE), Feed("a", 26, text[26:70], 44))
+    run.step(SequenceInput("c", 60, [text[60], *tree], 11, TREE), SequenceInput("a", 26, text[26:70], 44))
     run.engine.keep_path("c", 61, [0, 2, 5, 7])
     run.engine.fork("c", "d", 63)
-    run.step(Feed("c", 65, random_tokens(9, 5), 9), Feed("d", 63, random_tokens(3, 6), 3))
-    run.step(Feed("a", 70, text[70:110], 2, None), Feed("d", 66, random_tokens(4, 7), 3, (-1, -1, 0)))
+    run.step(SequenceInput("c", 65, random_tokens(9, 5), 9), SequenceInput("d", 63, random_tokens(3, 6), 3))
+    run.step(
+        SequenceInput("a", 70, text[70:110], 2, None),
+        SequenceInput("d", 66, random_tokens(4, 7), 3, (-1, -1, 0)),
+    )
     assert run.engine.tokens("c")[:65] == [*text[:61], tree[0], tree[2], tree[5], tree[7]]
     assert run.worst <= TOLERANCE
 
@@ -78,10 +89,10 @@ def test_tree_deeper_than_the_window_counts_positions_not_slots(
 ) -> None:
     for lean in (False, True):
         run = checked(directories[arch], lean)
-        run.step(Feed("a", 0, random_tokens(12, 1), 1))
+        run.step(SequenceInput("a", 0, random_tokens(12, 1), 1))
         # Two interleaved chains of 11: the window of 8 covers 16 slots of which it sees 8.
         parents = [-1, -1, *range(20)]
-        run.step(Feed("a", 12, random_tokens(22, 2), 22, parents))
+        run.step(SequenceInput("a", 12, random_tokens(22, 2), 22, parents))
         assert run.worst <= TOLERANCE
 
 
@@ -90,11 +101,11 @@ def test_tree_path_kept_goes_on_as_a_chain(directories: dict[str, Path], lean: b
     run = checked(directories["llama"], lean)
     context, nodes = random_tokens(10, 1), random_tokens(len(TREE), 2)
     for path in ([], [1], [0, 3], [1, 4, 6, 8, 9]):
-        run.step(Feed("a", 0, [*context, *nodes], 1, TREE))
+        run.step(SequenceInput("a", 0, [*context, *nodes], 1, TREE))
         assert run.engine.length("a") == 10
         run.engine.keep_path("a", 10, path)
         assert run.engine.tokens("a") == [*context, *(nodes[i] for i in path)]
-        run.step(Feed("a", 10 + len(path), random_tokens(3, 3), 3))
+        run.step(SequenceInput("a", 10 + len(path), random_tokens(3, 3), 3))
     assert run.worst <= TOLERANCE
 
 
@@ -111,15 +122,15 @@ def test_softcap_large_logits_bends_them(directories: dict[str, Path]) -> None:
 def test_position_off_by_one_after_rollback_is_caught(
     directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def shifted(feed: Feed, kept_parents: list[int]) -> list[int]:
+    def shifted(feed: SequenceInput, kept_parents: list[int]) -> list[int]:
         shift = 1 if feed.start else 0
         return [feed.start + shift + i for i in range(len(feed.token_ids))]
 
     run = checked(directories["gpt2"], False)
     monkeypatch.setattr(feeds_module, "feed_positions", shifted)
-    run.step(Feed("a", 0, random_tokens(9, 1), 1))
+    run.step(SequenceInput("a", 0, random_tokens(9, 1), 1))
     assert run.worst <= TOLERANCE
-    run.step(Feed("a", 9, random_tokens(2, 2), 2))
+    run.step(SequenceInput("a", 9, random_tokens(2, 2), 2))
     assert run.worst > TOLERANCE
 
 
@@ -127,9 +138,9 @@ def test_window_off_by_one_is_caught(directories: dict[str, Path], monkeypatch: 
     right = batch.allowed_slots
     run = checked(directories["mistral"], False)
     monkeypatch.setattr(batch, "allowed_slots", lambda s, w: right(s, None if w is None else w + 1))
-    run.step(Feed("a", 0, random_tokens(8, 1), 1))
+    run.step(SequenceInput("a", 0, random_tokens(8, 1), 1))
     assert run.worst <= TOLERANCE
-    run.step(Feed("a", 8, random_tokens(5, 2), 5))
+    run.step(SequenceInput("a", 8, random_tokens(5, 2), 5))
     assert run.worst > TOLERANCE
 
 
@@ -137,8 +148,8 @@ def test_stale_slots_after_rollback_are_caught(
     directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = checked(directories["llama"], False)
-    run.step(Feed("a", 0, random_tokens(9, 1), 1))
-    run.step(Feed("a", 9, random_tokens(4, 2), 4))
+    run.step(SequenceInput("a", 0, random_tokens(9, 1), 1))
+    run.step(SequenceInput("a", 9, random_tokens(4, 2), 4))
     right = attention.attend
 
     def without_writing(batch_, layer, given, **options):  # type: ignore[no-untyped-def]
@@ -149,20 +160,20 @@ def test_stale_slots_after_rollback_are_caught(
         return output
 
     monkeypatch.setattr(general, "attend", without_writing)
-    run.step(Feed("a", 9, random_tokens(1, 3), 1))
+    run.step(SequenceInput("a", 9, random_tokens(1, 3), 1))
     assert run.worst <= TOLERANCE
-    run.step(Feed("a", 10, random_tokens(1, 4), 1))
+    run.step(SequenceInput("a", 10, random_tokens(1, 4), 1))
     assert run.worst > TOLERANCE
 
 
 def test_step_logits_can_be_written_to(directories: dict[str, Path]) -> None:
     for lean in (False, True):
         engine = load_engine(str(directories["llama"]), lean=lean)
-        first, second = engine.step([Feed("a", 0, [1, 2, 3], 2), Feed("b", 0, [4], 1)])
+        first, second = engine.step([SequenceInput("a", 0, [1, 2, 3], 2), SequenceInput("b", 0, [4], 1)])
         kept = second.clone()
         first.add_(1.0)
         assert torch.equal(second, kept)
-        engine.step([Feed("a", 3, [5], 1)])
+        engine.step([SequenceInput("a", 3, [5], 1)])
         assert torch.equal(second, kept)
 
 
@@ -171,7 +182,10 @@ def test_bfloat16_stays_within_its_rounding(directories: dict[str, Path], arch: 
     engine = load_engine(str(directories[arch]), dtype="bfloat16")
     text = random_tokens(30, 1)
     got = torch.cat(
-        [*engine.step([Feed("a", 0, text[:21], 21)]), *engine.step([Feed("a", 21, text[21:], 9)])]
+        [
+            *engine.step([SequenceInput("a", 0, text[:21], 21)]),
+            *engine.step([SequenceInput("a", 21, text[21:], 9)]),
+        ]
     )
     expected = plain_logits(plain_model(directories[arch]).to(torch.bfloat16), text)
     assert got.dtype == torch.float32

@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_helpers import plain_logits, plain_model, random_tokens, tiny_model
 
-from services.engine.engine import Engine, Feed
+from services.engine.engine import Engine, SequenceInput
 from services.engine.loader import load_engine
 
 ARCHS = ["llama", "mistral", "qwen3", "gemma3", "gpt2", "gpt_oss", "deepseek_v3"]
@@ -23,7 +23,7 @@ class Growing:
         self.engine, self.rng = engine, random.Random(seed)
         self.chain = list(context)
         self.nodes: list[tuple[int, int]] = []  # token, parent: a node, or from the chain's end back
-        engine.step([Feed("s", 0, self.chain, 1)])
+        engine.step([SequenceInput("s", 0, self.chain, 1)])
 
     def path(self, node: int) -> list[int]:
         tokens = []
@@ -32,13 +32,13 @@ class Growing:
             node = self.nodes[node][1]
         return self.chain[: len(self.chain) + node + 1] + tokens[::-1]
 
-    def grow(self, count: int, other: Feed | None = None) -> list[tuple[list[int], torch.Tensor]]:
+    def grow(self, count: int, other: SequenceInput | None = None) -> list[tuple[list[int], torch.Tensor]]:
         """Feed some nodes below any others; return their paths and logits."""
         num_kept = len(self.nodes)
         for _ in range(count):
             self.nodes.append((self.rng.randrange(97), self.rng.randrange(-4, len(self.nodes))))
         new = self.nodes[num_kept:]
-        feed = Feed(
+        feed = SequenceInput(
             "s", len(self.chain), [token for token, _ in new], count, [parent for _, parent in new], num_kept
         )
         logits = self.engine.step([feed] if other is None else [other, feed])[-1]
@@ -88,7 +88,7 @@ def test_growing_tree_each_path_matches_its_plain_forward(root: Path, arch: str)
     for lean in (True, False):
         growing, worst = Growing(load_engine(str(directory), lean=lean), seed=3), 0.0
         for turn in range(14):
-            other = Feed("t", 0, random_tokens(3 + turn, turn), 1) if turn % 3 == 0 else None
+            other = SequenceInput("t", 0, random_tokens(3 + turn, turn), 1) if turn % 3 == 0 else None
             for path, logits in growing.grow(growing.rng.randrange(1, 6), other):
                 worst = max(worst, (plain_logits(plain, path)[-1] - logits).abs().max().item())
             if turn % 3 == 2:
@@ -102,7 +102,7 @@ def test_growing_tree_goes_on_as_a_chain_when_no_node_stays(root: Path) -> None:
     growing.grow(6)
     growing.move_root()
     tokens = [*growing.chain, 5, 6, 7]
-    got = growing.engine.step([Feed("s", len(growing.chain), [5, 6, 7], 3)])[0]
+    got = growing.engine.step([SequenceInput("s", len(growing.chain), [5, 6, 7], 3)])[0]
     assert growing.engine.num_nodes("s") == 0
     assert (got - plain_logits(plain, tokens)[-3:]).abs().max() <= 1e-4
 
@@ -116,7 +116,7 @@ def test_growing_tree_deterministic_gives_the_bits_of_a_chain(root: Path, lean: 
     growing = Growing(engine, seed=7, context=CONTEXT[:61])
     for turn in range(8):
         for path, logits in growing.grow(3):
-            alone = engine.step([Feed("alone", 0, path, 1)])[0][0]
+            alone = engine.step([SequenceInput("alone", 0, path, 1)])[0][0]
             assert torch.equal(alone, logits)
         if turn % 3 == 2:
             growing.move_root()
@@ -124,12 +124,12 @@ def test_growing_tree_deterministic_gives_the_bits_of_a_chain(root: Path, lean: 
 
 def test_growing_tree_wrong_moves_are_refused(root: Path) -> None:
     engine = load_engine(str(tiny_model("llama", root)))
-    engine.step([Feed("s", 0, [1, 2, 3], 1)])
-    engine.step([Feed("s", 3, [4, 5, 6], 3, [-2, 0, -1])])
+    engine.step([SequenceInput("s", 0, [1, 2, 3], 1)])
+    engine.step([SequenceInput("s", 3, [4, 5, 6], 3, [-2, 0, -1])])
     for base, path, keep in [(2, [1], []), (3, [0], []), (2, [0], [2]), (3, [2], [1]), (4, [2], [])]:
         with pytest.raises(ValueError, match=r"base|path|parent"):
             engine.keep_path("s", base, path, keep)
     engine.keep_path("s", 2, [0], [1])
     assert list(engine.tokens("s")) == [1, 2, 4]
     with pytest.raises(ValueError, match="num_kept"):
-        engine.step([Feed("s", 2, [7], 1, [-1], 1)])
+        engine.step([SequenceInput("s", 2, [7], 1, [-1], 1)])

@@ -11,7 +11,7 @@ from engine_helpers import CheckedEngine, plain_model, random_tokens, tiny_model
 
 from services.engine.core.errors import CacheGapError
 from services.engine.core.prefix_cache import MAX_RETAINED, MIN_PREFIX
-from services.engine.engine import Engine, Feed
+from services.engine.engine import Engine, SequenceInput
 from services.engine.loader import load_engine
 
 # Layers x key and value heads x head_dim x bytes of a float32, 64 slots.
@@ -33,7 +33,7 @@ def small(directory: Path, num_blocks: int) -> Engine:
 
 
 def leave(engine: Engine, tokens: list[int], salt: str = "us", session_id: str = "ended") -> None:
-    engine.step([Feed(session_id, 0, tokens, 0)])
+    engine.step([SequenceInput(session_id, 0, tokens, 0)])
     engine.retain(session_id, salt)
 
 
@@ -45,7 +45,7 @@ def test_a_session_that_begins_alike_goes_on_with_the_right_logits(engine: Engin
     source, shared = engine.longest_prefix([*tokens[:70], *random_tokens(9, 2)], "us")
     assert shared >= 70
     engine.fork(source, "new", 70)
-    run.step(Feed("new", 70, random_tokens(9, 3), 9))
+    run.step(SequenceInput("new", 70, random_tokens(9, 3), 9))
     assert run.worst <= 1e-4
     assert engine.longest_prefix(tokens, "us")[1] == 80, "the copy left it whole"
 
@@ -54,7 +54,7 @@ def test_who_has_another_salt_is_not_served(engine: Engine) -> None:
     tokens = random_tokens(40, 1)
     leave(engine, tokens)
     assert engine.longest_prefix(tokens, "them") == ("", 0)
-    engine.step([Feed("live", 0, tokens, 0)])
+    engine.step([SequenceInput("live", 0, tokens, 0)])
     assert engine.longest_prefix(tokens, "them") == ("", 0), "a session shares nothing until it says so"
     engine.share("live", "them")
     assert engine.longest_prefix(tokens, "them") == ("live", 40)
@@ -65,12 +65,12 @@ def test_who_has_another_salt_is_not_served(engine: Engine) -> None:
 def test_a_session_shares_what_it_caches_later(engine: Engine) -> None:
     tokens = random_tokens(40, 1)
     engine.share("live", "us")
-    engine.step([Feed("live", 0, tokens[:20], 0)])
+    engine.step([SequenceInput("live", 0, tokens[:20], 0)])
     assert engine.longest_prefix(tokens, "us") == ("live", 20)
-    engine.step([Feed("live", 20, tokens[20:], 0)])
+    engine.step([SequenceInput("live", 20, tokens[20:], 0)])
     assert engine.longest_prefix(tokens, "us") == ("live", 40)
     engine.release("live")
-    engine.step([Feed("live", 0, tokens, 0)])
+    engine.step([SequenceInput("live", 0, tokens, 0)])
     assert engine.longest_prefix(tokens, "us") == ("", 0), "another session of that name"
 
 
@@ -82,8 +82,8 @@ def test_a_short_chain_and_an_unknown_session_leave_nothing(engine: Engine) -> N
 
 def test_tree_nodes_are_not_left(engine: Engine) -> None:
     tokens = random_tokens(20, 1)
-    engine.step([Feed("ended", 0, tokens, 1)])
-    engine.step([Feed("ended", 20, [1, 2, 3], 3, [-1, -1, 0])])
+    engine.step([SequenceInput("ended", 0, tokens, 1)])
+    engine.step([SequenceInput("ended", 20, [1, 2, 3], 3, [-1, -1, 0])])
     engine.retain("ended", "us")
     assert engine.longest_prefix([*tokens, 1, 3], "us")[1] == 20
 
@@ -101,14 +101,16 @@ def test_what_says_no_more_than_another_is_not_kept_twice(engine: Engine) -> Non
 
 def test_it_makes_room_before_any_session_has_to_go(directory: Path) -> None:
     engine = small(directory, 4)
-    engine.step([Feed("old", 0, random_tokens(20, 1), 0)])
+    engine.step([SequenceInput("old", 0, random_tokens(20, 1), 0)])
     texts = [random_tokens(20, seed) for seed in (2, 3)]
     for text in texts:
         leave(engine, text)
     assert engine.has_room("another", 128), "what is retained is free room"
-    engine.step([Feed("a", 0, random_tokens(20, 4), 0), Feed("b", 0, random_tokens(20, 5), 0)])
+    engine.step(
+        [SequenceInput("a", 0, random_tokens(20, 4), 0), SequenceInput("b", 0, random_tokens(20, 5), 0)]
+    )
     assert [engine.longest_prefix(text, "us")[1] for text in texts] == [0, 20], "the older one went"
-    engine.step([Feed("c", 0, random_tokens(20, 6), 0)])
+    engine.step([SequenceInput("c", 0, random_tokens(20, 6), 0)])
     stats = engine.stats()
     assert (stats.num_sessions, stats.num_evictions, stats.retained_bytes) == (4, 0, 0)
     assert stats.cache_bytes == stats.cache_budget_bytes
@@ -121,7 +123,7 @@ def test_use_keeps_it_longer(directory: Path) -> None:
         leave(engine, text)
     source, _ = engine.longest_prefix(texts[0], "us")
     engine.fork(source, "new", 20)
-    engine.step([Feed("other", 0, random_tokens(20, 3), 0)])
+    engine.step([SequenceInput("other", 0, random_tokens(20, 3), 0)])
     engine.release("new")
     assert [engine.longest_prefix(text, "us")[1] for text in texts] == [20, 0]
 
@@ -131,14 +133,14 @@ def test_slots_are_handed_over_where_two_do_not_fit(directory: Path) -> None:
     run = CheckedEngine(engine, plain_model(directory))
     tokens = random_tokens(50, 1)
     leave(engine, tokens)
-    engine.step([Feed("live", 0, random_tokens(9, 2), 0)])
+    engine.step([SequenceInput("live", 0, random_tokens(9, 2), 0)])
     source, _ = engine.longest_prefix(tokens, "us")
     engine.fork(source, "new", 40)
     stats = engine.stats()
     assert (stats.num_sessions, stats.num_evictions, stats.retained_bytes) == (2, 0, 0)
     assert stats.cache_bytes == 2 * BLOCK_BYTES
     assert engine.longest_prefix(tokens, "us") == ("", 0), "handed over"
-    run.step(Feed("new", 40, random_tokens(5, 3), 5))
+    run.step(SequenceInput("new", 40, random_tokens(5, 3), 5))
     assert run.worst <= 1e-4
     with pytest.raises(CacheGapError):
         engine.fork(source, "late", 40)
@@ -149,12 +151,12 @@ def test_a_large_buffer_makes_room_for_the_few_slots_that_are_needed(directory: 
     run = CheckedEngine(engine, plain_model(directory))
     tokens = random_tokens(150, 1)
     leave(engine, tokens)
-    engine.step([Feed("live", 0, random_tokens(9, 2), 0)])
+    engine.step([SequenceInput("live", 0, random_tokens(9, 2), 0)])
     source, _ = engine.longest_prefix(tokens, "us")
     engine.fork(source, "new", 40)
     stats = engine.stats()
     assert (stats.num_sessions, stats.cache_bytes, stats.retained_bytes) == (2, 2 * BLOCK_BYTES, 0)
-    run.step(Feed("new", 40, random_tokens(5, 3), 5))
+    run.step(SequenceInput("new", 40, random_tokens(5, 3), 5))
     assert run.worst <= 1e-4
 
 
@@ -170,19 +172,19 @@ def test_memory_that_is_not_there_is_taken_from_what_is_retained(
         return zeros(*arguments, **options)
 
     monkeypatch.setattr(torch, "zeros", scarce)
-    engine.step([Feed("new", 0, random_tokens(9, 2), 0)])
+    engine.step([SequenceInput("new", 0, random_tokens(9, 2), 0)])
     assert engine.length("new") == 9
     assert engine.stats().retained_bytes == 0
     failures.append(RuntimeError("out of memory"))
     with pytest.raises(RuntimeError, match="out of memory"):
-        engine.step([Feed("another", 0, random_tokens(9, 2), 0)])
+        engine.step([SequenceInput("another", 0, random_tokens(9, 2), 0)])
 
 
 def test_forget_drops_what_was_left_under_the_name(engine: Engine) -> None:
     text, other = random_tokens(20, 1), random_tokens(20, 2)
     leave(engine, text, session_id="secret")
     leave(engine, other)
-    engine.step([Feed("secret", 0, text, 0)])
+    engine.step([SequenceInput("secret", 0, text, 0)])
     engine.forget("secret")
     assert engine.length("secret") == 0
     assert [engine.longest_prefix(tokens, "us")[1] for tokens in (text, other)] == [0, 20]

@@ -17,8 +17,8 @@ from services.engine.cuda.runner import Capture, GraphRunner
 from services.engine.cuda.tables import GREEDY, Race
 from services.engine.cuda.weights import has_graph_path
 from services.engine.device_drafting import GraphEngine, TreeShape
-from services.engine.engine import Feed
-from services.engine.hf.runner import GeneralRunner
+from services.engine.engine import SequenceInput
+from services.engine.hf.runner import TransformersRunner
 from services.engine.loader import load_engine
 from services.engine.sampling.noise import Noise
 
@@ -41,18 +41,20 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> GraphEngine:
 def test_steps_of_every_kind_match_plain_forward(arch: str, tmp_path: Path) -> None:
     built, directory = graph_engine(arch, tmp_path)
     run = CheckedEngine(built, plain_model(directory))
-    run.step(Feed("a", 0, random_tokens(70, 1), 3), Feed("b", 0, random_tokens(3, 2), 1))
-    run.step(Feed("a", 70, random_tokens(1, 3), 1), Feed("c", 0, random_tokens(2, 4), 0))
+    run.step(SequenceInput("a", 0, random_tokens(70, 1), 3), SequenceInput("b", 0, random_tokens(3, 2), 1))
+    run.step(SequenceInput("a", 70, random_tokens(1, 3), 1), SequenceInput("c", 0, random_tokens(2, 4), 0))
     # Rollback, ragged chains, and a tree beside a chain.
-    run.step(Feed("a", 60, random_tokens(9, 5), 9), Feed("b", 2, random_tokens(4, 6), 4))
-    run.step(Feed("a", 65, random_tokens(8, 7), 7, TREE), Feed("b", 6, random_tokens(1, 8), 1))
+    run.step(SequenceInput("a", 60, random_tokens(9, 5), 9), SequenceInput("b", 2, random_tokens(4, 6), 4))
+    run.step(
+        SequenceInput("a", 65, random_tokens(8, 7), 7, TREE), SequenceInput("b", 6, random_tokens(1, 8), 1)
+    )
     built.keep_path("a", 67, [0, 3, 5])
-    run.step(Feed("a", 70, random_tokens(2, 9), 2))
+    run.step(SequenceInput("a", 70, random_tokens(2, 9), 2))
     built.fork("a", "d", 40)
-    run.step(Feed("d", 40, random_tokens(2, 10), 2))
+    run.step(SequenceInput("d", 40, random_tokens(2, 10), 2))
     assert run.worst <= TOLERANCE
     with pytest.raises(CacheGapError):
-        run.step(Feed("a", 90, [1], 1))
+        run.step(SequenceInput("a", 90, [1], 1))
 
 
 def test_tree_that_grows_matches_plain_forward(tmp_path: Path) -> None:
@@ -60,9 +62,9 @@ def test_tree_that_grows_matches_plain_forward(tmp_path: Path) -> None:
     built, directory = graph_engine("llama", tmp_path)
     plain = plain_model(directory)
     text, nodes = random_tokens(20, 1), random_tokens(6, 2)
-    built.step([Feed("a", 0, text, 0)])
-    built.step([Feed("a", 20, nodes[:3], 3, (-1, -1, 0))])
-    got = built.step([Feed("a", 20, nodes[3:], 3, (2, -3, 1), num_kept=3)])[0]
+    built.step([SequenceInput("a", 0, text, 0)])
+    built.step([SequenceInput("a", 20, nodes[:3], 3, (-1, -1, 0))])
+    got = built.step([SequenceInput("a", 20, nodes[3:], 3, (2, -3, 1), num_kept=3)])[0]
     parents = (-1, -1, 0, 2, -3, 1)
     for row, node in enumerate((3, 4, 5)):
         prefix = text[:18] if node == 4 else text
@@ -75,7 +77,7 @@ def test_tree_of_more_than_64_nodes_matches_plain_forward(tmp_path: Path) -> Non
     built, directory = graph_engine("llama", tmp_path)
     run = CheckedEngine(built, plain_model(directory))
     parents = tuple(max(-1, node - 7) for node in range(70))
-    run.step(Feed("a", 0, random_tokens(72, 1), 3, parents))
+    run.step(SequenceInput("a", 0, random_tokens(72, 1), 3, parents))
     assert run.worst <= TOLERANCE
 
 
@@ -105,7 +107,11 @@ def test_build_shares_the_module_weights(tmp_path: Path) -> None:
 def test_choose_draws_what_the_noise_says(engine: GraphEngine) -> None:
     """The race is that of the verifier: the same noise at the same absolute positions."""
     text = random_tokens(12, 1)
-    feeds = [Feed("a", 0, text, 5), Feed("b", 0, text[:4], 2), Feed("c", 0, text[:3], 1)]
+    feeds = [
+        SequenceInput("a", 0, text, 5),
+        SequenceInput("b", 0, text[:4], 2),
+        SequenceInput("c", 0, text[:3], 1),
+    ]
     chosen = engine.choose(feeds, [*RACES, GREEDY])
     logits = engine.step(feeds)
     for index, race in enumerate(RACES):
@@ -119,7 +125,11 @@ def test_choose_draws_what_the_noise_says(engine: GraphEngine) -> None:
 @pytest.mark.parametrize("races", [RACES, (GREEDY, GREEDY)], ids=["sampled", "greedy"])
 def test_draft_chains_equal_single_steps(engine: GraphEngine, races: tuple[Race, ...]) -> None:
     text = random_tokens(20, 3)
-    feeds = [Feed("a", 0, text, 1), Feed("b", 0, text[:2], 1), Feed("c", 0, text[:7], 1)]
+    feeds = [
+        SequenceInput("a", 0, text, 1),
+        SequenceInput("b", 0, text[:2], 1),
+        SequenceInput("c", 0, text[:7], 1),
+    ]
     draws = [*races, races[0]]
     chains = engine.draft_chains(feeds, draws, 5)
     assert [engine.length(name) for name in "abc"] == [24, 6, 11]
@@ -130,7 +140,7 @@ def test_draft_chains_equal_single_steps(engine: GraphEngine, races: tuple[Race,
             tokens.extend(chosen)
         lengths = {"a": 20, "b": 2, "c": 7}
         feeds = [
-            Feed(name, lengths[name] + step, tokens[-1:], 1)
+            SequenceInput(name, lengths[name] + step, tokens[-1:], 1)
             for name, tokens in zip("abc", expected, strict=True)
         ]
     assert chains == expected
@@ -141,7 +151,7 @@ def test_draft_trees_contain_the_chain_and_keep_their_cache(
     engine: GraphEngine, races: tuple[Race, ...]
 ) -> None:
     text = random_tokens(9, 4)
-    feeds = [Feed("a", 0, text, 1), Feed("b", 0, text[:5], 1)]
+    feeds = [SequenceInput("a", 0, text, 1), SequenceInput("b", 0, text[:5], 1)]
     chains = engine.draft_chains(feeds, races, 4)
     shape = TreeShape(width=3, depth=4, sharpness=2.0)
     trees = engine.draft_trees(feeds, races, shape)
@@ -159,10 +169,10 @@ def test_draft_trees_contain_the_chain_and_keep_their_cache(
             node = parents[node]
         engine.keep_path(name, base, indices[:-1])
         assert list(engine.tokens(name)) == text[:base] + path[:-1]
-        feed = [Feed(name, base + 3, path[-1:], 1)]
+        feed = [SequenceInput(name, base + 3, path[-1:], 1)]
         got = engine.step(feed)[0]
         engine.release("again")
-        again = engine.step([Feed("again", 0, text[:base] + path, 1)])[0]
+        again = engine.step([SequenceInput("again", 0, text[:base] + path, 1)])[0]
         assert (got - again).abs().max() <= TOLERANCE
 
 
@@ -170,10 +180,10 @@ def test_draft_trees_offer_what_the_race_prefers(engine: GraphEngine) -> None:
     """The children of a node are the best of their stripes in the race's own order."""
     text = random_tokens(6, 5)
     (tokens, parents), race = (
-        engine.draft_trees([Feed("a", 0, text, 1)], RACES[:1], TreeShape(2, 3))[0],
+        engine.draft_trees([SequenceInput("a", 0, text, 1)], RACES[:1], TreeShape(2, 3))[0],
         RACES[0],
     )
-    logits = engine.step([Feed("b", 0, text, 1)])[0][0]
+    logits = engine.step([SequenceInput("b", 0, text, 1)])[0][0]
     scores = logits + Noise(race.seed, race.sample_index, engine.vocab_size).gumbel(6, 1)[0]
     assert tokens[0] == int(scores.argmax())
     assert scores[tokens[0]] > scores[tokens[1]]
@@ -183,7 +193,7 @@ def test_draft_trees_offer_what_the_race_prefers(engine: GraphEngine) -> None:
 
 def test_draft_past_the_context_is_refused(engine: GraphEngine) -> None:
     with pytest.raises(ValueError, match="reach position"):
-        engine.draft_chains([Feed("a", 0, random_tokens(126, 1), 1)], RACES[:1], 4)
+        engine.draft_chains([SequenceInput("a", 0, random_tokens(126, 1), 1)], RACES[:1], 4)
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (9, 9)])
@@ -228,17 +238,20 @@ def test_engine_load_takes_the_captured_path_where_it_is_preferred(
     built = load_engine(str(directory), device="cpu")
     assert isinstance(built.runner, GraphRunner)
     run = CheckedEngine(built, plain_model(directory))
-    run.step(Feed("a", 0, random_tokens(9, 1), 3), Feed("b", 0, random_tokens(4, 2), 3, (-1, -1, 0)))
+    run.step(
+        SequenceInput("a", 0, random_tokens(9, 1), 3),
+        SequenceInput("b", 0, random_tokens(4, 2), 3, (-1, -1, 0)),
+    )
     assert run.worst <= TOLERANCE
     other = load_engine(str(tiny_model("gpt2", tmp_path)), device="cpu")
-    assert isinstance(other.runner, GeneralRunner)
+    assert isinstance(other.runner, TransformersRunner)
 
 
 def test_steps_in_bfloat16_stay_close_to_plain_forward(tmp_path: Path) -> None:
     directory = tiny_model("llama", tmp_path, head_dim=16, bfloat16=True)
     built = GraphEngine.build(load_model(str(directory), device="cpu", dtype="bfloat16"))
     text = random_tokens(40, 1)
-    got = torch.cat([built.step([Feed("a", i, text[i : i + 10], 10)])[0] for i in range(0, 40, 10)])
+    got = torch.cat([built.step([SequenceInput("a", i, text[i : i + 10], 10)])[0] for i in range(0, 40, 10)])
     expected = plain_model(directory)(torch.tensor([text])).logits[0]
     assert (got - expected).abs().mean() <= 0.02 * expected.abs().mean()
 

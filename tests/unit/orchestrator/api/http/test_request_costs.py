@@ -20,8 +20,8 @@ from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.api.grpc_handlers import add_generation_service
 from orchestrator.api.grpc_servicer import GenerationServicer
 from orchestrator.api.http.app import MAX_BODY_BYTES, create_app
-from orchestrator.sessions.lifecycle import Opened, check_request, make_session, open_session
-from orchestrator.sessions.progress import Progress
+from orchestrator.sessions.lifecycle import OpenSession, check_request, make_session, open_session
+from orchestrator.sessions.progress import ChunkBuilder
 from orchestrator.text.cpu_threads import NUM_THREADS
 from orchestrator.text.tokenizer import Tokenizer, resolve_model
 
@@ -286,9 +286,9 @@ async def test_replay_leaves_the_loop_to_others(backend, offset, ended):
     request = GenerationRequest(prompt=(1, 2), sampling=SamplingParams(seed=1), stop=("no such text",))
     tokens = tuple((1 + n % 2000, TokenOrigin.BONUS, None) for n in range(40_000))
     session = make_session("s", request, (1, 2), len(tokens) + (ended is None), backend.tokenizer)
-    opened = Opened(session, request, tokens, offset, ended)
+    opened = OpenSession(session, request, tokens, offset, ended)
     async with watching() as watch:
-        chunks = [chunk async for chunk in opened.replay(Progress(session, backend.tokenizer, offset))]
+        chunks = [chunk async for chunk in opened.replay(ChunkBuilder(session, backend.tokenizer, offset))]
     assert watch.longest_s < MAX_TURN_S
     assert [token.token_id for chunk in chunks for token in chunk.tokens] == [
         t for t, _, _ in tokens[offset:]

@@ -22,7 +22,7 @@ from services.engine.core.model import load_model
 from services.engine.cuda.tables import GREEDY, Race
 from services.engine.cuda.torch_kernels import Stripes, TorchKernels
 from services.engine.device_drafting import GraphEngine, TreeShape
-from services.engine.engine import Feed
+from services.engine.engine import SequenceInput
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 NO_TRITON = "Triton is not installed; to enable: .venv/bin/pip install triton"
@@ -58,7 +58,7 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Gr
         yield GraphEngine.of(model, name="triton", kernels=TritonKernels(model)), plain
 
 
-def worst(engines: tuple[GraphEngine, GraphEngine], *feeds: Feed) -> float:
+def worst(engines: tuple[GraphEngine, GraphEngine], *feeds: SequenceInput) -> float:
     """Largest difference of a logit in one step of both engines."""
     one, other = (torch.cat(engine.step(feeds)) for engine in engines)
     return (one - other).abs().max().item() if one.numel() else 0.0
@@ -69,13 +69,15 @@ def worst(engines: tuple[GraphEngine, GraphEngine], *feeds: Feed) -> float:
 def test_ragged_steps_and_trees_match_torch(engines: tuple[GraphEngine, GraphEngine]) -> None:
     """Biases (Qwen2), norms of heads (Qwen3), several splits of the cache, rollback, trees, more sessions."""
     text = random_tokens(258, 1)
-    found = [worst(engines, Feed("a", 0, text, 1), Feed("b", 0, text[:3], 1))]
-    found.append(worst(engines, Feed("a", 256, text[:3], 3), Feed("b", 3, text[5:6], 1)))
+    found = [worst(engines, SequenceInput("a", 0, text, 1), SequenceInput("b", 0, text[:3], 1))]
+    found.append(worst(engines, SequenceInput("a", 256, text[:3], 3), SequenceInput("b", 3, text[5:6], 1)))
     tree = (-1, 0, -2, 0)
-    found.append(worst(engines, Feed("c", 0, text[:2], 0), Feed("a", 254, text[:6], 5, tree)))
+    found.append(
+        worst(engines, SequenceInput("c", 0, text[:2], 0), SequenceInput("a", 254, text[:6], 5, tree))
+    )
     for engine in engines:
         engine.keep_path("a", 256, [0, 3])
-    found.append(worst(engines, Feed("a", 258, text[:1], 1)))
+    found.append(worst(engines, SequenceInput("a", 258, text[:1], 1)))
     assert max(found) <= TOLERANCE
 
 
@@ -83,10 +85,10 @@ def test_ragged_steps_and_trees_match_torch(engines: tuple[GraphEngine, GraphEng
 @pytest.mark.parametrize("engines", ["llama"], indirect=True)
 def test_proposals_match_torch(engines: tuple[GraphEngine, GraphEngine]) -> None:
     text = random_tokens(9, 2)
-    feeds = [Feed("a", 0, text, 1), Feed("b", 0, text[:4], 1)]
+    feeds = [SequenceInput("a", 0, text, 1), SequenceInput("b", 0, text[:4], 1)]
     chains = [engine.draft_chains(feeds, RACES, 3) for engine in engines]
     assert chains[0] == chains[1]
-    again = [Feed("a", 9, [5], 1), Feed("b", 3, text[3:5], 1)]
+    again = [SequenceInput("a", 9, [5], 1), SequenceInput("b", 3, text[3:5], 1)]
     trees = [engine.draft_trees(again, RACES, TreeShape(2, 3)) for engine in engines]
     assert trees[0] == trees[1]
 
@@ -96,9 +98,9 @@ def test_proposals_match_torch(engines: tuple[GraphEngine, GraphEngine]) -> None
 def test_product_rows_do_not_depend_on_company(engines: tuple[GraphEngine, GraphEngine]) -> None:
     """A chain's logits are, bit for bit, those of decoding it token by token."""
     engine, text = engines[0], random_tokens(7, 3)
-    alone = [engine.step([Feed("a", i, text[i : i + 1], 1)])[0] for i in range(7)]
-    engine.step([Feed("b", 0, text[:2], 0)])
-    chain = engine.step([Feed("b", 2, text[2:], 5), Feed("c", 0, text[:2], 1)])[0]
+    alone = [engine.step([SequenceInput("a", i, text[i : i + 1], 1)])[0] for i in range(7)]
+    engine.step([SequenceInput("b", 0, text[:2], 0)])
+    chain = engine.step([SequenceInput("b", 2, text[2:], 5), SequenceInput("c", 0, text[:2], 1)])[0]
     assert torch.equal(torch.cat(alone[2:]), chain)
 
 
@@ -107,7 +109,7 @@ def test_product_rows_do_not_depend_on_company(engines: tuple[GraphEngine, Graph
 def test_stripes_without_numbers_stay_in_the_vocabulary(engines: tuple[GraphEngine, GraphEngine]) -> None:
     """Logits that are no numbers must not become an index outside of the embedding."""
     triton, plain = engines
-    triton.choose([Feed("a", 0, [1, 2], 1)], [GREEDY])
+    triton.choose([SequenceInput("a", 0, [1, 2], 1)], [GREEDY])
     program = next(iter(triton.runner.programs.values()))
     logits = torch.full_like(program.buffers.logits, float("nan"))
     stripes = Stripes.make(1, plain.vocab_size, torch.device("cpu"))

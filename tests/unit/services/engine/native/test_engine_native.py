@@ -16,28 +16,37 @@ from engine_helpers import MAX_CONTEXT, CheckedEngine, plain_model, random_token
 from services.engine import loader as loading
 from services.engine.core.errors import CacheGapError
 from services.engine.core.model import LoadedModel, resolve_model
-from services.engine.engine import Feed
-from services.engine.hf.runner import GeneralRunner
+from services.engine.engine import SequenceInput
+from services.engine.hf.runner import TransformersRunner
 from services.engine.loader import load_engine
 from services.engine.native import library as guesses
 from services.engine.native import weights
 from services.engine.native.build import BASELINE
-from services.engine.native.library import Kernel, likeliest, open_kernel
+from services.engine.native.library import Kernel, open_kernel, top_k_tokens
 from services.engine.native.runner import NativeRunner
 from services.engine.native.weights import pack_panels
 from services.engine.sampling.noise import Noise
 
 
-def scripted_steps() -> list[list[Feed]]:
+def scripted_steps() -> list[list[SequenceInput]]:
     """Prefill over several blocks, then what draft and target do all day, then trees."""
     tree = (-1, -1, 0, 0, 1, 2)
     return [
-        [Feed("a", 0, random_tokens(150, 1, 2048), 3), Feed("b", 0, random_tokens(63, 2, 2048), 1)],
-        [Feed("a", 150, random_tokens(1, 3, 2048), 1)],
-        [Feed("a", 151, random_tokens(9, 4, 2048), 9)],
-        [Feed("a", 155, random_tokens(5, 5, 2048), 5), Feed("b", 63, random_tokens(2, 6, 2048), 2)],
-        [Feed("a", 160, random_tokens(7, 7, 2048), 7, tree), Feed("b", 65, random_tokens(17, 8, 2048), 17)],
-        [Feed("b", 70, random_tokens(1, 9, 2048), 0)],
+        [
+            SequenceInput("a", 0, random_tokens(150, 1, 2048), 3),
+            SequenceInput("b", 0, random_tokens(63, 2, 2048), 1),
+        ],
+        [SequenceInput("a", 150, random_tokens(1, 3, 2048), 1)],
+        [SequenceInput("a", 151, random_tokens(9, 4, 2048), 9)],
+        [
+            SequenceInput("a", 155, random_tokens(5, 5, 2048), 5),
+            SequenceInput("b", 63, random_tokens(2, 6, 2048), 2),
+        ],
+        [
+            SequenceInput("a", 160, random_tokens(7, 7, 2048), 7, tree),
+            SequenceInput("b", 65, random_tokens(17, 8, 2048), 17),
+        ],
+        [SequenceInput("b", 70, random_tokens(1, 9, 2048), 0)],
     ]
 
 
@@ -61,9 +70,9 @@ def test_native_path_bfloat16_weights_stay_exact(arch: str, tmp_path: Path) -> N
     assert isinstance(engine.runner, NativeRunner)
     assert engine.runner.model.weights.layer[0].qkv.is_bfloat16
     run = CheckedEngine(engine, plain_model(directory))
-    run.step(Feed("a", 0, random_tokens(70, 1), 70))
-    run.step(Feed("a", 70, random_tokens(1, 2), 1))
-    run.step(Feed("a", 71, random_tokens(3, 3), 3, (-1, -1, 1)), Feed("b", 0, [5], 1))
+    run.step(SequenceInput("a", 0, random_tokens(70, 1), 70))
+    run.step(SequenceInput("a", 70, random_tokens(1, 2), 1))
+    run.step(SequenceInput("a", 71, random_tokens(3, 3), 3, (-1, -1, 1)), SequenceInput("b", 0, [5], 1))
     assert run.worst <= 1e-4
 
 
@@ -84,8 +93,8 @@ def test_native_path_every_instruction_set_exact(
     engine = load_engine(str(directory), deterministic=True)
     assert isinstance(engine.runner, NativeRunner)
     run = CheckedEngine(engine, plain_model(directory))
-    run.step(Feed("a", 0, random_tokens(70, 1), 70))
-    run.step(Feed("a", 70, random_tokens(3, 3), 3, (-1, -1, 1)), Feed("b", 0, [5], 1))
+    run.step(SequenceInput("a", 0, random_tokens(70, 1), 70))
+    run.step(SequenceInput("a", 70, random_tokens(3, 3), 3, (-1, -1, 1)), SequenceInput("b", 0, [5], 1))
     assert run.worst <= 1e-4
 
 
@@ -119,13 +128,13 @@ def test_native_path_attention_is_exact_and_of_the_row_alone(
     assert isinstance(engine.runner, NativeRunner)
     text = random_tokens(46, 1)
     run = CheckedEngine(engine, plain_model(directory))
-    run.step(Feed("whole", 0, text, 46))
-    run.step(Feed("whole", 46, random_tokens(6, 2), 6, (-1, -1, 0, 2, 1, 3)))
+    run.step(SequenceInput("whole", 0, text, 46))
+    run.step(SequenceInput("whole", 46, random_tokens(6, 2), 6, (-1, -1, 0, 2, 1, 3)))
     assert run.worst <= 1e-4
     engine.release("whole")
-    (whole,) = engine.step([Feed("whole", 0, text, 46)])
+    (whole,) = engine.step([SequenceInput("whole", 0, text, 46)])
     for index in range(46):
-        (row,) = engine.step([Feed("single", index, text[index : index + 1], 1)])
+        (row,) = engine.step([SequenceInput("single", index, text[index : index + 1], 1)])
         assert torch.equal(row[0], whole[index]), index
 
 
@@ -147,7 +156,7 @@ def test_native_path_absent_takes_the_general_one(tmp_path: Path, monkeypatch: p
     """An installation without a C compiler has no kernel."""
     monkeypatch.setattr(weights, "load_kernel", lambda *_: Kernel(None, reason="no C compiler"))
     engine = load_engine(str(tiny_model("llama", tmp_path)))
-    assert isinstance(engine.runner, GeneralRunner)
+    assert isinstance(engine.runner, TransformersRunner)
     assert engine.kernel == "none: no C compiler"
 
 
@@ -156,7 +165,7 @@ def test_native_path_large_logits_of_attention_exact(tmp_path: Path) -> None:
     directory = tiny_model("llama", tmp_path, gain=6.0)
     text, plain = random_tokens(100, 1), plain_model(directory)
     run = CheckedEngine(load_engine(str(directory)), plain)
-    run.step(Feed("a", 0, text, 100))
+    run.step(SequenceInput("a", 0, text, 100))
     assert run.worst <= 1e-4 * plain(torch.tensor([text])).logits.abs().max()
 
 
@@ -165,9 +174,9 @@ def test_native_path_dynamic_rotation_stays_that_of_the_context(tmp_path: Path) 
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     directory = tiny_model("llama", tmp_path, rope_parameters=rope)
     run = CheckedEngine(load_engine(str(directory)), plain_model(directory))
-    run.step(Feed("a", 0, random_tokens(126, 1), 3))
-    run.step(Feed("a", 126, random_tokens(2, 2), 2))
-    run.step(Feed("a", 20, random_tokens(2, 2), 2))
+    run.step(SequenceInput("a", 0, random_tokens(126, 1), 3))
+    run.step(SequenceInput("a", 126, random_tokens(2, 2), 2))
+    run.step(SequenceInput("a", 20, random_tokens(2, 2), 2))
     assert run.worst <= 1e-4
 
 
@@ -202,16 +211,16 @@ def test_likeliest_equals_a_sorted_softmax(
         scores[size // 3 :][:2] = float("-inf") if size > 5 else 0.0
         order = sorted(range(size), key=lambda i: (-scores[i].item(), i))[:6]
         shares = torch.softmax(scores.double() / temperature, 0)
-        got = likeliest(scores, 6, temperature)
+        got = top_k_tokens(scores, 6, temperature)
         assert [token_id for token_id, _ in got] == order
         assert [share for _, share in got] == pytest.approx(shares[order].tolist(), rel=1e-4, abs=1e-12)
 
 
 def test_likeliest_without_the_kernel_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.randn(500, generator=torch.Generator().manual_seed(1))
-    with_kernel = likeliest(scores, 4, 0.7)
+    with_kernel = top_k_tokens(scores, 4, 0.7)
     monkeypatch.setattr(guesses, "load_kernel", lambda: Kernel(None))
-    without = likeliest(scores, 4, 0.7)
+    without = top_k_tokens(scores, 4, 0.7)
     assert [token_id for token_id, _ in without] == [token_id for token_id, _ in with_kernel]
     assert [share for _, share in without] == pytest.approx([share for _, share in with_kernel], rel=1e-5)
 
@@ -227,18 +236,18 @@ def test_chain_is_what_single_steps_draw(
     noise = Noise(7, 0, ours.vocab_size).gumbel(21, 6) if noisy else None
     prompt = random_tokens(20, 1)
     for engine in (ours, theirs):
-        engine.step([Feed("a", 0, prompt, 1)])
-    token_ids, logits = ours.chain(Feed("a", 20, [5] * 6, 6), noise, scale=1.25)
+        engine.step([SequenceInput("a", 0, prompt, 1)])
+    token_ids, logits = ours.chain(SequenceInput("a", 20, [5] * 6, 6), noise, scale=1.25)
     token_id, drawn = 5, []
     for index in range(6):
         drawn.append(token_id)
-        (row,) = theirs.step([Feed("a", 20 + index, [token_id], 1)])
+        (row,) = theirs.step([SequenceInput("a", 20 + index, [token_id], 1)])
         assert torch.equal(logits[index], row[0])
         scores = row[0] if noise is None else row[0].double() * 1.25 + noise[index]
         token_id = int(scores.argmax())
     assert token_ids == drawn
     assert list(ours.tokens("a")) == list(theirs.tokens("a"))
-    (one,), (other,) = (engine.step([Feed("a", 26, [token_id, 3], 2)]) for engine in (ours, theirs))
+    (one,), (other,) = (engine.step([SequenceInput("a", 26, [token_id, 3], 2)]) for engine in (ours, theirs))
     assert torch.equal(one, other)
 
 
@@ -252,11 +261,11 @@ def test_chain_ends_with_the_forward_during_which_it_is_stopped(tmp_path: Path) 
         stop.value = 1
         yield
 
-    token_ids, logits = ours.chain(Feed("a", 0, [5] * 4, 4), stop=stop, within=stopped_meanwhile())
+    token_ids, logits = ours.chain(SequenceInput("a", 0, [5] * 4, 4), stop=stop, within=stopped_meanwhile())
     assert token_ids == [5]
-    assert torch.equal(logits, theirs.step([Feed("a", 0, [5], 1)])[0])
+    assert torch.equal(logits, theirs.step([SequenceInput("a", 0, [5], 1)])[0])
     assert ours.length("a") == 1
-    (one,), (other,) = (engine.step([Feed("a", 1, [7], 1)]) for engine in (ours, theirs))
+    (one,), (other,) = (engine.step([SequenceInput("a", 1, [7], 1)]) for engine in (ours, theirs))
     assert torch.equal(one, other)
 
 
@@ -265,10 +274,10 @@ def test_chain_refuses_what_a_step_refuses(tmp_path: Path) -> None:
     engine = load_engine(directory)
     assert engine.can_chain
     assert not load_engine(directory, lean=False).can_chain
-    engine.step([Feed("a", 0, random_tokens(MAX_CONTEXT - 2, 1), 1)])
+    engine.step([SequenceInput("a", 0, random_tokens(MAX_CONTEXT - 2, 1), 1)])
     with pytest.raises(ValueError, match="token_ids"):
-        engine.chain(Feed("a", MAX_CONTEXT - 2, [5] * 3, 3))
+        engine.chain(SequenceInput("a", MAX_CONTEXT - 2, [5] * 3, 3))
     with pytest.raises(CacheGapError):
-        engine.chain(Feed("a", MAX_CONTEXT - 1, [5], 1))
+        engine.chain(SequenceInput("a", MAX_CONTEXT - 1, [5], 1))
     assert engine.length("a") == MAX_CONTEXT - 2
-    assert len(engine.chain(Feed("a", MAX_CONTEXT - 2, [5] * 2, 2))[0]) == 2
+    assert len(engine.chain(SequenceInput("a", MAX_CONTEXT - 2, [5] * 2, 2))[0]) == 2
