@@ -13,6 +13,16 @@ from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import MAX_LOGIT_BIAS, ProcessStatus, SamplingParams, SpeculationTotals, WorkerTotals
 from gammaray.v1 import generation_service_pb2 as gen
 from gammaray.v1 import types_pb2 as pb
+from gammaray.wire.enums import (
+    DRAFTERS,
+    DRAFTERS_BACK,
+    FINISH_REASONS,
+    FINISH_REASONS_BACK,
+    METHODS,
+    METHODS_BACK,
+    ORIGINS,
+    ORIGINS_BACK,
+)
 
 __all__ = [
     "process_from_proto",
@@ -125,35 +135,10 @@ frame that a target worker takes, so that no drafter can break the stream of all
 _SLICE = 4096
 """Numbers of one column that are converted in one call, which holds the interpreter lock."""
 
-_METHODS = {
-    t.VerificationMethod.COUPLED: pb.VERIFICATION_METHOD_COUPLED,
-    t.VerificationMethod.REJECTION: pb.VERIFICATION_METHOD_REJECTION,
-    t.VerificationMethod.NAIVE: pb.VERIFICATION_METHOD_NAIVE,
-}
-_ORIGINS = {
-    t.TokenOrigin.ACCEPTED: pb.TOKEN_ORIGIN_ACCEPTED,
-    t.TokenOrigin.CORRECTION: pb.TOKEN_ORIGIN_CORRECTION,
-    t.TokenOrigin.BONUS: pb.TOKEN_ORIGIN_BONUS,
-}
-_FINISH = {
-    t.FinishReason.STOP: pb.FINISH_REASON_STOP,
-    t.FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-    t.FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
-}
-_DRAFTERS = {
-    t.DrafterKind.MODEL: pb.DRAFTER_KIND_MODEL,
-    t.DrafterKind.NGRAM: pb.DRAFTER_KIND_NGRAM,
-    t.DrafterKind.NONE: pb.DRAFTER_KIND_NONE,
-}
-_METHODS_BACK = {v: k for k, v in _METHODS.items()}
-_ORIGINS_BACK = {v: k for k, v in _ORIGINS.items()}
-_FINISH_BACK = {v: k for k, v in _FINISH.items()}
-_DRAFTERS_BACK = {v: k for k, v in _DRAFTERS.items()}
-
 
 def method_to_proto(method: t.VerificationMethod) -> pb.VerificationMethod.ValueType:
     """Return the wire value of a verification method."""
-    return _METHODS[method]
+    return METHODS[method]
 
 
 def method_from_proto(value: int) -> t.VerificationMethod:
@@ -164,14 +149,14 @@ def method_from_proto(value: int) -> t.VerificationMethod:
     """
     if value == pb.VERIFICATION_METHOD_UNSPECIFIED:
         return t.VerificationMethod.COUPLED
-    if value not in _METHODS_BACK:
-        raise InvalidArgumentError("verification", value, f"one of {sorted(_METHODS_BACK)}")
-    return _METHODS_BACK[pb.VerificationMethod.ValueType(value)]
+    if value not in METHODS_BACK:
+        raise InvalidArgumentError("verification", value, f"one of {sorted(METHODS_BACK)}")
+    return METHODS_BACK[pb.VerificationMethod.ValueType(value)]
 
 
 def origin_to_proto(origin: t.TokenOrigin) -> pb.TokenOrigin.ValueType:
     """Return the wire value of a token origin."""
-    return _ORIGINS[origin]
+    return ORIGINS[origin]
 
 
 def origin_from_proto(value: pb.TokenOrigin.ValueType) -> t.TokenOrigin:
@@ -180,9 +165,9 @@ def origin_from_proto(value: pb.TokenOrigin.ValueType) -> t.TokenOrigin:
     Raises:
         InternalError: No origin, or one that this version does not know.
     """
-    if value not in _ORIGINS_BACK:
-        raise InternalError(f"the peer sent token origin {value}, allowed: {sorted(_ORIGINS_BACK)}")
-    return _ORIGINS_BACK[value]
+    if value not in ORIGINS_BACK:
+        raise InternalError(f"the peer sent token origin {value}, allowed: {sorted(ORIGINS_BACK)}")
+    return ORIGINS_BACK[value]
 
 
 def proposal_to_proto(proposal: t.Proposal) -> pb.Proposal:
@@ -248,9 +233,9 @@ def request_to_proto(request: t.GenerationRequest) -> gen.GenerateRequest:
         stop_token_ids=request.stop_token_ids,
         ignore_eos=request.ignore_eos,
         num_top_logprobs=request.num_top_logprobs,
-        verification=_METHODS[request.verification],
+        verification=METHODS[request.verification],
         gamma=gen.GammaPolicy(max_gamma=request.gamma.max_gamma, max_nodes=request.gamma.max_nodes),
-        drafter=_DRAFTERS[request.drafter],
+        drafter=DRAFTERS[request.drafter],
         session_id=request.session_id,
         turn=request.turn,
         resume_from=request.resume_from,
@@ -279,8 +264,8 @@ def request_from_proto(message: gen.GenerateRequest) -> t.GenerationRequest:
     prompt = message.text
     if message.WhichOneof("prompt") == "token_ids":
         prompt = token_ids_from_proto("prompt", message.token_ids.ids)
-    if message.drafter not in (pb.DRAFTER_KIND_UNSPECIFIED, *_DRAFTERS_BACK):
-        raise InvalidArgumentError("drafter", message.drafter, f"one of {sorted(_DRAFTERS_BACK)}")
+    if message.drafter not in (pb.DRAFTER_KIND_UNSPECIFIED, *DRAFTERS_BACK):
+        raise InvalidArgumentError("drafter", message.drafter, f"one of {sorted(DRAFTERS_BACK)}")
     fixed = message.gamma.fixed if message.gamma.WhichOneof("policy") == "fixed" else None
     request = t.GenerationRequest(
         prompt=prompt,
@@ -293,7 +278,7 @@ def request_from_proto(message: gen.GenerateRequest) -> t.GenerationRequest:
         num_top_logprobs=message.num_top_logprobs if message.HasField("num_top_logprobs") else None,
         verification=method_from_proto(message.verification),
         gamma=t.GammaPolicy(fixed, message.gamma.max_gamma, message.gamma.max_nodes),
-        drafter=_DRAFTERS_BACK.get(message.drafter, t.DrafterKind.MODEL),
+        drafter=DRAFTERS_BACK.get(message.drafter, t.DrafterKind.MODEL),
         session_id=message.session_id,
         turn=message.turn,
         resume_from=message.resume_from if message.HasField("resume_from") else None,
@@ -317,7 +302,7 @@ def chunk_to_proto(chunk: t.Chunk) -> gen.GenerateResponse:
         prompt_tokens=chunk.prompt_tokens,
     )
     if chunk.finish_reason is not None:
-        message.finish_reason = _FINISH[chunk.finish_reason]
+        message.finish_reason = FINISH_REASONS[chunk.finish_reason]
     if chunk.usage is not None:
         message.usage.CopyFrom(gen.Usage(**vars(chunk.usage)))
     if chunk.summary is not None:
@@ -343,7 +328,7 @@ def chunk_from_proto(message: gen.GenerateResponse) -> t.Chunk:
         text=message.text,
         tokens=tuple(token_from_proto(token) for token in message.tokens),
         seed=message.seed,
-        finish_reason=_FINISH_BACK.get(message.finish_reason),
+        finish_reason=FINISH_REASONS_BACK.get(message.finish_reason),
         usage=_usage_from_proto(message.usage) if message.HasField("usage") else None,
         summary=_summary_from_proto(message.summary) if message.HasField("summary") else None,
         offset=message.offset,
@@ -384,7 +369,7 @@ def token_to_proto(token: t.EmittedToken) -> gen.EmittedToken:
     """Return the wire form of an emitted token."""
     return gen.EmittedToken(
         token_id=token.token_id,
-        origin=_ORIGINS[token.origin],
+        origin=ORIGINS[token.origin],
         logprob=token.logprob,
         top_logprobs=[gen.TopLogprob(**vars(top)) for top in token.top_logprobs],
         token_bytes=token.token_bytes,

@@ -7,18 +7,9 @@ from dataclasses import dataclass
 
 from gammaray.types import DrafterKind, TokenOrigin
 from gammaray.v1 import generation_service_pb2 as pb
-from gammaray.v1 import types_pb2
+from gammaray.wire.enums import DRAFTERS_BACK, ORIGINS_BACK
 
 __all__ = ["CycleRecord", "WorkerCall", "cycles_from_proto"]
-
-_ORIGINS = {
-    types_pb2.TOKEN_ORIGIN_CORRECTION: TokenOrigin.CORRECTION,
-    types_pb2.TOKEN_ORIGIN_BONUS: TokenOrigin.BONUS,
-}
-_DRAFTERS = {
-    types_pb2.DRAFTER_KIND_MODEL: DrafterKind.MODEL,
-    types_pb2.DRAFTER_KIND_NGRAM: DrafterKind.NGRAM,
-}
 
 
 @dataclass(frozen=True)
@@ -115,8 +106,8 @@ def _cycle(message: pb.CycleRecord) -> CycleRecord:
         tested=message.tested,
         accepted=message.accepted,
         emitted=message.emitted,
-        next_origin=_ORIGINS.get(message.next_origin),
-        drafter=_DRAFTERS.get(message.drafter, DrafterKind.NONE),
+        next_origin=ORIGINS_BACK.get(message.next_origin),
+        drafter=DRAFTERS_BACK.get(message.drafter, DrafterKind.NONE),
         draft_failed=message.draft_failed,
         draft_ahead_hit=message.draft_ahead_hit,
         draft=_call(message.draft) if message.HasField("draft") else None,

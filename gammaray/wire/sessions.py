@@ -8,7 +8,7 @@ from enum import Enum
 from gammaray.errors import InternalError
 from gammaray.types import FinishReason
 from gammaray.v1 import generation_service_pb2 as pb
-from gammaray.v1 import types_pb2
+from gammaray.wire.enums import FINISH_REASONS, FINISH_REASONS_BACK
 
 __all__ = ["SessionInfo", "SessionState", "info_from_proto", "info_to_proto"]
 
@@ -59,18 +59,15 @@ _STATES = {
     SessionState.FINISHED: pb.SESSION_STATE_FINISHED,
 }
 _STATES_BACK = {value: state for state, value in _STATES.items()}
-_REASONS = {
-    FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
-    FinishReason.CANCELLED: types_pb2.FINISH_REASON_CANCELLED,
-}
-_REASONS_BACK = {value: reason for reason, value in _REASONS.items()}
 
 
 def info_to_proto(info: SessionInfo) -> pb.SessionInfo:
     """Return the wire form of a session."""
     reason = info.finish_reason
-    fields = vars(info) | {"state": _STATES[info.state], "finish_reason": _REASONS[reason] if reason else 0}
+    fields = vars(info) | {
+        "state": _STATES[info.state],
+        "finish_reason": FINISH_REASONS[reason] if reason else 0,
+    }
     return pb.SessionInfo(**fields)
 
 
@@ -86,7 +83,7 @@ def info_from_proto(message: pb.SessionInfo) -> SessionInfo:
         session_id=message.session_id,
         turn=message.turn,
         state=_STATES_BACK[message.state],
-        finish_reason=_REASONS_BACK.get(message.finish_reason),
+        finish_reason=FINISH_REASONS_BACK.get(message.finish_reason),
         prompt_tokens=message.prompt_tokens,
         emitted_tokens=message.emitted_tokens,
         seed=message.seed,

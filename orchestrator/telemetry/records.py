@@ -5,20 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from gammaray.types import DrafterKind, TokenOrigin
+from gammaray.types import TokenOrigin
 from gammaray.v1 import generation_service_pb2 as pb
-from gammaray.v1 import types_pb2
 from gammaray.wire.convert import origin_to_proto
+from gammaray.wire.enums import DRAFTERS
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Call, Cycle
 
 __all__ = ["cycle_record", "failed_record", "worker_call"]
-
-_DRAFTERS = {
-    DrafterKind.MODEL: types_pb2.DRAFTER_KIND_MODEL,
-    DrafterKind.NGRAM: types_pb2.DRAFTER_KIND_NGRAM,
-    DrafterKind.NONE: types_pb2.DRAFTER_KIND_NONE,
-}
 
 
 def cycle_record(
@@ -48,7 +42,7 @@ def cycle_record(
         tested=cycle.num_tested,
         accepted=cycle.num_accepted,
         emitted=len(cycle.token_ids),
-        drafter=_DRAFTERS[cycle.drafter],
+        drafter=DRAFTERS[cycle.drafter],
         draft_failed=cycle.draft_failed,
     )
     if cycle.origins and cycle.origins[-1] is not TokenOrigin.ACCEPTED:

@@ -6,8 +6,9 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from gammaray.telemetry import names as t
+from gammaray.types import DrafterKind
 from gammaray.v1 import generation_service_pb2 as pb
-from gammaray.v1 import types_pb2
+from gammaray.wire.enums import DRAFTERS_BACK, ORIGINS_BACK
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Call
 from orchestrator.telemetry.records import worker_call
@@ -25,9 +26,6 @@ _FLAGS = 0x101
 
 _CYCLE, _PROPOSE, _VERIFY, _COMMIT = range(4)
 """The spans of one cycle, by their place among its four ids."""
-
-_ORIGINS = {types_pb2.TOKEN_ORIGIN_CORRECTION: "correction", types_pb2.TOKEN_ORIGIN_BONUS: "bonus"}
-_DRAFTERS = {types_pb2.DRAFTER_KIND_MODEL: "model", types_pb2.DRAFTER_KIND_NGRAM: "ngram"}
 
 
 class SessionTrace:
@@ -167,14 +165,14 @@ class CycleBundle:
             t.VERIFICATION: trace.verification,
             t.GAMMA: record.gamma,
             t.GAMMA_REASON: record.gamma_reason,
-            t.DRAFTER: _DRAFTERS.get(record.drafter, "none"),
+            t.DRAFTER: DRAFTERS_BACK.get(record.drafter, DrafterKind.NONE).value,
             t.DRAFTED: record.drafted,
             t.TESTED: record.tested,
             t.ACCEPTED: record.accepted,
             t.EMITTED: record.emitted,
         }
         if record.next_origin:
-            values[t.NEXT_ORIGIN] = _ORIGINS[record.next_origin]
+            values[t.NEXT_ORIGIN] = ORIGINS_BACK[record.next_origin].value
         _write(span, values)
         span.attributes.add(key=t.DRAFT_FAILED).value.bool_value = record.draft_failed
         if self._error:

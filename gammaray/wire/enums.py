@@ -1,0 +1,44 @@
+"""The wire value of every enum member, and the way back: the one table of each."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from gammaray.types import DrafterKind, FinishReason, TokenOrigin, VerificationMethod
+from gammaray.v1 import types_pb2 as pb
+
+__all__ = [
+    "DRAFTERS",
+    "DRAFTERS_BACK",
+    "FINISH_REASONS",
+    "FINISH_REASONS_BACK",
+    "METHODS",
+    "METHODS_BACK",
+    "ORIGINS",
+    "ORIGINS_BACK",
+]
+
+METHODS: Final = {
+    VerificationMethod.COUPLED: pb.VERIFICATION_METHOD_COUPLED,
+    VerificationMethod.REJECTION: pb.VERIFICATION_METHOD_REJECTION,
+    VerificationMethod.NAIVE: pb.VERIFICATION_METHOD_NAIVE,
+}
+ORIGINS: Final = {
+    TokenOrigin.ACCEPTED: pb.TOKEN_ORIGIN_ACCEPTED,
+    TokenOrigin.CORRECTION: pb.TOKEN_ORIGIN_CORRECTION,
+    TokenOrigin.BONUS: pb.TOKEN_ORIGIN_BONUS,
+}
+FINISH_REASONS: Final = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+}
+DRAFTERS: Final = {
+    DrafterKind.MODEL: pb.DRAFTER_KIND_MODEL,
+    DrafterKind.NGRAM: pb.DRAFTER_KIND_NGRAM,
+    DrafterKind.NONE: pb.DRAFTER_KIND_NONE,
+}
+METHODS_BACK: Final = {value: method for method, value in METHODS.items()}
+ORIGINS_BACK: Final = {value: origin for origin, value in ORIGINS.items()}
+FINISH_REASONS_BACK: Final = {value: reason for reason, value in FINISH_REASONS.items()}
+DRAFTERS_BACK: Final = {value: kind for kind, value in DRAFTERS.items()}
