@@ -283,7 +283,7 @@ class WorkerSettings(_ServingSettings, _ModelSettings):
     deterministic: bool = Field(
         False, description="Bit-identical logits whatever the batch and gamma (CPU float32 only; slower)."
     )
-    lean: bool = Field(
+    fast_kernels: bool = Field(
         True, description="Use the compiled kernel (CPU) or CUDA graphs where they cover the architecture."
     )
     drain_timeout_s: float = Field(

@@ -34,7 +34,7 @@ def load_engine(
     threads: int = 1,
     cache_budget_bytes: int = DEFAULT_CACHE_BUDGET_BYTES,
     deterministic: bool = False,
-    lean: bool = True,
+    fast_kernels: bool = True,
     kernel_cache: str = "",
 ) -> Engine:
     """Load a model and check that it can be served exactly.
@@ -47,7 +47,7 @@ def load_engine(
         cache_budget_bytes: Upper bound of all sessions' keys and values together.
         deterministic: Logits do not depend, to the last bit, on what else is in a step; see
             `services.engine.hf.deterministic` for what is covered.
-        lean: Use the compiled kernel (CPU) or CUDA graphs where they cover the architecture.
+        fast_kernels: Use the compiled kernel (CPU) or CUDA graphs where they cover the architecture.
         kernel_cache: Folder of compiled CPU kernels; empty: the default of `load_kernel`.
 
     Raises:
@@ -62,12 +62,12 @@ def load_engine(
     layout = probe_model(loaded)
     rows, dim = layout.kv_heads, layout.kv_dim
     runner: Runner
-    obstacle = native_obstacle(loaded, kernel_cache) if lean else "lean is off"
+    obstacle = native_obstacle(loaded, kernel_cache) if fast_kernels else "fast_kernels is off"
     if not obstacle:
         kernel = load_kernel().variant
         runner = NativeRunner(build_native(loaded, layout.windows, layout.vocab_size))
         rows, dim = 2 * rows, dim // 2
-    elif lean and not deterministic and prefers_graphs(loaded):
+    elif fast_kernels and not deterministic and prefers_graphs(loaded):
         kernel = "CUDA graphs"
         runner = GraphRunner(build_graph_model(loaded, layout.vocab_size))
         rows, dim = 2 * rows, dim // 2
@@ -108,7 +108,7 @@ def load_worker_engine(path: str, settings: WorkerSettings) -> Engine:
         dtype=settings.dtype,
         threads=settings.threads,
         deterministic=settings.deterministic,
-        lean=settings.lean,
+        fast_kernels=settings.fast_kernels,
         kernel_cache=settings.kernel_cache,
     )
     limit_cache(engine, settings)

@@ -83,7 +83,7 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair():
     model = str(TARGET_DIR)
-    one = load_engine(model, device="cpu", lean=False, cache_budget_bytes=both_budgets(1))
+    one = load_engine(model, device="cpu", fast_kernels=False, cache_budget_bytes=both_budgets(1))
     two = ParallelEngine.load_parallel(
         model, num_ranks=2, device="cpu", cache_budget_bytes=both_budgets(2), timeout_s=200
     )

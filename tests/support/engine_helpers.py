@@ -138,7 +138,7 @@ SUPPORTED = (
     "deepseek_v3",
     "gpt_oss",
 )
-# Those that have a lean path as well.
+# Those that have a path with fast kernels as well.
 LEAN = ("llama", "llama-bias", "llama-yarn", "mistral", "mistral-full", "qwen2", "qwen2-sliding", "qwen3")
 
 

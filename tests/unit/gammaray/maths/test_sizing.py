@@ -13,7 +13,7 @@ from gammaray.maths.sizing import MAX_GAMMA, Sizing
 L4_H100 = Sizing(alpha=0.75, target_ms=20.0, draft_ms=2.0, rtt_ms=0.5, sessions=64, draft_tokens=16)
 
 
-# alpha, sessions, best gamma, throughput over plain decoding (arXiv 2406.14066); draft cost .05, saturation 256
+# alpha, sessions, best gamma, gain in throughput (arXiv 2406.14066); draft cost .05, saturation at 256 tokens
 GOODPUT = [
     (0.8, 1, 8, 3.09),
     (0.8, 32, 7, 3.08),

@@ -53,7 +53,7 @@ def scripted_steps() -> list[list[SequenceInput]]:
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_native_path_demo_pair_matches_general_path(role: str) -> None:
     native = load_engine(resolve_model("demo", role))
-    general = load_engine(resolve_model("demo", role), lean=False)
+    general = load_engine(resolve_model("demo", role), fast_kernels=False)
     assert isinstance(native.runner, NativeRunner)
     worst = 0.0
     for feeds in scripted_steps():
@@ -273,7 +273,7 @@ def test_chain_refuses_what_a_step_refuses(tmp_path: Path) -> None:
     directory = str(tiny_model("llama", tmp_path))
     engine = load_engine(directory)
     assert engine.can_chain
-    assert not load_engine(directory, lean=False).can_chain
+    assert not load_engine(directory, fast_kernels=False).can_chain
     engine.step([SequenceInput("a", 0, random_tokens(MAX_CONTEXT - 2, 1), 1)])
     with pytest.raises(ValueError, match="token_ids"):
         engine.chain(SequenceInput("a", MAX_CONTEXT - 2, [5] * 3, 3))
