@@ -7,6 +7,7 @@ Imports inside functions, under TYPE_CHECKING and by `import_module("a literal")
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -190,6 +191,14 @@ def test_no_file_imports_itself_by_way_of_others(graph):
 def test_rooms_are_small(sources):
     sizes = {room: sum(room_of(path) == room for path in sources) for room in FLOORS}
     assert {room: size for room, size in sizes.items() if size > MAX_FILES} == {}
+
+
+def test_architecture_page_lists_the_rooms_and_their_floors():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| \[`([\w/]+)`\]\(\.\./([\w/]+)\) \| \S", page, re.MULTILINE)
+    assert [(room, room, int(floor)) for room, floor in FLOORS.items()] == [
+        (room, link, int(floor)) for floor, room, link in rows
+    ]
 
 
 @pytest.mark.parametrize("path", sorted(set().union(*ONLY_IN.values())))
