@@ -36,7 +36,7 @@ from services.draft.lookahead import AheadStats, Throttle
 from services.draft.scheduler import DraftScheduler
 from services.engine.loader import load_engine
 from services.scheduling.planning import Limits
-from services.scheduling.tasks import Ending, ProposeTask, SessionSpec, Task, VerifyTask
+from services.scheduling.tasks import Release, ProposeTask, SessionSpec, Task, VerifyTask
 from services.target.scheduler import TargetScheduler
 
 __all__ = ["Pair", "Run", "main"]
@@ -163,8 +163,8 @@ class Pair:
                 run.draft_ms += draft_s * 1e3
                 run.verify_ms += verify_s * 1e3
             _draft_ahead(draft, run.window * verify_s)
-        draft.release([Ending(name)])
-        target.release([Ending(name)])
+        draft.release([Release(name)])
+        target.release([Release(name)])
         return tokens
 
 

@@ -26,7 +26,7 @@ class TextStream(Protocol):
 
 
 class CallLog(Protocol):
-    """Takes down what workers are asked; `orchestrator.telemetry.cycle_log.Journal` is the real one."""
+    """Takes down what workers are asked; `orchestrator.telemetry.cycle_log.CycleLog` is the real one."""
 
     def call(self, role: str, address: str) -> Call:
         """Return the note of what a worker is asked in this cycle."""

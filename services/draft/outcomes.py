@@ -5,7 +5,7 @@ end. Each outcome that is likely enough becomes a branch: the proposal that woul
 off the tree, and the open nodes that it runs into are fed, those of several branches in one forward. When
 the context arrives and names a branch, its proposal is there.
 
-Why this is exact for every method. An outlook is a pure function of the path, a choice one of the path and
+Why this is exact for every method. A prediction is a pure function of the path, a choice one of the path and
 the cycle's base position, and an outcome fixes the base. So what is prepared is, token by token and law by
 law, what would have been drafted after the context arrived: drafting ahead is memoisation, and whether a
 proposal was in the memo tells its content nothing. With coupled and greedy verification this holds for any

@@ -132,7 +132,7 @@ def predictions(
     top_k: int,
     bits: int,
 ) -> list[Prediction]:
-    """Return the outlooks behind several nodes.
+    """Return the predictions after several nodes.
 
     Args:
         method: Verification method of the session.

@@ -193,7 +193,7 @@ class ProposalBuilder:
         age = itertools.count()
 
         def offer(parent: Node, index: int, weight: float, rank: int) -> None:
-            # `grow` offers only nodes that have an outlook.
+            # `grow` offers only nodes that have a prediction.
             guesses = parent.prediction.guesses(None)  # type: ignore[union-attr]
             if rank < len(guesses):
                 weight *= guesses[rank][1] * scales(guesses[0][1], self._power)[rank > 0]

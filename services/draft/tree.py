@@ -1,7 +1,7 @@
 """The speculation tree of one session: everything the draft foresaw about what follows the committed tokens.
 
 The root is the last committed token. A node is *fed* once the engine's cache holds it, and *open* until it
-has an prediction: what the draft model says may follow it. An outlook is a pure function of the path, so the
+has a prediction: what the draft model says may follow it. A prediction is a pure function of the path, so the
 tree may be grown at any time and in any order, and the next context re-roots it at the node where its path
 ends: everything below stays, everything beside goes.
 

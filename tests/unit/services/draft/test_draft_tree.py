@@ -18,7 +18,7 @@ LAW = SparseDistribution((0, 1, 2), (2, 1, 1), 2)
 
 
 class Fixed:
-    """An outlook with given guesses, whose choice for odd bases is the second."""
+    """A prediction with given guesses, whose choice for odd bases is the second."""
 
     law: SparseDistribution | None = None
 
@@ -35,7 +35,7 @@ class Fixed:
         return self._guesses
 
 
-def random_outlook(rng: random.Random) -> Fixed:
+def random_prediction(rng: random.Random) -> Fixed:
     weights = sorted((rng.random() ** 3 for _ in range(5)), reverse=True)
     return Fixed(*((rng.randrange(1, 10**6), weight / sum(weights)) for weight in weights))
 
@@ -45,7 +45,7 @@ def opened(root: Node, levels: int, rng: random.Random) -> None:
     nodes = [root]
     for _ in range(levels):
         for node in nodes:
-            node.prediction = random_outlook(rng)
+            node.prediction = random_prediction(rng)
         nodes = [node.child(token_id) for node in nodes for token_id, _ in node.prediction.guesses(None)]
 
 
@@ -217,7 +217,7 @@ def test_tree_moves_its_root_and_knows_where_everything_is(seed: int):
     rng = random.Random(seed)
     tree = SpeculationTree(Node(9, 5, None))
     tree.root_fed()
-    tree.root.prediction = random_outlook(rng)
+    tree.root.prediction = random_prediction(rng)
     cache = Cache(tree)
     for _ in range(25):
         for _ in range(rng.randrange(6)):
@@ -228,7 +228,7 @@ def test_tree_moves_its_root_and_knows_where_everything_is(seed: int):
             if nodes:
                 cache.feed(tree, nodes)
                 for node in nodes:
-                    node.prediction = random_outlook(rng)
+                    node.prediction = random_prediction(rng)
                 cache.check(tree)
         fed = [node for node in tree.root.below() if node.place is not None]
         if fed and rng.random() < 0.5:

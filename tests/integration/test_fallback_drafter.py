@@ -56,7 +56,7 @@ class Repeats:
 
 
 @pytest.mark.parametrize("top", DrafterKind)
-async def test_ladder_stays_lossless_from_every_rung(top):
+async def test_fallback_stays_lossless_from_every_rung(top):
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         session = make_session(max_tokens=60)
         cycles = await run(session, *ladder_of(fleet, session, top))
@@ -66,7 +66,7 @@ async def test_ladder_stays_lossless_from_every_rung(top):
         assert not any(cycle.is_fallback for cycle in cycles)
 
 
-async def test_ladder_ngram_is_accepted_where_the_text_repeats():
+async def test_fallback_ngram_is_accepted_where_the_text_repeats():
     async with fleet_of() as fleet:
         session = make_session(max_tokens=60, prompt=(0, 1, 2, 0, 1, 2))
         ladder, _ = ladder_of(fleet, session)
@@ -81,7 +81,7 @@ def emitted_after(session, num_prompt):
     return session.token_ids[num_prompt:]
 
 
-async def test_ladder_falls_in_the_cycle_that_lost_its_drafter_and_climbs_back():
+async def test_fallback_falls_in_the_cycle_that_lost_its_drafter_and_climbs_back():
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         session = make_session(max_tokens=100_000)
         ladder, verifier = ladder_of(fleet, session, propose_timeout_s=30.0)
@@ -101,7 +101,7 @@ async def test_ladder_falls_in_the_cycle_that_lost_its_drafter_and_climbs_back()
         assert emitted(session) == continuation(PROMPT, session.num_emitted)
 
 
-async def test_ladder_stopped_drafter_costs_one_deadline_and_is_used_as_soon_as_it_goes_on(monkeypatch):
+async def test_fallback_stopped_drafter_costs_one_deadline_and_is_used_as_soon_as_it_goes_on(monkeypatch):
     stop_pauses_ending(monkeypatch)
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         session = make_session(max_tokens=100_000)
@@ -120,7 +120,7 @@ async def test_ladder_stopped_drafter_costs_one_deadline_and_is_used_as_soon_as_
             await asyncio.sleep(0.01)
 
 
-async def test_ladder_sessions_that_fail_together_do_not_shut_the_drafter_out():
+async def test_fallback_sessions_that_fail_together_do_not_shut_the_drafter_out():
     """Eight sessions that are late at the same time are one failure, not eight in a row: 30 s without."""
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         sessions = [make_session(f"s{index}", max_tokens=100_000) for index in range(8)]
@@ -139,7 +139,7 @@ async def test_ladder_sessions_that_fail_together_do_not_shut_the_drafter_out():
             await asyncio.sleep(0.05)
 
 
-async def test_ladder_drafter_that_is_always_late_is_asked_ever_more_rarely():
+async def test_fallback_drafter_that_is_always_late_is_asked_ever_more_rarely():
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         sessions = [make_session(f"s{index}", max_tokens=100_000) for index in range(4)]
         pairs = [ladder_of(fleet, session, propose_timeout_s=0.05) for session in sessions]
@@ -154,7 +154,7 @@ async def test_ladder_drafter_that_is_always_late_is_asked_ever_more_rarely():
         assert len(proposals) <= 4 + 3, "after the first deadline of all, one session at a time tries"
 
 
-async def test_ladder_error_of_one_session_does_not_stop_the_others_or_another_worker():
+async def test_fallback_error_of_one_session_does_not_stop_the_others_or_another_worker():
     async with scripted("target", "draft", "draft") as (target, *drafts), fleet_of(target, *drafts) as fleet:
         for draft in drafts[:1]:
             draft.on_block = lambda b, d=draft: d.result(b, error=pb.BlockError(code=13, message="broken"))
@@ -166,7 +166,7 @@ async def test_ladder_error_of_one_session_does_not_stop_the_others_or_another_w
             assert sum(cycle.is_fallback for cycle in cycles) <= 5
 
 
-async def test_ladder_long_prompt_is_looked_up_while_the_drafter_reads_it():
+async def test_fallback_long_prompt_is_looked_up_while_the_drafter_reads_it():
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         prompt = tuple(i % VOCAB for i in range(500))
         draft.runs.clear()
@@ -181,7 +181,7 @@ async def test_ladder_long_prompt_is_looked_up_while_the_drafter_reads_it():
         assert (await one_cycle(session, ladder, verifier)).drafter is DrafterKind.MODEL
 
 
-async def test_ladder_controller_of_a_rung_learns_only_of_its_own_cycles():
+async def test_fallback_controller_of_a_rung_learns_only_of_its_own_cycles():
     class Watching(Steady):
         def __init__(self, gamma):
             super().__init__(gamma)
