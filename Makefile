@@ -22,11 +22,11 @@ demo: install  ## start a cluster with the demo pair, stream a completion, print
 test-programs:  ## install the Debian packages that some tests need: chromium, prometheus, redis-server
 	$(PYTHON) .ci/packages.py
 
-# Tests of units and of the chart share nothing and run on two cores; workers and clusters need both for themselves.
+# Tests without a cluster share nothing and run on two cores; clusters need both for themselves.
 test: install  ## unit, integration, statistical and end-to-end tests; ends with what was skipped
 	@failed=0; \
-	$(BIN)/pytest -n 2 --dist loadfile tests/unit tests/chart || failed=1; \
-	$(BIN)/pytest --ignore=tests/unit --ignore=tests/chart || failed=1; \
+	$(BIN)/pytest -n 2 --dist loadfile tests/unit tests/chart tests/integration || failed=1; \
+	$(BIN)/pytest --ignore=tests/unit --ignore=tests/chart --ignore=tests/integration || failed=1; \
 	exit $$failed
 
 lint: install  ## ruff, mypy strict, buf, hadolint, generated files are fresh
