@@ -16,15 +16,18 @@ from dataclasses import replace
 
 from gammaray.errors import GammarayError
 from gammaray.types import DrafterKind, Proposal
+from orchestrator.bandit_gamma import BanditGamma
 from orchestrator.cycle import Cycle, GammaController, Shape
 from orchestrator.gamma import AdaptiveGamma
 from orchestrator.heritage import Counts, Heritage
+from orchestrator.linear_gamma import LinearGamma
 from orchestrator.ngram import NgramDrafter
 from orchestrator.remote_draft import Readiness, RemoteDrafter
 from orchestrator.session import Session
 
 __all__ = ["Ladder"]
 
+_ADAPTIVE = (AdaptiveGamma, LinearGamma, BanditGamma)
 _log = logging.getLogger(__name__)
 
 
@@ -82,13 +85,13 @@ class Ladder:
     @property
     def acceptance(self) -> dict[DrafterKind, Counts]:
         """What the adaptive controllers know of the session's acceptance, by rung."""
-        adaptive = ((r, c) for r, c in self._controllers.items() if isinstance(c, AdaptiveGamma))
+        adaptive = ((r, c) for r, c in self._controllers.items() if isinstance(c, _ADAPTIVE))
         return {rung: controller.acceptance.counts for rung, controller in adaptive}
 
     def recall(self, heritage: Heritage) -> None:
         """Go on with what a former owner of the session knew, and where it drafted."""
         for rung, controller in self._controllers.items():
-            if rung in heritage.acceptance and isinstance(controller, AdaptiveGamma):
+            if rung in heritage.acceptance and isinstance(controller, _ADAPTIVE):
                 controller.acceptance.recall(*heritage.acceptance[rung])
         if self._top is DrafterKind.MODEL:
             self._remote.prefer(self._session, heritage.draft)
