@@ -11,30 +11,21 @@ import math
 from gammaray.metrics import AcceptanceEstimator
 from orchestrator.cycle import Cycle, Shape
 from orchestrator.fixed_gamma import Reason, first_children, stopped_early
-from orchestrator.linear_costs import HOLD, LinearCosts
+from orchestrator.linear_costs import FORGETTING, HOLD, RATE, LinearCosts, is_tree
 
 __all__ = ["LinearGamma"]
 
 FIRST_GAMMA = 4
 """Where to start when nothing is known of the costs."""
 
-SESSION_DECAY, STRENGTH = 0.975, 8.0
-"""What a session knows of its own acceptance fades by this with each cycle, and what the fleet's is worth
-beside, in tested tokens: half of the weight after three cycles, a memory of 40."""
-
-PLAIN_DECAY = 0.999
-"""The same of a plain cycle, which tells nothing of acceptance."""
-
-LEAST_SHARE = 0.5
-"""No cycle is expected to take less than this share of a plain one."""
+STRENGTH = 8.0
+"""Tested tokens that the fleet's acceptance is worth beside a session's own: half of the weight after three
+cycles."""
 
 REFRESH = 4
-"""Cycles that one evaluation serves."""
+"""Cycles that one evaluation serves: it takes as long as learning from two cycles."""
 
-TREE_REFRESH = 4
-"""Evaluations that one look at trees serves."""
-
-TREE_DEPTHS, TREE_NODES = (2, 3, 4, 6, 8), (4, 8, 12, 16, 24, 32)
+TREE_DEPTHS, TREE_NODES = (1, 2, 3, 4, 6, 8), (4, 8, 12, 16, 24, 32)
 """Trees that are considered, within the request's bounds."""
 
 _Arm = tuple[Shape, float, float, float]
@@ -62,12 +53,13 @@ class LinearGamma:
     ) -> None:
         self._max_gamma, self._max_nodes, self._ends_early = max_gamma, max_nodes, ends_early
         self._costs = costs
-        self.acceptance = AcceptanceEstimator(SESSION_DECAY, prior_strength=STRENGTH, fleet=costs.acceptance)
-        self._reach = AcceptanceEstimator(SESSION_DECAY, prior_strength=STRENGTH, fleet=costs.reach)
+        self.acceptance = AcceptanceEstimator(1.0 - RATE, prior_strength=STRENGTH, fleet=costs.acceptance)
+        self._reach = AcceptanceEstimator(1.0 - RATE, prior_strength=STRENGTH, fleet=costs.reach)
         self._was_plain, self._num_drafting = True, 0
-        self._num_cycles = self._num_evaluated = 0
+        self._num_cycles = 0
         self._shape: Shape | None = None
         self._renewed = 0
+        self._promised: dict[Shape, float] = {}
         self._trees: list[_Arm] = []
 
     def next_shape(self) -> Shape:
@@ -77,10 +69,12 @@ class LinearGamma:
         if not self._costs.is_known:
             return Shape(min(FIRST_GAMMA, self._max_gamma), 0, Reason.FIRST.value)
         has_begun = 0 < self._num_drafting < REFRESH  # a trial that fails ends at once
-        is_due = self._num_cycles % REFRESH == 0 or self._renewed != self._costs.num_renewed or has_begun
-        if self._shape is None or is_due:
-            self._renewed = self._costs.num_renewed
-            self._shape = self._best()
+        is_renewed = self._renewed != self._costs.num_renewed
+        if self._num_cycles % REFRESH == 0 or is_renewed or has_begun or self._shape is None:
+            by_depth = self._by_depth()
+            if is_renewed:
+                self._renewed, self._trees = self._costs.num_renewed, self._look_at_trees(by_depth)
+            self._shape = self._best(by_depth)
         return self._shape
 
     def observe(self, cycle: Cycle) -> None:
@@ -90,43 +84,36 @@ class LinearGamma:
         if tested:
             self.acceptance.observe(tested, accepted)
         elif cycle.gamma == 0:
-            self.acceptance.fade(PLAIN_DECAY)
-        is_tree = cycle.shape.max_nodes > cycle.shape.depth
-        if cycle.num_drafted > 0 and is_tree:
-            self._observe_tree(cycle)
+            self.acceptance.fade(1.0 - FORGETTING)
+        if cycle.num_drafted > 0 and is_tree(cycle.shape):
+            promised = self._promised.get(cycle.shape)
+            if promised is not None:
+                self._costs.trees.observe(cycle.levels, promised)
         elif cycle.num_drafted > 0:
             self._reach.observe(cycle.num_drafted + stopped_early(cycle), cycle.num_drafted)
         self._costs.learn(cycle, was_plain=self._was_plain)
         self._was_plain = cycle.num_drafted == 0
         self._num_drafting = 0 if self._was_plain else self._num_drafting + 1
 
-    def _observe_tree(self, cycle: Cycle) -> None:
-        promised = next((tokens for shape, tokens, *_ in self._trees if shape == cycle.shape), None)
-        if promised is not None:
-            self._costs.trees.observe(cycle.shape, cycle.levels, cycle.num_drafted, promised)
-
-    def _best(self) -> Shape:
+    def _best(self, by_depth: list[float]) -> Shape:
         costs = self._costs
         sampled = costs.sample()
         _, drafted_s, forward_s, row_s, _, other_row_s = sampled
         plain_s = costs.plain_s(sampled)
         drafted_s += plain_s + (costs.catch_up_s / HOLD if self._was_plain else 0.0)
         # A row takes this much time from the others, during which each would get tokens.
-        price = costs.crowd * costs.tokens_per_s * max(0.0, other_row_s)
-        by_depth = self._by_depth()
+        price = costs.crowd * costs.tokens_per_s * other_row_s
         best, highest = Shape(0), 1.0 / plain_s
-        for arm in (*self._chains(by_depth), *self._all_trees(by_depth)):
+        for arm in (*self._chains(by_depth), *self._trees):
             shape, tokens, forwards, rows = arm
-            if shape.max_nodes > 0:
-                tokens *= costs.trees.bias(shape)
-            seconds = max(drafted_s + forward_s * forwards + row_s * rows, LEAST_SHARE * plain_s)
+            seconds = drafted_s + forward_s * forwards + row_s * rows
             speed = (tokens - price * rows) / seconds
             if speed > highest:
                 best, highest = shape, speed
         stop = 0.0
-        if best.depth > 1 and best.max_nodes <= best.depth and self._ends_early:
+        if best.depth > 1 and not is_tree(best) and self._ends_early:
             # A token more is worth its probability, and costs so many tokens elsewhere.
-            stop = min(1.0, max(0.0, forward_s + row_s) * highest + price)
+            stop = min(1.0, (forward_s + row_s) * highest + price)
         return Shape(best.depth, best.max_nodes, Reason.BEST.value, stop_threshold=stop)
 
     def _by_depth(self) -> list[float]:
@@ -150,14 +137,16 @@ class LinearGamma:
             arms.append((Shape(depth), tokens, forwards, rows))
         return arms
 
-    def _all_trees(self, by_depth: list[float]) -> list[_Arm]:
-        """Return trees, as they were at the last look."""
-        if self._max_nodes > 2 and self._num_evaluated % TREE_REFRESH == 0:
-            self._trees = []
-            for depth in (d for d in TREE_DEPTHS if d <= self._max_gamma):
-                tokens = self._costs.trees.model(by_depth[:depth], self._max_nodes)
-                for nodes in (n for n in TREE_NODES if depth < n <= min(self._max_nodes, len(tokens))):
-                    shape = Shape(depth, nodes)
-                    self._trees.append((shape, tokens[nodes - 1], float(depth), float(nodes)))
-        self._num_evaluated += 1
-        return self._trees
+    def _look_at_trees(self, by_depth: list[float]) -> list[_Arm]:
+        """Return trees, and take note of what the model promises of them; takes 35 us."""
+        if self._max_nodes < TREE_NODES[0]:
+            return []
+        arms, trees = [], self._costs.trees
+        self._promised = {}
+        for depth in (d for d in TREE_DEPTHS if d <= self._max_gamma):
+            tokens = trees.model(by_depth[:depth], self._max_nodes)
+            for nodes in (n for n in TREE_NODES if depth < n <= len(tokens)):
+                shape, expected = Shape(depth, nodes), tokens[nodes - 1]
+                self._promised[shape] = expected
+                arms.append((shape, expected * trees.bias, float(depth), float(nodes)))
+        return arms
