@@ -10,11 +10,17 @@ from orchestrator.cycle.protocols import GammaController
 from orchestrator.cycle.session import Session
 from orchestrator.drafting.fallback import FallbackDrafter
 from orchestrator.gamma.adaptive import AdaptiveGamma, FixedGamma, Reason
+from orchestrator.gamma.bandit import Arms, BanditGamma
 from orchestrator.gamma.cost_model import CostModel
+from orchestrator.gamma.linear import LinearGamma
+from orchestrator.gamma.linear_costs import LinearCosts
 from orchestrator.workers.drafter import RemoteDrafter
 from orchestrator.workers.pool import WorkerPool
 
-__all__ = ["Drafting"]
+__all__ = ["COMPARED", "Drafting"]
+
+COMPARED = {31: "linear", 30: "bandit"}
+"""Controllers that are compared on one cluster, by the request's `max_nodes`."""
 
 
 class Drafting:
@@ -33,6 +39,8 @@ class Drafting:
         vocab_size: int,
     ) -> None:
         self._settings, self._pool, self._vocab_size = settings, pool, vocab_size
+        self._linear = {DrafterKind.MODEL: LinearCosts(), DrafterKind.NGRAM: LinearCosts()}
+        self._arms = {DrafterKind.MODEL: Arms(), DrafterKind.NGRAM: Arms()}
         self.costs = {DrafterKind.MODEL: CostModel(), DrafterKind.NGRAM: CostModel()}
 
     @property
@@ -64,9 +72,15 @@ class Drafting:
         takes_trees = request.verification is VerificationMethod.COUPLED and rung is DrafterKind.MODEL
         # Chains with their laws take as many forwards wherever they end.
         ships_laws = request.verification is VerificationMethod.REJECTION and request.sampling.temperature > 0
-        return AdaptiveGamma(
-            policy.max_gamma or self._settings.max_gamma,
-            costs,
-            (policy.max_nodes or self._settings.max_nodes) if takes_trees else 0,
-            ends_early=rung is DrafterKind.MODEL and not ships_laws,
-        )
+        max_gamma = policy.max_gamma or self._settings.max_gamma
+        max_nodes = (policy.max_nodes or self._settings.max_nodes) if takes_trees else 0
+        ends_early = rung is DrafterKind.MODEL and not ships_laws
+        name: str = self._settings.gamma_controller
+        if name == "compare":
+            name = COMPARED.get(policy.max_nodes, "adaptive")
+            max_nodes = self._settings.max_nodes if takes_trees else 0
+        if name == "bandit":
+            return BanditGamma(max_gamma, self._arms[rung])
+        if name == "linear":
+            return LinearGamma(max_gamma, self._linear[rung], max_nodes, ends_early=ends_early)
+        return AdaptiveGamma(max_gamma, costs, max_nodes, ends_early=ends_early)

@@ -22,10 +22,13 @@ from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Cycle, Shape
 from orchestrator.drafting.prompt_lookup import NgramDrafter
 from orchestrator.gamma.adaptive import AdaptiveGamma
+from orchestrator.gamma.bandit import BanditGamma
+from orchestrator.gamma.linear import LinearGamma
 from orchestrator.workers.drafter import Readiness, RemoteDrafter
 
 __all__ = ["FallbackDrafter"]
 
+_ADAPTIVE = (AdaptiveGamma, LinearGamma, BanditGamma)
 _log = logging.getLogger(__name__)
 
 
@@ -83,13 +86,13 @@ class FallbackDrafter:
     @property
     def acceptance(self) -> dict[DrafterKind, Counts]:
         """What the adaptive controllers know of the session's acceptance, by rung."""
-        adaptive = ((r, c) for r, c in self._controllers.items() if isinstance(c, AdaptiveGamma))
+        adaptive = ((r, c) for r, c in self._controllers.items() if isinstance(c, _ADAPTIVE))
         return {rung: controller.acceptance.counts for rung, controller in adaptive}
 
     def recall(self, handover: SessionHandover) -> None:
         """Go on with what a former owner of the session knew, and where it drafted."""
         for rung, controller in self._controllers.items():
-            if rung in handover.acceptance and isinstance(controller, AdaptiveGamma):
+            if rung in handover.acceptance and isinstance(controller, _ADAPTIVE):
                 controller.acceptance.recall(*handover.acceptance[rung])
         if self._top is DrafterKind.MODEL:
             self._remote.prefer(self._session, handover.draft)

@@ -121,7 +121,7 @@ MUTANTS = {
     "min_tokens_without_the_path": (processing_helpers, "row_paths", forget_the_path, "min_tokens"),
     "noise_of_the_base_for_all_rows": (
         verification,
-        "_row_depths",
+        "row_depths",
         lambda proposal: [0] * (len(proposal) + 1),
         "plain",
     ),

@@ -1,0 +1,331 @@
+"""Adaptive gamma taken apart, and beside simpler controllers and every fixed gamma, in simulation.
+
+    python -m benchmarks.ablation                       # all sets and all controllers
+    python -m benchmarks.ablation --sets useless --controllers 'linear;bandit' --seeds 1
+
+A share is expected tokens per second over the oracle's, which knows acceptance and costs and always plays
+the best shape. Sets of worlds:
+
+- `chains`, `trees`: the 108 of `benchmarks.regret`, with chains only and with trees of up to 32 nodes.
+- `useless`: 48 with drafts that agree rarely (alpha 0.2 to 0.5) and whose forwards take 0.3 to 0.6 of one of
+  the target.
+- `load`: 1, 8, 64, 8 and 1 sessions in turn on one fleet, against the best common gamma of each load.
+- `text`: easy and hard tokens, which the draft can tell apart, against the best fixed gamma.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import orchestrator.gamma.adaptive
+import orchestrator.gamma.exploration
+import orchestrator.gamma.load_switch
+from benchmarks.provenance import write_result
+from benchmarks.regret import GRID, MAX_GAMMA
+from benchmarks.simulation import UNIT_S, Lone, crowd, drive, make_cycle
+from benchmarks.worlds import World, candidates
+from gammaray.bench.tables import plain_table
+from orchestrator.cycle.protocols import GammaController
+from orchestrator.cycle.types import VerifyTiming
+from orchestrator.gamma.adaptive import AdaptiveGamma
+from orchestrator.gamma.bandit import Arms, BanditGamma
+from orchestrator.gamma.cost_model import CostModel
+from orchestrator.gamma.fixed import FixedGamma
+from orchestrator.gamma.linear import LinearGamma
+from orchestrator.gamma.linear_costs import LinearCosts
+
+__all__ = ["CONTROLLERS", "SETS", "ablation", "main"]
+
+FIRST, THEN = 200, 400
+"""Cycles of a fresh replica, and those after them, whose shares are told apart."""
+
+MAX_NODES = 32
+LOADS = (1, 8, 64, 8, 1)
+ROUNDS = {1: 400, 8: 150, 64: 60}
+"""Cycles of each session at a load."""
+
+USELESS = list(itertools.product((0.2, 0.3, 0.4, 0.5), (0.3, 0.45, 0.6), (0.0, 0.1), (0.02, 0.1)))
+LOADED = {
+    "cheap rows": World(alpha=0.75, per_token=0.005, draft=0.05),
+    "dear rows": World(alpha=0.75, per_token=0.04, draft=0.03, spikes=0.0),
+    "shared cores": World(alpha=0.75, per_token=0.03, draft=0.03, spikes=0.0, strain=0.3),
+    "useless draft": World(alpha=0.4, per_token=0.02, draft=0.3),
+}
+CONFIDENCES = (0.97, 0.97, 0.4)
+"""Acceptance of the tokens of `text`, one drawn for each."""
+
+NEVER = 10**9
+
+Make = Callable[[int, int, int, bool], list[GammaController]]
+"""Sessions, seed, upper bound of nodes, whether chains may end early -> controllers of one replica."""
+
+
+@dataclass(frozen=True)
+class Controller:
+    """What is compared.
+
+    Args:
+        make: Makes the controllers of one replica's sessions.
+        patches: (module, name, value) that take a part out of today's controller.
+        max_nodes: Lower bound of nodes than the set's, to take out trees.
+        ends_early: Whether chains may end early.
+    """
+
+    make: Make
+    patches: tuple[tuple[Any, str, Any], ...] = ()
+    max_nodes: int = MAX_NODES
+    ends_early: bool = True
+
+    def replica(self, num_sessions: int, seed: int, max_nodes: int) -> list[GammaController]:
+        """Return fresh controllers that share what they learn."""
+        return self.make(num_sessions, seed, min(max_nodes, self.max_nodes), self.ends_early)
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Take the parts out for the length of a block."""
+        before = [(module, name, getattr(module, name)) for module, name, _ in self.patches]
+        for module, name, value in self.patches:
+            setattr(module, name, value)
+        try:
+            yield
+        finally:
+            for module, name, value in before:
+                setattr(module, name, value)
+
+
+def _adaptive(number: int, seed: int, max_nodes: int, ends_early: bool) -> list[GammaController]:
+    costs = CostModel()
+    return [AdaptiveGamma(MAX_GAMMA, costs, max_nodes, ends_early=ends_early) for _ in range(number)]
+
+
+def _linear(number: int, seed: int, max_nodes: int, ends_early: bool) -> list[GammaController]:
+    costs = LinearCosts(random.Random(1000 + seed))
+    return [LinearGamma(MAX_GAMMA, costs, max_nodes, ends_early=ends_early) for _ in range(number)]
+
+
+def _bandit(number: int, seed: int, max_nodes: int, ends_early: bool) -> list[GammaController]:
+    arms = Arms(random.Random(1000 + seed))
+    return [BanditGamma(MAX_GAMMA, arms) for _ in range(number)]
+
+
+def _fixed(gamma: int) -> Make:
+    return lambda number, seed, max_nodes, ends_early: [FixedGamma(gamma, CostModel()) for _ in range(number)]
+
+
+_gamma, _bursts = orchestrator.gamma.adaptive, orchestrator.gamma.exploration
+CONTROLLERS = {
+    "adaptive": Controller(_adaptive),
+    "linear": Controller(_linear),
+    "bandit": Controller(_bandit),
+    "linear, no trees": Controller(_linear, max_nodes=0),
+    "linear, no early ends": Controller(_linear, ends_early=False),
+    "adaptive, no trees": Controller(_adaptive, max_nodes=0),
+    "adaptive, no early ends": Controller(_adaptive, ends_early=False),
+    "adaptive, no longer chains": Controller(_adaptive, ((_gamma, "LONGER_SHARE", 1.0),)),
+    "adaptive, no hysteresis": Controller(
+        _adaptive, tuple((_gamma, name, 1.0) for name in ("HYSTERESIS", "LEAST_GAIN", "LEAVE_PLAIN"))
+    ),
+    "adaptive, no exploring": Controller(_adaptive, ((_gamma, "EXPLORE_PERIOD", NEVER),)),
+    "adaptive, no probes": Controller(_adaptive, ((_bursts.Bursts, "due", lambda self, prospects: None),)),
+    "adaptive, single probes": Controller(
+        _adaptive, ((_bursts, "BURSTS", dict.fromkeys(_bursts.BURSTS, 1)),)
+    ),
+    "adaptive, no contest": Controller(_adaptive, ((orchestrator.gamma.load_switch, "LEAST_SESSIONS", 1e9),)),
+    **{f"gamma {gamma}": Controller(_fixed(gamma)) for gamma in range(MAX_GAMMA + 1)},
+}
+"""What can be compared, by name."""
+
+
+@dataclass
+class Shares:
+    """Shares of the oracle's speed by world, means over seeds.
+
+    Args:
+        first: In the first cycles.
+        then: In those after them.
+    """
+
+    first: list[float] = field(default_factory=list)
+    then: list[float] = field(default_factory=list)
+
+    def figures(self) -> dict[str, float]:
+        """Return mean, tenth percentile and worst world of both."""
+        found = {}
+        for name, shares in (("first", self.first), ("then", self.then)):
+            ordered = sorted(shares)
+            tenth = ordered[len(ordered) // 10]
+            found |= {f"{name}_mean": statistics.mean(shares), f"{name}_tenth": tenth}
+            found[f"{name}_worst"] = ordered[0]
+        return found
+
+
+def _lone(worlds: Sequence[World], max_nodes: int) -> Callable[[Controller, int], Shares]:
+    def play(controller: Controller, seeds: int) -> Shares:
+        shares = Shares()
+        for world in worlds:
+            best = world.speed(world.best(candidates(MAX_GAMMA, max_nodes)))
+            first, then = [], []
+            for seed in range(seeds):
+                (session,) = controller.replica(1, seed, max_nodes)
+                lone = Lone(random.Random(seed), cold_drafts=5)
+                first.append(drive(session, world, FIRST, lone).speed / best)
+                then.append(drive(session, world, THEN, lone, is_new=False).speed / best)
+            shares.first.append(statistics.mean(first))
+            shares.then.append(statistics.mean(then))
+        return shares
+
+    return play
+
+
+def _loaded(controller: Controller, seeds: int) -> Shares:
+    """The first time of each load counts as first, later ones as then."""
+    shares = Shares()
+    for world in LOADED.values():
+        best = {n: _common(world, n) for n in set(LOADS)}
+        by_load: dict[tuple[int, bool], list[float]] = {}
+        for seed in range(seeds):
+            rng, now = random.Random(seed), 0.0
+            everybody = controller.replica(max(LOADS), seed, 0)
+            for index, number in enumerate(LOADS):
+                runs = crowd(everybody[:number], [world] * number, ROUNDS[number], rng, begins_at=now)
+                now += runs[0].units
+                share = sum(run.tokens for run in runs) / runs[0].units / best[number]
+                by_load.setdefault((number, number in LOADS[:index]), []).append(share)
+        for (_, is_again), found in by_load.items():
+            (shares.then if is_again else shares.first).append(statistics.mean(found))
+    return shares
+
+
+def _common(world: World, number: int) -> float:
+    """Return the speed of all sessions together at the best common gamma."""
+    speeds = []
+    for gamma in range(MAX_GAMMA + 1):
+        fixed = [FixedGamma(gamma, CostModel()) for _ in range(number)]
+        runs = crowd(fixed, [world] * number, 1, random.Random(0))
+        speeds.append(sum(run.tokens for run in runs) / runs[0].units)
+    return max(speeds)
+
+
+def _text(controller: Controller, seeds: int) -> Shares:
+    """Shares are of the best fixed gamma's speed: an oracle that ends chains would have to be defined."""
+    shares = Shares()
+    for row in (0.05, 0.15, 0.3):
+        world = World(draft=0.08, per_token=row, network=0.15, spikes=0.0)
+        fixed = [CONTROLLERS[f"gamma {gamma}"] for gamma in range(MAX_GAMMA + 1)]
+        best = max(_play_text(one.replica(1, 0, 0)[0], world, 0)[1] for one in fixed)
+        found = [_play_text(controller.replica(1, seed, 0)[0], world, seed) for seed in range(seeds)]
+        shares.first.append(statistics.mean(first for first, _ in found) / best)
+        shares.then.append(statistics.mean(then for _, then in found) / best)
+    return shares
+
+
+def _play_text(controller: GammaController, world: World, seed: int) -> tuple[float, float]:
+    """Return tokens per unit in the first cycles and in the next 2000."""
+    rng, speeds = random.Random(seed), []
+    for number in (FIRST, 2000):
+        tokens = units = 0.0
+        for _ in range(number):
+            shape = controller.next_shape()
+            believed = [rng.choice(CONFIDENCES) for _ in range(shape.depth)]
+            reached = itertools.accumulate(believed, lambda a, b: a * b)
+            length = sum(weight >= shape.stop_threshold for weight in reached)
+            length = min(shape.depth, max(1, length))
+            forwards = min(shape.depth, length + 1)
+            accepted = 0
+            while accepted < length and rng.random() < believed[accepted]:
+                accepted += 1
+            levels = [(1, 0)] * accepted + ([] if accepted == length else [(1, -1)])
+            draft = 2 * world.network + forwards * world.draft if length else 0.0
+            step = world.step_s(1 + length) * max(0.5, rng.gauss(1.0, world.noise))
+            timing = VerifyTiming(0.0, step * UNIT_S, 1, 1 + length)
+            verify = step + 2 * world.network
+            controller.observe(
+                make_cycle(
+                    shape, levels, length, draft=draft, verify=verify, other=world.other, timing=timing
+                )
+            )
+            tokens += accepted + 1
+            units += draft + verify + world.other
+        speeds.append(tokens / units)
+    return speeds[0], speeds[1]
+
+
+def _worlds(grid: Sequence[tuple[float, float, float, float]]) -> list[World]:
+    return [
+        World(alpha=alpha, draft=draft, network=network, per_token=per_token)
+        for alpha, draft, network, per_token in grid
+    ]
+
+
+SETS: dict[str, Callable[[Controller, int], Shares]] = {
+    "chains": _lone(_worlds(GRID), 0),
+    "trees": _lone([replace(world, rescue=(0.5, 0.4, 0.3)) for world in _worlds(GRID)], MAX_NODES),
+    "useless": _lone(_worlds(USELESS), 0),
+    "load": _loaded,
+    "text": _text,
+}
+"""Sets of worlds by name."""
+
+
+def ablation(
+    sets: Sequence[str], controllers: Sequence[str], seeds: int, advance: Callable[[], None]
+) -> list[dict[str, Any]]:
+    """Return the figures of all controllers on all sets; `advance` is called after each."""
+    rows = []
+    for name in sets:
+        for system in controllers:
+            controller = CONTROLLERS[system]
+            with controller.patched():
+                shares = SETS[name](controller, seeds)
+            rows.append({"set": name, "controller": system, **shares.figures()})
+            advance()
+    return rows
+
+
+def _table(rows: Sequence[dict[str, Any]], name: str) -> Table:
+    parts = [f"{when}_{what}" for when in ("first", "then") for what in ("mean", "tenth", "worst")]
+    table = plain_table(
+        f"{name}: share of the oracle's speed", ("controller", *(p.replace("_", " ") for p in parts))
+    )
+    for row in rows:
+        if row["set"] == name:
+            table.add_row(row["controller"], *(f"{row[part]:.3f}" for part in parts))
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line of this module."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sets", default=",".join(SETS), help="comma-separated")
+    parser.add_argument("--controllers", default=";".join(CONTROLLERS), help="separated by semicolons")
+    parser.add_argument("--seeds", type=int, default=2, help="runs per world")
+    parser.add_argument("--out", type=Path, help="result file (default: in benchmarks/results)")
+    options = parser.parse_args(argv)
+    sets, names = options.sets.split(","), options.controllers.split(";")
+    console = Console(width=120)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("simulating", total=len(sets) * len(names))
+        rows = ablation(sets, names, options.seeds, lambda: progress.advance(task))
+    for name in sets:
+        console.print(_table(rows, name))
+    settings = {"sets": sets, "controllers": names, "seeds": options.seeds}
+    path = write_result("ablation", {"settings": settings, "rows": rows}, options.out)
+    print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()
