@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 
 import redis
 
+from orchestrator.launcher.preflight import free_ports
 from orchestrator.launcher.redis_server import RedisServer, redis_binary
 
 PASSED = {b"AUTH", b"HELLO", b"CLIENT", b"SELECT"}
@@ -151,10 +151,8 @@ def configured_redis(*lines: str, mode: str = "", password: str = "") -> Iterato
         mode: Empty, or "--sentinel".
         password: That the lines set.
     """
-    with socket.socket() as probe, TemporaryDirectory() as folder:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-        probe.close()
+    with TemporaryDirectory() as folder:
+        (port,) = free_ports("127.0.0.1", 1)  # a node of a Redis Cluster needs the port 10,000 above it, too
         config = Path(folder) / "redis.conf"
         own = [f"port {port}", "bind 127.0.0.1", f"dir {folder}"]
         config.write_text("\n".join([*own, *lines]) + "\n")
