@@ -193,7 +193,7 @@ def flag_names(field: str) -> tuple[str, str]:
 
 
 class _ModelSettings(_Settings):
-    """Settings of how models run, where some exclude each other."""
+    """Settings of model execution, with checks of combinations that exclude each other."""
 
     @model_validator(mode="after")
     def _check_deterministic(self) -> Self:
@@ -225,7 +225,7 @@ class _ServingSettings(_Settings):
 
     @property
     def redis_login_url(self) -> str:
-        """`redis_url` with `redis_password` in it, percent-encoded."""
+        """`redis_url` including `redis_password`, percent-encoded."""
         scheme, separator, rest = self.redis_url.partition("://")
         end = next((i for i, character in enumerate(rest) if character in "/?#"), len(rest))
         user, _, hosts = rest[:end].rpartition("@")
@@ -235,7 +235,7 @@ class _ServingSettings(_Settings):
 
 
 class WorkerSettings(_ServingSettings, _ModelSettings):
-    """What draft and target workers have in common."""
+    """Settings shared by draft and target workers."""
 
     model: str = Field(
         DEMO_PAIR, min_length=1, description="Directory or hub name of a causal LM; 'demo' is the demo pair."
@@ -291,7 +291,7 @@ class WorkerSettings(_ServingSettings, _ModelSettings):
 
 
 class TargetSettings(WorkerSettings):
-    """A target worker."""
+    """Settings of a target worker."""
 
     tensor_parallel: int = Field(
         1, ge=1, le=64, description="Devices that each target's model is spread over, all in one machine."
@@ -302,7 +302,7 @@ class TargetSettings(WorkerSettings):
 
 
 class DraftSettings(WorkerSettings):
-    """A draft worker."""
+    """Settings of a draft worker."""
 
     draft_top_k: int = Field(
         64, ge=1, le=4096, description="Support of the sparse draft distribution (rejection verification)."
@@ -318,7 +318,7 @@ class DraftSettings(WorkerSettings):
 
 
 class OrchestratorSettings(_ServingSettings):
-    """An orchestrator replica."""
+    """Settings of an orchestrator replica."""
 
     model: str = Field(
         DEMO_PAIR,
@@ -410,7 +410,7 @@ class OrchestratorSettings(_ServingSettings):
 
 
 class ScalingSettings(_Settings):
-    """When pools of workers grow and shrink between their bounds; rules: `services.serve.autoscaling`."""
+    """Thresholds and delays for scaling worker pools; rules: `services.serve.autoscaling`."""
 
     target_load: float = Field(
         8.0, gt=0, description="Blocks in flight per target worker from which on another one is wanted."
@@ -453,7 +453,7 @@ def at_least_one(size: PoolSize) -> PoolSize:
 
 
 class ClusterSettings(_ModelSettings):
-    """A whole cluster on one machine: what `gammaray up` starts."""
+    """A cluster on one machine, as started by `gammaray up`."""
 
     target: str = Field(DEMO_PAIR, min_length=1, description="Target model.")
     draft: str = Field(DEMO_PAIR, min_length=1, description="Draft model.")
