@@ -291,7 +291,7 @@ class WorkerSettings(_ServingSettings, _ModelSettings):
 
 
 class TargetSettings(WorkerSettings):
-    """Settings of a target worker."""
+    """A target worker."""
 
     tensor_parallel: int = Field(
         1, ge=1, le=64, description="Devices that each target's model is spread over, all in one machine."
@@ -302,7 +302,7 @@ class TargetSettings(WorkerSettings):
 
 
 class DraftSettings(WorkerSettings):
-    """Settings of a draft worker."""
+    """A draft worker."""
 
     draft_top_k: int = Field(
         64, ge=1, le=4096, description="Support of the sparse draft distribution (rejection verification)."
@@ -318,7 +318,7 @@ class DraftSettings(WorkerSettings):
 
 
 class OrchestratorSettings(_ServingSettings):
-    """Settings of an orchestrator replica."""
+    """An orchestrator replica."""
 
     model: str = Field(
         DEMO_PAIR,
