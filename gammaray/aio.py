@@ -1,4 +1,4 @@
-"""Ending background tasks for certain."""
+"""Reliable cancellation of background tasks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ _log = logging.getLogger(__name__)
 _AGAIN_S = 1.0
 
 END_S = 30.0
-"""How long tasks are waited for, in seconds: far longer than any that can be cancelled takes to end."""
+"""Default wait for cancelled tasks, in seconds: far longer than any cancellable task takes to end."""
 
 
 async def end_tasks(*tasks: asyncio.Task[Any], timeout_s: float = END_S) -> None:
-    """Cancel tasks and wait until all are over; what they raise is dropped.
+    """Cancel tasks and wait until all have ended; their exceptions are dropped.
 
-    Before Python 3.12 `asyncio.wait_for` swallows a cancellation that comes together with its result, so that
-    a loop around it goes on for ever. Therefore they are cancelled again until they end. Those that do not
-    end in time are logged as an error, by name, and left alone: a shutdown that goes on without them is
-    better than one that never ends.
+    Before Python 3.12 `asyncio.wait_for` swallows a cancellation that arrives together with its result, so
+    that a loop around it never ends. Therefore tasks are cancelled repeatedly until they end. Tasks that do
+    not end in time are logged as an error, by name, and abandoned, so that a shutdown cannot hang.
 
     Args:
-        tasks: Of the running event loop; those that are over already count as ended.
-        timeout_s: How long to wait for all of them together, in seconds.
+        tasks: Tasks of the running event loop; finished ones are allowed.
+        timeout_s: Upper bound of the wait for all of them together, in seconds.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
@@ -43,10 +42,10 @@ async def end_tasks(*tasks: asyncio.Task[Any], timeout_s: float = END_S) -> None
 
 
 def num_cancellations() -> int:
-    """Return how often the running task was asked to end; always 0 before Python 3.11.
+    """Return the number of pending cancellation requests of the running task; always 0 before Python 3.11.
 
-    Whoever tries again after a failure compares it with what it was before: gRPC may tell a cancellation that
-    comes together with a message as a status of the call, or as the end of the stream.
+    Retry loops compare the number before and after a failed call: gRPC may report a cancellation that arrives
+    together with a message as a status of the call, or as the end of the stream.
     """
     task = asyncio.current_task()
     if task is None or sys.version_info < (3, 11):

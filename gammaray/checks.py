@@ -1,4 +1,4 @@
-"""Checks of single values; each raises InvalidArgumentError: the field, what was got, what is allowed."""
+"""Checks of single values; each raises InvalidArgumentError with the field, the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_TOKEN_IDS = 2**20
 
 
 def check_number(name: str, got: float, low: float, high: float, *, open_low: bool = False) -> None:
-    """Check that `got` is a finite number from `low` (not itself when `open_low`) to `high`."""
+    """Check that `got` is a finite number in [low, high], or in (low, high] with `open_low`."""
     allowed = f"a number in {'(' if open_low else '['}{low}, {high}]"
     if isinstance(got, bool) or not isinstance(got, (int, float)) or not math.isfinite(got):
         raise InvalidArgumentError(name, got, allowed)
@@ -35,14 +35,14 @@ def check_number(name: str, got: float, low: float, high: float, *, open_low: bo
 
 
 def check_timeout(name: str, got: float) -> float:
-    """Return `got`, a finite number of seconds above 0."""
+    """Check that `got` is a finite number of seconds above 0, and return it."""
     if isinstance(got, bool) or not isinstance(got, (int, float)) or not math.isfinite(got) or got <= 0:
         raise InvalidArgumentError(name, got, "a number of seconds above 0")
     return got
 
 
 def check_api_key(got: str) -> None:
-    """Check that a key can be sent in a header; the error does not show it."""
+    """Check that a key can be sent in a header; the error does not contain the key."""
     if not got.isascii() or not got.isprintable() or not got:
         raise InvalidArgumentError("api_key", "a key that is not shown", "printable ASCII characters")
 
@@ -56,7 +56,7 @@ def check_int(name: str, got: int, low: int, high: int) -> None:
 def check_token_ids(
     name: str, token_ids: Sequence[int], vocab_size: int | None = None, max_ids: int = MAX_TOKEN_IDS
 ) -> None:
-    """Check token ids and their number; without a vocabulary the wire format (uint32) is the bound."""
+    """Check token ids and their number; without `vocab_size`, ids are bounded by the wire format (uint32)."""
     if len(token_ids) > max_ids:
         raise InvalidArgumentError(name, f"{len(token_ids)} token ids", f"at most {max_ids}")
     high = (vocab_size or 2**32) - 1
@@ -69,7 +69,7 @@ def check_token_ids(
 
 
 def check_encodable(name: str, text: str) -> None:
-    """Check that `text` has a form in UTF-8."""
+    """Check that `text` can be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -78,14 +78,14 @@ def check_encodable(name: str, text: str) -> None:
 
 
 def check_session_id(session_id: str) -> None:
-    """Check the name of a session; an empty one asks for a name."""
+    """Check a session id; an empty one is valid and lets the server choose."""
     legal = all(c.isascii() and (c.isalnum() or c in "_.-") for c in session_id)
     if not legal or len(session_id) > 128:
         raise InvalidArgumentError("session_id", session_id, "at most 128 of A-Z a-z 0-9 _ . -")
 
 
 def is_address(host: str) -> bool:
-    """Whether a host is given by its IP address."""
+    """Whether `host` is an IP address."""
     try:
         ipaddress.ip_address(host.strip("[]"))
     except ValueError:
@@ -94,7 +94,7 @@ def is_address(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Whether an address is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -1,8 +1,8 @@
 """Settings, one frozen class per process.
 
 Each field is read from its constructor argument, else from the environment variable `GAMMARAY_<FIELD>`
-(upper case), else it takes the default written here. A bad value, or an unknown variable whose name begins
-with `GAMMARAY_`, stops the start.
+(upper case), else it takes its default. An invalid value, or an unknown variable whose name begins with
+`GAMMARAY_`, aborts the start.
 """
 
 from __future__ import annotations
@@ -46,18 +46,17 @@ _FORM = re.compile(r"(\d+)(?::(\d+))?")
 
 
 class PoolSize:
-    """Bounds of the number of workers, written `N` or `MIN:MAX`.
+    """Bounds of the number of workers, written as `N` or `MIN:MAX`.
 
     Args:
-        minimum: Workers that are always there, in [0, 64].
-        maximum: Workers that there may be, in [minimum, 64] and at least 1 where they differ; by default
-            `minimum`.
+        minimum: Lower bound, in [0, 64].
+        maximum: Upper bound, in [minimum, 64] and at least 1 if it differs from `minimum`, its default.
 
     Raises:
-        ValueError: Says what was got and what is allowed.
+        ValueError: The bounds are invalid; the message names them and what is allowed.
     """
 
-    # NOTE: no dataclass: pydantic-settings would read those from the environment as JSON.
+    # NOTE: not a dataclass, since pydantic-settings would read it from the environment as JSON.
     __slots__ = ("maximum", "minimum")
 
     def __init__(self, minimum: int, maximum: int | None = None) -> None:
@@ -68,10 +67,10 @@ class PoolSize:
 
     @classmethod
     def parse(cls, value: object) -> PoolSize:
-        """Return the size that a number or a text stands for.
+        """Parse a number or a text.
 
         Raises:
-            ValueError: It is none.
+            ValueError: The value is not a pool size.
         """
         if isinstance(value, PoolSize):
             return value
@@ -99,14 +98,14 @@ class PoolSize:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
-        # Settings classes take the text of an option or a variable; they give text back.
+        # Settings classes parse the text of an option or variable, and serialise back to text.
         return core_schema.no_info_plain_validator_function(
             cls.parse, serialization=core_schema.to_string_ser_schema()
         )
 
 
 _OWN_MESSAGE = re.compile(r"(?:Value error, )?got (?P<got>.*), allowed: (?P<allowed>.*)", re.DOTALL)
-# What is allowed, by pydantic's type of error; braces take values of the error's context.
+# Description of allowed values by pydantic error type; braces are filled from the error's context.
 _ALLOWED = {
     "bool_parsing": "true or false",
     "bool_type": "true or false",
@@ -129,7 +128,7 @@ _ALLOWED = {
     "string_type": "a text",
 }
 
-# What deterministic mode is limited to, see `services.engine.hf.deterministic`.
+# Allowed settings in deterministic mode, see `services.engine.hf.deterministic`.
 _DETERMINISTIC: dict[str, tuple[Any, ...]] = {
     "device": ("auto", "cpu"),
     "dtype": ("auto", "float32"),
@@ -138,10 +137,10 @@ _DETERMINISTIC: dict[str, tuple[Any, ...]] = {
 }
 
 METRICS_PORT = 9464
-"""Port of the endpoint where each process has a network address of its own, as in a pod: OpenTelemetry's."""
+"""Metrics port (OpenTelemetry's default) where each process has its own network address, as in a pod."""
 
 _HOST_NAMES = r"^( *(\*|\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*) *(,|$))*$"
-"""Comma-separated names of hosts, without ports; with a dot in front: all names below one; or an asterisk."""
+"""Comma-separated host names without ports; a leading dot matches all subdomains, an asterisk everything."""
 
 
 class _Settings(BaseSettings):
@@ -162,13 +161,13 @@ def settings_error(
     where: str = "",
     show: Callable[[Any, str], Any] = lambda value, name: value,
 ) -> InvalidArgumentError:
-    """Return the first failure of a validation as an error that names the field.
+    """Convert the first failure of a validation to an error that names the field.
 
     Args:
-        error: What pydantic raised.
-        settings: The class that was to be made: an unknown field is told the nearest one of it.
-        where: Name of what holds the fields; becomes the beginning of the field's name.
-        show: Takes a value and the field's name, returns what may be shown of it.
+        error: The error that pydantic raised.
+        settings: The validated class; for an unknown field the error suggests the nearest one of it.
+        where: Name of the object that holds the fields; prefixed to the field's name.
+        show: Takes a value and the field's name, returns the value as it may be shown (secrets redacted).
     """
     first = error.errors(include_url=False)[0]
     field = ".".join([*filter(None, [where]), *map(str, first["loc"])])
@@ -188,13 +187,13 @@ def settings_error(
 
 
 def flag_names(field: str) -> tuple[str, str]:
-    """Return the options that switch a boolean field on and off; that of `no_x` is switched off by `--x`."""
+    """Return the options that switch a boolean field on and off; field `no_x` is switched off by `--x`."""
     name = field.replace("_", "-")
     return f"--{name}", f"--{name.removeprefix('no-')}" if name.startswith("no-") else f"--no-{name}"
 
 
 class _ModelSettings(_Settings):
-    """Settings of how models run, where some exclude each other."""
+    """Settings of model execution, with checks of combinations that exclude each other."""
 
     @model_validator(mode="after")
     def _check_deterministic(self) -> Self:
@@ -226,7 +225,7 @@ class _ServingSettings(_Settings):
 
     @property
     def redis_login_url(self) -> str:
-        """`redis_url` with `redis_password` in it, percent-encoded."""
+        """`redis_url` including `redis_password`, percent-encoded."""
         scheme, separator, rest = self.redis_url.partition("://")
         end = next((i for i, character in enumerate(rest) if character in "/?#"), len(rest))
         user, _, hosts = rest[:end].rpartition("@")
@@ -236,7 +235,7 @@ class _ServingSettings(_Settings):
 
 
 class WorkerSettings(_ServingSettings, _ModelSettings):
-    """What draft and target workers have in common."""
+    """Settings shared by draft and target workers."""
 
     model: str = Field(
         DEMO_PAIR, min_length=1, description="Directory or hub name of a causal LM; 'demo' is the demo pair."
@@ -411,7 +410,7 @@ class OrchestratorSettings(_ServingSettings):
 
 
 class ScalingSettings(_Settings):
-    """When pools of workers grow and shrink between their bounds; rules: `services.serve.autoscaling`."""
+    """Thresholds and delays for scaling worker pools; rules: `services.serve.autoscaling`."""
 
     target_load: float = Field(
         8.0, gt=0, description="Blocks in flight per target worker from which on another one is wanted."
@@ -443,10 +442,10 @@ class ScalingSettings(_Settings):
 
 
 def at_least_one(size: PoolSize) -> PoolSize:
-    """Return a size whose minimum is 1 or more.
+    """Check that the minimum is 1 or more, and return `size`.
 
     Raises:
-        ValueError: It may be 0.
+        ValueError: The minimum is 0.
     """
     if size.minimum < 1:
         raise ValueError(f"got {size}, allowed: at least 1 at all times")
@@ -454,7 +453,7 @@ def at_least_one(size: PoolSize) -> PoolSize:
 
 
 class ClusterSettings(_ModelSettings):
-    """A whole cluster on one machine: what `gammaray up` starts."""
+    """A cluster on one machine, as started by `gammaray up`."""
 
     target: str = Field(DEMO_PAIR, min_length=1, description="Target model.")
     draft: str = Field(DEMO_PAIR, min_length=1, description="Draft model.")

@@ -1,4 +1,4 @@
-"""Where the demo pair's models are: they are installed by the distribution gammaray-demo-pair."""
+"""Location of the demo pair's models, which the distribution gammaray-demo-pair installs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def demo_directory(role: str, field: str = "model") -> str:
 
     Args:
         role: "target" or "draft".
-        field: The setting that asks for it, for the error.
+        field: Name of the setting, for the error.
 
     Raises:
-        InvalidArgumentError: The role is another one, or the demo pair is not installed.
+        InvalidArgumentError: The role is unknown, or the demo pair is not installed.
     """
     if role not in ("target", "draft"):
         raise InvalidArgumentError("role", role, "target or draft")

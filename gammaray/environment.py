@@ -1,8 +1,7 @@
-"""The environment variables of gammaray, and the check that refuses a misspelt one.
+"""The environment variables of gammaray, and the check that rejects misspelt ones.
 
-A setting is read from `GAMMARAY_<FIELD>`, so the fields of the classes of `gammaray.config` are the larger
-part of the list (`gammaray.config.known_variables`). `OTHER_VARIABLES` holds the rest; a variable that is new
-belongs there.
+Settings are read from `GAMMARAY_<FIELD>`, so most variables are fields of the classes in `gammaray.config`
+(see `gammaray.config.known_variables`). `OTHER_VARIABLES` holds the rest; add new ones there.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ OTHER_VARIABLES: Final[Mapping[str, str]] = {
     "GAMMARAY_TLS": "command line: use TLS",
     "GAMMARAY_URL": "command line: URL of the HTTP API",
 }
-"""Variables that are no setting, and what each is for."""
+"""Variables that are not settings, and their purpose."""
 
 _SERVICE_HOST = "_SERVICE_HOST"
 
@@ -34,24 +33,24 @@ _SERVICE_HOST = "_SERVICE_HOST"
 def check_environment(
     known_variables: Callable[[], Collection[str]], environment: Mapping[str, str] | None = None
 ) -> None:
-    """Check that every variable whose name begins with `PREFIX` is one that gammaray reads.
+    """Check that gammaray knows every variable whose name begins with `PREFIX`.
 
-    Variables that Kubernetes sets for a Service named gammaray or gammaray-* are left alone.
+    Variables that Kubernetes sets for a Service named gammaray or gammaray-* are ignored.
 
     Args:
-        known_variables: Returns the names of all variables that gammaray reads or sets; called only when a
-            variable is found that is no member of `OTHER_VARIABLES`, since importing the settings is slow.
-        environment: What to check; None is the environment of this process.
+        known_variables: Returns the names of all variables that gammaray reads or sets. Called only if there
+            is a variable outside `OTHER_VARIABLES`, since importing the settings is slow.
+        environment: The environment to check; None: that of this process.
 
     Raises:
-        InvalidArgumentError: A variable is unknown; names it and the nearest known one, not its value.
+        InvalidArgumentError: Names the unknown variable and the nearest known one, but not its value.
     """
     given = os.environ if environment is None else environment
     # pydantic-settings ignores the case of names.
     names = {name.upper(): name for name in given if name.upper().startswith(PREFIX)}
     left = [name for name in names if name not in OTHER_VARIABLES and not _is_service_link(name, names)]
     if not left:
-        return  # without the cost of importing the settings, which most commands do not need
+        return  # avoids importing the settings, which most commands do not need
     known = known_variables()
     for name in sorted(left):
         if name not in known:

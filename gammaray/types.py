@@ -38,7 +38,7 @@ __all__ = [
 
 
 class VerificationMethod(str, Enum):
-    """How the target decides which proposed tokens stand; all are lossless."""
+    """How the target decides which proposed tokens to accept; all methods are lossless."""
 
     COUPLED = "coupled"
     REJECTION = "rejection"
@@ -46,7 +46,7 @@ class VerificationMethod(str, Enum):
 
 
 class TokenOrigin(str, Enum):
-    """Where an emitted token came from."""
+    """Origin of an emitted token."""
 
     ACCEPTED = "accepted"
     CORRECTION = "correction"
@@ -54,7 +54,7 @@ class TokenOrigin(str, Enum):
 
 
 class FinishReason(str, Enum):
-    """Why a generation ended; the values are OpenAI's where it has one."""
+    """Why a generation ended; OpenAI's values where they exist."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -62,7 +62,7 @@ class FinishReason(str, Enum):
 
 
 class DrafterKind(str, Enum):
-    """Which drafter may propose: the rung of the ladder model, ngram, none on which a request starts."""
+    """Kind of drafter; a request starts at one of them, and the later ones are its fallbacks."""
 
     MODEL = "model"
     NGRAM = "ngram"
@@ -71,7 +71,7 @@ class DrafterKind(str, Enum):
 
 @dataclass(frozen=True)
 class WorkerTotals:
-    """What a worker has done since its start; see the proto of the same name for each field."""
+    """Totals of a worker since its start; see the proto of the same name for the fields."""
 
     steps: int = 0
     step_blocks: int = 0
@@ -82,7 +82,7 @@ class WorkerTotals:
 
 @dataclass(frozen=True)
 class SpeculationTotals:
-    """What an orchestrator's cycles came to since its start; see the proto of the same name."""
+    """Totals of an orchestrator's cycles since its start; see the proto of the same name."""
 
     cycles: int = 0
     drafts: int = 0
@@ -101,10 +101,10 @@ class SpeculationTotals:
 class ProcessStatus:
     """One process of the cluster; `role` is orchestrator, draft, target, redis or proxy.
 
-    `num_queued` counts blocks waiting or running of a worker, and requests waiting of an orchestrator. Only
-    workers have `cache_bytes` (KV cache in use, of `cache_budget_bytes`), `worker_totals` and `kernel` (what
-    computes the model's forwards), only orchestrators `speculation_totals` and `accepted_per_position` (entry
-    j: accepted tokens at depth j + 1).
+    `num_queued` counts waiting or running blocks of a worker, and waiting requests of an orchestrator. Only
+    workers have `cache_bytes` (KV cache in use, of `cache_budget_bytes`), `worker_totals` and `kernel` (the
+    implementation of the model's forward pass), only orchestrators `speculation_totals` and
+    `accepted_per_position` (entry j: accepted tokens at depth j + 1).
     """
 
     role: str
@@ -124,12 +124,12 @@ class ProcessStatus:
 
 
 MAX_LOGIT_BIAS = 300
-"""Entries of `logit_bias`, as many as OpenAI takes."""
+"""Upper bound of entries of `logit_bias`, the same as OpenAI's."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What turns logits into the distribution that is sampled from.
+    """Logits processing before sampling, and the seed.
 
     Applied in this order: allow and ban masks, `min_tokens`, logit bias, repetition, frequency and presence
     penalties, temperature, min-p, top-k, top-p.
@@ -139,15 +139,15 @@ class SamplingParams:
         top_p: Keep the smallest set of most likely tokens with this mass. In (0, 1]; 1 is off.
         top_k: Keep this many most likely tokens; 0 is off.
         min_p: Drop tokens less likely than this share of the most likely one. In [0, 1]; 0 is off.
-        repetition_penalty: Over prompt and output. In (0, 100]; 1 is off.
-        presence_penalty: Over the output. In [-2, 2]; 0 is off.
-        frequency_penalty: Over the output. In [-2, 2]; 0 is off.
+        repetition_penalty: Applies to prompt and output. In (0, 100]; 1 is off.
+        presence_penalty: Applies to the output. In [-2, 2]; 0 is off.
+        frequency_penalty: Applies to the output. In [-2, 2]; 0 is off.
         logit_bias: Added to logits by token id. Each in [-100, 100]; at most 300 entries.
         allowed_token_ids: When not empty, only these tokens are produced.
         banned_token_ids: These tokens are never produced.
         min_tokens: End-of-sequence tokens are masked until this many tokens were produced.
         seed: Key of the counter-based generator, in [0, 2^64); None lets the server draw one.
-        sample_index: Which of several samples for one prompt and seed this is.
+        sample_index: Index of this sample among several for one prompt and seed.
     """
 
     temperature: float = 1.0
@@ -168,7 +168,7 @@ class SamplingParams:
         """Check every field, and token ids against `vocab_size` when it is given.
 
         Raises:
-            InvalidArgumentError: Names the first wrong field, what was got and what is allowed.
+            InvalidArgumentError: Names the first invalid field, its value and what is allowed.
         """
         check_number("temperature", self.temperature, 0, 100)
         check_number("top_p", self.top_p, 0, 1, open_low=True)
@@ -190,7 +190,7 @@ class SamplingParams:
         for name in ("allowed_token_ids", "banned_token_ids"):
             token_ids = getattr(self, name)
             check_token_ids(name, token_ids, vocab_size)
-            if vocab_size is not None and len(token_ids) > vocab_size:  # every cycle would pay for them
+            if vocab_size is not None and len(token_ids) > vocab_size:  # they would cost time in every cycle
                 allowed = f"at most {vocab_size}, the size of the vocabulary"
                 raise InvalidArgumentError(name, f"{len(token_ids)} token ids", allowed)
 
@@ -199,7 +199,7 @@ MAX_GAMMA = 64
 MAX_NODES = 256
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 2**20
-"""Upper bound of a prompt's log-probabilities: its tokens times one more than the alternatives asked for."""
+"""Upper bound of a prompt's log-probabilities: number of tokens x (requested alternatives + 1)."""
 
 MAX_KEEP_CACHE_S = 3600
 MAX_CACHE_SALT = 64
@@ -223,12 +223,12 @@ class Proposal:
     Args:
         token_ids: Tokens of the nodes, each after its parent.
         parents: Index of each node's parent, -1 for children of the committed prefix; None for a chain.
-        draft_distributions: The law each token was drawn from; only for rejection verification above
+        draft_distributions: The distribution each token was drawn from; only for rejection verification above
             temperature 0.
-        drafter: Who proposed. This and what follows is not on the wire.
+        drafter: Kind of the drafter. This and the following fields are not on the wire.
         worker: host:port of the draft worker, "" for none.
         is_fallback: Whether the drafter that the request allows was absent, failed or late.
-        is_prepared: Whether it was there before it was asked for.
+        is_prepared: Whether the proposal was computed before it was requested.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -255,11 +255,11 @@ class Proposal:
 
 @dataclass(frozen=True)
 class GammaPolicy:
-    """How gamma is chosen: always `fixed`, or per cycle up to `max_gamma` when `fixed` is None.
+    """How gamma is chosen: always `fixed`, or per cycle up to `max_gamma` if `fixed` is None.
 
     Args:
         fixed: Depth of every proposal, in tokens.
-        max_gamma: Upper bound of an adaptive gamma; 0 is the server's.
+        max_gamma: Upper bound of an adaptive gamma; 0 is the server's bound.
         max_nodes: Upper bound of a proposal's nodes; above gamma for trees. 0 is the server's choice.
     """
 
@@ -284,7 +284,7 @@ ADAPTIVE = GammaPolicy()
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One completion asked for.
+    """A requested completion.
 
     Args:
         prompt: Text, or token ids of the target's vocabulary. Not empty.
@@ -292,20 +292,20 @@ class GenerationRequest:
         sampling: Logits processing and seed.
         max_tokens: Upper bound of emitted tokens, at least 1.
         stop: The completion ends before the first of these strings.
-        stop_token_ids: The completion ends after the first of these, beside the model's own. At most 4,096.
-        ignore_eos: Go on past end-of-sequence tokens.
-        num_top_logprobs: None for no log-probabilities, else how many alternatives, in [0, 20].
+        stop_token_ids: The completion ends after the first of these or of the model's own. At most 4,096.
+        ignore_eos: Continue after end-of-sequence tokens.
+        num_top_logprobs: None for no log-probabilities, else the number of alternatives, in [0, 20].
         verification: Verification method.
         gamma: How gamma is chosen.
-        drafter: Which drafter may propose.
-        session_id: Name of the session; empty lets the server draw one.
-        turn: Turn of the session; above 0 its finished turn before is continued with the prompt.
-        resume_from: Resume the turn behind this many of its tokens; None begins it. With it the prompt may be
-            left out, and otherwise the request must be the one that began the turn.
-        keep_cache_s: Seconds that the workers keep their caches for the next turn, in [0, 3600].
+        drafter: Drafter kind at which the request starts.
+        session_id: Id of the session; empty lets the server draw one.
+        turn: Turn of the session; above 0 the prompt continues the finished previous turn.
+        resume_from: Resume the turn after this many of its tokens; None begins it. When resuming, the prompt
+            may be omitted; otherwise the request must equal the one that began the turn.
+        keep_cache_s: Seconds for which the workers keep their caches for the next turn, in [0, 3600].
         cache_salt: The workers' caches are shared only with requests of the same salt; at most 64 characters.
-        num_prompt_logprobs: None for no log-probabilities of the prompt, else how many alternatives, in
-            [0, 20]. The prompt is then computed anew, whatever is cached.
+        num_prompt_logprobs: None for no log-probabilities of the prompt, else the number of alternatives, in
+            [0, 20]. The prompt is then recomputed, even if it is cached.
     """
 
     prompt: str | tuple[int, ...]
@@ -327,10 +327,10 @@ class GenerationRequest:
     num_prompt_logprobs: int | None = None
 
     def validate(self) -> None:
-        """Check what can be checked without the model.
+        """Check all fields as far as possible without the model.
 
         Raises:
-            InvalidArgumentError: Names the first wrong field.
+            InvalidArgumentError: Names the first invalid field.
         """
         self._check_session()
         if not self.prompt and self.resume_from is None:
@@ -376,10 +376,10 @@ class GenerationRequest:
 
 
 def check_prompt_logprobs(num_top: int, num_tokens: int) -> None:
-    """Check that the log-probabilities of a prompt are not too many.
+    """Check the number of log-probabilities of a prompt.
 
     Raises:
-        InvalidArgumentError: They are.
+        InvalidArgumentError: There are more than `MAX_PROMPT_LOGPROBS`.
     """
     if num_tokens * (num_top + 1) > MAX_PROMPT_LOGPROBS:
         raise InvalidArgumentError(
@@ -393,13 +393,13 @@ def check_prompt_logprobs(num_top: int, num_tokens: int) -> None:
 class PromptLogprobs:
     """Log-probabilities (natural log) of a prompt under the model's own distribution, in columns.
 
-    Entry i of `logprobs` and `ranks` is about token i + 1, as nothing precedes the first token.
+    Entry i of `logprobs` and `ranks` is for token i + 1, as the first token has no predecessor.
 
     Args:
         token_ids: The prompt's tokens.
-        logprobs: Of each token after the first.
+        logprobs: Log-probability of each token after the first.
         ranks: Rank of each token after the first in the vocabulary; 1 is the most likely.
-        num_top: Most likely tokens per entry.
+        num_top: Number of most likely tokens per entry.
         top_token_ids: `num_top` tokens per entry, most likely first.
         top_logprobs: Their log-probabilities.
     """
@@ -412,7 +412,7 @@ class PromptLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
     def top(self, entry: int, count: int | None = None) -> list[tuple[int, float]]:
-        """Return the most likely tokens of an entry with their log-probabilities, at most `count`."""
+        """Return at most `count` most likely tokens of an entry with their log-probabilities."""
         start = entry * self.num_top
         end = start + (self.num_top if count is None else min(count, self.num_top))
         return list(zip(self.top_token_ids[start:end], self.top_logprobs[start:end], strict=True))
@@ -429,7 +429,7 @@ class TopLogprob:
 
 @dataclass(frozen=True)
 class EmittedToken:
-    """One emitted token, where it came from and, when asked for, how likely it was."""
+    """One emitted token, its origin and, if requested, its log-probability."""
 
     token_id: int
     origin: TokenOrigin
@@ -440,7 +440,7 @@ class EmittedToken:
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of a completion; see the proto of the same name for each field."""
+    """Token counts of a completion; see the proto of the same name for the fields."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -451,7 +451,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class SpeculationSummary:
-    """How speculation went for one completion; see the proto of the same name for each field."""
+    """Speculation summary of one completion; see the proto of the same name for the fields."""
 
     cycles: int
     tokens_per_cycle: float
@@ -475,9 +475,9 @@ class SpeculationSummary:
 class Chunk:
     """A piece of a completion; the last one carries `finish_reason`, `usage` and `summary`.
 
-    `offset` counts the turn's tokens before this piece; offset + len(tokens) is what to resume from.
-    `prompt_tokens` counts the tokens of the turn's prompt; 0 where the server does not say. The first piece
-    carries `prompt_logprobs` when they were asked for; a resumed turn that has emitted tokens lacks them.
+    `offset` counts the turn's tokens before this piece; resume from offset + len(tokens). `prompt_tokens`
+    counts the tokens of the turn's prompt; 0 if the server does not report it. The first piece carries
+    `prompt_logprobs` if requested, except when a turn is resumed that has emitted tokens.
     """
 
     session_id: str

@@ -1,4 +1,4 @@
-"""A fingerprint of a tokenizer's vocabulary, by which orchestrators, targets and drafters are matched."""
+"""Fingerprint of a tokenizer's vocabulary, used to match orchestrators, targets and drafters."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Measuring a running cluster as its users see it: what `gammaray bench` and `benchmarks/` share."""
+"""Client-side measurement of a running cluster, shared by `gammaray bench` and `benchmarks/`."""

@@ -1,7 +1,7 @@
-"""Two result files, of `gammaray bench` or of `benchmarks.run`, side by side.
+"""Comparison of two result files of `gammaray bench` or `benchmarks.run`.
 
-Tokens per second of different machines or days say little; the ratios within each file say more. Hence the
-table shows both: new / old of the speed, and each file's own speed over plain decoding.
+Tokens per second from different machines or days are hardly comparable; ratios within one file are. The table
+therefore shows both: the ratio new / old of the speed, and each file's own speedup over plain decoding.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def load_result(path: Path) -> Result:
     """Return a result file's content.
 
     Raises:
-        InvalidArgumentError: It is none.
+        InvalidArgumentError: The file is not a result file.
     """
     try:
         result = json.loads(path.read_text())
@@ -54,10 +54,10 @@ def load_result(path: Path) -> Result:
 
 
 def compare(old: Result, new: Result) -> list[Pair]:
-    """Return what both results hold, in the old one's order.
+    """Return the systems and loads that both results hold, in the old result's order.
 
     Raises:
-        InvalidArgumentError: They share nothing.
+        InvalidArgumentError: The results have no system and load in common.
     """
     newer = dict(_rows(new))
     pairs = [Pair(key, row, newer[key]) for key, row in _rows(old) if key in newer]
@@ -68,7 +68,7 @@ def compare(old: Result, new: Result) -> list[Pair]:
 
 
 def warnings(old: Result, new: Result) -> list[str]:
-    """Return what makes the two hard to compare, hardware, prompts and settings among it."""
+    """Return the differences that limit the comparison, such as hardware, prompts and settings."""
     found = []
     hardware = [
         {k: v for k, v in r["provenance"]["hardware"].items() if k != "load_average"} for r in (old, new)

@@ -1,7 +1,7 @@
-"""Interleaved measurement: every system has its turn at a prompt before any goes on to the next.
+"""Interleaved measurement: every system completes a prompt before the next prompt starts.
 
-A machine's clock drifts and other programs come and go, so figures are compared within a repetition only: a
-ratio is taken per repetition (sum of tokens / sum of seconds over its turns), and its median is reported.
+Clock speed and the load of other programs vary over time, so systems are compared within a repetition only: a
+ratio is computed per repetition (sum of tokens / sum of seconds over its turns), and its median is reported.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ PLAIN = "gammaray-0"
 
 _WARM_UP_TOKENS = 16
 _MIN_WAVES = 2
-"""Completions per session in flight: with one, the slowest completion alone would be the measurement."""
+"""Completions per session in flight: with one each, the slowest completion would determine the result."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """The completions of one system's turn, and the seconds that all of them took together."""
+    """The completions of one system's turn, and the wall-clock seconds of the turn."""
 
     samples: tuple[Sample, ...]
     seconds: float
@@ -67,16 +67,16 @@ async def measure(
     advance: Callable[[], None],
     concurrency: int = 1,
 ) -> Samples:
-    """Return samples of all systems, in turn.
+    """Measure all systems, interleaved, and return their samples.
 
-    Each system first answers one short prompt unmeasured. The order rotates, so that no system always runs
-    behind the same other one; `advance` is called after each completion.
+    Each system first completes one short prompt unmeasured. The order rotates, so that no system always runs
+    after the same other one.
 
     Args:
-        systems: What is compared.
-        asks: What every system is asked; `loads` tells how they make turns.
-        repetitions: How often.
-        advance: For a progress bar.
+        systems: Systems to compare.
+        asks: Completions requested of every system; `loads` divides them into turns.
+        repetitions: Number of repetitions.
+        advance: Called after each completion, for a progress bar.
         concurrency: Completions in flight.
     """
     for system in systems:
@@ -92,9 +92,9 @@ async def measure(
 
 
 def loads(asks: Sequence[Ask], concurrency: int) -> list[list[Ask]]:
-    """Return what is asked in each turn: one prompt of `asks`, or all at `concurrency` above 1.
+    """Return the load of each turn: one prompt of `asks`, or all of them at `concurrency` above 1.
 
-    Then they are repeated under other seeds until each session in flight has two.
+    In the latter case they are repeated with other seeds until each session in flight has two.
     """
     if concurrency == 1:
         return [[ask] for ask in asks]
@@ -103,7 +103,7 @@ def loads(asks: Sequence[Ask], concurrency: int) -> list[list[Ask]]:
 
 
 async def _turn(system: System, load: Sequence[Ask], concurrency: int, advance: Callable[[], None]) -> Turn:
-    """Have `load` answered, `concurrency` at a time, each next one as soon as another is done."""
+    """Run the completions of `load`, at most `concurrency` at a time; the next starts when one ends."""
     samples: list[Sample | None] = [None] * len(load)
     waiting = iter(enumerate(load))
 
@@ -121,7 +121,7 @@ async def _turn(system: System, load: Sequence[Ask], concurrency: int, advance: 
             running.cancel()
     seconds = time.perf_counter() - started
     done = tuple(sample for sample in samples if sample is not None)
-    # One alone took as long as it says: peers know better than the clock here, which has their pipe in it.
+    # A single completion reports its own time: the time measured here includes the pipe of peers.
     return Turn(done, done[0].seconds if len(done) == 1 else seconds)
 
 

@@ -1,4 +1,4 @@
-"""The best gamma: the measured one beside what the theory makes of measured alpha and costs."""
+"""The best gamma: as measured, and as the theory predicts it from measured alpha and costs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from gammaray.maths.theory import optimal_gamma, speedup
 __all__ = ["Costs", "chain_gammas", "cycle_ms", "optimum", "pooled_alpha"]
 
 CURVE_GAMMAS = 16
-"""Largest gamma that is predicted."""
+"""Largest gamma of the prediction."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a cycle costs, in units of a plain cycle: 1 + `latency` * 2 + gamma * `draft_cost`.
+    """Cost model of a cycle, in units of a plain cycle: 1 + `latency` * 2 + gamma * `draft_cost`.
 
     Attributes:
-        plain_cycle_ms: A cycle at gamma 0.
-        draft_cost: What each proposed token adds: its draft step, and its share in a longer verify.
-        latency: Half of what a cycle with a proposal costs beyond that: the way to the draft worker.
+        plain_cycle_ms: Time of a cycle at gamma 0, in milliseconds.
+        draft_cost: Cost per proposed token: its draft step, and its share of the longer verification.
+        latency: Half of the fixed cost of a cycle with a proposal: the one-way time to the draft worker.
     """
 
     plain_cycle_ms: float
@@ -50,9 +50,9 @@ class Costs:
 
 
 def optimum(rows: Sequence[Row]) -> dict[str, Any] | None:
-    """Return the measured best gamma and the predicted one, with the costs behind the prediction.
+    """Return the measured best gamma and the predicted one, with the costs used for the prediction.
 
-    Only chains of fixed gamma tell; None without one, without gamma 0, or when no token was tested.
+    Only chains of fixed gamma are used; None without one, without gamma 0, or when no token was tested.
     `best_system` may be a tree or adaptive.
     """
     by_name = {row["system"]: row for row in rows}
@@ -86,7 +86,7 @@ def chain_gammas(rows: Sequence[Row]) -> list[int]:
 
 
 def cycle_ms(row: Row) -> float | None:
-    """Return the mean milliseconds of a cycle as the client sees it, the first one left out."""
+    """Return the mean time of a cycle as seen by the client, in milliseconds, without the first cycle."""
     gaps = row["between_tokens"]
     return float(gaps["mean_ms"] * gaps["tokens_per_cycle"]) if gaps else None
 

@@ -1,4 +1,4 @@
-"""Where a figure comes from: the header of every result file."""
+"""Provenance of measurements: the header of every result file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SECRET = "--api-key"
 def provenance() -> dict[str, Any]:
     """Return commit, command, hardware, versions and date of the running program.
 
-    `git.dirty` tells whether tracked or new files beside the results differ from the commit; `git` is None
+    `git.dirty` is true when tracked or new files other than results differ from the commit; `git` is None
     outside a checkout of gammaray.
     """
     return {
@@ -40,7 +40,7 @@ def write_result(name: str, result: dict[str, Any], out: Path) -> Path:
     """Write `result` with its provenance as JSON to `out`, and return that path."""
     out.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"name": name, "provenance": provenance(), **result}, indent=1)
-    # Written beside and moved, so that a killed run leaves no half file.
+    # Written to a temporary file and renamed, so that a killed run leaves no partial result.
     part = out.with_suffix(".part")
     part.write_text(text + "\n")
     part.replace(out)
@@ -48,7 +48,7 @@ def write_result(name: str, result: dict[str, Any], out: Path) -> Path:
 
 
 def _command(argv: Sequence[str]) -> str:
-    """Return the command line without its secrets."""
+    """Return the command line with secrets removed."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is not None and spec.name == "__main__":  # a folder was run
         program = "python " + "/".join(Path(argv[0]).parts[-2:])
@@ -67,7 +67,7 @@ def _command(argv: Sequence[str]) -> str:
 
 
 def _git() -> dict[str, Any] | None:
-    # An installed gammaray may lie inside somebody else's checkout, which says nothing about it.
+    # An installed gammaray may lie inside the checkout of another project, whose commit is irrelevant.
     if _run("git", "ls-files", "--error-unmatch", __file__) is None:
         return None
     changes = _run("git", "status", "--porcelain", "--", ".", ":!benchmarks/results")

@@ -1,6 +1,6 @@
-"""The figures of one system under one load, JSON-ready: every metric of a result file's rows.
+"""Metrics of one system under one load, JSON-ready: the rows of a result file.
 
-Latency figures: time to the first token, gaps between the others, and how bursty they are."""
+Latency metrics: time to the first token, gaps between later tokens, and their burstiness."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _PACE_WEIGHT = 0.2
 
 
 def gaps(arrivals: Sequence[Arrival]) -> list[float]:
-    """Return the seconds between tokens of one completion.
+    """Return the gaps between the tokens of one completion, in seconds.
 
-    The first chunk is left out, but for being where the second one's wait starts: the wait for it is the
-    time to the first token.
+    The wait for the first chunk is excluded: it is the time to the first token. Its arrival starts the gap of
+    the second chunk.
     """
     found: list[float] = []
     for (before, _), (at, num_tokens) in pairwise(arrivals):
@@ -43,10 +43,10 @@ def gaps(arrivals: Sequence[Arrival]) -> list[float]:
 
 
 def paced_gaps(arrivals: Sequence[Arrival]) -> list[float]:
-    """Return the seconds between tokens when they are handed on at the pace of the cycles so far.
+    """Return the gaps between tokens, in seconds, when they are shown at the pace of the cycles so far.
 
-    What a user interface can do against bursts, knowing the past only: a token is shown one pace after the
-    one before it, or on arrival if that is later. The pace is a decayed mean of time over tokens.
+    This is how a user interface can smooth bursts without knowledge of the future: a token is shown one pace
+    after the previous one, or on arrival if that is later. The pace is a decayed mean of time over tokens.
     """
     shown: list[float] = []
     time_s = tokens = 0.0
@@ -60,7 +60,7 @@ def paced_gaps(arrivals: Sequence[Arrival]) -> list[float]:
 
 
 def burst_zero_share(tokens_per_cycle: float) -> float:
-    """Return the share of zero gaps that `tokens_per_cycle` implies, 1 - 1/k."""
+    """Return the share of zero gaps that k = `tokens_per_cycle` implies, 1 - 1/k."""
     return 1.0 - 1.0 / tokens_per_cycle
 
 
@@ -70,9 +70,9 @@ def burst_cv2(tokens_per_cycle: float) -> float:
 
 
 def gap_figures(completions: Iterable[Sequence[Arrival]]) -> dict[str, Any] | None:
-    """Return what the gaps of several completions say together, in milliseconds; None when there are none.
+    """Return statistics over the gaps of several completions, in milliseconds; None when there are none.
 
-    `expected` holds the closed forms at `tokens_per_cycle`, which here leaves first chunks out.
+    `expected` holds the closed-form values at `tokens_per_cycle`, which here excludes first chunks.
     """
     found, paced, num_chunks = [], [], 0
     for arrivals in completions:
@@ -106,14 +106,14 @@ def percentile(values: Sequence[float], q: float) -> float:
 Row = dict[str, Any]
 
 BASES = {"over_plain": PLAIN}
-"""Ratio -> system it is over."""
+"""Name of each ratio -> its denominator system."""
 
 
 def row(system: str, samples: Samples, bases: Mapping[str, str] = BASES) -> Row:
-    """Return the figures of one system; ratios against systems that were not run are None.
+    """Return the metrics of one system; ratios to systems that were not run are None.
 
     - `tokens_per_s` and each ratio of `bases`: median over repetitions, and the values.
-    - `speculation`: see `speculation`; None for systems that do not speculate or do not tell.
+    - `speculation`: see `speculation`; None for systems that do not speculate or do not report it.
     - `first_token_ms`: 50th and 99th percentile; `between_tokens`: see `latency.gap_figures`. None for
       systems that do not stream.
     """
@@ -132,7 +132,7 @@ def row(system: str, samples: Samples, bases: Mapping[str, str] = BASES) -> Row:
 
 
 def speculation(summaries: Sequence[SpeculationSummary]) -> dict[str, Any] | None:
-    """Return what several completions say together; None when there was no cycle.
+    """Return speculation statistics over several completions; None when there was no cycle.
 
     Rates are ratios of sums: `alpha` = accepted / tested, `acceptance_rate` = accepted / drafted. Times in
     `cycle_ms` are means per cycle, prefill included.
@@ -145,7 +145,7 @@ def speculation(summaries: Sequence[SpeculationSummary]) -> dict[str, Any] | Non
         passed = sum(length * count for length, count in enumerate(summary.accepted_lengths))
         accepted += passed
         if summary.alpha is not None:
-            # Where nothing passed, each cycle with a proposal tested one token.
+            # At alpha 0 each cycle with a proposal tested exactly one token.
             tested += passed / summary.alpha if summary.alpha > 0 else summary.cycles
     drafted = sum(summary.gamma_mean * summary.cycles for summary in summaries)
     emitted = sum(summary.tokens_per_cycle * summary.cycles for summary in summaries)

@@ -1,4 +1,4 @@
-"""One run of `gammaray bench`: every load in turn, gamma 0 always among the systems."""
+"""One run of `gammaray bench`: every load in turn; gamma 0 is always one of the systems."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Point = dict[str, Any]
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What is measured; stands in the result file.
+    """Settings of a run, recorded in the result file.
 
     Attributes:
-        workload: Name of the prompts' set, or where else they are from.
-        max_tokens: Tokens per completion; all go on past end-of-sequence tokens.
-        repetitions: Values per figure.
-        gammas: As `parse_gamma` reads them; gamma 0 is added.
-        temperatures: Each is measured,
-        verifications: with each of these,
-        concurrencies: at each of these numbers of completions in flight.
+        workload: Name of the prompt set, or the source of the prompts.
+        max_tokens: Tokens per completion; end-of-sequence tokens are ignored.
+        repetitions: Repetitions, and so values per metric.
+        gammas: In the format of `parse_gamma`; gamma 0 is added.
+        temperatures: Temperatures to measure.
+        verifications: Verification methods to measure at each temperature.
+        concurrencies: Numbers of completions in flight to measure with each of these.
     """
 
     workload: str
@@ -55,13 +55,13 @@ async def run_bench(
     begin: Callable[[str], Callable[[], None]],
     show: Callable[[Point], None],
 ) -> dict[str, Any]:
-    """Measure and return the result, JSON-ready.
+    """Run the benchmark and return the result, JSON-ready.
 
     Args:
         client: Connected to the cluster.
-        settings: What is measured.
+        settings: What to measure.
         texts: The prompts.
-        begin: Called with each point's name; returns what is called after each of its completions.
+        begin: Called with each point's name; returns a callback that is called after each of its completions.
         show: Called with each finished point.
 
     Raises:
@@ -96,7 +96,7 @@ async def run_bench(
 
 
 def _equality(samples: Any, verification: str, temperature: float) -> dict[str, Any] | None:
-    """Compare with gamma 0 where tokens must be the same; other methods draw others, equally likely."""
+    """Compare tokens with gamma 0 where they must be equal; other methods match in distribution only."""
     if verification != VerificationMethod.COUPLED.value and temperature > 0:
         return None
     return differences(samples, {name: PLAIN for name in samples if name != PLAIN})

@@ -1,4 +1,4 @@
-"""What is measured, behind one method: gammaray through its whole stack; others implement `System`, too."""
+"""The interface of measured systems, and its implementation for gammaray's whole stack."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gammaray.types import ADAPTIVE, Chunk, GammaPolicy, SpeculationSummary, Ver
 __all__ = ["Arrival", "Ask", "Sample", "Stack", "System", "parse_gamma", "stack_name"]
 
 Arrival = tuple[float, int]
-"""One chunk: seconds since the call, and how many tokens it brought."""
+"""One chunk: seconds since the call, and its number of tokens."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One completion asked for; every system goes on past end-of-sequence tokens."""
+    """A requested completion; every system ignores end-of-sequence tokens."""
 
     prompt: str
     max_tokens: int
@@ -29,13 +29,13 @@ class Ask:
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion and its time, as the caller of the system sees it.
+    """One completion and its time, measured at the caller.
 
     Attributes:
         token_ids: The tokens.
-        seconds: From the call to the last token.
+        seconds: Time from the call to the last token.
         arrivals: Chunks with tokens, in order; empty for systems that do not stream.
-        summary: How speculation went; None for systems that do not tell.
+        summary: Speculation summary; None for systems that do not report one.
     """
 
     token_ids: tuple[int, ...]
@@ -45,12 +45,12 @@ class Sample:
 
     @property
     def first_token_s(self) -> float | None:
-        """Seconds from the call to the first chunk with a token; None when nothing is known of chunks."""
+        """Seconds from the call to the first chunk with a token; None for systems that do not stream."""
         return self.arrivals[0][0] if self.arrivals else None
 
 
 class System(Protocol):
-    """Something that generates."""
+    """A system that generates completions."""
 
     name: str
 
@@ -63,12 +63,12 @@ class Stack:
     """gammaray: client, gRPC proxy, orchestrator, Redis, workers; one gamma policy.
 
     Args:
-        gamma: As `parse_gamma` reads it.
+        gamma: In the format of `parse_gamma`.
         client: Connected to the cluster.
         verification: How proposed tokens are tested.
 
     Raises:
-        InvalidArgumentError: `gamma` is none.
+        InvalidArgumentError: `gamma` is malformed.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Stack:
             gamma=self._policy,
             verification=self._verification,
             ignore_eos=True,
-            cache_salt=secrets.token_hex(8),  # Each reads its prompt itself, whoever read it before.
+            cache_salt=secrets.token_hex(8),  # A fresh salt prevents prefix cache hits.
         ):
             if last.tokens:
                 arrivals.append((time.perf_counter() - started, len(last.tokens)))
@@ -130,5 +130,5 @@ def parse_gamma(text: str) -> GammaPolicy:
 
 
 def stack_name(gamma: int | str) -> str:
-    """Return the name under which a gamma policy stands in results."""
+    """Return the name of a gamma policy in results."""
     return f"gammaray-{gamma}"

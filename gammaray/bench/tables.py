@@ -25,11 +25,11 @@ _TEXT = {"system", "comparison", "figure", "workload", "role"}
 
 Cell = Callable[[Row], str]
 Columns = Mapping[str, Cell]
-"""Heading -> what writes the cell below it."""
+"""Heading -> function that formats the cell of a row."""
 
 
 def figure(*path: str, digits: int = 2) -> Cell:
-    """Return what writes the number at `path` in a row; nothing where it is missing."""
+    """Return a function that formats the number at `path` in a row; a missing number gives an empty cell."""
 
     def cell(row: Row) -> str:
         value: Any = row
@@ -72,7 +72,7 @@ _SPLIT: Columns = {
 
 
 def plain_table(title: str, columns: Sequence[str]) -> Table:
-    """Return an empty table; columns of text stand left, of numbers right; headings may take two lines."""
+    """Return an empty table: text columns aligned left, numbers right; headings may take two lines."""
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in columns:
         is_text = column in _TEXT
@@ -81,24 +81,24 @@ def plain_table(title: str, columns: Sequence[str]) -> Table:
 
 
 def speed_table(title: str, rows: Sequence[Row], columns: Columns = SPEED) -> Table:
-    """Return speed, speedups, and what speculation did."""
+    """Return a table of speed, speedups and speculation metrics."""
     return _table(title, rows, columns)
 
 
 def latency_table(rows: Sequence[Row]) -> Table:
-    """Return time to the first token, gaps between tokens, and burstiness beside its closed form."""
+    """Return a table of time to first token, gaps between tokens, and burstiness with its closed form."""
     streamed = [row for row in rows if row["between_tokens"] is not None]
     return _table("First token, gaps between tokens (ms), and how bursty they are", streamed, _LATENCY)
 
 
 def split_table(rows: Sequence[Row]) -> Table:
-    """Return where the time of a cycle went, as the orchestrator tells it."""
+    """Return a table of the time per phase of a cycle, as reported by the orchestrator."""
     told = [row for row in rows if row["speculation"] is not None]
     return _table("A cycle as the orchestrator sees it, prefill included (mean ms)", told, _SPLIT)
 
 
 def markdown(rows: Sequence[Row], columns: Columns = SPEED) -> str:
-    """Return speed, speedups, and what speculation did as a Markdown table."""
+    """Return speed, speedups and speculation metrics as a Markdown table."""
     lines = [_line(columns), _line(["---"] + ["---:"] * (len(columns) - 1))]
     return "\n".join([*lines, *(_line([cell(row) for cell in columns.values()]) for row in rows)])
 

@@ -32,13 +32,13 @@ class Document:
 
     @property
     def is_held_out(self) -> bool:
-        """Whether the hash of the name falls in the held-out twentieth."""
+        """Whether the hash of the name falls into the held-out 5 %."""
         digest = hashlib.md5(self.name.encode(), usedforsecurity=False).hexdigest()
         return int(digest, 16) % 20 == 0
 
 
 def documents(limit: int | None = None) -> list[Document]:
-    """Return the documents: files in order of their path, then topics; at most `limit` when given."""
+    """Return the documents: files sorted by path, then topics; at most `limit` when given."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found: list[Document] = []
     for path in sorted(root.rglob("*.py"), key=str):
@@ -81,7 +81,7 @@ def _workload(name: str) -> tuple[str, ...]:
     if name == "mixed":
         sets = (_workload(part) for part in _MAKERS)
         return tuple(p for p in chain.from_iterable(zip_longest(*sets)) if p is not None)
-    # Document by document in turn, so that a short list already has many sources.
+    # Prompts are taken from the documents in turn, so that a short list already has many sources.
     per_document = [_spread(_MAKERS[name](document)) for document in _held_out()]
     rounds = chain.from_iterable(zip_longest(*per_document))
     return tuple(dict.fromkeys(p for p in rounds if p is not None))
@@ -94,14 +94,14 @@ def _held_out() -> tuple[Document, ...]:
 
 
 def _spread(found: Iterator[str]) -> list[str]:
-    """Return at most `_MAX_PER_DOCUMENT` of them, evenly spread."""
+    """Return at most `_MAX_PER_DOCUMENT` of the prompts, evenly spaced."""
     usable = [text for text in found if len(text) <= _MAX_CHARACTERS]
     step = max(1, len(usable) / _MAX_PER_DOCUMENT)
     return [usable[int(i * step)] for i in range(min(len(usable), _MAX_PER_DOCUMENT))]
 
 
 def _code(document: Document) -> Iterator[str]:
-    """Up to twelve lines before a function's one-line head, and the head."""
+    """Yield up to twelve lines before a function's one-line signature, and the signature."""
     if document.name.startswith("topics/"):
         return
     lines = document.text.splitlines()
@@ -114,7 +114,7 @@ def _code(document: Document) -> Iterator[str]:
 
 
 def _prose(document: Document) -> Iterator[str]:
-    """Twenty to forty words of a paragraph that goes on."""
+    """Yield the first twenty to forty words of a longer paragraph."""
     for text in _texts(document):
         for paragraph in re.split(r"\n\s*\n", text):
             words = list(re.finditer(r"\S+", paragraph))
@@ -132,7 +132,7 @@ def _texts(document: Document) -> Iterator[str]:
 
 
 def _repetitive(document: Document) -> Iterator[str]:
-    """Four lines of like shape, and the fifth up to the end of its first word."""
+    """Yield four consecutive lines of the same shape, and the fifth up to the end of its first word."""
     lines = document.text.splitlines()
     shapes = [_shape(line) for line in lines]
     end = 0
@@ -147,7 +147,7 @@ def _repetitive(document: Document) -> Iterator[str]:
 
 
 def _shape(line: str) -> str:
-    """Indentation, what stands between the first two words, and the last character; empty for one word."""
+    """Return indentation, the text between the first two words, and the last character; "" for one word."""
     found = re.match(r"(\s*)\w+([^\w\s]+|\s+[^\w\s]+\s*|\s+)\w.*?(\W?)$", line)
     return "w".join(found.groups()) if found and found.group(2).strip() else ""
 

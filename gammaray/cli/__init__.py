@@ -1,7 +1,7 @@
 """The `gammaray` command.
 
-Exit status: 0 success, 1 a failure, 2 a wrong argument, setting or environment variable, 3 the server does
-not answer or TLS with it fails, 130 interrupted; `qualify` has two more for its verdicts.
+Exit status: 0 success, 1 failure, 2 invalid argument, setting or environment variable, 3 the server does not
+answer or TLS with it fails, 130 interrupted; `qualify` has two more for its verdicts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gammaray.environment import check_environment
 
 __all__ = ["main"]
 
-# Each command and its short help: `gammaray --help` imports none of them.
+# Each command and its short help, so that `gammaray --help` imports no command.
 _COMMANDS = {
     "bench": "Measure a running cluster: speed, acceptance and latency by gamma.",
     "certs": "Make an authority in DIRECTORY, and certificates, for development.",
@@ -36,7 +36,7 @@ _COMMANDS = {
 
 
 class _Gammaray(click.Group):
-    """Imports a command when it is named, and ends every failure with one line and its exit status."""
+    """Command group that imports commands on use, and reports failures as one line and an exit status."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -45,7 +45,7 @@ class _Gammaray(click.Group):
         if name not in _COMMANDS:
             return None
         if name != "up":
-            # gRPC's own lines about failed handshakes say less than our errors; to be set before its import.
+            # gRPC's log lines on failed handshakes say less than our errors; set before gRPC is imported.
             os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
         command: click.Command = getattr(import_module(f"gammaray.cli.commands.{name}"), name)
         return command
@@ -77,7 +77,7 @@ def _known_variables() -> Collection[str]:
 
 
 def _failure(error: Exception) -> tuple[int, str] | None:
-    """Return the exit status of an error and what is told of it, None for one that is not ours."""
+    """Return exit status and message of an error; None for errors that are not gammaray's."""
     if isinstance(error, (click.ClickException, click.exceptions.Exit, click.Abort)):
         return None
     from gammaray.errors import GammarayError, InvalidArgumentError, TlsError, UnavailableError

@@ -1,7 +1,7 @@
-"""How busy a cluster is and what speculation gives, from two looks at its status.
+"""Load of a cluster and benefit of speculation, computed from two snapshots of its status.
 
-Totals run since the start of a process, so rates are differences over the time between the looks. A process
-that was not there at the first look counts from the second on. Where nothing happened in between, ratios are
+Totals count from the start of a process, so rates are differences over the time between the snapshots. A
+process that is missing in the first snapshot has rates of zero. Where nothing happened in between, ratios are
 those since the start.
 """
 
@@ -18,12 +18,12 @@ __all__ = ["Activity", "Speculation", "Worker", "measure"]
 
 @dataclass(frozen=True)
 class Speculation:
-    """What one orchestrator, or all of them, did.
+    """Activity of one orchestrator, or of all of them.
 
     Attributes:
-        pid: Of the orchestrator; 0 for all of them.
-        running: Requests that run.
-        waiting: Requests that wait for a place.
+        pid: Process id of the orchestrator; 0 for all of them.
+        running: Running requests.
+        waiting: Requests that wait for admission.
         tokens_per_s: Emitted tokens per second.
         cycles_per_s: Cycles per second.
         failures_per_s: Requests per second that ended in an error.
@@ -31,7 +31,7 @@ class Speculation:
         acceptance_rate: Accepted over drafted tokens; None when nothing was drafted.
         tokens_per_cycle: None before the first cycle.
         gamma: Mean gamma; None before the first cycle.
-        speedup: Over plain decoding; None while unknown.
+        speedup: Speedup over plain decoding; None while unknown.
     """
 
     pid: int
@@ -49,20 +49,20 @@ class Speculation:
 
 @dataclass(frozen=True)
 class Worker:
-    """What one worker does.
+    """Activity of one worker.
 
     Attributes:
         role: draft or target.
         address: host:port.
-        pid: Its process.
+        pid: Its process id.
         healthy: Whether it answers.
         sessions: Sessions with a cache.
         queue: Blocks waiting or running.
-        busy: Share of the time in steps.
+        busy: Share of the time spent in steps.
         batch: Mean blocks per step; None before the first step.
         steps_per_s: Steps per second.
-        cache_use: Share of the KV cache budget that is taken.
-        ahead_hit_rate: Share of proposals that were prepared; None for targets and before the first.
+        cache_use: Share of the KV cache budget in use.
+        ahead_hit_rate: Share of proposals that were prepared ahead; None for targets and before the first.
     """
 
     role: str
@@ -80,7 +80,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Activity:
-    """The whole cluster between two looks.
+    """Activity of the whole cluster between two snapshots.
 
     Attributes:
         seconds: Time between them.
@@ -96,7 +96,7 @@ class Activity:
 
 
 def measure(before: Sequence[ProcessStatus], after: Sequence[ProcessStatus], seconds: float) -> Activity:
-    """Return what happened between two looks at a cluster's status, `seconds` apart."""
+    """Return the activity between two snapshots of a cluster's status, taken `seconds` apart."""
     past = {(process.role, process.pid, process.address): process for process in before}
     orchestrators = [process for process in after if process.role == "orchestrator"]
     orchestrators.sort(key=lambda process: process.pid)
@@ -127,7 +127,7 @@ def _spent(past: Past, process: ProcessStatus) -> SpeculationTotals:
 
 
 def _minus(after: TotalsT, before: TotalsT) -> TotalsT:
-    # An orchestrator tells of the others what they announced up to a second ago: never less than nothing.
+    # Totals of other orchestrators may be a second old, so differences could be negative: clamp to 0.
     names = [field.name for field in fields(after)]
     return type(after)(**{name: max(0, getattr(after, name) - getattr(before, name)) for name in names})
 

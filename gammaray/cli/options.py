@@ -1,4 +1,4 @@
-"""Options that commands share: the connection (address, key, TLS, timeout) and prompts from a file."""
+"""Options shared by commands: the connection (address, key, TLS, timeout) and prompts from a file."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _FILE = click.Path(path_type=Path)
 
 @dataclass(frozen=True)
 class Connection:
-    """How a command reaches a cluster.
+    """Connection options of a command.
 
     Args:
         address: host:port of the gRPC API, or the URL of the HTTP API.
-        api_key: Key of a cluster that requires one.
-        timeout_s: Time allowed, in seconds.
-        tls: Use TLS; None: where a file or the address asks for it.
-        ca_file: PEM file of the authorities to trust.
+        api_key: API key, for clusters that require one.
+        timeout_s: Timeout, in seconds.
+        tls: Whether to use TLS; None: only if a file or the address implies it.
+        ca_file: PEM file of the trusted authorities.
         cert_file: PEM file of the client certificate.
         key_file: PEM file of its private key.
     """
@@ -51,11 +51,11 @@ class Connection:
 
 
 def connection_options(timeout_s: float, *, http: bool = False) -> Callable[[_Function], _Function]:
-    """Add the options of a connection, which the command gets as one argument, `connection`.
+    """Add the connection options, which the command receives as one argument, `connection`.
 
     Args:
         timeout_s: Default of `--timeout`, in seconds.
-        http: The command talks to the HTTP API: `--url` in place of `--address`.
+        http: The command uses the HTTP API: `--url` instead of `--address`.
     """
     names = ("address", "api_key", "timeout_s", "tls", "ca_file", "cert_file", "key_file")
     options = (
@@ -117,10 +117,10 @@ def read_prompts(path: Path, option: str) -> list[str]:
 
     Args:
         path: The file.
-        option: What named it, for messages.
+        option: Name of the option, for messages.
 
     Raises:
-        click.BadParameter: It holds none.
+        click.BadParameter: The file holds no prompts.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix != ".json":

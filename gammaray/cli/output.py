@@ -1,4 +1,4 @@
-"""What commands print: styled tables on a terminal, plain aligned columns elsewhere."""
+"""Output of commands: styled tables on a terminal, plain aligned columns elsewhere."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from rich.text import Text
 __all__ = ["output_console"]
 
 _NO_WIDTH = 100_000
-"""A pipe has no width: no cell is cut or wrapped there."""
+"""Width of output to a pipe: no cell is truncated or wrapped."""
 
 
 def output_console(width: int | None = None) -> Console:
-    """Return the console of standard output.
+    """Return a console for standard output.
 
-    Tables that are printed to a file or pipe are lines of aligned columns, with a heading, without box
-    characters, colours or trailing spaces.
+    Tables written to a file or pipe are lines of aligned columns, with a heading, without box characters,
+    colours or trailing spaces.
 
     Args:
-        width: Columns to use on a terminal; None: all.
+        width: Width on a terminal, in characters; None: full width.
     """
     console = Console(highlight=False, width=width)
     if console.is_terminal:
@@ -31,7 +31,7 @@ def output_console(width: int | None = None) -> Console:
 
 
 class _Plain(RenderHook):
-    """Turns tables, and groups that may hold some, into plain text."""
+    """Render hook that turns tables, and groups that may contain tables, into plain text."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -55,7 +55,7 @@ class _Plain(RenderHook):
     def _table(self, table: Table) -> list[ConsoleRenderable]:
         title, table.title = table.title, None
         table.box, table.pad_edge, table.min_width = None, False, None
-        # Two spaces part the columns, also where a table sets less.
+        # Columns are separated by two spaces, also where a table sets less.
         table.padding = (0, 2, 0, 0)
         for column in table.columns:
             column.overflow, column.no_wrap = "ignore", True

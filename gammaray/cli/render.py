@@ -1,4 +1,4 @@
-"""Renders a completion: text coloured by the origin of its tokens, and a summary of its speculation."""
+"""Rendering of a completion: text coloured by token origin, and a summary of its speculation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OriginPainter:
         self._last = TokenOrigin.BONUS
 
     def runs(self, chunk: Chunk) -> Iterator[tuple[str, TokenOrigin]]:
-        """Yield the chunk's text, all of it and nothing else, as (characters, origin)."""
+        """Yield the chunk's exact text in pieces, as (characters, origin)."""
         for token in chunk.tokens:
             self._push(self._decoder.decode(token.token_bytes), token.origin)
         if chunk.finish_reason is not None:
@@ -46,8 +46,8 @@ class OriginPainter:
         self._last = origin
 
     def _take(self, text: str) -> list[TokenOrigin]:
-        # Special tokens have bytes but no text: skip what stands before. Text that the bytes do not spell at
-        # all (a tokenizer that changes what it joins) takes the tags in order.
+        # Special tokens have bytes but no text: skip the bytes before the text. If the text does not occur in
+        # the bytes (a tokenizer that changes what it joins), take the tags in order.
         start = max(0, self._text.find(text))
         end = start + len(text)
         taken = self._origins[start:end]
@@ -66,28 +66,28 @@ _MEANINGS = {
     TokenOrigin.BONUS: "the target's own, after a whole draft",
 }
 _BAR_WIDTH = 30
-# A model's text may hold anything; on a terminal, control characters become their visible pictures.
+# A model's text may contain control characters; on a terminal they are replaced by their Unicode symbols.
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 
 
 def paint(text: str, origin: TokenOrigin) -> str:
-    """Return `text` for a terminal, in the colour of its origin."""
+    """Return `text` with the terminal colour of its origin."""
     return STYLES[origin].render(text.translate(_VISIBLE))
 
 
 def print_legend(console: Console) -> None:
-    """Print which colour means what."""
+    """Print the legend of the colours."""
     for origin, style in STYLES.items():
         console.print(Text.assemble((f"{origin.value:<10}", style), f"  {_MEANINGS[origin]}"))
     console.print()
 
 
 def print_summary(console: Console, completion: Completion) -> None:
-    """Print speed, acceptance, where the time went and the histogram of accepted lengths."""
+    """Print speed, acceptance, time per phase and the histogram of accepted lengths."""
     summary, usage = completion.summary, completion.usage
     seconds = summary.total_ms / 1000
     rate = f"{usage.completion_tokens / seconds:.1f} tokens/s" if seconds > 0 else "no time measured"
-    # Lines stay whole: scripts read them too.
+    # Lines are not wrapped, so that scripts can parse them.
     console.print(
         f"{usage.completion_tokens} tokens in {seconds:.2f} s: {rate} (prompt: {usage.prompt_tokens} tokens, "
         f"finished by {completion.finish_reason.value}, seed {completion.seed})",

@@ -17,7 +17,7 @@ _Value = TypeVar("_Value")
 
 
 class IntRange(click.IntRange):
-    """An integer within bounds; click calls its own type "integer range" in messages."""
+    """An integer within bounds. Messages call it "integer"; click's own type says "integer range"."""
 
     name = "integer"
 
@@ -35,11 +35,11 @@ class FloatRange(click.FloatRange):
 
 
 def temperature(text: str) -> float:
-    """Return the temperature that a text stands for.
+    """Parse a temperature.
 
     Raises:
-        ValueError: It is no number.
-        InvalidArgumentError: It is out of bounds.
+        ValueError: The text is not a number.
+        InvalidArgumentError: The temperature is out of bounds.
     """
     value = float(text)
     check_number("temperature", value, 0, 100)
@@ -49,11 +49,11 @@ def temperature(text: str) -> float:
 def list_of(
     parse: Callable[[str], _Value], allowed: str
 ) -> Callable[[click.Context, click.Parameter, str], tuple[_Value, ...]]:
-    """Return the callback of an option whose value is a comma-separated list; doubles are dropped.
+    """Return an option callback that parses a comma-separated list; duplicates are dropped.
 
     Args:
-        parse: Turns one part into its value; its ValueError or InvalidArgumentError refuses the option.
-        allowed: What the parts may be, for the message.
+        parse: Parses one part; its ValueError or InvalidArgumentError rejects the option.
+        allowed: Description of the allowed parts, for the message.
     """
 
     def callback(context: click.Context, parameter: click.Parameter, value: str) -> tuple[_Value, ...]:

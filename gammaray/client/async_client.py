@@ -1,4 +1,4 @@
-"""The client: streams completions and tells the state of a cluster, over gRPC.
+"""The gRPC client: streams completions, manages sessions and reports the state of a cluster.
 
     async with gammaray.AsyncClient("127.0.0.1:9000") as client:
         async for chunk in client.generate("def main():", max_tokens=64, seed=1):
@@ -48,32 +48,32 @@ if TYPE_CHECKING:
 __all__ = ["AsyncClient"]
 
 STATUS_TIMEOUT_S = 10.0
-"""Deadline of status calls, in seconds."""
+"""Default deadline of status calls, in seconds."""
 
-# What a cluster that is still starting answers: nobody listens, the proxy knows no application yet, or the
-# first calls hang until they are cut.
+# Errors of a cluster that is still starting: the port is closed, the proxy knows no application yet, or the
+# first calls hang until they time out.
 _STARTING = (UnavailableError, NotFoundError, DeadlineExceededError, CancelledError)
 
 
 class AsyncClient:
-    """A connection to a cluster. Not thread-safe; belongs to the event loop of its first call.
+    """A connection to a cluster. Not thread-safe; bound to the event loop of its first call.
 
     Args:
         address: host:port of the gRPC API; https://host:port and grpcs://host:port use TLS.
-        api_key: Key of a cluster that asks for one.
+        api_key: API key, for clusters that require one.
         timeout_s: Deadline of a generation, in seconds, unless the call says otherwise.
-        retry: How often calls are made again, and for how long completions are resumed.
-        credentials: Credentials of gRPC's own, in place of the options below.
-        tls: Use TLS, and trust the authorities of the system unless `ca_file` names others. None: where the
-            address or one of the files asks for it.
-        ca_file: PEM file of the authorities to trust; implies TLS.
+        retry: How often calls are retried, and for how long completions are resumed.
+        credentials: gRPC channel credentials, instead of the options below.
+        tls: Whether to use TLS, which trusts the system's authorities unless `ca_file` names others. None:
+            only if the address or one of the files implies it.
+        ca_file: PEM file of the trusted authorities; implies TLS.
         cert_file: PEM file of the client certificate, for servers that require one; implies TLS.
         key_file: PEM file of its private key; None: it is in `cert_file`.
 
     Raises:
         InvalidArgumentError: A malformed address, key or timeout, or a file that cannot be used.
 
-    Calls raise TlsError where a certificate is not accepted or one side speaks plain text.
+    Calls raise TlsError if a certificate is not accepted or one side uses plain text.
     """
 
     def __init__(
@@ -103,29 +103,29 @@ class AsyncClient:
     def generate(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[Chunk, None]:
-        """Stream one completion; leaving the loop or closing the iterator stops it on the server.
+        """Stream one completion; leaving the loop or closing the iterator cancels it on the server.
 
-        The stream outlives the processes behind it: when one dies, it is resumed behind the last token that
-        has arrived. Nothing is repeated, dropped or changed; `RetryPolicy` says how long it is tried for.
+        When a server process dies, the stream is resumed after the last received token. No token is repeated,
+        dropped or changed; `RetryPolicy` limits how long resuming is tried.
 
         Args:
             prompt: Text, token ids, or a GenerationRequest.
-            timeout_s: Deadline of the whole completion, in seconds; None is the client's.
+            timeout_s: Deadline of the whole completion, in seconds; None: the client's `timeout_s`.
             options: See `gammaray.client.request.GenerateOptions`.
 
         Returns:
             An iterator of chunks; the last one carries `finish_reason`, `usage` and `summary`.
 
         Raises:
-            InvalidArgumentError: At once for what can be seen here, else from the iterator.
-            GammarayError: From the iterator, the subclass that fits.
+            InvalidArgumentError: Immediately if the client can detect it, else from the iterator.
+            GammarayError: From the iterator; the subclass names the cause.
         """
         return stream_completion(self._transport, build_request(prompt, **options), timeout_s)
 
     async def complete(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
-        """Return one whole completion; arguments and errors are those of `generate`."""
+        """Return a finished completion; arguments and errors are those of `generate`."""
         return Completion.from_chunks(
             [chunk async for chunk in self.generate(prompt, timeout_s=timeout_s, **options)]
         )
@@ -133,14 +133,14 @@ class AsyncClient:
     def resume(
         self, session_id: str, *, turn: int = 0, offset: int = 0, timeout_s: float | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        """Stream the rest of a session's turn, behind its first `offset` tokens; otherwise as `generate`.
+        """Stream the rest of a session's turn, after its first `offset` tokens; otherwise as `generate`.
 
-        Whoever streams it at present gets FailedPreconditionError: a session has one owner.
+        A session has one owner: a client that is streaming it at present gets FailedPreconditionError.
 
         Raises:
-            InvalidArgumentError: At once, for what can be seen here.
+            InvalidArgumentError: Immediately, if the client can detect it.
             NotFoundError: From the iterator: no such session, or it has expired.
-            FailedPreconditionError: From the iterator: it is at another turn, or has fewer tokens.
+            FailedPreconditionError: From the iterator: the session is at another turn, or has fewer tokens.
         """
         request = GenerationRequest("", session_id=session_id, turn=turn, resume_from=offset)
         request.validate()
@@ -162,7 +162,7 @@ class AsyncClient:
     async def session_trace(
         self, session_id: str, *, timeout_s: float = STATUS_TIMEOUT_S
     ) -> list[CycleRecord]:
-        """Return what each cycle of a session did and where its time went, oldest first.
+        """Return the cycle records of a session, oldest first: tokens and time per phase of each cycle.
 
         Raises:
             NotFoundError: No such session, or it has expired.
@@ -173,13 +173,13 @@ class AsyncClient:
     async def list_sessions(
         self, limit: int = 100, *, timeout_s: float = STATUS_TIMEOUT_S
     ) -> list[SessionInfo]:
-        """Return sessions, the one with the latest sign of life first; at most `limit`, up to 1000."""
+        """Return at most `limit` sessions (up to 1000), the most recently active first."""
         check_int("limit", limit, 1, 1000)
         answer = await self._transport.unary("ListSessions", pb.ListSessionsRequest(limit=limit), timeout_s)
         return [info_from_proto(session) for session in answer.sessions]
 
     async def cancel(self, session_id: str, *, timeout_s: float = STATUS_TIMEOUT_S) -> SessionInfo:
-        """End a session's current turn for good; whoever streams it gets FinishReason.CANCELLED.
+        """End a session's current turn permanently; a client streaming it gets FinishReason.CANCELLED.
 
         Raises:
             NotFoundError: No such session, or it has expired.
@@ -188,7 +188,7 @@ class AsyncClient:
         return info_from_proto((await self._transport.unary("Cancel", request, timeout_s)).session)
 
     async def delete_session(self, session_id: str, *, timeout_s: float = STATUS_TIMEOUT_S) -> bool:
-        """End a session and forget it; return whether there was one."""
+        """End and delete a session; return whether it existed."""
         request = pb.DeleteSessionRequest(session_id=session_id)
         return bool((await self._transport.unary("DeleteSession", request, timeout_s)).existed)
 
@@ -196,7 +196,7 @@ class AsyncClient:
         """Return the processes of the cluster.
 
         Raises:
-            GammarayError: The subclass that fits.
+            GammarayError: The call failed; the subclass names the cause.
         """
         answer = await self._transport.unary("GetStatus", pb.GetStatusRequest(), timeout_s)
         return [process_from_proto(process) for process in answer.processes]
@@ -204,13 +204,13 @@ class AsyncClient:
     async def wait_ready(
         self, timeout_s: float = 60.0, *, roles: Collection[str] = ("target",)
     ) -> list[ProcessStatus]:
-        """Wait until each of `roles` has a healthy process, and return the cluster's status then.
+        """Wait until each of `roles` has a healthy process, and return the cluster's status.
 
-        A target is all that lossless text takes; name "draft" too to wait for its speed.
+        A target alone can serve completions; add "draft" to wait until speculation is available.
 
         Raises:
-            DeadlineExceededError: It took longer than `timeout_s`; tells what was missing.
-            GammarayError: A failure that waiting does not cure, for example UnauthenticatedError.
+            DeadlineExceededError: It took longer than `timeout_s`; the message names what was missing.
+            GammarayError: A failure that does not pass by waiting, for example UnauthenticatedError.
         """
         deadline = time.monotonic() + timeout_s
         missing = "no answer yet"

@@ -1,4 +1,4 @@
-"""A chat over the HTTP API, which knows the model's chat template.
+"""A chat over the HTTP API, which applies the model's chat template.
 
 for piece in Chat("http://localhost:8000").ask("hello"):
     print(piece.text, end="")
@@ -40,7 +40,7 @@ __all__ = ["Chat", "ChatPiece"]
 _ALLOWED_URL = "http://host:port or https://host:port"
 _MAX_TIMEOUT_S = 7 * 86_400.0
 _EXPLAIN_S = 3.0
-"""Bound of each step of a search for the cause of a failed TLS handshake, in seconds."""
+"""Upper bound of each step when diagnosing a failed TLS handshake, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ChatPiece:
 
     Args:
         text: Its text.
-        tokens: The tokens it came from.
+        tokens: The tokens of this text.
         finish_reason: In the last piece: why the answer ended.
         speculation: In the last piece: the response object `gammaray`.
     """
@@ -64,18 +64,18 @@ class Chat:
     """A conversation.
 
     Args:
-        url: Base of the HTTP API, without /v1; host:port is http:// or, with TLS options, https://.
-        api_key: For clusters that ask for one.
-        system: What the model is told before everything else; "" for nothing.
-        timeout_s: Longest silence of the server, in seconds.
-        options: Further fields of the request, `gammaray` among them.
-        tls: As of `AsyncClient`, as are the following.
-        ca_file: PEM file of the authorities to trust.
+        url: Base URL of the HTTP API, without /v1; host:port is http:// or, with TLS options, https://.
+        api_key: API key, for clusters that require one.
+        system: The system message; "" for none.
+        timeout_s: Longest time without data from the server, in seconds.
+        options: Further fields of the request, including `gammaray`.
+        tls: As in `AsyncClient`, like the following.
+        ca_file: PEM file of the trusted authorities.
         cert_file: PEM file of the client certificate.
         key_file: PEM file of its private key.
 
     Attributes:
-        messages: The conversation so far, as the API wants it.
+        messages: The conversation so far, in the format of the API.
 
     Raises:
         InvalidArgumentError: A malformed URL, key or timeout, or a file that cannot be used.
@@ -104,20 +104,20 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the conversation."""
+        """Clear the conversation."""
         self.messages: list[dict[str, str]] = []
         if self._system:
             self.messages.append({"role": "system", "content": self._system})
 
     def ask(self, text: str) -> Iterator[ChatPiece]:
-        """Stream the answer to a message; closing the iterator ends it, and what was said so far stays.
+        """Stream the answer to a message; closing the iterator ends it and keeps the text received so far.
 
-        A message whose answer fails before it begins is not part of the conversation.
+        A message whose answer fails before its first piece is not added to the conversation.
 
         Raises:
             UnavailableError: The server does not answer, or the stream broke.
-            TlsError: A certificate is not accepted, or one side speaks plain text.
-            GammarayError: What the server says is wrong.
+            TlsError: A certificate is not accepted, or one side uses plain text.
+            GammarayError: The server returned an error.
         """
         question, said = {"role": "user", "content": text}, ""
         try:
@@ -143,7 +143,7 @@ class Chat:
                         yield _piece(json.loads(line.removeprefix(b"data: ")))
         except urllib.error.HTTPError as error:
             if "json" not in error.headers.get_content_type() and (cause := self._tls_cause(None)):
-                raise cause from None  # proxies refuse plain text at their TLS port by a page of HTML
+                raise cause from None  # proxies answer plain text on a TLS port with an HTML page
             page = error.read()
             if cause := refused_certificate(self._url, error.code, page, self._tls):
                 raise cause from None
@@ -157,7 +157,7 @@ class Chat:
         raise UnavailableError(f"{self._url}: the answer broke off")
 
     def _tls_cause(self, failure: BaseException | str | None) -> GammarayError | None:
-        """Return the TLS error because of which a request failed, if it is one."""
+        """Return the TLS error that caused a failed request, if any."""
         if isinstance(failure, ssl.SSLError) and not isinstance(failure, ssl.SSLEOFError):
             return tls_error(self._url, failure, has_certificate=bool(self._tls and self._tls.cert_file))
         if isinstance(failure, (TimeoutError, ConnectionRefusedError)):
@@ -176,10 +176,10 @@ class Chat:
 
 
 def _base_url(url: str, tls: ClientTls | None) -> str:
-    """Return the URL in full.
+    """Return the complete URL, with scheme.
 
     Raises:
-        InvalidArgumentError: It is malformed, or names http:// in spite of TLS options.
+        InvalidArgumentError: The URL is malformed, or is http:// despite TLS options.
     """
     full = url if "://" in url else f"http{'' if tls is None else 's'}://{url}"
     try:

@@ -1,4 +1,4 @@
-"""A whole completion: what its chunks add up to."""
+"""A finished completion, joined from its chunks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Completion:
 
     Args:
         text: The text, cut before a stop string.
-        tokens: The emitted tokens, with where each came from.
-        finish_reason: Why it ended.
+        tokens: The emitted tokens with their origins.
+        finish_reason: Why the completion ended.
         usage: Token counts.
-        summary: How speculation went.
-        seed: The seed in use: the same request with it gives the same tokens.
+        summary: Speculation summary.
+        seed: The seed used: the same request with it gives the same tokens.
         session_id: The session.
-        prompt_logprobs: Log-probabilities of the prompt, when they were asked for.
+        prompt_logprobs: Log-probabilities of the prompt, if requested.
     """
 
     text: str
@@ -68,7 +68,7 @@ class Completion:
 def speculation_object(
     session_id: str, tokens: Sequence[EmittedToken], summary: SpeculationSummary
 ) -> dict[str, Any]:
-    """Return the JSON object `gammaray` of responses: how speculation went, and each token's origin."""
+    """Return the JSON object `gammaray` of responses: speculation summary, and each token's origin."""
     return {
         "session_id": session_id,
         "cycles": summary.cycles,

@@ -1,4 +1,4 @@
-"""Generation requests from plain Python arguments: one list of options for every client and the CLI."""
+"""Generation requests from plain Python arguments: the options shared by all clients and the CLI."""
 
 from __future__ import annotations
 
@@ -30,16 +30,15 @@ _Choice = TypeVar("_Choice", bound=Enum)
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of `generate` and `complete`; what is absent takes the default of the type it fills.
+    """Keyword arguments of `generate` and `complete`; missing ones take the default of the field they set.
 
-    The sampling options are the fields of `SamplingParams`, the others those of `GenerationRequest`, with
-    these liberties:
+    The sampling options are the fields of `SamplingParams`, the others those of `GenerationRequest`, except:
 
         gamma: "adaptive" (default), a fixed draft length in [0, 64] (0 is plain decoding), or a GammaPolicy.
         stop: One string or several.
-        logprobs: How many alternatives to return log-probabilities of, in [0, 20]; None for none at all.
+        logprobs: Number of alternatives with log-probabilities, in [0, 20]; None: no log-probabilities.
         prompt_logprobs: The same for the tokens of the prompt.
-        verification, drafter: The enum's member or its value.
+        verification, drafter: The enum member or its value.
     """
 
     max_tokens: int
@@ -75,8 +74,8 @@ def build_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generat
     """Return the validated request for a prompt and options.
 
     Raises:
-        InvalidArgumentError: Names the first wrong field, what was got and what is allowed.
-        TypeError: An option that does not exist, or options beside a whole request.
+        InvalidArgumentError: Names the first invalid field, its value and what is allowed.
+        TypeError: An unknown option, or options given together with a GenerationRequest.
     """
     if isinstance(prompt, GenerationRequest):
         if options:

@@ -1,7 +1,7 @@
-"""Streams that survive: a completion goes on behind its last token when its call breaks.
+"""Resumption of streams: a completion continues after its last token when its call breaks.
 
-Tokens are stored before a client sees them, under the name of a session. So a call that ends before the
-completion does is made again from the next token on; whichever orchestrator gets it takes the session over.
+The server stores tokens under the session id before it sends them. A call that ends before the completion is
+therefore repeated from the next token; the orchestrator that receives it takes over the session.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from gammaray.wire.rpc_errors import code_of, is_from_gammaray
 __all__ = ["stream_completion"]
 
 FIRST_PAUSE_S = 0.05
-"""Upper bound of the pause before the first attempt to resume a stream that broke under way, in seconds: most
-often one process of several died. `RetryPolicy` rules the pauses after that."""
+"""Upper bound of the delay before the first attempt to resume a broken stream, in seconds: short, as usually
+only one of several processes died. Later delays follow `RetryPolicy`."""
 
 
 async def stream_completion(
     transport: Transport, request: GenerationRequest, timeout_s: float | None
 ) -> AsyncGenerator[Chunk, None]:
-    """Yield the pieces of a completion; closing the generator ends the call.
+    """Yield the chunks of a completion; closing the generator ends the call.
 
     Args:
         transport: Makes the calls.
-        request: What to generate, or which session to resume from where. Gets a session name if it has none.
-        timeout_s: Deadline of the whole completion; None is the transport's.
+        request: What to generate, or which session to resume from where. Gets a session id if it has none.
+        timeout_s: Deadline of the whole completion, in seconds; None: the transport's.
 
     Raises:
-        GammarayError: A failure that trying again does not cure, or not in time; see `RetryPolicy`.
+        GammarayError: A permanent failure, or one that outlasted the retries; see `RetryPolicy`.
     """
     request = replace(request, session_id=request.session_id or uuid.uuid4().hex)
     patience = _Patience(transport, transport.deadline(timeout_s))
@@ -68,7 +68,7 @@ async def stream_completion(
                     yield chunk
                     if chunk.finish_reason is not None:
                         return
-            # A proxy on the way may lose the status of a stream, that of a refusal included.
+            # A proxy may lose the status of a stream, including that of a rejected request.
             raise InternalError("the server ended the stream without a finish reason")
         except GammarayError as error:
             if num_cancellations() > asked_to_end:
@@ -79,15 +79,15 @@ async def stream_completion(
 
 
 class _BrokenServerError(InternalError):
-    """The server does not keep to the protocol; it would not the next time either."""
+    """The server violates the protocol; not retried, since a retry would fail too."""
 
 
 class _Patience:
-    """How long a completion is tried for.
+    """Retry budget of a completion.
 
     Args:
-        transport: Of the calls.
-        deadline: `time.monotonic()` of the end.
+        transport: Transport of the calls.
+        deadline: Deadline of the completion, as `time.monotonic()`.
     """
 
     def __init__(self, transport: Transport, deadline: float) -> None:
@@ -97,15 +97,15 @@ class _Patience:
         self._has_started = False
 
     def progressed(self) -> None:
-        """A piece has come."""
+        """Reset the budget: a chunk has arrived."""
         self._since, self._failures, self._internal = time.monotonic(), 0, 0
         self._has_started = True
 
     def pause_s(self, error: GammarayError) -> float:
-        """Return how long to wait before the next call.
+        """Return the delay before the next call, in seconds.
 
         Raises:
-            GammarayError: `error`, when there is none.
+            GammarayError: `error`, if there is no next call.
         """
         if self._has_started and self._failures == 0:
             pause_s = random.uniform(0.0, FIRST_PAUSE_S)
@@ -126,18 +126,18 @@ class _Patience:
             return True
         if self._has_started or self._transport.has_answered:
             return resume_at - self._since > policy.resume_s
-        return self._failures >= policy.max_attempts  # nobody was ever there
+        return self._failures >= policy.max_attempts  # the cluster has never answered
 
     def _is_passing(self, error: GammarayError) -> bool:
-        """Whether the failure may be one of a process that died, and not an answer."""
+        """Whether the failure may come from a process that died, so that a retry may succeed."""
         if self._transport.is_closed or isinstance(error, _BrokenServerError):
             return False
         if isinstance(error, (UnavailableError, CancelledError)):
             return True
         is_answer = is_from_gammaray(error)
-        # UNKNOWN is what gRPC makes of a stream that a proxy closes without a status.
+        # gRPC reports UNKNOWN for a stream that a proxy closes without a status.
         if isinstance(error, InternalError) or code_of(error) is grpc.StatusCode.UNKNOWN:
             return self._has_started or not is_answer
-        if isinstance(error, NotFoundError):  # a proxy that was restarted and knows no application yet
+        if isinstance(error, NotFoundError):  # from a restarted proxy that knows no application yet
             return not is_answer and self._transport.has_answered
         return self._has_started and isinstance(error, (ResourceExhaustedError, DeadlineExceededError))

@@ -1,4 +1,4 @@
-"""The blocking client: AsyncClient on an event loop of its own, in a thread of its own."""
+"""The blocking client: AsyncClient on its own event loop in its own thread."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _Result = TypeVar("_Result")
 class Client:
     """AsyncClient without `async` and `await`; same arguments, same errors. Thread-safe.
 
-    Works inside a running event loop too, which it blocks while it waits.
+    Can be used inside a running event loop, which it blocks while waiting.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Client:
             key_file=key_file,
         )
         self._loop = asyncio.new_event_loop()
-        # A daemon, so that a client nobody closed does not keep the process alive.
+        # A daemon thread, so that a client that was not closed does not keep the process alive.
         self._thread = threading.Thread(target=self._loop.run_forever, name="gammaray-client", daemon=True)
         self._thread.start()
 
@@ -73,7 +73,7 @@ class Client:
     def complete(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
-        """Return one whole completion, see `AsyncClient.complete`."""
+        """Return a finished completion, see `AsyncClient.complete`."""
         return self._run(self._client.complete(prompt, timeout_s=timeout_s, **options))
 
     def resume(
@@ -89,7 +89,7 @@ class Client:
         return self._run(self._client.get_session(session_id, timeout_s=timeout_s))
 
     def session_trace(self, session_id: str, *, timeout_s: float = STATUS_TIMEOUT_S) -> list[CycleRecord]:
-        """Return what each cycle of a session did, see `AsyncClient.session_trace`."""
+        """Return the cycle records of a session, see `AsyncClient.session_trace`."""
         return self._run(self._client.session_trace(session_id, timeout_s=timeout_s))
 
     def list_sessions(self, limit: int = 100, *, timeout_s: float = STATUS_TIMEOUT_S) -> list[SessionInfo]:
@@ -97,11 +97,11 @@ class Client:
         return self._run(self._client.list_sessions(limit, timeout_s=timeout_s))
 
     def cancel(self, session_id: str, *, timeout_s: float = STATUS_TIMEOUT_S) -> SessionInfo:
-        """End a session's current turn for good, see `AsyncClient.cancel`."""
+        """End a session's current turn permanently, see `AsyncClient.cancel`."""
         return self._run(self._client.cancel(session_id, timeout_s=timeout_s))
 
     def delete_session(self, session_id: str, *, timeout_s: float = STATUS_TIMEOUT_S) -> bool:
-        """End a session and forget it, see `AsyncClient.delete_session`."""
+        """End and delete a session, see `AsyncClient.delete_session`."""
         return self._run(self._client.delete_session(session_id, timeout_s=timeout_s))
 
     def status(self, *, timeout_s: float = STATUS_TIMEOUT_S) -> list[ProcessStatus]:
@@ -144,7 +144,7 @@ class Client:
             return await anext(chunks, None)
 
         async def close() -> None:
-            # Ctrl-C may leave a step running or unwinding, and only a generator at rest can be closed.
+            # After Ctrl-C a step may still be running or unwinding; only a suspended generator can be closed.
             if running is not None and not running.done():
                 running.cancel()
                 await asyncio.wait([running])
@@ -165,5 +165,5 @@ class Client:
         try:
             return future.result()
         except BaseException:
-            future.cancel()  # Ctrl-C while waiting; without effect when the work itself failed
+            future.cancel()  # Ctrl-C while waiting; no effect if the coroutine itself failed
             raise

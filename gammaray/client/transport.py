@@ -1,4 +1,4 @@
-"""The one way out: metadata, deadline, retries and error mapping of every call that a client makes."""
+"""Transport of all client calls: metadata, deadline, retries and error mapping."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from gammaray.wire.rpc_errors import code_of, error_from_rpc, is_from_gammaray
 __all__ = ["RetryPolicy", "Transport"]
 
 CHANNEL_OPTIONS = (
-    # A peer that vanishes without closing (a cut cable, a killed machine) is noticed within 40 seconds, where
-    # TCP alone takes many minutes. Servers forbid more frequent pings on quiet connections.
+    # A peer that disappears without closing (a cut cable, a killed machine) is detected within 40 seconds;
+    # TCP alone takes many minutes. Servers forbid more frequent pings on idle connections.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # gRPC backs off up to two minutes, far longer than a proxy or replica takes to come back.
+    # gRPC's default backoff of up to two minutes is far longer than a proxy or replica takes to restart.
     ("grpc.max_reconnect_backoff_ms", 500),
-    # The default of 4 MiB is less than a long completion with twenty log-probabilities a token.
+    # A long completion with twenty log-probabilities per token exceeds the default of 4 MiB.
     ("grpc.max_receive_message_length", 64 * 2**20),
 )
 
 _PASSING = (UnavailableError, CancelledError)
 _EXPLAIN_S = 3.0
-"""Bound of each step of a search for the cause of a failed TLS handshake, in seconds."""
+"""Upper bound of each step when diagnosing a failed TLS handshake, in seconds."""
 
 _EXPLAIN_PLAIN_S = 1.0
 """The same after a call in plain text."""
@@ -62,14 +62,14 @@ _TLS_PORT = 443
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How often and how fast a call that failed is made again.
+    """Number and delays of retries of failed calls.
 
     Args:
-        max_attempts: Attempts in all, the first included, at a cluster that has never answered. 1: calls are
-            never made again, and streams not resumed.
-        initial_delay_s: Upper bound of the first delay, in seconds; each further one doubles.
+        max_attempts: Attempts in total, including the first, at a cluster that has never answered. 1: calls
+            are never retried, and streams not resumed.
+        initial_delay_s: Upper bound of the first delay, in seconds; it doubles with each further one.
         max_delay_s: Upper bound of every delay, in seconds.
-        resume_s: How long a completion is resumed without progress, in seconds, once the cluster was there.
+        resume_s: Once the cluster has answered: how long to retry a completion without progress, in seconds.
     """
 
     max_attempts: int = 5
@@ -82,27 +82,27 @@ class RetryPolicy:
             raise InvalidArgumentError("max_attempts", self.max_attempts, "at least 1")
 
     def delay_s(self, attempt: int) -> float:
-        """Return the delay after attempt number `attempt` (from 0); jittered, so that clients spread out."""
+        """Return the delay after attempt number `attempt` (from 0), with jitter to spread clients out."""
         return min(self.max_delay_s, self.initial_delay_s * 2.0 ** min(attempt, 64)) * random.uniform(
             0.5, 1.0
         )
 
 
 class Transport:
-    """A channel to one endpoint, dialled at the first call, in the event loop of that call.
+    """A channel to one endpoint, opened at the first call, in the event loop of that call.
 
     Args:
         address: host:port of the gRPC API.
         api_key: Sent as bearer token; None sends none.
-        timeout_s: Deadline of calls that name none, in seconds.
-        retry: How often a call is made again.
-        credentials: TLS credentials of gRPC's own; None: as `tls` says.
+        timeout_s: Default deadline of calls, in seconds.
+        retry: How often a call is retried.
+        credentials: gRPC channel credentials; None: made from `tls`.
         tls: TLS options; None is plain text.
 
     Attributes:
         retry: The policy.
         is_closed: Whether it was closed.
-        has_answered: Whether a cluster has ever answered a call.
+        has_answered: Whether the cluster has ever answered a call.
 
     Raises:
         InvalidArgumentError: A malformed address, key or timeout.
@@ -122,7 +122,7 @@ class Transport:
         if needs_tls is False and (tls or credentials):
             raise InvalidArgumentError("address", f"{address} with TLS options", _ALLOWED)
         self._tls = None if credentials else tls
-        self._is_explicable = credentials is None  # no other handshake can be made with these
+        self._is_explicable = credentials is None  # `explain` cannot use gRPC credentials
         self._metadata = [("application", APPLICATION)]
         if api_key is not None:
             check_api_key(api_key)
@@ -136,10 +136,10 @@ class Transport:
         self.has_answered = False
 
     def deadline(self, timeout_s: float | None) -> float:
-        """Return the `time.monotonic()` at which a call that starts now ends; None: the transport's own.
+        """Return the deadline of a call that starts now, as `time.monotonic()`; None: the default timeout.
 
         Raises:
-            InvalidArgumentError: It is no number of seconds above 0.
+            InvalidArgumentError: The timeout is not a number of seconds above 0.
         """
         return time.monotonic() + check_timeout(
             "timeout_s", self._timeout_s if timeout_s is None else timeout_s
@@ -152,7 +152,7 @@ class Transport:
             GammarayError: The subclass that fits the status.
         """
         left_s = deadline - time.monotonic()
-        # Ray Serve does not tell its replicas the call's own deadline.
+        # Ray Serve does not pass the call's deadline on to its replicas.
         told = (TIMEOUT_HEADER, str(min(max(1, round(left_s * 1000)), MAX_TIMEOUT_MS)))
         metadata = [*self._metadata, told, *trace_metadata()]
         call = self._rpc(method)(request, timeout=left_s, metadata=metadata)
@@ -161,7 +161,7 @@ class Transport:
                 self.has_answered = True
                 yield message
         except asyncio.CancelledError:
-            # Closing the channel ends its calls this way too, though nobody cancelled the task.
+            # Closing the channel also raises CancelledError in its calls, without a cancelled task.
             if self.is_closed:
                 raise CancelledError("the client was closed") from None
             raise
@@ -175,8 +175,8 @@ class Transport:
     async def unary(self, method: str, request: object, timeout_s: float | None = None) -> Any:
         """Call `method` of the service, which must be idempotent, and return its only message.
 
-        A call that fails with UNAVAILABLE is tried again within its deadline. So is one that somebody else
-        than the caller cancelled: that is how a proxy reports a replica that died.
+        A call that fails with UNAVAILABLE is retried within its deadline. So is one that was cancelled by
+        another party than the caller, which is how a proxy reports a replica that died.
 
         Raises:
             GammarayError: The subclass that fits the status.
@@ -204,7 +204,7 @@ class Transport:
             await self._channel.close(None)
 
     async def _tls_cause(self, error: GammarayError, deadline: float) -> TlsError | None:
-        """Return the TLS error because of which a call failed that never reached a cluster, if it is one."""
+        """Return the TLS error that caused a failed call at a cluster that never answered, if any."""
         if self.has_answered or self._place is None or not self._is_explicable or is_from_gammaray(error):
             return None
         left_s = deadline - time.monotonic()
@@ -216,7 +216,7 @@ class Transport:
         if not isinstance(error, UnavailableError):
             return None
         if "Connection refused" not in str(error):  # which may be of one of several addresses of a name
-            self._is_explicable = self._tls is not None  # one look is enough to tell TLS from plain text
+            self._is_explicable = self._tls is not None  # one check suffices to tell TLS from plain text
         bound_s = max(0.1, min(_EXPLAIN_S if self._tls else _EXPLAIN_PLAIN_S, left_s))
         return await asyncio.to_thread(explain, *self._place, self._tls, bound_s, needs_http2=True)
 
@@ -239,7 +239,7 @@ async def _only(call: Any) -> AsyncIterator[Any]:
 
 
 def _parsed(address: str) -> tuple[str, tuple[str, int] | None, bool | None]:
-    """Return what gRPC dials, host and port where there are any, and whether the scheme asks for TLS.
+    """Return gRPC's target, host and port if there are any, and whether the scheme implies TLS.
 
     Raises:
         InvalidArgumentError: A malformed address.

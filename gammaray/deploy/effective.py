@@ -1,4 +1,4 @@
-"""The settings that a cluster runs with, read back from where they were given: for people, no secrets."""
+"""The effective settings of a cluster, for display; secrets are redacted."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class OrchestratorArguments(_Arguments):
 
 
 def effective_settings(cluster: ClusterSettings) -> dict[str, Any]:
-    """Return what `gammaray up` would run with: arguments, else the environment, else the defaults.
+    """Return the effective settings of `gammaray up`: arguments, else environment, else defaults.
 
     Raises:
         InvalidArgumentError: A setting is out of bounds.
@@ -70,13 +70,13 @@ def effective_settings(cluster: ClusterSettings) -> dict[str, Any]:
 
 
 def effective_of_serve(document: object) -> dict[str, Any]:
-    """Return what a Serve configuration of gammaray runs with, every setting of every role in full.
+    """Return the effective settings of a Serve configuration: every setting of every role.
 
     Args:
-        document: The parsed configuration, as `serve_document` and the Helm chart write it.
+        document: The parsed configuration, in the format of `serve_document` and the Helm chart.
 
     Raises:
-        InvalidArgumentError: It is none of gammaray's, or something in it is not allowed.
+        InvalidArgumentError: It is not a configuration of gammaray, or a value in it is not allowed.
     """
     config = _mapping("", document)
     known = {application.name: application for application in APPLICATIONS.values()}
@@ -97,7 +97,7 @@ def effective_of_serve(document: object) -> dict[str, Any]:
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """Return a copy without secrets: passwords in URLs, and fields that are named as secrets."""
+    """Return a copy with secrets redacted: passwords in URLs, and fields whose names mark them as secret."""
     if isinstance(value, Mapping):
         return {key: redacted(entry, str(key)) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

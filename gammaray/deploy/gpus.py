@@ -1,4 +1,4 @@
-"""The CUDA devices of this machine, counted as torch would, without the seconds that its import takes."""
+"""Counts the CUDA devices of this machine as torch would, without importing torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _SUCCESS = 0
 
 @dataclass(frozen=True)
 class CudaDevices:
-    """What a worker would find.
+    """The CUDA devices that a worker can use.
 
     Args:
         count: Devices that torch can use.
-        reason: Why there is none; empty where there are some.
+        reason: Why there are none; empty if there are some.
     """
 
     count: int
@@ -31,12 +31,12 @@ class CudaDevices:
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """What a torch was built for.
+    """Build variant of torch.
 
     Args:
-        version: Its version.
+        version: Version of torch.
         cuda: Version of CUDA; None: built without.
-        hip: Version of ROCm, whose devices torch calls CUDA devices too; None: built without.
+        hip: Version of ROCm, whose devices torch also calls CUDA devices; None: built without.
     """
 
     version: str
@@ -45,13 +45,13 @@ class TorchBuild:
 
 
 def cuda_devices(driver: str = _DRIVER, build: TorchBuild | None = None) -> CudaDevices | None:
-    """Return the devices that the driver shows to this process; None: they cannot be counted without torch.
+    """Return the devices visible to this process; None if they cannot be counted without torch.
 
-    `CUDA_VISIBLE_DEVICES` counts, as it does for torch.
+    Respects `CUDA_VISIBLE_DEVICES`, as torch does.
 
     Args:
         driver: Shared library of the CUDA driver.
-        build: What torch was built for; None: the torch that is installed.
+        build: Build variant of torch; None: that of the installed torch.
     """
     build = build or torch_build()
     if build is None or build.hip is not None:
@@ -76,14 +76,14 @@ def cuda_devices(driver: str = _DRIVER, build: TorchBuild | None = None) -> Cuda
 
 
 def check_device(device: str, devices: CudaDevices | None = None) -> None:
-    """Check that there is a CUDA device where workers are told to run on one.
+    """Check that there is a CUDA device if the workers' device is cuda.
 
     Args:
-        device: Setting of the workers.
-        devices: What there is; None: count them.
+        device: The workers' `device` setting.
+        devices: The available devices; None: count them.
 
     Raises:
-        InvalidArgumentError: There is none; tells why.
+        InvalidArgumentError: There is none; the message says why.
     """
     if device != "cuda":
         return
@@ -93,10 +93,10 @@ def check_device(device: str, devices: CudaDevices | None = None) -> None:
 
 
 def torch_build(folder: Path | None = None) -> TorchBuild | None:
-    """Return what torch was built for, by its file version.py; None where that does not tell.
+    """Return the build variant of torch, read from its version.py; None if it cannot be determined.
 
     Args:
-        folder: The package; None: the one that is installed.
+        folder: Folder of the package; None: the installed one.
     """
     if folder is None:
         spec = find_spec("torch")

@@ -8,13 +8,13 @@ A URL is one of
     redis+sentinel://[[user]:password@]host[:port][,host2[:port2]...]/service[/db]
     rediss+sentinel://...                                        the same over TLS
 
-with redis-py's options as query, `ssl_ca_certs` for instance. With Sentinel the hosts are sentinels, user and
-password are those of the Redis servers; `sentinel_username` and `sentinel_password` in the query are those of
-the sentinels.
+with redis-py's options as query, for example `ssl_ca_certs`. With Sentinel, the hosts are sentinels; user and
+password are those of the Redis servers, `sentinel_username` and `sentinel_password` in the query those of the
+sentinels.
 
 A server that was demoted, is loading or has lost its primary answers commands with an error but keeps the
-connection open. Such a reply closes all connections of the pool, and the command is sent again over a new
-one, for which the name is resolved, or Sentinel asked, again.
+connection open. After such a reply the pool closes all connections and the command is retried over a new one,
+for which the name is resolved, or Sentinel queried, again.
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ ALLOWED_URLS = (
 )
 
 FAILOVER = frozenset({"READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "LOADING", "NOREPLICAS"})
-"""Codes of replies after which another server may be the primary."""
+"""Codes of error replies after which another server may be the primary."""
 
 PASSING = FAILOVER | {"BUSY"}
-"""Codes of replies after which a command is sent again: it was not run."""
+"""Codes of error replies after which a command is retried: it was not executed."""
 
 BACKOFF_BASE_S, BACKOFF_CAP_S = 0.05, 0.5
 SENTINEL_PORT = 26379
 SENTINEL_TIMEOUT_S = 0.25
-"""Of one sentinel, so that a call that is given up after a second gets past several silent ones."""
+"""Timeout per sentinel, in seconds: a call with a timeout of 1 s can skip several silent sentinels."""
 
 _SENTINEL_SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
 
-# redis-py cuts the code off the messages of those that it has a class for. Subclasses come first.
+# redis-py strips the code from the messages of errors with a class of their own. Subclasses come first.
 _CODES: tuple[tuple[type[RedisError], str], ...] = (
     (ReadOnlyError, "READONLY"),
     (MasterDownError, "MASTERDOWN"),
@@ -95,7 +95,7 @@ _CODE = re.compile(r"(?:Error running script .*? -)?(?P<code>[A-Z]{3,}) ", re.DO
 
 
 class RefusedError(ConnectionError):
-    """Redis answered, with an error that passes; the command was not run, and has been retried.
+    """Redis answered with a temporary error; the command was not executed, and retries did not help.
 
     Attributes:
         code: First word of the reply, in upper case.
@@ -107,7 +107,7 @@ class RefusedError(ConnectionError):
 
 
 def reply_code(error: BaseException) -> str:
-    """Return the code of an error reply, such as "OOM", also where a script got it; empty without one."""
+    """Return the code of an error reply, such as "OOM", also from within a script; empty if there is none."""
     if isinstance(error, RefusedError):
         return error.code
     for kind, code in _CODES:
@@ -118,24 +118,24 @@ def reply_code(error: BaseException) -> str:
 
 
 def without_password(redis_url: str) -> str:
-    """Return what may be shown of a URL."""
+    """Return a URL with its password removed, for display."""
     shown = re.sub(r"//.*@", "//...@", redis_url)
     return re.sub(r"(password=)[^&]*", r"\1...", shown)
 
 
 def connect(redis_url: str, *, timeout_s: float, num_retries: int, max_connections: int = 2) -> Redis:
-    """Return a client; it connects when first used.
+    """Return a client, which connects on first use.
 
     Args:
-        redis_url: See the module's description.
+        redis_url: See the module docstring.
         timeout_s: Upper bound of one attempt to connect, of the wait for one reply, and of the wait for one
             of the connections, in seconds.
-        num_retries: How often a command is sent again while Redis cannot be reached or refuses it for now,
-            after 0.05 s at first and up to 0.5 s later.
-        max_connections: Upper bound of connections; calls wait for one of them.
+        num_retries: Retries of a command while Redis cannot be reached or refuses it temporarily; the delay
+            grows from 0.05 s to 0.5 s.
+        max_connections: Upper bound of connections; calls wait for a free one.
 
     Raises:
-        InvalidArgumentError: The URL is not one of Redis.
+        InvalidArgumentError: The URL is not a Redis URL.
     """
     options: dict[str, Any] = {
         "max_connections": max_connections,
@@ -156,7 +156,7 @@ def connect(redis_url: str, *, timeout_s: float, num_retries: int, max_connectio
 
 
 def address_of(redis: Redis) -> str:
-    """Return the host:port or path of the server that a client of `connect` talks to, as far as known."""
+    """Return the host:port or path of the server that a client of `connect` uses, as far as known."""
     pool = redis.connection_pool
     if isinstance(pool, _SentinelPool):
         host, port = pool.master_address or (f"sentinel {pool.service_name}", "")
@@ -182,7 +182,7 @@ def _connect_by_sentinel(parts: SplitResult, options: dict[str, Any]) -> Redis:
     sentinel_options: dict[str, Any] = {
         "socket_timeout": SENTINEL_TIMEOUT_S,
         "socket_connect_timeout": SENTINEL_TIMEOUT_S,
-        "retry": Retry(NoBackoff(), 0),  # the next sentinel is asked instead
+        "retry": Retry(NoBackoff(), 0),  # the next sentinel is queried instead
         "username": options.pop("sentinel_username", None),
         "password": options.pop("sentinel_password", None),
     }
@@ -195,15 +195,15 @@ def _connect_by_sentinel(parts: SplitResult, options: dict[str, Any]) -> Redis:
 
 
 def _client(pool: Any) -> Redis:
-    """Return a client; refuse options of the URL now that the first connection would fail with."""
+    """Return a client; reject invalid options of the URL now rather than at the first connection."""
     pool.connection_class(**pool.connection_kwargs)
     return Redis.from_pool(pool)
 
 
 class _Retry(Retry):
-    """Retries in one place: a command that is retried connects again, which is not retried on its own too.
+    """Retry policy that does not retry connecting on its own while a command is being retried.
 
-    Otherwise the counts would multiply. Each connection copies this object, and serves one command at a time.
+    Otherwise the counts would multiply. Each connection copies this object, and runs one command at a time.
     """
 
     def __init__(self, num_retries: int) -> None:
@@ -213,7 +213,7 @@ class _Retry(Retry):
         self._is_retrying = False
 
     async def call_with_retry(self, do: Callable[[], Awaitable[T]], *args: Any, **kwargs: Any) -> T:
-        """Call `do` until it succeeds or the retries are spent; see `redis.asyncio.retry.Retry`."""
+        """Call `do` until it succeeds or the retries are exhausted; see `redis.asyncio.retry.Retry`."""
         if self._is_retrying:
             return await self._once.call_with_retry(do, *args, **kwargs)
         self._is_retrying = True
@@ -224,24 +224,24 @@ class _Retry(Retry):
 
 
 class _Following:
-    """A connection that takes replies which pass for a broken connection, so that commands are retried."""
+    """A connection that treats temporary error replies as a broken connection, to have commands retried."""
 
     on_failover: Callable[[], Awaitable[None]]
     is_stale = False
-    """Whether to close it before it is used again."""
+    """Whether to close the connection before it is used again."""
 
     async def read_response(self, *args: Any, **kwargs: Any) -> Any:
         """Return a reply.
 
         Raises:
             RefusedError: One of `PASSING`.
-            RedisError: Another error, or the connection broke.
+            RedisError: Another error reply, or the connection broke.
         """
         try:
             return await super().read_response(*args, **kwargs)  # type: ignore[misc]
         except RedisError as error:
             code = reply_code(error)
-            # redis-py has told apart a demoted primary already where Sentinel knows the others.
+            # With Sentinel, redis-py turns the reply of a demoted primary into a ConnectionError itself.
             is_demoted = isinstance(self, SentinelManagedConnection) and isinstance(error, ConnectionError)
             if code in FAILOVER or is_demoted:
                 await self.on_failover()
@@ -263,21 +263,21 @@ class _UnixConnection(_Following, UnixDomainSocketConnection):
 
 
 class _SentinelFollowing(_Following):
-    """One that asks Sentinel whenever it connects; redis-py does so only for connections from the pool."""
+    """Queries Sentinel at every connect; redis-py does so only for connections from the pool."""
 
     async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
-        """Send a command, after connecting where the connection was closed."""
+        """Send a command; connect first if the connection is closed."""
         if not self.is_connected:  # type: ignore[attr-defined]
             await self.connect()  # type: ignore[attr-defined]
         await super().send_packed_command(*args, **kwargs)  # type: ignore[misc]
 
 
 class _SentinelConnection(_SentinelFollowing, SentinelManagedConnection):
-    """Over TCP, to the primary that Sentinel names."""
+    """Over TCP, to the primary according to Sentinel."""
 
 
 class _SentinelSSLConnection(_SentinelFollowing, SentinelManagedSSLConnection):
-    """Over TLS, to the primary that Sentinel names."""
+    """Over TLS, to the primary according to Sentinel."""
 
 
 _CONNECTIONS: dict[type, type] = {
@@ -288,7 +288,7 @@ _CONNECTIONS: dict[type, type] = {
 
 
 class _Pool(BlockingConnectionPool):
-    """Connections to one server, or to whichever server its name leads to."""
+    """Connections to one server, or to the server that its name resolves to."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -302,13 +302,13 @@ class _Pool(BlockingConnectionPool):
         return connection
 
     async def follow(self) -> None:
-        """Close every connection, those in use when they are released: another server may be the primary."""
+        """Close every connection, those in use on release, since another server may be the primary."""
         for connection in self._made:
             connection.is_stale = True
         await self.disconnect(inuse_connections=False)
 
     async def release(self, connection: Any) -> None:
-        """Take a connection back."""
+        """Return a connection to the pool."""
         if connection.is_stale:
             connection.is_stale = False
             await connection.disconnect()
@@ -316,7 +316,7 @@ class _Pool(BlockingConnectionPool):
 
 
 class _SentinelPool(SentinelConnectionPool, _Pool):
-    """Connections to the primary that Sentinel names."""
+    """Connections to the primary according to Sentinel."""
 
     async def aclose(self) -> None:
         """Close the connections to the primary and to the sentinels."""

@@ -1,6 +1,6 @@
 """The Ray Serve applications of a cluster: names, builders, settings, environment and autoscaling options.
 
-Used by the launcher and by the chart alike, so that both deploy the same applications."""
+The launcher and the Helm chart both use it, so that they deploy the same applications."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ _POLICIES = {
     "target": "services.serve.policy:TargetPolicy",
 }
 _NUM_REPORTS = 10
-"""Reports that a decision looks back on."""
+"""Number of load reports that a scaling decision considers."""
 
 
 def autoscaling_config(role: str, size: PoolSize, settings: ScalingSettings) -> dict[str, Any]:
-    """Return a deployment's `autoscaling_config`, of JSON values.
+    """Return the `autoscaling_config` of a deployment, as JSON values.
 
     Args:
         role: "draft", "orchestrator" or "target".
-        size: Bounds; where they are equal the pool reports its load and keeps its number.
+        size: Bounds; if they are equal, the pool reports its load and keeps its size.
         settings: Thresholds and delays.
     """
     return {
         "min_replicas": size.minimum,
-        # A pool that may be empty begins with one, so that it can show whether it pays.
+        # A pool with minimum 0 starts with one replica, to measure whether drafting pays.
         "initial_replicas": max(1, size.minimum),
         "max_replicas": size.maximum,
         "metrics_interval_s": settings.report_interval_s,
@@ -65,29 +65,29 @@ def autoscaling_config(role: str, size: PoolSize, settings: ScalingSettings) -> 
 
 
 GRPC_SERVICERS: Final = ("orchestrator.api.grpc_handlers.add_generation_service",)
-"""What Serve's gRPC options must name for the public API to be reachable."""
+"""Servicers that Serve's gRPC options must name to expose the public API."""
 
 WORKER_PORT: Final = 50051
-"""Port of a worker's gRPC server where each worker has a network address of its own, as in a pod."""
+"""Port of a worker's gRPC server if each worker has its own network address, as in a pod."""
 
 SERVE_ENVIRONMENT: Final[Mapping[str, str]] = {
     # Serve's own proxy loses client cancellations and costs several times as much per message.
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    # A proxy that is not ready in thrice that time is killed, and the start of a cluster fails with it: on a
-    # busy machine the default of 5 s is too short.
+    # A proxy that is not ready within three times this is killed, and the start of the cluster fails; the
+    # default of 5 s is too short on a busy machine.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "3",
-    # With this, the third connection that a dead replica refuses marks it as down and waits for one second
-    # before it is sent to another. Without it all are sent on at once, until Serve takes the replica out.
+    # If enabled, the third connection refused by a dead replica marks it as down and waits for one second
+    # before it is redirected. If disabled, all are redirected immediately, until Serve removes the replica.
     "RAY_SERVE_HAPROXY_OBSERVE_MARK_DOWN_ENABLED": "0",
     # One event loop per replica: with a second one each cycle takes some 5 to 12 % longer (the GIL).
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-    # Ray's default of 15 makes every worker step back behind any other process of the machine.
+    # Ray's default niceness of 15 gives workers a lower CPU priority than all other processes.
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Of a public gRPC message; the default of 2 GiB lets one request fill the memory.
+    # Upper bound of a public gRPC message; with the default of 2 GiB one request could exhaust memory.
     "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(16 * 2**20),
     # See services/__init__.py: fewer threads per message.
     "GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener",
@@ -100,13 +100,13 @@ class ServeApplication:
     """One application of a cluster.
 
     Args:
-        role: What its replicas are.
+        role: Role of its replicas.
         name: Name in Serve.
         deployment: Name of its one deployment.
-        import_path: `module:function` that builds it from its settings alone, as a Serve configuration needs.
-        settings: Class of these settings.
-        route_prefix: Where its HTTP API lies; None when it has none.
-        resource: Logical Ray resource of which each node for this role has one and each replica takes one.
+        import_path: `module:function` that builds it from its settings, for a Serve configuration.
+        settings: Class of its settings.
+        route_prefix: Route prefix of its HTTP API; None if it has none.
+        resource: Logical Ray resource: each node for this role has one, and each replica takes one.
     """
 
     role: str
@@ -150,11 +150,11 @@ APPLICATIONS: Final[Mapping[str, ServeApplication]] = {
         ),
     )
 }
-"""Every application, by role, in the order in which they start."""
+"""Every application by role, in start order."""
 
 
 def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
-    """Return what a cluster's settings say of each role's own; the rest is the environment's and defaults."""
+    """Return what a cluster's settings determine per role; the rest is left to environment and defaults."""
     worker: dict[str, Any] = {"device": cluster.device, "dtype": cluster.dtype}
     return {
         "target": {
@@ -169,18 +169,18 @@ def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
 
 
 def serve_document(cluster: ClusterSettings) -> dict[str, Any]:
-    """Return the Serve configuration of a cluster of several machines, each of which is there for one role.
+    """Return the Serve configuration of a cluster of several machines, each dedicated to one role.
 
-    Redis is named by the environment (GAMMARAY_REDIS_URL), since its address may hold a password.
+    The URL of Redis comes from the environment (GAMMARAY_REDIS_URL), since it may contain a password.
     """
     own = role_settings(cluster)
     if cluster.dtype == "auto":
-        # Left to the workers' own environment, which may differ by role.
+        # Not included: the workers read it from their environment, which may differ by role.
         own = {role: {k: v for k, v in settings.items() if k != "dtype"} for role, settings in own.items()}
     scraped = {"metrics_listen": f"0.0.0.0:{METRICS_PORT}"}
     reachable = {"listen": f"0.0.0.0:{WORKER_PORT}", **scraped}
     pools = {"target": cluster.target_workers, "draft": cluster.draft_workers}
-    # Targets report their load also where only the drafters scale: an empty pool of those learns from it.
+    # Targets report their load even if only drafters scale: an empty drafter pool scales up on that load.
     scaling: dict[str, Any] = {"scaling": {}} if any(pool.is_elastic for pool in pools.values()) else {}
     args = {
         role: {"settings": own[role] | reachable, "workers": str(pool), **scaling}

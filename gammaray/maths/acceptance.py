@@ -1,12 +1,12 @@
-"""What is counted about speculation, and what follows from the counts.
+"""Counters of speculation, and estimates derived from them.
 
 Definitions, over the cycles of a completion:
 
-* *alpha* = accepted / tested tokens. Tokens behind a failed test are not tested and count nowhere in it.
-  The mean over cycles of accepted / tested, and accepted / gamma, are different things: .635 and .538 where
-  alpha is .8, gamma 5.
-* *acceptance rate* = accepted / drafted tokens: the share of the draft's work that was of use.
-* *tokens per cycle* = emitted tokens / cycles, correction or bonus included, and after the cut at the end.
+* *alpha* = accepted / tested tokens. Tokens after a rejected one are not tested and do not count in it.
+  The mean over cycles of accepted / tested, and accepted / gamma, are different quantities: .635 and .538 at
+  alpha .8 and gamma 5.
+* *acceptance rate* = accepted / drafted tokens: the share of the drafted tokens that was used.
+* *tokens per cycle* = emitted tokens / cycles, including correction or bonus, after truncation at the end.
 * *survival* at j = probability that at least j tokens of a proposal of depth j or more are accepted.
 """
 
@@ -30,16 +30,16 @@ class SpeculationCounters:
     Attributes:
         cycles: Cycles observed.
         drafted: Proposed tokens.
-        tested: Proposed tokens that were put to the test.
-        accepted: Proposed tokens that passed.
+        tested: Proposed tokens that were tested.
+        accepted: Proposed tokens that were accepted.
         emitted: Tokens emitted.
-        accepted_lengths: Entry j: cycles in which j tokens were accepted.
+        accepted_lengths: Entry j: number of cycles in which j tokens were accepted.
         draft_s: Seconds waited for proposals.
         verify_s: Seconds waited for verdicts.
         decode_s: Seconds of the cycles after the first.
-        plain_s: Seconds that the tokens of these would have taken one by one.
-        cycles_by_drafter: Cycles by who proposed; NONE where nothing was proposed.
-        fallbacks: Cycles without the drafter that the request allows.
+        plain_s: Seconds that their tokens would have taken with plain decoding.
+        cycles_by_drafter: Cycles by drafter kind; NONE if nothing was proposed.
+        fallbacks: Cycles in which the drafter that the request allows could not propose.
         draft_workers: Addresses of the draft workers that proposed.
     """
 
@@ -76,15 +76,15 @@ class SpeculationCounters:
 
         Args:
             gamma: Tokens proposed, 0 for plain decoding.
-            tested: Of these, tested: the accepted ones, plus one when a test failed.
-            accepted: Of these, accepted.
-            emitted: Tokens emitted; fewer than accepted + 1 where the completion was cut.
+            tested: Proposed tokens that were tested: the accepted ones, plus one if a token was rejected.
+            accepted: Proposed tokens that were accepted.
+            emitted: Tokens emitted; fewer than accepted + 1 if the completion was truncated.
             draft_s: Seconds waited for the proposal.
             verify_s: Seconds waited for the verdict.
             cycle_s: Seconds of the whole cycle.
-            plain_cycle_s: Seconds of a cycle at gamma 0 at that moment, or None when that is unknown.
-            drafter: Who proposed, where anything was proposed.
-            draft_worker: Its address, "" for none.
+            plain_cycle_s: Current seconds of a cycle at gamma 0, or None if unknown.
+            drafter: Kind of the drafter, if anything was proposed.
+            draft_worker: Address of the draft worker, "" for none.
             is_fallback: Whether the drafter that the request allows could not propose.
         """
         if self.cycles > 0 and plain_cycle_s is not None:
@@ -105,7 +105,7 @@ class SpeculationCounters:
             self.draft_workers.add(draft_worker)
 
     def catch_up(self, origins: Sequence[TokenOrigin]) -> None:
-        """Count what is known of cycles that were not observed: where each token emitted so far came from."""
+        """Count tokens of cycles that were not observed, from the origins of all tokens emitted so far."""
         self.emitted = len(origins)
         missed = max(0, sum(origin is TokenOrigin.ACCEPTED for origin in origins) - self.accepted)
         self.accepted += missed
@@ -134,18 +134,18 @@ class SpeculationCounters:
 
     @property
     def speedup_estimate(self) -> float | None:
-        """Decoding speed over that of gamma 0, about 1 at gamma 0; None while plain cycles are unknown.
+        """Decoding speed relative to gamma 0, about 1 at gamma 0; None while plain cycles are unknown.
 
-        Both sides leave out the first cycle, which contains the prefill, and each cycle is compared with the
-        plain cycle of its own moment, so that a busy minute counts on both sides.
+        Both sides exclude the first cycle, which contains the prefill. Each cycle is compared with the plain
+        cycle time of that moment, so that load on the cluster affects both sides.
         """
         return self.plain_s / self.decode_s if self.decode_s > 0 else None
 
     def summary(self, total_s: float) -> SpeculationSummary:
-        """Return what the client is told.
+        """Return the summary for the client.
 
         Args:
-            total_s: Seconds from the first cycle's start to the last one's end.
+            total_s: Seconds from the start of the first cycle to the end of the last.
         """
         return SpeculationSummary(
             cycles=self.cycles,
@@ -168,19 +168,18 @@ class SpeculationCounters:
 
 
 class AcceptanceEstimator:
-    """Probability that tokens are accepted, by their depth in the proposal, from recent cycles.
+    """Estimates acceptance probabilities by depth in the proposal, from recent cycles.
 
     Each depth has its own decayed counts, shrunk towards the alpha pooled over depths, which is itself shrunk
-    towards the prior; depths that were never tested follow the pooled alpha. Acceptance varies with depth, so
-    that one alpha for all depths mispredicts long proposals.
+    towards the prior; depths that were never tested use the pooled alpha. Acceptance varies with depth, so a
+    single alpha mispredicts long proposals.
 
     Args:
-        decay: Factor on all counts per cycle that tested something, in (0, 1]; 0.98 remembers some 50 cycles.
-        prior_alpha: Alpha assumed before anything was seen, in (0, 1).
-        prior_strength: Tested tokens that the prior is worth.
-        depth_strength: Tested tokens that the pooled alpha is worth at each depth.
-        fleet: Where the prior comes from instead, as it stands at any time: its alpha, and how acceptance
-            varies with depth.
+        decay: Factor on all counts per cycle with tested tokens, in (0, 1]; 0.98 remembers about 50 cycles.
+        prior_alpha: Alpha assumed before the first observation, in (0, 1).
+        prior_strength: Weight of the prior, in tested tokens.
+        depth_strength: Weight of the pooled alpha at each depth, in tested tokens.
+        fleet: Estimator whose current alpha and variation over depth serve as prior instead.
     """
 
     def __init__(
@@ -197,9 +196,9 @@ class AcceptanceEstimator:
         self._tested: list[float] = []
 
     def observe(self, tested: int, accepted: int) -> None:
-        """Count one cycle: `tested` tokens were tested and the first `accepted` of them passed.
+        """Count one cycle: `tested` tokens were tested and the first `accepted` of them were accepted.
 
-        A cycle without a test changes nothing.
+        A cycle without tested tokens is ignored.
         """
         if tested == 0:
             return
@@ -212,7 +211,7 @@ class AcceptanceEstimator:
             self._accepted[depth] += depth < accepted
 
     def fade(self, factor: float) -> None:
-        """Multiply all counts by a factor in [0, 1]: what was seen becomes old, and the prior counts more."""
+        """Multiply all counts by a factor in [0, 1], so that old observations count less than the prior."""
         self._accepted = [count * factor for count in self._accepted]
         self._tested = [count * factor for count in self._tested]
 
@@ -222,7 +221,7 @@ class AcceptanceEstimator:
         return list(self._accepted), list(self._tested)
 
     def recall(self, accepted: list[float], tested: list[float]) -> None:
-        """Take over the counts of an estimator of the same session, of the same length."""
+        """Restore the `counts` of an earlier estimator of the same session."""
         self._accepted, self._tested = list(accepted), list(tested)
 
     @property
@@ -233,7 +232,7 @@ class AcceptanceEstimator:
         return accepted / (self._prior_strength + sum(self._tested))
 
     def by_depth(self, gamma: int) -> list[float]:
-        """Return for each depth up to `gamma` the probability that a token tested there is accepted."""
+        """Return the probability that a tested token is accepted, for each depth up to `gamma`."""
         pooled = self.alpha
         priors = [pooled] * gamma
         if self._fleet is not None and self._fleet.alpha > 0:
@@ -248,9 +247,9 @@ class AcceptanceEstimator:
         return rates
 
     def survival(self, gamma: int) -> list[float]:
-        """Return for j = 1 ... gamma the probability that at least j tokens are accepted."""
+        """Return the probability that at least j tokens are accepted, for j = 1 ... gamma."""
         return list(itertools.accumulate(self.by_depth(gamma), operator.mul))
 
     def expected_tokens(self, gamma: int) -> float:
-        """Return the expected tokens of a cycle at `gamma`, correction or bonus included."""
+        """Return the expected tokens per cycle at `gamma`, including correction or bonus."""
         return expected_tokens_of(self.survival(gamma))

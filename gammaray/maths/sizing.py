@@ -1,9 +1,9 @@
-"""How many drafters a target needs, which ones, and over what network: the cost model of `theory` in
-milliseconds, with the drafters' number and the network in it.
+"""Sizing of drafters and network for a target: the cost model of `theory` in milliseconds, extended by the
+number of drafters and the network time.
 
-A cycle of all sessions of one target is draft, send, verify, answer, one after the other: draft-ahead and
-sessions that take turns only do better. A pass takes the same time up to some number of tokens and grows
-linearly beyond; sessions are spread evenly over the drafters.
+A cycle of all sessions of one target is draft, send, verify, answer, in sequence; draft-ahead and interleaved
+sessions can only be faster. The time of a pass is constant up to some number of tokens and grows linearly
+beyond; sessions are spread evenly over the drafters.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ MAX_MS = 1e6
 
 @dataclass(frozen=True)
 class Choice:
-    """What a number of drafters brings.
+    """Predicted result of a number of drafters.
 
     Args:
         drafters: Draft workers per target worker.
-        gamma: The best one; 0 is plain decoding.
-        tokens_per_s: Of all sessions together.
-        speedup: Over plain decoding of the same sessions.
-        value: Tokens for the money, over those of a target without drafters.
+        gamma: The best gamma; 0 is plain decoding.
+        tokens_per_s: Tokens per second of all sessions together.
+        speedup: Speedup over plain decoding of the same sessions.
+        value: Tokens per cost, relative to a target without drafters.
     """
 
     drafters: int
@@ -41,17 +41,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class Sizing:
-    """One target worker and what surrounds it.
+    """One target worker, its drafters' speed, its network and its load.
 
     Args:
         alpha: Probability that one tested token is accepted, in [0, 1).
         target_ms: Time of one target pass over few tokens, in milliseconds.
         draft_ms: Time of one draft step over few tokens, in milliseconds.
-        rtt_ms: Time of one proposal's way and one verification's, there and back, in milliseconds.
-        sessions: Sessions at once on this target.
+        rtt_ms: Network round trips of one proposal and one verification together, in milliseconds.
+        sessions: Concurrent sessions on this target.
         target_tokens: Tokens per target pass up to which its time stays the same.
         draft_tokens: Tokens, and so sessions, per draft step up to which its time stays the same.
-        draft_price: Price of a drafter, in prices of a target.
+        draft_price: Price of a drafter relative to a target.
 
     Raises:
         InvalidArgumentError: One of them is out of bounds.
@@ -85,7 +85,7 @@ class Sizing:
         return verify + gamma * step + self.rtt_ms
 
     def choose(self, drafters: int) -> Choice:
-        """Return the best that `drafters` draft workers can do."""
+        """Return the result of `drafters` draft workers at the best gamma."""
         gammas = range(MAX_GAMMA + 1 if drafters else 1)
         gamma = max(gammas, key=lambda gamma: self._rate(gamma, drafters))
         speedup = self._rate(gamma, drafters) / self._rate(0, 0)
@@ -93,11 +93,11 @@ class Sizing:
         return Choice(drafters, gamma, self._rate(gamma, drafters), speedup, value)
 
     def best(self, max_drafters: int = 16) -> Choice:
-        """Return the number of drafters that gives the most tokens for the money, the smallest on ties."""
+        """Return the choice with the most tokens per cost, the one with fewest drafters on ties."""
         return max(map(self.choose, range(max_drafters + 1)), key=lambda choice: choice.value)
 
     def break_even_rtt_ms(self, drafters: int) -> float:
-        """Return the network time from which on plain decoding is as fast; 0 where it always is."""
+        """Return the network time from which plain decoding is at least as fast; 0 if it always is."""
         plain = self.cycle_ms(0, 0)
         near = replace(self, rtt_ms=0.0)
         margins = (

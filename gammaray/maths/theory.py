@@ -1,4 +1,4 @@
-"""What speculative decoding can gain: tokens per cycle, speedup and the best gamma.
+"""Theory of speculative decoding: tokens per cycle, speedup and the best gamma.
 
 Notation. *alpha* is the probability that one tested token is accepted; *gamma* the number of proposed tokens;
 *draft_cost* the time of one draft step, and *latency* the one-way network time, both in units of one
@@ -50,20 +50,20 @@ def tree_tokens(
 ) -> list[float]:
     """Return tokens per cycle of the best trees of 1, 2, ... nodes, correction or bonus included.
 
-    A tree's tokens are 1 plus the sum over its nodes of the probability that the target walks through them.
-    That falls from parent to child and from sibling to sibling, so the best tree of n nodes is that of the n
-    likeliest, and taking them one by one gives all sizes at once: the same values as the dynamic programme of
-    arXiv 2402.12374.
+    The expected tokens of a tree are 1 plus the sum over its nodes of the probability that the node is
+    accepted. This decreases from parent to child and from sibling to sibling, so the best tree of n nodes
+    consists of the n most probable ones. Adding nodes greedily gives all sizes in one pass, with the same
+    values as the dynamic programme of arXiv 2402.12374.
 
     Args:
-        by_depth: Probability that the first child is accepted, at each depth; as deep the trees may be.
-        rescue: Probability that the second, third, ... child is, given that none before it was.
+        by_depth: Probability that the first child is accepted, at each depth; its length bounds the depth.
+        rescue: Probability that the second, third, ... child is accepted, given that no earlier sibling was.
         max_nodes: Upper bound of nodes.
-        least: Nodes that are reached less often are left out; the result then is shorter.
+        least: Nodes with a lower probability are left out; the result then is shorter.
     """
     tokens: list[float] = []
     total = 1.0
-    # (minus the probability of the node, its depth, its rank, the probability that its elder siblings fail)
+    # (negated probability of the node, depth, rank, probability that its earlier siblings are rejected)
     heap = [(-by_depth[0], 0, 0, 1.0)] if by_depth else []
     while heap and len(tokens) < max_nodes:
         reached, depth, rank, missed = heapq.heappop(heap)

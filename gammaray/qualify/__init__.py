@@ -1,3 +1,3 @@
-"""Whether a draft is fit for a target: what was measured (`measured`), what follows from it (`verdict`), how
-it is shown (`tables`), and the process that measures (`process`).
+"""Checks whether a draft is fit for a target: measurements (`measured`), their evaluation (`verdict`), output
+(`tables`), and the measuring process (`process`).
 """

@@ -1,4 +1,4 @@
-"""What `python -m services.qualify` is asked and what it answers; travels as JSON between two processes."""
+"""Input and output of `python -m services.qualify`, exchanged as JSON."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class _Frozen(BaseModel):
 
 
 class QualifyTask(_Frozen):
-    """What is measured.
+    """What to measure.
 
     Attributes:
         target: Directory, hub name or "demo".
-        drafts: The same of each candidate.
+        drafts: The same for each candidate.
         prompts: Texts to continue.
-        max_tokens: Upper bound of tokens per completion; end-of-sequence tokens end one before.
+        max_tokens: Upper bound of tokens per completion; end-of-sequence tokens end it earlier.
         gammas: Depths of chains; gamma 0 is always measured.
-        temperatures: Each is measured by itself, with coupled verification.
-        device: As of a worker; None leaves it to the environment or the default.
-        dtype: The same.
-        threads: The same.
-        deterministic: The same.
+        temperatures: Temperatures to measure, with coupled verification.
+        device: The worker setting; None: environment or default.
+        dtype: Likewise.
+        threads: Likewise.
+        deterministic: Likewise.
     """
 
     target: str
@@ -44,18 +44,18 @@ class QualifyTask(_Frozen):
 
 
 class ModelFacts(_Frozen):
-    """What was found out about a model.
+    """Properties of a model.
 
     Attributes:
-        name: As it was given.
+        name: The name given in the task.
         architecture: Its `model_type`; "" when transformers does not know it.
-        refusal: Why it cannot be served exactly; "" when it can. What follows is then unknown.
-        vocab_size: Token ids it knows; 0: unknown.
+        refusal: Why it cannot be served exactly (the following fields are then unknown); "" if it can.
+        vocab_size: Size of its vocabulary; 0: unknown.
         tokenizer_size: Tokens of its tokenizer; 0: it has none.
         tokenizer_sha256: Fingerprint by which workers are matched; "" without a tokenizer.
         max_context: Longest sequence, in tokens; 0: unknown.
-        device: Where it ran.
-        dtype: Its arithmetic.
+        device: Device it ran on.
+        dtype: Data type it ran in.
     """
 
     name: str
@@ -75,16 +75,16 @@ class Run(_Frozen):
     Attributes:
         temperature: 0 is greedy.
         gamma: Depth of the chains; 0 is plain decoding.
-        cycles: Verifications.
-        emitted: Tokens they gave.
-        whole_cycles: Those whose proposal was `gamma` tokens long.
-        whole_emitted: Tokens these gave.
-        tested: How many proposed tokens were tested, by place in the proposal, `[gamma]`.
-        accepted: How many of these were accepted, `[gamma]`.
-        verify_ms: Median time of the target in a whole cycle, the first of a completion left out; None: there
+        cycles: Number of verifications.
+        emitted: Tokens emitted in all cycles.
+        whole_cycles: Cycles whose proposal was `gamma` tokens long.
+        whole_emitted: Tokens emitted in whole cycles.
+        tested: Number of tested tokens by position in the proposal, `[gamma]`.
+        accepted: Number of accepted tokens by position in the proposal, `[gamma]`.
+        verify_ms: Median time of the target in whole cycles, without the first of a completion; None if there
             was none.
-        draft_ms: The same of a whole proposal; None at gamma 0.
-        draft_step_ms: The same of one forward of the draft.
+        draft_ms: The same for a whole proposal; None at gamma 0.
+        draft_step_ms: The same for one forward pass of the draft.
     """
 
     temperature: float
@@ -101,14 +101,14 @@ class Run(_Frozen):
 
 
 class Equality(_Frozen):
-    """Completions with speculation beside those of gamma 0, of one temperature.
+    """Comparison of completions with speculation and those of gamma 0, at one temperature.
 
     Attributes:
         temperature: 0 is greedy.
-        compared: Completions.
-        equal: Those with the same tokens.
-        ties: Those that part where the two best scores differ by rounding only.
-        first: The first that parts elsewhere, in words; "" when there is none.
+        compared: Completions compared.
+        equal: Completions with the same tokens.
+        ties: Completions that diverge where the two best scores differ by rounding only.
+        first: Description of the first other divergence; "" if there is none.
     """
 
     temperature: float
@@ -119,12 +119,12 @@ class Equality(_Frozen):
 
     @property
     def is_lossless(self) -> bool:
-        """Whether no completion differs by more than rounding."""
+        """Whether no completion diverges by more than rounding."""
         return self.equal + self.ties == self.compared
 
 
 class PairFacts(_Frozen):
-    """A target and one candidate.
+    """Measurements of a target and one candidate.
 
     Attributes:
         target: The target.
@@ -140,10 +140,10 @@ class PairFacts(_Frozen):
 
 
 def check_gamma(gamma: int) -> int:
-    """Return `gamma` when it can be measured beside gamma 0.
+    """Check that `gamma` can be measured in addition to gamma 0, and return it.
 
     Raises:
-        ValueError: It is below 1 or above what a proposal may have.
+        ValueError: It is below 1 or above the maximum length of a proposal.
     """
     if not 1 <= gamma <= MAX_GAMMA:
         raise ValueError(f"gamma: got {gamma}, allowed: 1 to {MAX_GAMMA}")

@@ -1,5 +1,5 @@
-"""Runs the measurements in a process of their own: torch stays out of this one, and a model that takes all
-memory ends that one.
+"""Runs the measurements in a separate process, so that this one does not import torch, and survives a model
+that exhausts memory.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ COMMAND = (sys.executable, "-m", "services.qualify")
 def measure_pairs(
     task: QualifyTask, doing: Callable[[str], None], command: tuple[str, ...] = COMMAND
 ) -> list[PairFacts]:
-    """Return what was measured, one per candidate, in order.
+    """Run the measurements and return them, one per candidate, in order.
 
     Args:
-        task: What is measured.
-        doing: Told what is under way.
-        command: The process that measures.
+        task: What to measure.
+        doing: Called with a description of each step.
+        command: Command of the measuring process.
 
     Raises:
-        InvalidArgumentError: There is no such model, or the task does not fit it.
+        InvalidArgumentError: The model does not exist, or does not support the task.
         FailedPreconditionError: The packages of a worker are not installed.
         GammarayError: A model failed, or the process died.
     """
@@ -53,7 +53,7 @@ def measure_pairs(
             with process.stdin:
                 process.stdin.write(task.model_dump_json())
         except BrokenPipeError:
-            pass  # it ended before it read; its status tells
+            pass  # it ended before reading; its exit status is checked below
         for line in process.stdout:
             for key, value in _parsed(line).items():
                 if key == "doing":
@@ -110,6 +110,6 @@ def _error(value: dict[str, str]) -> GammarayError:
     if value["type"] == "InvalidArgumentError":
         return InvalidArgumentError(value["field"], value["got"], value["allowed"])
     known = {name: getattr(errors, name) for name in errors.__all__ if name.endswith("Error")}
-    # The engine's own errors are not known here.
+    # Error classes of the engine are not known here.
     cls: type[GammarayError] = known.get(value["type"], GammarayError)
     return cls(value["message"])

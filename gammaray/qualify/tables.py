@@ -1,4 +1,4 @@
-"""A verdict for people."""
+"""Terminal output of verdicts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLOURS = {Fitness.FIT: "green", Fitness.SLOWER: "yellow", Fitness.UNFIT: "red"
 
 
 def print_pair(console: Console, pair: PairFacts, verdict: Verdict) -> None:
-    """Print what was found out about one candidate, its verdict last."""
+    """Print the measurements of one candidate, and its verdict."""
     console.print(_models(pair))
     for equality in pair.equality:
         console.print(_lossless(equality), soft_wrap=True)

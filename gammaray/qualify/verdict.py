@@ -1,8 +1,8 @@
-"""From measurements to a verdict: can the pair be served, is it lossless, does it pay?
+"""The verdict on a measured pair: whether it can be served, is lossless and is faster.
 
-A *cycle* here is one proposal and its verification by the two models alone plus a given network time;
-speedups are over the same target's plain decoding. Measured ones take tokens per cycle and times as they
-were, predicted ones are those of `gammaray.maths.theory` for the measured alpha and costs.
+A *cycle* here is one proposal and its verification by the two models, plus a given network time; speedups are
+over plain decoding with the same target. Measured speedups use the measured tokens per cycle and times,
+predicted ones those of `gammaray.maths.theory` for the measured alpha and costs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from gammaray.qualify.measured import ModelFacts, PairFacts, Run
 __all__ = ["Depth", "Fitness", "Payoff", "Verdict", "judge", "obstacles"]
 
 MIN_TESTED = 100
-"""Fewer tested tokens say little about alpha."""
+"""With fewer tested tokens the verdict warns that alpha is uncertain."""
 
 MIN_TESTED_AT = 10
-"""The same of one place in the proposal."""
+"""Tested tokens required to report alpha at one position in the proposal."""
 
 
 class Fitness(str, Enum):
@@ -34,16 +34,16 @@ class Fitness(str, Enum):
 
 @dataclass(frozen=True)
 class Depth:
-    """What chains of one depth give.
+    """Results of chains of one depth.
 
     Args:
-        gamma: Their depth.
+        gamma: Depth of the chains.
         tokens_per_cycle: Mean over the cycles with a whole proposal.
         draft_ms: Time of a proposal.
         verify_ms: Time of its verification.
-        cycle_ms: Both, and the network.
-        speedup: Over plain decoding, measured.
-        predicted: The same by the theory.
+        cycle_ms: Both, plus the network time.
+        speedup: Measured speedup over plain decoding.
+        predicted: Speedup predicted by the theory.
     """
 
     gamma: int
@@ -57,16 +57,16 @@ class Depth:
 
 @dataclass(frozen=True)
 class Payoff:
-    """What speculation gives at one temperature.
+    """Results of speculation at one temperature.
 
     Args:
         temperature: 0 is greedy.
         alpha: Accepted / tested over all depths.
-        tested: Tested tokens behind it.
-        by_position: The same by place in the proposal, as far as `MIN_TESTED_AT` tokens were tested.
-        plain_ms: One plain cycle: a target pass over one token.
-        draft_step_ms: One forward of the draft.
-        depths: By gamma, without those at which no proposal was whole.
+        tested: Tested tokens from which alpha was computed.
+        by_position: Alpha by position in the proposal, as far as `MIN_TESTED_AT` tokens were tested.
+        plain_ms: Time of a plain cycle: a target pass over one token.
+        draft_step_ms: Time of one forward pass of the draft.
+        depths: Results by gamma, without those at which no proposal was whole.
         gamma_predicted: The best gamma by the theory, up to `CURVE_GAMMAS`; 0: plain decoding.
         speedup_predicted: By gamma, from 0 to `CURVE_GAMMAS`.
     """
@@ -83,19 +83,19 @@ class Payoff:
 
     @property
     def best(self) -> Depth:
-        """The measured depth of the largest speedup."""
+        """The measured depth with the largest speedup."""
         return max(self.depths, key=lambda depth: depth.speedup)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to be said of a pair.
+    """The verdict on a pair.
 
     Args:
-        fitness: In a word.
-        reasons: Why, in sentences.
-        warnings: What else whoever deploys the pair should know.
-        payoffs: By temperature; empty when the pair cannot be served.
+        fitness: The result.
+        reasons: Reasons of the result, in sentences.
+        warnings: Further facts relevant to a deployment of the pair.
+        payoffs: Results by temperature; empty when the pair cannot be served.
     """
 
     fitness: Fitness
@@ -113,9 +113,9 @@ def judge(pair: PairFacts, rtt_ms: float = 0.0, min_speedup: float = 1.0) -> Ver
     """Return the verdict on a pair.
 
     Args:
-        pair: What was measured.
+        pair: The measurements.
         rtt_ms: Network time of a cycle beyond that of plain decoding, in milliseconds.
-        min_speedup: Speculation pays from here on.
+        min_speedup: Smallest speedup at which speculation pays.
     """
     if found := obstacles(pair.target, pair.draft):
         return Verdict(Fitness.UNFIT, tuple(found))
@@ -145,7 +145,7 @@ def judge(pair: PairFacts, rtt_ms: float = 0.0, min_speedup: float = 1.0) -> Ver
 
 
 def obstacles(target: ModelFacts, draft: ModelFacts) -> list[str]:
-    """Return why the pair cannot be served at all, in sentences; nothing when it can."""
+    """Return the reasons why the pair cannot be served, in sentences; empty if it can."""
     found = [
         f"the {role} cannot be served: {facts.refusal}"
         for role, facts in (("target", target), ("draft", draft))
@@ -184,7 +184,7 @@ def _caveats(pair: PairFacts) -> list[str]:
 
 
 def _payoff(runs: Sequence[Run], temperature: float, rtt_ms: float) -> Payoff | None:
-    """Return None when plain decoding or every depth lacks a time, or nothing was tested."""
+    """Return the results; None if plain decoding or all depths lack a time, or no token was tested."""
     here = [run for run in runs if run.temperature == temperature]
     plain_ms = next((run.verify_ms for run in here if run.gamma == 0), None)
     timed = [

@@ -1,6 +1,6 @@
 """A certificate authority for development: `gammaray certs`, and `gammaray up --worker-tls`.
 
-In production let your own authority (cert-manager, Vault, ...) issue certificates with the names of
+In production, have your own authority (cert-manager, Vault, ...) issue certificates with the names of
 `gammaray.security.tls`. Needs the `cryptography` package, which comes with `gammaray[orchestrator]`.
 """
 
@@ -28,25 +28,25 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "worker": (WORKER_NAME,),
     "server": ("localhost", "127.0.0.1", "::1"),
 }
-"""Certificates that are made, with the names each holds; `server` is for Redis or a proxy in front."""
+"""Roles that get a certificate, with its DNS names; `server` is for Redis or a reverse proxy."""
 
 CA_DAYS = 3650
 _LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 _DNS_NAME = re.compile(rf"(\*\.)?({_LABEL}\.)*{_LABEL}", re.IGNORECASE)
-_BACKDATED = timedelta(minutes=5)  # clocks differ
+_BACKDATED = timedelta(minutes=5)  # tolerates clock differences
 
 
 def make_certificates(directory: Path, days: int = 365, hosts: Sequence[str] = ()) -> dict[str, TlsFiles]:
-    """Issue one certificate per role, of the authority in `directory`, which is made where there is none.
+    """Issue one certificate per role, signed by the authority in `directory`, which is created if missing.
 
     Args:
-        directory: Gets `ca.pem`, `ca-key.pem` and for each role `<role>.pem` and `<role>-key.pem`; what is
-            there of the roles is replaced, the authority stays. Keys are readable by their owner alone.
-        days: How long the certificates are good.
+        directory: Receives `ca.pem`, `ca-key.pem` and for each role `<role>.pem` and `<role>-key.pem`. Files
+            of roles are replaced, an existing authority is kept. Keys are readable by their owner only.
+        days: Validity of the certificates, in days.
         hosts: Further names and addresses for `server`.
 
     Raises:
-        InvalidArgumentError: The directory cannot be used, or a host is neither name nor address.
+        InvalidArgumentError: The directory cannot be used, or a host is neither a name nor an address.
     """
     for host in hosts:
         _check_host(host)
@@ -145,10 +145,10 @@ def _sign(builder: x509.CertificateBuilder, issuer_key: EllipticCurvePrivateKey)
 
 
 def _check_host(host: str) -> None:
-    """Check that a certificate can hold a name or address.
+    """Check that a certificate can contain a host.
 
     Raises:
-        InvalidArgumentError: It cannot.
+        InvalidArgumentError: The host is neither a name nor an address.
     """
     try:
         ipaddress.ip_address(host)
@@ -172,7 +172,7 @@ def _write(directory: Path, role: str, certificate: x509.Certificate, key: Ellip
 
     pem = serialization.Encoding.PEM
     private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    # The key first: who reads between the two writes finds a pair that does not match, and tries again.
+    # The key first: a process that reads between the two writes gets a mismatched pair, and retries.
     for name, content, mode in (
         (f"{role}-key.pem", private, 0o600),
         (f"{role}.pem", certificate.public_bytes(pem), 0o644),

@@ -1,7 +1,7 @@
-"""TLS of a client: what it trusts, what it presents, and why a handshake failed.
+"""TLS of a client: trusted authorities, client certificate, and diagnosis of failed handshakes.
 
-gRPC reports a failed handshake by one line of its TLS library, if at all, and not by its cause. `explain`
-makes a handshake of its own with the same files, and returns the cause and the option that cures it.
+gRPC reports at most one line of its TLS library for a failed handshake, without the cause. `explain` performs
+a separate handshake with the same files, and returns the cause and the option that fixes it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gammaray.errors import InvalidArgumentError, TlsError
 __all__ = ["ClientTls", "client_tls", "explain", "explain_http_400", "refused_certificate", "tls_error"]
 
 _READ_S = 0.5
-"""How long a server may take to refuse a client certificate, which in TLS 1.3 follows the handshake."""
+"""Wait for a server to reject a client certificate, in seconds; in TLS 1.3 this follows the handshake."""
 
 _MAX_PAGE = 65_536
 _PEM = "a PEM file"
@@ -36,7 +36,7 @@ _CLIENT_CERT = (
     "ACCESS_DENIED",
     "DECRYPT_ERROR",
 )
-# Codes of OpenSSL's X509_verify_cert.
+# Error codes of OpenSSL's X509_verify_cert.
 _EXPIRED, _NOT_YET_VALID, _HOST_MISMATCH, _ADDRESS_MISMATCH = 10, 9, 62, 64
 
 
@@ -45,7 +45,7 @@ class ClientTls:
     """TLS options of a connection.
 
     Args:
-        ca_file: PEM file of the authorities to trust; None: those of the system.
+        ca_file: PEM file of the trusted authorities; None: those of the system.
         cert_file: PEM file of the client certificate, with its chain, for servers that require one.
         key_file: PEM file of its private key; None: it is in `cert_file`.
     """
@@ -60,7 +60,7 @@ class ClientTls:
         Raises:
             InvalidArgumentError: A file cannot be read, or holds something else.
         """
-        self.context()  # gRPC takes any bytes, and fails at the first call
+        self.context()  # validates the files; gRPC accepts any bytes, and fails at the first call
         certificate = None if self.cert_file is None else self.cert_file.read_bytes()
         key = certificate if self.key_file is None else self.key_file.read_bytes()
         roots = _system_roots() if self.ca_file is None else self.ca_file.read_bytes()
@@ -101,17 +101,17 @@ def client_tls(
     key_file: str | Path | None,
     address: str = "",
 ) -> ClientTls | None:
-    """Return the TLS options of a connection, None for plain text.
+    """Return the TLS options of a connection; None for plain text.
 
     Args:
-        tls: Whether to use TLS; None: where a file or the address asks for it.
-        ca_file: See `ClientTls`; implies TLS, as the other two do.
-        cert_file: The same.
-        key_file: The same.
-        address: Implies TLS where it begins with https:// or grpcs://.
+        tls: Whether to use TLS; None: only if a file or the address implies it.
+        ca_file: See `ClientTls`; implies TLS.
+        cert_file: Likewise.
+        key_file: Likewise.
+        address: Implies TLS if it begins with https:// or grpcs://.
 
     Raises:
-        InvalidArgumentError: Files with `tls` switched off, a key without a certificate, or a file that
+        InvalidArgumentError: Files are given with `tls` disabled, a key without a certificate, or a file that
             cannot be used.
     """
     files = {"ca_file": ca_file, "cert_file": cert_file, "key_file": key_file}
@@ -131,16 +131,16 @@ def client_tls(
 def explain(
     host: str, port: int, options: ClientTls | None, timeout_s: float, *, needs_http2: bool
 ) -> TlsError | None:
-    """Return why no call gets through to an address, as far as TLS is the cause; else None.
+    """Return why calls to an address fail if TLS is the cause, else None.
 
-    Connects to the address and makes a handshake; blocks for at most about `timeout_s` seconds.
+    Connects to the address and performs a handshake; blocks for at most about `timeout_s` seconds.
 
     Args:
         host: Name or address, without brackets.
         port: Its port.
-        options: TLS options of the calls that failed; None: they were made in plain text.
-        timeout_s: Bound of each step, in seconds.
-        needs_http2: Whether the calls are those of gRPC.
+        options: TLS options of the failed calls; None: plain text.
+        timeout_s: Upper bound of each step, in seconds.
+        needs_http2: Whether the calls are gRPC calls.
     """
     where = f"{host}:{port}"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if options is None else options.context()
@@ -163,19 +163,19 @@ def explain(
                     return TlsError(where, cause, _USE_CERT)
     except ssl.SSLError as error:
         if options is None:
-            # A server that requires a client certificate speaks TLS too; one in plain text answers no alert.
+            # A server that requires a client certificate also uses TLS; a plain-text server sends no alert.
             return TlsError(where, *_PLAIN) if "ALERT" in (error.reason or "") else None
         return tls_error(where, error, has_certificate=options.cert_file is not None)
     except OSError:
-        return None  # nothing listens there, or it closed the connection: no matter of TLS
+        return None  # the port is closed, or the server closed the connection: not a TLS failure
     return None
 
 
 def _closes(secured: ssl.SSLSocket, timeout_s: float) -> bool:
-    """Whether a server closes the connection without a word.
+    """Whether a server closes the connection without an alert.
 
     Raises:
-        ssl.SSLError: It sends an alert.
+        ssl.SSLError: The server sends an alert.
     """
     secured.settimeout(timeout_s)
     try:
@@ -187,10 +187,10 @@ def _closes(secured: ssl.SSLSocket, timeout_s: float) -> bool:
 
 
 def explain_http_400(host: str, port: int, options: ClientTls, timeout_s: float) -> TlsError | None:
-    """Return the TLS error because of which a proxy answers gRPC calls with HTTP status 400, if it is one.
+    """Return the TLS error that made a proxy answer gRPC calls with HTTP status 400, if any.
 
-    nginx completes the handshake without a good client certificate, and then refuses each request by a page
-    that says so; gRPC shows the status alone. Blocks for at most about `timeout_s` seconds.
+    nginx completes the handshake without a valid client certificate, and then rejects each request with a
+    page that says so; gRPC shows only the status. Blocks for at most about `timeout_s` seconds.
     """
     try:
         with closing(HTTPSConnection(host, port, timeout=timeout_s, context=options.context())) as connection:
@@ -202,7 +202,7 @@ def explain_http_400(host: str, port: int, options: ClientTls, timeout_s: float)
 
 
 def refused_certificate(where: str, status: int, page: bytes, options: ClientTls | None) -> TlsError | None:
-    """Return the error that an HTTP answer stands for where it is about the client certificate, else None."""
+    """Return the TLS error if an HTTP response rejects the client certificate, else None."""
     if options is None or status != 400 or b"SSL certificate" not in page:
         return None
     cause = "refuses the client certificate" if options.cert_file else "requires a client certificate"
@@ -210,11 +210,11 @@ def refused_certificate(where: str, status: int, page: bytes, options: ClientTls
 
 
 def tls_error(where: str, error: ssl.SSLError, *, has_certificate: bool) -> TlsError:
-    """Return the error of a handshake that failed.
+    """Return the error of a failed handshake.
 
     Args:
         where: host:port or URL of the server.
-        error: What Python's ssl module raised.
+        error: The error of Python's ssl module.
         has_certificate: Whether a client certificate was presented.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -236,7 +236,7 @@ def tls_error(where: str, error: ssl.SSLError, *, has_certificate: bool) -> TlsE
 
 
 def _verification(error: ssl.SSLCertVerificationError) -> tuple[str, str]:
-    """Return cause and remedy of a server's certificate that is not accepted."""
+    """Return cause and remedy if a server's certificate is not accepted."""
     code, message = error.verify_code, error.verify_message.rstrip(".")
     if code == _EXPIRED:
         return "the server's certificate has expired", "renew it; no option accepts it"
@@ -250,12 +250,12 @@ def _verification(error: ssl.SSLCertVerificationError) -> tuple[str, str]:
 
 
 def _system_roots() -> bytes | None:
-    """Return the authorities that the system trusts, as PEM; None leaves it to gRPC's own list."""
+    """Return the authorities that the system trusts, as PEM; None: use gRPC's own list."""
     paths = ssl.get_default_verify_paths()
     if paths.cafile:
         return Path(paths.cafile).read_bytes()
     context = ssl.create_default_context()
-    # Systems without a bundle have a directory with a file per certificate, or a store of their own.
+    # Systems without a bundle have a directory with one file per certificate, or a certificate store.
     found = [ssl.DER_cert_to_PEM_cert(der).encode() for der in context.get_ca_certs(binary_form=True)]
     if paths.capath:
         for path in sorted(Path(paths.capath).glob("*.[0-9]")):
@@ -272,7 +272,7 @@ def _check_readable(field: str, path: Path) -> None:
 
 
 def _no_password() -> str:
-    return ""  # else OpenSSL asks for one on the terminal
+    return ""  # otherwise OpenSSL prompts for one on the terminal
 
 
 def _reason(error: ssl.SSLError) -> str:

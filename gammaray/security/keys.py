@@ -1,12 +1,12 @@
-"""API keys: how they are made, how they are kept, and who they belong to.
+"""API keys: creation, storage and tenants.
 
 A key is `gr_<id>_<secret>`: the id (8 hex digits) may be shown and logged, the secret (256 random bits) is
-shown once, when the key is made. The key file holds the SHA-256 of the whole key. A slow hash such as scrypt
-protects secrets that people choose, by making each guess expensive; 256 random bits cannot be guessed at any
-price, while a slow hash on every request would let strangers keep the server busy.
+shown once, at creation. The key file holds the SHA-256 of the whole key. A slow hash such as scrypt protects
+secrets chosen by people, by making each guess expensive; 256 random bits cannot be guessed anyway, and a slow
+hash on every request would enable denial of service without a key.
 
-Several keys may name one tenant: to rotate, make a second key, move the clients over, revoke the first. The
-tenant's sessions stay its own all the while.
+A tenant may have several keys: to rotate, create a second key, switch the clients to it, revoke the first.
+The tenant keeps its sessions throughout.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _KEY = re.compile(r"gr_([0-9a-f]{8})_[A-Za-z0-9_-]{43}")
 
 
 class ApiKey(BaseModel):
-    """One entry of the key file; nothing in it is secret enough to act with.
+    """One entry of the key file; it cannot be used to authenticate.
 
     Args:
-        id: The part of the key that may be shown.
-        tenant: Whom it belongs to: 1 to 32 of a-z 0-9 and -.
-        sha256: Of the whole key, in hex.
-        created_at: When it was made.
-        note: What people want to remember of it.
+        id: The public part of the key.
+        tenant: Tenant that owns the key: 1 to 32 of a-z 0-9 and -.
+        sha256: SHA-256 of the whole key, in hex.
+        created_at: Time of creation.
+        note: Free text.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -64,7 +64,7 @@ class ApiKey(BaseModel):
     note: Annotated[str, Field(max_length=256)] = ""
 
     def matches(self, key: str) -> bool:
-        """Whether `key` is this one; takes as long for a wrong one as for the right one."""
+        """Whether `key` is this one; compares in constant time."""
         return hmac.compare_digest(self.sha256, hash_key(key))
 
 
@@ -76,23 +76,23 @@ class _KeyFile(BaseModel):
 
 
 def hash_key(key: str) -> str:
-    """Return what is kept of a key."""
+    """Return the hash of a key, as stored in the key file."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def make_secret() -> str:
-    """Return a new key; it is good once its hash is in a key file."""
+    """Return a new key; it becomes valid once its hash is in the key file."""
     return f"gr_{secrets.token_hex(4)}_{secrets.token_urlsafe(32)}"
 
 
 def key_id_of(key: str) -> str | None:
-    """Return the id of a key, None for what is no key of ours."""
+    """Return the id of a key; None if `key` is not in gammaray's format."""
     match = _KEY.fullmatch(key)
     return match[1] if match else None
 
 
 def is_tenant(name: str) -> bool:
-    """Whether `name` may be a tenant's."""
+    """Whether `name` is a valid tenant name."""
     return re.fullmatch(TENANT, name) is not None
 
 
@@ -100,7 +100,7 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
     """Return the keys of a file.
 
     Raises:
-        InvalidArgumentError: It cannot be read, or is no key file; says where, and never what stands there.
+        InvalidArgumentError: It cannot be read, or is not a key file; names the place, but never the content.
     """
     allowed = "a key file, as `gammaray keys create` makes it"
     try:
@@ -122,10 +122,10 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
 
 
 def create_key(path: Path, tenant: str, note: str = "") -> tuple[ApiKey, str]:
-    """Add a key to a file, which is made where it is missing; return its entry and the key itself.
+    """Add a key to a file, which is created if missing; return the entry and the key itself.
 
     Raises:
-        InvalidArgumentError: No such tenant can be, or the file cannot be used.
+        InvalidArgumentError: The tenant name is invalid, or the file cannot be used.
     """
     if not is_tenant(tenant):
         raise InvalidArgumentError("tenant", tenant, "1 to 32 of a-z 0-9 and -, not - first")
@@ -150,10 +150,10 @@ def create_key(path: Path, tenant: str, note: str = "") -> tuple[ApiKey, str]:
 
 
 def revoke_key(path: Path, key_id: str) -> ApiKey:
-    """Take a key out of a file and return its entry; servers notice within a second.
+    """Remove a key from a file and return its entry; servers notice within a second.
 
     Raises:
-        NotFoundError: It is not there.
+        NotFoundError: The file has no such key.
         InvalidArgumentError: The file cannot be used.
     """
     with _locked(path):
@@ -167,7 +167,7 @@ def revoke_key(path: Path, key_id: str) -> ApiKey:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Keep other writers of the file out: two commands at once must not lose one of their keys."""
+    """Lock the file against other writers, so that concurrent commands do not lose keys."""
     import fcntl  # not on Windows, where this module must be importable
 
     try:
@@ -184,7 +184,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, keys: Sequence[ApiKey]) -> None:
-    """Replace the file in one step, so that a server never reads half of it; readable by its owner alone."""
+    """Replace the file atomically, so that a server never reads a partial one; only its owner can read it."""
     text = _KeyFile(keys=tuple(keys)).model_dump_json(indent=2) + "\n"
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")

@@ -1,10 +1,10 @@
-"""Mutual TLS between orchestrators and workers: both show a certificate of one authority, or nobody talks.
+"""Mutual TLS between orchestrators and workers: each must present a certificate of the same authority.
 
-Workers come and go under any address, so their certificates hold a name of their role, not of a machine:
-whoever dials checks for `WORKER_NAME`, and a worker serves only who shows `ORCHESTRATOR_NAME`. A stolen
-worker's key is therefore of no use against other workers.
+Addresses of workers change, so certificates name a role instead of a machine: clients of workers check for
+`WORKER_NAME`, and a worker only serves peers with `ORCHESTRATOR_NAME`. A stolen worker key can therefore not
+be used against other workers.
 
-Files are read again for every new connection, so that certificates can be replaced under way.
+Files are read again for every new connection, so that certificates can be replaced without a restart.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 ORCHESTRATOR_NAME = "gammaray-orchestrator"
-"""DNS name that the certificates of orchestrators hold."""
+"""DNS name in the certificates of orchestrators."""
 
 WORKER_NAME = "gammaray-worker"
-"""DNS name that the certificates of workers hold."""
+"""DNS name in the certificates of workers."""
 
 
 class TlsSettings(Protocol):
@@ -54,8 +54,8 @@ class TlsFiles:
     """PEM files of one process.
 
     Args:
-        ca: The authority (or several) whose certificates the peer may show.
-        cert: The own certificate, with the chain up to the authority.
+        ca: The trusted authority (or several) of peer certificates.
+        cert: The process's certificate, with the chain up to the authority.
         key: Its private key.
     """
 
@@ -67,16 +67,16 @@ class TlsFiles:
         """Return the contents of authority, certificate and key.
 
         Raises:
-            InvalidArgumentError: One of them cannot be read, or is no PEM.
+            InvalidArgumentError: One of them cannot be read, or is not PEM.
         """
         return _pem("tls_ca", self.ca), _pem("tls_cert", self.cert), _pem("tls_key", self.key)
 
 
 def tls_files(settings: TlsSettings) -> TlsFiles | None:
-    """Return what the settings name, None for plain text; all files are there then.
+    """Return the files that the settings name, all of which exist; None for plain text.
 
     Raises:
-        InvalidArgumentError: Some are named and others not, or one cannot be read.
+        InvalidArgumentError: Only some are named, or one cannot be read.
     """
     named = {name: getattr(settings, name) for name in ("tls_ca", "tls_cert", "tls_key")}
     if not any(named.values()):
@@ -92,7 +92,7 @@ def tls_files(settings: TlsSettings) -> TlsFiles | None:
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """Return credentials of a server that refuses who shows no certificate of its authority."""
+    """Return credentials of a server that rejects peers without a certificate of its authority."""
     served = files.read()
 
     def fetch() -> Any:
@@ -129,7 +129,7 @@ def check_peer(context: grpc.aio.ServicerContext[Any, Any]) -> None:
     """Check that a call on a TLS port comes from an orchestrator.
 
     Raises:
-        UnauthenticatedError: From another holder of a certificate.
+        UnauthenticatedError: The caller's certificate is not an orchestrator's.
     """
     peer = context.auth_context()
     if b"ssl" not in peer.get("transport_security_type", []):

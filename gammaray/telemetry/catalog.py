@@ -1,4 +1,4 @@
-"""Every metric: name, unit, labels, meaning and the query it is for; docs/metrics.md is made of it."""
+"""All metrics: name, unit, labels, meaning and intended query; docs/metrics.md is generated from it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ += ["Kind", "Metric", "Role"]
 
 _FAST_S = (0.0005, 0.001, 0.0015, 0.002, 0.0025, 0.003, 0.004, 0.005, 0.006, 0.008)
 TOKEN_S = (*_FAST_S, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
-"""Per token and per cycle: fine below 10 ms, where they lie."""
+"""Buckets for times per token and per cycle, in seconds: fine below 10 ms, where most values are."""
 
 WAIT_S = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.004, 0.006, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0, 5.0)
 REQUEST_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -44,7 +44,7 @@ _SUFFIXES = {"s": "seconds", "By": "bytes"}
 
 
 class Kind(str, Enum):
-    """What a metric is."""
+    """Kind of a metric."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -70,13 +70,13 @@ class Metric:
     """One metric.
 
     Args:
-        name: OpenTelemetry's.
-        kind: What it is.
-        unit: In UCUM, as OpenTelemetry wants it: s, By, or what is counted in braces.
+        name: OpenTelemetry name.
+        kind: Kind of the metric.
+        unit: Unit in UCUM, as in OpenTelemetry: s, By, or the counted thing in braces.
         roles: Processes that have it.
         meaning: What is counted or measured.
-        query: PromQL that it is for.
-        answers: What the query's result is.
+        query: Example of a PromQL query.
+        answers: Meaning of the query's result.
         labels: Names of its labels.
         buckets: Upper bounds of a histogram's buckets.
     """
@@ -93,14 +93,14 @@ class Metric:
 
     @property
     def family(self) -> str:
-        """Prometheus's name, without the `_total` of counters."""
+        """Prometheus name, without the `_total` of counters."""
         base = self.name.replace(".", "_")
         suffix = _SUFFIXES.get(self.unit)
         return f"{base}_{suffix}" if suffix else base
 
     @property
     def samples(self) -> tuple[str, ...]:
-        """Names of Prometheus's samples."""
+        """Names of the Prometheus samples."""
         if self.kind is Kind.HISTOGRAM:
             return tuple(f"{self.family}_{part}" for part in ("bucket", "count", "sum"))
         return (f"{self.family}_total",) if self.kind is Kind.COUNTER else (self.family,)
@@ -437,12 +437,12 @@ GROUPS = {
     "Workers": ENGINE,
     "Every process": INFO,
 }
-"""The metrics by what they are about."""
+"""The metrics by subject."""
 
 CATALOG = tuple(metric for group in GROUPS.values() for metric in group)
 _BY_NAME = {metric.name: metric for metric in CATALOG}
 
 
 def by_name(name: str) -> Metric:
-    """Return the metric of OpenTelemetry's `name`."""
+    """Return the metric with the OpenTelemetry name `name`."""
     return _BY_NAME[name]

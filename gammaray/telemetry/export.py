@@ -1,4 +1,4 @@
-"""How the metrics of a process get out: scraped by Prometheus, and pushed over OTLP when asked for."""
+"""Export of a process's metrics: scraped by Prometheus, and pushed over OTLP if configured."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["MetricsExport"]
 
 
 class MetricsExport:
-    """Exports a meter until it is stopped; made where the event loop of the process runs.
+    """Exports a meter until it is stopped; must be created in the process's event loop.
 
     Args:
-        meter: The process's.
+        meter: Meter of the process.
         role: orchestrator, draft or target.
-        model: What it serves.
+        model: Name of the served model.
         listen: host:port of the Prometheus endpoint, see `MetricsServer`; empty: none.
 
     Attributes:
-        address: host:port where others reach the endpoint; empty without one.
+        address: host:port at which other machines reach the endpoint; empty without one.
 
     Raises:
-        InvalidArgumentError: A bad address, or one that is taken; a bad `OTEL_*` variable.
+        InvalidArgumentError: The address is malformed or in use, or an `OTEL_*` variable is invalid.
     """
 
     def __init__(self, meter: Meter, *, role: str, model: str, listen: str) -> None:
@@ -37,12 +37,12 @@ class MetricsExport:
         self.address = self._server.address if self._server is not None else ""
         self._push = None
         if is_pushed:
-            from gammaray.telemetry.otlp_metrics import MetricsPush  # the SDK, which takes its time to import
+            from gammaray.telemetry.otlp_metrics import MetricsPush  # the SDK is slow to import
 
             self._push = MetricsPush(meter, role)
 
     async def stop(self) -> None:
-        """Push a last time and stop; takes at most some three seconds."""
+        """Push a last time and stop; takes at most about three seconds."""
         for part in (self._push, self._server):
             if part is not None:
                 await asyncio.to_thread(part.stop)

@@ -1,7 +1,7 @@
-"""Every span and attribute of gammaray's traces: name, type, unit and meaning.
+"""All spans and attributes of gammaray's traces: name, type, unit and meaning.
 
-Where OpenTelemetry's semantic conventions for generative AI have a name, that name is used; all others start
-with `gammaray.`. `docs/telemetry.md` is made of this module. Metrics have `gammaray.telemetry.catalog`.
+Names of OpenTelemetry's semantic conventions for generative AI are used where they exist; all others start
+with `gammaray.`. `docs/telemetry.md` is generated from this module; metrics: `gammaray.telemetry.catalog`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ AttributeType = Literal["string", "boolean", "int", "double", "string[]"]
 
 
 class Attribute(str):
-    """The name of an attribute, which knows what it stands for.
+    """The name of an attribute, with its description.
 
     Args:
-        name: The name itself.
+        name: The name.
         type: Type of its values.
-        unit: Unit of its values as UCUM has it; empty without one.
-        meaning: What it says.
+        unit: Unit of its values in UCUM; empty without one.
+        meaning: Description of its values.
     """
 
     type: AttributeType
@@ -39,13 +39,13 @@ class Span:
     """One kind of span.
 
     Args:
-        name: Its name; the two sides of a call share one.
-        kind: The side, or internal; a producer does not wait for its consumer.
-        process: Who makes it: orchestrator, draft or target.
-        parent: Name of the span around it, empty for none of ours.
-        meaning: What its time is.
-        always: Attributes that each has.
-        sometimes: Attributes that some have, as their meaning says.
+        name: Its name; both sides of a call use the same.
+        kind: The side of the call, or internal; a producer does not wait for its consumer.
+        process: The process that creates it: orchestrator, draft or target.
+        parent: Name of the parent span, empty if it is not one of gammaray's.
+        meaning: What its duration covers.
+        always: Attributes that every such span has.
+        sometimes: Attributes that some have; their meaning states when.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Span:
     sometimes: tuple[Attribute, ...] = ()
 
 
-# Of the semantic conventions, on the span of a generation.
+# Attributes of the semantic conventions, on the span of a generation.
 
 OPERATION_NAME: Final = Attribute("gen_ai.operation.name", "string", "", "Always `text_completion`.")
 PROVIDER_NAME: Final = Attribute("gen_ai.provider.name", "string", "", "Always `gammaray`.")
@@ -82,7 +82,7 @@ OUTPUT_TOKENS: Final = Attribute(
 )
 ERROR_TYPE: Final = Attribute("error.type", "string", "", "Class of the error, where it failed.")
 
-# Of the session.
+# Attributes of a session.
 
 SESSION_ID: Final = Attribute("gammaray.session.id", "string", "", "The session.")
 EPOCH: Final = Attribute(
@@ -99,7 +99,7 @@ VERIFICATION: Final = Attribute(
     "gammaray.verification", "string", "", "Verification method: coupled, rejection or naive."
 )
 
-# Of a cycle.
+# Attributes of a cycle.
 
 CYCLE_INDEX: Final = Attribute(
     "gammaray.cycle.index", "int", "", "Number of the cycle in its generation, from 0."
@@ -140,7 +140,7 @@ NEXT_ORIGIN: Final = Attribute(
     "The target's own token: correction or bonus; absent where the completion ended before it.",
 )
 
-# Of a worker.
+# Attributes of a worker.
 
 WORKER_ADDRESS: Final = Attribute(
     "gammaray.worker.address", "string", "", "host:port of the worker that answered last."

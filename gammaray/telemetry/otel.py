@@ -1,9 +1,9 @@
-"""OpenTelemetry of one process, from the standard `OTEL_*` variables alone; without them nothing is set up.
+"""OpenTelemetry of one process, configured by the standard `OTEL_*` variables only; disabled without them.
 
-A signal is exported when an endpoint is named for it (`OTEL_EXPORTER_OTLP_ENDPOINT`, or the one with the
-signal's name in it) or its exporter is (`OTEL_TRACES_EXPORTER=otlp`). Everything else, such as sampler,
-headers, certificates, batching and `OTEL_SDK_DISABLED`, is read by the SDK itself. Providers belong to the
-process's `Telemetry` and are never global: Ray Serve may have set a global one, which would win.
+A signal is exported if its endpoint is set (`OTEL_EXPORTER_OTLP_ENDPOINT`, or the variable with the signal's
+name) or its exporter (`OTEL_TRACES_EXPORTER=otlp`). The SDK itself reads everything else, such as sampler,
+headers, certificates, batching and `OTEL_SDK_DISABLED`. Providers belong to the process's `Telemetry` and are
+never global, since Ray Serve may already have set a global one, which would take precedence.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ __all__ = ["SHUTDOWN_TIMEOUT_S", "Telemetry", "exports", "process_resource"]
 _log = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT_S = 2.0
-"""How long an ending process waits for its last spans and samples to be sent."""
+"""Upper bound of the wait for the last spans and samples to be sent at shutdown, in seconds."""
 
 MAX_QUEUED = 16_384
-"""Spans and bundles that wait to be sent, unless OTEL_BSP_MAX_QUEUE_SIZE says otherwise."""
+"""Upper bound of queued spans and bundles, unless OTEL_BSP_MAX_QUEUE_SIZE is set."""
 
 Signal = Literal["traces", "metrics"]
 
 
 def exports(signal: Signal) -> bool:
-    """Return whether the environment asks for the OTLP export of a signal.
+    """Return whether the environment enables the OTLP export of a signal.
 
     Raises:
-        InvalidArgumentError: It asks for an exporter or a protocol that is not here.
+        InvalidArgumentError: It names an exporter or protocol that is not supported.
     """
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
@@ -67,10 +67,10 @@ def _check_protocol(name: str) -> None:
 
 
 def process_resource(role: str) -> Resource:
-    """Return what identifies this process; `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` win.
+    """Return this process's resource; `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` take precedence.
 
     Args:
-        role: orchestrator, draft or target; the service's name is `gammaray-<role>`.
+        role: orchestrator, draft or target; the default service name is `gammaray-<role>`.
     """
     from opentelemetry.sdk.resources import Attributes, OTELResourceDetector, Resource
 
@@ -89,17 +89,17 @@ def process_resource(role: str) -> Resource:
 
 
 class Telemetry:
-    """What a process exports; made once, before it serves.
+    """Trace export of a process; created once, before it serves.
 
     Args:
         role: orchestrator, draft or target.
 
     Attributes:
-        tracer: Makes spans, sampled as `OTEL_TRACES_SAMPLER` says; None when traces are not exported.
-        processor: Takes ended spans, those of `spans` included; None when traces are not exported.
+        tracer: Creates spans, sampled according to `OTEL_TRACES_SAMPLER`; None if traces are not exported.
+        processor: Receives ended spans, including those of `spans`; None if traces are not exported.
 
     Raises:
-        InvalidArgumentError: The environment asks for what is not here.
+        InvalidArgumentError: The environment names an unsupported exporter or protocol.
     """
 
     def __init__(self, role: str) -> None:
@@ -111,13 +111,13 @@ class Telemetry:
             self._set_up_traces()
 
     def on_shutdown(self, ending: Callable[[], object]) -> None:
-        """Have `ending` called at shutdown, in a thread; it flushes and closes one provider."""
+        """Register a function that flushes and closes one provider; it is called at shutdown, in a thread."""
         self._endings.append(ending)
 
     async def shutdown(self, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> bool:
-        """Send what waits and close the exporters; return whether that was done in time.
+        """Send queued data and close the exporters; return whether that was done in time.
 
-        What is not done by then, because a collector does not answer, ends with the process.
+        Data that is not sent by then, because a collector does not answer, is lost when the process ends.
         """
         endings, self._endings = self._endings, []
         if not endings:
@@ -132,10 +132,10 @@ class Telemetry:
                     _log.exception("telemetry could not be closed")
             try:
                 loop.call_soon_threadsafe(done.set)
-            except RuntimeError:  # the loop did not wait for us
+            except RuntimeError:  # the event loop has closed already
                 return
 
-        # A daemon: threads of an executor would keep the process from ending.
+        # A daemon thread, since threads of an executor would keep the process from ending.
         threading.Thread(target=run, name="telemetry-shutdown", daemon=True).start()
         try:
             await asyncio.wait_for(done.wait(), timeout_s)

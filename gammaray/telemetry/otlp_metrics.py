@@ -1,7 +1,7 @@
-"""The metrics of a process over OTLP, as the standard `OTEL_*` variables say.
+"""Push of a process's metrics over OTLP, configured by the standard `OTEL_*` variables.
 
-The SDK's exporter does the work and reads endpoint, headers, certificates and timeout; the interval is that
-of `OTEL_METRIC_EXPORT_INTERVAL` (milliseconds, 60,000 by default). Sums are cumulative.
+The SDK's exporter sends them and reads endpoint, headers, certificates and timeout; the interval is
+`OTEL_METRIC_EXPORT_INTERVAL` (milliseconds, 60,000 by default). Sums are cumulative.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _CUMULATIVE = AggregationTemporality.CUMULATIVE
 
 
 class MetricsPush:
-    """Sends a meter's numbers now and then, in a thread of its own, and a last time when it is stopped.
+    """Sends a meter's values periodically, in its own thread, and a last time when it is stopped.
 
     Args:
-        meter: What to send.
+        meter: The meter to send.
         role: orchestrator, draft or target.
 
     Raises:
-        InvalidArgumentError: The environment's interval is no time.
+        InvalidArgumentError: `OTEL_METRIC_EXPORT_INTERVAL` is invalid.
     """
 
     def __init__(self, meter: Meter, role: str) -> None:
@@ -64,7 +64,7 @@ class MetricsPush:
         self._thread.start()
 
     def stop(self) -> None:
-        """Send what there is and end; waits for at most two seconds."""
+        """Send the current values and end; waits for at most two seconds."""
         self._stopped.set()
         self._thread.join(SHUTDOWN_TIMEOUT_S)
         self._exporter.shutdown(timeout_millis=0)
@@ -75,7 +75,7 @@ class MetricsPush:
             is_last = self._stopped.wait(self._interval_s)
             try:
                 self._exporter.export(self._data())
-            except Exception:  # an exporter must never harm what it tells of
+            except Exception:  # a failed export must not affect the process
                 _log.exception("metrics could not be sent")
 
     def _data(self) -> MetricsData:
@@ -101,7 +101,7 @@ class MetricsPush:
     def _histogram(self, labels: dict[str, str], value: Any, now: int) -> HistogramDataPoint:
         assert isinstance(value, Histogram)
         counts = list(value.counts)
-        unknown: Any = None  # least and greatest value are not kept
+        unknown: Any = None  # minimum and maximum are not recorded
         return HistogramDataPoint(
             *(labels, self._start_ns, now, sum(counts), value.total, counts, value.bounds),
             min=unknown,

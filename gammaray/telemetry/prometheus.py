@@ -1,4 +1,4 @@
-"""The Prometheus endpoint of a process: a small HTTP server in a thread of its own."""
+"""The Prometheus endpoint of a process: an HTTP server in its own thread."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _WILDCARDS = ("0.0.0.0", "::", "[::]")
 
 
 class MetricsServer:
-    """Serves a meter's numbers, and those of the process itself (memory, processor time, open files).
+    """Serves a meter's values, and those of the process itself (memory, CPU time, open files).
 
     Args:
-        meter: What to serve.
-        listen: host:port; port 0 takes a free one, a range `first-last` its first free one.
+        meter: The meter to serve.
+        listen: host:port; port 0 takes any free port, a range `first-last` the first free one.
 
     Raises:
-        InvalidArgumentError: No such address, or no port of it is free.
+        InvalidArgumentError: The address is invalid, or no port of it is free.
     """
 
     def __init__(self, meter: Meter, listen: str) -> None:
@@ -55,14 +55,14 @@ class MetricsServer:
         self.address = f"{_reachable(match['host'])}:{self._server.server_port}"
 
     def stop(self) -> None:
-        """Stop serving; waits for at most a second."""
+        """Stop serving; waits for at most one second."""
         threading.Thread(target=self._server.shutdown, daemon=True).start()
         self._thread.join(1.0)
         self._server.server_close()
 
 
 def registry(meter: Meter) -> CollectorRegistry:
-    """Return what prometheus_client exposes: the numbers of `meter` and of the process."""
+    """Return the registry for prometheus_client, with the values of `meter` and of the process."""
     from prometheus_client import CollectorRegistry, ProcessCollector
 
     found = CollectorRegistry()
@@ -72,13 +72,13 @@ def registry(meter: Meter) -> CollectorRegistry:
 
 
 class _Collector:
-    """Makes prometheus_client's families of a meter's numbers."""
+    """Converts a meter's values to metric families of prometheus_client."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
 
     def describe(self) -> Iterator[Family]:
-        """Return nothing: asking for names must not read gauges whose owners are not there yet."""
+        """Return nothing, so that registration does not read gauges whose owners do not exist yet."""
         return iter(())
 
     def collect(self) -> Iterator[Family]:
@@ -102,7 +102,7 @@ class _Collector:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Return pairs of an upper bound and the number of values up to it."""
+    """Return pairs of upper bound and cumulative count."""
     total, pairs = 0, []
     for bound, count in zip((*map(str, histogram.bounds), "+Inf"), list(histogram.counts), strict=True):
         total += count
@@ -111,7 +111,7 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
 
 
 def _reachable(host: str) -> str:
-    """Return where others reach what listens on `host`."""
+    """Return the host at which other machines reach a server that listens on `host`."""
     if host not in _WILDCARDS:
         return host
     name = socket.gethostname()

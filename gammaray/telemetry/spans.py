@@ -1,8 +1,8 @@
-"""Spans that cost little: facts are gathered while serving, spans made of them later, in the export thread.
+"""Cheap spans: facts are collected while serving, and converted to spans later, in the export thread.
 
-A span of the SDK is dear to make and dearer to encode, and a cycle has five. So what happens while serving is
-one `put` of a `Bundle` into the SDK's own batch processor; its thread has the bundle write its spans straight
-into the OTLP message. Sampling, batching, retries and transport stay the SDK's.
+Spans of the SDK are expensive to create and more so to encode, and a cycle has five. Serving therefore only
+does one `put` of a `Bundle` into the SDK's batch processor, whose thread lets the bundle write its spans
+directly into the OTLP message. Sampling, batching, retries and transport are the SDK's.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from gammaray import __version__
 __all__ = ["Bundle", "Exporter", "put", "set_attributes"]
 
 _SLICE = 4
-"""Bundles encoded before other threads get their turn: the event loop must not wait for all of a batch."""
+"""Bundles encoded before the thread yields, so that the event loop does not wait for a whole batch."""
 
 
 class Bundle(Protocol):
-    """Facts of which spans are made."""
+    """Collected facts that encode themselves as spans."""
 
     @property
     def context(self) -> SpanContext:
-        """The sampled context that the spans belong to; the processor asks for it."""
+        """The sampled context of the spans, read by the processor."""
 
     def encode(self, spans: Any) -> None:
-        """Add the spans to a repeated field of OTLP spans."""
+        """Append the spans to a repeated field of OTLP spans."""
 
 
 def put(processor: SpanProcessor, bundle: Bundle) -> None:
@@ -45,7 +45,7 @@ def put(processor: SpanProcessor, bundle: Bundle) -> None:
 
 
 def set_attributes(message: Any, attributes: dict[str, str | bool | int | float]) -> None:
-    """Add attributes to an OTLP message that has them; None is not allowed."""
+    """Add attributes to an OTLP message; None is not an allowed value."""
     entries = message.attributes
     for key, value in attributes.items():
         entry = entries.add(key=key).value
@@ -63,7 +63,7 @@ class Exporter(OTLPSpanExporter):
     """The SDK's OTLP/gRPC exporter, which also takes bundles.
 
     Args:
-        resource: What the process is.
+        resource: Resource of the process.
     """
 
     def __init__(self, resource: Resource) -> None:

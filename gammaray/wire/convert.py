@@ -1,4 +1,4 @@
-"""Converts between wire messages and types: the only module that knows both."""
+"""Conversion between wire messages and the types of `gammaray.types`, in both directions."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
 
 
 def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
-    """Return the sampling parameters of a wire message; absent fields take their defaults.
+    """Return the sampling parameters of a wire message; missing fields take their defaults.
 
     Raises:
-        InvalidArgumentError: A list has more entries than it may have.
+        InvalidArgumentError: A list has too many entries.
     """
     if len(message.logit_bias) > MAX_LOGIT_BIAS:
         got = f"{len(message.logit_bias)} entries"
@@ -121,7 +121,7 @@ def token_ids_from_proto(name: str, ids: Sequence[int]) -> tuple[int, ...]:
     """Return the token ids of a repeated field.
 
     Raises:
-        InvalidArgumentError: There are more than a request may have; none is copied then.
+        InvalidArgumentError: There are more than a request may have; checked before any is copied.
     """
     if len(ids) > MAX_TOKEN_IDS:
         raise InvalidArgumentError(name, f"{len(ids)} token ids", f"at most {MAX_TOKEN_IDS}")
@@ -129,11 +129,11 @@ def token_ids_from_proto(name: str, ids: Sequence[int]) -> tuple[int, ...]:
 
 
 MAX_SUPPORT = 4096
-"""Tokens of one draft distribution, as many as a drafter may be set to: 64 of them stay below the largest
-frame that a target worker takes, so that no drafter can break the stream of all sessions."""
+"""Upper bound of tokens in a draft distribution, the same as of the drafter's setting: 64 distributions stay
+below a target worker's maximum frame size, so that no drafter can break the stream of all sessions."""
 
 _SLICE = 4096
-"""Numbers of one column that are converted in one call, which holds the interpreter lock."""
+"""Numbers of a column converted per call, which holds the GIL."""
 
 
 def method_to_proto(method: t.VerificationMethod) -> pb.VerificationMethod.ValueType:
@@ -145,7 +145,7 @@ def method_from_proto(value: int) -> t.VerificationMethod:
     """Return the verification method of a wire value; UNSPECIFIED is the default.
 
     Raises:
-        InvalidArgumentError: A value this version does not know.
+        InvalidArgumentError: The value is unknown to this version.
     """
     if value == pb.VERIFICATION_METHOD_UNSPECIFIED:
         return t.VerificationMethod.COUPLED
@@ -163,7 +163,7 @@ def origin_from_proto(value: pb.TokenOrigin.ValueType) -> t.TokenOrigin:
     """Return the token origin of a wire value.
 
     Raises:
-        InternalError: No origin, or one that this version does not know.
+        InternalError: The origin is missing, or unknown to this version.
     """
     if value not in ORIGINS_BACK:
         raise InternalError(f"the peer sent token origin {value}, allowed: {sorted(ORIGINS_BACK)}")
@@ -183,11 +183,11 @@ def proposal_to_proto(proposal: t.Proposal) -> pb.Proposal:
 
 
 def proposal_from_proto(message: pb.Proposal, vocab_size: int) -> t.Proposal:
-    """Return the proposal of a wire message after checking it as data from a stranger.
+    """Return the proposal of a wire message, which is validated as untrusted data.
 
     Raises:
         InvalidArgumentError: Token ids outside the vocabulary, parents that do not precede their node, or
-            distributions that do not fit their tokens.
+            distributions that do not match their tokens.
     """
     token_ids = tuple(message.token_ids)
     if any(token_id >= vocab_size for token_id in token_ids):
@@ -258,7 +258,7 @@ def request_from_proto(message: gen.GenerateRequest) -> t.GenerationRequest:
     """Return the generation request of a wire message, validated as far as possible without the model.
 
     Raises:
-        InvalidArgumentError: Names the first wrong field.
+        InvalidArgumentError: Names the first invalid field.
     """
     prompt: str | tuple[int, ...]
     prompt = message.text
@@ -291,7 +291,7 @@ def request_from_proto(message: gen.GenerateRequest) -> t.GenerationRequest:
 
 
 def chunk_to_proto(chunk: t.Chunk) -> gen.GenerateResponse:
-    """Return the wire form of a piece of a completion."""
+    """Return the wire form of a chunk."""
     message = gen.GenerateResponse(
         session_id=chunk.session_id,
         text=chunk.text,
@@ -317,12 +317,12 @@ def _fill_prompt_logprobs(message: pb.PromptLogprobs, prompt: t.PromptLogprobs) 
     message.num_top = prompt.num_top
     for name in ("token_ids", "logprobs", "ranks", "top_token_ids", "top_logprobs"):
         column, values = getattr(message, name), getattr(prompt, name)
-        for start in range(0, len(values), _SLICE):  # in slices, as each holds the interpreter lock
+        for start in range(0, len(values), _SLICE):  # in slices, as each call holds the GIL
             column.extend(values[start : start + _SLICE])
 
 
 def chunk_from_proto(message: gen.GenerateResponse) -> t.Chunk:
-    """Return the piece of a completion of a wire message."""
+    """Return the chunk of a wire message."""
     return t.Chunk(
         session_id=message.session_id,
         text=message.text,
@@ -343,10 +343,10 @@ def chunk_from_proto(message: gen.GenerateResponse) -> t.Chunk:
 
 
 def prompt_logprobs_from_proto(message: pb.PromptLogprobs, token_ids: tuple[int, ...]) -> t.PromptLogprobs:
-    """Return the log-probabilities of a prompt of the given tokens.
+    """Return the log-probabilities of the prompt `token_ids`.
 
     Raises:
-        InternalError: The columns do not fit the tokens, or have numbers that are none.
+        InternalError: The columns do not match the tokens, or contain invalid numbers.
     """
     found = t.PromptLogprobs(
         token_ids,

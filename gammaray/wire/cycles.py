@@ -1,4 +1,4 @@
-"""What each cycle of a session did and where its time went: the session's own records."""
+"""Cycle records of a session: tokens and time per phase of each cycle."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["CycleRecord", "WorkerCall", "cycles_from_proto"]
 
 @dataclass(frozen=True)
 class WorkerCall:
-    """What a worker was asked in one cycle.
+    """The calls of a worker in one cycle.
 
     Args:
         address: host:port of the worker that answered last.
-        blocks: Blocks sent: above 1 after the worker asked for tokens it lacked, or was left for another.
-        refed_tokens: Tokens sent again since a worker lacked them.
-        request_bytes: Bytes of the blocks.
-        response_bytes: Bytes of the answers.
+        blocks: Blocks sent: above 1 if the worker lacked tokens, or was replaced by another.
+        refed_tokens: Tokens sent again because a worker lacked them.
+        request_bytes: Size of the blocks, in bytes.
+        response_bytes: Size of the answers, in bytes.
         queue_s: Seconds from the block's arrival to its first step.
-        compute_s: Seconds of the steps that served it, which the batch shares.
+        compute_s: Seconds of the steps that served it, shared by the batch.
         batch_size: Sessions in the largest of these batches.
         error: Class of the last failure, or empty.
     """
@@ -44,25 +44,25 @@ class CycleRecord:
     """One cycle.
 
     Args:
-        start_s: Seconds since 1970 at which it began, by its orchestrator's clock.
-        total_s: Seconds that it took.
-        propose_s: Seconds of them waited for the proposal.
-        verify_s: Seconds of them waited for the verdict.
+        start_s: Start as Unix time in seconds, by its orchestrator's clock.
+        total_s: Duration in seconds.
+        propose_s: Seconds spent waiting for the proposal.
+        verify_s: Seconds spent waiting for the verification.
         turn: Turn of the session.
-        epoch: Fencing number of the session's owner: grows with each takeover.
-        base_position: Committed tokens that it built on.
-        gamma: Draft tokens asked for.
+        epoch: Fencing number of the session's owner; incremented with each takeover.
+        base_position: Number of committed tokens before the cycle.
+        gamma: Draft tokens requested.
         gamma_reason: Why the controller chose this gamma.
         drafted: Nodes of the proposal.
-        tested: Proposed tokens put to the test.
-        accepted: Proposed tokens that the target agreed with.
+        tested: Proposed tokens that were tested.
+        accepted: Proposed tokens that were accepted.
         emitted: Tokens emitted.
-        next_origin: Correction or bonus; None when the completion ended before it.
-        drafter: Who proposed: the rung of the ladder.
+        next_origin: Correction or bonus; None if the completion ended before it.
+        drafter: Kind of the drafter that proposed.
         draft_failed: Whether the drafter failed, was late or was absent.
         draft_ahead_hit: Whether the proposal had been prepared ahead.
-        draft: The draft worker's part, None when none was asked.
-        target: The target worker's part.
+        draft: Calls of the draft worker; None if there were none.
+        target: Calls of the target worker.
     """
 
     start_s: float
@@ -87,7 +87,7 @@ class CycleRecord:
 
 
 def cycles_from_proto(messages: Iterable[pb.CycleRecord]) -> list[CycleRecord]:
-    """Return the cycles of an answer in the order in which they were run; they may be stored in another."""
+    """Return the cycles of a response, sorted by execution order; the stored order may differ."""
     return sorted(map(_cycle, messages), key=lambda cycle: (cycle.turn, cycle.epoch, cycle.start_s))
 
 

@@ -1,4 +1,4 @@
-"""The wire value of every enum member, and the way back: the one table of each."""
+"""Tables between enum members and wire values, in both directions."""
 
 from __future__ import annotations
 

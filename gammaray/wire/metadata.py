@@ -1,4 +1,4 @@
-"""Headers of HTTP requests and metadata of gRPC calls that gammaray reads."""
+"""HTTP headers and gRPC metadata that gammaray reads."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import sys
 __all__ = ["APPLICATION", "MAX_TIMEOUT_MS", "TIMEOUT_HEADER", "trace_metadata"]
 
 APPLICATION = "gammaray"
-"""Name of the Ray Serve application that answers; its proxies route by the `application` metadata."""
+"""Name of the Ray Serve application with the API; Serve's proxies route by the `application` metadata."""
 
 TIMEOUT_HEADER = "gammaray-timeout-ms"
-"""Header and metadata: after how many milliseconds the caller gives up, in [1, MAX_TIMEOUT_MS]."""
+"""Header and metadata with the caller's timeout in milliseconds, in [1, MAX_TIMEOUT_MS]."""
 
 MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...]:
-    """Return `traceparent` and `tracestate` of the current span; nothing when there is none."""
-    if "opentelemetry.trace" not in sys.modules:  # applications that do not trace pay nothing
+    """Return `traceparent` and `tracestate` of the current span; empty if there is none."""
+    if "opentelemetry.trace" not in sys.modules:  # no cost for applications without tracing
         return ()
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

@@ -1,8 +1,8 @@
-"""Between gammaray's errors and gRPC statuses with google.rpc details: both directions, the only place.
+"""Conversion between gammaray's errors and gRPC statuses with google.rpc details, in both directions.
 
-A status carries at most one detail: BadRequest for InvalidArgumentError (the field, what was got, what is
-allowed), RetryInfo for ResourceExhaustedError (when to come back), and PreconditionFailure for
-ModelChangedError (one violation per model that would have gone on).
+A status carries at most one detail: BadRequest for InvalidArgumentError (the field, its value, what is
+allowed), RetryInfo for ResourceExhaustedError (when to retry), and PreconditionFailure for ModelChangedError
+(one violation per model that is served instead).
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ DETAILS_KEY = "grpc-status-details-bin"
 """Trailing metadata that holds the serialised google.rpc.Status."""
 
 MAX_MESSAGE_BYTES = 1000
-"""Of a message in UTF-8: it is sent twice, in text (three bytes for one) and in the status details."""
+"""Upper bound of a message in UTF-8, which is sent twice: as text (three bytes for one) and in details."""
 
 MODEL_CHANGED = "MODEL_CHANGED"
-"""Type of a violation: the session's model, a space, and another one that is served."""
+"""Type of a violation; its description is the session's model, a space, and a served model."""
 
 MAX_VIOLATIONS = 4
-"""Of one status: they travel in headers, which are bounded."""
+"""Upper bound of violations per status, which is sent in headers of limited size."""
 
 _Detail = TypeVar("_Detail", bound=Message)
 
 
 def error_to_status(error: GammarayError) -> status_pb2.Status:
-    """Return the status of an error; servers send it serialised as trailing metadata `DETAILS_KEY`.
+    """Return the status of an error; servers send it, serialised, as trailing metadata `DETAILS_KEY`.
 
-    The call itself must end with `error.status` and the message of the status: `str(error)`, cut where it is
-    longer than what headers may hold, since proxies drop the whole connection over one that is.
+    The call itself must end with `error.status` and the status's message: `str(error)`, truncated to what
+    headers may hold, since proxies close the connection if headers are longer.
     """
     status = status_pb2.Status(code=error.status.value[0], message=_cut(str(error)))
     if isinstance(error, InvalidArgumentError):
@@ -84,7 +84,7 @@ def _cut(text: str) -> str:
 
 
 def error_from_status(status: status_pb2.Status) -> GammarayError:
-    """Rebuild the error that a status describes; details that are missing or malformed are done without."""
+    """Rebuild the error that a status describes; missing or malformed details are ignored."""
     code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
     message = status.message or f"the server ended the call with {code.name} and no message"
     if code is grpc.StatusCode.INVALID_ARGUMENT:
@@ -98,12 +98,12 @@ def error_from_status(status: status_pb2.Status) -> GammarayError:
         if failure is not None and any(v.type == MODEL_CHANGED for v in failure.violations):
             return _model_changed(failure)
     cls = error_class(code)
-    # The base class stands for several codes, so it names the one it got.
+    # The base class represents several codes, so the message names the code.
     return cls(message) if cls is not GammarayError else cls(f"{code.name}: {message}")
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> GammarayError:
-    """Return the error of a failed call: from its rich status where there is one, else from its code."""
+    """Return the error of a failed call: from its rich status if there is one, else from its code."""
     code = error.code()
     plain = status_pb2.Status(code=code.value[0], message=error.details() or "")
     for key, value in _trailers(error):
@@ -112,20 +112,20 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> GammarayError:
                 rich = status_pb2.Status.FromString(value)
             except DecodeError:
                 break
-            # A rich status that contradicts the call's own code came from somewhere else.
+            # A rich status that contradicts the call's code comes from another source and is ignored.
             if rich.code == plain.code:
                 return error_from_status(rich)
     return error_from_status(plain)
 
 
 def code_of(error: GammarayError) -> grpc.StatusCode | None:
-    """Return the status of the call that an error of `error_from_rpc` is about, None for other errors."""
+    """Return the status code of the call of an `error_from_rpc` error; None for other errors."""
     failure = error.__cause__
     return failure.code() if isinstance(failure, grpc.aio.AioRpcError) else None
 
 
 def is_from_gammaray(error: GammarayError) -> bool:
-    """Whether an error of `error_from_rpc` was sent by gammaray itself, and not by something in between."""
+    """Whether an error of `error_from_rpc` was sent by gammaray itself, and not by a proxy."""
     failure = error.__cause__
     if not isinstance(failure, grpc.aio.AioRpcError):
         return False
@@ -133,7 +133,7 @@ def is_from_gammaray(error: GammarayError) -> bool:
 
 
 def _trailers(failure: grpc.aio.AioRpcError) -> Iterable[tuple[str, str | bytes]]:
-    # The type stubs disagree with the library, which yields pairs.
+    # The type stubs are wrong: the library yields pairs.
     return cast("Iterable[tuple[str, str | bytes]]", failure.trailing_metadata() or ())
 
 
@@ -145,7 +145,7 @@ _MESSAGE = re.compile(rf"(?P<field>[^:]+): {_VIOLATION.pattern}", re.DOTALL)
 def _invalid_argument(status: status_pb2.Status, message: str) -> InvalidArgumentError:
     request = _detail(status, error_details_pb2.BadRequest)
     if request is None or not request.field_violations:
-        # Workers answer with the message alone, which holds the same three parts.
+        # Workers send only the message, which contains the same three parts.
         if match := _MESSAGE.fullmatch(message):
             return InvalidArgumentError(match["field"], match["got"], match["allowed"])
         return InvalidArgumentError("request", message, "see the message")

@@ -1,4 +1,4 @@
-"""Sessions as clients see them."""
+"""Session state as reported to clients."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["SessionInfo", "SessionState", "info_from_proto", "info_to_proto"]
 
 
 class SessionState(str, Enum):
-    """What became of the current turn of a session.
+    """State of the current turn of a session.
 
-    A detached one was left by its client or its orchestrator; it waits to be resumed until it expires.
+    A detached turn has lost its client or its orchestrator; it can be resumed until the session expires.
     """
 
     RUNNING = "running"
@@ -26,18 +26,18 @@ class SessionState(str, Enum):
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """A session as the store knows it.
+    """The stored state of a session.
 
     Args:
         session_id: Its name.
         turn: The current turn, from 0.
-        state: What became of that turn.
+        state: State of that turn.
         finish_reason: Why the turn ended; None while it has not.
-        prompt_tokens: Tokens of the turn's prompt, the turns before included.
+        prompt_tokens: Tokens of the turn's prompt, including the previous turns.
         emitted_tokens: Tokens emitted in the turn.
         seed: The seed in use.
-        epoch: Fencing number of the owner: grows with each takeover.
-        created_ms: Unix time at which the session was begun, in milliseconds.
+        epoch: Fencing number of the owner; incremented with each takeover.
+        created_ms: Unix time of the session's creation, in milliseconds.
         expires_in_ms: Milliseconds until it expires.
     """
 
@@ -75,7 +75,7 @@ def info_from_proto(message: pb.SessionInfo) -> SessionInfo:
     """Return the session of a wire message.
 
     Raises:
-        InternalError: It is in a state that this version does not know.
+        InternalError: Its state is unknown to this version.
     """
     if message.state not in _STATES_BACK:
         raise InternalError(f"the server sent session state {message.state}, allowed: {sorted(_STATES_BACK)}")

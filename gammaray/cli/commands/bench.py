@@ -1,4 +1,4 @@
-"""`gammaray bench`: measure a running cluster, gamma 0 beside the others in the same run."""
+"""`gammaray bench`: measure a running cluster, with gamma 0 in the same run for comparison."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _show(console: Console, point: Point) -> None:
 
 
 def _texts(options: dict[str, Any]) -> tuple[list[str], str]:
-    """Return the prompts and where they are from."""
+    """Return the prompts and the name of their source."""
     if options["given"]:
         return list(options["given"]), "--prompt"
     path: Path | None = options["prompt_file"]

@@ -54,11 +54,11 @@ def chat(connection: Connection, system: str, color: bool | None, **options: Any
 
 
 def _read() -> str | None:
-    """Return the next line that the user says, None at the end."""
+    """Return the next line of user input, None at its end."""
     if not sys.stdin.isatty():
         line = sys.stdin.readline()
         return line.strip() if line else None
-    import readline  # noqa: F401  # gives `input` a history and editing; not on every system
+    import readline  # noqa: F401  # adds history and editing to `input`; not available on every system
 
     try:
         return input("> ").strip()
@@ -68,7 +68,7 @@ def _read() -> str | None:
 
 
 def _answer(conversation: Chat, text: str, colored: bool) -> None:
-    """Show the answer to a message; what goes wrong is told, and the conversation goes on.
+    """Print the answer to a message. All other errors are printed, and the conversation continues.
 
     Raises:
         UnavailableError: The server does not answer.

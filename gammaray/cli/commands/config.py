@@ -39,7 +39,7 @@ def config(file: TextIO | None, serve: bool, form: str) -> None:
 
 
 def _own(serve: bool) -> dict[str, Any]:
-    given: dict[str, Any] = {}  # nothing: all is the environment's or a default
+    given: dict[str, Any] = {}  # empty: every setting comes from the environment or its default
     try:
         cluster = ClusterSettings(**given)
     except ValidationError as error:

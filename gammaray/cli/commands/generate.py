@@ -1,4 +1,4 @@
-"""`gammaray generate`: stream one completion, coloured by where each token came from."""
+"""`gammaray generate`: stream one completion, coloured by token origin."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _gamma(value: str) -> str | int:
         raise click.BadParameter(message) from None
 
 
-# name of the option of `AsyncClient.generate`, its type, what it means
+# name of the option of `AsyncClient.generate`, its type, its help text
 _OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("max_tokens", int, "Upper bound of emitted tokens."),
     ("temperature", float, "Divides the logits; 0 is greedy."),
@@ -92,17 +92,17 @@ def generate(
 
 
 class _Stream:
-    """Writes text as it comes: as it is, or coloured by origin."""
+    """Writes text as it arrives, plain or coloured by origin."""
 
     def __init__(self, colored: bool) -> None:
         self._painter = OriginPainter() if colored else None
 
     def show(self, chunk: Chunk) -> None:
-        """Write the chunk's text at once, and a line's end after the last."""
+        """Write the chunk's text immediately, and a newline after the last chunk."""
         text = chunk.text
         if self._painter is not None:
             text = "".join(paint(run, origin) for run, origin in self._painter.runs(chunk))
-        # Without `color` echo would strip the escape sequences when the output is no terminal.
+        # Without `color`, echo strips the escape sequences when the output is not a terminal.
         click.echo(text, nl=chunk.finish_reason is not None, color=True)
 
 
@@ -160,7 +160,7 @@ def _option(name: str, kind: Any, meaning: str) -> click.Option:
 
 def _default(name: str) -> str:
     for owner in (GenerationRequest, SamplingParams):
-        value = getattr(owner, name, None)  # dataclasses keep simple defaults as class attributes
+        value = getattr(owner, name, None)  # dataclasses store simple defaults as class attributes
         if value is not None:
             return str(getattr(value, "value", value))
     return ""

@@ -1,7 +1,7 @@
-"""`gammaray qualify`: is a draft fit for a target, before anything is deployed?
+"""`gammaray qualify`: check whether a draft is fit for a target, before anything is deployed.
 
-Exit codes beside those of every command: 0 at least one candidate is FIT; 4 none is, but one is FIT BUT
-SLOWER; 5 all are UNFIT.
+Exit codes in addition to those of every command: 0 at least one candidate is FIT; 4 none is, but at least one
+is FIT BUT SLOWER; 5 all are UNFIT.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _task(given: dict[str, Any]) -> QualifyTask:
 
 
 def _check(given: dict[str, Any]) -> None:
-    """Refuse settings before the process that measures is started, which takes seconds.
+    """Validate settings before the measuring process is started, which takes seconds.
 
     Raises:
         InvalidArgumentError: A setting of the workers is out of bounds, or two exclude each other.

@@ -1,4 +1,4 @@
-"""`gammaray size`: which draft, how many drafters per target, over what network."""
+"""`gammaray size`: choose draft, number of drafters per target, and network."""
 
 from __future__ import annotations
 

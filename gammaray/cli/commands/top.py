@@ -1,4 +1,4 @@
-"""`gammaray top`: what a cluster is doing, live."""
+"""`gammaray top`: live view of a cluster's activity."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def _top(client: AsyncClient, timeout_s: float, interval_s: float, once: b
 
 
 async def _watch(client: AsyncClient, timeout_s: float, interval_s: float) -> AsyncIterator[Activity]:
-    """Yield what happened in each interval."""
+    """Yield the activity of each interval."""
     before, began = await client.status(timeout_s=timeout_s), time.monotonic()
     while True:
         await asyncio.sleep(interval_s)
@@ -79,10 +79,10 @@ async def _watch(client: AsyncClient, timeout_s: float, interval_s: float) -> As
 
 
 def view(activity: Activity, history: deque[float]) -> RenderableType:
-    """Return what is shown of an interval.
+    """Return the display of an interval.
 
     Args:
-        activity: What happened in it.
+        activity: Activity of the interval.
         history: Tokens per second of this and earlier intervals, oldest first.
     """
     total = activity.total

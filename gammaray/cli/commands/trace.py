@@ -1,6 +1,6 @@
-"""`gammaray trace`: the cycles of a session as a timeline, from its own records.
+"""`gammaray trace`: the cycles of a session as a timeline, from its stored cycle records.
 
-No tracing backend is needed. One line per cycle; its bar is split by where the time went."""
+No tracing backend is needed. Each cycle is one line, with a bar divided by phase."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def timeline(cycles: Sequence[CycleRecord], bar_width: int = 40) -> RenderableTy
     """Return the timeline of a session, oldest cycle first, with a summary below.
 
     Args:
-        cycles: Its records.
+        cycles: Cycle records of the session.
         bar_width: Characters of the longest bar; bars share one scale, on which the slowest tenth is cut off.
     """
     parts: list[RenderableType] = [_legend()]
@@ -94,7 +94,7 @@ def _bar(cycle: CycleRecord, columns_per_s: float, bar_width: int) -> Text:
 
 
 def _waited(seconds: float, call: WorkerCall | None, style: str) -> Iterator[tuple[float, str, str]]:
-    """Split a wait into what the worker computed and the rest: its queue and the way there and back."""
+    """Split a wait into the worker's compute time and the rest: its queue and the network."""
     busy_s = seconds if call is None else min(seconds, call.compute_s)
     yield busy_s, _BUSY, style
     yield seconds - busy_s, _WAITING, style

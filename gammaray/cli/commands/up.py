@@ -1,8 +1,7 @@
 """`gammaray up`: start a whole cluster on this machine.
 
-The options are those of `ClusterSettings`; the work is done by
-`python -m orchestrator.launcher.cluster`, which takes this process's place, so that signals, output and exit
-code are its own.
+The options are those of `ClusterSettings`. This process is replaced (exec) by
+`python -m orchestrator.launcher.cluster`, which therefore receives the signals and sets the exit code.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from gammaray.deploy.gpus import check_device
 __all__ = ["up"]
 
 _NEEDED = ("fastapi", "grpc_health", "ray", "redis", "torch", "transformers")
-"""One import of each dependency group that a cluster on one machine stands on."""
+"""One module of each dependency group that a cluster on one machine needs."""
 
 
 @click.command()
@@ -54,7 +53,7 @@ def up(**options: Any) -> None:
 
 
 def _check(options: dict[str, Any]) -> None:
-    """Refuse what needs no look at models or ports, before the launcher takes this process's place.
+    """Check what can be checked without models or ports, before the launcher replaces this process.
 
     Raises:
         InvalidArgumentError: A setting is out of bounds, two exclude each other, or there is no GPU.
