@@ -391,8 +391,8 @@ class RedisStore:
 
         Raises:
             NotFoundError: No such session.
-            ResourceExhaustedError: The tokens that its turn may still emit exceed a bound of stored bytes; has
-                a retry delay.
+            ResourceExhaustedError: What its turn may still emit exceeds a bound of stored bytes; has a
+                retry delay.
             UnavailableError: Redis cannot be reached.
         """
         bounds = await self._bounds.of(session_id)
