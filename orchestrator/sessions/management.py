@@ -57,7 +57,7 @@ class SessionCalls:
         """Return a session and the tokens emitted in its current turn.
 
         Raises:
-            InvalidArgumentError: It is no name of a session.
+            InvalidArgumentError: The session name is malformed.
             NotFoundError: The caller has no such session (any more).
             UnavailableError: Redis cannot be reached.
         """
@@ -73,7 +73,7 @@ class SessionCalls:
         """Return the records of a session's cycles, oldest first.
 
         Raises:
-            InvalidArgumentError: It is no name of a session.
+            InvalidArgumentError: The session name is malformed.
             NotFoundError: The caller has no such session (any more).
             UnavailableError: Redis cannot be reached.
         """
@@ -98,7 +98,7 @@ class SessionCalls:
         """Cancel the session's current turn unless it has ended; return the session's new state.
 
         Raises:
-            InvalidArgumentError: It is no name of a session.
+            InvalidArgumentError: The session name is malformed.
             NotFoundError: The caller has no such session (any more).
             UnavailableError: Redis cannot be reached.
         """
@@ -110,7 +110,7 @@ class SessionCalls:
         """Delete a session, on the workers too; return whether it existed.
 
         Raises:
-            InvalidArgumentError: It is no name of a session.
+            InvalidArgumentError: The session name is malformed.
             UnavailableError: Redis cannot be reached.
         """
         name = _qualified(session_id, caller)

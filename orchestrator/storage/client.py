@@ -92,7 +92,7 @@ async def wait_for_redis(redis_url: str, timeout_s: float) -> None:
         timeout_s: Upper bound of the wait, in seconds; 0 tries once.
 
     Raises:
-        InvalidArgumentError: The URL is not one of Redis, or leads to a node of a Redis Cluster.
+        InvalidArgumentError: The URL is not a Redis URL, or is that of a Redis Cluster node.
         UnavailableError: Redis does not answer in time, or the password is wrong.
     """
     began, shown, is_waiting = time.monotonic(), without_password(redis_url), False
@@ -136,7 +136,7 @@ def check_redis(redis_url: str) -> None:
     """Check once that Redis answers, before processes that need it are started; blocks.
 
     Raises:
-        InvalidArgumentError: The URL is not one of Redis, or leads to a node of a Redis Cluster.
+        InvalidArgumentError: The URL is not a Redis URL, or is that of a Redis Cluster node.
         UnavailableError: Redis does not answer.
     """
     asyncio.run(wait_for_redis(redis_url, 0.0))

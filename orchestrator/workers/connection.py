@@ -52,7 +52,7 @@ CHANNEL_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     ("grpc.max_send_message_length", -1),
-    ("grpc.use_local_subchannel_pool", 1),  # a dead connection of one link must not slow down the next one
+    ("grpc.use_local_subchannel_pool", 1),  # a broken connection of one link must not delay the next one
 )
 
 
