@@ -1,7 +1,7 @@
 """The orchestrator as a Ray Serve application: HTTP and gRPC in one deployment.
 
-Serve routes requests to replicas and restarts them. It is on no cycle's path: replicas talk to the workers
-over their own gRPC streams, which they find in the registry.
+Serve routes requests to replicas and restarts replicas. It is not on the path of a cycle: replicas find the
+workers in the registry and talk to them over their own gRPC streams.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from orchestrator.status import find_proxies
 
 __all__ = ["OrchestratorDeployment", "build", "orchestrator"]
 
-# Above the orchestrator's own limit, which refuses with a delay to come back after, while Serve would let
-# requests wait without end.
+# Above the orchestrator's own limit, which rejects excess requests with a retry delay. Serve would queue them
+# without a limit.
 _MAX_ONGOING_REQUESTS = 10_000
 
 
 @serve.ingress()
 class OrchestratorDeployment:
-    """One replica. The gRPC methods have the names of GenerationService, which is how Serve finds them."""
+    """One replica. Serve finds the gRPC methods by name: they are named as in GenerationService."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = OrchestratorSettings(**settings)
@@ -54,7 +54,7 @@ class OrchestratorDeployment:
         )
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the load of this replica; called by Serve when their number may change."""
+        """Return the load of this replica; Serve calls it when the number of replicas may change."""
         return {IN_FLIGHT: float(self._orchestrator.num_requests)}
 
     async def Generate(
@@ -72,13 +72,13 @@ class OrchestratorDeployment:
     async def GetSession(
         self, request: pb.GetSessionRequest, grpc_context: RpcContext
     ) -> pb.GetSessionResponse:
-        """Tell what the store knows of a session."""
+        """Return the stored state of a session."""
         return await self._sessions.get_session(request, grpc_context)
 
     async def GetSessionTrace(
         self, request: pb.GetSessionTraceRequest, grpc_context: RpcContext
     ) -> pb.GetSessionTraceResponse:
-        """Tell what each cycle of a session did."""
+        """Return the records of a session's cycles."""
         return await self._sessions.get_session_trace(request, grpc_context)
 
     async def ListSessions(
@@ -94,7 +94,7 @@ class OrchestratorDeployment:
     async def DeleteSession(
         self, request: pb.DeleteSessionRequest, grpc_context: RpcContext
     ) -> pb.DeleteSessionResponse:
-        """Forget a session."""
+        """Delete a session."""
         return await self._sessions.delete_session(request, grpc_context)
 
 
@@ -107,8 +107,8 @@ def build(
 
     Args:
         settings: Fields of `OrchestratorSettings`.
-        num_replicas: Number of orchestrators, each with workers' streams of its own, or bounds of it.
-        scaling: Fields of `ScalingSettings`, for bounds that differ.
+        num_replicas: Number of orchestrators, or its bounds; each has its own streams to the workers.
+        scaling: Fields of `ScalingSettings`; used when the bounds differ.
     """
     size = PoolSize.parse(num_replicas)
     count: dict[str, Any] = {"num_replicas": size.minimum}
@@ -118,7 +118,7 @@ def build(
     configure = serve.deployment(
         name=APPLICATIONS["orchestrator"].deployment,
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
-        ray_actor_options={"num_cpus": 0},  # it waits more than it computes
+        ray_actor_options={"num_cpus": 0},  # mostly I/O-bound
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=5,
@@ -135,5 +135,5 @@ def orchestrator(args: dict[str, Any]) -> Any:
         pydantic.ValidationError: A bad argument or setting.
     """
     given = OrchestratorArguments(**args)
-    OrchestratorSettings(**given.settings)  # told now, where a replica would only tell its log
+    OrchestratorSettings(**given.settings)  # fails here: a replica would only log the error
     return build(given.settings, given.replicas, given.scaling)

@@ -48,14 +48,14 @@ __all__ = ["Orchestrator"]
 _log = logging.getLogger(__name__)
 
 SETTLE_S = 3.0
-"""How long a start waits for the workers that are known to connect."""
+"""Seconds that `start` waits for known workers to connect."""
 
 HERITAGE_PERIOD = 4
-"""Cycles after which is stored again what an heir of a session should know."""
+"""Cycles between two writes of a session's handover."""
 
 
 class Orchestrator:
-    """Serves generation requests with the workers it watches.
+    """Serves generation requests with the registered workers.
 
     Attributes:
         model_name: Name under which the target model is served.
@@ -66,11 +66,11 @@ class Orchestrator:
         admission: Running and waiting requests.
         fleet: The draft and target workers.
         leases: Renewal and reaping of session leases.
-        sessions: What callers may ask and do about their sessions.
+        sessions: Calls of clients about their sessions.
     """
 
     def __init__(self, settings: OrchestratorSettings, redis: Redis, tokenizer: Tokenizer) -> None:
-        """Put the parts together; use `start`."""
+        """Create the components; use `start` instead."""
         self.model_name = settings.served_model_name or served_name(settings.model)
         self.max_context = tokenizer.max_context
         self.vocab_size = tokenizer.vocab_size
@@ -107,8 +107,8 @@ class Orchestrator:
 
         Raises:
             UnavailableError: Redis cannot be reached within `redis_wait_s`.
-            InvalidArgumentError: No such model, a worker that is there has another vocabulary, or the URL is
-                one of a Redis Cluster.
+            InvalidArgumentError: The model does not exist, a connected worker has another vocabulary, or the
+                URL is that of a Redis Cluster.
         """
         await wait_for_redis(settings.redis_login_url, settings.redis_wait_s)
         redis = connect(settings.redis_login_url)
@@ -126,7 +126,7 @@ class Orchestrator:
 
     @property
     def num_requests(self) -> int:
-        """Requests that run or wait."""
+        """Number of running and waiting requests."""
         return self.admission.num_running + self.admission.num_waiting
 
     @metered
@@ -134,13 +134,12 @@ class Orchestrator:
     async def generate(
         self, request: GenerationRequest, caller: Caller = ANONYMOUS
     ) -> AsyncGenerator[Chunk, None]:
-        """Stream one completion, a chunk per cycle; closing the iterator cancels it and frees the caches.
+        """Stream one completion, one chunk per cycle; closing the iterator cancels it and frees the caches.
 
         Raises:
-            NotFoundError: Another model is asked for.
+            NotFoundError: The request names another model.
             InvalidArgumentError: Names the field that is wrong.
-            ResourceExhaustedError: Too many requests run and wait, or too much is stored; says when to come
-                back.
+            ResourceExhaustedError: Too many requests run and wait, or too much is stored; has a retry delay.
             FailedPreconditionError: A session of this name exists.
             ModelChangedError: The session's target model is not served any more.
             UnavailableError: No target worker or no Redis.
@@ -164,7 +163,7 @@ class Orchestrator:
                     yield chunk
 
     async def _stream(self, opened: OpenSession) -> AsyncGenerator[Chunk, None]:
-        """Yield what the client lacks of what is committed, then what new cycles emit."""
+        """Yield the committed tokens that the client lacks, then those that new cycles emit."""
         session, handover = opened.session, opened.handover
         progress = ChunkBuilder(session, self.tokenizer, opened.offset, handover.counters, handover.elapsed_s)
         has_ended = False
@@ -209,7 +208,7 @@ class Orchestrator:
                         yield chunk
         except CancelledError:
             yield progress.piece((), "", FinishReason.CANCELLED)
-        except NotFoundError:  # it was deleted, and workers may have been fed again since they forgot it
+        except NotFoundError:  # deleted; workers may have received its tokens again since they dropped it
             self.fleet.release(session.session_id, session.epoch, forget=True)
             raise
         finally:
@@ -218,7 +217,7 @@ class Orchestrator:
             verifier.release(session)
 
     def _free(self, opened: OpenSession, ladder: FallbackDrafter, verifier: RemoteVerifier) -> None:
-        """Free the workers' caches of a turn that has ended, now or when its client wants it."""
+        """Free the workers' caches of an ended turn, now or after the request's `keep_cache_s`."""
         session, keep_s = opened.session, opened.request.keep_cache_s
         if keep_s > 0:
             ladder.leave(session)
@@ -229,7 +228,7 @@ class Orchestrator:
             verifier.release(session)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, with the special tokens that the tokenizer puts in front of it.
+        """Return the token ids of `text`, with the special tokens that the tokenizer prepends.
 
         Raises:
             InvalidArgumentError: Not valid Unicode.
@@ -241,23 +240,23 @@ class Orchestrator:
         return self.tokenizer.decode(token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the text of one token by itself, as bytes: it may be a part of a character."""
+        """Return the text of one token as bytes: it may be part of a character."""
         return self.tokenizer.token_bytes(token_id)
 
     def is_special(self, token_id: int) -> bool:
-        """Return whether a token is one that decoded text leaves out."""
+        """Return whether a token is special, which decoded text leaves out."""
         return self.tokenizer.is_special(token_id)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the prompt that the tokenizer's chat template makes of `messages`.
 
         Raises:
-            InvalidArgumentError: The model has no chat template, or it refuses the messages.
+            InvalidArgumentError: The model has no chat template, or the template refuses the messages.
         """
         return self.tokenizer.render_chat(messages)
 
     async def status(self) -> list[ProcessStatus]:
-        """Return the state of this orchestrator, the others, its workers and Redis."""
+        """Return the state of this orchestrator, the other orchestrators, the workers and Redis."""
         return await self._board.all()
 
     async def close(self) -> None:
@@ -275,7 +274,7 @@ class Orchestrator:
             await check_served(self.fleet.targets, session_id, identity, wait_s)
 
     def _fit_context(self) -> None:
-        """Workers may be set to less context than the model has."""
+        """Limit the context to the workers', which may be configured below the model's."""
         self.max_context = min(self.tokenizer.max_context, self.fleet.max_context or 2**31)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:

@@ -1,4 +1,4 @@
-"""Status of an orchestrator and of its cluster: proxies, metrics, and presence in the registry."""
+"""Status of an orchestrator and of its cluster: proxies, metrics, and its entry in the registry."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _log = logging.getLogger(__name__)
 
 REFRESH_S = 1.0
 ENTRY_S = 5.0
-"""How long an entry lives that nobody renews: an orchestrator that dies without a word is gone soon after."""
+"""TTL of a registry entry that is not renewed: the entry of a crashed orchestrator expires after this."""
 
 CALL_TIMEOUT_S = 1.0
-"""Calls to the registry are given up after this long: neither a status nor the end of a process waits."""
+"""Timeout of calls to the registry, so that they delay neither a status call nor a shutdown."""
 
 
 class PresenceStore(Protocol):
-    """Where orchestrators announce themselves; `RedisRegistry` is one."""
+    """Store in which orchestrators announce themselves; implemented by `RedisRegistry`."""
 
     async def announce(self, name: str, state: bytes, ttl_s: float) -> None:
-        """Store an orchestrator's state for a while.
+        """Store an orchestrator's state for `ttl_s` seconds.
 
         Raises:
             GammarayError: The registry cannot be reached, or refuses the command.
@@ -73,7 +73,7 @@ class Presence:
     """Announces one orchestrator, and finds the others.
 
     Args:
-        store: Where.
+        store: Store of the announcements.
         state: Returns the orchestrator's state.
     """
 
@@ -84,12 +84,12 @@ class Presence:
         self._is_announced = True
 
     async def start(self) -> None:
-        """Announce now and from now on; a dead registry does no harm."""
+        """Announce now and then periodically; an unavailable registry is tolerated."""
         await self.announce()
         self._task = asyncio.create_task(self._keep_alive(), name="orchestrator presence")
 
     async def others(self) -> list[ProcessStatus]:
-        """Return the state of the other orchestrators; none while the registry does not answer."""
+        """Return the state of the other orchestrators; none if the registry does not answer."""
         try:
             entries = await asyncio.wait_for(self._store.orchestrators(), CALL_TIMEOUT_S)
         except (GammarayError, asyncio.TimeoutError):
@@ -111,7 +111,7 @@ class Presence:
             await self.announce()
 
     async def announce(self) -> None:
-        """Announce the present state; a failure is only logged."""
+        """Announce the current state; failures are only logged."""
         try:
             state: Any = process_to_proto(self._state()).SerializeToString()
             await asyncio.wait_for(self._store.announce(self._name, state, ENTRY_S), CALL_TIMEOUT_S)
@@ -119,7 +119,7 @@ class Presence:
             if self._is_announced:
                 _log.warning("this orchestrator cannot announce itself, serving goes on: %r", error)
             self._is_announced = False
-        except Exception:  # a bug must not end the announcements: the others would take this one for dead
+        except Exception:  # a bug must not end the announcements: others would take this one for dead
             _log.exception("this orchestrator cannot announce itself, serving goes on")
             self._is_announced = False
         else:
@@ -129,7 +129,7 @@ class Presence:
 def _parse(name: str, state: bytes) -> ProcessStatus | None:
     try:
         return process_from_proto(pb.ProcessStatus.FromString(state))
-    except (DecodeError, ValueError) as error:  # of another version, or not an orchestrator's
+    except (DecodeError, ValueError) as error:  # written by another version, or not an orchestrator's
         _log.warning("registry entry of orchestrator %s cannot be read: %s", name, error)
         return None
 
@@ -138,12 +138,12 @@ TIMEOUT_S = 1.0
 
 
 class StatusBoard:
-    """The state of an orchestrator and of the cluster as it sees it.
+    """Status of an orchestrator and of the cluster as seen from it.
 
     Args:
-        meter: The orchestrator's.
-        admission: Knows which requests run and wait.
-        fleet: Its workers.
+        meter: The orchestrator's metrics.
+        admission: Running and waiting requests.
+        fleet: The draft and target workers.
         redis: A connected client.
         model_name: Name under which the target model is served.
     """
@@ -158,10 +158,10 @@ class StatusBoard:
         meter.watch(admission, fleet)
 
     async def start(self, metrics_listen: str) -> None:
-        """Serve metrics, and let the other orchestrators know.
+        """Start serving metrics, and announce this orchestrator.
 
         Raises:
-            InvalidArgumentError: The address of the metrics cannot be used; or a bad `OTEL_*` variable.
+            InvalidArgumentError: The metrics address cannot be used, or an `OTEL_*` variable is invalid.
         """
         self._export = MetricsExport(
             self._meter.meter, role="orchestrator", model=self._model_name, listen=metrics_listen
@@ -186,8 +186,8 @@ class StatusBoard:
     async def all(self) -> list[ProcessStatus]:
         """Return the state of this orchestrator, of the others, of its workers and of Redis.
 
-        The others know this state, or a newer one, when it is returned: sums over the orchestrators do not
-        fall when another one is asked next.
+        This state, or a newer one, is announced before it is returned: sums over the orchestrators do not
+        decrease if the next call goes to another orchestrator.
         """
         own = self.own()
         _, others, redis = await asyncio.gather(
@@ -196,7 +196,7 @@ class StatusBoard:
         return [own, *others, *self._fleet.status(), redis]
 
     async def stop(self) -> None:
-        """Withdraw, send the last metrics, stop serving them."""
+        """Withdraw the announcement, send the last metrics and stop serving them."""
         await self._presence.stop()
         if self._export is not None:
             await self._export.stop()
@@ -217,11 +217,11 @@ _TITLES = ("ray::HAProxyManager", "ray::ProxyActor")
 def find_proxies() -> list[ProcessStatus]:
     """Return the proxies that share this process's Ray node, found among the node's processes.
 
-    Serve does not tell their pids. A replica's parent is its node's raylet, and so is that of Serve's own
-    proxy actors; HAProxy is their child, and its configuration file says where it listens.
+    Serve does not expose their pids. The node's raylet is the parent of replicas and of Serve's proxy actors;
+    HAProxy is a child of a proxy actor, and its configuration file has its listen address.
     """
     found = []
-    for process in _children(os.getppid()):  # any of them may end while it is looked at
+    for process in _children(os.getppid()):  # a process may end while it is inspected
         title = " ".join(_command(process))
         if not title.startswith(_TITLES):
             continue
@@ -254,7 +254,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def _haproxy_address(command: Sequence[str]) -> str:
-    """Return where the HAProxy of a command line serves HTTP, "" when it is none."""
+    """Return the HTTP address of the HAProxy with this command line, "" if it is not an HAProxy."""
     if "-f" not in command[:-1]:
         return ""
     try:

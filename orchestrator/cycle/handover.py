@@ -1,4 +1,4 @@
-"""What the owner of a session leaves to the next one, so that a takeover does not start cold."""
+"""State that the owner of a session passes to the next owner, so that a takeover does not start cold."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["Counts", "SessionHandover"]
 _log = logging.getLogger(__name__)
 
 Counts = tuple[list[float], list[float]]
-"""Accepted and tested tokens by depth, decayed: what alpha is estimated from."""
+"""Decayed counts of accepted and tested tokens by depth, from which alpha is estimated."""
 
 
 @dataclass(frozen=True)
 class SessionHandover:
-    """Advice only: without it tokens are the same, and come a little slower at first.
+    """Hints for the next owner: without them the tokens are the same, and generation is slower at first.
 
     Args:
-        counters: Of the turn so far; up to a few cycles before the takeover are missing.
-        elapsed_s: Seconds from the turn's first cycle on, takeovers left out.
-        acceptance: Of the session, by rung of the ladder.
+        counters: Counters of the turn so far; the last few cycles before the takeover may be missing.
+        elapsed_s: Seconds since the turn's first cycle, without takeovers.
+        acceptance: Acceptance counts of the session by drafter kind.
         target: host:port of the target worker that holds the session's cache.
-        draft: The same of the draft worker.
+        draft: host:port of the draft worker that holds the session's cache.
     """
 
     counters: SpeculationCounters = field(default_factory=SpeculationCounters)
@@ -38,7 +38,7 @@ class SessionHandover:
     draft: str = ""
 
     def to_bytes(self) -> bytes:
-        """Return a form to store."""
+        """Serialise for the store."""
         counters = vars(self.counters) | {
             "cycles_by_drafter": {k.value: count for k, count in self.counters.cycles_by_drafter.items()},
             "draft_workers": sorted(self.counters.draft_workers),
@@ -52,7 +52,7 @@ class SessionHandover:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SessionHandover:
-        """Return what is stored; nothing known where that makes no sense."""
+        """Parse a stored handover; return an empty one if it is absent or malformed."""
         if not data:
             return cls()
         try:

@@ -1,4 +1,4 @@
-"""The cycles of a session in a row, each running while the one before is stored and delivered."""
+"""Runs the cycles of a session in sequence, each while the previous one is stored and delivered."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["run_cycles"]
 async def run_cycles(
     session: Session, drafter: Drafter, verifier: Verifier, store: SessionStore, controller: GammaController
 ) -> AsyncGenerator[Cycle, None]:
-    """Yield the session's cycles up to the one that ends it, each once its tokens are stored.
+    """Yield the session's cycles up to the last one, each after its tokens are stored.
 
-    Storing and delivering a cycle takes about as long as a proposal, and needs other processors than the
-    workers do: the next cycle starts before, and at most one runs ahead of the consumer. Closing the iterator
-    cancels it.
+    Storing and delivering a cycle takes about as long as a proposal, on other processors than the workers'.
+    So the next cycle starts before that is done; at most one cycle runs ahead of the consumer. Closing the
+    iterator cancels it.
 
     Raises:
-        GammarayError: A cycle failed; those before it were yielded.
+        GammarayError: A cycle failed; the cycles before it were yielded.
     """
     ahead = _Ahead(store)
     work = ahead.run(session, drafter, verifier, controller)
@@ -43,10 +43,10 @@ async def run_cycles(
 
 
 class _Ahead:
-    """Runs cycles without a pause as long as the consumer keeps up; also the store that they write to.
+    """Runs cycles without a pause while the consumer keeps up; implements the SessionStore they write to.
 
-    A cycle that ends while the consumer waits for it is handed over in passing, and the next one's first
-    block leaves before the write of this one: nothing of storing and delivering is on a cycle's path.
+    If the consumer waits when a cycle ends, the cycle is queued without blocking, and the first block of the
+    next cycle is sent before this one's tokens are written: storing and delivering do not delay a cycle.
     """
 
     def __init__(self, store: SessionStore) -> None:
@@ -76,12 +76,12 @@ class _Ahead:
         origins: Sequence[TokenOrigin],
         logprobs: Sequence[TokenLogprobs] = (),
     ) -> Coroutine[Any, Any, None]:
-        """Prepare the write, which `take` does; returns an empty one."""
+        """Prepare the write, which `take` awaits later; return a no-op coroutine."""
         self._write = self._store.append(session, token_ids, origins, logprobs)
         return _nothing()
 
     async def take(self) -> Cycle | None:
-        """Return the next cycle once it is stored, or None after the last one or a failure."""
+        """Return the next cycle after it is stored, or None after the last one or a failure."""
         self._wanted.release()
         if not self._cycles and not self._is_over:
             self._found.clear()
@@ -93,16 +93,16 @@ class _Ahead:
         return cycle
 
     def end(self, _: object) -> None:
-        """No further cycle will come."""
+        """Mark the run as over and wake the consumer."""
         self._is_over = True
         self._found.set()
 
     def close(self) -> None:
-        """Drop the writes that were not done: nobody was shown their tokens."""
+        """Drop pending writes: their tokens were not delivered to a client."""
         for write in [self._write, *(write for _, write in self._cycles)]:
             if write is not None:
                 write.close()
 
 
 async def _nothing() -> None:
-    """Do nothing, in place of a write that comes later."""
+    """Do nothing; stands in for a deferred write."""

@@ -1,4 +1,4 @@
-"""The parts of a cycle as `run_cycle` knows them: drafter, verifier, store and gamma controller."""
+"""Protocols that `run_cycle` depends on: drafter, verifier, store and gamma controller."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Drafter", "GammaController", "SessionStore", "Verifier"]
 
 
 class Drafter(Protocol):
-    """Proposes tokens for one session; whatever it does can only cost speed."""
+    """Proposes tokens for one session; it affects speed, never the output."""
 
     async def propose(self, session: Session, shape: Shape) -> Proposal:
         """Return tokens that may follow the committed ones, a chain or a tree within `shape`.
 
         Raises:
-            GammarayError: There is no proposal this time; the cycle goes on without one.
+            GammarayError: There is no proposal; the cycle continues without one.
         """
 
 
@@ -36,7 +36,7 @@ class Verifier(Protocol):
 
 
 class SessionStore(Protocol):
-    """Holds what must outlive this process."""
+    """Stores session data that must outlive this process."""
 
     def append(
         self,
@@ -45,9 +45,9 @@ class SessionStore(Protocol):
         origins: Sequence[TokenOrigin],
         logprobs: Sequence[TokenLogprobs] = (),
     ) -> Coroutine[Any, Any, None]:
-        """Store the tokens that end the session's committed ones, and its `finish_reason`.
+        """Store the session's last committed tokens, which are `token_ids`, and its `finish_reason`.
 
-        The session is read in the call itself and not when the result is awaited: it may move on before.
+        The session is read in the call itself, not when the result is awaited: it may change in between.
 
         Raises:
             FailedPreconditionError: The session has another owner by now.
@@ -57,7 +57,7 @@ class SessionStore(Protocol):
 
 
 class GammaController(Protocol):
-    """Chooses gamma, and the width beside it."""
+    """Chooses gamma and the width of the proposal."""
 
     def next_shape(self) -> Shape:
         """Return the shape of the next cycle's proposal."""

@@ -1,6 +1,6 @@
 """One cycle: propose, verify, commit, adapt.
 
-This module knows neither gRPC nor Ray nor Redis: drafter, verifier, store and controller are Protocols.
+This module does not depend on gRPC, Ray or Redis: drafter, verifier, store and controller are Protocols.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ EMPTY = Proposal()
 async def run_cycle(
     session: Session, drafter: Drafter, verifier: Verifier, store: SessionStore, controller: GammaController
 ) -> Cycle:
-    """Run one cycle and return what it did; at least one token is emitted.
+    """Run one cycle, which emits at least one token, and return its result.
 
     The emitted tokens are stored when this returns. A failing drafter degrades the cycle to gamma 0, which
-    takes the same path. Cancelling leaves the session as it was or with whole tokens appended.
+    uses the same code path. Cancelling leaves the session unchanged or with whole tokens appended.
 
     Raises:
         GammarayError: The verifier or the store failed.
     """
     start, is_first = time.perf_counter(), session.num_emitted == 0
-    shape = controller.next_shape().clipped(session.remaining - 1)  # the target's own token takes one place
+    shape = controller.next_shape().clipped(session.remaining - 1)  # the target emits one token itself
 
     proposal = await _propose(session, drafter, shape) if shape.depth > 0 else EMPTY
     draft_failed = proposal is None
@@ -99,7 +99,7 @@ def _check_proposal(session: Session, proposal: Proposal, shape: Shape) -> None:
 
 
 async def _verify(session: Session, verifier: Verifier, proposal: Proposal) -> tuple[Proposal, Verdict]:
-    """Return the verdict and the proposal it is about: an empty one when the target refused the given one."""
+    """Return the verdict and the verified proposal, which is empty if the target refused the given one."""
     try:
         return proposal, await verifier.verify(session, proposal)
     except InvalidArgumentError as error:
@@ -112,7 +112,7 @@ async def _verify(session: Session, verifier: Verifier, proposal: Proposal) -> t
 def _emitted(
     session: Session, proposal: Proposal, verdict: Verdict
 ) -> tuple[tuple[int, ...], tuple[TokenOrigin, ...]]:
-    """Return the tokens that a verdict emits and their origins, after checking that it fits the proposal."""
+    """Return the emitted tokens and their origins, after checking the verdict against the proposal."""
     parent = -1
     for node in verdict.accepted_path:
         if not 0 <= node < len(proposal) or _parent(proposal, node) != parent:

@@ -1,4 +1,4 @@
-"""The state of one session: its prompt, what it emitted so far, and when it ends."""
+"""The state of one session: prompt, emitted tokens, and when it ends."""
 
 from __future__ import annotations
 
@@ -19,48 +19,49 @@ class TextStream(Protocol):
     """Turns emitted tokens into text and watches for stop strings."""
 
     def push(self, token_id: int) -> bool:
-        """Take the next token; True when it completes a stop string, before which the text then ends."""
+        """Add the next token; return True if it completes a stop string; the text ends before that."""
 
     def take(self, *, final: bool) -> str:
-        """Return the text that is complete and not yet taken; all that is left when `final`."""
+        """Return the complete text that was not yet taken; with `final` all remaining text."""
 
 
 class CallLog(Protocol):
-    """Takes down what workers are asked; `orchestrator.telemetry.cycle_log.CycleLog` is the real one."""
+    """Records calls to workers; implemented by `orchestrator.telemetry.cycle_log.CycleLog`."""
 
     def call(self, role: str, address: str) -> Call:
-        """Return the note of what a worker is asked in this cycle."""
+        """Return the record of the calls to a worker in this cycle."""
 
 
 @dataclass
 class Session:
-    """One completion in the making; owned by one coroutine.
+    """The state of one completion; owned by one coroutine.
 
     Args:
-        session_id: Its name, everywhere.
+        session_id: Its name, the same in all components.
         prompt: Token ids of the prompt.
-        params: Logits processing; the seed is set.
+        params: Sampling parameters; the seed is set.
         method: Verification method, the same in every cycle.
-        max_tokens: Upper bound of emitted tokens; prompt and completion together fit into the context.
+        max_tokens: Upper bound of emitted tokens; prompt plus completion fit the context.
         text: Detokeniser of the emitted tokens.
         eos_token_ids: The model's end-of-sequence tokens; empty when they do not end the completion.
-        stop_token_ids: Further tokens that end it.
+        stop_token_ids: Further tokens that end the completion.
         num_top_logprobs: None for no log-probabilities, else how many alternatives per token.
-        epoch: Fencing number of the owner: workers and store refuse older ones.
-        turn: Turn of the session, from 0; the prompt holds the turns before.
-        cache_salt: The workers' caches are shared only with the tenant's requests of the same salt.
+        epoch: Fencing number of the owner: workers and store refuse older epochs.
+        turn: Turn of the session, from 0; the prompt contains the earlier turns.
+        cache_salt: Workers share caches only between requests of one tenant with the same salt.
         num_prompt_logprobs: None for no log-probabilities of the prompt, else how many alternatives.
 
     Attributes:
         token_ids: The committed tokens: prompt, then emitted. Positions are absolute.
         finish_reason: Set once the completion has ended.
-        state: What an heir should know, to be stored with the next commit.
-        deadline: `time.monotonic()` past which nobody waits for the completion.
-        calls: Where to note what workers are asked; None for nowhere.
+        state: Handover to the next owner, stored with the next commit.
+        deadline: `time.monotonic()` at which the caller's deadline expires.
+        calls: Records the calls to workers; None records nothing.
         num_cached: Tokens of the prompt that the target worker had cached.
-        prompt_logprobs: Those of the prompt, between the first verdict and the first chunk.
-        model_identity: Of the target whose tokens these are (`orchestrator.workers.verifier`); "" for any.
-        digest: Names the request that began the turn in the store, see `orchestrator.storage.session_store`.
+        prompt_logprobs: Log-probabilities of the prompt, set between the first verdict and the first chunk.
+        model_identity: Identity of the target that emitted the tokens (`orchestrator.workers.verifier`); ""
+            for any.
+        digest: Key in the store of the request that began the turn, see `orchestrator.storage.session_store`.
     """
 
     session_id: str
@@ -91,7 +92,7 @@ class Session:
 
     @property
     def num_committed(self) -> int:
-        """Number of committed tokens: the absolute position of the next one."""
+        """Number of committed tokens, which is the absolute position of the next token."""
         return len(self.token_ids)
 
     @property
@@ -101,29 +102,29 @@ class Session:
 
     @property
     def remaining(self) -> int:
-        """How many more tokens may be emitted."""
+        """Number of tokens that may still be emitted."""
         return self.max_tokens - self.num_emitted
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Whether the next verdict has to tell log-probabilities of the prompt."""
+        """Whether the next verdict must include the log-probabilities of the prompt."""
         return self.num_prompt_logprobs is not None and self.num_emitted == 0
 
     @property
     def needs_draft_distributions(self) -> bool:
-        """Whether verification needs the law each proposed token was drawn from."""
+        """Whether verification needs the distribution that each proposed token was drawn from."""
         return self.method is VerificationMethod.REJECTION and self.params.temperature > 0
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the caller's deadline is over."""
+        """Whether the caller's deadline has passed."""
         return time.monotonic() >= self.deadline
 
     def left_s(self, timeout_s: float) -> float:
-        """Return how much of a timeout the caller's deadline leaves.
+        """Return the timeout, shortened to the caller's deadline.
 
         Raises:
-            DeadlineExceededError: It is over.
+            DeadlineExceededError: The caller's deadline has passed.
         """
         if self.deadline == math.inf:
             return timeout_s
@@ -136,7 +137,7 @@ class Session:
         """Append tokens up to the one that ends the completion, and set `finish_reason` there.
 
         Returns:
-            How many of them were appended, at least 1.
+            Number of tokens appended, at least 1.
         """
         for count, token_id in enumerate(token_ids, start=1):
             self.token_ids.append(token_id)

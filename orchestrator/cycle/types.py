@@ -1,4 +1,4 @@
-"""The values of a cycle: shape of a proposal, verdict, calls to workers, and the cycle's result."""
+"""Value types of a cycle: shape of a proposal, verdict, calls to workers, and the cycle's result."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ __all__ = [
 
 
 class Call:
-    """The blocks that one worker was sent in one cycle, and its answers.
+    """The blocks sent to one worker in one cycle, and its answers.
 
     Args:
-        parent: The `traceparent` that they carry; None when the session is not sampled, and no clock is read.
+        parent: The `traceparent` of the blocks; None if the session is not sampled: no clock is read then.
 
     Attributes:
-        address: host:port of the worker that was asked last.
-        error: Class of the last failure, or empty.
-        began: `time.perf_counter()` of the first block.
-        ended: The same of the end.
-        is_notice: Whether the worker was only told that what it had sent ahead is taken.
+        address: host:port of the worker that was called last.
+        error: Class name of the last failure, or empty.
+        began: `time.perf_counter()` when the first block was sent.
+        ended: `time.perf_counter()` when the last answer came.
+        is_notice: Whether the block only notifies the worker that its lookahead proposal was used.
     """
 
     __slots__ = ("_parent", "address", "began", "blocks", "ended", "error", "is_notice", "results")
@@ -48,29 +48,29 @@ class Call:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last block was answered or given up."""
+        """Whether the last block was answered or abandoned."""
         return self.is_notice or len(self.results) == len(self.blocks)
 
     def sent(self, block: Any) -> None:
-        """Note a block and give it the trace context."""
+        """Record a sent block and set its trace context."""
         if self._parent is not None:
             block.trace.traceparent = self._parent
             self.began = self.began or time.perf_counter()
         self.blocks.append(block)
 
     def told(self, notice: Any) -> None:
-        """Note a block that is not answered."""
+        """Record a block that gets no answer."""
         self.sent(notice)
         self.is_notice = True
 
     def answered(self, result: Any) -> None:
-        """Note the answer to the last block."""
+        """Record the answer to the last block."""
         self.results.append(result)
         if self._parent is not None:
             self.ended = time.perf_counter()
 
     def failed(self, error: GammarayError) -> None:
-        """Note that the last block came to nothing, or its answer was a failure."""
+        """Record that the last block failed or was answered with an error."""
         self.error = type(error).__name__
         if not self.is_over:
             self.answered(None)
@@ -81,7 +81,7 @@ class TokenLogprobs:
     """Log-probabilities (natural log) at one position.
 
     Args:
-        logprob: Of the emitted token.
+        logprob: Log-probability of the emitted token.
         top: The most likely tokens and their log-probabilities, most likely first.
     """
 
@@ -91,11 +91,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class VerifyTiming:
-    """What the target worker says of the step that served a block.
+    """Timing that the target worker reports for the step that served a block.
 
     Args:
-        queue_s: Seconds between the block's arrival and the step.
-        compute_s: Seconds of the step, which the sessions of the batch share.
+        queue_s: Seconds between the block's arrival and the start of the step.
+        compute_s: Seconds of the step; the same for all sessions of the batch.
         batch_size: Sessions in the batch.
         batch_tokens: Tokens fed, over the whole batch.
     """
@@ -108,15 +108,15 @@ class VerifyTiming:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which proposed tokens stand, and what the target says next.
+    """Which proposed tokens are accepted, and the target's next token.
 
     Args:
         accepted_path: Indexes of the accepted nodes, from the root down; for a chain 0, 1, ... .
         next_token_id: The target's token after them: correction or bonus.
-        next_origin: Which of the two.
-        num_tested: Proposed tokens put to the test.
-        logprobs: One per emitted token when asked for, else empty.
-        timing: Where the worker's time went; None when it did not say.
+        next_origin: Whether it is a correction or a bonus token.
+        num_tested: Proposed tokens that were tested.
+        logprobs: One per emitted token if requested, else empty.
+        timing: Timing of the worker's step; None if it did not report any.
     """
 
     accepted_path: tuple[int, ...]
@@ -128,11 +128,11 @@ class Verdict:
 
 
 Level = tuple[int, int]
-"""Children that stood at one level of the walk, and which of them was accepted; -1 when none was."""
+"""Number of children at one level of the walk, and the index of the accepted one; -1 if none was."""
 
 
 def walk(proposal: Proposal, accepted_path: Sequence[int]) -> tuple[Level, ...]:
-    """Return the levels that were walked, from the root down: all that the walk tells about acceptance.
+    """Return the levels that verification visited, from the root down: its evidence about acceptance.
 
     Args:
         proposal: A chain or a tree; children are ranked by their order in it.
@@ -156,14 +156,14 @@ def walk(proposal: Proposal, accepted_path: Sequence[int]) -> tuple[Level, ...]:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a proposal may look like.
+    """Bounds of a proposal.
 
     Args:
         depth: Upper bound of the longest path, in tokens: gamma. 0 is plain decoding.
-        max_nodes: Upper bound of nodes; up to `depth` it means a chain, above it a tree may come.
+        max_nodes: Upper bound of nodes; up to `depth` the proposal is a chain, above it may be a tree.
         reason: Why the controller chose it.
         is_fallback: Whether the drafter that the request allows cannot propose.
-        stop_threshold: A chain ends before a token that the draft believes is less likely accepted; 0: never.
+        stop_threshold: A chain ends before a token whose estimated acceptance probability is lower; 0: never.
     """
 
     depth: int
@@ -179,31 +179,31 @@ class Shape:
 
 @dataclass(frozen=True)
 class Cycle:
-    """What one cycle did.
+    """The result of one cycle.
 
     Args:
-        gamma: Depth of the proposal that was asked for.
-        num_drafted: Nodes of the proposal that was verified; 0 after a failed propose.
-        num_tested: Proposed tokens put to the test.
-        num_accepted: Proposed tokens that the target agreed with, those behind the cut included.
+        gamma: Depth of the requested proposal.
+        num_drafted: Nodes of the verified proposal; 0 if the drafter failed.
+        num_tested: Proposed tokens that were tested.
+        num_accepted: Proposed tokens that the target accepted, also those after the end of the completion.
         token_ids: The emitted tokens, at least one.
-        origins: Where each came from.
-        logprobs: One per emitted token when asked for, else empty.
-        text: Text that became complete.
+        origins: Origin of each emitted token.
+        logprobs: One per emitted token if requested, else empty.
+        text: Text that became complete in this cycle.
         finish_reason: Set when this cycle ended the completion.
         draft_s: Seconds waited for the proposal.
         verify_s: Seconds waited for the verdict.
         total_s: Seconds of the whole cycle.
-        is_first: Whether it was the session's first cycle, whose waits contain the prefill.
+        is_first: Whether it was the session's first cycle, whose waits include the prefill.
         draft_failed: Whether the drafter failed or was late.
-        shape: What was asked for, with the controller's reason; its depth is `gamma`.
-        levels: What verification met on its way down the proposal.
-        timing: Where the target worker's time went; None when it did not say.
-        drafter: Who proposed; NONE when nothing was proposed.
+        shape: The requested shape with the controller's reason; its depth is `gamma`.
+        levels: The levels of the proposal that verification visited, see `walk`.
+        timing: Timing of the target worker's step; None if it did not report any.
+        drafter: Drafter kind that proposed; NONE if nothing was proposed.
         draft_worker: Address of the draft worker that proposed, "" for none.
         is_fallback: Whether the drafter that the request allows could not propose.
-        is_prepared: Whether the proposal was there before it was asked for.
-        started: `time.perf_counter()` at its beginning.
+        is_prepared: Whether the proposal had arrived before it was requested.
+        started: `time.perf_counter()` at the start of the cycle.
     """
 
     gamma: int

@@ -1,4 +1,4 @@
-"""Who drafts for a session and how much: the ladder of a request, and what its rungs learn of the replica."""
+"""Creates the drafter of a session with its gamma controllers; a replica's sessions share cost statistics."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from orchestrator.workers.pool import WorkerPool
 __all__ = ["COMPARED", "Drafting"]
 
 COMPARED = {31: "linear", 30: "bandit"}
-"""Controllers that are compared on one cluster, by the request's `max_nodes`."""
+"""Controllers compared on one cluster, selected by the request's `max_nodes`."""
 
 
 class Drafting:
-    """Makes the ladders of a replica's sessions, which share what they learn of costs and acceptance.
+    """Creates the drafters of a replica's sessions, which share statistics of costs and acceptance.
 
     Args:
         settings: Deadlines and bounds.
         pool: The draft workers.
-        vocab_size: The target's.
+        vocab_size: Vocabulary size of the target.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Drafting:
 
     @property
     def plain_cycle_s(self) -> float | None:
-        """Seconds of a cycle at gamma 0 at this moment; None while unknown."""
+        """Estimated seconds of a cycle at gamma 0; None while unknown."""
         found = (costs.plain_cycle_s for costs in self.costs.values())
         return next((seconds for seconds in found if seconds is not None), None)
 
@@ -68,9 +68,9 @@ class Drafting:
         policy, costs = request.gamma, self.costs[rung]
         if policy.fixed is not None:
             return FixedGamma(policy.fixed, costs, policy.max_nodes)
-        # Only sample-and-match walks trees, at any temperature; prompt lookup proposes chains.
+        # Only coupled verification takes trees, at any temperature; prompt lookup proposes chains.
         takes_trees = request.verification is VerificationMethod.COUPLED and rung is DrafterKind.MODEL
-        # Chains with their laws take as many forwards wherever they end.
+        # A chain with distributions costs the same number of forward passes wherever it ends.
         ships_laws = request.verification is VerificationMethod.REJECTION and request.sampling.temperature > 0
         max_gamma = policy.max_gamma or self._settings.max_gamma
         max_nodes = (policy.max_nodes or self._settings.max_nodes) if takes_trees else 0

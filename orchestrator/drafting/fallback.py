@@ -1,11 +1,10 @@
-"""The ladder of drafters of one session: a draft worker, another one, prompt lookup, gamma 0.
+"""Fallback drafters of one session: a draft worker, another draft worker, prompt lookup, gamma 0.
 
-A cycle goes on at once with what the next rung has when its drafter fails, and later cycles stay there
-while no draft worker can be used; they climb back with the first one that can. Which rung proposes follows
-from past cycles and failures, never from the noise of a token to come, so that all verification methods stay
-exact.
+When a drafter fails, the cycle continues at once with the next one. Later cycles stay on it while no draft
+worker is usable, and return to draft workers as soon as one is. The choice of drafter depends on past cycles
+and failures, never on the noise of a future token, so all verification methods stay exact.
 
-Each rung has its own controller of gamma: acceptance and costs of one say nothing of the other.
+Each drafter kind has its own gamma controller: acceptance and costs of one kind do not apply to another.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ class FallbackDrafter:
 
     Args:
         session: The session.
-        top: The rung that the request allows.
+        top: The best drafter kind that the request allows.
         remote: Proposes through draft workers.
-        controllers: Of each rung from `top` down.
+        controllers: Gamma controller of each drafter kind from `top` down.
 
     Attributes:
-        rung: Where the cycle stands that runs or ran last.
+        rung: Drafter kind of the current or last cycle.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class FallbackDrafter:
         self.rung = top
 
     def next_shape(self) -> Shape:
-        """Choose the rung of the next cycle, and return the shape that its controller wants."""
+        """Choose the drafter kind of the next cycle, and return the shape that its controller chooses."""
         self.rung, self._has_fallen, is_fallback = self._top, False, False
         if self._top is DrafterKind.MODEL:
             readiness = self._remote.prepare(self._session)
@@ -69,7 +68,7 @@ class FallbackDrafter:
         return replace(shape, is_fallback=True) if is_fallback else shape
 
     async def propose(self, session: Session, shape: Shape) -> Proposal:
-        """Return the proposal of this cycle's rung, or of the next one below when that fails."""
+        """Return the proposal of this cycle's drafter, or of prompt lookup if the draft worker fails."""
         if self.rung is DrafterKind.MODEL:
             try:
                 return await self._remote.propose(session, shape)
@@ -79,18 +78,18 @@ class FallbackDrafter:
         return replace(self._ngram.look_up(session, shape.depth), is_fallback=self._has_fallen)
 
     def observe(self, cycle: Cycle) -> None:
-        """Learn from a finished cycle; one that fell a rung tells about neither."""
+        """Learn from a finished cycle; one whose draft worker failed is evidence for neither drafter."""
         if not self._has_fallen:
             self._controllers[self.rung].observe(cycle)
 
     @property
     def acceptance(self) -> dict[DrafterKind, Counts]:
-        """What the adaptive controllers know of the session's acceptance, by rung."""
+        """Acceptance counts of the adaptive controllers, by drafter kind."""
         adaptive = ((r, c) for r, c in self._controllers.items() if isinstance(c, _ADAPTIVE))
         return {rung: controller.acceptance.counts for rung, controller in adaptive}
 
     def recall(self, handover: SessionHandover) -> None:
-        """Go on with what a former owner of the session knew, and where it drafted."""
+        """Restore the acceptance counts and the draft worker of the session's previous owner."""
         for rung, controller in self._controllers.items():
             if rung in handover.acceptance and isinstance(controller, _ADAPTIVE):
                 controller.acceptance.recall(*handover.acceptance[rung])
@@ -103,9 +102,9 @@ class FallbackDrafter:
         return self._remote.address
 
     def leave(self, session: Session) -> None:
-        """Let a draft worker keep what it holds of the session; returns at once."""
+        """Detach from the draft worker, which keeps the session's cache; returns at once."""
         self._remote.leave(session)
 
     def release(self, session: Session) -> None:
-        """Free what a draft worker holds of the session; returns at once."""
+        """Release the session's cache on the draft worker; returns at once."""
         self._remote.release(session)

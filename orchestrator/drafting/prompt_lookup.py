@@ -1,9 +1,9 @@
-"""Prompt lookup: proposes what followed the latest tokens where they stood before.
+"""Prompt lookup: proposes the tokens that followed an earlier occurrence of the latest tokens.
 
-The drafter that is always there: no model, no worker, a few microseconds. Its proposals are functions of
-the committed tokens alone, so the law of each is a point mass, and every verification method stays exact:
-where the target samples, its token matches or not; rejection accepts y with probability p(y), and else draws
-from p without y.
+This drafter is always available: it needs no model and no worker, and takes a few microseconds. Its proposals
+are functions of the committed tokens alone, so each token's distribution is a point mass, and every
+verification method stays exact: where the target samples, its token matches or not; rejection accepts y with
+probability p(y), and otherwise draws from p without y.
 
 Reference: prompt lookup decoding (Saxena, 2023), arXiv 2304.04487 ("Inference with Reference").
 """
@@ -18,10 +18,10 @@ from orchestrator.cycle.types import Shape
 __all__ = ["NgramDrafter"]
 
 LONGEST, SHORTEST = 4, 2
-"""Tokens that must agree: the longest run that was seen before decides, runs of one token say nothing."""
+"""N-gram lengths that are looked up: the longest match wins; single tokens are no evidence."""
 
 MAX_INDEXED = 16_384
-"""Tokens of the past that are looked through at the start: building the index stops the event loop."""
+"""Latest tokens that are indexed at the start: building the index blocks the event loop."""
 
 
 class NgramDrafter:
@@ -32,10 +32,10 @@ class NgramDrafter:
         self._num_indexed = 0
 
     async def propose(self, session: Session, shape: Shape) -> Proposal:
-        """Return what followed the latest tokens before, at most `shape.depth` of it.
+        """Return at most `shape.depth` tokens that followed an earlier occurrence of the latest tokens.
 
         Raises:
-            UnavailableError: They never stood before.
+            UnavailableError: The latest tokens have not occurred before.
         """
         proposal = self.look_up(session, shape.depth)
         if not proposal:
@@ -43,7 +43,7 @@ class NgramDrafter:
         return proposal
 
     def look_up(self, session: Session, depth: int) -> Proposal:
-        """Return what followed the latest tokens before, empty when they are new."""
+        """Return what followed an earlier occurrence of the latest tokens, empty if there is none."""
         tokens = session.token_ids
         self._index(tokens)
         for length in range(min(LONGEST, len(tokens)), SHORTEST - 1, -1):
@@ -53,7 +53,7 @@ class NgramDrafter:
         return Proposal(drafter=DrafterKind.NGRAM)
 
     def _index(self, tokens: list[int]) -> None:
-        """Note where each run of tokens ended last, those excepted that end the sequence now."""
+        """Index the latest end of each n-gram, except those at the end of the sequence."""
         first = max(self._num_indexed, SHORTEST, len(tokens) - MAX_INDEXED)
         for end in range(first, len(tokens)):
             for length in range(SHORTEST, min(LONGEST, end) + 1):

@@ -1,4 +1,4 @@
-"""Signs of life of the sessions that this process owns, and what is done about those of owners that died."""
+"""Leases of sessions: renewal for those that this process owns, cleanup for those whose owner died."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _log = logging.getLogger(__name__)
 
 
 class LeaseManager:
-    """Renews the leases of held sessions, and reaps those that nobody renews.
+    """Renews the leases of held sessions, and reaps sessions whose lease expired.
 
-    Reaping frees the workers' caches. The session itself stays until it expires: its client may still come
-    back. An owner that was only slow finds its session still its own, and feeds the workers again.
+    Reaping frees the workers' caches. The session itself is kept until it expires, as its client may resume
+    it. An owner that was only slow still owns its session, and sends the workers its tokens again.
 
     Args:
         store: Where sessions are kept.
-        release: Has all workers free what they hold of a session, but for newer epochs (0: for any).
-        lease_s: Seconds that the store gives an owner.
+        release: Releases a session on all workers, except caches of newer epochs (0: any epoch).
+        lease_s: Seconds until a lease expires without renewal.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class LeaseManager:
         self._loops: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin to renew and to reap."""
+        """Start periodic renewing and reaping."""
         loops = ((self._renew_all, self._lease_s / 3), (self.reap_all, self._lease_s / 2))
         self._loops = [
             asyncio.create_task(_repeat(work, period_s), name=f"leases: {work.__name__}")
@@ -48,17 +48,17 @@ class LeaseManager:
         ]
 
     async def close(self) -> None:
-        """Stop, after what was begun in the background."""
+        """Stop, after background writes have finished."""
         await end_tasks(*self._loops)
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def settled(self) -> None:
-        """Wait until the store knows of every session that was let go of."""
+        """Wait until every `let_go` is written to the store."""
         await asyncio.gather(*self._tasks)
 
     @contextmanager
     def holding(self, session: Session) -> Iterator[None]:
-        """Renew the lease of a session meanwhile."""
+        """Renew the lease of a session inside the `with` block."""
         name = session.session_id
         self._held[name] = session
         try:
@@ -68,11 +68,11 @@ class LeaseManager:
                 del self._held[name]
 
     def let_go(self, session: Session) -> None:
-        """Tell the store that a session whose turn has not ended has no owner any more; returns at once."""
+        """Detach a session whose turn has not ended from its owner in the store; returns at once."""
         self._in_background(self._store.detach(session))
 
     def release_later(self, session: Session, delay_s: float) -> None:
-        """Free the workers' caches of a session after a while, unless it has gone on by then."""
+        """Free the workers' caches of a session after `delay_s`, unless it has a newer epoch by then."""
         loop = asyncio.get_running_loop()
         loop.call_later(delay_s, self._release, session.session_id, session.epoch)
 
@@ -82,13 +82,13 @@ class LeaseManager:
                 await self._store.renew(session)
             except UnavailableError:
                 raise
-            except GammarayError as error:  # its owner finds out with its next commit
+            except GammarayError as error:  # its owner gets the error at its next commit
                 _log.info("not renewed: %s", error)
 
         await asyncio.gather(*map(renew, list(self._held.values())))
 
     async def reap_all(self) -> None:
-        """Free what workers hold of the sessions whose lease is over; called periodically after `start`.
+        """Free the workers' caches of sessions whose lease expired; called periodically after `start`.
 
         Raises:
             GammarayError: Redis cannot be reached, or refuses the command.

@@ -1,4 +1,4 @@
-"""Sessions from request to owner: checked against the served model, begun, resumed, continued."""
+"""Opens sessions for requests: checks against the served model, then begins, resumes or continues."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ __all__ = [
 ]
 
 LONG_PROMPT = 8192
-"""Characters or token ids from which on they are handled in a thread, so that other sessions go on."""
+"""Characters or token ids from which on they are processed in a thread, not to block other sessions."""
 
 
 def check_prompt_length(num_tokens: int, max_context: int) -> None:
     """Check that a prompt leaves room for a token in the model's context.
 
     Raises:
-        InvalidArgumentError: It does not.
+        InvalidArgumentError: The prompt is too long.
     """
     if num_tokens >= max_context:
         raise InvalidArgumentError(
@@ -62,12 +62,12 @@ def check_prompt_length(num_tokens: int, max_context: int) -> None:
 async def check_request(
     request: GenerationRequest, *, model_name: str, vocab_size: int, max_prompt_bytes: int, max_context: int
 ) -> None:
-    """Check a request against the served model, as far as this goes without tokenising.
+    """Check a request against the served model, as far as is possible without tokenising.
 
     A request of many token ids is checked in a thread.
 
     Raises:
-        NotFoundError: Another model is asked for.
+        NotFoundError: The request names another model.
         InvalidArgumentError: Names the first wrong field.
     """
     if request.model not in ("", model_name):
@@ -107,12 +107,12 @@ async def open_session(
 ) -> Session:
     """Return the session of a checked request: prompt tokenised, seed drawn, length clipped to the context.
 
-    Its name is the caller's qualified one. The prompt follows the tokens of `before`, the session's turns so
-    far, whose seed goes on where the request names none.
+    Its name is qualified with the caller's tenant. The prompt is appended to `before`, the tokens of earlier
+    turns; `seed` is their seed, used if the request has none.
 
     Raises:
         InvalidArgumentError: The prompt has no token, leaves no room in the context, or is too long for the
-            log-probabilities that are asked for.
+            requested log-probabilities.
     """
     own = await _prompt_ids(request.prompt, tokenizer, is_start=not before)
     if not own:
@@ -159,14 +159,14 @@ async def _prompt_ids(
 
 
 REPLAY_TOKENS = 64
-"""Tokens of one piece when a client is told what was committed while it was away."""
+"""Tokens per chunk when committed tokens are replayed to a client."""
 
 PROMPT_HASH_BYTES = 32
 ANY_NAME = "any"
-"""Session name in stored requests, which choices with names of their own share."""
+"""Session name in stored requests, so that choices with different names share one stored request."""
 
 OPEN_TRIES = 3
-"""Looks at the store before the state of a session is taken for what it is: others may change it."""
+"""Attempts to open a session before its state is an error: other processes may be changing it."""
 
 
 CheckModel = Callable[[str, str, float], Awaitable[None]]
@@ -174,15 +174,15 @@ CheckModel = Callable[[str, str, float], Awaitable[None]]
 
 @dataclass
 class OpenSession:
-    """A session that this process owns now, or whose turn has ended.
+    """A session that this process owns, or whose turn has ended.
 
     Args:
         session: The session; at its prompt until `replay` has run.
         request: The request that began the turn.
-        tokens: What former owners committed.
-        offset: How many of these the client has.
-        ended: Why the turn has ended, if it has.
-        handover: What the former owner left.
+        tokens: Tokens that previous owners committed in this turn.
+        offset: Number of these that the client has.
+        ended: Finish reason if the turn has ended, else None.
+        handover: Handover of the previous owner.
     """
 
     session: Session
@@ -193,11 +193,11 @@ class OpenSession:
     handover: SessionHandover = field(default_factory=SessionHandover)
 
     async def replay(self, progress: ChunkBuilder) -> AsyncGenerator[Chunk, None]:
-        """Bring the session to the last committed token; yield what the client does not have yet.
+        """Advance the session to the last committed token; yield the tokens that the client lacks.
 
-        Other tasks get their turn after each piece of `REPLAY_TOKENS`.
+        Yields to the event loop after each piece of `REPLAY_TOKENS`.
 
-        The detokeniser reads all tokens again, so that the text goes on where the client's ends: bytes of an
+        The detokeniser processes all tokens again, so the text continues where the client's ends: bytes of an
         incomplete character, and text that may become a stop string, are held back as before.
         """
         session, tokens = self.session, self.tokens
@@ -224,7 +224,7 @@ class OpenSession:
             yield self._last(progress, ())
 
     def _last(self, progress: ChunkBuilder, piece: tuple[StoredToken, ...]) -> Chunk:
-        # What a cancelled turn held back is never shown, and a client that has all tokens has all text.
+        # Text held back in a cancelled turn is never sent; a client that has all tokens has all text.
         final = bool(piece) and self.ended is not FinishReason.CANCELLED
         return progress.piece(piece, self.session.text.take(final=final), self.ended)
 
@@ -233,10 +233,10 @@ class SessionManager:
     """Begins, resumes and continues sessions.
 
     Args:
-        store: Where they are kept.
+        store: The session store.
         tokenizer: The target's.
-        check_model: Raises ModelChangedError when only target workers of other models than a session's are
-            there; takes its name, the identity of its model, and how long to wait for another (s, at most).
+        check_model: Raises ModelChangedError if only target workers of other models than a session's are
+            connected; takes its name, its model identity, and the longest wait for a worker (s).
     """
 
     def __init__(self, store: RedisStore, tokenizer: Tokenizer, check_model: CheckModel) -> None:
@@ -245,13 +245,13 @@ class SessionManager:
     async def open(
         self, request: GenerationRequest, max_context: int, caller: Caller = ANONYMOUS
     ) -> OpenSession:
-        """Return the session that a checked request is about, owned by this process unless it has ended.
+        """Return the session of a checked request, owned by this process unless its turn has ended.
 
         Raises:
             InvalidArgumentError: The prompt has no token, or leaves no room in the context.
             NotFoundError: There is no such session (any more).
-            FailedPreconditionError: It is not in the state that the request is about.
-            ModelChangedError: Its tokens are of a target model that is not served any more.
+            FailedPreconditionError: It is not in the state that the request needs.
+            ModelChangedError: Its tokens come from a target model that is not served any more.
             UnavailableError: Redis cannot be reached.
         """
         if request.turn == 0 and request.resume_from is None:
@@ -277,7 +277,7 @@ class SessionManager:
             if request.turn == 0 and request.resume_from == 0 and request.prompt:
                 return await self._begin(request, max_context, caller)
             raise
-        if stored.turn != request.turn or stored.finish_reason is None:  # else nothing is left to be computed
+        if stored.turn != request.turn or stored.finish_reason is None:  # else nothing is left to compute
             left_s = caller.deadline - time.monotonic()
             await self._check_model(request.session_id, stored.model_identity, left_s)
         if stored.turn == request.turn:
@@ -304,7 +304,7 @@ class SessionManager:
         )
         session.model_identity = stored.model_identity
         await self._store.next_turn(session, _serialised(request), stored)
-        left = SessionHandover.from_bytes(stored.state)  # the counts of the turn before are its own
+        left = SessionHandover.from_bytes(stored.state)  # counters of the previous turn do not carry over
         handover = SessionHandover(acceptance=left.acceptance, target=left.target, draft=left.draft)
         return OpenSession(session, request, handover=handover)
 
@@ -328,7 +328,7 @@ class SessionManager:
         if stored.finish_reason is None:
             digest, epoch = stored.digest, await self._store.take_over(stored.session_id)
             stored = await self._store.read(stored.session_id)
-            # Another digest: the session was deleted meanwhile, and one of its name has begun.
+            # Another digest: the session was deleted meanwhile, and another one has the same name.
             is_other = stored.turn != request.turn or stored.digest != digest
             if is_other or (stored.epoch != epoch and stored.finish_reason is None):
                 raise FailedPreconditionError(f"session {request.session_id} has another owner by now")
@@ -353,9 +353,9 @@ class SessionManager:
 
 
 def _serialised(request: GenerationRequest) -> bytes:
-    """Return the request as it is stored: a hash of the prompt, and the rest but for what is a choice's own.
+    """Serialise a request for the store: a hash of the prompt, then the fields that all choices share.
 
-    Choices of one request are stored with the same bytes. The tokens of the prompt are stored beside them.
+    All choices of a request give the same bytes. The tokens of the prompt are stored separately.
     """
     sampling = replace(request.sampling, seed=0, sample_index=0)
     stored = replace(request, prompt=(), sampling=sampling, session_id=ANY_NAME, resume_from=0)
@@ -369,7 +369,7 @@ def _began(stored: StoredSession) -> GenerationRequest:
 
 
 def _prompt_hash(request: GenerationRequest) -> bytes:
-    """Return what tells the prompt of a request, as it was given, from others."""
+    """Return the SHA-256 hash of the prompt of a request as it was given, text or token ids."""
     prompt = request.prompt
     if isinstance(prompt, str):
         return hashlib.sha256(b"text" + prompt.encode()).digest()
@@ -377,7 +377,7 @@ def _prompt_hash(request: GenerationRequest) -> bytes:
 
 
 def _same(request: GenerationRequest, began: GenerationRequest) -> bool:
-    """Whether a request may be the one that began a turn; the seed may have been drawn for it."""
+    """Whether a request matches the one that began a turn; a request without a seed matches any seed."""
     sampling = request.sampling
     if sampling.seed is None:
         sampling = replace(sampling, seed=began.sampling.seed)

@@ -1,6 +1,6 @@
-"""What callers may ask and do about their sessions.
+"""Calls of clients about their sessions.
 
-Whose session is whose is decided in one place: a name reaches the store only through `Caller.qualify`.
+Tenants are isolated in one place: a session name reaches the store only through `Caller.qualify`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ DEFAULT_LISTED = 100
 
 
 class Release(Protocol):
-    """Has all workers give up what they hold of a session, see `orchestrator.workers.fleet.Fleet.release`."""
+    """Releases a session on all workers, see `orchestrator.workers.fleet.Fleet.release`."""
 
     def __call__(self, session_id: str, epoch: int, *, forget: bool = False) -> None:
-        """Return at once."""
+        """Send the releases; returns at once."""
 
 
 class SessionCalls:
-    """Get, trace, list, cancel and delete.
+    """Gets, traces, lists, cancels and deletes sessions.
 
     Args:
-        store: Where sessions are kept.
+        store: The session store.
         tokenizer: The target's.
-        release: Of the fleet.
-        traces: Where the records of their cycles are kept.
+        release: Releases a session on the fleet's workers.
+        traces: Store of the sessions' cycle records.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class SessionCalls:
         """Return a session and the tokens emitted in its current turn.
 
         Raises:
-            InvalidArgumentError: It is no name of a session.
+            InvalidArgumentError: The session name is malformed.
             NotFoundError: The caller has no such session (any more).
             UnavailableError: Redis cannot be reached.
         """
@@ -73,18 +73,18 @@ class SessionCalls:
         """Return the records of a session's cycles, oldest first.
 
         Raises:
-            InvalidArgumentError: It is no name of a session.
+            InvalidArgumentError: The session name is malformed.
             NotFoundError: The caller has no such session (any more).
             UnavailableError: Redis cannot be reached.
         """
         name = _qualified(session_id, caller)
         records = await self._traces.read(name)
         if not records.cycles:
-            await self._store.summary(name)  # tells a session without cycles from none
+            await self._store.summary(name)  # raises NotFoundError if there is no such session
         return records
 
     async def recent(self, limit: int, caller: Caller) -> list[SessionInfo]:
-        """Return the caller's sessions, the one with the latest sign of life first.
+        """Return the caller's sessions, most recently active first.
 
         Raises:
             InvalidArgumentError: `limit` is not in [0, 1000]; 0 means 100.
@@ -95,10 +95,10 @@ class SessionCalls:
         return [_info(summary, caller) for summary in found]
 
     async def cancel(self, session_id: str, caller: Caller) -> SessionInfo:
-        """End the session's current turn for good, unless it has ended; return the session afterwards.
+        """Cancel the session's current turn unless it has ended; return the session's new state.
 
         Raises:
-            InvalidArgumentError: It is no name of a session.
+            InvalidArgumentError: The session name is malformed.
             NotFoundError: The caller has no such session (any more).
             UnavailableError: Redis cannot be reached.
         """
@@ -107,10 +107,10 @@ class SessionCalls:
         return _info(await self._store.summary(name), caller)
 
     async def delete(self, session_id: str, caller: Caller) -> bool:
-        """Forget a session, on the workers too; return whether there was one.
+        """Delete a session, on the workers too; return whether it existed.
 
         Raises:
-            InvalidArgumentError: It is no name of a session.
+            InvalidArgumentError: The session name is malformed.
             UnavailableError: Redis cannot be reached.
         """
         name = _qualified(session_id, caller)

@@ -1,4 +1,4 @@
-"""What the client is told of a session's cycles."""
+"""Chunks that the client receives for a session's cycles."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["ChunkBuilder", "emitted_token"]
 class ChunkBuilder:
     """Turns the cycles of one session into chunks and counts them.
 
-    Counts are those of emitted tokens: what stood behind the cut of the last cycle is not among the accepted
-    or tested ones.
+    Counts cover emitted tokens only: tokens after the end of the completion count neither as accepted nor as
+    tested.
 
     Args:
         session: The session; its next cycle starts now.
         tokenizer: The target's.
         offset: Emitted tokens that the client has already.
-        counters: What earlier owners counted.
-        elapsed_s: Seconds that they took.
+        counters: Counters of earlier owners.
+        elapsed_s: Seconds that earlier owners took.
 
     Attributes:
-        counters: What was counted so far.
+        counters: Counters of the turn so far.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class ChunkBuilder:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds from the first cycle on."""
+        """Seconds since the first cycle."""
         return time.perf_counter() - self._start
 
     def chunk(self, cycle: Cycle, plain_cycle_s: float | None) -> Chunk:
-        """Return the piece of the completion that a cycle emitted; the last one has usage and summary."""
+        """Count a cycle and return its chunk; the last chunk has usage and summary."""
         self._count(cycle, plain_cycle_s)
         logprobs = cycle.logprobs or (None,) * len(cycle.token_ids)
         tokens = zip(cycle.token_ids, cycle.origins, logprobs, strict=True)
@@ -60,7 +60,7 @@ class ChunkBuilder:
     def piece(
         self, tokens: Iterable[StoredToken], text: str, finish_reason: FinishReason | None = None
     ) -> Chunk:
-        """Return the next tokens as a piece, without counting; the last one has usage and summary."""
+        """Return the chunk of the next tokens without counting them; the last chunk has usage and summary."""
         emitted = tuple(emitted_token(token, self._tokenizer) for token in tokens)
         session, offset = self._session, self._offset
         self._offset += len(emitted)
@@ -105,7 +105,7 @@ class ChunkBuilder:
 
 
 def emitted_token(token: StoredToken, tokenizer: Tokenizer) -> EmittedToken:
-    """Return a committed token as the client gets it."""
+    """Return a committed token in the form that clients receive."""
     token_id, origin, logprobs = token
     token_bytes = tokenizer.token_bytes
     if logprobs is None:

@@ -1,4 +1,4 @@
-"""How the orchestrator talks to Redis: its connections, the errors of its calls, and scripts in batches."""
+"""Redis client of the orchestrator: connections, mapping of errors, and batched scripts."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 NUM_RETRIES = 12
-"""Over 5 s with the pauses between them: commands are sent again while another server becomes the primary."""
+"""Retries of a command, over 5 s including pauses, to cover a failover to another primary."""
 
 CALL_TIMEOUT_S = 3.0
 MAX_CONNECTIONS = 32
-"""A burst of requests waits its turn for a connection: calls take a fraction of a millisecond."""
+"""Requests in a burst wait for a free connection: calls take a fraction of a millisecond."""
 
 OOM_RETRY_AFTER_S = 5.0
-"""When clients may come back after Redis was out of memory: sessions expire, which frees some."""
+"""Retry delay for clients after Redis was out of memory: sessions that expire free some."""
 
 WAIT_PERIOD_S = 0.5
 CHECK_TIMEOUT_S = 5.0
 
 _UNAVAILABLE = redis_connection.PASSING | {"ASK", "MISCONF", "MOVED", "NOAUTH", "NOPERM", "NOSCRIPT"}
-"""Codes of replies that the state of the server explains, and not the command."""
+"""Error codes caused by the state of the server and not by the command."""
 
 
 def connect(redis_url: str) -> Redis:
-    """Return a client that rides out a restart or a failover of Redis; connects when first used.
+    """Return a client that retries through a restart or failover of Redis; it connects on first use.
 
     Raises:
-        InvalidArgumentError: The URL is not one of Redis.
+        InvalidArgumentError: The URL is not a Redis URL.
     """
     return redis_connection.connect(
         redis_url, timeout_s=CALL_TIMEOUT_S, num_retries=NUM_RETRIES, max_connections=MAX_CONNECTIONS
@@ -62,11 +62,11 @@ def connect(redis_url: str) -> Redis:
 
 
 async def answer(call: Awaitable[T]) -> T:
-    """Wait for a call's answer.
+    """Await a call to Redis and convert its errors.
 
     Raises:
-        UnavailableError: Redis cannot be reached or refuses commands at present, after the retries.
-        ResourceExhaustedError: Redis is out of memory; says when to come back.
+        UnavailableError: Redis cannot be reached or refuses commands, after the retries.
+        ResourceExhaustedError: Redis is out of memory; has a retry delay.
         InternalError: Redis refused the command.
     """
     try:
@@ -85,15 +85,15 @@ async def answer(call: Awaitable[T]) -> T:
 
 
 async def wait_for_redis(redis_url: str, timeout_s: float) -> None:
-    """Wait until Redis answers, and check that it is one that gammaray can use.
+    """Wait until Redis answers, and check that it is not a Redis Cluster.
 
     Args:
-        redis_url: Where it is; messages leave the password out.
+        redis_url: URL of Redis; error messages omit its password.
         timeout_s: Upper bound of the wait, in seconds; 0 tries once.
 
     Raises:
-        InvalidArgumentError: The URL is not one of Redis, or leads to a node of a Redis Cluster.
-        UnavailableError: Nothing answers there in time, or the password is wrong.
+        InvalidArgumentError: The URL is not a Redis URL, or is that of a Redis Cluster node.
+        UnavailableError: Redis does not answer in time, or the password is wrong.
     """
     began, shown, is_waiting = time.monotonic(), without_password(redis_url), False
     redis = redis_connection.connect(redis_url, timeout_s=CHECK_TIMEOUT_S, num_retries=0)
@@ -121,7 +121,7 @@ async def wait_for_redis(redis_url: str, timeout_s: float) -> None:
 async def _check_kind(redis: Redis, shown: str) -> None:
     try:
         info = await answer(redis.info("cluster"))
-    except GammarayError as error:  # an ACL may forbid INFO, or the server not know it
+    except GammarayError as error:  # an ACL may forbid INFO, or the server may lack it
         _log.warning("cannot tell whether %s is a Redis Cluster: %s", shown, error)
         return
     if int(info.get("cluster_enabled", 0)):
@@ -133,20 +133,20 @@ async def _check_kind(redis: Redis, shown: str) -> None:
 
 
 def check_redis(redis_url: str) -> None:
-    """Check that a Redis answers, before anything that needs it is started; blocks.
+    """Check once that Redis answers, before processes that need it are started; blocks.
 
     Raises:
-        InvalidArgumentError: The URL is not one of Redis, or leads to a node of a Redis Cluster.
-        UnavailableError: Nothing answers there.
+        InvalidArgumentError: The URL is not a Redis URL, or is that of a Redis Cluster node.
+        UnavailableError: Redis does not answer.
     """
     asyncio.run(wait_for_redis(redis_url, 0.0))
 
 
 class BatchedScript:
-    """A Lua script whose calls go out together: those that come while others are under way, or in one tick.
+    """A Lua script whose concurrent calls are pipelined: those of one tick or made during a round trip.
 
-    A call alone costs the same; of many at once each costs a fifth. All may be run twice when a connection
-    breaks, so the script must be idempotent.
+    A single call costs the same; of many concurrent calls each costs a fifth. A call may run twice if the
+    connection breaks, so the script must be idempotent.
 
     Args:
         redis: A connected client.
@@ -163,7 +163,7 @@ class BatchedScript:
         """Run the script once and return its answer.
 
         Raises:
-            RedisError: As of any command.
+            RedisError: As raised by any command.
         """
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append(((len(keys), *keys, *args), future))
@@ -177,7 +177,7 @@ class BatchedScript:
                 calls, self._waiting = self._waiting, []
                 for (_, future), result in zip(calls, await self._run(calls), strict=True):
                     if future.done():
-                        continue  # its caller gave up
+                        continue  # its caller no longer waits
                     if isinstance(result, BaseException):
                         future.set_exception(result)
                     else:
@@ -189,8 +189,8 @@ class BatchedScript:
         try:
             results = await self._pipeline(calls, "EVALSHA", self._sha)
             if any(isinstance(result, NoScriptError) for result in results):
-                # Redis was restarted, or another server is the primary now, as may happen again at any time:
-                # the source itself always works, and is known by its hash from then on.
+                # Redis was restarted or another server became the primary, which may happen again any time.
+                # EVAL with the source always works, and caches the script under its hash.
                 results = await self._pipeline(calls, "EVAL", self._source)
         except Exception as error:
             return [error] * len(calls)

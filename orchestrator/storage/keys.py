@@ -1,4 +1,4 @@
-"""How many bytes of sessions may be stored, by a tenant and in all."""
+"""Redis keys of sessions, and bounds of the bytes stored per tenant and in total."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = [
 ]
 
 DEFAULT_TOTAL = 2**30
-"""Bound in bytes of all that is stored, where neither a setting nor Redis names one."""
+"""Bound of all stored bytes if neither a setting nor Redis defines one."""
 
 READ_PERIOD_S = 30.0
-"""How often Redis is asked for its memory limit."""
+"""Seconds between reads of Redis's memory limit."""
 
 
 class StoreBounds:
@@ -29,9 +29,9 @@ class StoreBounds:
 
     Args:
         redis: A connected client.
-        total: Bytes of all sessions; 0 takes half of Redis's `maxmemory`, or 1 GiB where Redis has none or
-            does not tell.
-        tenant_share: Share of it that one tenant may have, where keys name tenants.
+        total: Bytes of all sessions; 0 takes half of Redis's `maxmemory`, or 1 GiB if Redis has none or
+            it cannot be read.
+        tenant_share: Share of the total that one tenant may use, if API keys name tenants.
     """
 
     def __init__(self, redis: Redis, total: int = 0, tenant_share: float = 0.5) -> None:
@@ -39,7 +39,7 @@ class StoreBounds:
         self._derived, self._read_at = DEFAULT_TOTAL, 0.0
 
     async def of(self, session_id: str) -> tuple[int, int]:
-        """Return the bounds of a session's tenant and of all, in bytes."""
+        """Return the bounds of a session's tenant and of all tenants, in bytes."""
         total = self._given or await self._derive()
         return round(total * self._tenant_share) if tenant_of(session_id) else total, total
 
@@ -49,7 +49,7 @@ class StoreBounds:
             try:
                 memory = await answer(self._redis.info("memory"))
                 self._derived = int(memory.get("maxmemory", 0)) // 2 or DEFAULT_TOTAL
-            except GammarayError:  # unreachable, as the next call will tell, or this user may not ask
+            except GammarayError:  # Redis is unreachable, so the next call fails, or an ACL forbids INFO
                 pass
         return self._derived
 
@@ -60,7 +60,7 @@ _EPOCH = "gammaray:epoch"
 
 
 def keys_of(session_id: str) -> list[str]:
-    """Return the keys that a script about a session gets; the first four are its own."""
+    """Return the keys passed to a session's scripts; the first four belong to the session alone."""
     head = f"gammaray:session:{{{session_id}}}"
     return [
         head,
@@ -77,11 +77,11 @@ def keys_of(session_id: str) -> list[str]:
 
 
 def request_keys(session_id: str, digest: str) -> list[str]:
-    """Return the keys of a session's request: the request, and the sessions that use it."""
+    """Return the keys of a session's request: the request, and the set of sessions that use it."""
     key = f"gammaray:request:{tenant_of(session_id)}/{digest}"
     return [key, f"{key}:users"]
 
 
 def index_of(tenant: str) -> str:
-    """Return the key of a tenant's sessions."""
+    """Return the key of the index of a tenant's sessions."""
     return f"gammaray:sessions:{tenant}"

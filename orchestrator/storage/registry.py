@@ -1,4 +1,4 @@
-"""The workers that announced themselves in Redis."""
+"""Registry of workers and orchestrators in Redis."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _ORCHESTRATOR, _ORCHESTRATORS = "gammaray:orchestrator:", "gammaray:orchestrator
 
 
 class RedisRegistry:
-    """Reads `gammaray:worker:<role>:<worker id>`, which each worker keeps alive while it serves.
+    """Reads `gammaray:worker:<role>:<worker id>`, which each worker renews while it serves.
 
-    Orchestrators keep `gammaray:orchestrator:<name>` alive; their names are the set `gammaray:orchestrators`.
+    Orchestrators renew `gammaray:orchestrator:<name>`; their names are the set `gammaray:orchestrators`.
 
     Args:
         redis: A connected client.
@@ -30,7 +30,7 @@ class RedisRegistry:
         self._redis = redis
 
     async def addresses(self, role: str) -> set[str]:
-        """Return the addresses of the announced workers of a role; entries that make no sense are skipped.
+        """Return the addresses of the announced workers of a role; malformed entries are skipped.
 
         Raises:
             GammarayError: Redis cannot be reached, or refuses the command.
@@ -49,7 +49,7 @@ class RedisRegistry:
         return found
 
     async def announce(self, name: str, state: bytes, ttl_s: float) -> None:
-        """Store an orchestrator's state for a while.
+        """Store an orchestrator's state for `ttl_s` seconds.
 
         Raises:
             GammarayError: Redis cannot be reached, or refuses the command.
@@ -79,7 +79,7 @@ class RedisRegistry:
         values: list[Any] = await answer(self._redis.mget([f"{_ORCHESTRATOR}{name}" for name in names]))
         found = {name: value for name, value in zip(names, values, strict=True) if value is not None}
         gone = [name for name in names if name not in found]
-        if gone:  # they died without a word; one that was only slow adds itself again
+        if gone:  # they died without withdrawing; one that was only slow adds itself again
             await answer(self._redis.srem(_ORCHESTRATORS, *gone))
         return found
 

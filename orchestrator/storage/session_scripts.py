@@ -1,26 +1,26 @@
 """The Lua scripts of the session store: each is one atomic step in Redis.
 
 KEYS are those of `orchestrator.storage.keys.keys_of`, then those of `request_keys`; `COMMIT` and `READ` take
-the first two alone. The ARGV of every script but `COMMIT`, `READ` and `LIST` begin with the name of the
+only the first two. The ARGV of every script except `COMMIT`, `READ` and `LIST` begin with the name of the
 session, the digest of its request (or ''), the ttl (ms) and the lease (ms).
 
-`epoch` fences: a caller with another epoch than the hash's is not the owner (any more). Epochs come from one
-counter for all sessions that never falls: it is at least Redis's time in microseconds, so that a Redis that
-lost everything gives out higher ones too. They stay below 2^53, which Lua's numbers hold exactly, until 2255.
-Clocks decide nothing else but when a lease or a key expires, and are Redis's own.
+`epoch` is a fencing token: a caller whose epoch differs from the hash's is not the owner (any more). Epochs
+come from one increasing counter for all sessions, which is at least Redis's time in microseconds: they still
+increase after Redis lost all data. They stay below 2^53, which Lua's numbers hold exactly, until 2255. Apart
+from epochs, clocks only decide when a lease or a key expires. All times are from Redis's clock.
 
-Accounting. A session is charged with a fixed amount, the bytes of its records and the bytes of its tokens;
-while it has a lease, with the bytes of as many tokens as the turn may still emit (`room`), so that a commit
-never needs more than was admitted. A request is charged once. What has expired is taken off before anything
-is refused. An owner that was taken for dead and goes on is charged with its room again without a check: the
-bounds may be exceeded by that much, and no running stream is cut off.
+Accounting. A session is charged with a fixed amount, the bytes of its records and the bytes of its tokens.
+While it has a lease, it is also charged with the bytes of the tokens that the turn may still emit (`room`),
+so a commit never needs more than was admitted. A request is charged once. Expired items are discharged before
+anything is refused. An owner that was considered dead and continues is charged with its room again without a
+check: the bounds may be exceeded by that much, but no running stream is interrupted.
 
-Memory limit. At its `maxmemory` Redis refuses a script at its first write, if that is one that takes memory:
-scripts that store begin with such a write, those that only free memory with another.
+Memory limit. At its `maxmemory` Redis refuses a script at its first write, if that write needs memory.
+Scripts that store data begin with such a write, scripts that only free memory begin with one that needs none.
 
-What scripts answer when they do nothing: -1 no session, -2 another owner, -3 wrong offset, -4 cancelled, -5
-tokens are missing, -6 tokens of another model, -7 over the tenant's bound, -8 over the bound of all, -9 call
-again: what has expired is not yet taken off, -10 the session has another request by now.
+Results of scripts that did nothing: -1 no session, -2 another owner, -3 wrong offset, -4 cancelled, -5 tokens
+are missing, -6 tokens of another model, -7 over the tenant's bound, -8 over the total bound, -9 call again:
+expired items are not yet discharged, -10 the session has another request by now.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ GONE, OTHER_OWNER, WRONG_OFFSET, CANCELLED, LOST, OTHER_MODEL = -1, -2, -3, -4, 
 OVER_TENANT, OVER_ALL, AGAIN, MOVED = -7, -8, -9, -10
 
 SESSION_OVERHEAD = 3072
-"""Bytes that a session is charged with beside its tokens and records: its hash, its places in other keys."""
+"""Bytes charged per session in addition to its tokens and records: its hash, its entries in other keys."""
 
 REQUEST_OVERHEAD = 512
-"""Bytes that a request is charged with beside its own."""
+"""Bytes charged per request in addition to its own."""
 
 _COMMON = (
     f"local session_overhead, request_overhead = {SESSION_OVERHEAD}, {REQUEST_OVERHEAD}"
@@ -193,8 +193,8 @@ if tonumber(head[1]) ~= tonumber(epoch) then return -2 end
 """
 )
 
-# ARGV: nonce, bound of the tenant, bound of all, request, room, then field and value in turn. Answers the
-# epoch, 0 where there is a session already, or why it is refused. A nonce that is known: its answer got lost.
+# ARGV: nonce, tenant's bound, total bound, request, room, then alternating fields and values. Returns the
+# epoch, 0 if the session exists, or the refusal. The same nonce in the hash: a retry after a lost answer.
 CREATE = (
     _COMMON
     + """
@@ -215,9 +215,9 @@ return {epoch}
 """
 )
 
-# KEYS: after the others those of the request of the turn before. ARGV: as CREATE, with the epoch and the
-# digest of the turn before in front of the fields. Answers the new epoch, 0 if it is not as they say, -1 if
-# there is no session, or why it is refused.
+# KEYS: the common ones, then those of the previous turn's request. ARGV: as CREATE, with the previous turn's
+# epoch and digest before the fields. Returns the new epoch, 0 if the session has another epoch or digest or
+# is not finished, -1 if there is no session, or the refusal.
 NEXT_TURN = (
     _COMMON
     + """
@@ -263,10 +263,10 @@ if not head[4] and identity ~= '' then
 end
 """
 
-# KEYS: hash and tokens alone. ARGV: epoch, offset (bytes), data, state or '', identity of the target or '',
-# ms below which the ttl is to be renewed. Answers the bytes stored, and whether a RENEW is due. A commit that
-# is there already is answered as done: its first answer was lost on the way. The first identity stays the
-# session's, in later turns too.
+# KEYS: hash and tokens only. ARGV: epoch, offset (bytes), data, state or '', identity of the target or '',
+# ms below which the ttl must be renewed. Returns the bytes stored, and whether a RENEW is due. A commit that
+# is already stored succeeds: it is a retry after a lost answer. The first identity is kept for the session,
+# in later turns too.
 COMMIT = (
     "local epoch, offset, data, state, identity, low = unpack(ARGV)"
     + _FENCE
@@ -279,7 +279,7 @@ return {length, (left < tonumber(low) or not head[5]) and 1 or 0}
 """
 )
 
-# ARGV: epoch, offset, data, state, identity, finish reason. The commit that ends the turn.
+# The commit that ends the turn. ARGV: epoch, offset, data, state, identity, finish reason.
 END = (
     _COMMON
     + "local epoch, offset, data, state, identity, reason = unpack(ARGV, 5)"
@@ -296,8 +296,8 @@ return length
 """
 )
 
-# ARGV: '', bound of the tenant, bound of all. Answers the new epoch, or why it is refused; a finished session
-# keeps its own.
+# ARGV: '', tenant's bound, total bound. Returns the new epoch, or the refusal; a finished session keeps its
+# epoch.
 TAKE_OVER = (
     _COMMON
     + """
@@ -316,7 +316,7 @@ return {epoch}
 """
 )
 
-# ARGV: epoch. The owner still works on it, though it may have nothing to commit for a while.
+# Renews the lease of an owner, which may have nothing to commit for a while. ARGV: epoch.
 RENEW = (
     _COMMON
     + "local epoch = ARGV[5]"
@@ -331,7 +331,7 @@ return 1
 """
 )
 
-# ARGV: epoch, state or ''. The owner lets go of it.
+# Ends the lease of the owner. ARGV: epoch, state or ''.
 DETACH = (
     _COMMON
     + "local epoch = ARGV[5]"
@@ -346,7 +346,7 @@ return 1
 """
 )
 
-# Answers the epoch from which on no commit is taken any more: the turn has ended, now or before.
+# Ends the turn if it has not ended. Returns the epoch of the ended turn: later commits are refused.
 CANCEL = (
     _COMMON
     + _HEAD
@@ -361,9 +361,9 @@ return epoch
 """
 )
 
-# Answers what became of a session that was running: -1 gone, 0 it has an owner, else the epoch of the owner
-# that let it go, finished it, or vanished. The epoch stays: an owner that was only slow may go on. A lease
-# longer than any that is given was written before the clock was set back.
+# Returns the state of a session that was running: -1 it does not exist, 0 it has an owner, else the epoch of
+# the owner that detached it, finished it, or died. The epoch is kept: an owner that was only slow may
+# continue. A lease longer than `lease_ms` was written before the clock was set back, and is shortened.
 REAP = (
     _COMMON
     + """
@@ -380,8 +380,8 @@ return tonumber(head[1] or -1)
 """
 )
 
-# Answers whether there was such a session; -10 if it has another request. DEL comes first: Redis takes it at
-# its memory limit too, and what follows it in the script.
+# Returns whether the session existed; -10 if it has another request. DEL comes first: at its memory limit
+# Redis accepts it, and then the rest of the script.
 DELETE = (
     _COMMON
     + """
@@ -396,9 +396,8 @@ return there and 1 or 0
 """
 )
 
-# ARGV: epoch of the owner that writes, records, bound of the tenant, bound of all. Answers the bytes stored;
-# -1 when the session is gone, also when there is another one of its name; -7 and -8 when there is no room for
-# records.
+# ARGV: epoch of the writing owner, records, tenant's bound, total bound. Returns the bytes stored; -1 if the
+# session is gone, also if another one has its name now; -7 and -8 if a bound is exceeded.
 RECORD = (
     _COMMON
     + """
@@ -415,7 +414,7 @@ return length
 """
 )
 
-# ARGV: epoch of the owner, traceparent. Answers the traceparent before, or ''.
+# ARGV: epoch of the owner, traceparent. Returns the previous traceparent, or ''.
 NOTE_TRACE = """
 local first = redis.call('HGET', KEYS[1], 'first_epoch')
 if not first or tonumber(ARGV[5]) < tonumber(first) then return '' end
@@ -425,17 +424,17 @@ if before == ARGV[6] then return '' end
 return before or ''
 """
 
-# KEYS: hash and tokens. Answers the time (ms), the fields of the hash, the tokens, and the ms until they
-# expire. A transaction would do, but Redis refuses those at its memory limit even if they only read.
+# KEYS: hash and tokens. Returns the time (ms), the fields of the hash, the tokens, and the ms until they
+# expire. Not a transaction: at its memory limit Redis refuses even read-only ones.
 READ = """
 local clock = redis.call('TIME')
 return {clock[1] * 1000 + math.floor(clock[2] / 1000), redis.call('HGETALL', KEYS[1]),
   redis.call('GET', KEYS[2]) or '', redis.call('PTTL', KEYS[1])}
 """
 
-# KEYS: hashes of sessions. Answers the time (ms), and a line for each: the fields of
-# `orchestrator.storage.session_store.SUMMARY_FIELDS`, '-' for those that are absent, then the ms until it
-# expires; '' for no session. Tokens are not read.
+# KEYS: hashes of sessions. Returns the time (ms), and a line for each: the fields of
+# `orchestrator.storage.session_store.SUMMARY_FIELDS`, '-' for absent ones, then the ms until it expires;
+# '' if there is no session. Tokens are not read.
 LIST = """
 local fields, lines = ARGV, {}
 for i, key in ipairs(KEYS) do

@@ -1,4 +1,4 @@
-"""Sessions in Redis: what must outlive an orchestrator. The only module where session data meets Redis.
+"""Sessions in Redis, which outlive an orchestrator. Only this module reads and writes session data in Redis.
 
 The keys are listed in `orchestrator.storage.keys`. Each operation that must be atomic is a Lua script in
 `orchestrator.storage.session_scripts`.
@@ -62,12 +62,12 @@ SUMMARY_FIELDS = (
     "lease",
     "finish_reason",
 )
-"""Fields that a listing needs, without tokens. A hash without the first was stored by an earlier version."""
+"""Fields of a session's summary. A hash without the first was stored by an earlier version."""
 
 
 @dataclass(frozen=True)
 class SessionSummary:
-    """What a listing tells of a session.
+    """Summary of a session, as in a listing.
 
     Args:
         session_id: Its (qualified) name.
@@ -75,10 +75,10 @@ class SessionSummary:
         epoch: Fencing number of the owner.
         seed: The seed in use.
         finish_reason: None while the turn is not finished.
-        is_running: Whether an owner was alive of late.
-        prompt_tokens: Number of tokens of the turn's prompt: all that was committed before.
+        is_running: Whether an owner holds an unexpired lease.
+        prompt_tokens: Tokens of the turn's prompt, which includes all earlier turns.
         emitted_tokens: Number of tokens emitted in the turn.
-        created_ms: Unix time at which the session was begun.
+        created_ms: Unix time in ms at which the session was created.
         expires_ms: Milliseconds until the session expires.
     """
 
@@ -96,19 +96,19 @@ class SessionSummary:
 
 @dataclass(frozen=True)
 class StoredSession:
-    """All that the store has of a session.
+    """A session with its tokens, as read from the store.
 
     Args:
-        summary: What a listing tells of it.
-        request: The request that began the turn, as it was given to the store.
-        digest: Of the request.
-        prompt: Token ids of the turn's prompt: all that was committed before.
-        sample_index: Which of the request's choices it is.
-        max_tokens: Upper bound of emitted tokens, as it was clipped to the context.
+        summary: Summary of the session.
+        request: The request that began the turn, as passed to the store.
+        digest: Digest of the request.
+        prompt: Token ids of the turn's prompt, which includes all earlier turns.
+        sample_index: Index of the session among the request's choices.
+        max_tokens: Upper bound of emitted tokens, clipped to the context.
         tokens: The emitted tokens.
-        state: What the owner left for the next one.
-        model_identity: Of the target that emitted the tokens, in this turn or before; "" where unknown.
-        is_whole: Whether all tokens are there that were committed.
+        state: Handover of the owner to the next one.
+        model_identity: Identity of the target that emitted the tokens, also of earlier turns; "" if unknown.
+        is_whole: Whether all committed tokens are present.
     """
 
     summary: SessionSummary
@@ -149,7 +149,7 @@ class StoredSession:
 
     @property
     def is_running(self) -> bool:
-        """Whether an owner was alive of late."""
+        """Whether an owner holds an unexpired lease."""
         return self.summary.is_running
 
     @property
@@ -159,12 +159,12 @@ class StoredSession:
 
     @property
     def origins(self) -> tuple[TokenOrigin, ...]:
-        """Where the emitted tokens came from."""
+        """Origins of the emitted tokens."""
         return tuple(origin for _, origin, _ in self.tokens)
 
 
 def parse_summary(session_id: str, head: Mapping[str, bytes], expires_ms: int, now_ms: int) -> SessionSummary:
-    """Return the summary in a hash's fields, as of `now_ms`."""
+    """Parse a summary from a hash's fields, as of `now_ms`."""
     reason = head.get("finish_reason")
     records = _records(int(head["num_top"]))
     return SessionSummary(
@@ -182,7 +182,7 @@ def parse_summary(session_id: str, head: Mapping[str, bytes], expires_ms: int, n
 
 
 def split_summary(session_id: str, line: bytes, now_ms: int) -> SessionSummary:
-    """Return the summary in a line of `orchestrator.storage.session_scripts.LIST`."""
+    """Parse a summary from a line of `orchestrator.storage.session_scripts.LIST`."""
     *values, expires_ms = line.split(b" ")
     head = {name: value for name, value in zip(SUMMARY_FIELDS, values, strict=True) if value != b"-"}
     return parse_summary(session_id, head, int(expires_ms), now_ms)
@@ -191,7 +191,7 @@ def split_summary(session_id: str, line: bytes, now_ms: int) -> SessionSummary:
 def parse(
     session_id: str, fields: Mapping[bytes, bytes], request: bytes, data: bytes, expires_ms: int, now_ms: int
 ) -> StoredSession:
-    """Return the session in a hash, its request and its tokens, as of `now_ms`."""
+    """Parse a session from its hash, its request and its tokens, as of `now_ms`."""
     head = {name.decode(): value for name, value in fields.items()}
     body, prompt = _unpack_request(request)
     return StoredSession(
@@ -209,7 +209,7 @@ def parse(
 
 
 def fields_of(session: Session) -> list[Any]:
-    """Return what a hash says of a turn, field and value in turn."""
+    """Return the hash fields of a turn as alternating fields and values."""
     fields = {
         "seed": session.params.seed or 0,
         "sample_index": session.params.sample_index,
@@ -221,17 +221,17 @@ def fields_of(session: Session) -> list[Any]:
 
 
 def room_of(session: Session) -> int:
-    """Return the bytes of as many tokens as a turn may emit."""
+    """Return the bytes of all tokens that a turn may emit."""
     return session.max_tokens * TokenRecords(session.num_top_logprobs).size
 
 
 def pack_request(request: bytes, prompt: Sequence[int]) -> bytes:
-    """Return what is stored of a request and the prompt that it led to."""
+    """Serialise a request and its prompt for the store."""
     return struct.pack("<I", len(request)) + request + struct.pack(f"<{len(prompt)}I", *prompt)
 
 
 def digest_of(packed: bytes) -> str:
-    """Return the name of a packed request: equal ones of a tenant are stored once."""
+    """Return the digest of a packed request: a tenant's equal requests are stored once."""
     return hashlib.sha256(packed).hexdigest()[:32]
 
 
@@ -249,22 +249,22 @@ _RECORDS = {num_top: TokenRecords(None if num_top < 0 else num_top) for num_top 
 
 
 LEASE_S = 10.0
-"""How long an owner that gives no sign of life is taken to be alive."""
+"""Seconds after which an owner that does not renew its lease is considered dead."""
 
 LIST_PAGE = 200
-"""Sessions of one listing script: Redis and the event loop do something else between two."""
+"""Sessions per call of the listing script, so that it blocks neither Redis nor the event loop for long."""
 
 READ_TRIES = 5
 
 
 class RedisStore:
-    """Implements the cycle's SessionStore; a commit is one round trip, which those of one time share.
+    """Implements the cycle's SessionStore; a commit is one round trip, shared by concurrent commits.
 
     Args:
         redis: A connected client.
-        ttl_s: Seconds that a session stays after its last change. A running turn renews its time to live at
-            most once a second, or ten times in `ttl_s`.
-        lease_s: Seconds that an owner is taken to be alive without a sign of life.
+        ttl_s: Seconds that a session is kept after its last change. A running turn renews its ttl at most
+            once a second, or ten times per `ttl_s` if that is more often.
+        lease_s: Seconds until a lease expires without renewal.
         bounds: Upper bounds of stored bytes.
     """
 
@@ -291,9 +291,9 @@ class RedisStore:
         """Store a new session, owned by the caller; sets its epoch.
 
         Raises:
-            FailedPreconditionError: There is one of this name.
-            ResourceExhaustedError: As many bytes are stored as may be; says when to come back.
-            InvalidArgumentError: The request alone may store more than that.
+            FailedPreconditionError: A session with this name exists.
+            ResourceExhaustedError: A bound of stored bytes is reached; has a retry delay.
+            InvalidArgumentError: The request alone may exceed that bound.
             UnavailableError: Redis cannot be reached.
         """
         name, packed = session.session_id, pack_request(request, session.prompt)
@@ -309,10 +309,10 @@ class RedisStore:
         """Begin the turn after `before`, which has finished; sets the session's epoch.
 
         Raises:
-            FailedPreconditionError: It is not as `before` says any more.
+            FailedPreconditionError: The session has changed since `before` was read.
             NotFoundError: The session was deleted or has expired.
-            ResourceExhaustedError: As many bytes are stored as may be; says when to come back.
-            InvalidArgumentError: The request alone may store more than that.
+            ResourceExhaustedError: A bound of stored bytes is reached; has a retry delay.
+            InvalidArgumentError: The request alone may exceed that bound.
             UnavailableError: Redis cannot be reached.
         """
         name, packed = session.session_id, pack_request(request, session.prompt)
@@ -332,11 +332,11 @@ class RedisStore:
         origins: Sequence[TokenOrigin],
         logprobs: Sequence[TokenLogprobs] = (),
     ) -> Coroutine[Any, Any, None]:
-        """Store the tokens that end the session's committed ones, and its `finish_reason`, all as of now.
+        """Store the session's last committed tokens, which are `token_ids`, and its current `finish_reason`.
 
         Raises:
-            FailedPreconditionError: Another owner, or other tokens than those stored before.
-            ModelChangedError: The tokens stored before are another target model's.
+            FailedPreconditionError: Another owner, or the stored tokens differ from the session's.
+            ModelChangedError: The stored tokens come from another target model.
             CancelledError: The turn was cancelled.
             NotFoundError: The session was deleted or has expired.
             InternalError: Redis lost tokens.
@@ -367,16 +367,16 @@ class RedisStore:
             await self.renew(session)
 
     async def renew(self, session: Session) -> None:
-        """Tell that the owner still works on the session.
+        """Renew the owner's lease of the session.
 
         Raises:
-            GammarayError: As `append`.
+            GammarayError: As in `append`.
         """
         args = [*self._common(session.session_id, session.digest), session.epoch]
         _checked(await answer(self._renew.call(self._keys_of(session), args)), session.session_id)
 
     async def detach(self, session: Session) -> None:
-        """Let go of a session, which then waits to be resumed; nothing if it has another owner by now.
+        """End the lease of a session, which may then be resumed; no effect if it has another owner by now.
 
         Raises:
             UnavailableError: Redis cannot be reached.
@@ -385,14 +385,14 @@ class RedisStore:
         await answer(self._detach.call(self._keys_of(session), args))
 
     async def take_over(self, session_id: str) -> int:
-        """Become the owner: return the new epoch, from which on commits of the former owner are refused.
+        """Become the owner: return the new epoch; commits of the previous owner are refused from now on.
 
         A finished session needs no owner; it keeps its epoch.
 
         Raises:
             NotFoundError: No such session.
-            ResourceExhaustedError: What its turn may still emit is more than may be stored; says when to come
-                back.
+            ResourceExhaustedError: What its turn may still emit exceeds a bound of stored bytes; has a
+                retry delay.
             UnavailableError: Redis cannot be reached.
         """
         bounds = await self._bounds.of(session_id)
@@ -405,7 +405,7 @@ class RedisStore:
         return _checked(await self._with_digest(session_id, attempt), session_id)
 
     async def cancel(self, session_id: str) -> int:
-        """End the session's turn, unless it has ended; return the epoch from which on no commit is taken.
+        """Cancel the session's turn unless it has ended; return its epoch: no more commits are accepted.
 
         Raises:
             NotFoundError: No such session.
@@ -425,12 +425,12 @@ class RedisStore:
         for _ in range(READ_TRIES):
             now_ms, pairs, data, ttl_ms = await answer(self._read(keys=keys_of(session_id)[:2]))
             fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
-            if b"digest" not in fields:  # none, or one that an earlier version stored in another form
+            if b"digest" not in fields:  # no session, or one stored by an earlier version
                 raise NotFoundError(f"no session {session_id}", "session")
             request_key, _ = request_keys(session_id, fields[b"digest"].decode())
             request: Any = await answer(self._redis.get(request_key))
             if request is None:
-                continue  # the session went on to another turn, or is gone, unless the request is lost
+                continue  # a new turn began or the session is gone; else Redis lost the request
             stored = session_id, fields, request, data, ttl_ms, now_ms
             is_small = len(data) + len(request) <= INLINE_BYTES
             found = parse(*stored) if is_small else await in_thread(parse, *stored)
@@ -440,7 +440,7 @@ class RedisStore:
         raise InternalError(f"session {session_id}: Redis lost tokens of it")
 
     async def summary(self, session_id: str) -> SessionSummary:
-        """Return what a listing tells of a session; its tokens are not read.
+        """Return the summary of a session; its tokens are not read.
 
         Raises:
             NotFoundError: No such session.
@@ -452,7 +452,7 @@ class RedisStore:
         return found[0]
 
     async def recent(self, tenant: str, limit: int) -> list[SessionSummary]:
-        """Return a tenant's sessions, the one with the latest sign of life first; tokens are not read.
+        """Return a tenant's sessions, most recently active first; tokens are not read.
 
         Raises:
             UnavailableError: Redis cannot be reached.
@@ -464,7 +464,7 @@ class RedisStore:
         return found
 
     async def running(self) -> list[str]:
-        """Return the sessions that have an owner, or had one until it died.
+        """Return the sessions that have an owner, dead owners included.
 
         Raises:
             UnavailableError: Redis cannot be reached.
@@ -472,10 +472,10 @@ class RedisStore:
         return [_text(name) for name in await answer(self._redis.smembers(RUNNING))]
 
     async def reap(self, session_id: str) -> int | None:
-        """Let go of a session whose owner gives no sign of life.
+        """End the lease of a session if it has expired.
 
         Returns:
-            The epoch of the owner that is no more, -1 where the session is no more, None while it is alive.
+            The epoch of the former owner, -1 if the session does not exist, None if its owner is alive.
 
         Raises:
             UnavailableError: Redis cannot be reached.
@@ -484,7 +484,7 @@ class RedisStore:
         return epoch or None
 
     async def delete(self, session_id: str) -> bool:
-        """Forget a session, its request and its trace; return whether there was one of that name.
+        """Delete a session, its request and its trace; return whether it existed.
 
         Raises:
             UnavailableError: Redis cannot be reached.
@@ -493,7 +493,7 @@ class RedisStore:
         async def attempt(digest: str) -> int:
             keys = [*keys_of(session_id), *request_keys(session_id, digest)]
             existed = int(await answer(self._delete(keys=keys, args=self._common(session_id, digest))))
-            # With a digest it was there a moment ago: a first answer of the script may have been lost.
+            # With a digest the session existed just before: the answer of a first attempt may have been lost.
             return existed or (1 if digest else 0)
 
         return await self._with_digest(session_id, attempt) > 0
@@ -505,7 +505,7 @@ class RedisStore:
         return [*keys_of(session.session_id), *request_keys(session.session_id, session.digest)]
 
     async def _with_digest(self, session_id: str, attempt: Callable[[str], Awaitable[int]]) -> int:
-        """Run a script that needs the digest of a session's request, again when that has changed."""
+        """Run a script that needs the digest of a session's request; retry if the digest has changed."""
         result = scripts.MOVED
         while result == scripts.MOVED:
             digest = await answer(self._redis.hget(keys_of(session_id)[0], "digest"))
@@ -513,7 +513,7 @@ class RedisStore:
         return result
 
     async def _admitted(self, script: Any, session_id: str, keys: list[str], args: list[Any]) -> int:
-        """Run a script that is refused when too much is stored; return the rest of what it may answer."""
+        """Run a script that may be refused for exceeding a bound; return its result if it is admitted."""
         while True:
             code, *refusal = await answer(script(keys=keys, args=args))
             if code in (scripts.OVER_TENANT, scripts.OVER_ALL):
@@ -529,7 +529,7 @@ class RedisStore:
         whose, setting = f"of tenant {tenant}", "max_tenant_stored_share"
         if code == scripts.OVER_ALL or not tenant:
             bound, whose, setting = total, "of all tenants", "max_stored_mb"
-        if need > bound:  # waiting would not help
+        if need > bound:  # waiting does not help
             allowed = f"{bound} bytes of stored sessions {whose} ({setting})"
             return InvalidArgumentError("max_tokens", f"a request that may store {need} bytes", allowed)
         retry_s = math.ceil(min(wait_ms, self._ttl_ms) / 1e3)
@@ -547,7 +547,7 @@ class RedisStore:
 
 
 def _checked(result: int, session_id: str, start: int = 0) -> int:
-    """Return what a script answered, or raise what it means."""
+    """Return the result of a script, or raise the error that its code means."""
     if result == scripts.GONE:
         raise NotFoundError(
             f"session {session_id} was deleted or has expired, if there ever was one", "session"

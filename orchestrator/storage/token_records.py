@@ -1,7 +1,8 @@
-"""Emitted tokens as bytes: records of one size per session, so that a token's place follows from its number.
+"""Emitted tokens as bytes: fixed-size records per session, so a token's offset follows from its index.
 
-A record is the token id (uint32, little endian) and its origin (one byte). Where log-probabilities were asked
-for, the token's own (float64) follows and then k most likely tokens with theirs, absent ones as id 2^32 - 1.
+A record is the token id (uint32, little endian) and its origin (one byte). If log-probabilities were
+requested, the token's own (float64) follows, then the k most likely tokens with theirs; absent ones have id
+2^32 - 1.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from orchestrator.cycle.types import TokenLogprobs
 __all__ = ["StoredToken", "TokenRecords"]
 
 StoredToken = tuple[int, TokenOrigin, TokenLogprobs | None]
-"""Token id, where it came from, and how likely it was when that was asked for."""
+"""Token id, its origin, and its log-probabilities if requested."""
 
 _ORIGINS = (TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS)
 _CODE = {origin: code for code, origin in enumerate(_ORIGINS)}
@@ -41,7 +42,7 @@ class TokenRecords:
     def pack(
         self, token_ids: Sequence[int], origins: Sequence[TokenOrigin], logprobs: Sequence[TokenLogprobs]
     ) -> bytes:
-        """Return the records of tokens; `logprobs` has one entry per token when they were asked for."""
+        """Return the records of tokens; `logprobs` has one entry per token if requested."""
         if self._plain:
             return b"".join(
                 self._struct.pack(token_id, _CODE[origin])
@@ -53,7 +54,7 @@ class TokenRecords:
         )
 
     def unpack(self, data: bytes) -> tuple[StoredToken, ...]:
-        """Return the tokens of whole records; what is left of a torn one at the end is ignored."""
+        """Return the tokens of complete records; a truncated record at the end is ignored."""
         whole = len(data) - len(data) % self.size
         return tuple(map(self._token, self._struct.iter_unpack(data[:whole])))
 

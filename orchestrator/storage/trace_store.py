@@ -1,11 +1,11 @@
-"""What the tracing of a session keeps in Redis: the records of its cycles, and which span serves it.
+"""Trace data of a session in Redis: the records of its cycles, and the span that serves it.
 
-Both are keys of the session (see `orchestrator.storage.keys`): they expire and are deleted with it. Nothing
-is written for a session that is gone, nor by an owner of an earlier session of that name.
+Both are keys of the session (see `orchestrator.storage.keys`): they expire and are deleted with it. Writes
+are ignored for a deleted or expired session, and from owners of an earlier session with the same name.
 
-The records are serialised GetSessionTraceResponses one after the other, which is how protobuf writes their
-concatenation. They are charged to the session. They take up to three quarters of the bounds of stored bytes:
-past that they are dropped, and the rest is left to sessions.
+The records are concatenated serialised GetSessionTraceResponses, which protobuf parses as one merged message.
+They are charged to the session. Records are dropped above three quarters of the bounds of stored bytes: the
+rest is reserved for sessions.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from orchestrator.storage.keys import StoreBounds, keys_of
 __all__ = ["RedisTraceStore"]
 
 SHARE = 0.75
-"""Of the bounds of stored bytes, up to which records are stored."""
+"""Share of the bounds of stored bytes up to which records are stored."""
 
 
 class RedisTraceStore:
-    """Implements the journal's RecordStore.
+    """Implements the RecordStore of `orchestrator.telemetry.cycle_log`.
 
     Args:
         redis: A connected client.
-        ttl_s: Seconds that a session stays after its last change.
+        ttl_s: Seconds that a session is kept after its last change.
         bounds: Upper bounds of stored bytes.
     """
 
@@ -39,11 +39,10 @@ class RedisTraceStore:
         self._note_trace = BatchedScript(redis, scripts.NOTE_TRACE)
 
     async def append(self, session_id: str, epoch: int, records: bytes) -> bool:
-        """Add records, a serialised GetSessionTraceResponse, to those of a session, as the owner of an epoch.
+        """Append records (a serialised GetSessionTraceResponse) to a session's, as the owner of an epoch.
 
         Returns:
-            Whether they were stored: they are not when the session is gone, or when there is no room for
-            them.
+            Whether they were stored; False if the session is gone or the bounds are exceeded.
 
         Raises:
             UnavailableError: Redis cannot be reached.
@@ -65,7 +64,7 @@ class RedisTraceStore:
         return pb.GetSessionTraceResponse.FromString(data or b"")
 
     async def serving(self, session_id: str) -> str:
-        """Return the `traceparent` of the sampled generation that served a session last, or an empty text.
+        """Return the `traceparent` of the sampled generation that served a session last, or "".
 
         Raises:
             UnavailableError: Redis cannot be reached.
@@ -73,7 +72,7 @@ class RedisTraceStore:
         return _text(await answer(self._redis.get(keys_of(session_id)[3])))
 
     async def serve(self, session_id: str, epoch: int, traceparent: str) -> str:
-        """Note the sampled generation of an epoch's owner, and return the one before as `serving` does.
+        """Store the sampled generation of an epoch's owner; return the previous one as `serving` does.
 
         Raises:
             UnavailableError: Redis cannot be reached.

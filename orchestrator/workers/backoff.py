@@ -1,4 +1,4 @@
-"""How long to leave a failing helper alone."""
+"""Backoff after failures, and adaptive timeouts for answers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import time
 __all__ = ["Backoff", "Patience"]
 
 PRICE = 4.0
-"""The first pause is this many times what the failure cost."""
+"""The first pause is this many times the seconds that the failure cost."""
 
 MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 30.0
 
 
 class Backoff:
-    """Pauses after failures: longer the more a failure cost, doubling with each one in a row.
+    """Exponential backoff: a pause is proportional to the cost of the failure, doubled per failure in a row.
 
-    Many callers may share one: what fails at the same time is one failure, and after a pause one of them
-    tries for all.
+    Many callers may share one instance: concurrent failures count as one, and after a pause a single caller
+    tries while the others wait for its outcome.
     """
 
     def __init__(self) -> None:
@@ -26,52 +26,52 @@ class Backoff:
 
     @property
     def ready(self) -> bool:
-        """Whether it may be tried now."""
+        """Whether a call may be tried now."""
         return self._failures == 0 or time.monotonic() >= self._resume_at
 
     def trying(self, limit_s: float) -> None:
-        """Take note that somebody tries: after a failure the others wait for the outcome.
+        """Record an attempt: after a failure other callers wait for its outcome.
 
         Args:
-            limit_s: Seconds after which somebody else may try, whatever became of this.
+            limit_s: Seconds after which another caller may try, even without an outcome.
         """
         if self._failures > 0:
             self._resume_at = time.monotonic() + limit_s
 
     def failed(self, lost_s: float) -> None:
-        """Take note of a failure that cost `lost_s` seconds."""
+        """Record a failure that cost `lost_s` seconds."""
         now = time.monotonic()
         if self._failures > 0 and now - lost_s < self._failed_at:
-            return  # it began before the last failure was known: the same incident
+            return  # the call began before the last failure was recorded: the same incident
         pause_s = min(MAX_PAUSE_S, max(MIN_PAUSE_S, PRICE * lost_s) * 2.0**self._failures)
         self._failures = min(self._failures + 1, 16)
         self._failed_at, self._resume_at = now, now + pause_s
 
     def lives(self) -> None:
-        """Take note of a sign of life: after a first failure it may be tried at once, it was held up.
+        """Record a late answer: after a first failure the pause ends, since the worker was only delayed.
 
-        One that goes on failing is late all the time, and gives signs of life, too.
+        Later failures keep their pause: a worker that keeps failing also sends late answers.
         """
         if self._failures == 1:
             self._resume_at = 0.0
 
     def succeeded(self) -> None:
-        """Forget past failures."""
+        """Reset the failure count."""
         self._failures = 0
 
 
 class Patience:
-    """How long to wait for an answer: a multiple of what answers took of late, as TCP does it (RFC 6298).
+    """Adaptive timeout: a multiple of recent answer times, as TCP's retransmission timeout (RFC 6298).
 
     Args:
-        least_s: Never less than this.
+        least_s: Lower bound of the timeout, in seconds.
     """
 
     FACTOR = 4.0
-    """Times of what TCP would wait: a proposal's time varies with its depth and the worker's company."""
+    """Multiple of TCP's timeout: a proposal's time varies with its depth and the worker's other sessions."""
 
     NUM_SAMPLES = 8
-    """Answers from which on it is believed; before, and of a worker that warms up, the limit counts."""
+    """Samples needed for an estimate; before that, as while a worker warms up, the timeout is the limit."""
 
     def __init__(self, least_s: float = 0.25) -> None:
         self._least_s = least_s
@@ -79,7 +79,7 @@ class Patience:
         self._num_samples = 0
 
     def observe(self, seconds: float) -> None:
-        """Take note of an answer that took so long, or of a wait that was given up after so long."""
+        """Record the seconds until an answer, or until the wait for it was abandoned."""
         if self._num_samples == 0:
             self._mean, self._deviation = seconds, seconds / 2
         self._deviation += (abs(seconds - self._mean) - self._deviation) / 4

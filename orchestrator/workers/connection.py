@@ -1,4 +1,4 @@
-"""The link to one worker process: one long-lived stream that carries the blocks of many sessions."""
+"""Connection to one worker process: one long-lived stream that carries the blocks of many sessions."""
 
 from __future__ import annotations
 
@@ -26,63 +26,63 @@ _log = logging.getLogger(__name__)
 
 INFO_PERIOD_S = 2.0
 INFO_TIMEOUT_S = 5.0
-MAX_FORGETS = 1024  # that wait for a worker to come back
+MAX_FORGETS = 1024  # queued while the worker is not connected
 RECONNECT_BASE_S, RECONNECT_CAP_S = 0.05, 2.0
 ANSWER_GRACE_S = 0.25
-"""How much longer than the worker's own deadline we wait, so that its answer (which says why) wins."""
+"""Added to the worker's deadline on our side, so that its own error, which has the reason, arrives first."""
 
 MAX_FRAME_BYTES = 2**20
-"""Frames stay well below gRPC's default receive limit of 4 MiB; one block alone may be larger."""
+"""Keeps frames well below gRPC's default receive limit of 4 MiB; a single block may be larger."""
 
 MAX_ANSWER_BYTES = 64 * 2**20
-"""Largest frame that a worker may answer with; one that sends more loses the connection."""
+"""Largest frame accepted from a worker; a larger one closes the connection."""
 
 _EOF: Any = vars(grpc.aio)["EOF"]  # the type stubs lack it
 
 CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # This is also how long an attempt to connect may take: with less a busy worker is never reached, and one
-    # that was stopped takes the attempt that waits for it as soon as it goes on.
+    # Also the timeout of a connection attempt: with less a busy worker is never reached, and a stopped worker
+    # accepts the pending attempt as soon as it continues.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 5_000),
-    # A process that was stopped, or a machine that vanished, is noticed after the sum of the two: gRPC itself
-    # answers, so that a worker that computes for long does answer.
+    # A stopped process or a lost machine is detected after the sum of the two. gRPC itself answers the pings,
+    # so a worker in a long computation still answers.
     ("grpc.keepalive_time_ms", 1_000),
     ("grpc.keepalive_timeout_ms", 1_500),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     ("grpc.max_send_message_length", -1),
-    ("grpc.use_local_subchannel_pool", 1),  # a dead connection of one link must not slow down the next one
+    ("grpc.use_local_subchannel_pool", 1),  # a broken connection of one link must not delay the next one
 )
 
 
 class WorkerConnection(Generic[BlockT, ResultT]):
-    """A worker as this orchestrator sees it: connects, reconnects, carries calls.
+    """Connection of this orchestrator to a worker: connects, reconnects and carries calls.
 
-    All calls that become ready in one tick of the event loop leave in one frame. Answers are matched by
-    request id, those that nobody waits for any more are dropped. When the stream dies, all calls fail with
+    All calls that become ready in one tick of the event loop are sent in one frame. Answers are matched by
+    request id; answers to abandoned calls are dropped. When the stream breaks, all calls fail with
     UnavailableError and the link reconnects with exponential backoff and jitter.
 
     Args:
         protocol: Which of the two services.
         address: host:port of the worker.
-        check: Called with what the worker says about itself, on connecting and every two seconds; raises
-            GammarayError to refuse the worker.
-        on_change: Called when the link came up, went down, or was refused.
-        tls: What to show the worker; None is plain text.
+        check: Called with the worker's info on connecting and every two seconds; raises GammarayError to
+            refuse the worker.
+        on_change: Called when the link came up, went down, or the worker was refused.
+        tls: TLS files of the connection; None for plain text.
 
     Attributes:
-        info: What the worker last said about itself; None before the first connection.
+        info: Last info from the worker; None before the first connection.
         refusal: Why the worker is refused, or None.
         sessions: Sessions attached to this link.
-        prefixes: What the worker has read.
+        prefixes: Prefixes that the worker has processed.
         traffic: Bytes sent and received.
-        backoff: Pauses the use of a worker that is connected and yet late.
-        patience: How long its answers are waited for.
-        listeners: By session, who takes the proposals that were not asked for.
+        backoff: Pauses the use of a worker that is connected but late.
+        patience: Timeout of its answers.
+        listeners: Callbacks for unsolicited proposals, by session.
         is_up: Whether calls can be made now.
-        pending: Calls that wait for their answer, by request id.
-        is_draining: Whether the worker is about to stop: what is in flight is answered, nothing new is taken.
+        pending: Unanswered calls, by request id.
+        is_draining: Whether the worker is shutting down: it answers calls in flight and takes no new ones.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class WorkerConnection(Generic[BlockT, ResultT]):
         return self.is_up and not self.is_draining and self.backoff.ready
 
     def start(self) -> None:
-        """Begin to connect, and keep the link up until `close`."""
+        """Start connecting, and keep the link up until `close`."""
         self._task = asyncio.create_task(self._stay_connected(), name=f"{self.role} link {self.address}")
 
     async def close(self) -> None:
@@ -134,8 +134,8 @@ class WorkerConnection(Generic[BlockT, ResultT]):
         """Send a block and wait for its answer; sets the block's `request_id`.
 
         Raises:
-            UnavailableError: The link is down, or its stream died before the answer came.
-            DeadlineExceededError: No answer within `timeout_s` and a short grace.
+            UnavailableError: The link is down, or its stream broke before the answer.
+            DeadlineExceededError: No answer within `timeout_s` plus a short grace period.
         """
         if not self.is_up:
             raise UnavailableError(f"the {self.role} worker at {self.address} is not connected")
@@ -153,16 +153,16 @@ class WorkerConnection(Generic[BlockT, ResultT]):
             self.pending.pop(request_id, None)
 
     def tell(self, block: BlockT) -> None:
-        """Send a block that is not answered; returns at once, and drops it when the link is down.
+        """Send a block that gets no answer; returns at once, and drops the block if the link is down.
 
-        What is waited for goes first: the block leaves a tick later.
+        The block is sent one tick later, so that calls with an answer are sent first.
         """
         if self.is_up:
             self._blocks.append(block)
             asyncio.get_running_loop().call_soon(self._has_output.set)
 
     def release(self, session_id: str, epoch: int = 0, *, forget: bool = False) -> None:
-        """Tell the worker that a session has ended for this owner (0: for any); see pb.ReleaseSession."""
+        """Release a session on the worker for this owner's epoch (0: any epoch); see pb.ReleaseSession."""
         self.sessions.discard(session_id)
         if self.is_up or (forget and len(self._releases) < MAX_FORGETS):
             self._releases.append(pb.ReleaseSession(session_id=session_id, epoch=epoch, forget=forget))
@@ -202,7 +202,7 @@ class WorkerConnection(Generic[BlockT, ResultT]):
                 )
             ]
             self.is_up = True
-            self.backoff.succeeded()  # another process, or one that was held up and goes on
+            self.backoff.succeeded()  # a restarted worker, or one that was only delayed
             self._on_change()
             try:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -229,7 +229,7 @@ class WorkerConnection(Generic[BlockT, ResultT]):
         while self._blocks:
             request_id = self._blocks[0].request_id
             future = self.pending.get(request_id)
-            if request_id and (future is None or future.done()):  # its caller gave up
+            if request_id and (future is None or future.done()):  # its caller no longer waits
                 del self._blocks[0]
                 continue
             size += self._blocks[0].ByteSize()
@@ -258,7 +258,7 @@ class WorkerConnection(Generic[BlockT, ResultT]):
         raise UnavailableError(f"the {self.role} worker at {self.address} ended the stream")
 
     async def _watch(self, channel: grpc.aio.Channel) -> None:
-        """Ask for the worker's state now and then, so that nobody waits for a stuck one till a deadline."""
+        """Poll the worker's info, so that calls to a stuck worker fail before their deadline."""
         while True:
             await asyncio.sleep(INFO_PERIOD_S)
             try:
@@ -283,12 +283,12 @@ class WorkerConnection(Generic[BlockT, ResultT]):
         self.refusal = error
 
     def _lose(self, error: Exception) -> None:
-        """Fail what is in flight: whether the worker still did it is unknown, and blocks are idempotent."""
+        """Fail all calls in flight; the worker may still have processed them, but blocks are idempotent."""
         reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
         _log.info("%s worker at %s: %s", self.role, self.address, reason)
         self._blocks.clear()
         self._releases = [release for release in self._releases if release.forget]
-        self.prefixes.clear()  # it may be another process when it is back
+        self.prefixes.clear()  # it may have restarted when it reconnects
         for future in self.pending.values():
             if not future.done():
                 message = f"the link to the {self.role} worker at {self.address} broke: {reason}"

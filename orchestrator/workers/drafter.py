@@ -1,4 +1,4 @@
-"""Drafter of one session, on a draft worker, and on another one when that fails."""
+"""Drafter of one session on a draft worker, with failover to another draft worker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from orchestrator.workers.session_client import WorkerSession
 __all__ = ["Readiness", "RemoteDrafter"]
 
 LONG_CONTEXT = 64
-"""Tokens that a draft worker lacks from which on the cycle does not wait for it to read them."""
+"""If a draft worker lacks at least this many tokens, it prefills them in the background."""
 
 
 class Readiness(Enum):
@@ -40,18 +40,18 @@ _DraftLink = WorkerConnection[draft_pb.ProposeBlock, draft_pb.ProposeResult]
 
 
 class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
-    """Proposes through a draft worker, another one when it fails; implements the cycle's Drafter.
+    """Proposes through a draft worker, with failover to another one; implements the cycle's Drafter.
 
-    A worker that is late is left alone for a multiple of the time it cost, by all sessions; one that fails
-    for this session only, by this one. A long prompt is fed in the background, while the target reads it too:
-    until then proposals are empty, and the first token comes as early as without a drafter.
+    All sessions avoid a late worker for a multiple of the time that it cost; a worker that fails with another
+    error is avoided by this session only. A long prompt is sent in the background while the target processes
+    it: until then proposals are empty, so a drafter does not delay the first token.
 
     Args:
         pool: The draft workers.
-        spec: What they must know of the session.
-        timeout_s: Upper bound of the deadline of one proposal, which follows what they took of late.
-        prefill_timeout_s: Deadline of reading a long prompt.
-        vocab_size: The target's; proposals with other tokens are refused.
+        spec: Session parameters for the worker.
+        timeout_s: Upper bound of a proposal's timeout, which adapts to recent answer times.
+        prefill_timeout_s: Timeout of the prefill of a long prompt.
+        vocab_size: Vocabulary size of the target; proposals with other tokens are refused.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         self._prefill: asyncio.Task[object] | None = None
 
     def prepare(self, session: Session) -> Readiness:
-        """Choose a worker, have it read what it lacks when that is long, and tell whether it can propose."""
+        """Choose a worker, start a prefill if it lacks many tokens, and return whether it can propose."""
         if self._prefill is not None and not self._prefill.done():
             return Readiness.READING
         link = self._link
@@ -87,10 +87,10 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         return Readiness.READING
 
     async def propose(self, session: Session, shape: Shape) -> Proposal:
-        """Return a proposal within `shape`, less deep near the end of the draft model's context.
+        """Return a proposal within `shape`; near the end of the draft model's context it is less deep.
 
         Raises:
-            UnavailableError: There is no draft worker that can be used now.
+            UnavailableError: No draft worker is usable.
             GammarayError: The worker failed or was late.
         """
         readiness = self.prepare(session)
@@ -104,10 +104,11 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         return await self._draft(session, self._link, shape, self._link.patience.wait_s(self._timeout_s))
 
     def _take_prepared(self, session: Session, link: _DraftLink, shape: Shape) -> Proposal | None:
-        """Return what the worker sent for this very outcome, and tell it so.
+        """Return the lookahead proposal for this cycle's outcome, and notify the worker of its use.
 
         Raises:
-            GammarayError: What it sent makes no sense: it is left, as one that answers so.
+            GammarayError: The worker sent malformed proposals; the session leaves the worker, as after a
+                malformed answer.
         """
         try:
             proposal = self._prepared.take(session.token_ids, shape)
@@ -141,7 +142,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         super()._detach(session)
 
     def release(self, session: Session) -> None:
-        """Free what the worker holds of the session; returns at once."""
+        """Release the session's cache on the worker; returns at once."""
         if self._prefill is not None:
             self._prefill.cancel()
             self._prefill = None
@@ -150,7 +151,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         super().release(session)
 
     def leave(self, session: Session) -> None:
-        """Let the worker keep what it holds of the session, for whoever goes on with it."""
+        """Detach from the worker, which keeps the session's cache for the next owner."""
         if self._prefill is not None:
             self._prefill.cancel()
             self._prefill = None
@@ -160,7 +161,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         return link.is_usable and (link.address not in self._pauses or self._pauses[link.address].ready)
 
     async def _read(self, session: Session, link: _DraftLink) -> None:
-        """Have the worker read the committed tokens; a failure shows in the pauses."""
+        """Prefill the committed tokens on the worker; a failure is recorded in the backoffs."""
         with contextlib.suppress(GammarayError):
             await self._draft(session, link, Shape(1), self._prefill_timeout_s)
 
@@ -169,7 +170,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         self._shape = shape.clipped(max_context - session.num_committed)
         if self._shape.depth <= 0:
             return Proposal()
-        is_reading = timeout_s > self._timeout_s  # which takes longer than any proposal, and proves less
+        is_reading = timeout_s > self._timeout_s  # takes longer than a proposal, is weaker evidence
         if not is_reading:
             link.backoff.trying(self._timeout_s)
         self._prepared.expect(session.epoch, session.num_committed)
@@ -190,11 +191,11 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
 
     def _note_failure(self, session: Session, link: _DraftLink, error: GammarayError, lost_s: float) -> None:
         if not link.is_up:
-            self._detach(session)  # it will be another process when it is back
+            self._detach(session)  # it may have restarted when it reconnects
         elif session.is_overdue:
-            return  # it was given too little time
+            return  # the caller's deadline left it too little time
         elif isinstance(error, DeadlineExceededError):
-            link.backoff.failed(lost_s)  # spares the other sessions the same wait
+            link.backoff.failed(lost_s)  # other sessions avoid the same wait
             link.patience.observe(lost_s)
         else:
             self._pauses.setdefault(link.address, Backoff()).failed(lost_s)
@@ -209,7 +210,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
 
 
 def _check_shape(proposal: Proposal, shape: Shape) -> None:
-    # The cycle refuses it, too, but then no worker is blamed and the next proposal comes from the same one.
+    # The cycle checks this too, but without a failure on record the same worker would be used again.
     if proposal.depth > shape.depth or len(proposal) > max(shape.depth, shape.max_nodes):
         raise InternalError(
             f"the drafter proposed {len(proposal)} nodes in {proposal.depth} levels, asked for were {shape}"

@@ -1,4 +1,4 @@
-"""All workers of an orchestrator: found in the registry, checked for one vocabulary."""
+"""All workers of an orchestrator: discovered through the registry, checked for a common vocabulary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WATCH_PERIOD_S = 1.0
 
 
 class Registry(Protocol):
-    """Where workers announce themselves."""
+    """Registry in which workers announce themselves."""
 
     async def addresses(self, role: str) -> set[str]:
         """Return the addresses of the announced workers of a role.
@@ -36,15 +36,15 @@ class Registry(Protocol):
 class Fleet:
     """The draft and the target workers.
 
-    A worker of another vocabulary than the served model's is refused: its tokens would mean something else.
+    A worker whose vocabulary differs from the served model's is refused: its token ids mean other tokens.
 
     Args:
-        registry: Asked once a second for workers that came and went.
+        registry: Polled once a second for added and removed workers.
         vocab_size: Number of token ids of the served model.
-        vocab_sha256: Fingerprint of its tokenizer's vocabulary; empty compares workers with each other alone.
-        target_addresses: Comma-separated host:port of target workers, beside the registry's.
+        vocab_sha256: Hash of its tokenizer's vocabulary; if empty, workers are only compared with each other.
+        target_addresses: Comma-separated host:port of target workers in addition to the registry's.
         draft_addresses: The same for draft workers.
-        tls: What to show the workers; None is plain text.
+        tls: TLS files of the connections; None for plain text.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Fleet:
         self._has_registry = True
 
     async def start(self, settle_s: float) -> None:
-        """Connect to the workers that are there, for at most `settle_s` seconds, and watch for others.
+        """Connect to the known workers within at most `settle_s` seconds, and watch for others.
 
         Raises:
-            InvalidArgumentError: A worker that is there has another vocabulary.
+            InvalidArgumentError: A connected worker has another vocabulary.
         """
         await self._look_again()
         await self.targets.settle(settle_s)
@@ -85,7 +85,7 @@ class Fleet:
 
     @property
     def max_context(self) -> int | None:
-        """Longest sequence that every connected target takes, in tokens; None when none is connected."""
+        """Longest sequence that every connected target accepts, in tokens; None if none is connected."""
         lengths = [
             link.info.max_context
             for link in self.targets.links.values()
@@ -94,12 +94,13 @@ class Fleet:
         return min(lengths, default=None)
 
     def release(self, session_id: str, epoch: int, *, forget: bool = False) -> None:
-        """Have all workers give up what they hold of a session, but for newer epochs; returns at once.
+        """Release a session on all workers, except caches of newer epochs; returns at once.
 
         Args:
             session_id: The session.
-            epoch: Of the owner that ends it; 0 for any.
-            forget: They drop it, and what it left before; otherwise it may serve others that begin alike.
+            epoch: Epoch of the releasing owner; 0 for any.
+            forget: Workers drop all its caches, also released ones; otherwise these may serve other sessions
+                with the same prefix.
         """
         for links in (self.targets.links, self.drafts.links):
             for link in links.values():
@@ -121,7 +122,7 @@ class Fleet:
             await self._look_again()
 
     async def _look_again(self) -> None:
-        """Ask the registry; known workers stay while it does not answer, whatever it says instead."""
+        """Poll the registry; known workers are kept while it fails, whatever the error."""
         try:
             targets = await self._registry.addresses("target")
             drafts = await self._registry.addresses("draft")
@@ -129,7 +130,7 @@ class Fleet:
             if self._has_registry:
                 _log.warning("the worker registry does not answer, known workers stay: %s", error)
             self._has_registry = False
-        except Exception:  # a bug must not end the watch: no worker would ever be found again
+        except Exception:  # a bug must not end the watch: no new worker would be found
             _log.exception("the worker registry cannot be read, known workers stay")
             self._has_registry = False
         else:
@@ -142,7 +143,7 @@ class Fleet:
     def _check_all(self) -> None:
         for refusal in (*self.targets.refusals(), *self.drafts.refusals()):
             raise refusal
-        for link in self.drafts.links.values():  # some may have connected before there was a target
+        for link in self.drafts.links.values():  # some may have connected before any target
             if link.info is not None:
                 self._check_draft(link.info)
 
@@ -178,7 +179,7 @@ class Fleet:
 
     @staticmethod
     def _differs(info: WorkerInfo, vocab_sha256: str) -> bool:
-        """Whether a worker's vocabulary is known to be another one; models may lack a tokenizer."""
+        """Whether a worker's vocabulary is known to differ; models without a tokenizer have no hash."""
         return bool(info.vocab_sha256 and vocab_sha256 and info.vocab_sha256 != vocab_sha256)
 
 

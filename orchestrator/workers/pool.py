@@ -1,4 +1,4 @@
-"""The workers of one role: who is there, who is refused, who takes a new session."""
+"""The workers of one role: which are connected, which are refused, and which takes a new session."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from orchestrator.workers.protocol import BlockT, ResultT, Traffic, WorkerInfo, 
 __all__ = ["WorkerPool"]
 
 REGISTRY_MISSES = 3
-"""A worker is dropped after it was missing this many times in a row, if its link is down too."""
+"""A worker missing from the registry this many times in a row is dropped if its link is down."""
 
 CROWDED = 1.5
-"""With more than this times the fewest sessions, and two more, what a worker has read does not count."""
+"""A worker with more sessions than this times the fewest, plus two, is not chosen for its cached prefixes."""
 
 
 Keys = Callable[[], Sequence[int]]
-"""Returns the keys of a text, see `orchestrator.workers.prefix_affinity`; called where there is a choice."""
+"""Returns the prefix keys of a text, see `orchestrator.workers.prefix_affinity`; called only if several
+workers are eligible."""
 
 
 class WorkerPool(Generic[BlockT, ResultT]):
     """The workers of one role.
 
     Args:
-        protocol: Their service.
-        static: Addresses that are always tried, beside those given to `announce`.
+        protocol: Service of the workers.
+        static: Addresses that are always tried, in addition to those given to `announce`.
         check: Raises GammarayError for a worker that must not be used.
-        tls: What to show the workers; None is plain text.
+        tls: TLS files of the connections; None for plain text.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
         self._is_closed = False
 
     def announce(self, addresses: set[str]) -> None:
-        """Connect to new workers; drop those that are gone, both from here and from their link."""
+        """Connect to new workers; drop those that are no longer announced and whose link is down."""
         for address in addresses | self._static:
             self._misses[address] = 0
             if address not in self.links:
@@ -76,10 +77,10 @@ class WorkerPool(Generic[BlockT, ResultT]):
         suits: Callable[[WorkerConnection[BlockT, ResultT]], bool] = lambda _: True,
         keys: Keys = tuple,
     ) -> WorkerConnection[BlockT, ResultT] | None:
-        """Return the usable worker, of those that suit, for a text of these keys; None when there is none.
+        """Return a usable and suitable worker for a text with these prefix keys; None if there is none.
 
-        It is the one that has read most of the text, at least half, unless it has many more sessions than
-        others; else the one with the fewest sessions.
+        The worker that has processed most of the text, at least half, is chosen unless it has many more
+        sessions than others; otherwise the worker with the fewest sessions.
         """
         return _best([link for link in self.links.values() if link.is_usable and suits(link)], keys)
 
@@ -88,7 +89,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
         suits: Callable[[WorkerConnection[BlockT, ResultT]], bool] = lambda _: True,
         keys: Keys = tuple,
     ) -> WorkerConnection[BlockT, ResultT] | None:
-        """Return the worker of `pick`, else one that is late at present, or None."""
+        """Return the worker of `pick`, else a connected one that is paused after being late, or None."""
         late = [link for link in self.links.values() if link.is_up and not link.is_draining and suits(link)]
         return self.pick(suits, keys) or _best(late, keys)
 
@@ -98,7 +99,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
         suits: Callable[[WorkerConnection[BlockT, ResultT]], bool] = lambda _: True,
         keys: Keys = tuple,
     ) -> WorkerConnection[BlockT, ResultT]:
-        """Return the worker of `pick_any`, as soon as there is one that suits.
+        """Wait for a suitable worker and return it, chosen as by `pick_any`.
 
         Raises:
             UnavailableError: There was none within `timeout_s`, or the pool was closed.
@@ -116,7 +117,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
         return link
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait until every worker is connected or refused, or `timeout_s` is over."""
+        """Wait until every worker is connected or refused, or `timeout_s` has passed."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while not all(link.is_up or link.refusal for link in self.links.values()):
             left_s = deadline - asyncio.get_running_loop().time()
@@ -127,7 +128,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
                 return
 
     def refusals(self) -> list[GammarayError]:
-        """Return why workers are refused."""
+        """Return the errors of the refused workers."""
         return [link.refusal for link in self.links.values() if link.refusal is not None]
 
     def status(self) -> list[ProcessStatus]:
@@ -136,7 +137,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
 
     @property
     def num_up(self) -> int:
-        """Connected workers; may be asked for in any thread."""
+        """Number of connected workers; thread-safe."""
         return sum(link.is_up for link in tuple(self.links.values()))
 
     def _status(self, link: WorkerConnection[BlockT, ResultT]) -> ProcessStatus:
@@ -159,7 +160,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
         )
 
     async def close(self) -> None:
-        """Close all links; nobody waits for a worker any more."""
+        """Close all links; pending `wait` calls fail."""
         self._is_closed = True
         self._changed.set()
         await asyncio.gather(*(link.close() for link in self.links.values()), *self._closing)

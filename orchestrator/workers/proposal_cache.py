@@ -1,4 +1,4 @@
-"""Proposals that a draft worker sent before they were asked for, by the outcome that each is for."""
+"""Cache of lookahead proposals, which a draft worker sends before they are requested, by outcome."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from orchestrator.cycle.types import Shape
 __all__ = ["ProposalCache"]
 
 MAX_KEPT = 32
-"""Outcomes kept per cycle: more than a worker prepares, less than one that is broken could send."""
+"""Outcomes kept per cycle: more than a worker prepares; bounds what a broken worker can store."""
 
 MAX_SEEN = 4 * MAX_KEPT
-"""Proposals for one cycle, from which on the worker is broken."""
+"""A worker that sends more proposals than this for one cycle is broken."""
 
 MAX_KEPT_BYTES = 2**20
-"""Of all that is kept per cycle; what would exceed it is asked for again when it is wanted."""
+"""Bytes kept per cycle; proposals beyond this are dropped, and requested normally when needed."""
 
 NOTHING = -1
-"""A base position that no message can name."""
+"""A base position that no message can have."""
 
 
 class ProposalCache:
-    """What came for the cycle under way of one session.
+    """Lookahead proposals for the current cycle of one session.
 
-    With every verification method a proposal is the same whether it was prepared or asked for, so taking one
-    from here changes when it is there and nothing else.
+    With every verification method a proposal is the same whether it was prepared or requested, so using a
+    cached one changes its latency only.
 
     Args:
-        vocab_size: The target's; proposals with other tokens are refused.
+        vocab_size: Vocabulary size of the target; proposals with other tokens are refused.
 
     Attributes:
-        by_outcome: What is kept: serialised proposals, by the tokens of the outcome that each is for.
+        by_outcome: Serialised proposals by the tokens of the outcome that they continue.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -48,25 +48,25 @@ class ProposalCache:
         self._offence: GammarayError | None = None
 
     def expect(self, epoch: int, base_position: int) -> None:
-        """Drop all, and take from now on what is for outcomes of the cycle at this position."""
+        """Drop all proposals, and accept those for outcomes of the cycle at this position."""
         self._epoch, self._base_position = epoch, base_position
         self._num_seen = self._num_bytes = 0
         self._offence = None
         self.by_outcome.clear()
 
     def expect_nothing(self) -> None:
-        """Drop all, and whatever comes until something is expected again."""
+        """Drop all proposals, and all that arrive before the next `expect`."""
         self.expect(0, NOTHING)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what is kept, outcomes included."""
+        """Bytes of the cached proposals, outcomes included."""
         return self._num_bytes
 
     def put(self, message: draft_pb.AheadProposal) -> None:
-        """Keep a proposal, if it is for the cycle under way.
+        """Cache a proposal if it is for the current cycle.
 
-        One that no good worker sends makes `take` fail, so that the worker is left.
+        An invalid proposal makes `take` fail, so that the session leaves the worker.
         """
         if message.epoch != self._epoch or message.base_position != self._base_position:
             return
@@ -76,7 +76,7 @@ class ProposalCache:
             if self._offence is not None:
                 self.by_outcome.clear()
                 self._num_bytes = 0
-        # A message is a part of its frame, and would keep all of that in memory.
+        # A message is part of its frame and would keep the whole frame in memory: only its bytes are kept.
         size = message.ByteSize()
         is_room = len(self.by_outcome) < MAX_KEPT and self._num_bytes + size <= MAX_KEPT_BYTES
         outcome = tuple(message.token_ids) if self._offence is None and is_room else ()
@@ -85,10 +85,10 @@ class ProposalCache:
             self._num_bytes += size
 
     def _judge(self, message: draft_pb.AheadProposal) -> GammarayError | None:
-        """Return what is wrong with the number or the measures of what came."""
+        """Return the error if there are too many proposals, or a size of this one is out of range."""
         if self._num_seen > MAX_SEEN:
             return InvalidArgumentError("ahead", f"more than {MAX_SEEN} for one cycle", f"up to {MAX_SEEN}")
-        # An outcome is what a cycle emits: the deepest path and the target's own token.
+        # An outcome is what a cycle emits: at most the deepest path and the target's own token.
         if not 1 <= len(message.token_ids) <= MAX_GAMMA + 1:
             return InvalidArgumentError(
                 "ahead.token_ids", f"{len(message.token_ids)} ids", f"1 to {MAX_GAMMA + 1}"
@@ -99,17 +99,17 @@ class ProposalCache:
         return None
 
     def take(self, token_ids: Sequence[int], shape: Shape) -> Proposal | None:
-        """Return the proposal for an outcome, None when there is none that fits.
+        """Return the proposal for an outcome, None if there is none within `shape`.
 
-        A chain is cut where it is too long, which says nothing of its tokens; one that was asked for with a
-        smaller gamma does as well.
+        A chain that is too long is truncated, which does not depend on its tokens; a chain drafted for a
+        smaller gamma is used as it is.
 
         Args:
-            token_ids: What the cycle emitted.
-            shape: What the next proposal may look like.
+            token_ids: The session's committed tokens.
+            shape: Bounds of the next proposal.
 
         Raises:
-            GammarayError: The proposal is malformed, or something else that came for this cycle was.
+            GammarayError: This proposal, or another one for this cycle, is malformed.
         """
         if self._offence is not None:
             raise self._offence

@@ -1,4 +1,4 @@
-"""One interface for the two worker protocols, so that one connection class serves both, and their traffic."""
+"""One interface for the two worker services, so that one connection class serves both; traffic counters."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ __all__ = ["DRAFT", "TARGET", "BlockT", "ResultT", "Traffic", "WorkerInfo", "Wor
 
 @dataclass
 class Traffic:
-    """Bytes of frames so far, without what HTTP/2 adds.
+    """Bytes of frames so far, without HTTP/2 overhead.
 
     Attributes:
-        sent: To the workers.
-        received: From them.
+        sent: Bytes sent to workers.
+        received: Bytes received from workers.
     """
 
     sent: int = 0
     received: int = 0
 
 
-# The stubs of grpc.aio streams lack the reading and writing calls, so streams are untyped here and in links.
+# The type stubs of grpc.aio streams lack read and write, so streams are untyped here and in connections.
 BlockT = TypeVar("BlockT", bound=draft_pb.ProposeBlock | target_pb.VerifyBlock)
 ResultT = TypeVar("ResultT", bound=draft_pb.ProposeResult | target_pb.VerifyResult)
 
 WorkerInfo = draft_pb.GetDraftInfoResponse | target_pb.GetTargetInfoResponse
-"""What a worker says about itself: two messages with the same fields."""
+"""Info of a worker: two messages with the same fields."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class WorkerProtocol(Generic[BlockT, ResultT]):
     Args:
         role: "draft" or "target".
         open_stream: Opens the bidirectional stream that carries the frames.
-        get_info: Asks the worker what it serves; waits for the connection, at most the given seconds.
+        get_info: Returns the worker's info; waits for the connection for at most the given seconds.
         make_frame: Builds a request frame.
-        ahead_of: What a response frame holds that was not asked for.
+        ahead_of: Returns the lookahead proposals of a response frame.
     """
 
     role: str

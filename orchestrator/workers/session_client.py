@@ -1,4 +1,4 @@
-"""One session on a worker: what the worker lacks is fed to it, again when it lost it."""
+"""One session on a worker: sends the tokens that the worker lacks, again after an eviction."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from orchestrator.workers.protocol import BlockT, ResultT
 __all__ = ["WorkerSession", "session_spec"]
 
 MAX_FEEDS = 4
-"""A worker that still lacks tokens after this many feeds in a row is broken (an eviction explains one)."""
+"""A worker that still lacks tokens after this many feeds in a row is broken; an eviction explains one."""
 
 MAX_MESSAGE = 500
-"""Characters of a worker's message that are passed on: they travel in headers, which are bounded."""
+"""Characters of a worker's error message that are forwarded: they are sent in headers, which are bounded."""
 
 _FAILURES = frozenset(code.value[0] for code in grpc.StatusCode if code is not grpc.StatusCode.OK)
 
 
 class WorkerSession(ABC, Generic[BlockT, ResultT]):
-    """One session's place on the workers of one role.
+    """One session on the workers of one role.
 
-    Tracks how many committed tokens the attached worker holds, so that a block carries only the others.
+    Tracks how many committed tokens the attached worker holds; a block carries only the others.
     """
 
     def __init__(self, pool: WorkerPool[BlockT, ResultT], spec: pb.SessionSpec) -> None:
@@ -45,7 +45,7 @@ class WorkerSession(ABC, Generic[BlockT, ResultT]):
         self._base_position = 0
 
     def release(self, session: Session) -> None:
-        """Free what the worker holds of the session; returns at once."""
+        """Release the session's cache on the worker; returns at once."""
         if self._link is not None:
             if self._num_known > 0:
                 self._link.prefixes.add(self._keys(session))
@@ -53,11 +53,11 @@ class WorkerSession(ABC, Generic[BlockT, ResultT]):
             self._link = None
 
     def leave(self, session: Session) -> None:
-        """Let the worker keep what it holds of the session, for whoever goes on with it."""
+        """Detach from the worker, which keeps the session's cache for the next owner."""
         self._detach(session)
 
     def prefer(self, session: Session, address: str) -> None:
-        """Use the worker at an address if it can be used: it may hold the session's cache."""
+        """Use the worker at an address if it is usable: it may hold the session's cache."""
         link = self._pool.links.get(address)
         if link is not None and link.is_usable:
             self._attach(session, link)
@@ -68,7 +68,7 @@ class WorkerSession(ABC, Generic[BlockT, ResultT]):
         return self._link.address if self._link is not None else ""
 
     def _keys(self, session: Session) -> list[int]:
-        """What its text is known by to `WorkerPool.pick`; nothing when it shares no caches."""
+        """Return the prefix keys of its text for `WorkerPool.pick`; none if it shares no caches."""
         spec = self._spec
         return prefix_keys(session.token_ids, spec.cache_salt) if spec.HasField("cache_salt") else []
 
@@ -79,7 +79,7 @@ class WorkerSession(ABC, Generic[BlockT, ResultT]):
             link.sessions.add(session.session_id)
 
     def _detach(self, session: Session) -> None:
-        """Leave a worker whose link broke; it drops the session by itself, by eviction if it still lives."""
+        """Detach without a release; the worker evicts the session's cache itself, if it still runs."""
         if self._link is not None:
             self._link.sessions.discard(session.session_id)
             self._link = None
@@ -87,7 +87,7 @@ class WorkerSession(ABC, Generic[BlockT, ResultT]):
     async def _ask(
         self, session: Session, link: WorkerConnection[BlockT, ResultT], timeout_s: float
     ) -> ResultT:
-        """Send the cycle's block, with ever more context as long as the worker asks for it."""
+        """Send the cycle's block, again with more context while the worker reports missing tokens."""
         timeout_s = session.left_s(timeout_s)
         if session.calls is None:
             return await self._feed(session, link, timeout_s)
@@ -131,7 +131,7 @@ class WorkerSession(ABC, Generic[BlockT, ResultT]):
         raise InternalError(f"{link.role} worker at {link.address} lacks tokens after {MAX_FEEDS} feeds")
 
     def _fill(self, session: Session, block: BlockT) -> None:
-        """Enter the session, and the tokens that the worker lacks."""
+        """Set the session fields of a block, and the tokens that the worker lacks."""
         block.session_id, block.epoch = session.session_id, session.epoch
         block.base_position = self._base_position = session.num_committed
         block.context.start = self._num_known
@@ -141,11 +141,11 @@ class WorkerSession(ABC, Generic[BlockT, ResultT]):
 
     @abstractmethod
     def _block(self, session: Session) -> BlockT:
-        """Return a block with the fields that only one of the two services has."""
+        """Return a block with the fields specific to one of the two services."""
 
 
 def _failure(link: WorkerConnection[BlockT, ResultT], error: pb.BlockError) -> GammarayError:
-    """Return the error that a worker tells; a code that means nothing is a failure of its own."""
+    """Return the error that a worker reports; InternalError if its code is unknown."""
     message = error.message[:MAX_MESSAGE]
     if error.code in _FAILURES:
         return error_from_status(status_pb2.Status(code=error.code, message=message))
@@ -153,8 +153,8 @@ def _failure(link: WorkerConnection[BlockT, ResultT], error: pb.BlockError) -> G
 
 
 def session_spec(session: Session, eos_token_ids: frozenset[int], *, shares_caches: bool) -> pb.SessionSpec:
-    """Return what workers must know of a session beside its tokens."""
-    # Nobody's caches serve another tenant: how soon a first token comes would tell what others have asked.
+    """Return the parameters of a session that workers need in addition to its tokens."""
+    # Caches are never shared between tenants: the time to first token would reveal another tenant's prompts.
     salt = f"{tenant_of(session.session_id)}:{session.cache_salt}"
     return pb.SessionSpec(
         sampling=sampling_to_proto(session.params),

@@ -1,7 +1,7 @@
-"""Verifier of one session: one target worker at a time, another one when that fails.
+"""Verifier of one session on one target worker at a time, with failover to another one.
 
-A session holds text of one target model: a worker with other weights is refused. When a worker drops a
-session, its owner asks the store who owns the session before it goes on.
+All tokens of a session come from one target model: a worker with other weights is refused. When a worker
+drops a session, the session's owner checks in the store that it still owns the session before it continues.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ __all__ = [
 ]
 
 TRIES = 5
-"""Verifications of one cycle that may be answered with CANCELLED before the session ends with an error."""
+"""Attempts per cycle that may be answered with CANCELLED before the session fails."""
 
 
 class FencedVerifier:
-    """Verifies through another verifier; implements the cycle's Verifier.
+    """Checks ownership in the store after CANCELLED answers; implements the cycle's Verifier.
 
     A worker answers CANCELLED when the session was released: it was cancelled or deleted, or its owner was
-    taken for dead. The store knows which; in the last case the worker is fed again, a few times. Only the
-    store says that a session was cancelled: what a worker answers never does.
+    considered dead. The store knows which; in the last case the block is sent again, up to `TRIES` times.
+    Only the store decides whether a session was cancelled, never a worker's answer.
 
     Args:
-        verifier: The verifier.
-        renew: Raises what stands in the way of working on the session.
+        verifier: The wrapped verifier.
+        renew: Renews the lease; raises if the session cannot be continued.
     """
 
     def __init__(self, verifier: Verifier, renew: Callable[[Session], Awaitable[None]]) -> None:
@@ -73,9 +73,9 @@ class FencedVerifier:
 
         Raises:
             CancelledError: The session was cancelled.
-            FailedPreconditionError: It has another owner by now.
-            UnavailableError: Workers keep dropping the session, though it is the caller's.
-            GammarayError: As the verifier's.
+            FailedPreconditionError: The session has another owner by now.
+            UnavailableError: Workers keep dropping the session although the caller owns it.
+            GammarayError: As raised by the wrapped verifier.
         """
         for _ in range(TRIES):
             try:
@@ -93,24 +93,24 @@ TargetPool = WorkerPool[target_pb.VerifyBlock, target_pb.VerifyResult]
 
 
 def identity_of(link: WorkerConnection[Any, Any]) -> str:
-    """Return what a worker last said it is, empty when it did not say."""
+    """Return the model identity in the worker's last info, empty if unknown."""
     return link.info.model_identity if isinstance(link.info, target_pb.GetTargetInfoResponse) else ""
 
 
 def of_identity(identity: str) -> Callable[[TargetLink], bool]:
-    """Return whether a worker may go on with a session of an identity."""
+    """Return a predicate: whether a worker may continue a session with this model identity."""
     return lambda link: not identity or identity_of(link) == identity
 
 
 async def check_served(pool: TargetPool, session_id: str, identity: str, timeout_s: float) -> None:
-    """Check that a session can go on, before anybody takes it over or begins a turn of it.
+    """Check that a session's model is served, before the session is taken over or gets a new turn.
 
-    While workers of its model may come back, as long as `timeout_s`, they are waited for. Without any target
-    worker nothing can be said yet, and nothing is.
+    If only other models are served, waits up to `timeout_s` for a worker of the session's model. Without any
+    target worker the check passes, as nothing is known yet.
 
     Raises:
-        ModelChangedError: The target workers that are there are all of other models.
-        UnavailableError: One of its model is there and takes nothing new, or all went away meanwhile.
+        ModelChangedError: All connected target workers serve other models.
+        UnavailableError: A worker of its model is connected but draining, or all workers disconnected.
     """
     if pool.pick_any(of_identity(identity)) is not None or pool.pick_any() is None:
         return
@@ -121,7 +121,7 @@ async def check_served(pool: TargetPool, session_id: str, identity: str, timeout
 
 
 def why_nobody(pool: TargetPool, session_id: str, identity: str, error: UnavailableError) -> GammarayError:
-    """Return why no worker went on with a session: the error, or that those there are of other models."""
+    """Return ModelChangedError if only other models are served, else `error`."""
     others = {identity_of(link) for link in pool.links.values() if link.is_up}
     if not identity or not others or identity in others:
         return error
@@ -129,17 +129,17 @@ def why_nobody(pool: TargetPool, session_id: str, identity: str, error: Unavaila
 
 
 RETRY_PAUSE_S = 0.05
-"""Between attempts at a target worker that is there and fails at once."""
+"""Seconds between attempts when target workers fail at once."""
 
 
 class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult]):
-    """Verifies through a target worker, another one when it dies; implements the cycle's Verifier.
+    """Verifies through a target worker, with failover to another one; implements the cycle's Verifier.
 
     Args:
         pool: The target workers.
-        spec: What they must know of the session.
-        timeout_s: Deadline of one verification.
-        wait_s: How long to wait for a target worker to be there.
+        spec: Session parameters for the worker.
+        timeout_s: Timeout of one verification.
+        wait_s: Seconds to wait for a usable target worker.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
         self._identity = ""
 
     def prefer(self, session: Session, address: str) -> None:
-        """Use the worker at an address if it can be used, and is of the session's model."""
+        """Use the worker at an address if it is usable and serves the session's model."""
         link = self._pool.links.get(address)
         if link is not None and of_identity(session.model_identity)(link):
             super().prefer(session, address)
@@ -165,9 +165,9 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
         """Return the target's verdict.
 
         Raises:
-            UnavailableError: No target worker in time, or they keep dying.
-            ModelChangedError: Those that are there are of other models than the session's.
-            GammarayError: What the worker answered.
+            UnavailableError: No target worker within `wait_s`, or workers keep failing.
+            ModelChangedError: The connected workers serve other models than the session's.
+            GammarayError: The error that the worker answered.
         """
         self._proposal = proposal
         deadline: float | None = None
@@ -175,13 +175,13 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             left_s = self._wait_s if deadline is None else max(0.0, deadline - time.monotonic())
             link = await self._choose(session, left_s)
             self._attach(session, link)
-            # The worker itself compares it: another process may have come to its address just now.
+            # The worker compares it, too: it may have been replaced by another process at the same address.
             self._identity = session.model_identity or identity_of(link)
             start = time.monotonic()
             try:
                 result = await self._ask(session, link, self._timeout_s)
             except (UnavailableError, DeadlineExceededError) as error:
-                session.left_s(0)  # past the caller's deadline no other worker helps, and none is to blame
+                session.left_s(0)  # raises past the caller's deadline: failover would not help
                 self._leave(session, link, error, time.monotonic() - start)
                 deadline = deadline or time.monotonic() + self._wait_s
                 if time.monotonic() >= deadline:
@@ -189,7 +189,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
                 await asyncio.sleep(RETRY_PAUSE_S)
                 continue
             link.backoff.succeeded()
-            # The worker's cache holds the accepted tokens; its own last token was never fed.
+            # The worker's cache holds the accepted tokens; the token it sampled last was not fed yet.
             self._num_known = self._base_position + len(result.verdict.accepted_path)
             verdict = self._verdict(session, link, result)
             session.model_identity = self._identity
@@ -204,7 +204,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             return verdict
 
     async def _choose(self, session: Session, timeout_s: float) -> TargetLink:
-        """Return the worker in use, or another one of the session's model."""
+        """Return the worker in use if it is usable, else another one of the session's model."""
         suits = of_identity(session.model_identity)
         link = self._link
         if link is not None and link.is_up and not link.is_draining and suits(link):
@@ -225,10 +225,10 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
         link: WorkerConnection[target_pb.VerifyBlock, target_pb.VerifyResult],
         result: target_pb.VerifyResult,
     ) -> Verdict:
-        """Return what a target says, after checking what others stand on.
+        """Return the verdict of a result after validating it.
 
         Raises:
-            InternalError: It makes no sense.
+            InternalError: The verdict or its log-probabilities are invalid.
         """
         message, has_logprobs = result.verdict, session.num_top_logprobs is not None
         vocab_size = link.info.vocab_size if link.info is not None else 0
@@ -245,16 +245,16 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
         error: GammarayError,
         lost_s: float,
     ) -> None:
-        """Go away from a worker that failed.
+        """Detach the session from a worker that failed.
 
         Raises:
-            DeadlineExceededError: It is late, and there is no other.
+            DeadlineExceededError: The worker is late, and there is no other one.
         """
         if link.is_up:
             self.release(session)
         else:
             self._detach(session)
-        link.prefixes.clear()  # what it has read is no reason to ask it again
+        link.prefixes.clear()  # its cached prefixes must not attract the next attempt
         if isinstance(error, DeadlineExceededError):
             link.backoff.failed(lost_s)
             if self._pool.pick(of_identity(session.model_identity)) is None:
@@ -269,10 +269,10 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
 
 
 def _prompt_logprobs(session: Session, link: TargetLink, verdict: target_pb.Verdict) -> PromptLogprobs:
-    """Return what a target says of the prompt, after checking it.
+    """Return the log-probabilities of the prompt after validating them.
 
     Raises:
-        InternalError: It makes no sense.
+        InternalError: They are invalid.
     """
     found = prompt_logprobs_from_proto(verdict.prompt_logprobs, session.prompt)
     vocab_size = link.info.vocab_size if link.info is not None else 0
