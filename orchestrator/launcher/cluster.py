@@ -196,7 +196,7 @@ def start_ray(directory: Path, started: ExitStack, signals: StopSignals, deadlin
     Raises:
         UnavailableError: Ray does not start.
     """
-    import ray  # reads the environment on import
+    import ray  # reads the environment, so all variables must be set before
 
     started.callback(_stop_ray)
     for attempt in range(1, _RAY_TRIES + 1):

@@ -443,7 +443,7 @@ def _generation(request: str, response: str) -> Schema:
         "contentMediaType": "application/json",
         "contentSchema": {"anyOf": [_ref(f"{response}Piece"), _ref("Error")]},
     }
-    event = {  # each event as an object, as tools read this media type
+    event = {  # one object per event, as tools expect for this media type
         "type": "object",
         "properties": {"id": {"type": "string"}, "data": {"anyOf": [{"const": "[DONE]"}, told]}},
         "required": ["data"],
