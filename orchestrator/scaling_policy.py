@@ -1,4 +1,4 @@
-"""How many orchestrators there should be, as Serve asks for it in its controller."""
+"""Autoscaling policy for the number of orchestrators, called by Serve's controller."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from gammaray.config import ScalingSettings
 __all__ = ["IN_FLIGHT", "OrchestratorPolicy", "wanted_orchestrators"]
 
 IN_FLIGHT = "in_flight"
-"""Name under which a replica reports its requests that run or wait."""
+"""Metric under which a replica reports its running and waiting requests."""
 
 SHRINK_MARGIN = 0.7
-"""Share of the load from which on another one is wanted that the rest must be able to carry for one to go."""
+"""One orchestrator is removed only if the others would be at most at this share of their scale-up load."""
 
 
 def wanted_orchestrators(num_requests: float, num_now: int, settings: ScalingSettings) -> int:
-    """Return how many orchestrators carry the requests of all; they go one at a time.
+    """Return how many orchestrators all requests need; the number shrinks by one at a time.
 
     Args:
-        num_requests: Requests that run or wait, over all orchestrators.
-        num_now: Orchestrators that were decided on last.
+        num_requests: Running and waiting requests, over all orchestrators.
+        num_now: Number of orchestrators decided last.
         settings: Thresholds.
     """
     needed = max(1, math.ceil(num_requests / settings.orchestrator_load))
@@ -33,7 +33,7 @@ def wanted_orchestrators(num_requests: float, num_now: int, settings: ScalingSet
 
 
 class OrchestratorPolicy:
-    """Made once by Serve from JSON values, then called with an AutoscalingContext.
+    """Policy that Serve creates once from JSON values, then calls with an AutoscalingContext.
 
     Args:
         settings: Fields of ScalingSettings.
@@ -47,7 +47,7 @@ class OrchestratorPolicy:
         reports = (context.aggregated_metrics or {}).get(IN_FLIGHT, {})
         running = [replica for replica in context.running_replicas if replica in reports]
         lowest, highest = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
-        if len(running) < context.target_num_replicas:  # some start: their share is not known yet
+        if len(running) < context.target_num_replicas:  # some are starting: their load is unknown
             highest = min(highest, context.target_num_replicas)
             lowest = max(lowest, highest)
         number = wanted_orchestrators(

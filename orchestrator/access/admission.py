@@ -1,9 +1,9 @@
-"""Who runs, who waits, who is turned away: bounded queues that are fair between tenants.
+"""Admission control: bounded queues that are fair between tenants.
 
-A free place goes to the waiting tenant that holds the fewest, and among those to the one that was served
-longest ago: tenants take turns, however many requests each has thrown in. Within a tenant the higher priority
-goes first, then the earlier. When the queue is full, the newest request of the longest queue goes: a flood
-turns away itself.
+A free place goes to the waiting tenant with the fewest running requests; ties go to the tenant served longest
+ago, so tenants take turns whatever their numbers of requests. Within a tenant, higher priority goes first,
+then earlier arrival. When the queue is full, the lowest-ranked request of the tenant with the most waiting
+requests is rejected, so a tenant that floods the queue displaces its own requests.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ __all__ = ["Admission"]
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 FIRST_GUESS_S = 1.0
-"""How long a request holds its place, until some were seen."""
+"""Initial estimate of how long a request holds its place."""
 
-_WEIGHT = 0.1  # of the newest request in the mean of how long places are held
+_WEIGHT = 0.1  # weight of the newest sample in the moving average of holding times
 
 
 @dataclass(order=True)
 class _Ticket:
-    """A waiting request; sorts by who goes first."""
+    """A waiting request; sorts in the order of service."""
 
     rank: tuple[int, int]
     turn: asyncio.Future[None] = field(compare=False)
 
 
 class _Tenant:
-    """What one tenant holds and waits for."""
+    """Running and waiting requests of one tenant."""
 
     def __init__(self) -> None:
         self.num_running = 0
@@ -46,14 +46,14 @@ class _Tenant:
 
 
 class Admission:
-    """Lets a bounded number of requests run and a bounded number wait.
+    """Limits the number of running and of waiting requests.
 
     Args:
-        capacity: Requests that run at once.
-        max_waiting: Requests that wait, over all tenants; 0 turns away what cannot run at once.
-        max_wait_s: How long a request waits.
-        tenant_capacity: Requests of one named tenant that run at once; None for `capacity`. Below that, a
-            tenant that never ends its requests cannot take every place.
+        capacity: Most requests that run at once.
+        max_waiting: Most requests that wait, over all tenants; 0 rejects requests that cannot run at once.
+        max_wait_s: Longest wait of a request.
+        tenant_capacity: Most requests of one named tenant that run at once; None for `capacity`. A smaller
+            value keeps a tenant whose requests never end from taking every place.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Admission:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a place."""
+        """Running requests."""
         return self._num_running
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for one."""
+        """Waiting requests."""
         return self._num_waiting
 
     @property
@@ -83,7 +83,7 @@ class Admission:
 
     @property
     def retry_after_s(self) -> float:
-        """When a place may be free again, in seconds: by how long places were held lately."""
+        """Estimated seconds until a place is free, from recent holding times."""
         expected = self._held_s * (self._num_waiting + 1) / self._capacity
         return min(MAX_RETRY_S, max(MIN_RETRY_S, expected))
 
@@ -92,7 +92,7 @@ class Admission:
         """Wait for a place, and hold it inside the context.
 
         Raises:
-            ResourceExhaustedError: The queue is full, or the wait took too long; says when to come back.
+            ResourceExhaustedError: The queue is full, or the wait took too long; it has a retry delay.
             DeadlineExceededError: The caller's own deadline came first.
         """
         await self._enter(caller)
@@ -107,7 +107,7 @@ class Admission:
         if time.monotonic() >= caller.deadline:
             raise DeadlineExceededError("the caller's deadline was over when the request came")
         tenant = self._tenants.setdefault(caller.tenant, _Tenant())
-        if self._may_run(caller.tenant, tenant):  # then nobody waits who might run
+        if self._may_run(caller.tenant, tenant):  # then no eligible request is waiting
             self._serve(tenant)
             return
         try:
@@ -131,23 +131,23 @@ class Admission:
                     else self._exhausted(f"no place within {self._max_wait_s:g} s")
                 )
 
-        # Not wait_for: before Python 3.12 it swallows a cancellation that comes together with the turn.
+        # Not wait_for: before Python 3.12 it swallows a cancellation that arrives together with the result.
         timer = asyncio.get_running_loop().call_later(min(self._max_wait_s, left_s), expire)
         try:
             await ticket.turn
         except asyncio.CancelledError:
             self._drop(ticket, tenant)
             if not ticket.turn.cancelled() and ticket.turn.exception() is None:
-                self._leave(caller.tenant)  # its turn had come
+                self._leave(caller.tenant)  # the place had already been granted
             raise
         finally:
             timer.cancel()
 
     def _make_room(self, tenant: _Tenant) -> None:
-        """Have room in the queue for one more of `tenant`, at the cost of one who has more there.
+        """Make room in the queue for a request of `tenant`, if needed by rejecting one of a longer queue.
 
         Raises:
-            ResourceExhaustedError: Nobody has.
+            ResourceExhaustedError: The queue is full and no tenant has more requests waiting.
         """
         if self._num_waiting < self._max_waiting:
             return
@@ -156,7 +156,7 @@ class Admission:
             raise self._exhausted("the queue is full")
         victim = max(longest.waiting)
         self._drop(victim, longest)
-        if not victim.turn.done():  # else it was cancelled just now
+        if not victim.turn.done():  # else it has just been cancelled
             error = self._exhausted("the queue is full, and others wait who asked for less")
             victim.turn.set_exception(error)
 
@@ -180,7 +180,7 @@ class Admission:
         self._num_running += 1
 
     def _leave(self, name: str) -> None:
-        """Give a place back, and to the next one at once."""
+        """Release a place and grant it to the next request."""
         self._tenants[name].num_running -= 1
         self._num_running -= 1
         waiting = [t for name, t in self._tenants.items() if t.waiting and self._may_run(name, t)]
@@ -188,7 +188,7 @@ class Admission:
             while tenant.waiting:
                 ticket = heapq.heappop(tenant.waiting)
                 self._num_waiting -= 1
-                if not ticket.turn.done():  # else it was cancelled just now
+                if not ticket.turn.done():  # else it has just been cancelled
                     self._serve(tenant)
                     ticket.turn.set_result(None)
                     self._forget_idle(name)
@@ -196,7 +196,7 @@ class Admission:
         self._forget_idle(name)
 
     def _forget_idle(self, name: str) -> None:
-        """Keep nothing of tenants that neither run nor wait: names are the callers' and many."""
+        """Remove a tenant without requests, since the number of tenant names is unbounded."""
         tenant = self._tenants.get(name)
         if tenant is not None and not tenant.num_running and not tenant.waiting:
             del self._tenants[name]

@@ -1,8 +1,8 @@
-"""Who calls: API keys on both public APIs, and the one rule of whose session is whose.
+"""Authentication by API key on both public APIs, and the isolation of tenants' sessions.
 
-Sessions belong to tenants. Inside the orchestrator, on the workers and in Redis a session is known by its
-*qualified* name, which begins with its tenant: `Caller.qualify` is the only way from the name that a caller
-gives to that one, so what belongs to another tenant cannot even be named. It is not found.
+Sessions belong to tenants. Inside the orchestrator, on the workers and in Redis a session has a *qualified*
+name, which begins with its tenant. Only `Caller.qualify` makes it from the name that a caller gives, so a
+caller cannot name another tenant's session: the lookup finds nothing.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ __all__ = ["ANONYMOUS", "PRIORITY_HEADER", "Authenticator", "Caller", "make_auth
 _log = logging.getLogger(__name__)
 
 PRIORITY_HEADER = "gammaray-priority"
-"""Header and metadata: which of a tenant's waiting requests go first; -10 to 10, default 0."""
+"""Header or metadata key: priority among a tenant's waiting requests; -10 to 10, default 0."""
 
 MAX_PRIORITY = 10
 RELOAD_PERIOD_S = 0.5
 
 PROBE_TENANT = "gammaray-probe"
-"""Whom the launcher's own key belongs to."""
+"""Tenant that owns the launcher's key."""
 
-# Serve binds the gRPC ports of its replicas, behind the proxy, to every interface.
+# Serve binds the gRPC ports of the replicas that its proxy forwards to on every interface.
 _LOCAL_PEERS = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:")
-_SEPARATOR = ":"  # in no tenant's and in no session's name
+_SEPARATOR = ":"  # not allowed in tenant and session names
 
 
 @dataclass(frozen=True)
 class Caller:
-    """On whose behalf a request is served.
+    """Identity of a request's caller, with the request's metadata.
 
     Args:
-        tenant: Owner of the sessions; empty where no keys are asked for.
-        key_id: The key it came with, which may be logged.
-        priority: Among the tenant's own waiting requests; higher goes first.
-        deadline: `time.monotonic()` past which nobody waits for the answer.
-        traceparent: W3C trace context that the request came with, or empty.
-        tracestate: What belongs to it.
+        tenant: Owner of the sessions; empty if no keys are required.
+        key_id: Id of the request's key, which may be logged.
+        priority: Priority among the tenant's own waiting requests; higher goes first.
+        deadline: `time.monotonic()` after which the caller no longer waits for the answer.
+        traceparent: W3C trace context of the request, or empty.
+        tracestate: W3C `tracestate` of the request, or empty.
     """
 
     tenant: str = ""
@@ -60,20 +60,20 @@ class Caller:
 
     @property
     def prefix(self) -> str:
-        """What the qualified names of this tenant's sessions begin with, and no other's."""
+        """Prefix of the qualified names of this tenant's sessions only."""
         return f"{self.tenant}{_SEPARATOR}" if self.tenant else ""
 
     def qualify(self, session_id: str) -> str:
-        """Return the name under which the orchestrator knows a session of this caller.
+        """Return the qualified name of a session of this caller.
 
         Raises:
-            InvalidArgumentError: It is no name of a session.
+            InvalidArgumentError: The name is not a valid session name.
         """
         check_session_id(session_id)
         return self.prefix + session_id
 
     def public(self, qualified: str) -> str:
-        """Return the name that the caller knows a session by."""
+        """Return the caller's name of a session."""
         return qualified.removeprefix(self.prefix)
 
 
@@ -81,19 +81,19 @@ ANONYMOUS = Caller()
 
 
 def tenant_of(session_id: str) -> str:
-    """Return the tenant in a qualified name, the inverse of `Caller.qualify`."""
+    """Return the tenant of a qualified name, or an empty string if it has none."""
     tenant, separator, _ = session_id.partition(_SEPARATOR)
     return tenant if separator else ""
 
 
 class Authenticator:
-    """Finds out who calls.
+    """Authenticates callers.
 
     Args:
-        path: The key file; None lets everybody in, as the one nameless tenant. It is read again when it
-            changes. One that cannot be read any more leaves the keys as they were.
-        extra: Hashes of further keys by tenant, which no file holds.
-        local_only: Refuse who calls from another machine.
+        path: The key file; None accepts all callers, as one unnamed tenant. The file is read again when it
+            changes; if that fails, the previous keys stay valid.
+        extra: Hashes of further keys by tenant, in addition to the file's.
+        local_only: Reject gRPC calls from other machines.
 
     Raises:
         InvalidArgumentError: The file cannot be read, or holds no key.
@@ -120,15 +120,15 @@ class Authenticator:
         return self._path is None
 
     def identify(self, headers: Mapping[str, str], peer: str = "") -> Caller:
-        """Return the caller of a request with these headers or metadata (names in lower case).
+        """Return the caller of a request.
 
         Args:
-            headers: By name.
-            peer: Where the call comes from, as gRPC tells it; empty when the port is bound to what it should.
+            headers: Headers or metadata by name, in lower case.
+            peer: Peer address as gRPC reports it; empty if the port's binding already restricts callers.
 
         Raises:
-            UnauthenticatedError: A key is needed, and there is none or a wrong one; or a call from elsewhere.
-            InvalidArgumentError: A header of ours makes no sense.
+            UnauthenticatedError: The required key is missing or wrong, or the call is from another machine.
+            InvalidArgumentError: A gammaray header has an invalid value.
         """
         if self._local_only and peer and not peer.startswith(_LOCAL_PEERS):
             raise UnauthenticatedError("this cluster serves its own machine only, as it asks for no keys")
@@ -159,7 +159,7 @@ class Authenticator:
             for tenant, sha256 in self._extra.items():
                 if digest == sha256:
                     return tenant, key_id
-        # The id alone, which is no secret: it is what the owner of a revoked key needs to know.
+        # Only the id, which is not secret: it tells the owner which key was revoked.
         raise UnauthenticatedError(f"the API key{f' {key_id}' if key_id else ''} is unknown or was revoked")
 
     def _refresh(self) -> None:
@@ -184,7 +184,7 @@ class Authenticator:
 
 
 def make_authenticator(settings: OrchestratorSettings) -> Authenticator:
-    """Return the authenticator that an orchestrator's settings ask for.
+    """Return the authenticator for an orchestrator's settings.
 
     Raises:
         InvalidArgumentError: The key file cannot be read, or holds no key.

@@ -1,4 +1,4 @@
-"""What the public APIs need of an orchestrator: the one thing that HTTP and gRPC both stand on."""
+"""The interface of an orchestrator that both public APIs, HTTP and gRPC, use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Backend"]
 
 
 class Backend(Protocol):
-    """Generates text and tells the cluster's state; `orchestrator.service.Orchestrator` is the real one."""
+    """Generates text and reports the cluster's state; implemented by `orchestrator.service.Orchestrator`."""
 
     model_name: str
     max_context: int
@@ -24,7 +24,7 @@ class Backend(Protocol):
         """Yield the completion piece by piece; closing the iterator cancels it.
 
         Raises:
-            GammarayError: At the first step when the request is refused, later when the generation fails.
+            GammarayError: The request is refused (on the first iteration), or the generation fails (later).
         """
         ...
 
@@ -37,11 +37,11 @@ class Backend(Protocol):
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the text of one token by itself, as bytes; may be called in any thread."""
+        """Return the text of a single token as bytes; thread-safe."""
         ...
 
     def is_special(self, token_id: int) -> bool:
-        """Return whether a token is one that `decode` leaves out; may be called in any thread."""
+        """Return whether `decode` omits a token; thread-safe."""
         ...
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:

@@ -1,8 +1,8 @@
-"""What Ray Serve registers for GenerationService: requests are parsed by our own code.
+"""gRPC handlers of GenerationService for Ray Serve, with custom parsing of requests.
 
-gRPC parses requests on the event loop, whatever their size, and answers one that does not parse with a status
-that does not tell what is wrong. Here a large or unreadable request reaches the servicer as `Unread`; `read`
-checks its fields, parses it in a thread, and raises an InvalidArgumentError that names the field.
+gRPC parses requests on the event loop, whatever their size, and answers an unparsable one with a status that
+does not name the cause. Here a large or unparsable request reaches the servicer as `Unread`; `read` checks
+its fields, parses it in a thread, and raises an InvalidArgumentError that names the field.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from orchestrator.text.cpu_threads import INLINE_BYTES, in_parser_thread
 __all__ = ["MAX_FIELDS", "Unread", "add_generation_service", "read"]
 
 MAX_FIELDS = 2**16
-"""Fields of one request on the wire, those of nested messages included; a packed list of numbers is one."""
+"""Limit on the fields of a request on the wire, including nested ones; a packed list counts as one field."""
 
 MessageT = TypeVar("MessageT", bound=Message)
 T = TypeVar("T")
@@ -36,7 +36,7 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 _TOKEN_ID = FieldDescriptor.TYPE_UINT32
 _CONTINUED = bytes(range(0x80, 0x100))
-"""Bytes of a varint after which another one follows."""
+"""Bytes of a varint that have the continuation bit set."""
 
 _MAX_ENTRIES = {"sampling.logit_bias": MAX_LOGIT_BIAS}
 _ERROR_NAMES = {"sampling.logit_bias": "logit_bias", "token_ids.ids": "prompt"}
@@ -44,7 +44,7 @@ _ERROR_NAMES = {"sampling.logit_bias": "logit_bias", "token_ids.ids": "prompt"}
 
 @dataclass(frozen=True)
 class Unread:
-    """A request that was not parsed yet: it is large, or cannot be read.
+    """A request that is not parsed yet, because it is large or unparsable.
 
     Args:
         message: Full name of its type.
@@ -56,16 +56,16 @@ class Unread:
 
 
 def add_generation_service(servicer: Any, server: grpc.Server) -> None:
-    """Register every method of GenerationService; takes the place of the generated function."""
+    """Register every method of GenerationService; replaces the generated function."""
     handlers = {method.name: _handler(servicer, method) for method in _SERVICE.methods}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers),))
 
 
 async def read(request: MessageT | Unread, convert: Callable[[MessageT], T]) -> T:
-    """Return what `convert` makes of a request; a large one is parsed and converted off the event loop.
+    """Return the request converted by `convert`; a large one is parsed and converted off the event loop.
 
     Raises:
-        InvalidArgumentError: It cannot be read, or has too many fields; or as `convert` raises.
+        InvalidArgumentError: The request cannot be parsed, has too many fields, or `convert` raised it.
     """
     if isinstance(request, Unread):
         return await in_parser_thread(_parse, request, convert)
@@ -114,17 +114,17 @@ def _parse(request: Unread, convert: Callable[[Any], T]) -> T:
 
 
 class _NoMessageError(Exception):
-    """Bytes that are no protobuf message."""
+    """The bytes are not a protobuf message."""
 
 
 @dataclass(frozen=True)
 class _Field:
-    """A known field as it is on the wire.
+    """A field of a serialised message.
 
     Args:
-        name: With dots for nested ones.
-        descriptor: Of the field; None for one that is unknown.
-        data: What it holds, if that is length-delimited.
+        name: Its path, with dots for nested fields; empty for an unknown field.
+        descriptor: Its descriptor; None if unknown.
+        data: Its content if length-delimited, else empty.
     """
 
     name: str
@@ -136,7 +136,7 @@ def _check_size(fields: Iterable[_Field]) -> None:
     """Check the numbers of fields and of packed integers, which bound the cost of parsing.
 
     Raises:
-        InvalidArgumentError: Names the field of which there are too many.
+        InvalidArgumentError: A number exceeds its limit; the error names the field.
     """
     entries: Counter[str] = Counter()
     for number, field in enumerate(fields, start=1):
@@ -169,10 +169,10 @@ def _not_utf8(data: bytes, descriptor: Descriptor) -> Iterator[str]:
 
 
 def _fields(data: bytes, descriptor: Descriptor, prefix: str = "") -> Iterator[_Field]:
-    """Yield the fields of a serialised message in their order, each nested message before its own fields.
+    """Yield the fields of a serialised message in order, each nested message before its own fields.
 
     Raises:
-        _NoMessageError: The bytes from here on are no protobuf message.
+        _NoMessageError: The remaining bytes are not a protobuf message.
     """
     at = 0
     while at < len(data):
@@ -197,7 +197,7 @@ def _fields(data: bytes, descriptor: Descriptor, prefix: str = "") -> Iterator[_
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the varint at a position, and where it ends."""
+    """Return the varint at a position, and its end position."""
     value = shift = 0
     while at < len(data) and shift < 70:
         byte = data[at]

@@ -36,22 +36,22 @@ _logger = logging.getLogger(__name__)
 
 
 class RpcContext(Protocol):
-    """What is used of a call's context: both grpc.aio's and Ray Serve's have it."""
+    """The part of a call's context used here, common to grpc.aio and Ray Serve."""
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
-        """Return what the caller sent beside the request."""
+        """Return the metadata that the caller sent with the request."""
         ...
 
     def peer(self) -> str:
-        """Return where the call comes from."""
+        """Return the caller's address."""
         ...
 
     def set_code(self, code: grpc.StatusCode) -> None:
-        """Set the status that the call ends with."""
+        """Set the status code of the call."""
         ...
 
     def set_details(self, details: str) -> None:
-        """Set the message beside the status."""
+        """Set the status message."""
         ...
 
     def set_trailing_metadata(self, trailing_metadata: list[tuple[str, str | bytes]]) -> None:
@@ -62,13 +62,13 @@ class RpcContext(Protocol):
 class GenerationServicer:
     """Serves the public gRPC API.
 
-    A method that fails sets the status and returns: Ray Serve drops the trailing metadata, and with it the
-    error's details, of methods that raise.
+    A method that fails sets the status and returns instead of raising, because Ray Serve drops the trailing
+    metadata, and with it the error's details, of methods that raise.
 
     Args:
-        backend: What generates.
-        find_proxies: Finds the processes in front of this one; it may take its time.
-        authenticator: Knows the API keys; None lets everybody in.
+        backend: Generates the completions.
+        find_proxies: Returns the proxy processes that forward to this one; may block, so it runs in a thread.
+        authenticator: Checks API keys; None accepts all callers.
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class GenerationServicer:
 
 
 def caller_of(context: RpcContext, authenticator: Authenticator) -> Caller:
-    """Return who calls; every method asks first.
+    """Return the authenticated caller; every method calls this first.
 
     Raises:
-        UnauthenticatedError: A stranger.
+        UnauthenticatedError: The caller cannot be authenticated.
     """
     metadata = context.invocation_metadata() or ()
     headers = {name: value for name, value in metadata if isinstance(value, str)}
@@ -121,7 +121,7 @@ def caller_of(context: RpcContext, authenticator: Authenticator) -> Caller:
 
 
 def fail(context: RpcContext, error: Exception) -> None:
-    """End a call with an error, as rich as it is; what is not ours is logged and told as INTERNAL."""
+    """End a call with an error and its details; an error of another class is logged and sent as INTERNAL."""
     if not isinstance(error, GammarayError):
         _logger.error("unexpected error in a call", exc_info=error)
         error = InternalError(f"internal error ({type(error).__name__})")
@@ -136,11 +136,11 @@ _Response = TypeVar("_Response", bound=Message)
 
 
 class SessionServicer:
-    """Serves what callers may ask and do about their sessions.
+    """Serves the RPCs on a caller's sessions.
 
     Args:
-        sessions: Does it.
-        authenticator: Knows the API keys; None lets everybody in.
+        sessions: Performs the operations.
+        authenticator: Checks API keys; None accepts all callers.
     """
 
     def __init__(self, sessions: SessionCalls, authenticator: Authenticator | None = None) -> None:
@@ -149,7 +149,7 @@ class SessionServicer:
     async def get_session(
         self, request: pb.GetSessionRequest | Unread, context: RpcContext
     ) -> pb.GetSessionResponse:
-        """Tell what the store knows of a session."""
+        """Return a session's stored state and tokens."""
 
         async def answer(asked: pb.GetSessionRequest, caller: Caller) -> pb.GetSessionResponse:
             info, tokens = await self._sessions.get(asked.session_id, caller)
@@ -164,7 +164,7 @@ class SessionServicer:
     async def get_session_trace(
         self, request: pb.GetSessionTraceRequest | Unread, context: RpcContext
     ) -> pb.GetSessionTraceResponse:
-        """Tell what each cycle of a session did."""
+        """Return the records of a session's cycles."""
 
         async def answer(asked: pb.GetSessionTraceRequest, caller: Caller) -> pb.GetSessionTraceResponse:
             return await self._sessions.trace(asked.session_id, caller)
@@ -194,7 +194,7 @@ class SessionServicer:
     async def delete_session(
         self, request: pb.DeleteSessionRequest | Unread, context: RpcContext
     ) -> pb.DeleteSessionResponse:
-        """Forget a session."""
+        """Delete a session."""
 
         async def answer(asked: pb.DeleteSessionRequest, caller: Caller) -> pb.DeleteSessionResponse:
             return pb.DeleteSessionResponse(existed=await self._sessions.delete(asked.session_id, caller))
@@ -208,7 +208,7 @@ class SessionServicer:
         answer: Callable[[_Request, Caller], Awaitable[_Response]],
         nothing: _Response,
     ) -> _Response:
-        """Answer a request of a known caller; what fails is the call's status, beside an empty message."""
+        """Authenticate the caller and answer; on failure set the call's status and return `nothing`."""
         try:
             caller = caller_of(context, self._authenticator)
             return await answer(await read(request, _itself), caller)

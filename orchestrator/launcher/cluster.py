@@ -1,7 +1,7 @@
 """The launcher: starts a whole cluster on this machine, and removes all of it when it stops.
 
-`python -m orchestrator.launcher.cluster` is what `gammaray up` runs. Only here orchestrator and workers meet:
-workers are deployed by the names of their build functions, so that neither side imports the other.
+`gammaray up` runs `python -m orchestrator.launcher.cluster`. It deploys workers by the names of their build
+functions, so that neither orchestrator nor workers import the other.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ __all__ = [
     "serve_environment",
 ]
 
-# Unix sockets lie below it, whose paths may have 107 characters (97 for HAProxy), node ids included.
+# The directory holds Unix sockets, whose paths are limited to 107 characters (97 for HAProxy) with node ids.
 _LONGEST_TEMP = 12
 
 
@@ -70,13 +70,13 @@ def private_directory() -> Path:
 
 
 def serve_environment(directory: Path, host: str) -> dict[str, str]:
-    """Return the variables for a cluster of its own, that shares no port, file or token with another.
+    """Return the environment variables of a cluster that shares no port, file or token with another.
 
-    They are `SERVE_ENVIRONMENT` and what keeps clusters on one machine apart.
+    They are `SERVE_ENVIRONMENT` and the variables that separate clusters on one machine.
     """
     metrics, stats, fallback_http, fallback_grpc = free_ports(host, 4)
     haproxy = directory / "h"
-    # Replicas of clusters on one host look for free ports in the same order; start each elsewhere.
+    # Replicas of all clusters on a host search ports in the same order, so each cluster starts elsewhere.
     first = 20_000 + 20 * secrets.randbelow(200)
     return {
         **SERVE_ENVIRONMENT,
@@ -95,10 +95,10 @@ def serve_environment(directory: Path, host: str) -> dict[str, str]:
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first + 500),
         "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(first + 5_000),
         "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(first + 5_500),
-        # Long enough for HAProxy to hear of it; the default of 30 s makes every shutdown time out.
+        # Long enough for HAProxy to be updated; the default of 30 s makes every shutdown time out.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
         "RAY_SERVE_LOG_TO_STDERR": "0",
-        # Who changes its title must not overwrite its environment: the guardian knows it by a mark in there.
+        # setproctitle must not overwrite the environment, in which the guardian looks for `MARK`.
         "SPT_NOENV": "1",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -115,7 +115,7 @@ _ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)\b")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Start a cluster, serve until a signal comes, stop everything; return the exit status."""
+    """Start a cluster, serve until a signal arrives, stop everything; return the exit status."""
     complaints, signals = os.fdopen(os.dup(sys.stderr.fileno()), "w"), StopSignals()
     try:
         options = parse_options(argv)
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         print(f"gammaray: {error}", file=complaints, flush=True)
         return 2 if isinstance(error, InvalidArgumentError) else 1
-    except Exception:  # a bug, told in full; standard error is silenced by now
+    except Exception:  # a bug: print the traceback to the saved stderr, as stderr is silenced by now
         if signals.came:
             return 0
         traceback.print_exc(file=complaints)
@@ -142,16 +142,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def serve_cluster(
     options: LauncherOptions, started: ExitStack, signals: StopSignals, announce: Callable[[], None]
 ) -> NoReturn:
-    """Start everything, announce it, and watch over it until a signal interrupts.
+    """Start the cluster, announce it, and monitor it until a signal interrupts.
 
     Args:
-        options: What to start.
-        started: Gets what stops each part that was started.
-        signals: What interrupts.
+        options: Options of the cluster.
+        started: Receives a callback for each started part, which stops it.
+        signals: Signals that interrupt.
         announce: Called once the cluster serves.
 
     Raises:
-        GammarayError: What stood in the way, or broke later.
+        GammarayError: The cluster cannot start, or fails later.
     """
     settings, deadline = options.cluster, time.monotonic() + options.start_timeout_s
     check_access(settings)
@@ -161,7 +161,7 @@ def serve_cluster(
     if settings.http_port == settings.grpc_port:
         raise InvalidArgumentError("grpc_port", settings.grpc_port, "another port than http_port")
     check_vocabularies(settings.target, settings.draft if settings.draft_workers.maximum else settings.target)
-    # Slow to import, unlike what is checked before.
+    # These imports are slow, so they come after the cheap checks.
     if settings.redis_url:
         from orchestrator.storage.client import check_redis
 
@@ -170,14 +170,14 @@ def serve_cluster(
     else:
         from orchestrator.launcher.redis_server import redis_binary
 
-        redis_binary()  # raises where there is none
+        redis_binary()  # raises if there is none
 
-    with signals.held():  # a directory without a guardian would stay
+    with signals.held():  # without a guardian the directory would not be removed
         directory = private_directory()
         guardian = Guardian(directory.name, directory)
         started.callback(guardian.dismiss)
     os.environ.update({MARK: directory.name, **serve_environment(directory, HOST)})
-    os.environ.pop("RAY_ADDRESS", None)  # always a cluster of its own
+    os.environ.pop("RAY_ADDRESS", None)  # always start a new cluster
     start_ray(directory, started, signals, deadline)
     signals.check()
     _start_serve(settings, started)
@@ -191,12 +191,12 @@ def serve_cluster(
 
 
 def start_ray(directory: Path, started: ExitStack, signals: StopSignals, deadline: float) -> None:
-    """Start a local Ray cluster, by trying some times until the deadline.
+    """Start a local Ray cluster, with up to `_RAY_TRIES` attempts until the deadline.
 
     Raises:
-        UnavailableError: It does not come up.
+        UnavailableError: Ray does not start.
     """
-    import ray  # reads the environment, which must be complete
+    import ray  # reads the environment, so all variables must be set before
 
     started.callback(_stop_ray)
     for attempt in range(1, _RAY_TRIES + 1):
@@ -204,7 +204,7 @@ def start_ray(directory: Path, started: ExitStack, signals: StopSignals, deadlin
             with signals.kept():
                 ray.init(
                     address="local",
-                    num_cpus=1,  # logical; nothing here asks for any, and Ray starts a spare worker for each
+                    num_cpus=1,  # logical; no actor requests any, and Ray starts a spare worker for each
                     object_store_memory=80 * 2**20,
                     include_dashboard=False,
                     log_to_driver=False,
@@ -212,11 +212,11 @@ def start_ray(directory: Path, started: ExitStack, signals: StopSignals, deadlin
                     _temp_dir=str(directory / "ray"),
                     _node_ip_address=HOST,
                 )
-            signals.take()  # the core has set handlers of its own, below Python: they abort the process
+            signals.take()  # Ray's core has installed C handlers, which abort the process
             return
         except Exception as error:
             signals.check()
-            # Ray gives up after 30 s, which a busy machine may well take, and more than once.
+            # Ray times out after 30 s; on a busy machine the start may take longer, more than once.
             end_marked(directory.name)
             if attempt == _RAY_TRIES or time.monotonic() >= deadline:
                 raise UnavailableError(f"Ray does not start: {error}") from error
@@ -242,7 +242,7 @@ def _stop_serve() -> None:
     from ray import serve
 
     silence()
-    if len(children_named(_ESSENTIAL)) == len(_ESSENTIAL):  # else it would wait for half a minute in vain
+    if len(children_named(_ESSENTIAL)) == len(_ESSENTIAL):  # else it would block for half a minute
         serve.shutdown()  # type: ignore[no-untyped-call]
 
 
@@ -281,9 +281,9 @@ def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust, num_gpus: i
     environment: dict[str, Any] = {}
     whole = WorkerSettings(**environment).cache_memory_share
     for role, (own, _) in workers.items():
-        if 0 < resources[role]["num_gpus"] < 1:  # others take their share of the same GPU
+        if 0 < resources[role]["num_gpus"] < 1:  # workers share a GPU, and its memory
             own["cache_memory_share"] = whole * resources[role]["num_gpus"]
-    # Targets report their load also where only the drafters scale: an empty pool of those learns from it.
+    # Targets report their load even if only the drafters scale: an empty draft pool scales up by it.
     scaling: dict[str, Any] | None = {} if any(size.is_elastic for _, size in workers.values()) else None
     targets = [
         serve.RunTarget(
@@ -296,7 +296,7 @@ def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust, num_gpus: i
     ]
     orchestrator = {**shared, **trust.orchestrator, **of_role["orchestrator"]}
     if not resources["target"]["num_gpus"] and "GAMMARAY_MAX_NODES" not in os.environ:
-        # Chains only: on a CPU each row of a verify costs arithmetic that trees do not earn back.
+        # Chains only: on a CPU the compute per verified row costs more than trees gain.
         orchestrator["max_nodes"] = 0
     targets.append(
         serve.RunTarget(build(orchestrator, settings.orchestrators), APPLICATIONS["orchestrator"].name, "/")
@@ -323,12 +323,12 @@ def _build(
     module, _, function = _WORKER_BUILDERS[role].partition(":")
     try:
         return getattr(importlib.import_module(module), function)(settings, size, resources, scaling)
-    except ValidationError as error:  # what the environment says of settings that are not the cluster's
+    except ValidationError as error:  # settings from the environment that are not ClusterSettings
         raise settings_error(error) from None
 
 
 def _wait_until_healthy(settings: ClusterSettings, deadline: float, api_key: str | None) -> None:
-    """Wait until both APIs answer and know of every worker.
+    """Wait until both APIs answer and report every worker.
 
     Raises:
         UnavailableError: An application cannot start.
@@ -343,7 +343,7 @@ def _wait_until_healthy(settings: ClusterSettings, deadline: float, api_key: str
         applications = serve.status().applications
         for name, application in applications.items():
             reason = _reason(application)
-            # Serve tries some more, but a model that cannot be served stays so.
+            # Serve would retry, but a model that cannot be served will not become so.
             if application.status == "DEPLOY_FAILED" or _HOPELESS.match(reason):
                 raise UnavailableError(f"{name} cannot start: {reason}")
         waiting = [name for name, application in applications.items() if application.status != "RUNNING"]
@@ -355,7 +355,7 @@ def _wait_until_healthy(settings: ClusterSettings, deadline: float, api_key: str
 
 
 def _reason(application: Any) -> str:
-    """Return the line of a failed deployment's story that says why: the last one that names an error."""
+    """Return the cause of a failed deployment: the last line of its messages that names an error."""
     stories = [application.message, *(deployment.message for deployment in application.deployments.values())]
     lines = [line.strip() for story in stories for line in story.splitlines()]
     errors = [line for line in lines if _ERROR_LINE.match(line)]
@@ -363,10 +363,10 @@ def _reason(application: Any) -> str:
 
 
 def _watch(redis: RedisServer | None) -> NoReturn:
-    """Wait for a signal, or for one of the processes that nobody restarts to end; restart the private Redis.
+    """Wait for a signal, or for the end of a process that is not restarted; restart the private Redis.
 
     Raises:
-        UnavailableError: One of them ended, or Redis does so again and again.
+        UnavailableError: Such a process ended, or Redis ends repeatedly.
     """
     essential = children_named(_ESSENTIAL)
     while True:
@@ -386,10 +386,10 @@ _TIMEOUT_S = 5.0
 
 
 def missing_parts(settings: ClusterSettings, host: str, api_key: str | None = None) -> str:
-    """Return what does not serve yet, in words; nothing when all does."""
+    """Return a description of the first part that does not serve yet; empty when all parts serve."""
     if not _http_answers(f"http://{host}:{settings.http_port}/health"):
         return "a healthy HTTP API"
-    # Each orchestrator finds the workers for itself, and a new connection goes to the next one.
+    # Each orchestrator discovers the workers itself; each new connection goes to the next orchestrator.
     for _ in range(1 if settings.orchestrators == 1 else 2 * settings.orchestrators):
         try:
             with Client(f"{host}:{settings.grpc_port}", api_key=api_key) as client:
@@ -412,5 +412,5 @@ def _http_answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
             return bool(answer.status == 200)
-    except OSError:  # urllib's errors too
+    except OSError:  # urllib's errors are subclasses
         return False

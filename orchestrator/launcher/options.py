@@ -20,11 +20,11 @@ MAX_START_TIMEOUT_S = 86_400.0
 
 @dataclass(frozen=True)
 class LauncherOptions:
-    """What a command line asks for.
+    """Options of the launcher's command line.
 
     Args:
-        cluster: What to start.
-        wait_ready: Print one line for scripts, not the endpoints for people.
+        cluster: Settings of the cluster.
+        wait_ready: Print one line for scripts instead of the endpoints for people.
         die_with_parent: Stop when the parent process ends.
         start_timeout_s: Deadline of the start, in seconds.
     """
@@ -36,7 +36,7 @@ class LauncherOptions:
 
 
 def parse_options(argv: Sequence[str] | None = None) -> LauncherOptions:
-    """Return the options of a command line; the environment and the defaults say what it leaves out.
+    """Return the options of a command line; missing ones come from the environment, else the defaults.
 
     Raises:
         InvalidArgumentError: A setting is out of bounds.
@@ -67,10 +67,10 @@ def parse_options(argv: Sequence[str] | None = None) -> LauncherOptions:
 
 
 def announcer(options: LauncherOptions, host: str) -> Callable[[], None]:
-    """Return what tells, on standard output, that the cluster serves.
+    """Return a function that announces on standard output that the cluster serves.
 
-    Standard output is taken away from everything else that runs in this process or is started by it, so that
-    scripts read nothing but the announcement.
+    All other output of this process and its children to standard output is redirected to standard error, so
+    that scripts read only the announcement.
     """
     output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

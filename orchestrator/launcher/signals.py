@@ -17,34 +17,34 @@ _set_handler = signal.signal
 
 
 class Stop(BaseException):
-    """SIGINT or SIGTERM came."""
+    """SIGINT or SIGTERM was received."""
 
 
 class StopSignals:
-    """Raises `Stop` in the main thread at the first SIGINT or SIGTERM; later ones change nothing.
+    """Raises `Stop` in the main thread at the first SIGINT or SIGTERM; later ones are ignored.
 
     Attributes:
-        came: Whether one came. What fails afterwards fails because of it: an exception that is raised inside
-            a library's extension code may come out as another.
+        came: Whether a signal was received. Later errors are attributed to it, because a library's extension
+            code may turn the exception into another one.
     """
 
     def __init__(self) -> None:
         self.came = False
 
     def take(self) -> None:
-        """Handle the signals from now on, unless one came already."""
+        """Install the handlers, unless a signal was already received."""
         if not self.came:
             for number in _SIGNALS:
                 _set_handler(number, self._stop)
 
     def check(self) -> None:
-        """Raise `Stop` if a signal came: what it raised at the time may have been swallowed."""
+        """Raise `Stop` if a signal was received, since a library may have swallowed the first `Stop`."""
         if self.came:
             raise Stop
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep the handlers while a library starts that would set its own, which end the process at once."""
+        """Keep a library from replacing the handlers by its own, which would end the process at once."""
 
         def refuse(number: int, handler: Any) -> Any:
             return signal.getsignal(number) if number in _SIGNALS else _set_handler(number, handler)
@@ -57,7 +57,7 @@ class StopSignals:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the signals back for a moment that must not be interrupted."""
+        """Block the signals during a section that must not be interrupted."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             yield
@@ -67,13 +67,13 @@ class StopSignals:
     def _stop(self, signum: int, _: FrameType | None) -> None:
         self.came = True
         for number in _SIGNALS:
-            _set_handler(number, signal.SIG_IGN)  # once is enough: stopping has deadlines of its own
+            _set_handler(number, signal.SIG_IGN)  # stopping has its own deadlines
         silence()
         raise Stop
 
 
 def silence() -> None:
-    """Hide what Ray says, to the very end, of processes that are about to end."""
+    """Redirect stdout and stderr to /dev/null, to hide what Ray prints during shutdown."""
     with open(os.devnull, "w") as nowhere:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

@@ -1,4 +1,4 @@
-"""Whom a cluster on one machine lets in: who may call it, and how its own processes know each other."""
+"""Access control of a cluster on one machine: who may call it, and how its processes authenticate."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Trust", "arrange_trust", "check_access", "reachable"]
 
 @dataclass(frozen=True)
 class Trust:
-    """What the launcher hands to the processes it starts.
+    """Security settings that the launcher passes to the processes it starts.
 
     Args:
         orchestrator: Fields of OrchestratorSettings.
         worker: Fields of WorkerSettings.
-        api_key: The launcher's own key; None where none is asked for.
+        api_key: The launcher's own key; None if no keys are required.
     """
 
     orchestrator: Mapping[str, Any]
@@ -34,10 +34,11 @@ class Trust:
 
 
 def check_access(settings: ClusterSettings) -> None:
-    """Check, before anything starts, that nobody is let in by mistake.
+    """Check, before anything starts, that open access from other machines is intended.
 
     Raises:
-        InvalidArgumentError: Others can reach the APIs and need no key, or the key file is of no use.
+        InvalidArgumentError: Other machines can reach the APIs without a key and `no_auth` is not set, the
+            key file has no keys, or it is combined with `no_auth`.
     """
     if settings.api_keys_file:
         if settings.no_auth:
@@ -53,7 +54,7 @@ def check_access(settings: ClusterSettings) -> None:
 
 
 def arrange_trust(settings: ClusterSettings, directory: Path) -> Trust:
-    """Return keys and certificates for a cluster; what is made lies in its own `directory`."""
+    """Return keys and certificates for a cluster; generated files are stored in `directory`."""
     orchestrator: dict[str, Any] = {}
     worker: dict[str, Any] = {}
     api_key = None
@@ -75,7 +76,7 @@ def arrange_trust(settings: ClusterSettings, directory: Path) -> Trust:
 
 
 def _own_names(settings: ClusterSettings) -> str:
-    """Return the names under which others may call a cluster without keys, separated by commas."""
+    """Return the allowed host names of a cluster without keys, separated by commas."""
     names = [settings.allowed_hosts] if settings.allowed_hosts else []
     if not is_loopback(settings.host):
         names += [name for name in (settings.host, socket.gethostname()) if not is_address(name)]

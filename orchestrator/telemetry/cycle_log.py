@@ -1,6 +1,6 @@
-"""What the cycles of a session did: gathered for the price of a few references, written down behind them.
+"""Log of a session's cycles: each cycle only adds references, a background task writes the records later.
 
-Every session has a journal. Its records go to the store, where `gammaray trace` finds them, and become the
+Every session has a cycle log. Its records go to the store, where `gammaray trace` finds them, and become the
 spans of its cycles when the session is sampled.
 """
 
@@ -27,24 +27,23 @@ __all__ = ["MAX_RECORDS", "CycleLog", "RecordStore"]
 _log = logging.getLogger(__name__)
 
 MAX_RECORDS = 4096
-"""Cycles of one turn and owner that are kept in the store; a trace has them all."""
+"""Cycles of one turn and owner that the store keeps; a trace contains all of them."""
 
 FLUSH_CYCLES, FLUSH_S = 32, 1.0
-"""Records wait for so many cycles, or so long, before they are written down."""
+"""Records are flushed after this many cycles or seconds."""
 
 _SLICE = 4
-"""Records made before the cycles of other sessions get their turn."""
+"""Records built before control returns to the event loop."""
 
 
 class RecordStore(Protocol):
-    """Where records go."""
+    """Destination of the records."""
 
     async def append(self, session_id: str, epoch: int, records: bytes) -> bool:
-        """Add records, a serialised GetSessionTraceResponse, to those of a session, as the owner of an epoch.
+        """Append records, a serialised GetSessionTraceResponse, to those of a session, as owner of an epoch.
 
         Returns:
-            Whether they were stored: they are not when the session is gone, or when there is no room for
-            them.
+            Whether they were stored; False when the session no longer exists or the store has no room.
 
         Raises:
             UnavailableError: The store cannot be reached.
@@ -53,15 +52,15 @@ class RecordStore(Protocol):
 
 @dataclass(slots=True)
 class _Entry:
-    """One cycle, as it was when it ended.
+    """One finished cycle.
 
     Args:
         index: Number of the cycle, from 0.
-        cycle: What it did.
-        base_position: Committed tokens that it built on.
-        draft: What the draft worker was asked; None when it was not, or still reads.
-        target: What the target worker was asked.
-        stored: `time.perf_counter()` when its tokens were stored; 0 when that was not noted.
+        cycle: Its results.
+        base_position: Tokens committed before it.
+        draft: Call to the draft worker; None without one, or while it still prefills a prompt.
+        target: Call to the target worker.
+        stored: `time.perf_counter()` when its tokens were stored; 0 when not recorded.
     """
 
     index: int
@@ -73,13 +72,13 @@ class _Entry:
 
 
 class CycleLog:
-    """The journal of one session with one owner.
+    """The cycle log of one session with one owner.
 
     Args:
         session: The session.
-        store: Where the records go.
-        in_background: Runs a coroutine beside the cycles, to its end.
-        trace: What its spans belong to; None when it is not sampled.
+        store: Destination of the records.
+        in_background: Runs a coroutine to completion, concurrently with the cycles.
+        trace: Trace of the spans; None when the session is not sampled.
     """
 
     def __init__(
@@ -110,11 +109,11 @@ class CycleLog:
         self.finish(error)
 
     def watch(self, controller: GammaController) -> GammaController:
-        """Return the controller, which tells the journal of every cycle too."""
+        """Return a wrapper of the controller that also logs every observed cycle."""
         return _Watched(controller, self)
 
     def call(self, role: str, address: str) -> Call:
-        """Return the note of what a worker is asked in this cycle."""
+        """Return the record of this cycle's call to a worker."""
         call = self._calls.get(role)
         if call is None:
             trace = self._trace
@@ -124,9 +123,9 @@ class CycleLog:
         return call
 
     def observe(self, cycle: Cycle) -> None:
-        """Note a cycle that has ended."""
+        """Log a finished cycle."""
         draft = self._calls.pop("draft", None)
-        if draft is not None and not draft.is_over:  # it reads a long prompt beside the cycles
+        if draft is not None and not draft.is_over:  # prefills a long prompt concurrently
             self._readings.append((self._num_cycles, draft))
             if self._trace is not None:
                 self._trace.readings.add(self._num_cycles)
@@ -137,7 +136,7 @@ class CycleLog:
         self._num_cycles += 1
 
     def stored(self) -> None:
-        """Note that the tokens of the next cycle in turn are stored."""
+        """Record that the tokens of the oldest unstored cycle are stored."""
         index = self._num_stored - (self._num_cycles - len(self._entries))
         self._num_stored += 1
         if self._trace is not None:
@@ -148,10 +147,10 @@ class CycleLog:
             self._flush(index + 1)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Write down what is left; returns at once.
+        """Flush the remaining entries in the background.
 
         Args:
-            error: What ended the generation, and perhaps a cycle on its way.
+            error: Error that ended the generation, possibly in the middle of a cycle.
         """
         self._flush(len(self._entries))
         trace = self._trace
@@ -193,7 +192,7 @@ class CycleLog:
 
 
 class _Watched:
-    """A controller whose journal learns of each cycle."""
+    """A controller that also passes each cycle to a cycle log."""
 
     def __init__(self, controller: GammaController, cycle_log: CycleLog) -> None:
         self._controller, self._cycle_log = controller, cycle_log

@@ -1,4 +1,4 @@
-"""What an orchestrator counts: cycles, requests and their latencies. Some microseconds per cycle."""
+"""Metrics of an orchestrator: cycles, requests and their latencies. They cost some microseconds per cycle."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["OrchestratorMeter", "RequestMeter", "metered"]
 _PARTS = ("draft", "target_queue", "target_step", "target_wire", "other")
 _GOOD = tuple(reason.value for reason in FinishReason)
 
-# Prometheus takes the first value of a series for its start: these are there before anything is counted.
+# Prometheus treats the first value of a series as its start, so these series are created at zero.
 _POSITIONS = 16
 _OUTCOMES = sorted({*_GOOD, *(error.status.name.lower() for error in GammarayError.__subclasses__())})
 
@@ -33,7 +33,7 @@ class OrchestratorMeter:
     """The metrics of one orchestrator.
 
     Attributes:
-        meter: Where they are.
+        meter: Holds the metrics.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class OrchestratorMeter:
             self.outcome(outcome)
 
     def watch(self, admission: Admission, fleet: Fleet) -> None:
-        """Have the state of admission, workers and their links read when somebody asks."""
+        """Register gauges that read admission, workers and their connections on each scrape."""
         meter = self.meter
         meter.gauge("gammaray.requests.active", lambda: admission.num_running)
         meter.gauge("gammaray.requests.waiting", lambda: admission.num_waiting)
@@ -79,11 +79,11 @@ class OrchestratorMeter:
         return RequestMeter(self, is_resume=request.resume_from is not None)
 
     def cycle(self, cycle: Cycle, plain_cycle_s: float | None) -> None:
-        """Count a cycle as the client is told of it: without what stood behind the end of the completion.
+        """Count a cycle as the client sees it: without the tokens after the end of the completion.
 
         Args:
-            cycle: What it did.
-            plain_cycle_s: Seconds of a cycle at gamma 0 at this moment; None while that is unknown.
+            cycle: Its results.
+            plain_cycle_s: Current seconds of a cycle at gamma 0; None while unknown.
         """
         emitted = len(cycle.token_ids)
         accepted = cycle.origins.count(TokenOrigin.ACCEPTED)
@@ -106,7 +106,7 @@ class OrchestratorMeter:
             self.plain_s.value += emitted * plain_cycle_s
 
     def outcome(self, name: str) -> Counter:
-        """Return the counter of requests that ended in one way."""
+        """Return the counter of requests with an outcome."""
         if name not in self._outcomes:
             self._outcomes[name] = self.meter.counter("gammaray.requests", outcome=name)
         return self._outcomes[name]
@@ -124,7 +124,7 @@ class OrchestratorMeter:
 
     @property
     def accepted_per_position(self) -> tuple[int, ...]:
-        """Accepted tokens by their depth in the proposal, from depth 1; without the zeros at the end."""
+        """Accepted tokens by depth in the proposal, from depth 1, without trailing zeros."""
         counts = [int(counter.value) for counter in self._positions]
         while counts and not counts[-1]:
             counts.pop()
@@ -132,7 +132,7 @@ class OrchestratorMeter:
 
     @property
     def totals(self) -> SpeculationTotals:
-        """What the cycles came to so far."""
+        """Totals over all cycles and requests so far."""
         ended = {name: int(counter.value) for name, counter in list(self._outcomes.items())}
         return SpeculationTotals(
             cycles=int(sum(counter.value for counter in self.cycles.values())),
@@ -150,11 +150,11 @@ class OrchestratorMeter:
 
 
 class RequestMeter:
-    """Counts one request: a context around all of its handling.
+    """Counts one request; a context manager around its handling.
 
     Args:
         shared: The orchestrator's meter.
-        is_resume: Whether a client comes back to a session.
+        is_resume: Whether the request resumes a session.
     """
 
     def __init__(self, shared: OrchestratorMeter, *, is_resume: bool) -> None:
@@ -166,7 +166,7 @@ class RequestMeter:
         shared.resumes.value += is_resume
 
     def deliver(self, chunk: Chunk) -> None:
-        """Count a chunk that is about to be delivered."""
+        """Count a chunk before it is delivered."""
         now = time.perf_counter()
         if self._first:
             self._shared.between_s.observe(now - self._last)
@@ -197,7 +197,7 @@ class RequestMeter:
 
 
 class _Metered(Protocol):
-    """What `metered` asks of the object whose method it wraps."""
+    """The interface that `metered` requires of the wrapped method's object."""
 
     @property
     def meter(self) -> OrchestratorMeter: ...
@@ -207,7 +207,7 @@ MethodT = TypeVar("MethodT", bound=Callable[..., AsyncGenerator[Chunk, None]])
 
 
 def metered(method: MethodT) -> MethodT:
-    """Wrap a method that generates: its requests, latencies and outcomes are counted."""
+    """Wrap a generating method to count its requests, latencies and outcomes."""
 
     @functools.wraps(method)
     async def generate(
@@ -223,10 +223,10 @@ def metered(method: MethodT) -> MethodT:
 
 
 def _split(parts: tuple[Counter, ...], cycle: Cycle) -> None:
-    """Add up where a cycle's time went; the parts of a cycle are its whole."""
+    """Add a cycle's time to the counters of its parts; the parts sum up to its total."""
     draft, queue, step, wire, other = parts
     queue_s = step_s = 0.0
-    if cycle.timing is not None:  # the worker's clock is its own
+    if cycle.timing is not None:  # from the worker's clock, hence the bounds
         queue_s = min(cycle.timing.queue_s, cycle.verify_s)
         step_s = min(cycle.timing.compute_s, cycle.verify_s - queue_s)
     draft.value += cycle.draft_s

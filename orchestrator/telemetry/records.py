@@ -1,4 +1,4 @@
-"""From a cycle to the record that is kept of it."""
+"""Conversion of cycles to the records of a session's trace."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def cycle_record(
 
     Args:
         session: Its session.
-        cycle: What it did.
-        base_position: Committed tokens that it built on.
-        draft: What the draft worker was asked, None for nothing.
-        target: The same of the target worker.
+        cycle: Its results.
+        base_position: Tokens committed before it.
+        draft: Call to the draft worker; None without one.
+        target: Call to the target worker; None without one.
         clock_ns: Nanoseconds since 1970 at which `time.perf_counter()` was 0.
     """
     record = pb.CycleRecord(
@@ -58,7 +58,7 @@ def cycle_record(
 
 
 def failed_record(session: Session, calls: Mapping[str, Call], clock_ns: int) -> pb.CycleRecord:
-    """Return the record of a cycle that failed under way, of a sampled session, whose calls have times."""
+    """Return the record of an unfinished cycle that failed; for sampled sessions, whose calls have times."""
     now = time.perf_counter()
     start = min(call.began or now for call in calls.values())
     record = pb.CycleRecord(
@@ -80,7 +80,7 @@ def failed_record(session: Session, calls: Mapping[str, Call], clock_ns: int) ->
 
 
 def worker_call(call: Call) -> pb.WorkerCall:
-    """Return what is kept of a call."""
+    """Return the record of a call."""
     record = pb.WorkerCall(
         address=call.address,
         blocks=len(call.blocks),

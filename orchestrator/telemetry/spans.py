@@ -1,4 +1,4 @@
-"""The spans of one sampled session: which ids they have, and how they are written from its records."""
+"""The spans of one sampled session: their ids, and their encoding from the session's records."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ __all__ = ["CycleBundle", "ReadingBundle", "SessionTrace"]
 _INTERNAL, _CLIENT, _PRODUCER = 1, 3, 4
 _STATUS_ERROR = 2
 _FLAGS = 0x101
-"""Sampled, and the parent is known not to be remote."""
+"""W3C trace flag "sampled", and OTLP's flag for a parent known not to be remote."""
 
 _CYCLE, _PROPOSE, _VERIFY, _COMMIT = range(4)
-"""The spans of one cycle, by their place among its four ids."""
+"""The spans of one cycle, by their offset among its four ids."""
 
 
 class SessionTrace:
-    """What the spans of a session have in common.
+    """State shared by the spans of a session.
 
-    Ids of its cycles' spans are consecutive numbers from a random one on, so that a block can name its parent
-    long before the parent is made.
+    The span ids of its cycles are consecutive numbers from a random start, so that a block can name its
+    parent before the parent span exists.
 
     Args:
         span: The span of the generation.
-        processor: Takes the others.
+        processor: Receives the other spans.
         started_ns: When the generation began, in nanoseconds since 1970.
 
     Attributes:
         span: The span of the generation.
         context: Its context.
-        num_cycles: Cycles that were run; set at the end.
-        readings: Cycles whose propose span is that of a long prompt being read.
+        num_cycles: Number of cycles; set at the end.
+        readings: Cycles whose propose span covers the prefill of a long prompt.
     """
 
     def __init__(self, span: Span, processor: SpanProcessor, started_ns: int) -> None:
@@ -61,11 +61,11 @@ class SessionTrace:
 
     @property
     def traceparent(self) -> str:
-        """The context of the generation's span, as other processes are told of it."""
+        """The context of the generation's span, as sent to other processes."""
         return f"{self._prefix}{self.context.span_id:016x}-01"
 
     def bind(self, session: Session) -> None:
-        """Tell which session it is, once that is known."""
+        """Set the session's attributes, once the session is known."""
         self.common = {t.SESSION_ID: session.session_id, t.EPOCH: session.epoch}
         self.verification = session.method.value
         self.span.set_attribute(t.SESSION_ID, session.session_id)
@@ -106,9 +106,9 @@ class CycleBundle:
     """The spans of one cycle.
 
     Args:
-        trace: What they belong to.
+        trace: Their session's trace.
         index: Number of the cycle, from 0.
-        record: What it did.
+        record: Record of the cycle.
         stored_ns: When its tokens were stored, in nanoseconds since 1970; 0 when they were not.
         error: Class of the error that ended it, or empty.
     """
@@ -123,7 +123,7 @@ class CycleBundle:
 
     @property
     def context(self) -> SpanContext:
-        """The generation's."""
+        """Context of the generation's span."""
         return self._trace.context
 
     def encode(self, spans: Any) -> None:
@@ -132,7 +132,7 @@ class CycleBundle:
         start = record.start_us * 1000
         end = start + record.total_us * 1000
         if self._index == 0:
-            # Its id is that before the first cycle's.
+            # Its id precedes those of the first cycle.
             opened = trace.add(
                 spans, t.SPAN_OPEN, -1, _COMMIT, trace.started_ns, max(start, trace.started_ns)
             )
@@ -180,12 +180,12 @@ class CycleBundle:
 
 
 class ReadingBundle:
-    """The span of a draft worker that reads a long prompt beside the cycles.
+    """The span of a draft worker that prefills a long prompt concurrently with the cycles.
 
     Args:
-        trace: What it belongs to.
+        trace: Its session's trace.
         index: Number of the cycle in which it began.
-        call: What was asked.
+        call: The call to the worker.
         clock_ns: Nanoseconds since 1970 at which `time.perf_counter()` was 0.
     """
 
@@ -196,7 +196,7 @@ class ReadingBundle:
 
     @property
     def context(self) -> SpanContext:
-        """The generation's."""
+        """Context of the generation's span."""
         return self._trace.context
 
     def encode(self, spans: Any) -> None:

@@ -1,4 +1,4 @@
-"""The span of a generation: its parent, whether it is sampled, and what it says at the end."""
+"""The span of a generation: its parent, the sampling decision, and its final attributes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _CURRENT: ContextVar[SessionTrace | None] = ContextVar("gammaray_trace", default
 
 
 class _Traced(Protocol):
-    """What `traced` asks of the object whose method it wraps."""
+    """The interface that `traced` requires of the wrapped method's object."""
 
     @property
     def tracing(self) -> Tracing: ...
@@ -47,9 +47,9 @@ MethodT = TypeVar("MethodT", bound=Callable[..., AsyncGenerator[Chunk, None]])
 
 
 def traced(method: MethodT) -> MethodT:
-    """Wrap a method that generates: a span around each call.
+    """Wrap a generating method in a span per call.
 
-    Without an exporter the method's own iterator is returned.
+    Without an exporter the wrapper returns the method's own iterator.
     """
 
     @functools.wraps(method)
@@ -63,12 +63,12 @@ def traced(method: MethodT) -> MethodT:
 
 
 class Tracing:
-    """Begins the traces of an orchestrator; the decision to sample one is made here, once per session.
+    """Starts the traces of an orchestrator and decides once per session whether it is sampled.
 
     Args:
-        telemetry: The process's.
-        store: Knows which span served a session before.
-        model_name: The target model that is served.
+        telemetry: Telemetry of this process.
+        store: Stores which span serves a session.
+        model_name: Name of the served target model.
     """
 
     def __init__(self, telemetry: Telemetry, store: RedisTraceStore, model_name: str) -> None:
@@ -80,7 +80,7 @@ class Tracing:
     async def follow(
         self, request: GenerationRequest, caller: Caller, chunks: AsyncGenerator[Chunk, None]
     ) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks; the span lasts from here to the last of them."""
+        """Yield the chunks inside a span that ends after the last of them."""
         async with aclosing(chunks):
             trace = await self._begin(request, caller)
             _CURRENT.set(trace)
@@ -96,7 +96,7 @@ class Tracing:
                     yield chunk
             except BaseException as failure:
                 error = failure
-                await chunks.aclose()  # its end is part of the generation's
+                await chunks.aclose()  # the span includes the cleanup
                 raise
             finally:
                 _end(trace, last, error)
@@ -104,11 +104,11 @@ class Tracing:
     def cycle_log(
         self, session: Session, in_background: Callable[[Coroutine[Any, Any, None]], None]
     ) -> CycleLog:
-        """Open the journal of a session, in a `traced` method.
+        """Open the cycle log of a session; call it inside a `traced` method.
 
         Args:
-            session: The session, whose calls it takes down.
-            in_background: Runs a coroutine beside the cycles, to its end.
+            session: The session, whose calls are logged.
+            in_background: Runs a coroutine to completion, concurrently with the cycles.
         """
         trace = _CURRENT.get()
         if trace is not None:
@@ -118,11 +118,11 @@ class Tracing:
         return cycle_log
 
     async def shutdown(self) -> None:
-        """Send the spans that wait, within a deadline."""
+        """Export the queued spans, within a deadline."""
         await self._telemetry.shutdown()
 
     async def _link(self, trace: SessionTrace, session: Session) -> None:
-        """Note which span serves a session now, and link it to the one that did before."""
+        """Store which span serves a session, and link it to the span that served it before."""
         try:
             served = await self._store.serve(session.session_id, session.epoch, trace.traceparent)
             before = _parse(served)
@@ -138,7 +138,7 @@ class Tracing:
         started_ns = time.time_ns()
         parent = _parse(caller.traceparent, caller.tracestate)
         if parent is None and request.resume_from:
-            # The decision was made when the turn began: an unsampled one has left nothing.
+            # The turn's start made the sampling decision; an unsampled turn stored no span.
             parent = await self._served_by(caller.qualify(request.session_id))
             if parent is None:
                 return None

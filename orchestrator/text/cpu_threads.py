@@ -1,8 +1,8 @@
-"""CPU work of requests, off the event loop: a few threads, so that the streams of other clients go on.
+"""Thread pools for the CPU work of requests, so that it does not block other clients' streams.
 
-Parsing has one thread, since a large body takes up to ten times its size in memory meanwhile. Everything else
-(tokenising, decoding, chat templates) shares `NUM_THREADS`. What has no thread yet waits in order of arrival;
-the work of one request is bounded by the bounds of its size, which bounds the wait.
+Parsing has one thread, since a large body takes up to ten times its size in memory during parsing. Everything
+else (tokenising, decoding, chat templates) shares `NUM_THREADS`. Work is queued in order of arrival; limits
+on request size bound the work per request, and with it the wait.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import ParamSpec, TypeVar
 __all__ = ["INLINE_BYTES", "INLINE_NUMBERS", "NUM_THREADS", "in_parser_thread", "in_thread"]
 
 INLINE_BYTES = 2**14
-"""Size of a request up to which its work takes a few milliseconds at most, on the event loop."""
+"""Requests up to this size are processed on the event loop, in a few milliseconds at most."""
 
 INLINE_NUMBERS = 4096
-"""Numbers that are converted on the event loop, in less than a millisecond or two."""
+"""Up to this many numbers are converted on the event loop, in less than one or two milliseconds."""
 
 NUM_THREADS = 2
 
@@ -31,7 +31,7 @@ _threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="gammaray-cpu")
 
 
 async def in_parser_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `work` in the thread that parses large requests, one after the other; return its result."""
+    """Run `work` in the single thread that parses large requests; return its result."""
     return await asyncio.get_running_loop().run_in_executor(_parser, partial(work, *args, **kwargs))
 
 

@@ -1,4 +1,4 @@
-"""Tokens to text while they stream in: complete characters only, cut before stop strings."""
+"""Incremental detokenisation: emits complete characters only, and ends the text before a stop string."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from orchestrator.text.tokenizer import Tokenizer
 __all__ = ["Detokenizer"]
 
 PROMPT_WINDOW = 8
-"""Tokens of the prompt that may decide how the first emitted token reads."""
+"""Trailing tokens of the prompt that may change the text of the first emitted token."""
 
 MAX_TOKENS_PER_CHARACTER = 4
-"""UTF-8 has at most four bytes per character; what is longer is no character in the making."""
+"""UTF-8 has at most four bytes per character; a longer sequence cannot become a character."""
 
 
 class _Decoder(Protocol):
     def push(self, token_id: int) -> str:
-        """Take a token; return the characters that became complete."""
+        """Add a token; return the characters that it completes."""
 
     def finish(self) -> str:
-        """Return what is left, incomplete characters as U+FFFD."""
+        """Return the remaining text, with incomplete characters as U+FFFD."""
 
 
 class Detokenizer:
     """The text of one completion.
 
-    Text that could still turn out to be the start of a stop string is held back; so are the bytes of an
-    incomplete character. Special tokens have no text.
+    Text that may be the start of a stop string is held back, as are the bytes of an incomplete character.
+    Special tokens have no text.
 
     Args:
-        tokenizer: The target's.
-        prompt: Token ids before the completion: the first token may read differently after them.
+        tokenizer: The target's tokenizer.
+        prompt: Token ids before the completion; they may change the text of its first token.
         stop: Stop strings.
     """
 
@@ -48,7 +48,7 @@ class Detokenizer:
         self._stopped = False
 
     def push(self, token_id: int) -> bool:
-        """Take the next token; True when it completes a stop string, before which the text then ends."""
+        """Add the next token; return True if it completes a stop string, which ends the text before it."""
         if self._tokenizer.is_special(token_id):
             return False
         self._held += self._decoder.push(token_id)
@@ -58,7 +58,7 @@ class Detokenizer:
         return self._release()
 
     def take(self, *, final: bool) -> str:
-        """Return the text that is complete and not yet taken; all that is left when `final`."""
+        """Return the text completed since the last call; with `final`, also any held text."""
         if final and not self._stopped:
             self._held += self._decoder.finish()
             if not self._release():
@@ -67,7 +67,7 @@ class Detokenizer:
         return text
 
     def _release(self) -> bool:
-        """Move text from held to ready, up to a stop string or what may become one."""
+        """Move text from held to ready, up to a stop string or a possible start of one."""
         starts = [start for start in (self._held.find(stop) for stop in self._stop) if start >= 0]
         if starts:
             self._stopped = True
@@ -79,7 +79,7 @@ class Detokenizer:
         return False
 
     def _possible_stop(self) -> int:
-        """Return the length of the longest end of the held text that a stop string may start with."""
+        """Return the length of the longest suffix of the held text that is a prefix of a stop string."""
         longest = min(len(self._held), max(map(len, self._stop), default=1) - 1)
         for length in range(longest, 0, -1):
             end = self._held[-length:]
@@ -89,7 +89,7 @@ class Detokenizer:
 
 
 class _ByteDecoder:
-    """For tokenizers whose text is the concatenation of their tokens' bytes."""
+    """Decoder for tokenizers whose text is the concatenation of their tokens' bytes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -103,10 +103,10 @@ class _ByteDecoder:
 
 
 class _WindowDecoder:
-    """For all other tokenizers: a new token's text is what it adds to the text of the tokens before it.
+    """Decoder for all other tokenizers: a token's text is what it adds to the text of the preceding tokens.
 
-    `tokenizers.decoders.DecodeStream` does the same, but for fast tokenizers only, and it raises on
-    sequences whose text changes in hindsight; here such a change is lost and the stream goes on.
+    `tokenizers.decoders.DecodeStream` does the same, but for fast tokenizers only, and it raises if a later
+    token changes earlier text; here such a change is dropped and the stream continues.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:

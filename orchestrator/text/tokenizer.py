@@ -1,4 +1,4 @@
-"""Text to tokens and back: a wrapper over the target model's own tokenizer and configuration."""
+"""Encoding and decoding of text: a wrapper of the target model's tokenizer and configuration."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from orchestrator.text.cpu_threads import in_thread
 __all__ = ["Tokenizer", "resolve_model", "served_name"]
 
 _MANY_TOKENS = 4096
-"""Tokens from which on decoding takes more than a millisecond."""
+"""From this many tokens on, decoding takes more than a millisecond."""
 
 
 def resolve_model(model: str) -> str:
     """Return the directory or hub name of a target model; "demo" is the target of the demo pair.
 
     Raises:
-        InvalidArgumentError: The demo pair is asked for and not installed.
+        InvalidArgumentError: The demo pair is requested and not installed.
     """
     return demo_directory("target") if model == DEMO_PAIR else model
 
@@ -48,17 +48,17 @@ class _SharedEncoding:
 
 
 class Tokenizer:
-    """The tokenizer of a model, with what else of its files the orchestrator needs.
+    """The tokenizer of a model, with the values of its configuration that the orchestrator needs.
 
     Attributes:
-        vocab_size: Number of token ids the model knows (its tokenizer may know fewer).
-        max_context: Longest sequence the model takes, in tokens.
+        vocab_size: Number of token ids of the model (its tokenizer may have fewer).
+        max_context: Longest sequence that the model supports, in tokens.
         eos_token_ids: Tokens that end a completion.
         vocab_sha256: Fingerprint of the vocabulary, see `gammaray.vocabulary`.
     """
 
     def __init__(self, model: str) -> None:
-        """Read tokenizer and configuration from a directory or, by name, from the hub's cache.
+        """Load tokenizer and configuration from a directory or, by name, from the hub's cache.
 
         Raises:
             InvalidArgumentError: There is no such model, or it has no tokenizer.
@@ -81,10 +81,10 @@ class Tokenizer:
         self._encoding: dict[tuple[str, bool], _SharedEncoding] = {}
 
     def encode(self, text: str, *, is_start: bool = True) -> list[int]:
-        """Return the token ids of `text`, with the special tokens that belong in front where it is a start.
+        """Return the token ids of `text`; if `is_start`, with the tokenizer's special tokens added.
 
         Raises:
-            InvalidArgumentError: Lone surrogates, which are no Unicode text.
+            InvalidArgumentError: The text has lone surrogates, which are invalid Unicode.
         """
         try:
             text.encode()
@@ -95,17 +95,17 @@ class Tokenizer:
         token_ids: list[int] = self._tokenizer(text, add_special_tokens=is_start, verbose=False)["input_ids"]
         bos = self._tokenizer.bos_token_id
         if bos is not None and token_ids[:2] == [bos, bos]:
-            return token_ids[1:]  # a chat template had written it already
+            return token_ids[1:]  # a chat template has already added it
         return token_ids
 
     async def encode_long(self, text: str, *, is_start: bool = True) -> tuple[int, ...]:
-        """Return the same of a long text, which is tokenised in a thread.
+        """Return the token ids of a long text, which is tokenised in a thread.
 
-        Calls for one text at a time, such as those of a request's choices, share the work. They return in
-        different turns of the event loop: what they do next takes time that grows with the text as well.
+        Concurrent calls for the same text, such as those of a request's choices, share the work. They return
+        in different iterations of the event loop, because the callers' next step also scales with the text.
 
         Raises:
-            InvalidArgumentError: Lone surrogates, which are no Unicode text.
+            InvalidArgumentError: The text has lone surrogates, which are invalid Unicode.
         """
         key = text, is_start
         if (shared := self._encoding.get(key)) is None:
@@ -118,7 +118,7 @@ class Tokenizer:
             shared.num_callers -= 1
             if shared.num_callers == 0:
                 self._encoding.pop(key)
-                shared.work.cancel()  # work that waits for a thread is dropped when all its callers are gone
+                shared.work.cancel()  # without callers, drop work that has not started
         async with shared.one_by_one:
             await asyncio.sleep(0)
         return token_ids
@@ -129,7 +129,7 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`, without special tokens."""
         if len(token_ids) >= _MANY_TOKENS and self._joins_bytes:
-            # The library holds the interpreter lock until all is decoded; this lets other threads in.
+            # The library holds the GIL until all tokens are decoded; this loop lets other threads run.
             shown = (token_id for token_id in token_ids if token_id not in self._special_ids)
             return b"".join(map(self.token_bytes, shown)).decode("utf-8", "replace")
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
@@ -150,13 +150,13 @@ class Tokenizer:
                     [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
                 )
             )
-        except Exception as error:  # templates are programs of strangers: anything may come out of them
+        except Exception as error:  # templates are third-party code and may raise anything
             raise InvalidArgumentError(
                 "messages", str(error), "what the model's chat template takes"
             ) from error
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a token is one that text never shows."""
+        """Whether a token is a special token, which decoded text omits."""
         return token_id in self._special_ids
 
     @cached_property
@@ -166,12 +166,12 @@ class Tokenizer:
 
     @cached_property
     def _joins_bytes(self) -> bool:
-        """Whether decoding is joining the tokens' bytes, and nothing else."""
+        """Whether decoding only joins the tokens' bytes."""
         return self._decoder_kind == "byte_level" and not self._tokenizer.clean_up_tokenization_spaces
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the text of one token by itself, as bytes: it may be a part of a character."""
-        if token_id >= self.vocab_size:  # made up by a client; kept, such ids would fill the memory
+        """Return the text of a single token as bytes, which may be a part of a character."""
+        if token_id >= self.vocab_size:  # invalid id from a client; caching these would exhaust memory
             return b""
         known = self._bytes.get(token_id)
         if known is None:
@@ -208,10 +208,10 @@ class Tokenizer:
 
 
 def _eos_token_ids(model: str, config: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the end-of-sequence tokens where `transformers` generate looks for them, in its order."""
+    """Return the end-of-sequence tokens, looked up in the same order as `transformers`' generate."""
     try:
         found = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # no such file: older models have none
+    except OSError:  # older models have no generation config
         found = None
     for candidate in (found, getattr(config, "eos_token_id", None), tokenizer.eos_token_id):
         if candidate is not None:
@@ -226,9 +226,9 @@ def _steps(decoder: Mapping[str, Any] | None) -> Iterable[Mapping[str, Any]]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte behind each character of GPT-2's byte-level alphabet.
+    """Return the byte of each character of GPT-2's byte-level alphabet.
 
-    Printable Latin-1 stands for itself; the other bytes, in order, are the characters from U+0100 on.
+    Printable Latin-1 characters map to themselves; the other bytes, in order, to the characters from U+0100.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]

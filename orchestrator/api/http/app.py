@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 _ENGINE = "0"
-"""Value of vLLM's label `engine`: all orchestrators together are one."""
+"""Value of vLLM's label `engine`: all orchestrators together count as one engine."""
 
 
 def add_metrics(app: FastAPI, backend: Backend) -> None:
@@ -55,7 +55,7 @@ def add_metrics(app: FastAPI, backend: Backend) -> None:
     async def metrics() -> fastapi.Response:
         processes = await backend.status()
         if any(process.role == "redis" and not process.healthy for process in processes):
-            # Without the other orchestrators the sums would fall, which a scraper takes for a restart.
+            # Without the other orchestrators the sums would fall, which a scraper interprets as a restart.
             raise UnavailableError("Redis cannot be reached, which knows the other orchestrators")
         return fastapi.Response(vllm_metrics(processes), media_type=CONTENT_TYPE_LATEST)
 
@@ -80,10 +80,10 @@ def vllm_metrics(processes: Sequence[ProcessStatus]) -> bytes:
     """Return vLLM's metrics about requests and speculation, summed over the orchestrators.
 
     Args:
-        processes: The processes of the cluster; those that are no orchestrators do not count.
+        processes: The processes of the cluster; only orchestrators count.
 
     Returns:
-        Prometheus's text format.
+        The metrics in Prometheus's text format.
     """
     registry = CollectorRegistry()
     registry.register(_VllmCollector([process for process in processes if process.role == "orchestrator"]))
@@ -91,7 +91,7 @@ def vllm_metrics(processes: Sequence[ProcessStatus]) -> bytes:
 
 
 class _VllmCollector:
-    """Makes prometheus_client's families of the states of orchestrators."""
+    """Converts the states of orchestrators to prometheus_client's metric families."""
 
     def __init__(self, orchestrators: Sequence[ProcessStatus]) -> None:
         self._orchestrators = orchestrators
@@ -148,7 +148,7 @@ _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 def playground() -> fastapi.Response:
-    """Return the page; browsers let it run its own script alone and talk to this server alone."""
+    """Return the page; its CSP restricts it to its own inline script and to requests to this server."""
     page = _page()
     return HTMLResponse(
         page,
@@ -182,7 +182,7 @@ def _policy(page: str) -> str:
 _MAX_BODIES_BYTES = 256 * 2**20
 
 INLINE_ENTRIES = 1024
-"""Tokens and alternatives of an answer that is rendered on the event loop: some milliseconds."""
+"""Responses up to this many tokens and alternatives are rendered on the event loop, in some milliseconds."""
 
 _Body = TypeVar("_Body", CompletionRequest, ChatRequest)
 
@@ -197,10 +197,10 @@ def create_app(
     """Return the ASGI application.
 
     Args:
-        backend: What generates.
+        backend: Generates the completions.
         close: Awaited when the application shuts down.
-        authenticator: Knows the API keys; None lets everybody in.
-        max_bodies_bytes: Upper bound of all request bodies held at once.
+        authenticator: Checks API keys; None accepts all callers.
+        max_bodies_bytes: Upper bound on the request bodies held at the same time.
         allowed_hosts: Names of this server for requests without a key, see `sites.Hosts`.
     """
 
@@ -289,7 +289,7 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
 async def _planned(
     plan: Callable[[Backend, bytes], tuple[_Body, list[ChoicePlan]]], backend: Backend, data: bytes
 ) -> tuple[_Body, list[ChoicePlan]]:
-    """Return what `plan` makes of a body; a large one is read off the event loop."""
+    """Return the result of `plan` for a body; a large body is parsed off the event loop."""
     if len(data) <= INLINE_BYTES:
         return plan(backend, data)
     return await in_parser_thread(plan, backend, data)
@@ -332,10 +332,10 @@ async def _generate(
 
 
 async def _guarded(answer: Callable[[], Awaitable[fastapi.Response]]) -> fastapi.Response:
-    """Turn what `answer` raises into an OpenAI error object, a bug of ours included."""
+    """Convert any exception of `answer`, including bugs, into an OpenAI error object."""
     try:
         return await answer()
     except ClientDisconnect:
-        return fastapi.Response(status_code=CancelledError.http_status)  # nobody reads it
+        return fastapi.Response(status_code=CancelledError.http_status)  # the client has disconnected
     except Exception as error:
         return error_response(as_gammaray_error(error))

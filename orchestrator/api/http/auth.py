@@ -1,4 +1,4 @@
-"""Who calls over HTTP: every path needs a key, where keys are asked for, but those that are named here."""
+"""HTTP authentication: if keys are required, every path except the public ones needs a key."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from orchestrator.api.http.errors import error_response
 __all__ = ["AccessControl", "caller_of"]
 
 PUBLIC_PATHS = frozenset({"/", "/favicon.ico", "/health", openapi.PATH})
-"""They tell that the server is there, whether it is well, and what any server of this version takes. The page
-at / asks for a key by itself."""
+"""They show that the server runs, its health, and the API of this version. The page at / prompts for a key
+itself."""
 
 
 class AccessControl:
-    """ASGI middleware: finds out who calls, and turns strangers away before anything of theirs is read.
+    """ASGI middleware: authenticates the caller, and rejects unknown callers before their body is read.
 
     Args:
-        app: What is protected.
-        authenticator: Knows the keys.
+        app: The protected application.
+        authenticator: Checks API keys.
     """
 
     def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
@@ -43,7 +43,7 @@ class AccessControl:
 
 
 def caller_of(request: Request) -> Caller:
-    """Return who sent a request that has come through `AccessControl`."""
+    """Return the caller of a request that passed `AccessControl`."""
     caller = request.state.caller
     assert isinstance(caller, Caller)
     return caller

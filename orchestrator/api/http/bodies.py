@@ -1,4 +1,4 @@
-"""Reading request bodies within bounds: of one body, of all at once, and of time."""
+"""Reading of request bodies, with limits on the size of each, on their total size, and on time."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ BODY_TIMEOUT_S = 60.0
 """How long a client may take to send its body."""
 
 _MAX_DRAINED_BYTES = 8 * MAX_BODY_BYTES
-"""How much of a body that is too large is read, so that its sender gets to see the answer."""
+"""Bytes of a too large body that are read and dropped, so that its sender receives the error response."""
 
 
 class BodyTooSlowError(GammarayError):
-    """A request body did not come in time."""
+    """A request body did not arrive in time."""
 
     status: ClassVar[grpc.StatusCode] = grpc.StatusCode.DEADLINE_EXCEEDED
     http_status: ClassVar[int] = 408
 
 
 class NotJsonError(InvalidArgumentError):
-    """A request body of another content type than JSON."""
+    """A request body has a content type other than JSON."""
 
     http_status: ClassVar[int] = 415
 
 
 class BodyReader:
-    """The request bodies that are held at this moment.
+    """Reads request bodies and limits their total size.
 
     Args:
-        max_bytes: Upper bound of them all.
+        max_bytes: Upper bound on the bodies held at the same time.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -53,14 +53,14 @@ class BodyReader:
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
-        """Read the body of a request, which counts until the context is left.
+        """Read the body of a request; it counts towards the total until the context exits.
 
         Raises:
-            NotJsonError: Its content type is another one than JSON's. A page of another site can send only
-                such a body without a request for permission before.
-            BodyTooLargeError: It is above `MAX_BODY_BYTES`.
-            BodyTooSlowError: It takes its sender too long.
-            ResourceExhaustedError: There is no room beside the bodies of others.
+            NotJsonError: Its content type is not JSON's. Other types are refused because another site's page
+                can send them without a CORS preflight.
+            BodyTooLargeError: It is larger than `MAX_BODY_BYTES`.
+            BodyTooSlowError: It did not arrive within `BODY_TIMEOUT_S`.
+            ResourceExhaustedError: The bodies of all requests would exceed `max_bytes`.
         """
         kind = request.headers.get("content-type")
         if (kind or "").partition(";")[0].strip().lower() != JSON:

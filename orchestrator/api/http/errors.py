@@ -1,15 +1,15 @@
-"""Errors as OpenAI's error object; the only place that knows HTTP statuses.
+"""Errors as OpenAI's error object, with their HTTP statuses.
 
 400  a field is wrong (`param` names it), malformed JSON, invalid UTF-8, a prompt that is too long
 401  no API key, or a wrong one
-403  without API keys: another site's page sent it (`param` names the header)
+403  without API keys: a page of another site sent it (`param` names the header)
 404  unknown model, path or session
-408  the body did not come in time
+408  the body did not arrive in time
 413  a body above `MAX_BODY_BYTES`
 415  a body whose content type is not JSON's
-429  too many requests run and wait; `Retry-After` says when to come back
+429  too many requests run and wait; `Retry-After` has the delay
 503  no target worker; `Retry-After` as above
-504  it took too long
+504  a deadline was exceeded
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _CODES = {
     413: "request_too_large",
     429: "rate_limit_exceeded",
 }
-# Fields whose HTTP name is not that of the request type.
+# Fields whose HTTP name differs from that of the request type.
 _HTTP_NAMES = {
     "gamma": "gammaray.gamma",
     "max_gamma": "gammaray.max_gamma",
@@ -80,12 +80,12 @@ class BodyTooLargeError(GammarayError):
 
 
 def too_many(got: str, limit: int) -> PydanticCustomError:
-    """Return the failure of a field with more items than it may have; to be raised by a validator."""
+    """Return the error of a field with too many items; to be raised by a validator."""
     return PydanticCustomError(_LASTING, "at most {limit}", {"limit": limit, "count": got})
 
 
 def lasting(allowed: str) -> PydanticCustomError:
-    """Return the failure of a list that no further items could cure; to be raised by a validator."""
+    """Return the error of a list that is invalid whatever items follow; to be raised by a validator."""
     return PydanticCustomError(_LASTING, "{allowed}", {"allowed": allowed})
 
 
@@ -95,10 +95,10 @@ def invalid_argument(error: ValidationError) -> InvalidArgumentError:
 
 
 def invalid_beginning(error: ValidationError, open_path: Sequence[str | int]) -> InvalidArgumentError | None:
-    """Return the first failure of a document that was not read to its end; None if the rest may cure all.
+    """Return the first definite failure of a partly read document; None if the rest could make it valid.
 
     Args:
-        error: The failures.
+        error: The failures of the part that was read.
         open_path: Where reading stopped, see `orchestrator.api.http.json_text.Decoded`.
     """
     path = tuple(map(str, open_path))
@@ -109,7 +109,7 @@ def invalid_beginning(error: ValidationError, open_path: Sequence[str | int]) ->
 
 
 def _stays_wrong(failure: ErrorDetails, open_path: tuple[str, ...]) -> bool:
-    """Return whether a failure would be one whatever followed in the lists and objects that are open."""
+    """Return whether a failure remains whatever follows in the open lists and objects."""
     if failure["type"] == _LASTING:
         return True
     path = tuple(map(str, failure["loc"]))
@@ -135,7 +135,7 @@ def _allowed(message: str) -> str:
 
 
 def as_gammaray_error(error: BaseException) -> GammarayError:
-    """Return `error` itself when it is one of ours, else an InternalError after logging it."""
+    """Return `error` itself if it is a GammarayError, else log it and return an InternalError."""
     if isinstance(error, GammarayError):
         return error
     _logger.error("unexpected error in a request", exc_info=error)
@@ -189,6 +189,6 @@ def _headers(error: GammarayError) -> Mapping[str, str] | None:
 
 def _object(message: str, status: int, param: str | None, code: str | None) -> dict[str, Any]:
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    # What was got may hold lone surrogates, which have no UTF-8.
+    # The message may quote lone surrogates, which UTF-8 cannot encode.
     message = message.encode("utf-8", "backslashreplace").decode("utf-8")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

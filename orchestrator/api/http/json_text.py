@@ -1,11 +1,11 @@
-"""JSON bodies decoded within bounds of time and memory, and large answers encoded in slices.
+"""Decoding of JSON bodies with bounded time and memory, and encoding of large responses in slices.
 
-`json.loads` makes an object of every value before anything is checked, in one call that holds the interpreter
-lock: 8 MiB of `{},{},...` take a second and 500 MB. `decode` stops after `MAX_VALUES` values and returns what
-it has read so far, which is enough to name the first wrong field. Integers in lists are cheap and may be as
-many as the body holds: a prompt of token ids has hundreds of thousands.
+`json.loads` creates an object for every value before anything is checked, in one call that holds the GIL:
+8 MiB of `{},{},...` take a second and 500 MB. `decode` stops after `MAX_VALUES` values and returns what it
+has read so far, which is enough to name the first wrong field. Integers in lists are cheap and not limited: a
+prompt of token ids has hundreds of thousands.
 
-`json.dumps` holds the lock as well, so a thread does not help against it: `encode` calls it for short lists.
+`json.dumps` holds the GIL as well, even in a thread, so `encode` calls it on short lists only.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 __all__ = ["MAX_VALUES", "Decoded", "decode", "encode"]
 
 MAX_VALUES = 2**17
-"""Values in one body, integers in lists left out: 16,384 messages of one text part have 98,304."""
+"""Values in one body, not counting integers in lists: 16,384 messages of one text part have 98,304."""
 
 _RUN_CHARS = 2**16
-"""Characters of one slice of a list of integers: about a millisecond of decoding."""
+"""Characters per slice of a list of integers, which decodes in about a millisecond."""
 
 _SLICE_ITEMS = 64
-"""Items of a long list that are encoded in one call: a few milliseconds with 20 alternatives each."""
+"""Items of a long list per encoding call, which takes a few milliseconds with 20 alternatives each."""
 
 _MAX_SPLIT_ITEMS = 128
-"""A list up to this length, such as that of the choices, is split into its items instead."""
+"""A list up to this length, such as the list of choices, is encoded item by item instead."""
 
 _RUN = re.compile(rf"[-0-9, \t\n\r]{{1,{_RUN_CHARS}}}")
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -52,11 +52,11 @@ class Decoded:
 
 
 def decode(text: str) -> Decoded:
-    """Return the value of a JSON document, or of its beginning where it has more than `MAX_VALUES` values.
+    """Return the value of a JSON document, or of its beginning if it has more than `MAX_VALUES` values.
 
     Raises:
-        ValueError: The text, as far as it was read, is not JSON; as `json.loads` raises it.
-        RecursionError: It is nested too deep.
+        ValueError: The text read is not JSON; the same error that `json.loads` raises.
+        RecursionError: The nesting is too deep.
     """
     if text.startswith("\ufeff"):
         raise json.JSONDecodeError("Unexpected UTF-8 BOM (decode using utf-8-sig)", text, 0)
@@ -71,7 +71,7 @@ def decode(text: str) -> Decoded:
 
 
 def encode(value: Any) -> bytes:
-    """Return a value as JSON, the same bytes as starlette's `JSONResponse`, in many short calls.
+    """Return a value as JSON, the same bytes as starlette's `JSONResponse`, encoded in many short calls.
 
     Raises:
         ValueError: A number is not finite.
@@ -112,7 +112,7 @@ class _Reader:
         self.open_path: list[str | int] = []  # innermost first
 
     def value(self, start: int) -> tuple[Any, int]:
-        """Return the value that begins at `start`, and where it ends."""
+        """Return the value that begins at `start`, and its end position."""
         self._num_values += 1
         if self._num_values > MAX_VALUES:
             self.has_stopped = True
@@ -173,8 +173,8 @@ class _Reader:
         return found, at
 
     def _run_of_integers(self, start: int) -> tuple[list[int], int]:
-        """Return the integers of a list from `start` on that each have a comma after them, and where the
-        value after the last of these commas begins."""
+        """Return the integers of a list from `start` on that are each followed by a comma, and the position
+        of the value after the last of these commas."""
         found: list[int] = []
         text, at = self._text, start
         while at >= self._slow_until and (run := _RUN.match(text, at)) is not None:
@@ -184,7 +184,7 @@ class _Reader:
             try:
                 found += _integers(f"[{text[at:comma]}]")
             except ValueError:
-                self._slow_until = comma  # reading one value after the other finds where it is wrong
+                self._slow_until = comma  # reading value by value finds the error's position
                 break
             at = _after_space(text, comma + 1)
         return found, at

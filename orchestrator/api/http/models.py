@@ -1,10 +1,10 @@
-"""OpenAI's request bodies, checked as data from a stranger.
+"""OpenAI's request bodies, validated as untrusted input.
 
 Field names are OpenAI's, extensions have vLLM's names (`top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
-`ignore_eos`, `stop_token_ids`, `allowed_token_ids`, `prompt_logprobs`) and the object `gammaray` steers
+`ignore_eos`, `stop_token_ids`, `allowed_token_ids`, `prompt_logprobs`) and the object `gammaray` controls
 speculation. A field whose value could not change the completion (`user`, `store`, ...) is ignored; every
-other unknown field is refused, as dropping it silently would answer another question than the one asked.
-null means absent.
+other unknown field is refused, as the completion without it could differ from the requested one. null means
+absent.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ MAX_MESSAGES = 2**14
 """Messages of one chat: rendering this many takes a tenth of a second."""
 
 _SMALL_BODY_BYTES = 2**16
-"""Size up to which a body cannot hold enough values to take long."""
+"""Bodies up to this size hold too few values to take long."""
 
 IGNORED = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",  # means nothing without tools
-        "prediction",  # a hint for speed
+        "parallel_tool_calls",  # no effect without tools
+        "prediction",  # only a performance hint
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
@@ -62,7 +62,7 @@ IGNORED = frozenset(
         "user",
     }
 )
-# Unsupported fields, with the values that ask for nothing.
+# Unsupported fields, with the values that have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -89,14 +89,14 @@ class GammarayOptions(_Strict):
     Args:
         verification: Verification method.
         gamma: Draft length, 0 to 64, or "adaptive".
-        max_gamma: Upper bound of an adaptive gamma; 0 is the server's.
-        max_nodes: Upper bound of a proposal's nodes, above gamma for trees; 0 is the server's choice.
+        max_gamma: Upper bound of an adaptive gamma; 0 for the server's.
+        max_nodes: Upper bound of a proposal's nodes, above gamma for trees; 0 for the server's choice.
         drafter: Which drafter may propose: "model", "ngram" (prompt lookup) or "none" (gamma 0).
-        session_id: Name of the session; empty lets the server draw one. Only with one choice.
-        turn: Turn of the session; above 0 its finished turn before is continued. Not for chats.
-        keep_cache_s: Seconds that the workers keep their caches for the next turn.
+        session_id: Name of the session; if empty, the server generates one. Only with one choice.
+        turn: Turn of the session; above 0 it continues the previous, finished turn. Not for chats.
+        keep_cache_s: Seconds that the workers retain their caches for the next turn.
         cache_salt: The workers' caches are shared only with requests of the same salt.
-        stream_tokens: Whether each streamed piece tells its tokens, with their origins, under `gammaray`.
+        stream_tokens: Whether each streamed piece includes its tokens, with their origins, under `gammaray`.
     """
 
     verification: Literal["coupled", "rejection", "naive"] = "coupled"
@@ -124,8 +124,8 @@ class StreamOptions(_Strict):
     Args:
         include_usage: Send the usage of the whole response in one more event before `[DONE]`.
         continuous_usage_stats: With `include_usage`, each event also has the usage of its choice so far.
-        include_obfuscation: Pad each event to a multiple of `http_stream.EVENT_BYTES`, so that event sizes do
-            not show how long the text is. The default is false, where OpenAI's own is true.
+        include_obfuscation: Pad each event to a multiple of `stream.EVENT_BYTES`, so that event sizes do not
+            reveal the length of the text. The default is false, unlike OpenAI's, which is true.
     """
 
     include_usage: bool = False
@@ -134,7 +134,7 @@ class StreamOptions(_Strict):
 
 
 class OpenAIRequest(_Strict):
-    """What completions and chat completions have in common; see `SamplingParams` for the ranges."""
+    """Fields common to completions and chat completions; see `SamplingParams` for the ranges."""
 
     default_max_tokens: ClassVar[int | None] = None
 
@@ -211,11 +211,11 @@ class OpenAIRequest(_Strict):
     @field_validator("top_k", mode="after")
     @classmethod
     def _check_top_k(cls, value: int) -> int:
-        return 0 if value == -1 else value  # vLLM's way to say off
+        return 0 if value == -1 else value  # off, as in vLLM
 
     @property
     def asked_max_tokens(self) -> int | None:
-        """The upper bound of emitted tokens under either of its names, None for the context's end.
+        """The limit on emitted tokens under either of its names; None for the rest of the context.
 
         Raises:
             InvalidArgumentError: Both names are given and they differ.
@@ -260,7 +260,7 @@ class CompletionRequest(OpenAIRequest):
 
 
 class ChatMessage(BaseModel):
-    """One message of a chat; further fields (`name`, ...) do not reach the model and are ignored."""
+    """One message of a chat; further fields (`name`, ...) are ignored and not passed to the model."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -304,11 +304,12 @@ _Request = TypeVar("_Request", bound=OpenAIRequest)
 def parse_body(model: type[_Request], body: bytes) -> _Request:
     """Return the request in a body.
 
-    Time and memory are bounded whatever the body holds. One of more than `_SMALL_BODY_BYTES` may still take
-    a few tenths of a second: call this in a thread.
+    Time and memory are bounded whatever the body contains. A body of more than `_SMALL_BODY_BYTES` may still
+    take a few tenths of a second: call this in a thread.
 
     Raises:
-        InvalidArgumentError: Names the first wrong field, or `body` when it is not a JSON object in UTF-8.
+        InvalidArgumentError: A field is invalid; the error names the first one, or `body` if it is not a JSON
+            object in UTF-8.
     """
     decoded = _decoded(body)
     payload = decoded.value
@@ -347,14 +348,14 @@ def _decoded(body: bytes) -> Decoded:
 
 
 def _with_one_unknown(model: type[BaseModel], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that a model has and the first that it has not: pydantic makes an error of each."""
+    """Return a model's known fields and the first unknown one, as pydantic reports an error for each."""
     known = {name: value for name, value in fields.items() if name in model.model_fields}
     unknown = next((name for name in fields if name not in known), None)
     return known if unknown is None else {**known, unknown: fields[unknown]}
 
 
 def _bounded(value: Any, validate: Callable[[Any], list[_Item]], limit: int, noun: str) -> list[_Item]:
-    """Return the validated items of a list of at most `limit`; what is past the bound is not looked at."""
+    """Return the validated items of a list of at most `limit` items; later items are not checked."""
     items = validate(value[: limit + 1] if isinstance(value, list) else value)
     if len(items) > limit:
         raise too_many(f"{len(value)} {noun}", limit)
@@ -362,7 +363,7 @@ def _bounded(value: Any, validate: Callable[[Any], list[_Item]], limit: int, nou
 
 
 def _is_any_of(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """Return whether a JSON value is one of them; true is no 1, as it would be in Python."""
+    """Return whether a JSON value is one of them; unlike in Python, true does not equal 1."""
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed)
 
 

@@ -1,7 +1,7 @@
 """The OpenAPI document of the HTTP API: `GET /openapi.json`, or `python -m orchestrator.api.http.openapi`.
 
-Schemas of requests are made of the models that parse them. Schemas of responses are closed, so that tests
-find a field that is not documented.
+Schemas of requests are generated from the models that parse them. Schemas of responses are closed, so that
+tests detect an undocumented field.
 """
 
 from __future__ import annotations
@@ -197,13 +197,13 @@ def _schema(model: type[BaseModel]) -> Schema:
 
 
 def _unsupported() -> dict[str, Schema]:
-    """Return the fields of OpenAI's that change nothing, and those that may only ask for nothing."""
+    """Return OpenAI's fields that are ignored, and those that accept only values without effect."""
     ignored: dict[str, Schema] = {name: {"description": "Ignored."} for name in sorted(IGNORED)}
     return ignored | {name: {"enum": [*values, None]} for name, values in NEUTRAL.items()}
 
 
 REQUEST_SCHEMAS: dict[str, Schema] = {model.__name__: _schema(model) for model in _FIELDS}
-"""By the name of the model."""
+"""Schemas of requests by model name."""
 
 
 _STRING: Schema = {"type": "string"}
@@ -310,7 +310,7 @@ def _whole(kind: str, choice: Schema) -> Schema:
 
 
 def _piece(kind: str, choice: Schema) -> Schema:
-    """Return the schema of an event; `gammaray` may tell tokens, the summary, both or be absent."""
+    """Return the schema of an event; `gammaray` may have the tokens, the summary, both, or be absent."""
     piece = _whole(kind, choice)
     told = _object({**_SUMMARY, "tokens": _array(_PIECE_TOKEN)}, optional=(*_SUMMARY, "tokens"))
     usage = {"anyOf": [_ref("Usage"), _TOKEN_COUNTS]}
@@ -369,7 +369,7 @@ RESPONSE_SCHEMAS: dict[str, Schema] = {
     "MetricsTargets": _TARGETS,
     "Error": _object({"error": _ERROR}),
 }
-"""By name."""
+"""Schemas of responses by name."""
 
 STREAM_SCHEMAS: dict[str, Schema] = {
     "CompletionPiece": _piece(
@@ -379,7 +379,7 @@ STREAM_SCHEMAS: dict[str, Schema] = {
         "chat.completion.chunk", _choice({"delta": _DELTA}, _CHAT_LOGPROBS, _or_null(_FINISH))
     ),
 }
-"""Of the data of a stream's events, by name; an event may be an `Error` too, and the last one is `[DONE]`."""
+"""Schemas of a stream's event data by name; an event may also be an `Error`, and the last one is `[DONE]`."""
 
 
 PATH = "/openapi.json"
@@ -436,14 +436,14 @@ def document() -> dict[str, Any]:
 
 
 def _generation(request: str, response: str) -> Schema:
-    """Return the path of a kind of completions."""
+    """Return the path item of a kind of completions."""
     body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
     told = {
         "type": "string",
         "contentMediaType": "application/json",
         "contentSchema": {"anyOf": [_ref(f"{response}Piece"), _ref("Error")]},
     }
-    event = {  # each event as an object, as tools read this media type
+    event = {  # one object per event, as tools expect for this media type
         "type": "object",
         "properties": {"id": {"type": "string"}, "data": {"anyOf": [{"const": "[DONE]"}, told]}},
         "required": ["data"],

@@ -1,4 +1,4 @@
-"""From OpenAI's request bodies to generation requests, one per choice."""
+"""Conversion of OpenAI's request bodies to generation requests, one per choice."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class ChoicePlan:
 
     Args:
         index: Position among the choices of the response.
-        prompt_index: Which of the prompts it continues.
-        request: What to generate.
+        prompt_index: Index of the prompt that it continues.
+        request: The generation request.
         echo: Text to put before the completion.
-        stream_tokens: Whether each streamed piece tells its tokens.
-        echo_logprobs: Alternatives to each token of the echoed prompt in `logprobs`; None leaves it out.
-        prompt_logprobs: Alternatives in the choice's `prompt_logprobs`; None for no such field.
-        is_prompt_only: Whether the token that is emitted, as at least one has to be, is left out.
+        stream_tokens: Whether each streamed piece includes its tokens.
+        echo_logprobs: Alternatives per echoed prompt token in `logprobs`; None leaves the prompt out.
+        prompt_logprobs: Alternatives in the choice's `prompt_logprobs`; None omits the field.
+        is_prompt_only: Whether to omit the completion; at least one token is always generated.
     """
 
     index: int
@@ -50,7 +50,7 @@ class ChoicePlan:
     is_prompt_only: bool = False
 
     def num_told(self, num_tokens: int) -> int:
-        """Return how many log-probabilities of a prompt of `num_tokens` the choice tells."""
+        """Return how many log-probabilities of a prompt of `num_tokens` the choice returns."""
         num_top = _larger(self.echo_logprobs, self.prompt_logprobs)
         return 0 if num_top is None else num_tokens * (num_top + 1)
 
@@ -60,11 +60,11 @@ def completion_choices(
 ) -> list[ChoicePlan]:
     """Return the choices of a completions request: `n` samples for each prompt.
 
-    The first sample of a prompt has it scored. A whole response repeats the log-probabilities in the prompt's
-    other choices; a stream tells them once.
+    Only the first sample of a prompt scores the prompt. A whole response repeats the log-probabilities in the
+    prompt's other choices; a stream sends them once.
 
     Raises:
-        InvalidArgumentError: Names the first wrong field.
+        InvalidArgumentError: A field is invalid; the error names the first one.
     """
     is_prompt_only = body.echo and body.asked_max_tokens == 0
     echo_logprobs = body.logprobs if body.echo else None
@@ -102,10 +102,10 @@ def completion_choices(
 
 
 def check_told_numbers(plan: ChoicePlan, num_told: int) -> None:
-    """Check that the log-probabilities of prompts in one response are not too many.
+    """Check that the number of prompt log-probabilities in one response is within the limit.
 
     Raises:
-        InvalidArgumentError: They are. It names the field that asks for those of `plan`.
+        InvalidArgumentError: The limit is exceeded; the error names the field that requests those of `plan`.
     """
     if num_told > MAX_PROMPT_LOGPROBS:
         raise InvalidArgumentError(
@@ -119,7 +119,7 @@ def chat_choices(body: ChatRequest, prompt: str, max_context: int) -> list[Choic
     """Return the choices of a chat request: `n` samples for the rendered `prompt`.
 
     Raises:
-        InvalidArgumentError: Names the first wrong field.
+        InvalidArgumentError: A field is invalid; the error names the first one.
     """
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidArgumentError("top_logprobs", f"{body.top_logprobs} without logprobs", "logprobs true")
@@ -182,7 +182,7 @@ def _requests(
             turn=options.turn,
             keep_cache_s=options.keep_cache_s,
             cache_salt=options.cache_salt,
-            # The samples share the prompt, so one session scores it.
+            # The samples share the prompt, so only one session scores it.
             num_prompt_logprobs=num_prompt_logprobs if sample_index == 0 else None,
         )
         for sample_index in range(body.n)

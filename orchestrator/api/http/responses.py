@@ -1,4 +1,4 @@
-"""OpenAI's response objects, whole and in pieces, with log-probabilities and the extra object `gammaray`."""
+"""OpenAI's response objects, whole and streamed, with log-probabilities and the extra object `gammaray`."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ __all__ = [
 ]
 
 _LOWEST = -9999.0
-"""OpenAI's stand-in for minus infinity, which JSON cannot say."""
+"""OpenAI's substitute for minus infinity, which JSON cannot represent."""
 
 
 class LogprobFormat(Protocol):
-    """Renders the log-probabilities of a choice's tokens, piece by piece."""
+    """Renders the log-probabilities of a choice's tokens incrementally."""
 
     def render(self, tokens: Sequence[EmittedToken], prompt: EchoedPrompt | None = None) -> dict[str, Any]:
-        """Return the JSON object for the next tokens, after those of a prompt that is echoed."""
+        """Return the JSON object for the next tokens, preceded by those of an echoed prompt."""
         ...
 
 
 @dataclass(frozen=True)
 class EchoedPrompt:
-    """A prompt to be told of among a completion's tokens.
+    """A prompt whose tokens are included in a completion's log-probabilities.
 
     Args:
         logprobs: Its log-probabilities.
-        num_top: Alternatives to tell of each token.
+        num_top: Alternatives per token.
         spell: Returns the bytes of a token.
-        is_special: Tells whether a token is one that decoded text leaves out.
+        is_special: Returns whether decoded text omits a token.
     """
 
     logprobs: PromptLogprobs
@@ -56,12 +56,12 @@ class EchoedPrompt:
 
 
 class CompletionLogprobs:
-    """The form of /v1/completions: parallel lists, and offsets into the text.
+    """The format of /v1/completions: parallel lists, and offsets into the text.
 
-    `text_offset` counts the characters that the tokens before this one completed.
+    `text_offset` of a token is the number of characters that the preceding tokens complete.
 
     Args:
-        echo: The text before the completion, in which the offsets of a prompt's tokens count.
+        echo: Echoed text before the completion; offsets of the prompt's tokens refer to it.
     """
 
     def __init__(self, echo: str = "") -> None:
@@ -69,7 +69,7 @@ class CompletionLogprobs:
         self._num_chars = len(echo)
 
     def render(self, tokens: Sequence[EmittedToken], prompt: EchoedPrompt | None = None) -> dict[str, Any]:
-        """Return the JSON object for the next tokens; of a prompt's first token nothing is known."""
+        """Return the JSON object for the next tokens; a prompt's first token has no log-probability."""
         spelled: list[bytes] = []
         logprobs: list[float | None] = []
         top: list[dict[str, float] | None] = []
@@ -98,7 +98,7 @@ class CompletionLogprobs:
         for token_id in prompt.logprobs.token_ids:
             offsets.append(offset)
             token_bytes = prompt.spell(token_id)
-            # A text given by the client may spell special tokens; decoded ids never do.
+            # A prompt given as text may contain special tokens; decoded token ids omit them.
             is_shown = not prompt.is_special(token_id) or self._echo.startswith(_text(token_bytes), offset)
             if is_shown:
                 offset = min(offset + _num_chars(token_bytes), len(self._echo))
@@ -106,10 +106,10 @@ class CompletionLogprobs:
 
 
 class ChatLogprobs:
-    """The form of /v1/chat/completions: one object per token."""
+    """The format of /v1/chat/completions: one object per token."""
 
     def render(self, tokens: Sequence[EmittedToken], prompt: EchoedPrompt | None = None) -> dict[str, Any]:
-        """Return the JSON object for the next tokens; prompts of chats are never echoed."""
+        """Return the JSON object for the next tokens; chat prompts are never echoed."""
         content = [
             {
                 **_entry(token.token_bytes, token.logprob),
@@ -123,9 +123,9 @@ class ChatLogprobs:
 def prompt_entries(
     prompt: PromptLogprobs, num_top: int, spell: Callable[[int], bytes]
 ) -> list[dict[str, Any] | None]:
-    """Return vLLM's `prompt_logprobs`: by token id the prompt's own token and the most likely ones.
+    """Return vLLM's `prompt_logprobs`: per position the prompt's token and the most likely ones, by token id.
 
-    The first entry is null, as nothing precedes the first token.
+    The first entry is null, as the first token has no preceding context.
     """
     entries: list[dict[str, Any] | None] = [None]
     for entry, (token_id, logprob) in enumerate(zip(prompt.token_ids[1:], prompt.logprobs, strict=True)):
@@ -150,13 +150,13 @@ def _entry(token_bytes: bytes, logprob: float | None) -> dict[str, Any]:
 
 
 def _top(token: EmittedToken) -> dict[str, float]:
-    """Return the most likely tokens and, as OpenAI does, the emitted one."""
+    """Return the most likely tokens and, as OpenAI does, the emitted token."""
     top = {_text(top.token_bytes): _finite(top.logprob) for top in token.top_logprobs}
     return {**top, _text(token.token_bytes): _finite(token.logprob)}
 
 
 def _num_chars(token_bytes: bytes) -> int:
-    # Each character of UTF-8 has one byte that is no continuation byte.
+    # Each UTF-8 character has exactly one byte that is not a continuation byte.
     return sum(byte & 0xC0 != 0x80 for byte in token_bytes)
 
 
@@ -173,7 +173,7 @@ def _text(token_bytes: bytes) -> str:
 
 @dataclass
 class ChoiceState:
-    """What one choice has produced so far."""
+    """The accumulated output of one choice."""
 
     plan: ChoicePlan
     logprobs: LogprobFormat | None
@@ -187,7 +187,7 @@ class ChoiceState:
     prompt_logprobs: PromptLogprobs | None = None
 
     def add(self, chunk: Chunk) -> Chunk:
-        """Take in the next piece; return it as the client is told of it."""
+        """Add the next piece; return it as sent to the client."""
         if self.plan.is_prompt_only:
             chunk = _without_completion(chunk)
         self.text.append(chunk.text)
@@ -234,8 +234,8 @@ class ChoiceState:
 def speculative_decoding(summary: SpeculationSummary, usage: Usage) -> dict[str, Any]:
     """Return vLLM's object `metrics.speculative_decoding` of a finished choice.
 
-    A step is a cycle with a proposal. What former owners of the session did counts in `usage` alone, as the
-    lengths of their steps are not known. `num_spec_tokens` is absent: proposals have no fixed length.
+    A step is a cycle with a proposal. Cycles of former owners of the session count only in `usage`, as the
+    lengths of their steps are unknown. `num_spec_tokens` is absent: proposals have no fixed length.
     """
     histogram = list(summary.accepted_lengths) or [0]
     histogram[0] -= summary.plain_cycles
@@ -252,7 +252,7 @@ def speculative_decoding(summary: SpeculationSummary, usage: Usage) -> dict[str,
 
 
 class Response(ABC):
-    """The response to one request: its choices, and their form in JSON."""
+    """The response to one request: its choices, and their JSON format."""
 
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
@@ -266,13 +266,13 @@ class Response(ABC):
         spell: Callable[[int], bytes],
         is_special: Callable[[int], bool],
     ) -> None:
-        """Begin a response.
+        """Create an empty response.
 
         Args:
             model: Name of the model.
             plans: The choices.
             spell: Returns the bytes of a token.
-            is_special: Tells whether a token is one that decoded text leaves out.
+            is_special: Returns whether decoded text omits a token.
         """
         self._spell, self._is_special = spell, is_special
         self.states = [ChoiceState(plan, self.new_logprobs(plan)) for plan in plans]
@@ -282,38 +282,38 @@ class Response(ABC):
 
     @abstractmethod
     def new_logprobs(self, plan: ChoicePlan) -> LogprobFormat | None:
-        """Return the form of a choice's log-probabilities, None when they were not asked for."""
+        """Return the format of a choice's log-probabilities, None if they were not requested."""
 
     @abstractmethod
     def opening(self, state: ChoiceState) -> dict[str, Any] | None:
-        """Return what a streamed choice begins with, before its first token."""
+        """Return the first body of a streamed choice, before its first token; None for no such event."""
 
     @abstractmethod
     def delta(self, text: str) -> dict[str, Any]:
-        """Return a streamed choice's share of text."""
+        """Return the body of a streamed choice with a piece of text."""
 
     @abstractmethod
     def content(self, state: ChoiceState) -> dict[str, Any]:
-        """Return a whole choice's text."""
+        """Return the body of a whole choice."""
 
     def openings(self) -> list[dict[str, Any]]:
-        """Return the events that a stream begins with."""
+        """Return the first events of a stream."""
         bodies = ((state, self.opening(state)) for state in self.states)
         return [self._event(state, body, None, None) for state, body in bodies if body is not None]
 
     def recall(self, tokens: Sequence[EmittedToken]) -> None:
-        """Take note of the next tokens of the only choice that its client has already."""
+        """Add tokens of a resumed stream's only choice that the client has already received."""
         (state,) = self.states
         state.tokens.extend(tokens)
         if state.logprobs is not None:
             state.logprobs.render(tokens)
 
     def add(self, index: int, chunk: Chunk) -> Chunk:
-        """Take in a piece of choice `index`; return it as the client is told of it.
+        """Add a piece of choice `index`; return it as sent to the client.
 
         Raises:
-            InvalidArgumentError: The prompts that have come so far have too many log-probabilities for one
-                response. The length of a prompt of text is known only now.
+            InvalidArgumentError: The prompts received so far have too many log-probabilities for one
+                response. The token count of a text prompt is known only now.
         """
         state, prompt = self.states[index], chunk.prompt_logprobs
         if prompt is not None:
@@ -326,7 +326,7 @@ class Response(ABC):
         return state.add(chunk)
 
     def piece(self, index: int, chunk: Chunk, options: StreamOptions) -> dict[str, Any] | None:
-        """Take in a piece of choice `index`; return its event, None when there is nothing to tell yet."""
+        """Add a piece of choice `index`; return its event, None if there is nothing to send yet."""
         state = self.states[index]
         chunk = self.add(index, chunk)
         told = chunk.prompt_logprobs is not None
@@ -341,27 +341,27 @@ class Response(ABC):
             event["usage"] = _token_counts(chunk.prompt_tokens, chunk.offset + len(chunk.tokens))
         if chunk.finish_reason is not None:
             event["gammaray"] = state.gammaray()
-            if not options.include_usage:  # else the last event has it: clients take it once
+            if not options.include_usage:  # else only the last event has it: clients read it once
                 event |= self._metrics()
         if tells_tokens:
             event["gammaray"] = {**event.get("gammaray", {}), "tokens": [_token(t) for t in chunk.tokens]}
         return event
 
     def usage_event(self) -> dict[str, Any]:
-        """Return the last event of a stream whose client asked for usage."""
+        """Return the last event of a stream with `include_usage`."""
         event = {"id": self._id, "object": self.chunk_object, **self._head, "choices": []}
         return {**event, **self._results()}
 
     @property
     def num_entries(self) -> int:
-        """How many tokens, and alternatives to them, the whole response tells of."""
+        """Number of tokens and alternatives in the whole response."""
         tokens = [token for state in self.states for token in state.tokens]
         prompts = [state.prompt_logprobs for state in self.states if state.prompt_logprobs is not None]
         told = sum(1 + len(token.top_logprobs) for token in tokens)
         return told + sum(len(prompt.token_ids) + len(prompt.top_token_ids) for prompt in prompts)
 
     def whole(self) -> dict[str, Any]:
-        """Return the response in one piece; with several choices each has its own `gammaray` too."""
+        """Return the whole response; with several choices each also has its own `gammaray`."""
         choices = []
         for state in self.states:
             assert state.finish_reason is not None, "whole() comes after the last chunk of every choice"
@@ -377,18 +377,18 @@ class Response(ABC):
         return {**body, **self._results()}
 
     def _results(self) -> dict[str, Any]:
-        """Return what is told of the whole response, once all choices are finished."""
+        """Return the fields about the whole response, once all choices are finished."""
         return {"usage": self._usage(), "gammaray": self.states[0].gammaray(), **self._metrics()}
 
     def _metrics(self) -> dict[str, Any]:
-        """Return vLLM's `metrics`; as with vLLM only a response of one choice has it."""
+        """Return vLLM's `metrics`; as in vLLM, only a response with a single choice has it."""
         state = self.states[0]
         if len(self.states) > 1 or state.summary is None or state.usage is None:
             return {}
         return {"metrics": {"speculative_decoding": speculative_decoding(state.summary, state.usage)}}
 
     def _logprobs(self, state: ChoiceState, tokens: Sequence[EmittedToken], *, told: bool) -> Any:
-        """Return the log-probabilities of tokens, after those of the prompt if it is told of now."""
+        """Return the log-probabilities of tokens, preceded by those of the echoed prompt if `told`."""
         if state.logprobs is None:
             return None
         num_top, prompt = state.plan.echo_logprobs, state.prompt_logprobs
@@ -397,7 +397,7 @@ class Response(ABC):
         return state.logprobs.render(tokens, EchoedPrompt(prompt, num_top, self._spell, self._is_special))
 
     def _tell_prompt(self, state: ChoiceState, body: dict[str, Any], choice: dict[str, Any]) -> None:
-        """Enter vLLM's `prompt_logprobs` where it was asked for."""
+        """Set vLLM's `prompt_logprobs` if it was requested."""
         num_top, prompt = state.plan.prompt_logprobs, state.prompt_logprobs
         if num_top is not None and prompt is not None:
             holder = choice if self.prompt_logprobs_in_choice else body
@@ -434,11 +434,11 @@ class CompletionResponse(Response):
     prompt_logprobs_in_choice = True
 
     def new_logprobs(self, plan: ChoicePlan) -> LogprobFormat | None:
-        """Return the completions form of log-probabilities."""
+        """Return the completions format of log-probabilities."""
         return CompletionLogprobs(plan.echo) if plan.request.num_top_logprobs is not None else None
 
     def opening(self, state: ChoiceState) -> dict[str, Any] | None:
-        """Return the echoed prompt, if that was asked for."""
+        """Return the echoed prompt, if requested."""
         return {"text": state.plan.echo} if state.plan.echo else None
 
     def delta(self, text: str) -> dict[str, Any]:
@@ -459,11 +459,11 @@ class ChatResponse(Response):
     prompt_logprobs_in_choice = False
 
     def new_logprobs(self, plan: ChoicePlan) -> LogprobFormat | None:
-        """Return the chat form of log-probabilities."""
+        """Return the chat format of log-probabilities."""
         return ChatLogprobs() if plan.request.num_top_logprobs is not None else None
 
     def opening(self, state: ChoiceState) -> dict[str, Any] | None:
-        """Return the role, which comes first."""
+        """Return the delta with the role, which is sent first."""
         return {"delta": {"role": "assistant", "content": ""}}
 
     def delta(self, text: str) -> dict[str, Any]:
@@ -489,7 +489,7 @@ def _token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
 
 
 def _without_completion(chunk: Chunk) -> Chunk:
-    """Return a piece of a choice that is its prompt alone."""
+    """Return a piece of a choice without its completion, for a response with only the prompt."""
     chunk = replace(chunk, text="", tokens=(), offset=0)
     if chunk.finish_reason is None:
         return chunk

@@ -1,10 +1,10 @@
-"""Web pages of other sites must not use a server that asks for no API key through its user's browser.
+"""Protects a server without API keys from requests that pages of other sites send from a user's browser.
 
-A browser sends such a page's requests to any address that its user can reach, a loopback one included. Two
-headers that pages cannot change tell: `Host` is the name in the URL (a page whose name was rebound to this
-server's address, DNS rebinding, has its own name there), and `Origin` the site of the page.
+A browser sends a page's requests to any address that its user can reach, including loopback addresses. Two
+headers, which pages cannot change, identify such requests: `Host` is the name in the URL (after DNS rebinding
+of a page's name to this server's address, it is the page's name), and `Origin` is the site of the page.
 
-With API keys neither is checked. A page would need a key, which browsers do not add by themselves.
+With API keys neither is checked: a page would need a key, which browsers do not add by themselves.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class ForeignSiteError(InvalidArgumentError):
 
 
 class Hosts:
-    """The names under which a server may be called.
+    """The host names under which a server may be called.
 
-    Loopback names and IP addresses always are among them: an address is no name that could be rebound.
+    Loopback names and IP addresses are always allowed: an address cannot be rebound.
 
     Args:
-        allowed: Further ones, separated by commas; ".example.com" is that name and all below it, "*" is any.
+        allowed: Further names, separated by commas; ".example.com" is that name and its subdomains, "*" any.
     """
 
     def __init__(self, allowed: str = "") -> None:
@@ -56,7 +56,7 @@ class Hosts:
         """Check `Host` and `Origin` of a request.
 
         Raises:
-            ForeignSiteError: It is for another host, or a page of another site sent it.
+            ForeignSiteError: The request is for another host, or a page of another site sent it.
         """
         if self.are_any:
             return
@@ -76,10 +76,10 @@ class Hosts:
             scheme, place, *_ = urlsplit(origin)
         except ValueError:
             return False
-        port = _DEFAULT_PORTS.get(scheme, "")  # browsers leave it out, some proxies add it
+        port = _DEFAULT_PORTS.get(scheme, "")  # browsers omit it, some proxies add it
         if place and place.lower().removesuffix(port) == host.lower().removesuffix(port):
             return True
-        name = _name_of(place)  # a proxy may have put another Host in place of the page's
+        name = _name_of(place)  # a proxy may have replaced the Host header
         return name is not None and self._is_named(name)
 
     def _is_named(self, name: str) -> bool:
@@ -90,10 +90,10 @@ class Hosts:
 
 
 class SiteControl:
-    """ASGI middleware: refuses what pages of other sites send.
+    """ASGI middleware: rejects requests from pages of other sites.
 
     Args:
-        app: What is protected.
+        app: The protected application.
         hosts: The names of this server.
     """
 
@@ -112,11 +112,11 @@ class SiteControl:
 
 
 def _name_of(host: str) -> str | None:
-    """Return the name in `name:port`, in lower case; None where it is no such thing."""
+    """Return the name in `name:port`, in lower case; None if `host` has another form."""
     found = _HOST.fullmatch(host)
     return found["name"].lower().removesuffix(".") if found else None
 
 
 def _is_local(name: str) -> bool:
-    """Return whether a name is one of the machine itself, or an IP address."""
+    """Return whether a name is a loopback name or an IP address."""
     return name == "localhost" or name.endswith(".localhost") or is_address(name)

@@ -1,4 +1,4 @@
-"""Server-sent events of one or several generations, and streams that resume after `Last-Event-ID`."""
+"""Server-sent events of one or several generations, and resuming of streams after `Last-Event-ID`."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _FORM = "an id of an event of this server: <session>:<turn>:<tokens>"
 
 @dataclass(frozen=True)
 class EventId:
-    """Where in a stream an event stands.
+    """Position of an event in a stream.
 
     Args:
         session_id: The session.
         turn: Its turn.
-        offset: Emitted tokens up to and with the event.
-        has_ended: Whether the event told why the turn ended.
+        offset: Emitted tokens up to and including the event.
+        has_ended: Whether the event had the finish reason of the turn.
     """
 
     session_id: str
@@ -60,7 +60,7 @@ class EventId:
         """Return the id in a header.
 
         Raises:
-            InvalidArgumentError: It is none of ours.
+            InvalidArgumentError: The text is not an event id of this server.
         """
         session_id, *rest = text.strip().split(":")
         has_ended = rest[2:] == [_END]
@@ -76,10 +76,10 @@ class EventId:
 
 
 def resumed(plans: Sequence[ChoicePlan], seen: EventId, *, is_stream: bool) -> list[ChoicePlan]:
-    """Return the plans of a request that goes on behind an event.
+    """Return the plans of a request that continues after an event.
 
     Raises:
-        InvalidArgumentError: Not a stream of one choice, or one of another session.
+        InvalidArgumentError: The request is not a stream of one choice, or is for another session.
     """
     if not is_stream:
         raise InvalidArgumentError("Last-Event-ID", "a request without stream", "stream: true")
@@ -97,10 +97,10 @@ def resumed(plans: Sequence[ChoicePlan], seen: EventId, *, is_stream: bool) -> l
 
 
 async def recall(response: Response, backend: Backend, seen: EventId, caller: Caller) -> None:
-    """Tell a response of one choice what its client has: the tokens before an event.
+    """Add the tokens that the client already has, up to an event, to a response of one choice.
 
     Raises:
-        NotFoundError: There is no such session (any more).
+        NotFoundError: The session does not exist (any more).
     """
     _, tokens = await backend.sessions.get(seen.session_id, caller)
     for start in range(0, min(seen.offset, len(tokens)), REPLAY_TOKENS):
@@ -109,28 +109,28 @@ async def recall(response: Response, backend: Backend, seen: EventId, caller: Ca
 
 
 Pieces = AsyncIterator[tuple[int, Chunk]]
-"""Pieces of several choices as they come, each with the index of its choice."""
+"""Pieces of several choices in order of arrival, each with the index of its choice."""
 
 _Queue: TypeAlias = "asyncio.Queue[tuple[int, Chunk | Exception | None]]"
-"""Pieces; at its end a generation puts its error or None."""
+"""Pieces; each generation puts its error or None at its end."""
 
 _MAX_HELD = 32
-"""Pieces held for a slow client before its generations wait for it."""
+"""Pieces buffered for a slow client before its generations block."""
 
 _CLOSE_TIMEOUT_S = 5.0
 
 EVENT_BYTES = 256
-"""Sizes of events are multiples of it where `include_obfuscation` is set."""
+"""With `include_obfuscation`, event sizes are multiples of this."""
 
 
 @asynccontextmanager
 async def generate_all(
     backend: Backend, requests: Sequence[GenerationRequest], caller: Caller = ANONYMOUS
 ) -> AsyncIterator[Pieces]:
-    """Run the generations at once; leaving the context cancels those that still run.
+    """Run the generations concurrently; leaving the context cancels those that still run.
 
-    Each runs in a task of its own, so that cancelling the caller leaves it free to tidy up. The first failure
-    of any is raised by the iterator.
+    Each runs in its own task, so that it can clean up when the caller is cancelled. The iterator raises the
+    first failure of any generation.
     """
     queue: _Queue = asyncio.Queue()
     slots = asyncio.Semaphore(_MAX_HELD)
@@ -159,7 +159,7 @@ async def _pump(
         end = None
     except Exception as error:
         end = error
-    finally:  # also when cancelled, so that the reader never waits in vain
+    finally:  # also when cancelled, so that the reader does not wait forever
         queue.put_nowait((index, end))
 
 
@@ -176,9 +176,9 @@ async def _drain(queue: _Queue, slots: asyncio.Semaphore, num_open: int) -> Piec
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of one response; an error after the first event is an event too, and the last one.
+    """Server-sent events of one response; an error after the first event is sent as the last event.
 
-    Make it with `open`, which waits for the first piece: what fails before it is an ordinary error response.
+    Create it with `open`, which waits for the first piece: an earlier failure is an ordinary error response.
     """
 
     media_type = "text/event-stream"
@@ -204,7 +204,7 @@ class EventStream(StreamingResponse):
         return cls(_chain(first, events), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def stream_response(self, send: Send) -> None:
-        """Send the events, and end the generations however it ends."""
+        """Send the events, and end the generations in any case."""
         try:
             await super().stream_response(send)
         finally:
@@ -247,7 +247,7 @@ async def _events(
             async for index, chunk in pieces:
                 if chunk.prompt_logprobs is None:
                     data = rendered(index, chunk)
-                else:  # up to a million numbers: other streams go on meanwhile
+                else:  # up to a million numbers: do not block other streams
                     data = await in_thread(rendered, index, chunk)
                 if openings is not None:
                     data, openings = b"".join((*openings, data)), None
@@ -270,7 +270,7 @@ def _compact(body: Mapping[str, Any]) -> bytes:
 def _event(data: bytes, event_id: EventId | None = None, *, is_padded: bool = False) -> bytes:
     """Return the event of a JSON object that has at least one field.
 
-    Where `is_padded`, a last field `obfuscation` of random characters fills it to a multiple of EVENT_BYTES.
+    If `is_padded`, a last field `obfuscation` of random characters pads it to a multiple of EVENT_BYTES.
     """
     head = b"data: " if event_id is None else f"id: {event_id}\ndata: ".encode()
     if not is_padded:
