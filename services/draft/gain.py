@@ -1,16 +1,18 @@
-"""What drafting gains, as a draft worker sees it by itself.
+"""Estimates the tokens gained by drafting, from what a draft worker can observe.
 
-Between two proposals of a session the target made `emitted - accepted` steps, since each gives one token of
-its own. They took the time from the answer to the next request, so a token of plain decoding would take
+Between two proposals of a session the target made `emitted - accepted` steps, since each step emits one token
+of the target's own. They took the time from the answer to the next request, so a token of plain decoding
+would take
 
     plain_s = (next request - answer) / (emitted - accepted)
 
-and drafting gained the accepted tokens, less those that plain decoding would have made while it waited:
+and drafting gained the accepted tokens, less those that plain decoding would have emitted during drafting:
 
     gain = accepted - draft_s / plain_s,    draft_s = answer - request
 
-The steps were a little longer for the proposal in them, so this flatters the drafter somewhat. Where that
-matters the orchestrator's gamma controller, which measures it, asks for no proposals, and the gain is 0.
+The steps took slightly longer because they verified a proposal, so this overestimates the gain somewhat.
+Where that matters the orchestrator's gamma controller, which measures it, requests no proposals, and the
+gain is 0.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class GainMeter:
         emitted = tokens[sent.base_position :]
         accepted = num_accepted(sent.proposal, emitted)
         plain_s = max(arrived - sent.answered, _SHORTEST_S) / max(1, len(emitted) - accepted)
-        # No proposal costs more than the longest one could have given.
+        # The cost of a proposal is capped at the tokens that the longest one could have gained.
         self.gained += accepted - min(MAX_GAMMA, (sent.answered - sent.asked) / plain_s)
 
     def drop(self, session_id: str) -> None:
