@@ -33,7 +33,7 @@ MIN_CONFIDENCE, MAX_CONFIDENCE = 0.01, 1.0 - 1e-6
 
 
 class Calibration:
-    """The power of one session, shrunk towards that of all sessions of the worker.
+    """The power of one session, regularised towards that of all sessions of the worker.
 
     Args:
         common: Calibration of all sessions, updated by this one, too; None if this is the common one.

@@ -39,7 +39,7 @@ class GainMeter:
     """Sums the gain over all sessions.
 
     Attributes:
-        gained: Tokens so far.
+        gained: Tokens gained so far.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class GainMeter:
 
 
 def num_accepted(proposal: Proposal, emitted: Sequence[int]) -> int:
-    """Return how many of the emitted tokens were proposed: the longest path that they begin with."""
+    """Return how many of the first emitted tokens form a path of the proposal."""
     node, depth = -1, 0
     for token_id in emitted:
         node = _child(proposal, node, token_id)
@@ -80,7 +80,7 @@ def num_accepted(proposal: Proposal, emitted: Sequence[int]) -> int:
 
 
 def _child(proposal: Proposal, parent: int, token_id: int) -> int:
-    """Return the child of a node (-1: of the committed tokens) that has the token; -1 for none."""
+    """Return the child of node `parent` (-1: of the root) that has the token; -1 for none."""
     parents = proposal.parents
     for node in range(parent + 1, len(proposal)):
         if (

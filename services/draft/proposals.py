@@ -36,7 +36,7 @@ target some hundredths of a forward and saves at most its probability of being r
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a proposal may look like.
+    """Bounds of a proposal.
 
     Args:
         depth: Upper bound of the longest path, in tokens.
@@ -55,7 +55,7 @@ class ProposalBuilder:
 
     Args:
         root: The node.
-        shape: What the proposal may look like.
+        shape: Bounds of the proposal.
         eos_token_ids: Tokens after which a proposal ends.
         power: Exponent of confidences; see `services.draft.calibration`. 1 where the choice is a draw.
 
@@ -137,7 +137,7 @@ class ProposalBuilder:
         """Return the target's likely tokens after a node, calibrated.
 
         Args:
-            prediction: The node's.
+            prediction: The node's prediction.
             is_tested: Whether the draft's own choice is part of the proposal.
         """
         base = self.root.position + 1
@@ -188,7 +188,7 @@ class ProposalBuilder:
         max_position = self.root.position + self.shape.depth
         floor = max(MIN_GROWN, self.shape.stop_threshold)
         still_open: list[Node] = []
-        # Entries: minus the weight, a number that breaks ties by age, parent, the parent's index, rank.
+        # Entries: minus the weight, insertion order to break ties, parent, the parent's index, rank.
         heap: list[tuple[float, int, Node, int, int]] = []
         age = itertools.count()
 

@@ -42,10 +42,10 @@ class _Drafting(Running[ProposeTask]):
 
     Args:
         speculation: The session's tree.
-        reading: The proposal so far.
+        reading: The builder that reads the proposal.
         nodes: The open nodes that the next forward feeds; none while committed tokens are not all fed.
         num_forwards: Forwards that returned logits so far.
-        run: The tokens that the last call fed, from the open node on; empty if it was one forward.
+        run: The tokens fed by the last call, from the open node on; empty if it was a single forward.
     """
 
     speculation: Speculation = field(kw_only=True)

@@ -171,7 +171,7 @@ class Speculation:
         return reached
 
     def note_use(self, nodes: Iterable[Node]) -> None:
-        """Note that these nodes are part of the text or of a proposal."""
+        """Count nodes fed ahead that became part of the text or of a proposal."""
         for node in nodes:
             self.num_used += node.is_ahead
             node.is_ahead = False

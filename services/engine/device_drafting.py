@@ -291,7 +291,7 @@ class GraphEngine(Engine):
     Args:
         runner: Its weights and kernels.
         store: The caches.
-        model_name: For messages.
+        model_name: Name used in messages.
         max_context: Positions lie below it.
     """
 
@@ -335,7 +335,7 @@ class GraphEngine(Engine):
 
         Args:
             feeds: As for `step`.
-            races: One per feed.
+            races: Gumbel-max draw parameters, one per feed.
 
         Returns:
             For each feed its `num_logits` tokens.
@@ -354,7 +354,7 @@ class GraphEngine(Engine):
 
         Args:
             feeds: Committed tokens that are not cached, with `num_logits` 1; at least one per session.
-            races: One per feed.
+            races: Gumbel-max draw parameters, one per feed.
             gamma: At least 1.
 
         Returns:
@@ -380,7 +380,7 @@ class GraphEngine(Engine):
 
         Args:
             feeds: As for `draft_chains`.
-            races: One per feed.
+            races: Gumbel-max draw parameters, one per feed.
             shape: Shape of the trees.
 
         Returns:

@@ -201,7 +201,7 @@ class NeedTokens:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A proposal for one outcome of the proposal of `task`: the tokens from its base position on."""
+    """A prepared proposal for one outcome of `task`'s: the tokens from its base position on."""
 
     task: ProposeTask
     token_ids: Sequence[int]

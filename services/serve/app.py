@@ -110,9 +110,9 @@ def build_draft(
     Args:
         settings: Fields of DraftSettings; what is missing comes from the environment or the defaults.
         num_replicas: Number of workers, N or MIN:MAX.
-        ray_actor_options: Resources of each, beside no CPU share: by default any machine will do.
-        scaling: Fields of ScalingSettings: the pool reports its load and keeps between its bounds. None:
-            it does so only where the bounds differ, with the defaults.
+        ray_actor_options: Resources of each worker; by default 0 CPUs, so that any machine fits.
+        scaling: Fields of ScalingSettings for autoscaling between the bounds. None: autoscale only if the
+            bounds differ, with the defaults.
         one_per_node: Never put two workers on one Ray node, so that all can listen on the same port.
 
     Raises:
@@ -138,9 +138,9 @@ def build_target(
     Args:
         settings: Fields of TargetSettings; what is missing comes from the environment or the defaults.
         num_replicas: Number of workers, N or MIN:MAX.
-        ray_actor_options: Resources of each, beside no CPU share: by default any machine will do.
-        scaling: Fields of ScalingSettings: the pool reports its load and keeps between its bounds. None:
-            it does so only where the bounds differ, with the defaults.
+        ray_actor_options: Resources of each worker; by default 0 CPUs, so that any machine fits.
+        scaling: Fields of ScalingSettings for autoscaling between the bounds. None: autoscale only if the
+            bounds differ, with the defaults.
         one_per_node: Never put two workers on one Ray node, so that all can listen on the same port.
 
     Raises:

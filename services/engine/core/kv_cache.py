@@ -167,7 +167,7 @@ class CacheStore:
     def longest_prefix(self, token_ids: Sequence[int], salt: str) -> tuple[Source, int]:
         """Return the cache with this salt that shares the longest prefix with `token_ids`, and its length.
 
-        ("", 0) when none shares a token.
+        Returns ("", 0) when none shares a token.
         """
         best: Source
         best, best_length = self._retained.longest_prefix(token_ids, salt)

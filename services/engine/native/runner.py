@@ -50,7 +50,7 @@ class NativeRunner:
             stop: If another thread sets it, the chain ends after the current row.
         """
         self._make_room(1, max(batch.positions))
-        noise = None if noise is None else noise.contiguous()  # rows of some vocabularies are padded
+        noise = None if noise is None else noise.contiguous()  # for some vocabulary sizes the rows are padded
         logits, numbers, arguments, _pointed_to = self._laid_out(batch)
         count = self.model.kernel.gr_chain(
             byref(self.model.weights),

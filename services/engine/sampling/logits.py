@@ -106,7 +106,7 @@ def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
 def _descending(logits: Tensor) -> Tensor:
     if logits.device.type != "cpu":
         return logits.sort(dim=-1, descending=True).values
-    # NOTE: numpy's vectorised sort takes a sixth of torch's time, which also orders the ids.
+    # NOTE: numpy's vectorised sort takes a sixth of the time of torch's, which also sorts the ids.
     return torch.from_numpy(np.sort(logits.numpy(), axis=-1)).flip(-1)
 
 
