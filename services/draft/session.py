@@ -69,8 +69,8 @@ class Speculation:
         tree: The tree.
         sent: The last proposal sent, below the tree's root; None before the first.
         ahead: The proposals prepared to follow it.
-        foreseen: The draft's estimate of the probability that the current request was prepared; None for the
-            first request.
+        foreseen: The draft's estimate of the probability that the current request was prepared; None if no
+            request came before.
         num_used: Nodes fed ahead that were used.
     """
 

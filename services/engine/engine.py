@@ -110,7 +110,7 @@ class Engine:
         """Draft in one call: feed a token, then repeatedly the token with the largest score after the last.
 
         Args:
-            feed: A chain of which only the first token is used; its length bounds the number of tokens.
+            feed: A chain of which only the first token is used; it must request the logits of all tokens.
             noise: [tokens, vocab_size] float64, added to the logits times `scale`; None for the logits alone.
             scale: One over the temperature.
             stop: If another thread sets it to a nonzero value, the chain ends after the current forward.

@@ -19,7 +19,7 @@ class AheadStats:
     """Counters of draft-ahead.
 
     Attributes:
-        lookups: Requested proposals, except the first of each session.
+        lookups: Requested proposals that follow another one of the session.
         hits: Those that were prepared, so that the request took no forward.
         forwards: Forwards spent on drafting ahead.
         rows: Tokens fed in them.

@@ -44,7 +44,7 @@ class NativeRunner:
         See `Engine.chain`.
 
         Args:
-            batch: One chain of which only the first token is used; its length bounds the number of rows.
+            batch: One chain of which only the first token is used; it must request the logits of all rows.
             noise: [rows, vocab_size] float64, added to the logits times `scale`; None for the logits alone.
             scale: One over the temperature.
             stop: If another thread sets it, the chain ends after the current row.
