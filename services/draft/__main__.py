@@ -8,7 +8,7 @@ from services.process.main import run
 
 def main() -> int:
     """Read the settings, serve until a signal, return the exit status."""
-    # Imported late: a wrong option is told before the model libraries are loaded.
+    # The worker is imported late, so that a wrong option is reported before the model libraries are loaded.
     return run("services.draft", DraftSettings, "services.draft.worker:DraftWorker")
 
 

@@ -1,13 +1,13 @@
-"""How much the draft's confidence is worth on a session's text, learned from what came of it.
+"""Calibrates the draft's confidence per session, from observed acceptance.
 
-The draft tells how likely the target says its token, from its own logits. On text that it knows well it is
-right more often than it believes, on other text less often, and over several tokens that multiplies: of the
-demo pair's greedy chains of four, believed at 0.60 on prose and 0.79 on repetitive code, 0.68 and 0.75 are
-accepted whole (`python -m benchmarks.calibration`). Where chains end and what is prepared ahead follow these
-beliefs.
+The draft estimates from its own logits how likely its token is accepted. The estimate is too low on text that
+it models well, too high on other text, and the error multiplies over several tokens: of the demo pair's
+greedy chains of four, estimated at 0.60 on prose and 0.79 on repetitive code, 0.68 and 0.75 are accepted
+whole (`python -m benchmarks.calibration`). The length of chains and the choice of what to prepare ahead
+depend on these estimates.
 
-So each confidence is raised to a power. Its logarithm is learned by maximum likelihood, token by tested
-token: a step along the score, divided by the information so far (an online Newton method).
+Each confidence is therefore raised to a power. The power's logarithm is learned by maximum likelihood from
+each tested token: a step along the score, divided by the information so far (an online Newton method).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import math
 __all__ = ["Calibration", "scales"]
 
 MEMORY, COMMON_MEMORY = 48.0, 512.0
-"""Proposals that count in a session, and of all sessions of the worker."""
+"""Number of recent proposals that count, for one session and for all sessions of the worker."""
 
 PRIOR = 2.0
-"""Information that what is known already is worth: that of five tested tokens believed at 0.6."""
+"""Information of the prior: that of five tested tokens with confidence 0.6."""
 
 MAX_STEP = 0.5
 """Bound of the change of the logarithm by one proposal."""
@@ -29,17 +29,17 @@ LEAST, MOST = 0.1, 3.0
 """Bounds of the power."""
 
 MIN_CONFIDENCE, MAX_CONFIDENCE = 0.01, 1.0 - 1e-6
-"""What less, or more, is taken for: one token that was thought impossible must not outweigh all others."""
+"""Confidences are clamped to these, so that one token of confidence near 0 cannot outweigh all others."""
 
 
 class Calibration:
-    """The power of one session, shrunk towards that of all sessions of the worker.
+    """The power of one session, regularised towards that of all sessions of the worker.
 
     Args:
-        common: Of all sessions, which learns from this one; None for itself.
+        common: Calibration of all sessions, updated by this one, too; None if this is the common one.
 
     Attributes:
-        power: What confidences are to be raised to.
+        power: Exponent to apply to confidences.
     """
 
     def __init__(self, common: Calibration | None = None) -> None:
@@ -62,7 +62,7 @@ class Calibration:
         self._information = PRIOR + self._fading * (self._information - PRIOR) + information
         pull = (1.0 - self._fading) * PRIOR * self._shift
         step = min(max((score - pull) / self._information, -MAX_STEP), MAX_STEP)
-        # Bounded here too: what is beyond would have to be unlearned first.
+        # Bounded here too: a shift beyond the bounds would have to be unlearned before the power changes.
         known = self._known
         self._shift = min(max(self._shift + step, math.log(LEAST / known)), math.log(MOST / known))
         self.power = self._estimate()
@@ -79,8 +79,8 @@ def scales(confidence: float, power: float) -> tuple[float, float]:
     """Return the factors on the probability of the draft's own token, and on those of all others.
 
     Args:
-        confidence: The probability of its own, in [0, 1].
-        power: What it is to be raised to.
+        confidence: The probability of the draft's own token, in [0, 1].
+        power: Exponent to apply to it.
     """
     if confidence <= 0.0:
         return 1.0, 1.0

@@ -1,16 +1,18 @@
-"""What drafting gains, as a draft worker sees it by itself.
+"""Estimates the tokens gained by drafting, from what a draft worker can observe.
 
-Between two proposals of a session the target made `emitted - accepted` steps, since each gives one token of
-its own. They took the time from the answer to the next request, so a token of plain decoding would take
+Between two proposals of a session the target made `emitted - accepted` steps, since each step emits one token
+of the target's own. They took the time from the answer to the next request, so a token of plain decoding
+would take
 
     plain_s = (next request - answer) / (emitted - accepted)
 
-and drafting gained the accepted tokens, less those that plain decoding would have made while it waited:
+and drafting gained the accepted tokens, less those that plain decoding would have emitted during drafting:
 
     gain = accepted - draft_s / plain_s,    draft_s = answer - request
 
-The steps were a little longer for the proposal in them, so this flatters the drafter somewhat. Where that
-matters the orchestrator's gamma controller, which measures it, asks for no proposals, and the gain is 0.
+The steps took slightly longer because they verified a proposal, so this overestimates the gain somewhat.
+Where that matters the orchestrator's gamma controller, which measures it, requests no proposals, and the
+gain is 0.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class GainMeter:
     """Sums the gain over all sessions.
 
     Attributes:
-        gained: Tokens so far.
+        gained: Tokens gained so far.
     """
 
     def __init__(self) -> None:
@@ -58,7 +60,7 @@ class GainMeter:
         emitted = tokens[sent.base_position :]
         accepted = num_accepted(sent.proposal, emitted)
         plain_s = max(arrived - sent.answered, _SHORTEST_S) / max(1, len(emitted) - accepted)
-        # No proposal costs more than the longest one could have given.
+        # The cost of a proposal is capped at the tokens that the longest one could have gained.
         self.gained += accepted - min(MAX_GAMMA, (sent.answered - sent.asked) / plain_s)
 
     def drop(self, session_id: str) -> None:
@@ -67,7 +69,7 @@ class GainMeter:
 
 
 def num_accepted(proposal: Proposal, emitted: Sequence[int]) -> int:
-    """Return how many of the emitted tokens were proposed: the longest path that they begin with."""
+    """Return how many of the first emitted tokens form a path of the proposal."""
     node, depth = -1, 0
     for token_id in emitted:
         node = _child(proposal, node, token_id)
@@ -78,7 +80,7 @@ def num_accepted(proposal: Proposal, emitted: Sequence[int]) -> int:
 
 
 def _child(proposal: Proposal, parent: int, token_id: int) -> int:
-    """Return the child of a node (-1: of the committed tokens) that has the token; -1 for none."""
+    """Return the child of node `parent` (-1: of the root) that has the token; -1 for none."""
     parents = proposal.parents
     for node in range(parent + 1, len(proposal)):
         if (

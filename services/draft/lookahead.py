@@ -1,6 +1,6 @@
-"""Drafts ahead: small forwards for the sessions that wait for their verdicts, at idle CPU priority.
+"""Drafts ahead: small forwards at idle CPU priority for sessions whose proposals are being verified.
 
-A throttle stops it where it costs more than it saves."""
+A throttle pauses drafting ahead while it costs more time than it saves."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _TRIAL_TIMEOUT_S = 5.0
 
 @functools.cache
 def can_give_way() -> bool:
-    """Whether a thread of this process may take idle priority, and its usual one again after it.
+    """Whether a thread of this process may take idle priority and restore its usual priority afterwards.
 
-    The way back needs CAP_SYS_NICE or an RLIMIT_NICE of 20 (see sched(7)): without them a thread would keep
-    idle priority for good. Tried once, in a thread of its own.
+    Restoring needs CAP_SYS_NICE or an RLIMIT_NICE of 20 (see sched(7)): without them a thread would keep
+    idle priority permanently. Tried once, in a separate thread.
     """
     if not hasattr(os, "SCHED_IDLE"):
         return False
@@ -53,16 +53,16 @@ def can_give_way() -> bool:
 
     thread = threading.Thread(target=attempt, name="idle-priority-check")
     thread.start()
-    thread.join(_TRIAL_TIMEOUT_S)  # on cores that are all taken it may never get a turn: then it is of no use
+    thread.join(_TRIAL_TIMEOUT_S)  # an idle-priority thread may never run while all cores are busy
     return bool(succeeded)
 
 
 class IdlePriority:
-    """Runs the thread that enters it at idle priority: whoever else is ready on its core goes first.
+    """Context manager that runs its thread at idle priority: any other ready thread on the core runs first.
 
-    On shared cores draft-ahead would else take time from the event loops that carry the verdict it waits for.
-    Only where `can_give_way`, and for short work: a thread that waits for a core with Python's lock in hand
-    keeps the others waiting.
+    On shared cores draft-ahead would otherwise delay the event loops that deliver the verdicts. Use it only
+    where `can_give_way` is true and for short work: a thread that holds the GIL while it waits for a core
+    blocks all other Python threads.
     """
 
     def __init__(self) -> None:
@@ -85,26 +85,26 @@ class IdlePriority:
         os.sched_setscheduler(0, self._usual, os.sched_param(0))
 
     def preempt(self) -> None:
-        """Give the thread its usual priority now, from another one: somebody waits for it."""
+        """Restore the thread's usual priority from another thread, because a request waits for it."""
         if self._is_idle:
             with suppress(ProcessLookupError):  # it has ended meanwhile
                 os.sched_setscheduler(self._thread_id, self._usual, os.sched_param(0))
 
 
 DECAY, SLOW_DECAY = 0.95, 0.99
-"""Per lookup. Time saved and spent count for some twenty of them, hits foreseen and come for a hundred."""
+"""Decay per lookup: about 20 lookups count for seconds saved and spent, 100 for hits predicted and seen."""
 
 PRIOR_HITS = 3.0
-"""Hits foreseen that came, as the prior of how good the draft's foresight is."""
+"""Prior pseudo-count of predicted hits that occurred."""
 
 MIN_LOOKUPS = 10
-"""Before so many lookups nothing is concluded."""
+"""The throttle does not pause before this many lookups."""
 
 PAUSE = 64
-"""Lookups to sit out after it did not pay, before it is tried again."""
+"""Lookups to skip after draft-ahead cost more than it saved, before it is tried again."""
 
 MIN_OUTCOME = 0.08
-"""Outcomes less likely than this are not prepared for: one more row costs about half a forward on a CPU."""
+"""No proposal is prepared for outcomes less likely than this: one more row costs about half a CPU forward."""
 
 
 class Throttle:
@@ -124,7 +124,7 @@ class Throttle:
 
     @property
     def floor(self) -> float:
-        """Probability from which on an outcome is prepared for: higher when hits are rarer than foreseen."""
+        """Least probability of an outcome to prepare for: higher when hits are rarer than predicted."""
         ratio = (self._foreseen + PRIOR_HITS) / (self._hits + PRIOR_HITS)
         return MIN_OUTCOME * min(3.0, max(0.5, ratio))
 
@@ -133,8 +133,8 @@ class Throttle:
 
         Args:
             is_hit: Whether its proposal was ready.
-            foreseen: The probability that it would be, as far as the draft could tell.
-            saved_s: Forwards and messages it did not have to wait for, in seconds.
+            foreseen: The draft's estimate of the probability that it would be.
+            saved_s: Seconds of forwards and messages that the request did not wait for.
         """
         self.stats.lookups += 1
         self.stats.hits += is_hit
@@ -151,36 +151,35 @@ class Throttle:
             self._num_recent, self._saved_s, self._spent_s = 0, 0.0, 0.0
 
     def worked(self, num_rows: int, stolen_s: float, num_forwards: int = 1) -> None:
-        """Note forwards of draft-ahead that others waited `stolen_s` seconds for."""
+        """Note forwards of draft-ahead that delayed other work by `stolen_s` seconds."""
         self.stats.forwards += num_forwards
         self.stats.rows += num_rows
         self._spent_s += stolen_s
 
     def delayed(self, seconds: float) -> None:
-        """Note that a request waited for draft-ahead to make way."""
+        """Note that a request waited for a forward of draft-ahead to end."""
         self._spent_s += seconds
 
 
 MIN_SENT = 0.25
-"""Proposals are sent in company until they make up this probability: a message costs what a forward does."""
+"""Least total probability of proposals to send together: a message costs as much as a forward."""
 
 ROUND_TRIP = 2
-"""Forwards that asking for a proposal and being answered takes as long as, at the least: the network is free
-of charge here."""
+"""Cost of requesting a proposal and receiving it, in forwards; a lower bound that leaves out the network."""
 
 _log = logging.getLogger(__name__)
 
 
 class Lookahead:
-    """Prepares the next proposals of sessions, the likeliest outcomes of all of them first.
+    """Prepares the next proposals of sessions, likeliest outcomes over all sessions first.
 
     Args:
         engine: The draft model and its cache.
         max_rows: Upper bound of tokens in one forward.
-        stop: Set while somebody waits for the engine.
+        stop: Set while a request waits for the engine.
 
     Attributes:
-        throttle: Whether it pays, and its counters.
+        throttle: Decides whether to draft ahead, and counts.
     """
 
     def __init__(self, engine: Engine, max_rows: int, stop: c_int32) -> None:
@@ -196,24 +195,24 @@ class Lookahead:
         return bool(self._pending)
 
     def add(self, speculation: Speculation, task: ProposeTask) -> None:
-        """Prepare for what may follow the proposal that was just made for a task."""
+        """Start preparing the proposals that may follow the one just made for a task."""
         if self.throttle.is_open:
             self._pending[speculation.session.session_id] = speculation, task
 
     def drop(self, session_id: str) -> None:
-        """Leave a session alone."""
+        """Stop preparing proposals for a session."""
         self._pending.pop(session_id, None)
 
     def note_answer(
         self, speculation: Speculation, num_forwards: int, forward_s: float, *, was_at_hand: bool
     ) -> None:
-        """Note that the proposal that was asked for was sent.
+        """Note that a requested proposal was sent.
 
         Args:
-            speculation: Its session's.
-            num_forwards: Forwards that it took since it was asked for.
+            speculation: The session's.
+            num_forwards: Forwards since the request.
             forward_s: Seconds of a forward.
-            was_at_hand: Whether it was sent before it was asked for.
+            was_at_hand: Whether it was sent before it was requested.
         """
         reading, foreseen = speculation.sent, speculation.foreseen
         assert reading is not None
@@ -225,18 +224,18 @@ class Lookahead:
             self.throttle.looked_up(is_hit=num_forwards == 0, foreseen=foreseen, saved_s=saved * forward_s)
 
     def note_arrival(self, arrived: float) -> None:
-        """Note a request, by `time.monotonic()` of its arrival: it may have waited for a forward of ours."""
+        """Note a request's arrival (`time.monotonic()`); it may have waited for a draft-ahead forward."""
         waited = self._ended - max(self._began, arrived)
         if waited > 0:
             self.throttle.delayed(waited)
 
     def preempt(self) -> None:
-        """Have the forward under way done soon: somebody waits for the engine. For any thread to call."""
+        """Raise the priority of the current forward, because a request waits for the engine. Thread-safe."""
         if self._giving_way is not None:
             self._giving_way.preempt()
 
     def step(self) -> list[Prepared]:
-        """Feed the open nodes that are likeliest to be of use; return what is whole by it."""
+        """Feed the open nodes that are likeliest to be needed; return the proposals that this completes."""
         self._began, began_cpu = time.monotonic(), time.thread_time()
         pending = list(self._pending.values())
         chosen, run_length = self._choose()
@@ -258,13 +257,13 @@ class Lookahead:
         self._ended = time.monotonic()
         stolen_s = 0.0
         if self._engine.device.type == "cpu" and self._giving_way is None:
-            # While this thread waited for its core, somebody ran who will now be done later.
+            # Wall time minus CPU time: this thread shared its core and delayed other work by as much.
             stolen_s = max(0.0, self._ended - self._began - (time.thread_time() - began_cpu))
         self.throttle.worked(num_rows, stolen_s, num_forwards)
         return self._whole(pending, MIN_SENT)
 
     def _whole(self, pending: list[tuple[Speculation, ProposeTask]], least: float) -> list[Prepared]:
-        """What is whole by now and was not returned before, where it is at least so likely together."""
+        """Complete proposals not yet returned, if a session's are at least `least` likely together."""
         return [
             Prepared(task, [node.token_id for node in reading.root.path()], reading.proposal())
             for speculation, task in pending
@@ -273,7 +272,7 @@ class Lookahead:
         ]
 
     def _choose(self) -> tuple[dict[Speculation, list[Node]], int]:
-        """Return the nodes to feed; and how many forwards to take in one call, along the line of one node."""
+        """Return the nodes to feed, and how many forwards to run in one call along one node's chain."""
         candidates: list[tuple[float, Speculation, Node, int]] = []
         for session_id, (speculation, _) in list(self._pending.items()):
             wanted = self._wanted(speculation)
@@ -292,7 +291,7 @@ class Lookahead:
         return chosen, 1
 
     def _wanted(self, speculation: Speculation) -> list[tuple[float, Node, int]]:
-        """What a session would have fed; nothing when its cache is gone or others would have to make room."""
+        """A session's nodes to feed; none if its cache was evicted or feeding would evict other sessions."""
         engine, tree, session_id = self._engine, speculation.tree, speculation.session.session_id
         num_slots = tree.chain_length + len(tree.beside) + max(self._max_rows, RUN)
         if not (
@@ -305,7 +304,7 @@ class Lookahead:
         return speculation.ahead.wanted()
 
     def _run(self, chosen: dict[Speculation, list[Node]], length: int) -> int:
-        """Feed up to `length` tokens from the node on, and return how many it were."""
+        """Feed up to `length` tokens from the node on, and return their number."""
         ((speculation, (node,)),) = chosen.items()
         length = min(length, self._engine.max_context - node.position)
         token_ids, logits = speculation.run(

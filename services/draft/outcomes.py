@@ -1,24 +1,24 @@
 """Draft-ahead: while the target verifies a proposal, the next ones are prepared for its likely outcomes.
 
 An outcome is (last accepted node, the target's next token): the node at which the next cycle's context will
-end. Each outcome that is likely enough becomes a branch: the proposal that would be asked for there is read
-off the tree, and the open nodes that it runs into are fed, those of several branches in one forward. When
-the context arrives and names a branch, its proposal is there.
+end. Each sufficiently likely outcome becomes a branch: the proposal that would be requested there is read
+off the tree, and the open nodes that it reaches are fed, those of several branches in one forward. If the
+next context ends at a branch, its proposal is already complete.
 
-Why this is exact for every method. A prediction is a pure function of the path, a choice one of the path and
-the cycle's base position, and an outcome fixes the base. So what is prepared is, token by token and law by
-law, what would have been drafted after the context arrived: drafting ahead is memoisation, and whether a
-proposal was in the memo tells its content nothing. With coupled and greedy verification this holds for any
-memo; with rejection it rests on the draft's draws being keyed by base and position (`Noise.draft_bits`), so
-that a position drafted again after a rejection is drawn afresh.
+Why this is exact for every method: a prediction is a pure function of the path, a choice is a function of the
+path and the cycle's base position, and an outcome fixes the base. Prepared tokens and distributions are
+therefore identical to those that would be drafted after the context arrived: drafting ahead is memoisation,
+and a proposal's content does not depend on whether it was in the memo. With coupled and greedy verification
+this holds for any memo; with rejection it requires that the draft's draws are keyed by base and position
+(`Noise.draft_bits`), so that a position drafted again after a rejection is drawn independently.
 
-Nor does the bonus token need the care that ALGORITHMS 7.1 asks for. There, tokens in flight are *proposals*
-for the place of the bonus: to keep them when the target's bonus happens to agree would test them by
-agreement, which is exact but rarely succeeds, and to choose by their value would be biased. Here nothing is
-in flight: the target draws its bonus (or correction) from its own law as if there were no draft, and only
-then is looked up whether that very token was among those guessed. A wrong guess costs work, never law. The
-price is the hit rate: under shared noise the target's next token is nearly always the draft's own or its
-runner-up, under rejection it is as hard to guess as any draw from p.
+The bonus token does not need the precaution of ALGORITHMS 7.1 either. There, tokens in flight are *proposals*
+for the position of the bonus: keeping them when the target's bonus equals them would test them by equality,
+which is exact but rarely succeeds, and choosing by their value would be biased. Here no token is in flight:
+the target draws its bonus (or correction) from its own distribution as if there were no draft, and that token
+is then looked up among the guesses. A wrong guess costs work but does not change the distribution. Only the
+hit rate varies: under shared noise the target's next token is nearly always the draft's first or second
+choice, under rejection it is as hard to guess as any draw from p.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_BRANCHES = 8
 
 
 class Outcome:
-    """The proposal for one outcome, in the making."""
+    """The proposal for one outcome, complete or not."""
 
     __slots__ = ("is_taken", "open_nodes", "probability", "reading")
 
@@ -46,19 +46,19 @@ class Outcome:
         self.open_nodes = reading.go_on()
 
     def go_on(self) -> list[Node]:
-        """Read on when the nodes that were open no longer are; return those that are open."""
+        """Continue reading once the open nodes have predictions; return the nodes that are open now."""
         if self.open_nodes and self.open_nodes[0].prediction is not None:
             self.open_nodes = self.reading.go_on()
         return self.open_nodes
 
 
 class OutcomeSet:
-    """What may be asked for next, after one proposal.
+    """The likely outcomes of one proposal, with the next proposal for each.
 
     Args:
         sent: The proposal that was sent.
-        start: Begins to read the proposal below an outcome's node; None when nothing will be asked for there.
-        floor: Outcomes less likely than this are left alone.
+        start: Begins to read the proposal below an outcome's node; returns None if none will be requested.
+        floor: Outcomes less likely than this are ignored.
 
     Attributes:
         branches: The outcomes that are followed, likeliest first.
@@ -76,14 +76,14 @@ class OutcomeSet:
 
     @property
     def covered(self) -> float:
-        """The probability of the outcomes whose proposals are whole."""
+        """The probability of the outcomes whose proposals are complete."""
         return sum(branch.probability for branch in self.branches if not branch.open_nodes)
 
     def take_whole(self, least: float) -> list[ProposalBuilder]:
-        """Return the proposals that are whole, likeliest first, each once.
+        """Return the complete proposals, likeliest first, each once.
 
         Args:
-            least: None is returned while they are less likely together.
+            least: Nothing is returned while their total probability is below this.
         """
         whole = [branch for branch in self.branches if not branch.is_taken and not branch.go_on()]
         if sum(branch.probability for branch in whole) < least:
@@ -93,10 +93,10 @@ class OutcomeSet:
         return [branch.reading for branch in whole]
 
     def wanted(self) -> list[tuple[float, Node, int]]:
-        """Return the nodes to feed next; none at the end.
+        """Return the nodes to feed next; none when all branches are complete.
 
-        Each comes with the probability that it is of use, and the number of forwards along its line that may
-        be taken in one call.
+        Each is a tuple (probability that the node is needed, node, number of forwards along its chain that
+        may run in one call).
         """
         opened = [(weight, node) for weight, node in self._leaves if node.prediction is not None]
         if opened:

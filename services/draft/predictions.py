@@ -32,7 +32,7 @@ __all__ = [
 ENTROPY_FACTOR = 0.05
 """Factor of the entropy in AdaEDL's estimate 1 - sqrt(factor * H) of acceptance (arXiv 2410.18351).
 
-The paper's .2 bounds acceptance from below; .05 meets its mean on the demo pair (.64 told, .69 true)."""
+The paper's .2 is a lower bound of acceptance; .05 fits the demo pair's mean (.64 estimated, .69 true)."""
 
 
 def quantise(probs: Tensor, top_k: int, bits: int) -> SparseDistribution:
@@ -80,44 +80,44 @@ def sample_dense(log_probs_row: Tensor, draft_bits: int, bits: int) -> int:
 
 
 def entropy_estimate(distribution: SparseDistribution) -> float:
-    """Return AdaEDL's estimate of acceptance, a function of the law alone."""
+    """Return AdaEDL's estimate of acceptance, a function of the distribution alone."""
     total = 1 << distribution.weight_bits
     entropy = math.log(total) - sum(w * math.log(w) for w in distribution.weights) / total
     return max(0.0, 1.0 - math.sqrt(ENTROPY_FACTOR * max(0.0, entropy)))
 
 
 NUM_GUESSES = 6
-"""Tokens that are kept per node; at .8 overlap the target's own is among the first four 98 times in 100."""
+"""Tokens kept per node; at .8 overlap the target's token is among the first four in 98 % of cases."""
 
 _NAIVE_BITS = 32
 
 Guess = tuple[int, float]
-"""A token and the probability that the target says it."""
+"""A token and the probability that the target emits it."""
 
 
 class Prediction(Protocol):
-    """What the draft foresees behind one node."""
+    """The draft's prediction of the token after one node."""
 
     law: SparseDistribution | None
-    """What `choose` draws from, where verification needs it."""
+    """Distribution that `choose` draws from, where verification needs it."""
 
     def choose(self, base: int) -> int:
-        """Return the token with which the proposal of the cycle at `base` goes on."""
+        """Return the next token of the proposal of the cycle at `base`."""
 
     def confidence(self, base: int) -> float:
-        """Return the probability that `choose(base)` is accepted, as far as the draft can tell."""
+        """Return the draft's estimate of the probability that `choose(base)` is accepted."""
 
     def guesses(self, base: int | None) -> Sequence[Guess]:
-        """Return the target's likely tokens, best first, when `choose(base)` is tested; None: no test."""
+        """Return the target's likely tokens, best first, if `choose(base)` is tested; base None: no test."""
 
 
 def race_temperature(temperature: float) -> float:
-    """Return what turns the lead of a race's winner into the probability that it wins the target's race too.
+    """Return the softmax temperature that turns Gumbel-max scores into probabilities of the target's draw.
 
-    The draft's logits are off by some scale, and the race divides them by the temperature. Maximum
+    The draft's logits are off by some scale, and the Gumbel-max draw divides them by the temperature. Maximum
     likelihood on a draft of two blocks for the demo pair's target: 1.2, .9, .65 and .6 at temperatures .5,
     .7, 1 and 1.2, where .84, .77, .66 and .57 match, and .4 for the argmax of plain logits, where .91 do.
-    Closer pairs want less; what is left is learned (`services.draft.calibration`).
+    More similar pairs need less; `services.draft.calibration` learns the remaining difference.
     """
     return 0.4 / temperature + 0.25 if temperature > 0 else 0.4
 
@@ -141,7 +141,7 @@ def predictions(
         noise: The session's noise; None at temperature 0.
         positions: Absolute positions of the tokens that follow the nodes.
         temperature: The session's.
-        top_k: Rejection: largest support of the shipped law.
+        top_k: Rejection: largest support of the shipped distribution.
         bits: Rejection: the weights' sum is 2^bits.
     """
     if noise is None:
@@ -171,7 +171,7 @@ def _gumbel(noise: Noise, positions: Sequence[int]) -> Tensor:
 
 
 class _GumbelBatch:
-    """Scores of several nodes; all but the winners is worked out when draft-ahead or a tree asks for it."""
+    """Scores of several nodes; guesses other than the winners are computed on demand."""
 
     __slots__ = ("_guesses", "_scores", "_temperature", "winners")
 
@@ -190,7 +190,7 @@ class _GumbelBatch:
 
 
 class _CoupledPrediction:
-    """Coupled and greedy: the choice is the best guess, whatever the base."""
+    """Coupled and greedy: the choice is the best guess and does not depend on the base."""
 
     __slots__ = ("_index", "_race")
 
@@ -210,7 +210,7 @@ class _CoupledPrediction:
 
 
 class _RejectionPrediction:
-    """Rejection: a draw from the shipped law, anew for each base."""
+    """Rejection: a draw from the shipped distribution, independent for each base."""
 
     __slots__ = ("_choice", "_noise", "_position", "law")
 
@@ -231,7 +231,7 @@ class _RejectionPrediction:
         return entropy_estimate(self.law)
 
     def guesses(self, base: int | None) -> Sequence[Guess]:
-        """A bonus follows p, which q is the best guess of; a correction (p - q)+: any other token."""
+        """A bonus is drawn from p, which q estimates; a correction from (p - q)+: any other token."""
         assert self.law is not None
         scale = 2.0**-self.law.weight_bits
         likely = heapq.nlargest(NUM_GUESSES, zip(self.law.weights, self.law.token_ids, strict=True))
@@ -245,7 +245,7 @@ class _RejectionPrediction:
 
 
 class _NaivePrediction:
-    """Naive: a draw that the target knows nothing of, anew for each base."""
+    """Naive: a draw with noise unknown to the target, independent for each base."""
 
     __slots__ = ("_choice", "_log_probs", "_noise", "_position")
 

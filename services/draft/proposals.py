@@ -1,12 +1,12 @@
-"""Proposals are read off the speculation tree.
+"""Reads proposals off the speculation tree.
 
-What is read is the chain of the draft's own choices, or for wide shapes the nodes that the target most likely
-walks through. What is still open on the way is reported, to be fed first.
+A proposal is the chain of the draft's own choices, or for wide shapes the nodes that the target most likely
+reaches. Open nodes on the way are returned to the caller, which must feed them first.
 
-A chain whose laws are shipped (rejection verification above temperature 0) takes as many forwards wherever it
-ends. Were it answered sooner once an end of sequence is drawn, a proposal with one would be in time for a
-deadline more often than another, and what is late is not tested: the tokens that are tested would no longer
-follow the law that is shipped with them.
+A chain with shipped distributions (rejection verification above temperature 0) takes the same number of
+forwards wherever it ends. If it were answered sooner once an end of sequence is drawn, proposals with one
+would meet a deadline more often than others. Since late proposals are not tested, the tested tokens would no
+longer follow the distribution shipped with them.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from services.draft.tree import Node
 __all__ = ["MIN_GROWN", "MIN_PROPOSED", "RUN", "RUN_TO_DOUBT", "ProposalBuilder", "Shape"]
 
 RUN = 4
-"""Forwards of one row in one call, at most: called one by one, a third of their time is Python's."""
+"""Upper bound of single-row forwards in one call; called one by one, Python takes a third of their time."""
 
 RUN_TO_DOUBT = 2
-"""The same where a chain ends before a token that the draft doubts: what is fed behind it is in vain."""
+"""The same for chains that end at a token of low confidence: tokens fed after that one are wasted."""
 
 MIN_PROPOSED, MIN_GROWN = 0.02, 0.05
-"""Nodes of a tree that the target reaches less often are not proposed, or get no children: a node costs the
-target some hundredths of a forward, and can save no more than the share of the time that it is reached."""
+"""Tree nodes with a lower probability of being reached are not proposed, or get no children: a node costs the
+target some hundredths of a forward and saves at most its probability of being reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a proposal may look like.
+    """Bounds of a proposal.
 
     Args:
         depth: Upper bound of the longest path, in tokens.
         max_nodes: Upper bound of nodes; a chain is read unless it exceeds `depth`.
-        stop_threshold: Nodes that the target reaches less likely are left out, but for the first one of a
-            chain; of a tree, those below them.
+        stop_threshold: Least probability of being reached. Less likely nodes of a chain are left out, except
+            the first; less likely nodes of a tree get no children.
     """
 
     depth: int
@@ -51,13 +51,13 @@ class Shape:
 
 
 class ProposalBuilder:
-    """A proposal being read off below a node, which would be the last committed token.
+    """Reads a proposal below a node, which is taken as the last committed token.
 
     Args:
         root: The node.
-        shape: What the proposal may look like.
-        eos_token_ids: Tokens that nothing follows.
-        power: What confidences are raised to; see `services.draft.calibration`. 1 where the choice is a draw.
+        shape: Bounds of the proposal.
+        eos_token_ids: Tokens after which a proposal ends.
+        power: Exponent of confidences; see `services.draft.calibration`. 1 where the choice is a draw.
 
     Attributes:
         nodes: The nodes so far, each after its parent.
@@ -71,13 +71,13 @@ class ProposalBuilder:
         self.nodes: list[Node] = []
         self.weights: list[float] = []
         self.parents: list[int] | None = [] if shape.max_nodes > shape.depth else None
-        # A doubted draft's runners-up would outweigh its first choice, behind which they are offered.
+        # With a power above 1 runners-up could outweigh the first choice, although they are offered after it.
         self._power = power if self.parents is None else min(power, 1.0)
         self._is_ended = self._is_read = False
-        self._beyond: list[Node] = []  # drafted behind the proposal's end, for the time that it takes
+        self._beyond: list[Node] = []  # drafted after the proposal's end, to keep the duration constant
 
     def go_on(self) -> list[Node]:
-        """Read as far as the tree goes; return the open nodes it ends at, none when all is read."""
+        """Read as far as the tree has predictions; return the open nodes reached, none when complete."""
         return self._read_chain() if self.parents is None else self._read_tree()
 
     @property
@@ -87,18 +87,18 @@ class ProposalBuilder:
 
     @property
     def longest_run(self) -> int:
-        """How many forwards of one row may be taken in one call; 1 for a tree."""
+        """Upper bound of single-row forwards in one call; 1 for a tree."""
         if self.parents is not None:
             return 1
         return RUN_TO_DOUBT if self.shape.stop_threshold else RUN
 
     @property
     def run_length(self) -> int:
-        """How many to take now: no more than the proposal may still need."""
+        """Number of single-row forwards to run now: at most what the proposal may still need."""
         return min(self.longest_run, self.shape.depth - len(self.nodes) - len(self._beyond))
 
     def proposal(self) -> Proposal:
-        """Return what was read."""
+        """Return the proposal read so far."""
         token_ids = tuple(node.token_id for node in self.nodes)
         if self.parents is not None:
             return Proposal(token_ids, tuple(self.parents))
@@ -110,11 +110,11 @@ class ProposalBuilder:
         return Proposal(token_ids, None, tuple(laws))
 
     def outcomes(self) -> tuple[list[tuple[float, Node, int]], list[tuple[float, Node]]]:
-        """Return how the verification of this proposal may end.
+        """Return the likely outcomes of verifying this proposal.
 
         Returns:
             The likely (probability, last accepted node, next token), and the (probability, node) of open
-            nodes behind which it may end too.
+            nodes after which verification may also end.
         """
         proposed: list[set[int]] = [set() for _ in range(len(self.nodes) + 1)]
         for index, node in enumerate(self.nodes):
@@ -134,10 +134,10 @@ class ProposalBuilder:
         return ends, still_open
 
     def guesses(self, prediction: Prediction, *, is_tested: bool) -> list[Guess]:
-        """Return the target's likely tokens behind a node, calibrated.
+        """Return the target's likely tokens after a node, calibrated.
 
         Args:
-            prediction: The node's.
+            prediction: The node's prediction.
             is_tested: Whether the draft's own choice is part of the proposal.
         """
         base = self.root.position + 1
@@ -167,8 +167,8 @@ class ProposalBuilder:
                 return [tip]
             following = tip.child(prediction.choose(base))
             if shape.stop_threshold and not self._is_ended:
-                # Lossless for every method: where the draft's law is tested, the confidence does not depend
-                # on the token, so whether a token has a place is decided before it is drawn.
+                # Lossless for every method: where the draft's distribution is tested, the confidence does not
+                # depend on the token, so whether a position is proposed is decided before its token is drawn.
                 believed = prediction.confidence(base) ** self._power
                 weight = (self.weights[-1] if self.weights else 1.0) * believed
                 self._is_ended = bool(self.nodes) and weight < shape.stop_threshold
@@ -188,7 +188,7 @@ class ProposalBuilder:
         max_position = self.root.position + self.shape.depth
         floor = max(MIN_GROWN, self.shape.stop_threshold)
         still_open: list[Node] = []
-        # Entries: minus the weight, a number that breaks ties by age, parent, the parent's index, rank.
+        # Entries: minus the weight, insertion order to break ties, parent, the parent's index, rank.
         heap: list[tuple[float, int, Node, int, int]] = []
         age = itertools.count()
 

@@ -1,9 +1,9 @@
-"""Drafts proposals for many sessions in lock-step, and ahead of time what will likely be asked for next.
+"""Drafts proposals for many sessions in lock-step, and prepares likely next proposals ahead of time.
 
 Each forward feeds every drafting session the nodes that its proposal lacks: one token for a chain, a level
-for a tree; the chain of a session that is alone takes several forwards in one call. When no block is left,
-forwards go to `services.draft.lookahead`. A block that arrives waits for one small forward at most: it ends
-what takes several.
+for a tree; a chain that is the only block takes several forwards in one call. When no block is left,
+forwards go to `services.draft.lookahead`. An arriving block waits for at most one small forward: it stops a
+call of several.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class _Drafting(Running[ProposeTask]):
 
     Args:
         speculation: The session's tree.
-        reading: The proposal so far.
-        nodes: The open nodes that the next forward feeds; none while committed tokens lack.
-        num_forwards: Forwards that asked for logits so far.
-        run: The tokens that the last call fed, from the open node on; empty if it was one forward.
+        reading: The builder that reads the proposal.
+        nodes: The open nodes that the next forward feeds; none while committed tokens are not all fed.
+        num_forwards: Forwards that returned logits so far.
+        run: The tokens fed by the last call, from the open node on; empty if it was a single forward.
     """
 
     speculation: Speculation = field(kw_only=True)
@@ -56,23 +56,23 @@ class _Drafting(Running[ProposeTask]):
 
     @property
     def num_tokens(self) -> int:
-        """Length of what is fed when the next forward is done."""
+        """Number of tokens in the cache after the next forward."""
         if not self.nodes:
             return self.task.base_position
         return self.speculation.tree.chain_length + len(self.nodes)
 
     def feed(self, start: int, size: int, *, is_last: bool) -> SequenceInput:
-        """Return the feed of committed tokens that lack, or of the open nodes."""
+        """Return the feed of missing committed tokens, or of the open nodes."""
         if self.nodes:
             return self.speculation.feed(self.nodes)
         return Running.feed(self, start, size, is_last=is_last)
 
 
 class DraftScheduler(Scheduler[ProposeTask]):
-    """Sessions join when their block arrives and leave with their last token.
+    """Schedules drafting: sessions join the batch when a block arrives and leave with its last token.
 
-    The cache keeps what was fed below the committed tokens; when the next block's tokens are found there,
-    only those that lack are fed, and none when the whole next proposal was prepared.
+    The cache keeps the nodes fed below the committed tokens. Of the next block, only tokens that are not
+    found there are fed, and none if the whole next proposal was prepared.
 
     Args:
         engine: The draft model and its cache.
@@ -109,7 +109,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
         self._gain = GainMeter()
 
     def load(self) -> LoadCounters:
-        """Return the counters of its load so far, hits of draft-ahead and the tokens gained included."""
+        """Return the load counters so far, including draft-ahead hits and tokens gained."""
         counters = replace(super().load(), gained=self._gain.gained)
         if self.lookahead is None:
             return counters
@@ -125,7 +125,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
         """Queue blocks; those of one session are served one after another."""
         tasks = list(tasks)
         if not all(task.is_notice for task in tasks):
-            self._stop.value = 0  # nothing is drafted ahead while they wait
+            self._stop.value = 0  # reset: draft-ahead does not run while blocks wait
         if self.lookahead is not None:
             for task in tasks:
                 if not task.is_notice:
@@ -133,9 +133,9 @@ class DraftScheduler(Scheduler[ProposeTask]):
         super().submit(tasks)
 
     def preempt(self, tasks: Iterable[ProposeTask]) -> None:
-        """Have what is under way done soon when somebody waits for one of `tasks`.
+        """End the current forward soon if a caller waits for one of `tasks`.
 
-        A forward ahead no longer gives way to everybody, and one that is under way is the last of its call.
+        A draft-ahead forward regains its usual priority, and the current forward is the last of its call.
         """
         if not all(task.is_notice for task in tasks):
             self._stop.value = 1
@@ -166,7 +166,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
         super()._forget(session)
 
     def _match_cache(self, session: Session) -> None:
-        """Move the session's tree to its tokens; begin a new one where the old one does not reach."""
+        """Move the root of the session's tree to its last token; begin a new tree if it lacks that node."""
         if self.lookahead is not None:
             self.lookahead.drop(session.session_id)
         speculation = self.speculations.get(session.session_id)
@@ -181,7 +181,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
     def _start(self, task: ProposeTask, session: Session) -> Running[ProposeTask] | Proposal:
         speculation = self.speculations[task.session_id]
         self._gain.asked(task.session_id, session.tokens, task.arrived)
-        # Only the walk of coupled verification takes trees.
+        # Only coupled verification supports trees.
         max_nodes = task.max_nodes if session.spec.method is VerificationMethod.COUPLED else 0
         reading = speculation.read(speculation.tree.root, Shape(task.gamma, max_nodes, task.stop_threshold))
         if reading is None:
@@ -212,7 +212,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
         return results
 
     def _step(self, batch: list[tuple[Running[ProposeTask], SequenceInput]]) -> list[Tensor]:
-        """Run the forward, or several in one call for a chain that is alone."""
+        """Run the forward, or several in one call for a chain that is the only block."""
         running, feed = batch[0]
         assert isinstance(running, _Drafting)
         speculation, count = running.speculation, running.reading.run_length
@@ -228,8 +228,8 @@ class DraftScheduler(Scheduler[ProposeTask]):
         return super()._step(batch)
 
     def _reads_on(self, drafting: _Drafting) -> bool:
-        """Read as far as the tree goes; True when nodes must be fed to read on."""
-        # A level that is wider than a forward comes in several.
+        """Read as far as the tree has predictions; True when nodes must be fed to read further."""
+        # A level that is wider than a forward is fed in several.
         open_nodes = drafting.reading.go_on()[: self.limits.max_batch_tokens]
         is_root = open_nodes == [drafting.speculation.tree.root]
         drafting.nodes = [] if is_root else open_nodes

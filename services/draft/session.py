@@ -27,10 +27,10 @@ __all__ = ["Speculation", "counts_tokens", "draft_params"]
 
 
 def draft_params(spec: SessionSpec) -> SamplingParams | None:
-    """What to process the draft's logits with; None when the plain logits do as well.
+    """Parameters for processing the draft's logits; None when the plain logits give the same choice.
 
-    At temperature 0 the argmax is all that counts, and a temperature of 1 with no token dropped keeps it and
-    leaves a distribution that the confidence can be read from. Races need no normalised distribution.
+    At temperature 0 only the argmax counts; a temperature of 1 without filters keeps it and leaves a
+    distribution from which the confidence can be read. Gumbel-max draws need no normalised distribution.
     """
     params = spec.params
     if params.temperature == 0:
@@ -42,7 +42,7 @@ def draft_params(spec: SessionSpec) -> SamplingParams | None:
 
 
 def counts_tokens(params: SamplingParams) -> bool:
-    """Whether the processed distribution depends on the tokens before."""
+    """Whether the processed distribution depends on the preceding tokens."""
     return bool(
         params.min_tokens
         or params.repetition_penalty != 1
@@ -52,26 +52,26 @@ def counts_tokens(params: SamplingParams) -> bool:
 
 
 MOST_CUT = 0.25
-"""Of a session's runs; where filters cut more of them short than this, it goes step by step."""
+"""Share of runs that filters may cut short; a session above it drafts one forward at a time."""
 
 
 class Speculation:
-    """The tree below a session's committed tokens; lives as long as the tokens follow it.
+    """The speculation tree below a session's committed tokens.
 
     Args:
         session: The session; its tokens are the committed ones.
-        max_context: Positions that the draft model knows.
-        top_k: Rejection: largest support of a shipped law.
+        max_context: Context length of the draft model.
+        top_k: Rejection: largest support of a shipped distribution.
         bits: Rejection: its weights' sum is 2^bits.
         calibration: Of all sessions of the worker.
 
     Attributes:
         tree: The tree.
-        sent: The proposal that was answered last, below the tree's root; None when there was none yet.
-        ahead: What is prepared behind it.
-        foreseen: The probability, as far as the draft could tell, that what is asked for now was prepared;
-            None when nothing was asked for before.
-        num_used: Nodes fed ahead that became of use.
+        sent: The last proposal sent, below the tree's root; None before the first.
+        ahead: The proposals prepared to follow it.
+        foreseen: The draft's estimate of the probability that the current request was prepared; None if no
+            request came before.
+        num_used: Nodes fed ahead that were used.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class Speculation:
 
     @property
     def has_noise(self) -> bool:
-        """Whether the session has the noise that its parameters ask for."""
+        """Whether the session has the noise that its parameters need."""
         return self.session.noise is not None or self.session.spec.params.temperature == 0
 
     def is_held(self, engine: Engine) -> bool:
-        """Whether the engine's cache still holds what the tree says it does."""
+        """Whether the engine's cache still holds the tree's fed nodes."""
         tree, session_id = self.tree, self.session.session_id
         return (
             tree.root.place is not None
@@ -116,13 +116,13 @@ class Speculation:
         )
 
     def foresee(self) -> float | None:
-        """Return `foreseen` for the block that brought the session's tokens, before the root moves."""
+        """Return `foreseen` for the block that extended the session's tokens; call before the root moves."""
         if self.sent is None or len(self.session.tokens) <= self.tree.base:
             return None
         return 0.0 if self.ahead is None else self.ahead.covered
 
     def note_outcome(self) -> None:
-        """Note how far the session's tokens follow the draft's choices, before the root moves."""
+        """Note how far the session's tokens match the draft's choices; call before the root moves."""
         self._learn()
         sent, tokens = self.sent, self.session.tokens
         if sent is None or self.session.changed_from < self.tree.base or not self._is_race:
@@ -138,10 +138,10 @@ class Speculation:
             node = node.child(token_id)
 
     def _learn(self) -> None:
-        """Learn from the outcome that was noted.
+        """Update the calibration with the noted outcome.
 
-        It counts from the next but one proposal on: what is prepared while the target verifies must be what
-        would be drafted when it has, or a proposal would depend on whether it was prepared.
+        It takes effect from the next proposal but one: a proposal prepared during verification must equal the
+        one that would be drafted after it, or its content would depend on whether it was prepared.
         """
         if self._tested:
             confidences = [prediction.confidence(base) for prediction, base in self._tested]
@@ -149,9 +149,9 @@ class Speculation:
         self._tested, self._is_rejected = [], False
 
     def follow(self, engine: Engine) -> bool:
-        """Move the root to where the session's tokens end; False when the tree was never opened there.
+        """Move the root to the session's last token; False when the tree has no prediction there.
 
-        Even then the cache keeps the part of the path that was fed.
+        Even then the cache keeps the fed part of the path.
         """
         session, tree = self.session, self.tree
         if self._spec is not session.spec or session.changed_from < tree.base or not self.is_held(engine):
@@ -171,13 +171,13 @@ class Speculation:
         return reached
 
     def note_use(self, nodes: Iterable[Node]) -> None:
-        """Note that these nodes are part of the text or of a proposal."""
+        """Count nodes fed ahead that became part of the text or of a proposal."""
         for node in nodes:
             self.num_used += node.is_ahead
             node.is_ahead = False
 
     def read(self, root: Node, shape: Shape) -> ProposalBuilder | None:
-        """Begin to read the proposal below a node; None where the draft's context ends."""
+        """Begin to read the proposal below a node; None at the end of the draft's context."""
         depth = min(shape.depth, self._max_context - root.position - 1)
         if depth <= 0:
             return None
@@ -188,22 +188,22 @@ class Speculation:
 
     @property
     def _is_race(self) -> bool:
-        """Whether the draft's choice is what it foresees of the target's, and no draw of its own.
+        """Whether the draft's choice is its prediction of the target's token, not an independent draw.
 
-        Only then does the text say of each choice whether it was right, tested or not.
+        Only then do the committed tokens show whether each choice was right, tested or not.
         """
         spec = self.session.spec
         return spec.method is VerificationMethod.COUPLED or spec.params.temperature == 0
 
     def read_outcome(self, root: Node) -> ProposalBuilder | None:
-        """Begin to read what will be asked for when the sent proposal ends at `root`; None for nothing."""
+        """Begin to read the next proposal for the outcome ending at `root`; None if none is to be made."""
         if self.sent is None or root.token_id in self.session.spec.eos_token_ids:
             return None
         self._learn()
         return self.read(root, self.sent.shape)
 
     def feed(self, nodes: Sequence[Node]) -> SequenceInput:
-        """Return the feed of some nodes, whose parents were fed."""
+        """Return the feed of nodes whose parents were fed."""
         tree, session_id = self.tree, self.session.session_id
         token_ids = [node.token_id for node in nodes]
         if tree.feeds_chain(nodes):
@@ -226,14 +226,14 @@ class Speculation:
         stop: c_int32 | None = None,
         within: AbstractContextManager[object] | None = None,
     ) -> tuple[list[int], Tensor]:
-        """Feed an open node and the largest scores behind it, up to `count` in all: see `Engine.chain`."""
+        """Feed an open node, then each best-scoring next token, up to `count` in all: see `Engine.chain`."""
         session, scale = self.session, 1 / (self.session.spec.params.temperature or 1)
         noise = None if session.noise is None else session.noise.gumbel(node.position + 1, count)
         feed = SequenceInput(session.session_id, node.position, [node.token_id] * count, count)
         return engine.chain(feed, noise, scale=scale, stop=stop, within=within)
 
     def open_run(self, engine: Engine, node: Node, token_ids: Sequence[int], logits: Tensor) -> list[Node]:
-        """Take what `run` returned for a node, up to where a filter makes the draft choose another token."""
+        """Apply the result of `run` for a node, up to where a filter makes the draft choose another token."""
         nodes = [node]
         for token_id in token_ids[1:]:
             nodes.append(nodes[-1].child(token_id))
@@ -252,7 +252,7 @@ class Speculation:
         return nodes
 
     def open(self, nodes: Sequence[Node], logits: Tensor) -> None:
-        """Take the logits [nodes, vocab_size] of nodes that were just fed; the root may be one, alone."""
+        """Apply the logits [nodes, vocab_size] of nodes just fed; the root is allowed only on its own."""
         self._note_fed(nodes)
         self._look_out(nodes, logits)
 
@@ -279,7 +279,7 @@ class Speculation:
             node.prediction = prediction
 
     def _processed(self, nodes: Sequence[Node], logits: Tensor, params: SamplingParams) -> Tensor:
-        """The processed log-probabilities behind nodes, [nodes, vocab_size]."""
+        """The processed log-probabilities after nodes, [nodes, vocab_size]."""
         if not LogitEdits.needed(params):
             return processed_log_probs(logits, params)
         session = self.session
@@ -293,6 +293,6 @@ class Speculation:
         return processed_log_probs(logits, params, session.edits, paths)
 
     def _follow_edits(self) -> None:
-        """Bring masks, bias and penalties to the committed tokens, where the tree's root is."""
+        """Update masks, bias and penalties to the committed tokens, which end at the tree's root."""
         if self.session.edits is not None:
             self.session.edits.follow(self.session.tokens)

@@ -1,9 +1,9 @@
-"""The speculation tree of one session: everything the draft foresaw about what follows the committed tokens.
+"""The speculation tree of one session: the draft's predictions of what follows the committed tokens.
 
 The root is the last committed token. A node is *fed* once the engine's cache holds it, and *open* until it
-has a prediction: what the draft model says may follow it. A prediction is a pure function of the path, so the
-tree may be grown at any time and in any order, and the next context re-roots it at the node where its path
-ends: everything below stays, everything beside goes.
+has a prediction of the next token. A prediction is a pure function of the path, so the tree may be grown at
+any time and in any order. The next context moves the root to the node where its path ends: the nodes below it
+are kept, all others are dropped.
 
 `services.draft.proposals` reads proposals off the tree.
 """
@@ -21,15 +21,15 @@ IN_CHAIN = -1
 
 
 class Node:
-    """One token that may come.
+    """One token that may follow.
 
     Attributes:
         token_id: The token.
         position: Its absolute position.
         parent: The node before it; None for the root.
-        prediction: What may follow; None while the node is open.
+        prediction: Prediction of the next token; None while the node is open.
         place: Where the engine's cache holds it: IN_CHAIN, or the index among its tree's nodes; None: unfed.
-        is_ahead: Fed before it was asked for, and not of use so far.
+        is_ahead: Fed before it was requested, and not used so far.
     """
 
     __slots__ = ("_children", "is_ahead", "parent", "place", "position", "prediction", "token_id")
@@ -42,7 +42,7 @@ class Node:
         self._children: dict[int, Node] = {}
 
     def child(self, token_id: int) -> Node:
-        """Return the child with a token, a new one where there is none."""
+        """Return the child with a token, creating it if necessary."""
         node = self._children.get(token_id)
         if node is None:
             node = self._children[token_id] = Node(token_id, self.position + 1, self)
@@ -53,7 +53,7 @@ class Node:
         return self._children.get(token_id)
 
     def path(self) -> list[Node]:
-        """Return the nodes from behind the root down to this one."""
+        """Return the nodes from the root (exclusive) down to this one."""
         nodes = []
         node = self
         while node.parent is not None:
@@ -62,7 +62,7 @@ class Node:
         return nodes[::-1]
 
     def clear(self) -> list[Node]:
-        """Forget what follows and return the children."""
+        """Drop the parent, the prediction and the children; return the children."""
         children = list(self._children.values())
         self.prediction, self.parent, self._children = None, None, {}
         return children
@@ -78,8 +78,8 @@ class Node:
 class SpeculationTree:
     """The tree below one session's committed tokens, and where the engine's cache holds its nodes.
 
-    The engine holds a chain (the committed tokens, then the line that was drafted token by token) and beside
-    it nodes in the order in which they were fed.
+    The engine holds a chain (the committed tokens, then the tokens drafted one by one) and, in addition to
+    it, tree nodes in the order in which they were fed.
 
     Args:
         root: The last committed token.
@@ -106,18 +106,18 @@ class SpeculationTree:
         return node
 
     def root_fed(self) -> None:
-        """Note that the committed tokens were fed, and nothing behind them."""
+        """Note that the committed tokens were fed, and nothing after them."""
         self.root.place, self.chain_length, self.beside = IN_CHAIN, self.base, []
 
     def feeds_chain(self, nodes: Sequence[Node]) -> bool:
-        """Whether feeding these nodes makes the engine's chain longer: the cheapest way."""
+        """Whether feeding these nodes extends the engine's chain, which is the cheapest feed."""
         parent = nodes[0].parent
         assert parent is not None
         is_tip = parent.place == IN_CHAIN and parent.position == self.chain_length - 1
         return len(nodes) == 1 and not self.beside and is_tip
 
     def parents_of(self, nodes: Sequence[Node]) -> list[int]:
-        """Return the engine's index of each node's parent: among its nodes, or from the chain's end back."""
+        """Return the engine's index of each node's parent: a tree index, or negative from the chain's end."""
         parents = []
         for node in nodes:
             parent = node.parent
@@ -138,11 +138,11 @@ class SpeculationTree:
             self.beside.append(node)
 
     def move_root(self, root: Node) -> tuple[int, list[int], list[int]] | None:
-        """Make a fed node the root; what is not below it is forgotten.
+        """Make a fed node the root; nodes not below it are dropped.
 
         Returns:
-            How the engine's nodes must move: the base and path that become chain, and the nodes that stay
-            beside it; None when they stay where they are.
+            How the engine's nodes must move: the base and path that become chain, and the tree nodes that are
+            kept; None when no node moves.
         """
         dropped, line = self.root, root.path()
         is_in_chain = root.place == IN_CHAIN
@@ -154,9 +154,9 @@ class SpeculationTree:
         moving = [node for node in line if node.place != IN_CHAIN]
         base = self.chain_length
         if moving and not is_in_chain:
-            base = moving[0].position  # the chain goes on differently from here
+            base = moving[0].position  # the chain continues with other tokens from here
         elif moving and moving[0].position < base:
-            moving = []  # the chain goes on behind the line: both stay
+            moving = []  # the chain continues past the start of the line: both stay
         path = _places(moving)
         kept = sorted(set(_places(root.below())) - set(path))
         self.beside = [self.beside[place] for place in kept]
@@ -169,7 +169,7 @@ class SpeculationTree:
 
 
 def _forget(old_root: Node, root: Node) -> None:
-    """Break the cycles of what is not below the new root, so that its memory is free at once."""
+    """Break the reference cycles of nodes not below the new root, so that their memory is freed at once."""
     waiting = [old_root]
     for node in waiting:
         if node is not root:
@@ -177,7 +177,7 @@ def _forget(old_root: Node, root: Node) -> None:
 
 
 def _main_line(root: Node) -> list[Node]:
-    """The fed nodes that the draft itself would go on with below a node."""
+    """The fed nodes of the draft's own choices below a node."""
     line, node, base = [], root, root.position + 1
     while node.prediction is not None:
         following = node.find(node.prediction.choose(base))
@@ -189,5 +189,5 @@ def _main_line(root: Node) -> list[Node]:
 
 
 def _places(nodes: Iterable[Node]) -> list[int]:
-    """The places beside the chain that these nodes take."""
+    """The tree places of these nodes, without those in the chain."""
     return [node.place for node in nodes if node.place is not None and node.place != IN_CHAIN]

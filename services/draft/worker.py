@@ -52,7 +52,7 @@ class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
     async def GetDraftInfo(
         self, request: pb.GetDraftInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetDraftInfoResponse:
-        """Tell what the worker serves and how loaded it is."""
+        """Return what the worker serves and its load."""
         async with guarded(context):
             info = await describe(self._model, self._streams.engine)
         return pb.GetDraftInfoResponse(**info, is_draining=self._streams.is_leaving)

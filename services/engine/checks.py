@@ -1,4 +1,4 @@
-"""The last checks at load: the engine against the model's own forward, and against itself."""
+"""Checks at the end of loading: compares the engine to the model's own forward, and to itself."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _NUM_TOKENS = 12
 _FLOAT32_TOLERANCE = 1e-4
 _HALF_TOLERANCE = 0.05
 _SESSION = "check"
-# Crosses a block of positions, and a second one on the way back from a tree.
+# Enough to cross a block boundary of positions, also with trees.
 _NUM_DETERMINISTIC_TOKENS = 80
 _CHUNKS = (5, 1, 9, 4, 17, 2, 16)
 
 
 def check_model(engine: Engine, loaded: LoadedModel) -> None:
-    """Compare a short text fed in chunks, with a rollback, to the model's own forward.
+    """Compare the logits of a short text, fed in chunks with a rollback, to the model's own forward.
 
     Raises:
         UnsupportedModelError: They differ by more than rounding.
@@ -43,7 +43,7 @@ def check_model(engine: Engine, loaded: LoadedModel) -> None:
         # Large logits are rounded more coarsely.
         error, allowed = difference.max(), _FLOAT32_TOLERANCE * reference.abs().max().clamp(min=1.0)
     else:
-        # One flipped expert of a mixture moves single rows far in half precision, hence the mean.
+        # In half precision one different expert of a mixture changes single rows a lot, hence the mean.
         error, allowed = difference.mean(), _HALF_TOLERANCE * reference.abs().mean()
     if not error <= allowed:
         raise UnsupportedModelError(
@@ -78,7 +78,7 @@ def check_deterministic(engine: Engine) -> None:
 
 
 def _in_company(engine: Engine, text: list[int]) -> Tensor:
-    """The logits of chunks of many sizes, between rows of two other sessions."""
+    """The logits of chunks of many sizes, batched between rows of two other sessions."""
     got, start, turn = [], 0, 0
     while start < len(text):
         chunk = text[start : start + _CHUNKS[turn % len(_CHUNKS)]]
@@ -96,7 +96,7 @@ def _in_company(engine: Engine, text: list[int]) -> Tensor:
 
 
 def _in_trees(engine: Engine, text: list[int]) -> Tensor:
-    """The logits of trees of two branches, the text being the second one."""
+    """The logits of trees of two branches, of which the second is the text."""
     got, start = [engine.step([SequenceInput(_SESSION, 0, text[:1], 1)])[0]], 1
     while start < len(text):
         branch = text[start : start + 7]

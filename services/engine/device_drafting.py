@@ -1,13 +1,13 @@
-"""Whole proposals in one graph: the draft's steps follow each other on the device, one copy comes back.
+"""Whole proposals in one graph: all draft steps run on the device, and the result is copied back once.
 
-A chain feeds the committed tokens that lack, draws a token, feeds it, and so on. A tree grows by levels: the
+A chain feeds the missing committed tokens, draws a token, feeds it, and so on. A tree grows by levels: the
 `width` best nodes of a level by confidence are fed together, and each offers its best continuations for the
-next level. Confidence is the product along the path of softmax(sharpness * s), s being the perturbed score
-logits / temperature + gumbel that decides the target's own race (or the plain logit when greedy), so the
-tree holds what the target is likely to draw.
+next level. Confidence is the product along the path of softmax(sharpness * s), where s is the perturbed score
+logits / temperature + gumbel that the target's own Gumbel-max draw maximises (or the plain logit when
+greedy), so the tree contains the tokens that the target is likely to draw.
 
-A node offers at most one token of each stripe of ids: the best of each stripe is what the race finds anyway.
-Any choice of nodes is lossless with coupled and greedy verification.
+A node offers at most one token of each stripe of ids, as the Gumbel-max draw computes the best of each stripe
+anyway. Any choice of nodes is lossless with coupled and greedy verification.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TreeShape:
     Attributes:
         width: Nodes per level, at least 1.
         depth: Levels, at least 1.
-        sharpness: How much the draft trusts its own race; larger makes deeper, narrower trees.
+        sharpness: Factor on the scores before the softmax; larger makes deeper, narrower trees.
     """
 
     width: int
@@ -68,7 +68,7 @@ class TreeShape:
 
 @dataclass
 class _Proposals:
-    """A captured proposal: inputs, and what comes back."""
+    """A captured proposal: its inputs and its result."""
 
     bucket: Bucket
     tables: Tables
@@ -80,7 +80,7 @@ class Drafter:
     """Drafts with a runner's weights and kernels.
 
     Args:
-        runner: Of the draft model.
+        runner: Runner of the draft model.
     """
 
     def __init__(self, runner: GraphRunner) -> None:
@@ -182,13 +182,13 @@ class Drafter:
 
 
 class _Steps:
-    """Tables of the steps behind the first, computed on the device from those of the first.
+    """Tables of the steps after the first, computed on the device from those of the first.
 
     Args:
-        first: Tables of the first step, which asks for one row per session.
-        bucket: Of the first step.
-        num_steps: Steps behind it.
-        width: Rows of each session in each of them; above 1 they are nodes of a tree.
+        first: Tables of the first step, which returns one row per session.
+        bucket: Bucket of the first step.
+        num_steps: Number of steps after it.
+        width: Rows per session in each of them; above 1 they are nodes of a tree.
     """
 
     def __init__(self, first: Tables, bucket: Bucket, *, num_steps: int, width: int) -> None:
@@ -208,7 +208,7 @@ class _Steps:
         self._session, self._first_row = rows // width, rows[::width].contiguous()
 
     def place(self) -> None:
-        """Say where all steps' rows go."""
+        """Compute the positions and slots of all steps' rows."""
         first = self._first
         base = (first.position[first.wanted] + 1)[None, :, None]
         live = (first.count > 0)[None, :, None]
@@ -222,7 +222,7 @@ class _Steps:
             self._prefix.copy_(self._position + 1)
 
     def see(self, step: int, parent: Tensor) -> None:
-        """Say which nodes a level's rows see: their parents', [sessions, width] in the level before."""
+        """Compute which nodes a level's rows see, from `parent`: [sessions, width] in the level before."""
         own = self._own_bit[step].expand(parent.shape)
         self._bits[step].copy_(self._bits[step - 1].gather(1, parent) | own if step else own)
 
@@ -245,12 +245,12 @@ class _Steps:
 
 @dataclass
 class _Frontier:
-    """The nodes of a level, or what is offered for the next: [sessions, any number].
+    """The nodes of a level, or the candidates for the next: [sessions, any number].
 
     Attributes:
-        token: Of each node.
-        parent: Its parent's place in the level before.
-        log_confidence: That the path to it stands.
+        token: Token of each node.
+        parent: Index of its parent in the level before.
+        log_confidence: Log of the confidence that the path to it is accepted.
     """
 
     token: Tensor
@@ -274,7 +274,7 @@ def _offers(stripes: Stripes, sharpness: Tensor, sessions: int, width: int) -> _
 
 
 def _best(level: _Frontier, offers: _Frontier) -> _Frontier:
-    """The most confident continuations of a level, as many as it has nodes."""
+    """The continuations of a level with the highest confidence, as many as it has nodes."""
     confidence = offers.log_confidence + level.log_confidence.gather(1, offers.parent)
     best = torch.topk(confidence, level.token.shape[1], -1)
     return _Frontier(offers.token.gather(1, best.indices), offers.parent.gather(1, best.indices), best.values)
@@ -286,12 +286,12 @@ def _level_bucket(bucket: Bucket, width: int) -> Bucket:
 
 
 class GraphEngine(Engine):
-    """The engine's contract (steps, rollback, forks, tree paths) and drawing on the device beside it.
+    """An engine (steps, rollback, forks, tree paths) that also draws tokens on the device.
 
     Args:
         runner: Its weights and kernels.
         store: The caches.
-        model_name: For messages.
+        model_name: Name used in messages.
         max_context: Positions lie below it.
     """
 
@@ -311,7 +311,7 @@ class GraphEngine(Engine):
         kernels: TorchKernels | None = None,
         cache_budget_bytes: int = DEFAULT_CACHE_BUDGET_BYTES,
     ) -> GraphEngine:
-        """Serve weights that are laid out already; see `build`."""
+        """Return an engine for weights in the graph layout; see `build`."""
         shape = model.shape
         cache = CacheShape(
             len(model.layers), 2 * shape.num_kv_heads, shape.head_dim, model.dtype, model.device
@@ -321,21 +321,21 @@ class GraphEngine(Engine):
 
     @classmethod
     def build(cls, loaded: LoadedModel, *, kernels: TorchKernels | None = None) -> GraphEngine:
-        """Lay out a loaded model's weights and serve them; its module stays usable and shares them.
+        """Return an engine for a loaded model, whose module stays usable and shares the weights.
 
         Raises:
-            UnsupportedModelError: The architecture has no such path.
+            UnsupportedModelError: The architecture is not covered by CUDA graphs.
         """
         if not has_graph_path(loaded):
             raise UnsupportedModelError(loaded.name, f"{loaded.config.model_type} has no captured path")
         return cls.of(build_graph_model(loaded, loaded.config.vocab_size), name=loaded.name, kernels=kernels)
 
     def choose(self, feeds: Sequence[SequenceInput], races: Sequence[Race]) -> list[list[int]]:
-        """Like `step`, but draw a token in each wanted row.
+        """Like `step`, but return a drawn token for each wanted row instead of logits.
 
         Args:
             feeds: As for `step`.
-            races: One per feed.
+            races: Gumbel-max draw parameters, one per feed.
 
         Returns:
             For each feed its `num_logits` tokens.
@@ -348,13 +348,13 @@ class GraphEngine(Engine):
     def draft_chains(
         self, feeds: Sequence[SequenceInput], races: Sequence[Race], gamma: int
     ) -> list[list[int]]:
-        """Feed what lacks and draft `gamma` tokens behind it, all in one graph.
+        """Feed the missing tokens and draft `gamma` tokens after them, all in one graph.
 
-        What was drafted stays cached, but for the last token: a rollback drops what is not accepted.
+        Drafted tokens except the last stay cached: a rollback drops those that are not accepted.
 
         Args:
             feeds: Committed tokens that are not cached, with `num_logits` 1; at least one per session.
-            races: One per feed.
+            races: Gumbel-max draw parameters, one per feed.
             gamma: At least 1.
 
         Returns:
@@ -374,14 +374,14 @@ class GraphEngine(Engine):
     def draft_trees(
         self, feeds: Sequence[SequenceInput], races: Sequence[Race], shape: TreeShape
     ) -> list[tuple[list[int], list[int]]]:
-        """Feed what lacks and grow a tree behind it, all in one graph.
+        """Feed the missing tokens and grow a tree after them, all in one graph.
 
         The nodes of all levels but the last stay cached until `keep_path`.
 
         Args:
             feeds: As for `draft_chains`.
-            races: One per feed.
-            shape: Of the trees.
+            races: Gumbel-max draw parameters, one per feed.
+            shape: Shape of the trees.
 
         Returns:
             For each feed the nodes' tokens and parents, level by level.
@@ -400,7 +400,7 @@ class GraphEngine(Engine):
         return trees
 
     def _make_room(self, feeds: Sequence[SequenceInput], num_more: int) -> None:
-        """Reserve the slots of what will be drafted: the graph cannot."""
+        """Reserve the slots of the tokens to be drafted, since the graph cannot."""
         wanted = {}
         for feed in feeds:
             if feed.num_logits != 1 or feed.parents is not None:

@@ -1,8 +1,8 @@
-"""The engine: one model, many sessions, one forward per step over everything they feed.
+"""The engine: one model, many sessions, one forward per step over all their feeds.
 
-A step takes any mix of feeds: prompt chunks, single tokens, chains and trees of proposed tokens. What was
-fed stays cached per session; rollback, forks and tree paths only move lengths and copy slots. Not
-thread-safe: one thread owns an engine.
+A step takes any mix of feeds: prompt chunks, single tokens, chains and trees of proposed tokens. Fed tokens
+stay cached per session; rollback, forks and tree paths only change lengths and copy slots. Not thread-safe:
+one thread owns an engine.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Runner(Protocol):
     """Computes one packed forward."""
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the wanted rows' logits [rows, vocab_size] in float32 and fill the new slots."""
+        """Return the requested rows' logits [rows, vocab_size] in float32 and fill the new slots."""
         ...
 
 
 class Engine:
-    """One model and the caches of its sessions; `services.engine.loader` builds it.
+    """One model and the caches of its sessions; built by `services.engine.loader`.
 
     Attributes:
         model_name: Directory or hub name.
@@ -41,10 +41,10 @@ class Engine:
         max_context: Positions lie in [0, max_context).
         num_layers: Depth of the model.
         runner: Computes the forwards.
-        device: Where it runs; logits are returned there.
+        device: Device of the forwards and of the returned logits.
         dtype: Type of its weights, keys and values.
-        kernel: What computes its forwards: an instruction set that the CPU kernel was compiled for, "CUDA
-            graphs", or "none: " and the reason, where the model library's own layers do.
+        kernel: Implementation of its forwards: the instruction set of the compiled CPU kernel, "CUDA graphs",
+            or "none: " and the reason why transformers' layers are used.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Engine:
         """Run one forward over all feeds.
 
         Args:
-            feeds: What each session feeds.
-            within: Entered for the model's forward alone.
+            feeds: The feed of each session.
+            within: Entered for the model's forward only.
 
         Returns:
             For each feed its logits [num_logits, vocab_size] in float32.
@@ -95,7 +95,7 @@ class Engine:
 
     @property
     def can_chain(self) -> bool:
-        """Whether `chain` is there: with the compiled kernel."""
+        """Whether `chain` is available: only with the compiled kernel."""
         return isinstance(self.runner, NativeRunner)
 
     def chain(
@@ -107,17 +107,17 @@ class Engine:
         stop: c_int32 | None = None,
         within: AbstractContextManager[object] | None = None,
     ) -> tuple[list[int], Tensor]:
-        """Draft in one call: feed a token, then each time the one with the largest score behind the last.
+        """Draft in one call: feed a token, then repeatedly the token with the largest score after the last.
 
         Args:
-            feed: A chain, of whose tokens only the first counts; the logits of all are wanted.
+            feed: A chain of which only the first token is used; it must request the logits of all tokens.
             noise: [tokens, vocab_size] float64, added to the logits times `scale`; None for the logits alone.
             scale: One over the temperature.
-            stop: Set to another value than 0 in another thread, it ends the chain with the forward under way.
+            stop: If another thread sets it to a nonzero value, the chain ends after the current forward.
             within: As for `step`.
 
         Returns:
-            The tokens that were fed, at least the first, and the logits behind each, [tokens, vocab_size].
+            The tokens that were fed, at least the first, and the logits after each, [tokens, vocab_size].
 
         Raises:
             ValueError, CacheGapError, CacheFullError: As `step`.
@@ -140,7 +140,7 @@ class Engine:
         return () if cache is None else cache.tokens
 
     def truncate(self, session_id: str, length: int) -> None:
-        """Keep the first `length` tokens of a session; no cost beyond the tokens dropped.
+        """Keep the first `length` tokens of a session; the cost depends only on the tokens dropped.
 
         Raises:
             ValueError: `length` is negative.
@@ -152,17 +152,17 @@ class Engine:
             cache.truncate(length)
 
     def keep_path(self, session_id: str, base: int, path: Sequence[int], keep: Sequence[int] = ()) -> None:
-        """After nodes were fed, keep those of `path` as positions base, base + 1, ... of the chain.
+        """Make the nodes of `path`, after they were fed, positions base, base + 1, ... of the chain.
 
         Args:
             session_id: The session.
             base: Position of the path's first node: the number of tokens before it.
-            path: Indices of the nodes that stand, each the child of the one before.
-            keep: Indices, ascending, of nodes that stay a tree beside the new chain; all others are dropped.
+            path: Indices of the accepted nodes, each the child of the one before.
+            keep: Indices, ascending, of nodes to keep as a tree after the new chain; all others are dropped.
 
         Raises:
             CacheGapError: The session has no cache.
-            ValueError: `base`, `path` or `keep` do not fit what was fed.
+            ValueError: `base`, `path` or `keep` do not match the fed tokens.
         """
         cache = self._store.get(session_id)
         if cache is None:
@@ -170,20 +170,20 @@ class Engine:
         cache.keep_path(base, path, keep)
 
     def fork(self, source: Source, copy: str, length: int) -> None:
-        """Make `copy`'s cache the first `length` tokens of `source`'s, a session or what is retained of one.
+        """Make `copy`'s cache the first `length` tokens of `source`, a session or a retained cache.
 
         Raises:
-            CacheGapError: `source` holds fewer.
+            CacheGapError: `source` has fewer.
             CacheFullError: Both together exceed the budget.
         """
         self._store.fork(source, copy, length)
 
     def share(self, session_id: str, salt: str | None) -> None:
-        """Let sessions of `salt`, and no others, copy what this one caches, until it ends; None: nobody."""
+        """Let only sessions with this salt copy this session's cache, until it ends; None: no session."""
         self._store.share(session_id, salt)
 
     def longest_prefix(self, token_ids: Sequence[int], salt: str) -> tuple[Source, int]:
-        """Return whose cache, among those of `salt`, shares the longest prefix, and its length."""
+        """Return the cache with this salt that shares the longest prefix, and the prefix's length."""
         return self._store.longest_prefix(token_ids, salt)
 
     def release(self, session_id: str) -> None:
@@ -191,48 +191,48 @@ class Engine:
         self._store.release(session_id)
 
     def retain(self, session_id: str, salt: str) -> None:
-        """End a session; while nobody needs the room its cache serves those of `salt` that begin alike."""
+        """End a session; while memory allows, retain its cache for sessions with this salt and prefix."""
         self._store.retain(session_id, salt)
 
     def forget(self, session_id: str) -> None:
-        """End a session and free its cache, and what was retained of it before."""
+        """End a session and free its cache and all retained caches of it."""
         self._store.forget(session_id)
 
     def drop_retained(self) -> None:
-        """Free what ended sessions have left."""
+        """Free all retained caches of ended sessions."""
         self._store.drop_retained()
 
     def num_nodes(self, session_id: str) -> int:
-        """Return how many nodes of a tree are cached beside the session's chain."""
+        """Return how many tree nodes are cached after the session's chain."""
         cache = self._store.get(session_id)
         return 0 if cache is None else len(cache.tree_tokens)
 
     def has_room(self, session_id: str, num_tokens: int) -> bool:
-        """Return whether a session can hold that many tokens, nodes included, and no other has to go."""
+        """Return whether a session can hold that many tokens and nodes without evicting another session."""
         return self._store.has_room(session_id, num_tokens)
 
     def limit_cache(self, num_bytes: int) -> None:
-        """Set the upper bound of all sessions' keys and values; what is past it goes with the next step."""
+        """Set the upper bound in bytes of all sessions' keys and values, enforced when caches next grow."""
         self._store.budget_bytes = num_bytes
 
     def stats(self) -> CacheStats:
-        """Return what the cache holds."""
+        """Return the counters of the cache."""
         return self._store.stats()
 
     def check(self) -> None:
-        """Raise EngineLostError when a part of the engine is gone: never, but for a parallel one."""
+        """Raise EngineLostError when a part of the engine has failed; only a parallel engine does."""
 
     def close(self) -> None:
-        """End what the engine started beside this process: nothing, but for a parallel one."""
+        """End the processes that the engine started; only a parallel engine has any."""
 
     def _run(self, batch: Batch, within: AbstractContextManager[object]) -> Tensor:
         with torch.inference_mode(), within:
             logits = self.runner.forward(batch)
-        # Tensors born in inference mode cannot be written to outside of it; callers may want to.
+        # Tensors created in inference mode cannot be modified outside of it, which callers may need.
         return logits.clone() if logits.is_inference() else logits
 
     def _commit(self, feeds: Sequence[SequenceInput], batch: Batch) -> None:
-        """Enter what a forward left in the slots."""
+        """Record the tokens that a forward wrote to the slots."""
         for feed, segment in zip(feeds, batch.segments, strict=True):
             cache, num_nodes = segment.cache, len(feed.parents or ())
             cache.tokens.extend(feed.token_ids[: segment.count - num_nodes])

@@ -1,4 +1,4 @@
-"""Loads a model into an engine: chooses what computes its forwards, and checks it against the model."""
+"""Loads a model into an engine: chooses the runner and checks it against the model's own forward."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def load_engine(
         dtype: "auto" (float32 on CPU, bfloat16 elsewhere), "float32", "bfloat16" or "float16".
         threads: Arithmetic threads of this process.
         cache_budget_bytes: Upper bound of all sessions' keys and values together.
-        deterministic: Logits do not depend, to the last bit, on what else is in a step; see
-            `services.engine.hf.deterministic` for what is covered.
+        deterministic: Logits are bit-identical whatever else is in a step; see
+            `services.engine.hf.deterministic` for the supported models.
         fast_kernels: Use the compiled kernel (CPU) or CUDA graphs where they cover the architecture.
         kernel_cache: Folder of compiled CPU kernels; empty: the default of `load_kernel`.
 
@@ -91,11 +91,11 @@ def load_engine(
 
 
 def load_worker_engine(path: str, settings: WorkerSettings) -> Engine:
-    """Load a model as a worker's settings say, in one process.
+    """Load a model with a worker's settings, in one process.
 
     Args:
         path: Directory or hub name.
-        settings: Of the worker that would serve it.
+        settings: The worker's settings.
 
     Raises:
         UnsupportedModelError: It cannot be served exactly; the reason is in the error.
@@ -116,7 +116,7 @@ def load_worker_engine(path: str, settings: WorkerSettings) -> Engine:
 
 
 def limit_cache(engine: Engine, settings: WorkerSettings) -> None:
-    """Give a loaded engine the cache budget that its worker's settings say, or that is free."""
+    """Set a loaded engine's cache budget from the worker's settings, or from the free memory."""
     given = settings.cache_budget_mb
     budget = CacheBudget(None if given is None else given << 20, settings.cache_memory_share)
     engine.limit_cache(budget.on(engine.device))

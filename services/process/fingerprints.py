@@ -1,4 +1,4 @@
-"""Fingerprints of a worker's model: of its weights and arithmetic, and of its tokenizer."""
+"""Fingerprints of a worker's model (weights and arithmetic) and of its tokenizer."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ __all__ = ["model_identity", "vocab_sha256"]
 _log = logging.getLogger(__name__)
 
 WHOLE_BYTES = 64 << 10
-"""Tensors up to this size are read whole."""
+"""Tensors up to this size are read entirely."""
 
 NUM_WINDOWS, WINDOW_BYTES = 8, 2048
-"""What is read of a larger one: windows at even distances, the first at its start, the last at its end."""
+"""Windows read of a larger tensor: evenly spaced, the first at its start, the last at its end."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""Of a safetensors file; the format's own bound."""
+"""Largest header of a safetensors file, as the format specifies."""
 
-# What a configuration says of where it came from, and of a type that the worker's settings decide.
+# Fields of a configuration that do not affect the model: its origin, and a dtype that the settings override.
 _NOT_THE_MODEL = frozenset({"transformers_version", "dtype", "torch_dtype"})
 
-# As transformers looks for them: the first kind that is there is loaded.
+# In the order of transformers: the first kind that exists is loaded.
 _KINDS = ("model.safetensors", "pytorch_model.bin")
 
 
 def model_identity(model: str, *, dtype: str, device: str, deterministic: bool) -> str:
-    """Return `sha256/dtype`, with `/deterministic/device` behind it in that mode.
+    """Return `sha256/dtype`, followed by `/deterministic/device` in that mode.
 
     Args:
         model: Directory, or the name of a model in the hub's cache; it has been loaded from there.
-        dtype: Type of its arithmetic, such as "float32".
+        dtype: Dtype of its arithmetic, such as "float32".
         device: Type of the device, such as "cpu".
-        deterministic: Whether logits do not depend on what else is in a step.
+        deterministic: Whether logits do not depend on the rest of the batch.
 
     Returns:
-        The identity; empty, with a warning, where the files of the weights cannot be found or read.
+        The identity; empty, with a warning, if the weight files cannot be found or read.
     """
     try:
         folder = _folder(model)
@@ -75,7 +75,7 @@ def _config(folder: Path) -> bytes:
 
 
 def _weights(folder: Path) -> Iterator[bytes]:
-    """Yield what there is to digest; how tensors are spread over safetensors files does not count."""
+    """Yield the bytes to digest; they do not depend on how tensors are split over safetensors files."""
     files = [*_files(folder), *sorted(folder.glob("adapter_model*"))]
     if not files:
         raise FileNotFoundError(f"no weights in {folder}")
@@ -104,7 +104,7 @@ def _files(folder: Path) -> Iterable[Path]:
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, str, int, int]]:
-    """Yield each tensor's name, type with shape, place in a safetensors file, and size in bytes."""
+    """Yield each tensor's name, dtype with shape, offset in a safetensors file, and size in bytes."""
     with file.open("rb") as source:
         (length,) = struct.unpack("<Q", source.read(8))
         if length > MAX_HEADER_BYTES:
@@ -135,7 +135,7 @@ def vocab_sha256(model: str) -> str:
     try:
         vocabulary = AutoTokenizer.from_pretrained(model).get_vocab()
     except Exception as error:
-        # A model without a tokenizer is served all the same; transformers has no one error for it.
+        # A model without a tokenizer can be served; transformers raises different errors for it.
         _log.info("no tokenizer in %s: %s", model, error)
         return ""
     return vocabulary_sha256(vocabulary)

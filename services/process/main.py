@@ -1,4 +1,4 @@
-"""Runs a worker as a process of its own: command-line options made of its settings, signals, exit status."""
+"""Runs a worker as a process: command-line options derived from its settings, signals, exit status."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class _Parser(argparse.ArgumentParser):
 def parse_settings(
     settings_class: type[SettingsT], prog: str, argv: Sequence[str] | None = None
 ) -> SettingsT:
-    """Return the settings of a command line; what it leaves out comes from the environment or the defaults.
+    """Return the settings of a command line; missing ones come from the environment or the defaults.
 
-    Ends the process with status 2 and one line when a setting is bad.
+    Exits with status 2 and a one-line message when a setting is invalid.
     """
     parser = _Parser(prog=f"python -m {prog}", description=settings_class.__doc__)
     for name, info in settings_class.model_fields.items():
@@ -58,7 +58,7 @@ def parse_settings(
         return settings_class(**given)
     except ValidationError as error:
         parser.error(str(settings_error(error)))
-    except InvalidArgumentError as error:  # a variable of the environment that is no setting
+    except InvalidArgumentError as error:  # an environment variable that is not a setting
         parser.error(str(error))
 
 
@@ -69,16 +69,16 @@ def run(
 
     Args:
         prog: Module name, for messages.
-        settings_class: Where the options come from.
-        worker: `module:class`, imported once the options are known to be right, since it loads torch.
+        settings_class: Defines the options.
+        worker: `module:class`, imported after the options were validated, since it loads torch.
         argv: Command line; None is that of the process.
 
     Returns:
-        0 after a drain, 1 when blocks were lost in it or the engine was lost, 2 for settings that cannot be
+        0 after a drain, 1 when the drain lost blocks or the engine was lost, 2 for settings that cannot be
         used, 3 for a model that cannot be served.
 
     Raises:
-        SystemExit: With status 2, for settings that are wrong by themselves.
+        SystemExit: With status 2, for settings that are invalid by themselves.
     """
     settings = parse_settings(settings_class, prog, argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -97,7 +97,7 @@ async def _serve(prog: str, worker: Any) -> int:
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
-        # The model still loads: nothing was served, and the loading thread ends with the process.
+        # The model is still loading: nothing was served, and the loading thread ends with the process.
         return 0
     try:
         address = starting.result()

@@ -1,7 +1,7 @@
-"""Announces a worker in Redis, where orchestrators look for workers.
+"""Announces a worker in Redis, where orchestrators discover workers.
 
-An entry lives five seconds and is renewed every second: a worker that dies without a word is gone soon after.
-A dead Redis never stops a worker; orchestrators that know its address go on using it.
+An entry expires after five seconds and is renewed every second, so that a crashed worker soon disappears.
+A Redis outage does not stop a worker; orchestrators that know its address continue to use it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorkerEntry:
-    """What orchestrators learn about a worker; `started_at` is in seconds since the epoch."""
+    """A worker's registry entry; `started_at` is in seconds since the epoch."""
 
     role: str
     address: str
@@ -45,23 +45,23 @@ class Announcer:
     """Keeps one worker's registry entry alive.
 
     Args:
-        redis_url: Where the registry is.
-        entry: What to announce.
+        redis_url: URL of the registry.
+        entry: The entry to announce.
 
     Raises:
-        InvalidArgumentError: The URL is not one of Redis.
+        InvalidArgumentError: The URL is not a Redis URL.
     """
 
     def __init__(self, redis_url: str, entry: WorkerEntry) -> None:
         self.key = f"gammaray:worker:{entry.role}:{uuid.uuid4().hex[:12]}"
         self._value = json.dumps(asdict(entry))
-        # The next refresh is the retry: a call that waits longer than that would only delay it.
+        # The next refresh is the retry: a longer timeout would only delay it.
         self._redis = connect(redis_url, timeout_s=CALL_TIMEOUT_S, num_retries=1)
         self._task: asyncio.Task[None] | None = None
         self._is_reachable = True
 
     async def start(self) -> None:
-        """Announce the worker now and from now on."""
+        """Announce the worker, and renew the entry from now on."""
         await self._refresh()
         self._task = asyncio.create_task(self._keep_alive(), name="worker's registry entry")
 
@@ -83,7 +83,7 @@ class Announcer:
     async def _call(self, command: Awaitable[Any]) -> None:
         try:
             await asyncio.wait_for(command, 2 * CALL_TIMEOUT_S)
-        except Exception as error:  # whatever it is, the worker serves on and announces itself again
+        except Exception as error:  # on any error the worker continues to serve and announces itself again
             if self._is_reachable:
                 _log.warning("the registry does not answer; serving goes on: %s", str(error) or repr(error))
             self._is_reachable = False

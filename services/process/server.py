@@ -1,4 +1,4 @@
-"""The gRPC server of a worker: health, reflection, limits, and an end that loses no running block."""
+"""The gRPC server of a worker: health, reflection, limits and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gammaray.security.tls import TlsFiles, check_peer, server_credentials
 __all__ = ["MAX_MESSAGE_BYTES", "GrpcServer", "guarded", "is_wildcard", "split_address"]
 
 MAX_MESSAGE_BYTES = 8 << 20
-"""Largest frame that is read: room for the longest context (2^20 ids) and the masks of its session."""
+"""Largest frame that is read; fits the longest context (2^20 ids) and the masks of its session."""
 
 MAX_ANSWER_BYTES = 64 << 20
 """Largest frame that is written; orchestrators read no larger ones."""
@@ -28,15 +28,15 @@ MAX_RPCS = 512
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
-    # Streams live for hours and an orchestrator's machine may vanish without a word: ask after 20 s of
-    # silence and drop the connection after 5 s without an answer, so that its stream does not stay for ever.
+    # Streams live for hours and an orchestrator's machine may fail without closing the connection: ping after
+    # 20 s of silence and drop the connection after 5 s without an answer, so that the stream is closed.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Orchestrators ping too, to notice a dead worker between cycles; the default would answer with GOAWAY.
+    # Orchestrators also ping, to detect a dead worker between cycles; the default would answer with GOAWAY.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
-    # Without this two workers could share one port and each would get half of the connections.
+    # Otherwise two workers could bind the same port and each would get half of the connections.
     ("grpc.so_reuseport", 0),
 ]
 
@@ -46,7 +46,7 @@ class GrpcServer:
 
     Args:
         service_names: Full names of the services it will serve.
-        tls: What to show orchestrators, of whom the same is asked; None is plain text.
+        tls: Certificate files for mutual TLS with orchestrators; None is plain text.
     """
 
     def __init__(self, service_names: Sequence[str], tls: TlsFiles | None = None) -> None:
@@ -76,7 +76,7 @@ class GrpcServer:
         return f"{host}:{port}"
 
     async def set_serving(self, is_serving: bool) -> None:
-        """Say through the health service whether requests are welcome."""
+        """Set the status that the health service reports."""
         serving = health_pb2.HealthCheckResponse.ServingStatus
         status = serving.SERVING if is_serving else serving.NOT_SERVING
         for name in self._names:
@@ -89,7 +89,7 @@ class GrpcServer:
 
 @asynccontextmanager
 async def guarded(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-    """Serve a call inside: strangers are refused, and a failure ends it with its own status."""
+    """Guard a call: unauthorised peers are refused, and a GammarayError ends the call with its status."""
     try:
         check_peer(context)
         yield
@@ -98,10 +98,10 @@ async def guarded(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
 
 
 def split_address(field: str, address: str) -> tuple[str, int]:
-    """Split `host:port`; an IPv6 host stands in brackets.
+    """Split `host:port`; an IPv6 host is in brackets.
 
     Raises:
-        InvalidArgumentError: It is not of that form.
+        InvalidArgumentError: It does not have that form.
     """
     host, separator, port = address.rpartition(":")
     if not separator or not host or not port.isdecimal() or int(port) > 65535:
@@ -110,5 +110,5 @@ def split_address(field: str, address: str) -> tuple[str, int]:
 
 
 def is_wildcard(host: str) -> bool:
-    """Return whether a server bound to `host` listens on every interface, so that nobody can dial it."""
+    """Return whether `host` means all interfaces, and so is not an address that clients can dial."""
     return host in ("0.0.0.0", "[::]")

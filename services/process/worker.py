@@ -1,4 +1,4 @@
-"""A worker: an engine in its thread, a gRPC server in the event loop, and an entry in the registry."""
+"""A worker: an engine in its own thread, a gRPC server in the event loop, and a registry entry."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from services.streaming.tracing import BlockTracer
 
 __all__ = ["Worker"]
 
-# What a stream that has nothing left to answer may still take to end after the drain.
+# Time for streams without pending blocks to end after the drain.
 _CLOSE_GRACE_S = 0.5
 _STEP_TIMEOUT_S = 30.0
 _LOAD_TIMEOUT_S = 5.0
@@ -51,10 +51,10 @@ class Worker(ABC, Generic[SettingsT]):
 
     Attributes:
         settings: What to serve and where.
-        address: host:port that is served; empty before the start.
+        address: host:port of the server; empty before the start.
         engine: The thread that runs the model.
         streams: The open gRPC streams; None before the start.
-        ended: Set when the worker has ended by itself, because it lost its engine.
+        ended: Set when the worker stopped because its engine was lost.
     """
 
     role: ClassVar[str]
@@ -88,10 +88,10 @@ class Worker(ABC, Generic[SettingsT]):
         """Register the service of this kind of worker."""
 
     async def start(self) -> str:
-        """Load the model, serve, announce; returns the address that is served.
+        """Load the model, serve, announce; returns the server's address.
 
         Raises:
-            InvalidArgumentError: A setting turned out to be unusable.
+            InvalidArgumentError: A setting cannot be used.
             UnsupportedModelError: The model cannot be served exactly.
         """
         settings = self.settings
@@ -102,7 +102,7 @@ class Worker(ABC, Generic[SettingsT]):
         assert self._meter is not None
         self._telemetry = Telemetry(self.role)
         tracer = BlockTracer(self._telemetry.processor) if self._telemetry.processor is not None else None
-        # What was loaded stays: keep the collector from walking through it in the middle of a cycle.
+        # Loaded objects live as long as the process: exclude them from garbage collection during cycles.
         gc.collect()
         gc.freeze()
         self._metrics = MetricsExport(
@@ -121,7 +121,7 @@ class Worker(ABC, Generic[SettingsT]):
 
     @property
     def kernel(self) -> str:
-        """What computes the model's forwards, see `Engine.kernel`; empty before the start."""
+        """Implementation of the model's forwards, see `Engine.kernel`; empty before the start."""
         return self._model.kernel if self._model is not None else ""
 
     def check(self) -> None:
@@ -144,7 +144,7 @@ class Worker(ABC, Generic[SettingsT]):
         return self._load_reporter.report(counters)
 
     async def stop(self) -> bool:
-        """Leave the registry, refuse new blocks, finish the running ones; returns whether all did in time."""
+        """Leave the registry, refuse new blocks, finish the running ones; return whether all did in time."""
         is_clean = True
         if self._watcher is not None:
             self._watcher.cancel()
@@ -165,7 +165,7 @@ class Worker(ABC, Generic[SettingsT]):
         return is_clean
 
     async def _watch(self) -> None:
-        """Close the door when the engine is lost, so that orchestrators turn to other workers at once."""
+        """Stop serving when the engine is lost, so that orchestrators switch to other workers at once."""
         while not self.engine.ended.is_set():
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.engine.ended.wait(), _WATCH_PERIOD_S)
@@ -181,7 +181,7 @@ class Worker(ABC, Generic[SettingsT]):
         return load_worker_engine(path, self.settings)
 
     def _identity(self, path: str, engine: Engine) -> str:
-        """Return what sessions are kept to: nothing, since only a target's tokens are the text."""
+        """Return the model identity that sessions are bound to; empty except for targets."""
         return ""
 
     def _load(self) -> Scheduler[Any]:
@@ -224,7 +224,7 @@ class Worker(ABC, Generic[SettingsT]):
 
 
 def bind_cores(cores: str) -> None:
-    """Keep all threads of this process on `cores`, a comma-separated list; empty leaves them alone.
+    """Pin all threads of this process to `cores`, a comma-separated list; empty: no change.
 
     Raises:
         InvalidArgumentError: Not a list of cores of this machine.
@@ -233,7 +233,7 @@ def bind_cores(cores: str) -> None:
         return
     try:
         wanted = {int(core) for core in cores.split(",")}
-        # Affinity belongs to threads: those of Ray or gRPC may already run.
+        # Affinity is per thread, and threads of Ray or gRPC may already run.
         for thread in os.listdir("/proc/self/task"):
             os.sched_setaffinity(int(thread), wanted)
     except (ValueError, OSError) as error:

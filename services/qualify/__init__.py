@@ -1,1 +1,1 @@
-"""Measures a pair of models in one process, by the schedulers of the two workers: no network, no cluster."""
+"""Measures a pair of models in one process with the schedulers of both workers: no network, no cluster."""

@@ -1,10 +1,10 @@
 """`python -m services.qualify`: reads a QualifyTask as JSON from stdin and writes a JSON object per line.
 
-    {"doing": "..."}                 what is under way
+    {"doing": "..."}                 the current step
     {"pair": {...}}                  a PairFacts, one per candidate, in order
-    {"error": {"type": ..., ...}}    the last line, when it could not go on; the exit code is then 1
+    {"error": {"type": ..., ...}}    the last line after a failure; the exit code is then 1
 
-`gammaray qualify` starts it; it ends with that process, by the first line that nobody reads.
+`gammaray qualify` starts it; when that process ends, this one ends at its next line (broken pipe).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Tell = Callable[[str, Any], None]
 
 
 def main() -> int:
-    """Measure; returns the exit code."""
-    # What libraries print must not come between the lines.
+    """Measure and return the exit code."""
+    # Libraries print to stderr, so that their output is not mixed with the JSON lines.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     # transformers does not type these two.
@@ -65,7 +65,7 @@ def _qualify(task: QualifyTask, tell: Tell) -> None:
     target: Loaded | None = None
     for draft in drafts:
         if obstacles(source.facts, draft.facts):
-            # No need for the target; the draft is small, and may have reasons of its own.
+            # The target is not needed; load the draft, which is small, to report its own obstacles.
             tell("pair", PairFacts(target=source.facts, draft=load(draft).facts).model_dump())
             continue
         if target is None:

@@ -1,4 +1,4 @@
-"""The cycle without a cluster: the two workers' schedulers, called in turn by one thread."""
+"""The draft-verify cycle without a cluster: one thread calls the two workers' schedulers in turn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Ask:
         prompt: Its token ids, at least one.
         max_tokens: Upper bound of emitted tokens.
         temperature: 0 is greedy.
-        seed: Of the session's noise.
+        seed: Seed of the session's noise.
         eos_token_ids: Tokens that end it.
     """
 
@@ -41,13 +41,13 @@ class Ask:
 
     @property
     def params(self) -> SamplingParams:
-        """What the workers draw by."""
+        """Sampling parameters for the workers."""
         return SamplingParams(temperature=self.temperature, seed=self.seed)
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """What one cycle did; times are those of the schedulers' steps, in milliseconds."""
+    """Figures of one cycle; times are those of the schedulers' steps, in milliseconds."""
 
     num_drafted: int
     num_tested: int
@@ -68,14 +68,14 @@ class Text:
 
 
 def target_scheduler(engine: Engine, settings: WorkerSettings) -> TargetScheduler:
-    """Return what a target worker with these settings runs."""
+    """Return the scheduler of a target worker with these settings."""
     return TargetScheduler(engine, Limits(settings.max_batch_tokens, settings.prefill_chunk))
 
 
 def draft_scheduler(engine: Engine, settings: DraftSettings) -> DraftScheduler:
-    """Return what a draft worker with these settings runs, but for draft-ahead.
+    """Return the scheduler of a draft worker with these settings, without draft-ahead.
 
-    That would run while the target verifies, and here the two take turns.
+    Draft-ahead runs while the target verifies; here draft and target run in turn.
     """
     return DraftScheduler(
         engine,
@@ -90,7 +90,7 @@ class Pair:
     """A target and a draft.
 
     Args:
-        target: The target's scheduler; nothing else uses it meanwhile.
+        target: The target's scheduler, used exclusively by this object.
         draft: The draft's.
     """
 
@@ -140,7 +140,7 @@ class Pair:
 
 
 class _Session:
-    """The tokens of one completion, and what each worker knows of them."""
+    """The tokens of one completion, and how many were sent to each worker."""
 
     def __init__(self, name: str, ask: Ask) -> None:
         self.name, self._ask = name, ask

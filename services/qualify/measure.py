@@ -1,6 +1,6 @@
-"""Measures a pair: every gamma has its turn at each prompt before the next prompt, gamma 0 first.
+"""Measures a pair: each prompt is completed with every gamma before the next prompt, gamma 0 first.
 
-Two completions may part only at a tie: where the scores of their tokens differ by no more than rounding."""
+Two completions may differ only from a tie on, where the scores of their tokens differ by at most rounding."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ __all__ = [
 
 _SESSION = "tie"
 _CHUNK = 256
-# Of the largest logit. Batches of other shapes sum in another order: far below this in float32, while in half
-# precision two neighbouring numbers are this far apart up to the factor.
+# Relative to the largest logit. Batches of other shapes sum in another order: the error is far below this in
+# float32; in half precision it is a few times the distance of adjacent numbers.
 _FLOAT32_TOLERANCE = 1e-5
 _HALF_STEPS = 4.0
 
@@ -41,11 +41,11 @@ def parting(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:
 
 
 def is_tie(engine: Engine, ask: Ask, common: tuple[int, ...], tokens: tuple[int, int]) -> bool:
-    """Return whether the target scores two tokens behind `common` alike, up to rounding.
+    """Return whether the target's scores of two tokens after `common` are equal up to rounding.
 
     Args:
         engine: The target.
-        ask: What was completed.
+        ask: The completion.
         common: Emitted tokens before the two.
         tokens: The two tokens.
     """
@@ -100,10 +100,10 @@ class _Sum:
 def make_asks(
     task: QualifyTask, prompts: Sequence[Sequence[int]], eos_token_ids: tuple[int, ...], max_context: int
 ) -> list[Ask]:
-    """Return the completions of every temperature; a prompt that is too long loses its beginning.
+    """Return the completions of every temperature; a prompt that is too long is cut at its beginning.
 
     Args:
-        task: What is measured.
+        task: The measurement.
         prompts: Their token ids.
         eos_token_ids: Tokens that end a completion.
         max_context: Of the target, in tokens.
@@ -126,13 +126,13 @@ def make_asks(
 def measure(
     pair: Pair, asks: Sequence[Ask], gammas: Sequence[int], tell: Callable[[int], None]
 ) -> tuple[tuple[Run, ...], tuple[Equality, ...]]:
-    """Return what was measured, by temperature and gamma, and the comparisons with gamma 0.
+    """Return the measurements by temperature and gamma, and the comparisons with gamma 0.
 
     Args:
         pair: The models.
         asks: The completions.
         gammas: Depths above 0, in order.
-        tell: Told after each of the `len(asks)` completions how many are done.
+        tell: Called with the number of finished completions after each of the `len(asks)`.
 
     Raises:
         GammarayError: A model failed.

@@ -1,4 +1,4 @@
-"""Loads the models of a pair as workers do, and says what they are or why they cannot be served."""
+"""Loads the models of a pair as workers do, and reports their facts or why they cannot be served."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Source:
 
     Attributes:
         role: "target" or "draft".
-        name: As it was given.
+        name: The name as given.
         path: Directory or hub name.
-        facts: What its files tell.
-        config: Settings of its text part; None when transformers does not know it.
-        settings: What its worker would run with.
+        facts: Facts read from its files.
+        config: Configuration of its text part; None when transformers does not support it.
+        settings: Settings that its worker would use.
     """
 
     role: str
@@ -47,12 +47,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that was loaded, or why it could not be.
+    """A model that was loaded, or the reason why it could not be.
 
     Attributes:
-        facts: What is known of it.
+        facts: Facts about it.
         engine: None when it cannot be served.
-        settings: What its worker would run with.
+        settings: Settings that its worker would use.
     """
 
     facts: ModelFacts
@@ -61,7 +61,7 @@ class Loaded:
 
 
 def find(role: str, name: str, task: QualifyTask) -> Source:
-    """Read a model's configuration and tokenizer; its weights are left alone.
+    """Read a model's configuration and tokenizer, but not its weights.
 
     Raises:
         InvalidArgumentError: There is no such model, or a setting is wrong.
@@ -117,7 +117,7 @@ def load(source: Source) -> Loaded:
 
 
 def eos_token_ids(source: Source) -> tuple[int, ...]:
-    """Return the tokens that end a completion, looked for where `transformers` generate does."""
+    """Return the tokens that end a completion, from the same files as `transformers` generate."""
     try:
         found: Any = GenerationConfig.from_pretrained(source.path).eos_token_id
     except OSError:  # no such file: older models have none
@@ -130,13 +130,13 @@ def eos_token_ids(source: Source) -> tuple[int, ...]:
 
 
 def encode(source: Source, texts: tuple[str, ...]) -> list[list[int]]:
-    """Return the token ids of each text, by the tokenizer of the model."""
+    """Return the token ids of each text, with the model's tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(source.path)
     return [tokenizer(text)["input_ids"] for text in texts]
 
 
 def _refused(facts: ModelFacts, role: str, config: PretrainedConfig) -> ModelFacts:
-    """Add what rules the model out before it is loaded."""
+    """Add the reason why the model cannot be used, as far as known before loading it."""
     try:
         check_config(facts.name, config)
     except UnsupportedModelError as error:

@@ -1,4 +1,4 @@
-"""How loaded a worker is: counters that its scheduler keeps, and rates between two looks at them."""
+"""The load of a worker: counters that its scheduler keeps, and rates between two readings."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class LoadCounters:
     Attributes:
         block_s: Seconds from arrival to answer, over all blocks answered.
         busy_s: Seconds spent in steps that served blocks.
-        lookups: Proposals asked for that draft-ahead may have had ready; 0 for a target worker.
-        hits: Those that it had ready.
-        gained: Tokens gained by drafting, beyond what the target had emitted alone in the same time.
-        cache_use: Share of the KV cache budget that is taken; no sum, the state of the moment.
+        lookups: Requested proposals that draft-ahead may have prepared; 0 for a target worker.
+        hits: Those that it had prepared.
+        gained: Tokens gained by drafting, beyond those that the target would have emitted alone.
+        cache_use: Share of the KV cache budget in use; not a sum but the current value.
     """
 
     block_s: float = 0.0
@@ -31,14 +31,14 @@ class LoadCounters:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The load over a while.
+    """The load over a period.
 
     Attributes:
-        in_flight: Blocks waiting or worked on, on average (the sum of their stays per second, Little's law).
+        in_flight: Mean number of blocks waiting or running (the sum of their stays per second, Little's law).
         busy: Share of the time in steps that served blocks.
-        hit_rate: Share of the proposals asked for that were ready; 0 when none was asked for.
-        gained: Tokens per second gained by drafting; negative when it cost more than it gave.
-        cache_use: Share of the KV cache budget that is taken.
+        hit_rate: Share of the requested proposals that were prepared; 0 when none was requested.
+        gained: Tokens per second gained by drafting; negative when it cost more than it saved.
+        cache_use: Share of the KV cache budget in use.
     """
 
     in_flight: float
@@ -48,12 +48,12 @@ class LoadReport:
     cache_use: float
 
     def as_metrics(self) -> dict[str, float]:
-        """Return the fields by name, as Serve wants them."""
+        """Return the fields by name, as Serve expects them."""
         return asdict(self)
 
 
 class LoadReporter:
-    """Turns counters into rates between two calls; the first one covers the time since it was made."""
+    """Turns counters into rates between two calls; the first call covers the time since construction."""
 
     def __init__(self) -> None:
         self._before, self._since = LoadCounters(), time.monotonic()

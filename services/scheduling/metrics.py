@@ -1,4 +1,4 @@
-"""What a worker counts: steps, batches, waits, blocks, and the state of its cache."""
+"""Metrics of a worker: steps, batches, waits, blocks, and the state of its cache."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class AheadStats:
     """Counters of draft-ahead.
 
     Attributes:
-        lookups: Proposals asked for after another one of the session.
-        hits: Those that were ready, without a forward.
+        lookups: Requested proposals that follow another one of the session.
+        hits: Those that were prepared, so that the request took no forward.
         forwards: Forwards spent on drafting ahead.
         rows: Tokens fed in them.
         used_rows: Those that became part of a proposal or of the text.
@@ -34,7 +34,7 @@ class AheadStats:
 
     @property
     def wasted_rows(self) -> int:
-        """Tokens fed ahead that were of no use, those that still may be included."""
+        """Tokens fed ahead and not used, including those that may still be used."""
         return self.rows - self.used_rows
 
 
@@ -50,11 +50,11 @@ class ObservedScheduler(Protocol):
 
     @property
     def engine(self) -> ObservedEngine:
-        """The engine that it steps."""
+        """The engine that the scheduler drives."""
 
     @property
     def num_queued(self) -> int:
-        """Blocks that wait for their first step."""
+        """Blocks waiting or running."""
 
 
 class WorkerMeter:
@@ -64,7 +64,7 @@ class WorkerMeter:
         role: draft or target.
 
     Attributes:
-        meter: Where they are.
+        meter: Holds the metrics.
         step_s: Seconds of the steps that served blocks.
     """
 
@@ -106,7 +106,7 @@ class WorkerMeter:
         self._queue_s.observe(seconds)
 
     def looked_up(self, num_tokens: int, num_cached: int) -> None:
-        """Count the tokens that a session begins with here, and those of them that were cached."""
+        """Count the tokens with which a session starts on this worker, and how many of them were cached."""
         self._prefix_queries.value += num_tokens
         self._prefix_hits.value += num_cached
 
@@ -129,7 +129,7 @@ class WorkerMeter:
 
     @property
     def totals(self) -> WorkerTotals:
-        """What the worker has done so far."""
+        """Totals since the start of the worker."""
         ahead = self._ahead
         return WorkerTotals(
             steps=sum(self._blocks.counts),

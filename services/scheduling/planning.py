@@ -1,4 +1,4 @@
-"""Which tokens of which blocks go into the next forward."""
+"""Chooses which tokens of which blocks the next forward takes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Limits:
     Args:
         max_batch_tokens: Of all sessions together.
         prefill_chunk: Committed tokens of one session.
-        max_scored_rows: Committed tokens whose logits are wanted, of all sessions together.
+        max_scored_rows: Committed tokens whose logits are returned, of all sessions together.
     """
 
     max_batch_tokens: int
@@ -46,11 +46,11 @@ class Running(Generic[TaskT]):
     """A block being worked on.
 
     Args:
-        tail: Tokens behind the committed ones: the proposal's nodes, or the tokens drafted so far.
+        tail: Tokens after the committed ones: the proposal's nodes, or the tokens drafted so far.
         num_logits: How many of the last tokens need logits, all in one forward.
         parents: Parents of the tail's nodes; None for a chain.
-        is_started: Whether a forward has taken it in.
-        is_scored: Whether every forward returns the logits of all tokens that it is fed.
+        is_started: Whether a forward has included it.
+        is_scored: Whether every forward returns the logits of all tokens it is fed.
         fed_from: Position of the first token of its last feed.
     """
 
@@ -70,7 +70,7 @@ class Running(Generic[TaskT]):
         return self.task.base_position + len(self.tail)
 
     def feed(self, start: int, size: int, *, is_last: bool) -> SequenceInput:
-        """Return the feed of `size` tokens from position `start`; the last one asks for the logits."""
+        """Return the feed of `size` tokens from position `start`; the last feed requests the logits."""
         base, self.fed_from = self.task.base_position, start
         if start >= base:
             token_ids = self.tail[start - base : start - base + size]
@@ -88,18 +88,18 @@ def plan(
 ) -> list[tuple[Running[TaskT], SequenceInput]]:
     """Choose the feeds of the next forward.
 
-    The oldest block always takes part, so none starves; then those that one forward completes, so that long
-    prompts do not stall them; what is left goes to long prompts, a chunk each.
+    The oldest block is always included, so that none starves; then the blocks that one forward completes, so
+    that long prompts do not stall them; the rest of the budget goes to long prompts, one chunk each.
 
     Args:
         blocks: Oldest first.
-        num_cached: How many tokens of a session need no feed.
+        num_cached: Returns how many tokens of a session are cached.
         limits: Bounds of the forward.
     """
     first: list[tuple[Running[TaskT], int, int]] = []
     long: list[tuple[Running[TaskT], int, int]] = []
     for running in blocks:
-        # The logits' own tokens are fed anew even when they are cached.
+        # Tokens whose logits are needed are fed again even if they are cached.
         start = min(num_cached(running.task.session_id), running.num_tokens - running.num_logits)
         todo = running.num_tokens - start
         is_short = todo <= max(_chunk(running, limits), running.num_logits)

@@ -1,7 +1,7 @@
 """Continuous batching of blocks, in the engine's thread.
 
-One scheduler, two workers: verification feeds a whole proposal in one forward, drafting feeds one token per
-forward, both after the committed tokens that are not cached.
+Both workers share this scheduler: verification feeds a whole proposal in one forward, drafting feeds one
+token per forward, both after the committed tokens that are not cached.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from services.scheduling.tasks import NeedTokens, Release, Reply, Task, Timing
 __all__ = ["MAX_SESSIONS", "Scheduler"]
 
 MAX_SESSIONS = 4096
-"""Sessions whose token ids a worker keeps; their KV cache has its own budget."""
+"""Upper bound of sessions whose token ids a worker keeps; their KV cache has its own budget."""
 
 MAX_SCORED_BYTES = 128 * 2**20
 """Bytes of the logits of committed tokens that one forward may return, for log-probabilities of prompts."""
@@ -52,8 +52,8 @@ class Scheduler(ABC, Generic[TaskT]):
         limits: Bounds of one forward.
 
     Attributes:
-        meter: What is counted.
-        num_forwards: Of the last step; more than one where a worker took several in one call.
+        meter: The worker's metrics.
+        num_forwards: Forwards of the last step; more than one if a worker ran several in one call.
     """
 
     role: ClassVar[str]
@@ -74,11 +74,11 @@ class Scheduler(ABC, Generic[TaskT]):
 
     @abstractmethod
     def _start(self, task: TaskT, session: Session) -> Running[TaskT] | object:
-        """Return the work of an admitted task, or its outcome when there is none to do."""
+        """Return the work of an admitted task, or its outcome if no forward is needed."""
 
     @abstractmethod
     def _advance(self, running: Running[TaskT], logits: Tensor) -> object | None:
-        """Take the logits `[num_logits, vocab_size]` of a feed; None asks for another forward."""
+        """Take the logits `[num_logits, vocab_size]` of a feed; None requests another forward."""
 
     @property
     def has_work(self) -> bool:
@@ -87,16 +87,16 @@ class Scheduler(ABC, Generic[TaskT]):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody waits for an answer, whatever else there is to do."""
+        """Whether no block waits for an answer; there may be other work."""
         return not (self._running or self._waiting or self._replies)
 
     @property
     def num_queued(self) -> int:
-        """Blocks waiting or running; may be asked for in any thread."""
+        """Blocks waiting or running; may be read from any thread."""
         return len(self._running) + sum(map(len, tuple(self._waiting.values())))
 
     def load(self) -> LoadCounters:
-        """Return the counters of its load so far."""
+        """Return the load counters so far."""
         stats = self.engine.stats()
         cache_use = stats.cache_bytes / stats.cache_budget_bytes
         return LoadCounters(block_s=self._block_s, busy_s=self.meter.step_s.total, cache_use=cache_use)
@@ -107,10 +107,10 @@ class Scheduler(ABC, Generic[TaskT]):
             self._waiting.setdefault(task.session_id, deque()).append(task)
 
     def preempt(self, tasks: Iterable[TaskT]) -> None:
-        """Blocks are about to be submitted: end soon what nobody waits for; may be called in any thread."""
+        """Shorten speculative work because `tasks` are about to be submitted; callable from any thread."""
 
     def release(self, endings: Iterable[Release]) -> None:
-        """End sessions: their caches are given up and blocks of theirs that are under way are cancelled."""
+        """End sessions: release their caches and cancel their blocks."""
         for session_id, epoch, forgets in endings:
             if epoch == 0 or epoch >= self._newest_epoch(session_id):
                 if forgets:
@@ -122,13 +122,13 @@ class Scheduler(ABC, Generic[TaskT]):
         return max(waiting, self.sessions.epoch(session_id))
 
     def fail_all(self, error: GammarayError) -> None:
-        """Answer every block with `error` and forget every session, those that have ended as well."""
+        """Answer every block with `error` and drop every session, including the caches of ended sessions."""
         for session_id in {*self._waiting, *self._running, *self.sessions}:
             self._end(session_id, error)
         self.engine.drop_retained()
 
     def step(self) -> list[tuple[TaskT, Reply]]:
-        """Do one forward for as many blocks as fit and return the answers that are ready."""
+        """Run one forward for as many blocks as fit and return the answers that are ready."""
         self._drop_dead()
         self._admit()
         batch = plan(self._running.values(), self.engine.length, self.limits)
@@ -146,7 +146,7 @@ class Scheduler(ABC, Generic[TaskT]):
         self.sessions.drop(session_id)
 
     def _forget(self, session: Session) -> None:
-        """Give up what is kept of a session beside its tokens; others that begin alike may use its cache."""
+        """Release a session's cache; with a cache salt it is retained for sessions with the same prefix."""
         if session.spec.cache_salt is not None:
             self.engine.retain(session.session_id, session.spec.cache_salt)
         else:
@@ -193,7 +193,7 @@ class Scheduler(ABC, Generic[TaskT]):
             return error
 
     def _match_cache(self, session: Session) -> None:
-        """Drop cached entries that are not the committed tokens; borrow a shared prefix when none is left."""
+        """Drop cached entries that are not the committed tokens; fork a shared prefix when none is left."""
         cached = self.engine.tokens(session.session_id)
         num_cached, tokens = len(cached), session.tokens
         same, end = min(session.changed_from, num_cached), min(num_cached, len(tokens))
@@ -205,7 +205,7 @@ class Scheduler(ABC, Generic[TaskT]):
         if same == 0 and salt is not None and len(tokens) > MIN_PREFIX:
             source, shared = self.engine.longest_prefix(tokens[:-1], salt)
             if shared >= MIN_PREFIX:
-                with suppress(CacheFullError):  # Both do not fit: it is computed again, in chunks.
+                with suppress(CacheFullError):  # Both do not fit: the prefix is computed again, in chunks.
                     self.engine.fork(source, session.session_id, shared)
 
     def _forward(self, batch: list[tuple[Running[TaskT], SequenceInput]]) -> None:
@@ -235,10 +235,10 @@ class Scheduler(ABC, Generic[TaskT]):
             self._reply(running.task, outcome, running.timing)
 
     def _run_engine(self, batch: list[tuple[Running[TaskT], SequenceInput]]) -> list[Tensor] | None:
-        """Run the forward; None when it failed, and then the blocks at fault were answered.
+        """Run the forward; None when it failed, in which case the affected blocks were answered.
 
         Raises:
-            EngineLostError: There will be no other forward.
+            EngineLostError: The engine cannot run another forward.
         """
         try:
             return self._step(batch)
@@ -246,7 +246,7 @@ class Scheduler(ABC, Generic[TaskT]):
             raise
         except CacheFullError as error:
             if len(batch) > 1:
-                # Together they do not fit: the oldest goes alone, which evicts others, and they follow.
+                # The batch does not fit: run the oldest block alone, which evicts others; they run later.
                 self._forward(batch[:1])
             else:
                 self._fail(batch, ResourceExhaustedError(f"the KV cache budget is too small: {error}"))
@@ -258,7 +258,7 @@ class Scheduler(ABC, Generic[TaskT]):
     def _step(self, batch: list[tuple[Running[TaskT], SequenceInput]]) -> list[Tensor]:
         """Run the forward.
 
-        A worker may take several in one call: it sets `num_forwards`, and puts what it fed into `batch`.
+        A worker may run several in one call: it sets `num_forwards` and writes what it fed to `batch`.
         """
         self.num_forwards = 1
         return self.engine.step([feed for _, feed in batch])

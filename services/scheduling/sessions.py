@@ -1,4 +1,4 @@
-"""The sessions a worker knows: their committed tokens, spec, epoch and noise, but not their KV cache."""
+"""The sessions of a worker: their committed tokens, spec, epoch and noise, but not their KV cache."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from services.scheduling.tasks import NeedTokens, SessionSpec, Task
 __all__ = ["Session", "SessionTable"]
 
 MAX_TOKENS = 8 << 20
-"""Token ids kept over all sessions, those of their masks included: some 300 MB of Python integers, and
-twice that at most for what `LogitEdits` derives from them."""
+"""Token ids kept over all sessions, including those of their masks: about 300 MB of Python integers, and at
+most twice that for the data that `LogitEdits` derives from them."""
 
 NOISE_BYTES = 512 << 20
-"""Memory for rows of noise, over all sessions; rows that are gone are computed again."""
+"""Memory for rows of noise, over all sessions; dropped rows are computed again."""
 
 MIN_WITH_NOISE = 16
 
@@ -29,14 +29,14 @@ class Session:
     """One session on one worker.
 
     Attributes:
-        tokens: Committed tokens, then those the worker itself foresees to be committed next.
-        num_told: How many of `tokens` the orchestrator named as committed. Those beyond were this worker's
-            own verdict; they are void for a new owner, who may have got another.
+        tokens: Committed tokens, then those that the worker itself expects to be committed next.
+        num_told: How many of `tokens` the orchestrator sent as committed. The rest come from this worker's
+            own verdict; a new owner drops them, since it may have received a different verdict.
         noise: None at temperature 0, and while the session is not among the recent ones.
-        num_counted: What the table has counted of its token ids towards its bound.
+        num_counted: Number of the session's token ids that the table has counted towards its bound.
         changed_from: First position at which the last block changed or extended `tokens`.
-        edits: What the worker's parameters change of the logits; made by the worker when it first needs them
-            for a spec. It must `follow` the tokens before it is applied.
+        edits: Changes to the logits by the sampling parameters; created by the worker on first use for a
+            spec. It must `follow` the tokens before it is applied.
     """
 
     __slots__ = (
@@ -67,7 +67,7 @@ class Session:
             self.edits.truncate(length)
 
     def merge(self, start: int, context: list[int]) -> None:
-        """Make `tokens` end with `context` at `start`, keeping what agrees and dropping the rest."""
+        """Make `tokens` end with `context` at `start`, keeping tokens that agree and dropping the rest."""
         held = self.tokens
         same = 0
         for ours, theirs in zip(held[start : start + len(context)], context, strict=False):
@@ -81,14 +81,14 @@ class Session:
 
 
 class SessionTable:
-    """The sessions of a worker, bounded; the least recently used idle one makes room.
+    """The sessions of a worker, up to a bound; the least recently used idle one is dropped first.
 
     Args:
         capacity: Upper bound of sessions.
-        vocab_size: Size of the vocabulary that noise is drawn for.
-        device: Where noise is made.
-        is_busy: Whether a session has a block running and must stay.
-        on_drop: Told each session that is dropped.
+        vocab_size: Vocabulary size of the noise.
+        device: Device on which noise is computed.
+        is_busy: Whether a session has a block running and must be kept.
+        on_drop: Called with each session that is dropped.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class SessionTable:
         return iter(self._sessions)
 
     def admit(self, task: Task) -> Session | NeedTokens:
-        """Bring the session of `task` to its base position, or say which tokens lack.
+        """Bring the session of `task` to its base position, or return which tokens are missing.
 
         Raises:
             FailedPreconditionError: The epoch is older than the newest seen for the session.
@@ -150,7 +150,7 @@ class SessionTable:
         return session
 
     def epoch(self, session_id: str) -> int:
-        """Return the newest epoch seen of a session, 0 for an unknown one."""
+        """Return the newest epoch seen for a session, 0 for an unknown one."""
         session = self._sessions.get(session_id)
         return session.epoch if session is not None else 0
 
@@ -168,7 +168,7 @@ class SessionTable:
         return session
 
     def _make_room(self, newest: Session) -> None:
-        """Drop the least recently used idle sessions while there are too many, or too many tokens."""
+        """Drop the least recently used idle sessions while there are too many sessions or tokens."""
         while len(self._sessions) > self._capacity or self._num_tokens > MAX_TOKENS:
             idle = (s for s in self._sessions if s != newest.session_id and not self._is_busy(s))
             oldest = next(idle, None)
@@ -177,7 +177,7 @@ class SessionTable:
             self.drop(oldest)
 
     def _give_noise(self, session: Session) -> None:
-        """Let the session have its noise; the least recently used idle one gives its rows up for it."""
+        """Create the session's noise if needed; past the bound, drop a least recently used idle session's."""
         params = session.spec.params
         if params.temperature == 0 or params.seed is None:
             return

@@ -1,4 +1,4 @@
-"""What passes between a worker's streams and the thread that owns its engine."""
+"""Objects passed between a worker's streams and the thread that owns its engine."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ __all__ = [
 ]
 
 MAX_SESSION_ID = 256
-"""Longest name of a session, in characters: a tenant's name and the 128 that its own may have."""
+"""Longest session id, in characters: the tenant's name plus the client's own id of at most 128."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionSpec:
-    """What a worker must know about a session beside its tokens.
+    """What a worker must know about a session in addition to its tokens.
 
     Args:
         params: Logits processing; the seed is set.
         method: Verification method of the whole session.
         prompt_length: Number of leading tokens that are the prompt.
         eos_token_ids: Tokens masked until `params.min_tokens` were produced; they end a proposal.
-        cache_salt: Caches are shared between sessions of the same one; None: with nobody.
+        cache_salt: Sessions with the same salt share caches; None: the session shares none.
     """
 
     params: SamplingParams
@@ -47,13 +47,13 @@ class SessionSpec:
 
     @property
     def num_ids(self) -> int:
-        """Token ids that it holds."""
+        """Number of token ids in the spec."""
         params = self.params
         lists = (params.logit_bias, params.allowed_token_ids, params.banned_token_ids, self.eos_token_ids)
         return sum(map(len, lists))
 
     def validate(self, base_position: int, vocab_size: int) -> None:
-        """Check the spec as data from a stranger.
+        """Check the spec as untrusted data.
 
         Raises:
             InvalidArgumentError: Names the first wrong field.
@@ -78,9 +78,9 @@ class Release(NamedTuple):
     """The end of a session on a worker.
 
     Args:
-        session_id: Its name.
-        epoch: Of the owner that ends it, 0 for anybody. A newer owner keeps its session.
-        forgets: What it leaves in the caches for others that begin alike is dropped, too.
+        session_id: The session.
+        epoch: Epoch of the owner that ends it; 0 matches any. A session with a newer owner is kept.
+        forgets: Whether its retained cache, which others with the same prefix could use, is dropped, too.
     """
 
     session_id: str
@@ -93,10 +93,10 @@ class Task:
     """One block of a stream, waiting for or in the engine.
 
     Args:
-        deadline: `time.monotonic()` past which nobody waits for the answer.
+        deadline: `time.monotonic()` past which the answer is not needed.
         deliver: Takes the reply; called in the event loop.
-        cancelled: Set by the event loop when the stream is gone; the work is dropped at the next step.
-        traceparent: Of the span that waits for the answer; empty when the session is not sampled.
+        cancelled: Set by the event loop when the stream has ended; the work is dropped at the next step.
+        traceparent: Traceparent of the calling span; empty when the session is not sampled.
     """
 
     request_id: int
@@ -114,16 +114,16 @@ class Task:
 
     @property
     def reads_anew(self) -> bool:
-        """Whether logits of all committed tokens are wanted, which cached positions have not."""
+        """Whether all committed tokens must be fed because their logits are needed, cached or not."""
         return False
 
     @property
     def num_ids(self) -> int:
-        """Token ids that it holds."""
+        """Number of token ids in the task."""
         return len(self.context) + (0 if self.spec is None else self.spec.num_ids)
 
     def validate(self, vocab_size: int, max_context: int) -> None:
-        """Check what needs no knowledge of the session.
+        """Check the fields that do not depend on the session's state.
 
         Raises:
             InvalidArgumentError: Names the first wrong field.
@@ -148,7 +148,7 @@ class VerifyTask(Task):
     """A proposal to verify.
 
     Args:
-        num_top_logprobs: Alternatives to each emitted token; None asks for no log-probabilities.
+        num_top_logprobs: Alternatives per emitted token; None: no log-probabilities.
         num_prompt_logprobs: The same for each token of the prompt.
     """
 
@@ -158,7 +158,7 @@ class VerifyTask(Task):
 
     @property
     def reads_anew(self) -> bool:
-        """Whether logits of all committed tokens are wanted, which cached positions have not."""
+        """Whether all committed tokens must be fed because their logits are needed, cached or not."""
         return self.num_prompt_logprobs is not None
 
 
@@ -167,8 +167,8 @@ class ProposeTask(Task):
     """A proposal to draft: `gamma` levels, at most `max_nodes` nodes, ended early below `stop_threshold`.
 
     Args:
-        wants_ahead: What is prepared behind the proposal is sent when it is whole.
-        is_notice: The proposal is at hand; nobody waits for an answer.
+        wants_ahead: Whether proposals prepared to follow this one are sent when they are complete.
+        is_notice: Whether the caller has the proposal already and does not wait for an answer.
     """
 
     gamma: int
@@ -178,9 +178,9 @@ class ProposeTask(Task):
     is_notice: bool = False
 
     def validate(self, vocab_size: int, max_context: int) -> None:
-        """Check what needs no knowledge of the session.
+        """Check the fields that do not depend on the session's state.
 
-        A base position beyond the draft's context is no error: such a proposal is empty.
+        A base position beyond the draft's context is no error: the proposal is then empty.
 
         Raises:
             InvalidArgumentError: Names the first wrong field.
@@ -201,7 +201,7 @@ class NeedTokens:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A proposal for one outcome of the proposal of `task`: the tokens from its base position on."""
+    """A prepared proposal for one outcome of `task`'s: the tokens from its base position on."""
 
     task: ProposeTask
     token_ids: Sequence[int]
@@ -210,7 +210,7 @@ class Prepared:
 
 @dataclass(slots=True)
 class Timing:
-    """Where the time of one block went; see the proto WorkerTiming for each field."""
+    """Time spent on one block; see the proto WorkerTiming for each field."""
 
     queue_us: int = 0
     compute_us: int = 0
@@ -221,7 +221,7 @@ class Timing:
     cached_tokens: int = 0
 
     def add(self, step: Timing) -> None:
-        """Count one more step that served the block."""
+        """Add one step that served the block."""
         self.compute_us += step.compute_us
         self.forward_us += step.forward_us
         self.batch_size = max(self.batch_size, step.batch_size)
@@ -231,7 +231,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer to one block; the type of `outcome` beside the two named here is the worker's own.
+    """The answer to one block; types of `outcome` other than the two named here are specific to the worker.
 
     An outcome of None is not sent.
     """

@@ -1,4 +1,4 @@
-"""Draft and target workers as Ray Serve deployments, and the builders that a Serve configuration calls."""
+"""Draft and target workers as Ray Serve deployments, and the application builders for a Serve config."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = [
     "target",
 ]
 
-_log = logging.getLogger("ray.serve")  # the one that Ray writes to a replica's log
-# Room for the replica's own end after the worker has drained.
+_log = logging.getLogger("ray.serve")  # Ray writes this logger to a replica's log
+# Time for the replica to exit after the worker has drained.
 _SHUTDOWN_MARGIN_S = 5.0
 _DEPLOYMENTS = {"draft": "DraftWorker", "target": "TargetWorker"}
 
@@ -41,14 +41,14 @@ class _Replica(Generic[SettingsT]):
         settings: What to serve and where.
 
     Attributes:
-        worker: The worker; the attribute goes when it is told to stop.
+        worker: The worker; the attribute is deleted when the worker is stopped.
     """
 
     # Serve awaits the constructor; mypy expects one that returns None.
     async def __init__(self, settings: SettingsT) -> None:  # type: ignore[misc]
         host, _ = split_address("listen", settings.listen)
         if is_wildcard(host) and not settings.advertise:
-            # Port 0 stands for the one that will be bound.
+            # Port 0 is replaced with the port that is bound.
             here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # ray has no types here
             settings = settings.model_copy(update={"advertise": f"{here}:0"})
         self.worker: Worker[SettingsT] = self._make_worker(settings)
@@ -63,7 +63,7 @@ class _Replica(Generic[SettingsT]):
         raise NotImplementedError
 
     async def address(self) -> str:
-        """Return the host:port that is served."""
+        """Return the worker's host:port."""
         return self.worker.address
 
     async def check_health(self) -> None:
@@ -71,11 +71,11 @@ class _Replica(Generic[SettingsT]):
         self.worker.check()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the load since the last call; called by Serve when the pool may scale."""
+        """Return the load since the last call; called by Serve when the pool autoscales."""
         return (await self.worker.load()).as_metrics()
 
     def __del__(self) -> Coroutine[Any, Any, bool] | None:
-        """Drain; Serve awaits what this returns. Python itself may call it again, and then it is over."""
+        """Drain; Serve awaits the result. Python may call this again, and then it does nothing."""
         worker: Worker[SettingsT] | None = self.__dict__.pop("worker", None)
         return None if worker is None else worker.stop()
 
@@ -110,9 +110,9 @@ def build_draft(
     Args:
         settings: Fields of DraftSettings; what is missing comes from the environment or the defaults.
         num_replicas: Number of workers, N or MIN:MAX.
-        ray_actor_options: Resources of each, beside no CPU share: by default any machine will do.
-        scaling: Fields of ScalingSettings: the pool reports its load and keeps between its bounds. None:
-            it does so only where the bounds differ, with the defaults.
+        ray_actor_options: Resources of each worker; by default 0 CPUs, so that any machine fits.
+        scaling: Fields of ScalingSettings for autoscaling between the bounds. None: autoscale only if the
+            bounds differ, with the defaults.
         one_per_node: Never put two workers on one Ray node, so that all can listen on the same port.
 
     Raises:
@@ -138,9 +138,9 @@ def build_target(
     Args:
         settings: Fields of TargetSettings; what is missing comes from the environment or the defaults.
         num_replicas: Number of workers, N or MIN:MAX.
-        ray_actor_options: Resources of each, beside no CPU share: by default any machine will do.
-        scaling: Fields of ScalingSettings: the pool reports its load and keeps between its bounds. None:
-            it does so only where the bounds differ, with the defaults.
+        ray_actor_options: Resources of each worker; by default 0 CPUs, so that any machine fits.
+        scaling: Fields of ScalingSettings for autoscaling between the bounds. None: autoscale only if the
+            bounds differ, with the defaults.
         one_per_node: Never put two workers on one Ray node, so that all can listen on the same port.
 
     Raises:
@@ -182,7 +182,7 @@ def _build(
         ray_actor_options={"num_cpus": 0, **(ray_actor_options or {})},
         health_check_period_s=2.0,
         health_check_timeout_s=10.0,
-        # No request ever comes through Serve: the worker itself waits for its blocks.
+        # Requests do not pass through Serve: the worker itself waits for its blocks.
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=settings.drain_timeout_s + _SHUTDOWN_MARGIN_S,
         **count,

@@ -1,19 +1,19 @@
-"""How many workers a pool should have: pure functions from load to a number, called about ten times a second.
+"""Number of workers of a pool: pure functions of the load, called about ten times a second.
 
-Signals, each worker's own (`services.scheduling.load`), as means over the last reports:
+Signals of each worker (`services.scheduling.load`), as means over the last reports:
 
-* *in flight*: blocks waiting or worked on. `load` of them per worker are wanted: more stretch each other's
+* *in flight*: blocks waiting or running. The goal is `load` blocks per worker: more lengthen each other's
   cycles, fewer leave the device idle.
-* *cache use*: sessions that do not fit are evicted and read again, so a target pool grows before that.
-* *hit rate*: proposals that draft-ahead had ready live off the drafters' idle time, and that is gone when
-  fewer drafters do the work. So a draft pool shrinks only if it carries the load with nothing ready.
-* *gain*: tokens per second that drafting adds to what the targets had emitted alone. A drafter whose share is
-  below `min_gain` does not pay, and goes, one at a time, down to the pool's minimum.
+* *cache use*: sessions that do not fit are evicted and prefilled again, so a target pool grows before that.
+* *hit rate*: draft-ahead prepares proposals in the drafters' idle time, which shrinks when fewer drafters do
+  the work. So a draft pool shrinks only if it can carry the load without hits.
+* *gain*: tokens per second that drafting adds to what the targets would emit alone. Drafters whose share is
+  below `min_gain` are removed, one at a time, down to the pool's minimum.
 
-What keeps it from swinging: growing needs a load above `load` per worker, shrinking one that fits into 70 %
-of `load` with one worker less (so the new state is far from growing again); workers go one at a time; while
-some start or stop nothing grows; Serve asks for the same wish over `scale_up_delay_s` or `scale_down_delay_s`
-before it acts; and a drafter that did not pay is not tried again before a pause that doubles each time.
+Against oscillation: a pool grows above `load` per worker, and shrinks only if the load fits into 70 % of
+`load` with one worker less (so the new state is far from growing again); workers are removed one at a time; a
+pool does not grow while workers start or stop; Serve acts only when a decision holds for `scale_up_delay_s`
+or `scale_down_delay_s`; after drafters below `min_gain`, none is added for a pause that doubles each time.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from services.scheduling.load import LoadReport
 __all__ = ["DraftMemory", "Pool", "wanted_drafters", "wanted_targets"]
 
 SHRINK_MARGIN = 0.7
-"""Share of the wanted load that the rest must be able to carry for a worker to go."""
+"""A worker is removed only if the load per remaining worker is at most this share of the wanted load."""
 
 MIN_BUSY = 0.3
-"""Workers that are less busy than this do not wait for arithmetic: more of them would not help."""
+"""Below this share of busy time workers are not compute-bound, and more of them would not help."""
 
 CACHE_FULL = 0.85
-"""Share of the KV cache budget from which on another target worker is wanted."""
+"""Share of the KV cache budget above which a target worker is added."""
 
 MAX_HIT_RATE = 0.9
-"""Hit rates count up to here: beyond, what the load were without hits is guesswork."""
+"""Upper bound of the hit rate: above it, the load without hits cannot be estimated."""
 
 MAX_DOUBLINGS = 4
-"""Of the pause after drafters that did not pay."""
+"""Upper bound of doublings of the pause after drafters below `min_gain`."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """A pool as its workers report it.
+    """A pool, as reported by its workers.
 
     Args:
-        wanted: Workers that were decided on last.
-        reports: Of the workers that run, those that reported.
+        wanted: Number of workers decided on last.
+        reports: Reports of the running workers that sent one.
         minimum: Lower bound of workers.
         maximum: Upper bound of workers.
     """
@@ -66,7 +66,7 @@ class Pool:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all workers run that were decided on, and report."""
+        """Whether all wanted workers run and report."""
         return len(self.reports) == self.wanted
 
     def mean(self, name: str) -> float:
@@ -75,19 +75,19 @@ class Pool:
         return sum(values) / len(values) if values else 0.0
 
     def clip(self, number: int) -> int:
-        """Return the number of workers within the bounds, and not more than now while some start or stop."""
+        """Clamp a number of workers to the bounds, and to the current one while workers start or stop."""
         highest = self.maximum if self.is_settled else min(self.maximum, self.wanted)
         return max(self.minimum, min(highest, number))
 
 
 @dataclass(frozen=True)
 class DraftMemory:
-    """What is remembered of drafters that did not pay.
+    """State about drafters whose gain was below `min_gain`.
 
     Args:
-        refused: As many drafters did not pay; 0 when nothing is remembered.
-        paused_until: No drafter is added before then, in the caller's seconds.
-        failures: Pauses in a row.
+        refused: Number of drafters whose gain was too low; 0 for none.
+        paused_until: No drafter is added before this time, in seconds of the caller's clock.
+        failures: Number of consecutive pauses.
     """
 
     refused: int = 0
@@ -118,8 +118,8 @@ def wanted_drafters(
 
     Args:
         pool: The draft workers.
-        demand: Blocks in flight at the target workers: whether there is anybody to draft for.
-        memory: What the last call returned.
+        demand: Blocks in flight at the target workers: whether there are sessions to draft for.
+        memory: The state that the last call returned.
         settings: Thresholds.
         now: Time of any clock, in seconds.
     """
@@ -127,13 +127,13 @@ def wanted_drafters(
         begins = demand > 0 and now >= memory.paused_until
         return pool.clip(int(begins)), memory
     if not pool.reports:
-        return pool.clip(pool.wanted), memory  # they load their model: nobody has worked yet, so nobody idles
-    # A drafter that nobody asks while targets work is one that does not pay: controllers have left it.
+        return pool.clip(pool.wanted), memory  # the workers still load their models: no load to judge yet
+    # Drafters without requests while targets work have too little gain: controllers stopped using them.
     if max(pool.in_flight, demand) > 0 and pool.is_settled:
         if sum(report.gained for report in pool.reports) < settings.min_gain * pool.wanted:
             return pool.clip(pool.wanted - 1), _pause(memory, pool.wanted, settings, now)
         if pool.wanted >= memory.refused:
-            memory = DraftMemory()  # as many pay after all: it was a passing weakness, or another load
+            memory = DraftMemory()  # the same number of drafters has enough gain now: forget the pause
     ready = min(pool.mean("hit_rate"), MAX_HIT_RATE)
     number = _by_load(pool, settings.draft_load, pool.in_flight / (1 - ready))
     if now < memory.paused_until:
@@ -152,7 +152,7 @@ def _by_load(pool: Pool, load: float, load_without_hits: float) -> int:
 
 
 def _pause(memory: DraftMemory, refused: int, settings: ScalingSettings, now: float) -> DraftMemory:
-    """Push the end of the pause ahead; a pause that was over before counts as another failure."""
+    """Extend the pause; if the previous one had ended, it counts as another failure."""
     failures = memory.failures + (now >= memory.paused_until)
     pause_s = settings.retry_s * 2.0 ** min(failures - 1, MAX_DOUBLINGS)
     return DraftMemory(refused, now + pause_s, failures)

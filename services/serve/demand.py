@@ -1,7 +1,7 @@
-"""Whether there is anybody to draft for, as the target pool's policy tells the draft pool's.
+"""The targets' load, which the target pool's policy shares with the draft pool's policy.
 
-Serve takes its copy of a policy by value, with all that the policy's module holds, objects of other modules
-included. Modules it takes by name: what two policies share must be a variable of one that neither lives in.
+Serve pickles a policy by value, with all objects that its module refers to, but modules by name. State that
+two policies share must therefore be a variable of a third module.
 """
 
 from __future__ import annotations
@@ -9,4 +9,4 @@ from __future__ import annotations
 __all__ = ["in_flight"]
 
 in_flight = 0.0
-"""Blocks in flight at the target workers, as their policy saw them last."""
+"""Blocks in flight at the target workers, at the last call of their policy."""

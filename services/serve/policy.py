@@ -1,8 +1,7 @@
-"""The rules of `services.serve.autoscaling` as Serve's controller calls them, with the workers' reports.
+"""Policies of `services.serve.autoscaling`, called by Serve's controller with the workers' reports.
 
-Both pools' policies run in that one process. The draft pool must know whether there is anybody to draft for
-even while it has no worker to ask, so the target pool's policy leaves its load where the other one finds it
-(`services.serve.demand`).
+Both pools' policies run in the controller's process. The draft pool must know whether there are sessions to
+draft for even while it has no worker, so the target pool's policy stores its load in `services.serve.demand`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _MEMORY = "gammaray"
 
 
 class _Policy:
-    """Base: made once by Serve from JSON values, then called with an AutoscalingContext.
+    """Base: constructed once by Serve from JSON values, then called with an AutoscalingContext.
 
     Args:
         settings: Fields of ScalingSettings.
@@ -33,7 +32,7 @@ class _Policy:
 
 
 class TargetPolicy(_Policy):
-    """For target workers."""
+    """Policy of target workers."""
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         """Return the wanted number of replicas and the state to keep."""
@@ -43,7 +42,7 @@ class TargetPolicy(_Policy):
 
 
 class DraftPolicy(_Policy):
-    """For draft workers."""
+    """Policy of draft workers."""
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         """Return the wanted number of replicas and the state to keep."""

@@ -1,7 +1,7 @@
-"""The one thread that owns an engine: it drains a queue, steps, and hands replies to the event loop.
+"""The thread that owns an engine: it drains a queue, steps, and passes replies to the event loop.
 
-The queue is a blocking one, so an idle worker costs nothing and a busy one takes everything that is there
-when a step starts. Replies cross in one call per step; a step never waits for a client.
+The queue blocks, so an idle worker uses no CPU, and a busy one takes all queued commands when a step starts.
+The replies of a step are passed in one call; a step never waits for a client.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ __all__ = ["EngineThread"]
 
 _log = logging.getLogger(__name__)
 MAX_DELIVERY_S = 1e-3
-"""How long work that nobody waits for makes room for the event loop to send the replies."""
+"""How long draft-ahead waits for the event loop to send the replies."""
 
 T = TypeVar("T")
 Command = Callable[[Scheduler[Any]], None]
 
 
 class EngineThread:
-    """Runs a scheduler in a thread of its own; every method is called from the event loop.
+    """Runs a scheduler in its own thread; every method is called from the event loop.
 
     Args:
         load: Builds the scheduler, and loads its model, in the thread.
         name: Name of the thread.
 
     Attributes:
-        scheduler: What the thread runs; None until the model is loaded.
-        ended: Set when the thread ends: asked to, or because the engine is lost.
+        scheduler: The scheduler; None until the model is loaded.
+        ended: Set when the thread ends: stopped, or because the engine is lost.
     """
 
     def __init__(self, load: Callable[[], Scheduler[Any]], name: str) -> None:
@@ -55,7 +55,7 @@ class EngineThread:
         """Start the thread and wait until the model is loaded.
 
         Raises:
-            Exception: Whatever loading raised.
+            Exception: Any error of loading.
         """
         self._loop = asyncio.get_running_loop()
         self._thread.start()
@@ -73,7 +73,7 @@ class EngineThread:
         self._inbox.put(lambda scheduler: scheduler.submit(tasks))
 
     def check(self) -> None:
-        """Have the engine looked at between two steps: the thread ends when it is lost."""
+        """Check the engine between two steps; the thread ends if the engine is lost."""
         self._inbox.put(lambda scheduler: scheduler.engine.check())
 
     def release(self, endings: Sequence[Release]) -> None:
@@ -137,7 +137,7 @@ class EngineThread:
             if replies and not self._hand_over(replies):
                 return
             if replies and scheduler.is_idle and scheduler.has_work and self._inbox.empty():
-                # Else a step would take Python's lock before the event loop has sent them.
+                # Otherwise a step would take the GIL before the event loop has sent the replies.
                 self._is_delivered.wait(MAX_DELIVERY_S)
 
     def _drain(self, scheduler: Scheduler[Any]) -> bool:
@@ -159,13 +159,13 @@ class EngineThread:
         for task, reply in replies:
             task.deliver(task, reply)
         assert self._loop is not None
-        self._loop.call_soon(self._is_delivered.set)  # behind the streams that these replies wake
+        self._loop.call_soon(self._is_delivered.set)  # after the streams that these replies wake
 
     def _tell(self, callback: Callable[..., None], *arguments: Any) -> bool:
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(callback, *arguments)
         except RuntimeError:
-            # The loop is closed: nobody is left to answer.
+            # The loop is closed: there are no streams left to answer.
             return False
         return True

@@ -1,4 +1,4 @@
-"""What the messages of both worker protocols have in common, to and from tasks and replies."""
+"""Conversion of the fields that both worker protocols share, to tasks and from replies."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Model:
     """What a worker serves.
 
     Args:
-        name: As it was named at start.
+        name: The model's name in the settings.
         vocab_sha256: Fingerprint of the tokenizer's vocabulary; empty without a tokenizer.
         metrics_address: host:port of the Prometheus endpoint; empty: none.
-        kernel: What computes its forwards, see `Engine.kernel`.
-        identity: Of a target's weights and arithmetic, see `services.process.fingerprints`; empty: not known.
+        kernel: Implementation of its forwards, see `Engine.kernel`.
+        identity: Of a target's weights and arithmetic, see `services.process.fingerprints`; empty: unknown.
     """
 
     name: str
@@ -76,12 +76,12 @@ def _spec(message: types_pb2.SessionSpec) -> SessionSpec:
 
 
 def fill_result(result: Any, reply: Reply) -> None:
-    """Write what a VerifyResult and a ProposeResult share: ids, need, error and timing."""
+    """Write the fields that VerifyResult and ProposeResult share: ids, need, error and timing."""
     result.request_id = reply.request_id
     result.session_id = reply.session_id
     outcome, timing = reply.outcome, reply.timing
     if isinstance(outcome, NeedTokens):
-        # A position of 0 is a default on the wire: mark the message as present.
+        # A position of 0 is the default and not encoded: mark the message as present.
         result.need.SetInParent()
         result.need.position = outcome.position
     elif isinstance(outcome, GammarayError):

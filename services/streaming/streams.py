@@ -1,7 +1,7 @@
-"""One bidirectional stream of blocks: reads frames, bounds what is in flight, gathers replies into frames.
+"""One bidirectional stream of blocks: reads frames, bounds the blocks in flight, gathers replies into frames.
 
-A stream that goes away drops its own pending blocks. Its sessions stay: they end by ReleaseSession or by
-being the least recently used, so that an orchestrator that reconnects finds its caches.
+When a stream ends, its pending blocks are dropped. Its sessions are kept until they are released or evicted
+as least recently used, so that an orchestrator that reconnects finds its caches.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from services.streaming.tracing import BlockTracer
 __all__ = ["MAX_IN_FLIGHT", "BlockStream", "Streams"]
 
 MAX_IN_FLIGHT = 4096
-"""Blocks of one stream that wait or run; more are refused, so that a flood cannot fill the memory."""
+"""Blocks of one stream that wait or run; more are refused, so that a client cannot exhaust the memory."""
 
 MAX_IDS_IN_FLIGHT = 4 << 20
-"""Token ids in the waiting and running blocks of all streams, some 150 MB of Python integers."""
+"""Token ids in the waiting and running blocks of all streams, about 150 MB of Python integers."""
 
 MAX_FRAME_BLOCKS = 16_384
-"""Blocks, and releases, of one frame; a client that sends more loses its stream."""
+"""Bound of the blocks, and of the releases, of one frame; the stream of a client that sends more is ended."""
 
 NOTICE_S = 0.2
-"""How long blocks are still taken after clients were told to go elsewhere, for those already under way."""
+"""How long blocks are still accepted after the draining notice, for those already on their way."""
 
 _log = logging.getLogger(__name__)
 Deliver = Callable[[Task, Reply], None]
@@ -49,7 +49,7 @@ class Streams:
     """The open streams of a worker.
 
     Attributes:
-        is_leaving: Whether clients are told to go elsewhere.
+        is_leaving: Whether clients are notified to use other workers.
         is_draining: Whether new blocks are refused.
         num_ids: Token ids in the blocks that wait or run.
         open_streams: The streams that are being served.
@@ -66,14 +66,14 @@ class Streams:
     async def serve(
         self, requests: AsyncIterator[Frame], parse: Callable[[Any, Deliver], Task]
     ) -> AsyncGenerator[list[Reply], None]:
-        """Serve one stream; yields the replies that are ready, as many as there are.
+        """Serve one stream; yields all replies that are ready, in lists.
 
         Args:
             requests: Frames of the client.
-            parse: Turns a block into a checked task; raises a GammarayError for a bad one.
+            parse: Turns a block into a validated task; raises a GammarayError for an invalid one.
 
         Raises:
-            ResourceExhaustedError: A frame is beyond what any good client sends.
+            ResourceExhaustedError: A frame has more than MAX_FRAME_BLOCKS blocks or releases.
         """
         stream = BlockStream(self, parse)
         self.open_streams.add(stream)
@@ -89,9 +89,9 @@ class Streams:
                 self._empty.set()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Tell clients to leave, finish what they sent; return whether all streams ended in time.
+        """Notify clients, finish their blocks; return whether all streams ended in time.
 
-        Blocks that were under way when the notice went out are taken, for a moment; later ones are refused.
+        Blocks are accepted for NOTICE_S after the notice, since they may be on their way, and then refused.
         """
         deadline = time.monotonic() + timeout_s
         self.is_leaving = True
@@ -123,18 +123,18 @@ class BlockStream:
         self._failure: GammarayError | None = None
 
     def wake(self) -> None:
-        """Look again whether there is something to write or the end is reached."""
+        """Make `run` check again for replies, a notice or the end."""
         self._ready.set()
 
     def close(self) -> None:
-        """Drop the pending blocks: nobody reads their replies."""
+        """Drop the pending blocks: their replies cannot be sent."""
         for task in self._pending:
             task.cancelled = True
 
     async def run(self, requests: AsyncIterator[Frame]) -> AsyncGenerator[list[Reply], None]:
-        """Yield replies until the client has ended the stream, or the worker drains, and all is answered.
+        """Yield replies until the client ends the stream, or the worker drains, and all blocks are answered.
 
-        A frame without replies is the notice that the worker is leaving.
+        A list without replies is the notice that the worker is shutting down.
         """
         reader = asyncio.create_task(self._read(requests))
         try:
@@ -161,7 +161,7 @@ class BlockStream:
     async def _read(self, requests: AsyncIterator[Frame]) -> None:
         try:
             async for frame in requests:
-                # A client that writes without reading is not read from any more.
+                # Backpressure: stop reading from a client that does not read its replies.
                 while len(self._outbox) > MAX_IN_FLIGHT:
                     self._written.clear()
                     await self._written.wait()
@@ -213,7 +213,7 @@ class BlockStream:
         if reply.outcome is not None:
             self._outbox.append(reply)
         self._ready.set()
-        if task not in self._pending:  # more that belongs to a task which was answered before
+        if task not in self._pending:  # a further reply to a task that was already answered
             return
         self._pending.discard(task)
         self._streams.num_ids -= task.num_ids

@@ -1,4 +1,4 @@
-"""The worker's side of a sampled session's spans: one per block, written down after its answer has left."""
+"""The worker's spans of sampled sessions: one per block, recorded after its answer was sent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STATUS_ERROR = 2
 
 
 def sampled_parent(traceparent: str) -> str:
-    """Return a block's `traceparent`, or an empty text when it is not sampled or none at all."""
+    """Return a block's `traceparent`, or an empty string when it is not sampled or invalid."""
     return traceparent if _TRACEPARENT.fullmatch(traceparent) else ""
 
 
@@ -34,7 +34,7 @@ class BlockTracer:
     """Queues the spans of blocks for export.
 
     Args:
-        processor: The process's.
+        processor: Span processor of the process.
     """
 
     def __init__(self, processor: SpanProcessor) -> None:
@@ -43,7 +43,7 @@ class BlockTracer:
         self._processor, self._put = processor, put
 
     def answered(self, task: Task, reply: Reply) -> None:
-        """Note that a block of a sampled session was answered now."""
+        """Record that a block of a sampled session was answered now."""
         self._put(self._processor, _BlockBundle(task, reply, time.time_ns(), time.monotonic()))
 
 

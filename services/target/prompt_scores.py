@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens, taken from the logits of the chunks in which it is read."""
+"""Log-probabilities of a prompt's tokens, from the logits of its prefill chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gammaray.errors import InternalError
 __all__ = ["PromptLogprobs", "PromptScores"]
 
 _SLICE_ROWS = 16
-"""Rows that are turned into float64 at once: at a vocabulary of 152,000 they take 19 MB."""
+"""Rows converted to float64 at once: at a vocabulary of 152,000 they take 19 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class PromptLogprobs:
 
 
 class PromptScores:
-    """Collects the log-probabilities of one prompt; chunks may come again, and in any order.
+    """Collects the log-probabilities of one prompt; chunks may be repeated and come in any order.
 
     Args:
         prompt: Its tokens.
@@ -48,7 +48,7 @@ class PromptScores:
     def take(self, start: int, logits: Tensor) -> None:
         """Take in the logits [rows, vocab_size] of the tokens from position `start` on.
 
-        Rows from the prompt's last token on are ignored: they are about what follows it.
+        Rows from the prompt's last token on are ignored: they predict tokens after the prompt.
         """
         for first in range(start, min(start + len(logits), len(self._targets)), _SLICE_ROWS):
             end = min(first + _SLICE_ROWS, start + len(logits), len(self._targets))

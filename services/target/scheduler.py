@@ -31,7 +31,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class VerifyOutcome:
-    """The verdict on one proposal, with log-probabilities of emitted tokens and prompt when asked for."""
+    """The verdict on one proposal, with log-probabilities of emitted tokens and prompt if requested."""
 
     verdict: Verdict
     logprobs: Sequence[TokenLogprobs] = ()
@@ -40,13 +40,13 @@ class VerifyOutcome:
 
 @dataclass(slots=True, eq=False)
 class _Verifying(Running[VerifyTask]):
-    """A verification under way; `scores` collects what is asked for of the prompt."""
+    """A running verification; `scores` collects the requested log-probabilities of the prompt."""
 
     scores: PromptScores | None = None
 
 
 class TargetScheduler(Scheduler[VerifyTask]):
-    """Feeds the committed tokens that are not cached and then a whole proposal, and judges it."""
+    """Feeds the committed tokens that are not cached and then a whole proposal, and verifies it."""
 
     role: ClassVar[str] = "target"
 
@@ -78,14 +78,14 @@ class TargetScheduler(Scheduler[VerifyTask]):
         edits, paths = None, list[Sequence[int]]()
         if LogitEdits.needed(spec.params):
             edits, paths = self._edits(session), row_paths(proposal)
-        # At temperature 0 a token wins by its logit alone.
+        # At temperature 0 only the order of the logits counts.
         if spec.params.temperature > 0:
             log_probs = processed_log_probs(logits, spec.params, edits, paths)
         else:
             log_probs = edited_logits(logits, edits, paths)
         verdict = verify(spec.method, log_probs, proposal, spec.params, session.noise, base)
         path = verdict.accepted_path
-        # Rejected tokens leave no trace: the cache ends with the accepted path.
+        # Drop rejected tokens: the cache ends with the accepted path.
         if proposal.parents is None:
             self.engine.truncate(session.session_id, base + len(path))
         else:

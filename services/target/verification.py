@@ -1,4 +1,4 @@
-"""Verification: which proposed tokens stand, and what the target says next.
+"""Verification: which proposed tokens are accepted, and the target's next token.
 
 Vocabulary. A *proposal* is a tree of tokens (a chain is the special case) that continues the committed
 tokens. A node is *tested* when every node before it on its path was accepted; it is *accepted* when its
@@ -6,25 +6,25 @@ test passes. The first failed test ends the walk, and the target's own token the
 nothing is left to test, the target's token is the *bonus*. Emitted = accepted path + correction or bonus:
 always at least one token.
 
-Row 0 of the log-probabilities follows the committed tokens and row i + 1 follows node i. The token that row
-r decides stands at absolute position base_position + depth of the row (0 for row 0), and is drawn with the
-noise of that position.
+Row 0 of the log-probabilities follows the committed tokens and row i + 1 follows node i. The token decided by
+row r has the absolute position base_position + depth of the row (0 for row 0), and is drawn with the noise of
+that position.
 
 Methods, all exact for the processed distribution p:
 
 * coupled (arXiv 2408.07978): the target draws its own token, argmax(log p + gumbel), with noise that the
-  draft knows as well; a node is accepted when it is that token. Trees are a walk.
+  draft knows as well; a node is accepted when it is that token. In a tree the walk follows these tokens.
 * naive: the same walk with noise the draft does not know.
-* rejection (arXiv 2211.17192, 2302.01318): a token y drawn from the shipped law q is accepted with
+* rejection (arXiv 2211.17192, 2302.01318): a token y drawn from the shipped distribution q is accepted with
   probability min(1, p(y) / q(y)); else the correction is drawn from (p - q)+ with the full p. Chains only.
 * greedy: at temperature 0 all methods accept y while y = argmax p.
 
-Whom they trust. With coupled, naive and greedy verification the target draws its tokens without looking at
-the proposal: they are exact whatever a drafter sends, be it broken or hostile. Rejection is exact only when
-each token was drawn from the very law that is shipped with it, and when neither the drafter nor a deadline
-picks among proposals by what was drawn. A drafter that ships one law and draws from another shifts the law
-of the text, and no test on this side could tell from single draws. Use rejection with drafters you run
-yourself.
+Trust. With coupled, naive and greedy verification the target draws its tokens independently of the proposal:
+they are exact whatever a drafter sends, even if it is broken or hostile. Rejection is exact only when each
+token was drawn from the distribution shipped with it, and when neither the drafter nor a deadline selects
+proposals by the drawn tokens. A drafter that draws from a different distribution than it ships changes the
+distribution of the text, and the target cannot detect this from single draws. Use rejection only with
+drafters you run yourself.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ __all__ = ["Verdict", "verify"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What stands of a proposal, and the target's next token.
+    """The accepted part of a proposal, and the target's next token.
 
     Attributes:
         accepted_path: Indexes of the accepted nodes from the root down.
         next_token_id: Correction or bonus.
-        next_origin: Which of the two.
+        next_origin: Whether it is a correction or a bonus.
         num_tested: Accepted tokens, plus one when a test failed.
     """
 
@@ -69,19 +69,19 @@ def verify(
     noise: Noise | None,
     base_position: int,
 ) -> Verdict:
-    """Decide a proposal.
+    """Verify a proposal.
 
     Args:
         method: Verification method of the session.
-        log_probs: [len(proposal) + 1, vocab_size] of `processed_log_probs`; at temperature 0 those of
-            `edited_logits` do as well.
-        proposal: Checked by `gammaray.wire.convert.proposal_from_proto`, but otherwise not trusted.
+        log_probs: [len(proposal) + 1, vocab_size] from `processed_log_probs`; at temperature 0
+            `edited_logits` are sufficient.
+        proposal: Validated by `gammaray.wire.convert.proposal_from_proto`, but otherwise not trusted.
         params: Sampling parameters.
         noise: The session's noise; may be None at temperature 0.
         base_position: Number of committed tokens.
 
     Raises:
-        InvalidArgumentError: A tree with a method that takes chains only.
+        InvalidArgumentError: A tree with a method that supports chains only.
         InternalError: The target's log-probabilities are not numbers.
     """
     if method is not VerificationMethod.COUPLED and not _is_chain(proposal):
@@ -100,7 +100,7 @@ def verify(
 
 
 def walk(target_token_ids: Sequence[int | None], proposal: Proposal) -> Verdict:
-    """Follow the target's own token of each row, [len(proposal) + 1], as far as the proposal has it."""
+    """Follow the target's own token of each row, [len(proposal) + 1], as long as the proposal contains it."""
     row, path = 0, list[int]()
     while True:
         token_id, children = _checked(target_token_ids[row]), children_of(proposal, row)
@@ -120,7 +120,7 @@ def _verify_rejection(log_probs: Tensor, proposal: Proposal, noise: Noise, base_
         draft = _draft_law(proposal, node)
         weight = weight_of(draft, proposal.token_ids[node])
         if not is_accepted(noise.accept_uniform(position), math.exp(log_prob), weight, draft.weight_bits):
-            # A token outside its own law was not drawn from it: the law says nothing, and p alone is exact.
+            # A token outside the shipped support was not drawn from q: ignore q, since p alone is exact.
             law = residual_law(log_probs[node], draft) if weight else log_probs[node].double().exp()
             token_id = _draw(law, noise, position)
             return make_verdict(list(range(node)), token_id, failed=True)
@@ -129,14 +129,14 @@ def _verify_rejection(log_probs: Tensor, proposal: Proposal, noise: Noise, base_
 
 
 def _draft_law(proposal: Proposal, node: int) -> SparseDistribution:
-    """Return the law that a node's token was drawn from; a token without one is its own, single-token law."""
+    """Return the distribution that a node's token was drawn from; without one, all mass is on that token."""
     if proposal.draft_distributions is None:
         return SparseDistribution((proposal.token_ids[node],), (1,), 0)
     return proposal.draft_distributions[node]
 
 
 def weight_of(draft: SparseDistribution, token_id: int) -> int:
-    """Return the weight of a token in a shipped law; 0 when it is not in the law's support."""
+    """Return the weight of a token in a shipped distribution; 0 when it is not in the support."""
     return draft.weights[draft.token_ids.index(token_id)] if token_id in draft.token_ids else 0
 
 
@@ -152,12 +152,12 @@ def residual_law(log_probs_row: Tensor, draft: SparseDistribution) -> Tensor:
     weights = torch.tensor(draft.weights, dtype=torch.float64, device=probs.device)
     residual = probs.clone()
     residual[support] = (probs[support] - weights * 2.0**-draft.weight_bits).clamp(min=0)
-    # p = q up to rounding: the test fails with probability 0, so any law will do, and p is one.
+    # p = q up to rounding: the test fails with probability 0, so any distribution is exact; p is used.
     return residual if bool(residual.any()) else probs
 
 
 def _draw(weights: Tensor, noise: Noise, position: int) -> int:
-    """Draw from unnormalised probabilities, [vocab_size], with the noise of corrections and bonus tokens."""
+    """Draw from unnormalised probabilities [vocab_size], with the noise for corrections and bonus tokens."""
     scores = weights.log() + noise.residual_gumbel(position)
     return _checked(best_tokens(scores[None])[0])
 
@@ -165,7 +165,7 @@ def _draw(weights: Tensor, noise: Noise, position: int) -> int:
 def best_tokens(scores: Tensor) -> list[int | None]:
     """Return the argmax of each row, lowest id on ties, and None for rows that hold no finite number."""
     if scores.device.type == "cpu":
-        # NOTE: numpy's argmax takes a sixth of torch's time; it finds the first best, or the first NaN.
+        # NOTE: numpy's argmax takes a sixth of torch's time; it returns the first maximum, or the first NaN.
         rows = scores.numpy()
         winners = rows.argmax(axis=-1)
         pairs = zip(rows[np.arange(len(rows)), winners].tolist(), winners.tolist(), strict=True)
@@ -176,14 +176,14 @@ def best_tokens(scores: Tensor) -> list[int | None]:
 
 
 def _checked(token_id: int | None) -> int:
-    # Only rows that are consulted are checked: what a bad draft does to the others must not matter.
+    # Only rows that the walk reaches are checked: nodes of a bad draft must not affect the outcome.
     if token_id is None:
         raise InternalError("the target model's logits are not finite numbers")
     return token_id
 
 
 def make_verdict(path: Sequence[int], token_id: int, *, failed: bool) -> Verdict:
-    """Return the verdict that accepts `path`; the target's token is a correction where a test failed."""
+    """Return the verdict that accepts `path`; the target's token is a correction if a test failed."""
     origin = TokenOrigin.CORRECTION if failed else TokenOrigin.BONUS
     return Verdict(tuple(path), token_id, origin, len(path) + failed)
 
@@ -200,7 +200,7 @@ def children_of(proposal: Proposal, row: int) -> list[int]:
 
 
 def row_depths(proposal: Proposal) -> list[int]:
-    """Return how many proposed tokens stand before each row's own token, [len(proposal) + 1]."""
+    """Return the number of proposed tokens before each row's own token, [len(proposal) + 1]."""
     if proposal.parents is None:
         return list(range(len(proposal) + 1))
     depths = [0]

@@ -57,7 +57,7 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
     async def GetTargetInfo(
         self, request: pb.GetTargetInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetTargetInfoResponse:
-        """Tell what the worker serves and how loaded it is."""
+        """Return what the worker serves and its load."""
         async with guarded(context):
             info = await describe(self._model, self._streams.engine)
         return pb.GetTargetInfoResponse(
@@ -95,10 +95,10 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
 
 
 def _check_identity(block: pb.VerifyBlock, model: Model) -> None:
-    """Refuse a session whose tokens are another model's; its owner may have taken us for a former process.
+    """Refuse a session of another model; its owner may expect the process that had this address before.
 
     Raises:
-        ModelChangedError: They are.
+        ModelChangedError: The session's model identity differs.
     """
     wanted = block.spec.model_identity
     if wanted and wanted != model.identity:

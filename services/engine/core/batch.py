@@ -1,4 +1,4 @@
-"""One packed forward: what sessions feed, the checks of it, and the segments of the packed row."""
+"""One packed forward: the feeds of sessions, their validation, and the segments of the packed row."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class SequenceInput:
         session_id: Name of the session.
         start: Absolute position of `token_ids[0]`; cached entries from `start` on are dropped first.
         token_ids: Committed tokens that are not cached yet, then the proposal's nodes. At least one.
-        num_logits: Logits are wanted for the last `num_logits` tokens; 0 for pure prefill.
+        num_logits: Logits are returned for the last `num_logits` tokens; 0 for pure prefill.
         parents: For a tree: the parent of each of the LAST len(parents) tokens, as an index into those
             last tokens, -1 for the token just before them, -2 for the one before that. None: a chain.
-        num_kept: How many cached nodes of the session's tree stay; `token_ids` are nodes that join them.
+        num_kept: How many cached nodes of the session's tree are kept; `token_ids` are nodes added to them.
             Then `start` is the chain's length, and indices in `parents` count the kept nodes first.
     """
 
@@ -51,16 +51,16 @@ class SequenceInput:
 
 @dataclass(slots=True)
 class Segment:
-    """A feed as the forward sees it.
+    """A feed, laid out for the forward.
 
     Attributes:
         cache: The session's cache, with room for the new slots.
         row: First row in the pack.
         count: Number of rows.
-        start: How many tokens of the chain stay.
-        parents: Of the last nodes, as in Feed; None for a chain.
+        start: How many tokens of the chain are kept.
+        parents: Parents of the last nodes, as in SequenceInput; None for a chain.
         positions: Absolute position of each row.
-        num_kept: Nodes that stay in the slots behind the chain; the new slots follow them.
+        num_kept: Nodes kept in the slots after the chain; the new slots follow them.
     """
 
     cache: SessionCache
@@ -85,8 +85,8 @@ class Batch:
         segments: In the order of the feeds.
         token_ids: All tokens, packed.
         positions: Their absolute positions.
-        logit_rows: Rows whose logits are wanted; None for all of them.
-        masks: Attention masks by (segment index, window), made on first use and shared by the layers.
+        logit_rows: Rows whose logits are returned; None for all of them.
+        masks: Attention masks by (segment index, window), created on first use and shared by the layers.
     """
 
     segments: list[Segment]
@@ -105,14 +105,14 @@ class Batch:
 
 
 def allowed_slots(segment: Segment, window: int | None, num_slots: int | None = None) -> Tensor | None:
-    """Which slots each row of a segment may see.
+    """Return which slots each row of a segment may attend to.
 
-    A row sees the committed slots, its ancestors and itself, as far as they lie less than `window`
-    positions back. A tree's siblings share positions, so the window counts positions and not slots.
+    A row sees the committed slots, its ancestors and itself, if they are less than `window` positions back.
+    A tree's siblings share positions, so the window counts positions, not slots.
 
     Args:
         segment: The rows.
-        window: How many positions a row sees, itself included; None for all.
+        window: Number of positions a row sees, including itself; None for all.
         num_slots: Columns of the result; None for the slots up to the segment's last.
 
     Returns:
@@ -144,7 +144,7 @@ def allowed_slots(segment: Segment, window: int | None, num_slots: int | None = 
 
 
 def node_path(segment: Segment, node: int) -> tuple[int, list[int]]:
-    """Return how many slots of the chain a tree's node sees, and those of its ancestors and itself."""
+    """Return how many slots of the chain a tree node sees, and the slots of its ancestors and itself."""
     assert segment.parents is not None
     num_kept, kept_parents = segment.num_kept, segment.cache.tree_parents
     chain_length = segment.start + segment.count - len(segment.parents)
@@ -156,7 +156,7 @@ def node_path(segment: Segment, node: int) -> tuple[int, list[int]]:
 
 
 def _slot_positions(segment: Segment, num_slots: int) -> Tensor:
-    """Position of the token in each slot; in slots that are free, of a chain."""
+    """Position of the token in each slot; free slots are numbered like a chain."""
     positions = torch.arange(num_slots)
     chain_length = segment.slot - segment.num_kept
     for node in range(segment.num_kept):
@@ -167,7 +167,7 @@ def _slot_positions(segment: Segment, num_slots: int) -> Tensor:
 
 
 def plan_batch(feeds: Sequence[SequenceInput], store: CacheStore, vocab_size: int, max_context: int) -> Batch:
-    """Check all feeds, make room, drop what they replace and lay them out as one packed row.
+    """Validate all feeds, reserve slots, drop replaced entries and lay the feeds out as one packed row.
 
     Raises:
         ValueError: A feed is malformed, or a session is fed twice; nothing was changed.
@@ -199,7 +199,7 @@ def plan_batch(feeds: Sequence[SequenceInput], store: CacheStore, vocab_size: in
 
 
 def check_feed(feed: SequenceInput, cache: SessionCache | None, vocab_size: int, max_context: int) -> None:
-    """Check a feed against the model and what is cached of its session.
+    """Validate a feed against the model and the session's cache.
 
     Raises:
         ValueError: It is malformed.
@@ -242,11 +242,11 @@ def _check_tree(feed: SequenceInput, cache: SessionCache | None) -> None:
 
 
 def feed_positions(feed: SequenceInput, kept_parents: Sequence[int]) -> Sequence[int]:
-    """Return the absolute position of each token of a feed; nodes of a tree count their depth.
+    """Return the absolute position of each token of a feed; for tree nodes it follows from their depth.
 
     Args:
         feed: The feed.
-        kept_parents: Parents of the nodes that are cached.
+        kept_parents: Parents of the cached nodes.
     """
     count = len(feed.token_ids)
     if feed.parents is None:

@@ -1,4 +1,4 @@
-"""How much memory a KV cache may take: as a setting says, else by what is free after the weights."""
+"""Memory budget of a KV cache: from a setting, or else from the memory that is free after the weights."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ DEFAULT_CACHE_BUDGET_BYTES = 2 * 2**30
 """Budget of an engine that is loaded without settings."""
 
 MIN_BYTES = 64 * 2**20
-"""What is taken where less is free: a step that does not fit is refused by name."""
+"""Least budget, even if less memory is free: a step that does not fit raises CacheFullError."""
 MAX_CPU_BYTES = 2**30
 CPU_SHARE = 0.25
-"""Other workers may run on the same machine, and its memory is measured before their caches fill up."""
+"""Share of free memory on CPUs: other workers may run there, and their caches may not be full yet."""
 
 
 class CacheBudget:
@@ -24,7 +24,7 @@ class CacheBudget:
 
     Args:
         num_bytes: Upper bound of keys and values; None: derived from the free memory.
-        share: Share of a GPU's free memory that is taken then.
+        share: Share of a GPU's free memory to use then.
         free: Returns the free bytes of a device.
     """
 
@@ -38,7 +38,7 @@ class CacheBudget:
         self._free = free or free_memory
 
     def on(self, device: torch.device) -> int:
-        """Return the bytes on a device; call it after the weights are there."""
+        """Return the budget in bytes on a device; call it after the weights are loaded."""
         if self.num_bytes is not None:
             return self.num_bytes
         free = self._free(device)
@@ -49,16 +49,16 @@ class CacheBudget:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that this process can still take on a device."""
+    """Return the bytes that this process can still allocate on a device."""
     if device.type != "cuda":
         return available_memory()
     free, _ = torch.cuda.mem_get_info(device)
-    # What torch holds without using it is free for the cache, too.
+    # Memory that torch has reserved but not allocated is free for the cache, too.
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def available_memory(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return the bytes of memory that are available: of the machine, or of the container where that is less.
+    """Return the available bytes of memory: of the machine, or of the container if that is less.
 
     Args:
         cgroup: Directory of the container's cgroup, version 2 or 1.

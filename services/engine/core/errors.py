@@ -12,7 +12,7 @@ class UnsupportedModelError(FailedPreconditionError):
 
     Attributes:
         model: Directory or hub name.
-        reason: One sentence for whoever started the worker.
+        reason: One sentence for the operator.
     """
 
     def __init__(self, model: str, reason: str) -> None:
@@ -21,7 +21,7 @@ class UnsupportedModelError(FailedPreconditionError):
 
 
 class CacheGapError(FailedPreconditionError):
-    """A feed starts past what is cached: the tokens from `length` on are needed first.
+    """A feed starts past the cached tokens: the tokens from `length` on are needed first.
 
     Attributes:
         session_id: The session of the feed.
@@ -42,7 +42,7 @@ class CacheFullError(ResourceExhaustedError):
 
 
 class EngineLostError(UnavailableError):
-    """A part of the engine is gone for good; its worker must be started anew."""
+    """A part of the engine has failed permanently; its worker must be restarted."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"the engine is lost: {reason}")

@@ -1,9 +1,9 @@
 """Keys and values of many sessions, with rollback, forks, tree paths and eviction under a byte budget.
 
-Each session owns one buffer [num_layers, rows, capacity, dim]: slot s holds what position s left behind in
-every layer. What a row is, the runner decides: a key head with its value head, or either. Appending writes
-into the buffer; rollback only lowers a length; nothing is ever concatenated. A tree's nodes wait in the
-slots after the committed ones until `keep_path` compacts the path that stood.
+Each session owns one buffer [num_layers, rows, capacity, dim]: slot s holds the keys and values of position s
+in every layer. The runner defines a row: a key head with its value head, or either. Appending writes into the
+buffer; rollback only lowers a length; nothing is ever concatenated. A tree's nodes stay in the slots after
+the committed ones until `keep_path` compacts the accepted path.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from services.engine.core.session_cache import SessionCache, common_prefix
 __all__ = ["BLOCK", "CacheShape", "CacheStats", "CacheStore", "Source"]
 
 Source = str | int
-"""Whose slots are copied: a session's, by its name, or retained ones, by their number."""
+"""Source of a copy: a session's id, or the number of a retained cache."""
 
-# Buffers come in whole blocks of slots, zeros at first: attention may read to a block's end, behind a mask.
+# Buffers have whole blocks of slots, initially zero: attention may read, masked, up to the end of a block.
 BLOCK = 64
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one token leaves behind: `rows` vectors of `dim` numbers in each of `num_layers` layers."""
+    """The entry of one token: `rows` vectors of `dim` numbers in each of `num_layers` layers."""
 
     num_layers: int
     rows: int
@@ -46,14 +46,14 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """What a store holds.
+    """Counters of a store.
 
     Attributes:
         num_sessions: Sessions with a cache.
         cache_bytes: Bytes allocated for them.
         cache_budget_bytes: Upper bound of these and `retained_bytes` together.
         num_evictions: Sessions evicted since the start.
-        retained_bytes: Bytes kept of sessions that have ended; free for who needs them.
+        retained_bytes: Bytes retained of ended sessions, which are freed when sessions need them.
     """
 
     num_sessions: int
@@ -66,12 +66,12 @@ class CacheStats:
 class CacheStore:
     """All sessions' caches under one byte budget.
 
-    What room they leave, those of ended sessions may take. When room is needed these go first, and then the
-    sessions that were used longest ago.
+    Caches of ended sessions use the rest of the budget. When room is needed these are dropped first, and then
+    the least recently used sessions are evicted.
 
     Attributes:
-        used_bytes: Of the sessions, what is retained apart.
-        num_evictions: Sessions that had to go.
+        used_bytes: Bytes of the sessions, without retained caches.
+        num_evictions: Number of evicted sessions.
     """
 
     def __init__(self, shape: CacheShape, budget_bytes: int) -> None:
@@ -88,11 +88,11 @@ class CacheStore:
 
     @property
     def retained_bytes(self) -> int:
-        """Bytes of what ended sessions left; free for who needs them."""
+        """Bytes retained of ended sessions, which are freed when sessions need them."""
         return self._retained.num_slots * self.shape.slot_bytes
 
     def stats(self) -> CacheStats:
-        """Return what it holds."""
+        """Return the counters."""
         return CacheStats(
             len(self), self.used_bytes, self.budget_bytes, self.num_evictions, self.retained_bytes
         )
@@ -106,14 +106,14 @@ class CacheStore:
         return self.reserve_all({session_id: num_slots}, keep)[0]
 
     def reserve_all(self, wanted: dict[str, int], keep: frozenset[str] | None = None) -> list[SessionCache]:
-        """Make room for each session's slots, evicting sessions outside `wanted` and `keep` if need be.
+        """Make room for each session's slots, evicting sessions outside `wanted` and `keep` if necessary.
 
         Args:
             wanted: Slots needed by session id.
-            keep: More sessions that must stay.
+            keep: Further sessions that must not be evicted.
 
         Raises:
-            CacheFullError: They exceed the budget even alone; nothing was changed then.
+            CacheFullError: They alone exceed the budget; nothing was changed.
         """
         growing = False
         for session_id, slots in wanted.items():
@@ -127,12 +127,12 @@ class CacheStore:
         return [self._sessions[session_id] for session_id in wanted]
 
     def has_room(self, session_id: str, num_slots: int) -> bool:
-        """Whether the session can have that many slots and every other session stays."""
+        """Whether the session can have that many slots without evicting another session."""
         missing = self._missing_slots(session_id, num_slots)
         return self.used_bytes + missing * self.shape.slot_bytes <= self.budget_bytes
 
     def share(self, session_id: str, salt: str | None) -> None:
-        """Let sessions of `salt`, and no others, copy what this one caches, now and later; None: nobody."""
+        """Let only sessions with this salt copy this session's cache, now and later; None: no session."""
         if salt is None:
             self._salts.pop(session_id, None)
         else:
@@ -149,25 +149,25 @@ class CacheStore:
             self.used_bytes -= session.capacity * self.shape.slot_bytes
 
     def retain(self, session_id: str, salt: str) -> None:
-        """End a session and keep its chain for those of `salt` that begin alike; unknown ones are ignored."""
+        """End a session and retain its chain for this salt and prefix; unknown sessions are ignored."""
         session = self._sessions.get(session_id)
         self.release(session_id)
         if session is not None and len(session.tokens) >= MIN_PREFIX:
             self._retained.add(session_id, salt, session)
 
     def drop_retained(self) -> None:
-        """Free what ended sessions left."""
+        """Free all retained caches."""
         self._retained.clear()
 
     def forget(self, session_id: str) -> None:
-        """Free what a session holds, and what it left behind under this name before."""
+        """Free a session's cache and all retained caches under its id."""
         self.release(session_id)
         self._retained.forget(session_id)
 
     def longest_prefix(self, token_ids: Sequence[int], salt: str) -> tuple[Source, int]:
-        """Return who of `salt` shares the longest prefix with `token_ids`, and its length.
+        """Return the cache with this salt that shares the longest prefix with `token_ids`, and its length.
 
-        ("", 0) when none shares a token.
+        Returns ("", 0) when none shares a token.
         """
         best: Source
         best, best_length = self._retained.longest_prefix(token_ids, salt)
@@ -183,11 +183,11 @@ class CacheStore:
     def fork(self, source: Source, copy: str, length: int) -> None:
         """Make `copy` hold the first `length` tokens of `source`'s chain.
 
-        Where there is no room for two, what is retained makes room for the copy or, if that needs most of it,
-        becomes the copy.
+        If both do not fit, a retained source is dropped to make room, or becomes the copy if that needs most
+        of it.
 
         Raises:
-            CacheGapError: `source` holds fewer.
+            CacheGapError: `source` has fewer.
             CacheFullError: The two do not fit the budget.
         """
         origin = self._retained.get(source) if isinstance(source, int) else self._sessions.get(source)
@@ -213,7 +213,7 @@ class CacheStore:
         target.tokens.extend(origin.tokens[:length])
 
     def _has_room_beside(self, retained: SessionCache, session_id: str, num_slots: int) -> bool:
-        """Whether a session can have slots and both `retained` and every other session stay."""
+        """Whether a session can have the slots without dropping `retained` or another session."""
         missing = self._missing_slots(session_id, num_slots) + retained.capacity
         return self.used_bytes + missing * self.shape.slot_bytes <= self.budget_bytes
 
@@ -239,7 +239,7 @@ class CacheStore:
             self._grow(session_id, chosen[session_id])
 
     def _evict(self, allowed_bytes: int, pinned: set[str]) -> None:
-        """Drop what is least needed until what is retained and not pinned fits `allowed_bytes`."""
+        """Drop retained caches, then unpinned sessions, until the rest of them fits `allowed_bytes`."""
         others = [name for name in self._sessions if name not in pinned]
         held = sum(self._sessions[name].capacity for name in others) * self.shape.slot_bytes
         while self._retained and held + self.retained_bytes > allowed_bytes:
@@ -256,7 +256,7 @@ class CacheStore:
         size = (shape.num_layers, shape.rows, capacity, shape.dim)
         try:
             return torch.zeros(size, dtype=shape.dtype, device=shape.device)
-        except RuntimeError:  # The budget promised more memory than there is.
+        except RuntimeError:  # The budget exceeds the actual memory.
             if not self._retained:
                 raise
             self.drop_retained()

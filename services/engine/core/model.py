@@ -1,4 +1,4 @@
-"""Loading a causal language model by directory or hub name, and refusing what cannot be served exactly."""
+"""Loads a causal language model by directory or hub name; refuses models that cannot be served exactly."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class _LlamaBody(Protocol):
 
 
 class LlamaModel(Protocol):
-    """A Llama-like model of transformers: the parts that other implementations of its forward read."""
+    """A Llama-like transformers model: the parts that the engine's own forwards read."""
 
     model: _LlamaBody
 
@@ -91,13 +91,13 @@ def head_norms(attention: LlamaAttention) -> tuple[Tensor, Tensor] | None:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in evaluation mode, with its own eager attention still in place.
+    """A model in evaluation mode, with its own eager attention.
 
     Attributes:
-        name: Directory or hub name it came from.
+        name: Directory or hub name.
         module: The transformers model.
-        config: Settings of its text part.
-        max_context: Largest number of tokens a sequence may have.
+        config: Configuration of its text part.
+        max_context: Largest number of tokens in a sequence.
     """
 
     name: str
@@ -107,7 +107,7 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.module.device
 
     @property
@@ -129,7 +129,7 @@ def resolve_model(name: str, role: str) -> str:
         role: "target" or "draft".
 
     Raises:
-        InvalidArgumentError: Another role, or "demo" where the demo pair is not installed.
+        InvalidArgumentError: Another role, or "demo" if the demo pair is not installed.
     """
     return demo_directory(role) if name == DEMO_PAIR else name
 
@@ -139,9 +139,9 @@ def load_model(name: str, *, device: str = "auto", dtype: str = "auto", num_rank
 
     Args:
         name: Directory or hub name.
-        device: "auto" (cuda when there is one), "cpu", "cuda" or "cuda:N".
+        device: "auto" (cuda if available), "cpu", "cuda" or "cuda:N".
         dtype: "auto" (float32 on CPU, bfloat16 elsewhere), "float32", "bfloat16" or "float16".
-        num_ranks: Processes that share the model, each of which calls this; they have joined a group.
+        num_ranks: Processes that share the model; each calls this after joining the process group.
 
     Raises:
         NotFoundError: There is no such model.
@@ -165,7 +165,7 @@ def load_model(name: str, *, device: str = "auto", dtype: str = "auto", num_rank
     except OSError as error:
         raise NotFoundError(f"model {name!r}: {error}") from error
     typed: nn.Module = module  # transformers overrides `to` and `eval` without types
-    if num_ranks == 1:  # else each rank's share lies on its device already
+    if num_ranks == 1:  # else each rank's share is already on its device
         typed.to(where)
     typed.eval().requires_grad_(False)
     return LoadedModel(name, module, config.get_text_config(), max_context)
@@ -208,7 +208,7 @@ def load_config(name: str) -> PretrainedConfig:
 
 
 def check_config(name: str, config: PretrainedConfig) -> None:
-    """Refuse what the probe forward of a few tokens could not show.
+    """Refuse configurations whose problems a short probe forward cannot reveal.
 
     Raises:
         UnsupportedModelError: The configuration rules the model out.
@@ -228,8 +228,8 @@ def _max_context(name: str, config: PretrainedConfig) -> int:
     if not isinstance(limit, int) or limit < 1:
         raise UnsupportedModelError(name, "its configuration has no max_position_embeddings")
     for rope in _rope_settings(config):
-        # Past this length longrope rotates all positions anew, so cached keys would be those of another
-        # model; it is exact up to there.
+        # Past this length longrope changes the rotation of all positions, so cached keys would be wrong; up
+        # to it, it is exact.
         if rope.get("rope_type") == "longrope":
             limit = min(limit, rope.get("original_max_position_embeddings") or limit)
     return limit

@@ -1,7 +1,7 @@
-"""Caches of sessions that have ended, kept for others that begin with the same tokens.
+"""Caches of ended sessions, retained for others that begin with the same tokens.
 
-They take the room that nobody else needs; when a session needs it, the one that was of use longest ago goes.
-Only who has the same salt may use one: how soon a first token comes would tell what others have asked.
+They use memory that no session needs; when a session needs it, the least recently used cache is dropped. Only
+sessions with the same salt may use one: otherwise the time to first token would reveal others' prompts.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from services.engine.core.session_cache import SessionCache, common_prefix
 __all__ = ["MAX_RETAINED", "MIN_PREFIX", "PrefixCache"]
 
 MIN_PREFIX = 16
-"""Shared leading tokens, from which on a cache is copied rather than computed again."""
+"""Least number of shared leading tokens for which a cache is copied rather than computed again."""
 
 MAX_RETAINED = 256
-"""Caches kept at most: each new session is compared with all of them."""
+"""Upper bound of retained caches: each new session is compared with all of them."""
 
 
 @dataclass(frozen=True)
 class Retained:
-    """One of them: the slots of `session_id`, which only sessions of `salt` may use."""
+    """One retained cache: the slots of `session_id`, which only sessions with `salt` may use."""
 
     session_id: str
     salt: str
@@ -31,10 +31,10 @@ class Retained:
 
 
 class PrefixCache:
-    """Numbered, least recently used first.
+    """Retained caches by number, least recently used first.
 
     Attributes:
-        num_slots: Slots that they hold.
+        num_slots: Slots of all of them.
     """
 
     def __init__(self) -> None:
@@ -46,12 +46,12 @@ class PrefixCache:
         return len(self._caches)
 
     def get(self, number: int) -> SessionCache | None:
-        """Return one, None when it is gone."""
+        """Return a cache, None when it was dropped."""
         retained = self._caches.get(number)
         return None if retained is None else retained.cache
 
     def add(self, session_id: str, salt: str, cache: SessionCache) -> None:
-        """Keep a cache, unless one that is kept says it all; what it says all of goes."""
+        """Retain a cache unless a retained one already covers it; drop retained caches that it covers."""
         cache.truncate(len(cache.tokens))
         for number, other in list(self._alike(salt, cache.tokens)):
             if _begins_with(other.cache.tokens, cache.tokens):
@@ -66,17 +66,17 @@ class PrefixCache:
         self.num_slots += cache.capacity
 
     def touch(self, number: int) -> None:
-        """It was of use."""
+        """Mark a cache as recently used."""
         self._caches.move_to_end(number)
 
     def pop(self, number: int) -> SessionCache:
-        """Take one out."""
+        """Remove and return a cache."""
         cache = self._caches.pop(number).cache
         self.num_slots -= cache.capacity
         return cache
 
     def pop_oldest(self) -> None:
-        """Drop the one that was of use longest ago."""
+        """Drop the least recently used cache."""
         self.pop(next(iter(self._caches)))
 
     def clear(self) -> None:
@@ -85,7 +85,7 @@ class PrefixCache:
         self.num_slots = 0
 
     def forget(self, session_id: str) -> None:
-        """Drop what a session left."""
+        """Drop the caches that a session left."""
         for number, retained in list(self._caches.items()):
             if retained.session_id == session_id:
                 self.pop(number)
@@ -100,7 +100,7 @@ class PrefixCache:
         return best, best_length
 
     def _alike(self, salt: str, token_ids: list[int]) -> Iterator[tuple[int, Retained]]:
-        """Those that share at least `MIN_PREFIX` tokens; all others are told apart by these."""
+        """Yield the caches with this salt that share the first `MIN_PREFIX` tokens."""
         begin = token_ids[:MIN_PREFIX]
         for number, retained in self._caches.items():
             if retained.salt == salt and retained.cache.tokens[:MIN_PREFIX] == begin:

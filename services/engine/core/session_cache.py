@@ -1,4 +1,4 @@
-"""One session's keys and values: the slots of its chain, and of a tree's nodes behind it."""
+"""One session's keys and values: the slots of its chain, followed by those of tree nodes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class SessionCache:
     Attributes:
         data: [num_layers, rows, capacity, dim].
         tokens: The cached chain; token i is in slot i.
-        tree_tokens: Nodes in the slots after the chain, waiting for `keep_path`.
+        tree_tokens: Nodes in the slots after the chain, until `keep_path`.
         tree_parents: Index of each node's parent among the nodes; -k for the k-th last token of the chain.
-        views: Views into `data` that a runner wants to keep; emptied when `data` is replaced.
+        views: Views into `data`, cached by a runner; cleared when `data` is replaced.
     """
 
     data: Tensor
@@ -31,12 +31,12 @@ class SessionCache:
 
     @property
     def capacity(self) -> int:
-        """How many slots the buffer has."""
+        """Number of slots of the buffer."""
         return self.data.shape[2]
 
     @property
     def num_slots(self) -> int:
-        """How many slots are in use, tree nodes included."""
+        """Number of slots in use, tree nodes included."""
         return len(self.tokens) + len(self.tree_tokens)
 
     def truncate(self, length: int, num_nodes: int = 0) -> None:
@@ -50,11 +50,11 @@ class SessionCache:
         Args:
             base: Position of the path's first node.
             path: Indices of nodes, each the child of the one before.
-            keep: Indices, ascending, of nodes that stay beside the new chain.
+            keep: Indices, ascending, of nodes to keep after the new chain.
 
         Raises:
-            ValueError: `base` is past the chain, `path` is no path from there, or the parent of a node in
-                `keep` does not stay.
+            ValueError: `base` is past the chain, `path` is not a path from there, or the parent of a node in
+                `keep` is dropped.
         """
         if not self.tree_tokens:
             self._keep_chain(base, path)
@@ -76,9 +76,9 @@ class SessionCache:
         self.tree_tokens, self.tree_parents = [self.tree_tokens[node] for node in keep], parents
 
     def _move(self, slots: Sequence[int], base: int) -> None:
-        """Copy what is in `slots` to those from `base` on."""
+        """Copy the contents of `slots` to the slots from `base` on."""
         if self.data.is_cpu:
-            # NOTE: a draft waits for this; numpy takes a third of torch's time. Bytes: it has no bfloat16.
+            # NOTE: a draft waits for this; numpy takes a third of torch's time. Bytes: numpy has no bfloat16.
             data = self.data.view(torch.uint8).numpy()
             data[:, :, base : base + len(slots)] = data.take(slots, axis=2)
         else:
@@ -86,7 +86,7 @@ class SessionCache:
             self.data[:, :, base : base + len(slots)] = self.data.index_select(2, chosen)
 
     def _parents_after(self, base: int, path: Sequence[int], keep: Sequence[int]) -> list[int]:
-        """The parents of `keep`, counted as they will be."""
+        """The parents of `keep`, as indices after the move."""
         length, new_length = len(self.tokens), base + len(path)
         places = {node: base + index - new_length for index, node in enumerate(path)}
         parents = []
@@ -113,7 +113,7 @@ class SessionCache:
 def common_prefix(left: list[int], right: list[int], beyond: int = 0) -> int:
     """Length of the common prefix, 0 when it is not longer than `beyond`.
 
-    Slices compare at C speed, so a binary search beats a loop; one token tells most of those that are not.
+    Slices compare at C speed, so a binary search beats a loop; the token at `beyond` rules out most others.
     """
     high = min(len(left), len(right))
     if high <= beyond or left[beyond] != right[beyond] or left[:beyond] != right[:beyond]:

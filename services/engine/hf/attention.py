@@ -1,6 +1,6 @@
-"""The attention function that is installed in transformers' models: packed rows in, our own KV cache.
+"""The attention function installed in transformers models: packed rows over the engine's own KV cache.
 
-Rows are cut into attention calls whose shapes depend on positions alone."""
+In deterministic mode rows are split into attention calls whose shapes depend on positions only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class AttentionBlock:
         first: First row, counted from the segment's.
         last: Row after the last.
         position: Position of the first row; the others follow it.
-        end: How many slots the rows see, the masked ones included: up to the end of the block.
+        end: Number of slots of the call, including masked ones: up to the end of the block.
         path: For a node of a tree: `end` slots, in the order of their positions. None: slots 0, 1, ...
     """
 
@@ -55,7 +55,7 @@ class AttentionBlock:
 
 
 def segment_parts(segment: Segment) -> list[AttentionBlock]:
-    """Cut a segment: a chain by blocks, a tree's nodes one by one, each as the end of its own path."""
+    """Split a segment: a chain into blocks, a tree into single nodes, each as the end of its own path."""
     num_nodes = len(segment.parents or ())
     start, chain_end = segment.start, segment.start + segment.count - num_nodes
     parts = []
@@ -71,7 +71,7 @@ def segment_parts(segment: Segment) -> list[AttentionBlock]:
 
 
 def chain_mask(part: AttentionBlock, window: int | None) -> Tensor | None:
-    """0 or -inf [rows, end] for the rows of a part; None when all is seen."""
+    """0 or -inf [rows, end] for the rows of a part; None when no slot is masked."""
     count = part.last - part.first
     if count == 1 and part.position + 1 == part.end and (window is None or window >= part.end):
         return None
@@ -93,7 +93,7 @@ def stack_mask(mask: Tensor | None, group: int) -> Tensor | None:
 
 
 def bias_of(allowed: Tensor) -> Tensor:
-    """What to add to scores: 0 where `allowed`, else -inf."""
+    """Bias to add to scores: 0 where `allowed`, else -inf."""
     return torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, float("-inf"))
 
 
@@ -104,21 +104,21 @@ def _node_part(segment: Segment, row: int) -> AttentionBlock:
     first_node = segment.count - len(segment.parents)
     num_chain, nodes = node_path(segment, segment.num_kept + row - first_node)
     path = [*range(num_chain), *nodes]
-    # What lies behind the node is masked; any slot will do there.
+    # Slots after the node are masked, so any slot may be used there.
     path += [0] * (end - len(path))
     return AttentionBlock(row, row + 1, position, end, torch.tensor(path))
 
 
 ATTENTION_NAME = "gammaray"
 
-# Keyword arguments that change nothing about the attention itself.
+# Keyword arguments that do not affect the attention itself.
 _HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_router_logits"})
 
 LayerCall = Callable[[nn.Module, "LayerInput", dict[str, Any]], Tensor]
 
 
 class _Active(threading.local):
-    """The handler of the forward that this thread is in; engines in other threads have their own."""
+    """The handler of this thread's forward; engines in other threads have their own."""
 
     handler: LayerCall | None = None
 
@@ -127,7 +127,7 @@ active = _Active()
 
 
 def unknown_arguments(arguments: dict[str, Any]) -> list[str]:
-    """Return the names of arguments that would change the attention in a way we do not follow."""
+    """Return the names of arguments that would change the attention in an unsupported way."""
     return sorted(
         name
         for name, value in arguments.items()
@@ -164,16 +164,16 @@ AttentionInterface.register(ATTENTION_NAME, _attention_forward)
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What one layer asks for.
+    """Arguments of one layer's attention call.
 
     Attributes:
         query: [1, num_heads, rows, key_dim].
         key: [1, num_kv_heads, rows, key_dim].
         value: [1, num_kv_heads, rows, value_dim].
         scaling: Factor on the scores; None for key_dim ** -0.5.
-        window: A row sees this many positions, itself included; None for all.
+        window: Number of positions a row sees, including itself; None for all.
         softcap: Scores become softcap * tanh(score / softcap).
-        sinks: [num_heads], a score per head that takes probability but gives nothing.
+        sinks: [num_heads], a score per head that takes probability but has no value.
     """
 
     query: Tensor
@@ -196,8 +196,8 @@ def attend(batch: Batch, layer: int, given: LayerInput, *, fixed_shapes: bool = 
     Args:
         batch: The step.
         layer: Index of the layer.
-        given: What the layer asks for.
-        fixed_shapes: Cut the rows as `services.engine.hf.attention` says.
+        given: The layer's arguments.
+        fixed_shapes: Split the rows into calls of fixed shapes, see the module's docstring.
 
     Returns:
         [1, rows, num_heads, value_dim].
@@ -215,7 +215,7 @@ def attend(batch: Batch, layer: int, given: LayerInput, *, fixed_shapes: bool = 
         if fixed_shapes:
             _attend_in_parts(segment, given, keys, values, output)
             continue
-        # Heads of a group share keys and values: their rows are stacked instead of copying those.
+        # Heads of a group share keys and values: stack their rows instead of copying keys and values.
         queries = given.query[0, :, here].reshape(num_kv_heads, -1, key_dim)
         mask = batch.mask(index, given.window, queries.device)
         if mask is not None:
@@ -266,7 +266,7 @@ def _explicit_attention(
     sinks: Tensor | None,
     given: LayerInput,
 ) -> Tensor:
-    """Attention [kv_heads, stacked rows, value_dim] with what SDPA does not know, softmax in float32."""
+    """Attention [kv_heads, stacked rows, value_dim] with softcap and sinks, softmax in float32."""
     scores = torch.matmul(queries, keys.transpose(1, 2)).mul_(given.scale)
     if given.softcap is not None:
         scores = torch.tanh(scores / given.softcap) * given.softcap

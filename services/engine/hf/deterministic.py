@@ -1,22 +1,22 @@
-"""Deterministic mode: a token's logits do not depend, to the last bit, on what else is in a step.
+"""Deterministic mode: a token's logits are bit-identical whatever else is in a step.
 
 With `load_engine(..., deterministic=True)` the same tokens give bit-identical logits alone and in a batch,
-one by one, in chunks of any size, as a proposal of any gamma and as nodes of a tree. So the tokens drawn
-do not depend on gamma, the drafter or the load, not even where two logits are within rounding.
+one by one, in chunks of any size, as a proposal of any gamma and as nodes of a tree. So the drawn tokens do
+not depend on gamma, the drafter or the load, even if two logits differ by no more than rounding.
 
-The compiled kernel (`services.engine.native`) is like that in any mode: every sum of a row runs over the same
-numbers in the same order. On the general path matrix products, sums and elementwise functions choose kernels,
-and so roundings, by shape; the mode fixes what a row meets: attention goes in the shapes of
-`services.engine.hf.attention`, products go through oneDNN's kernels with `FixedRows`, which treat a row alike
-whatever their number, and steps are filled up to whole vectors of rows. Nothing of this is promised by the
-libraries. Therefore every load in this mode feeds 80 positions in these ways, and refuses the model when a
-bit differs.
+The compiled kernel (`services.engine.native`) is deterministic in any mode: every sum of a row runs over the
+same numbers in the same order. On the general path matrix products, sums and elementwise functions choose
+kernels, and so roundings, by shape. The mode fixes the shapes: attention calls have those of
+`services.engine.hf.attention`, `FixedRows` computes products with oneDNN's kernels, which treat a row alike
+whatever the number of rows, and steps are padded to whole vectors of rows. The libraries guarantee none of
+this. Therefore every load in this mode feeds 80 positions in these ways, and refuses the model if a bit
+differs.
 
-Where it ends: float32 on a CPU with one arithmetic thread; anything else is refused. It says nothing about
-two machines, or two versions of torch, agreeing. Measured on an AMD EPYC 9004 (AVX-512) with torch 2.13,
-hundreds of positions: Llama, Mistral, Qwen2 and Qwen3 (kernel and general path), Mixtral, Gemma2, Gemma3,
-Phi3, GPT-2, GPT-NeoX, OPT, DeepSeek-V3 and GPT-OSS (general path; experts one by one, which is slow, and only
-with intermediate sizes that are multiples of 32).
+Limits: float32 on a CPU with one arithmetic thread; anything else is refused. Results may differ between
+machines and versions of torch. Measured on an AMD EPYC 9004 (AVX-512) with torch 2.13, hundreds of positions:
+Llama, Mistral, Qwen2 and Qwen3 (kernel and general path), Mixtral, Gemma2, Gemma3, Phi3, GPT-2, GPT-NeoX,
+OPT, DeepSeek-V3 and GPT-OSS (general path; experts one by one, which is slow, and only with intermediate
+sizes that are multiples of 32).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from services.engine.core.model import LoadedModel
 
 __all__ = ["ROW_MULTIPLE", "FixedRows", "check_covered"]
 
-# Rows of a step on the general path come in multiples of this.
+# Steps on the general path are padded to a multiple of this many rows.
 ROW_MULTIPLE = 32
 _MIN_PRODUCT_ROWS = 16
 
 
 def check_covered(loaded: LoadedModel) -> None:
-    """Refuse what deterministic mode does not cover, and choose experts that loop over plain products.
+    """Refuse models that deterministic mode does not cover; switch experts to a loop of plain products.
 
     Raises:
         UnsupportedModelError: Not float32, not on a CPU, or more than one thread.
@@ -58,9 +58,9 @@ def check_covered(loaded: LoadedModel) -> None:
 
 
 class FixedRows(TorchFunctionMode):
-    """Sends products of rows with a matrix through oneDNN, in whose kernels a row does not depend on others.
+    """Computes products of rows with a matrix by oneDNN, in whose kernels a row does not depend on others.
 
-    The exception are very few rows, which are filled up.
+    That does not hold for very few rows, which are therefore padded.
     """
 
     def __torch_function__(
@@ -70,7 +70,7 @@ class FixedRows(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Replace products of rows with a matrix, leave everything else alone."""
+        """Replace products of rows with a matrix; call all other functions unchanged."""
         if func is F.linear:
             return _product(*args, **(kwargs or {}))
         if func in _MATMULS and not kwargs and args[1].ndim == 2 and args[0].ndim >= 2:

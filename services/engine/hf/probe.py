@@ -1,4 +1,4 @@
-"""What a model's layers do with our attention function, found by one small forward at load."""
+"""Probes how a model's layers call the engine's attention function, with one small forward at load."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class ModelLayout:
     Attributes:
         num_layers: Number of layers, all with attention.
         vocab_size: Size of the logits; token ids lie below it.
-        kv_heads: Key heads of the layer that has most.
-        kv_dim: Length of a key and its value together, in the layer where they are longest.
+        kv_heads: Largest number of key heads of a layer.
+        kv_dim: Length of a key and its value together, the maximum over layers.
         windows: Sliding window of each layer, None for full attention.
         layer_of: Index of each attention module's layer, by id of the module.
     """
@@ -57,7 +57,7 @@ class _Call:
 
 @contextmanager
 def handling(handler: LayerCall) -> Iterator[None]:
-    """Let `handler` compute the attention of forwards in this thread."""
+    """Use `handler` for the attention of forwards in this thread."""
     active.handler = handler
     try:
         yield
@@ -67,10 +67,10 @@ def handling(handler: LayerCall) -> Iterator[None]:
 
 @torch.no_grad()
 def probe_model(loaded: LoadedModel) -> ModelLayout:
-    """Switch the model to our attention and check that every layer goes through it as expected.
+    """Switch the model to the engine's attention and check that every layer calls it as expected.
 
     Raises:
-        UnsupportedModelError: A layer does not, or asks for something we do not follow.
+        UnsupportedModelError: A layer does not, or passes unsupported arguments.
     """
     calls: list[_Call] = []
 

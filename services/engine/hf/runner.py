@@ -1,4 +1,4 @@
-"""The general path: any supported transformers model, one packed forward with our attention inside."""
+"""The general path: any supported transformers model, one packed forward with the engine's attention."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class TransformersRunner:
     """Runs steps through the transformers model itself.
 
     Args:
-        loaded: The model, switched to our attention.
-        layout: What the probe found.
-        fixed_shapes: Results must not depend on what else is in the step; see `deterministic`.
+        loaded: The model, switched to the engine's attention.
+        layout: Result of the probe.
+        fixed_shapes: Results must not depend on the rest of the step; see `deterministic`.
     """
 
     def __init__(self, loaded: LoadedModel, layout: ModelLayout, *, fixed_shapes: bool = False) -> None:
@@ -49,7 +49,7 @@ class TransformersRunner:
         return logits
 
     def _fixed_forward(self, batch: Batch) -> Tensor:
-        # Elementwise functions take other code for what is left over from whole vectors.
+        # Elementwise functions use different code for the remainder after whole vectors.
         fill = [0] * (-len(batch.token_ids) % ROW_MULTIPLE)
         with FixedRows():
             logits = self._run(batch, batch.token_ids + fill, batch.positions + fill, {})

@@ -1,1 +1,1 @@
-"""A forward of Llama-like models on one CPU core, compiled: `kernel.c` and what feeds it."""
+"""A compiled forward of Llama-like models on one CPU core: `kernel.c` and its Python bindings."""

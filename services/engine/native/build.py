@@ -1,7 +1,7 @@
 """Compiles the kernel: one shared library for each instruction set.
 
-Workers compile what they need when they first load a model, see `services.engine.native.library`. Images are
-given the libraries when they are built:
+Workers compile the library they need when they first load a model, see `services.engine.native.library`.
+Image builds compile all libraries:
 
     python -m services.engine.native.build            # next to kernel.c
     python -m services.engine.native.build --out DIR
@@ -38,7 +38,7 @@ SOURCES = ("kernel.c", "attention.h")
 BASELINE = "baseline"
 TIMEOUT_S = 300
 
-# They decide the order of floating-point operations: other flags would give other bits.
+# These affect the order of floating-point operations: other flags would change results in the last bits.
 _FLAGS = ("-std=gnu11", "-O3", "-DNDEBUG", "-fwrapv", "-ffp-contract=fast", "-fvisibility=hidden")
 _LIBRARY_FLAGS = ("-fPIC", "-shared")
 
@@ -64,8 +64,8 @@ class Compiler:
     """A C compiler.
 
     Attributes:
-        command: The command, with options of its own if `$CC` has some.
-        version: First line of what it says of itself.
+        command: The command, with the options in `$CC`, if any.
+        version: First line of its `--version` output.
     """
 
     command: tuple[str, ...]
@@ -73,7 +73,7 @@ class Compiler:
 
 
 def find_compiler() -> Compiler | None:
-    """Return the C compiler of this environment, None where there is none."""
+    """Return the C compiler of this environment, None if there is none."""
     chosen = shlex.split(os.environ.get("CC", ""))
     for command in [chosen] if chosen else [["cc"], ["gcc"], ["clang"]]:
         path = shutil.which(command[0])
@@ -95,7 +95,7 @@ def find_library(folder: Path, variant: str, compiler: Compiler | None = None) -
     Args:
         folder: Where to look.
         variant: A name of `VARIANTS`.
-        compiler: The compiler that built it; None takes what any one built.
+        compiler: The compiler that built it; None accepts any compiler.
     """
     if compiler is not None:
         path = folder / _file_name(variant, compiler)
@@ -104,7 +104,7 @@ def find_library(folder: Path, variant: str, compiler: Compiler | None = None) -
 
 
 def compile_library(folder: Path, variant: str, compiler: Compiler) -> Path:
-    """Compile a variant into a folder and return the library, which appears there whole or not at all.
+    """Compile a variant into a folder and return the library; the file is created atomically.
 
     Raises:
         KernelBuildError: The compiler failed, or the folder cannot be written to.

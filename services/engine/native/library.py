@@ -1,8 +1,8 @@
-"""Finding or compiling the kernel for this processor.
+"""Finds or compiles the kernel for this processor.
 
-A library next to `kernel.c` is taken first (images are built with one), then one of the cache folder; else
-the kernel is compiled into that folder, once for all processes of the machine. Names carry a hash of the
-sources, flags and compiler, so that a change of any of them compiles anew.
+A library next to `kernel.c` is preferred (images contain one), then one in the cache folder; otherwise the
+kernel is compiled into that folder, once for all processes of the machine. File names contain a hash of the
+sources, flags and compiler, so that a change of any of them causes a recompilation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from services.engine.native.build import (
 
 __all__ = ["MAX_GUESSES", "Kernel", "load_kernel", "open_kernel", "top_k_tokens"]
 
-# By what torch calls the processor's instruction set.
+# By torch's name of the processor's instruction set.
 _VARIANTS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
 
 _log = logging.getLogger(__name__)
@@ -45,9 +45,9 @@ class Kernel:
     """The kernel of this process.
 
     Attributes:
-        library: Its functions; None where there is none.
-        variant: The instruction set that it was compiled for; empty where there is none.
-        reason: Why there is none; empty otherwise.
+        library: Its functions; None without a kernel.
+        variant: The instruction set that it was compiled for; empty without a kernel.
+        reason: Why there is no kernel; empty otherwise.
     """
 
     library: ctypes.CDLL | None
@@ -59,7 +59,7 @@ def load_kernel(cache_dir: str = "") -> Kernel:
     """Return the kernel for this processor; the first call finds or compiles it.
 
     Args:
-        cache_dir: Folder of compiled kernels; empty: that of GAMMARAY_KERNEL_CACHE, else of the user's cache.
+        cache_dir: Folder of compiled kernels; empty: GAMMARAY_KERNEL_CACHE, else in the user's cache folder.
     """
     global _loaded
     if _loaded is None:
@@ -104,7 +104,7 @@ def _library(variant: str, cache_dir: str) -> Path:
         raise KernelBuildError("no C compiler")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Workers that start together wait for the first one instead of compiling the same.
+        # Workers that start at the same time wait for the first one instead of compiling the same library.
         with FileLock(folder / f".{variant}.lock", timeout=2 * TIMEOUT_S):
             return find_library(folder, variant, compiler) or _compiled(folder, variant, compiler)
     except Timeout:
@@ -124,7 +124,7 @@ def _compiled(folder: Path, variant: str, compiler: Compiler) -> Path:
 
 
 def _cache_folder(cache_dir: str) -> Path:
-    # A model that is loaded without a worker, by a benchmark for instance, has no settings.
+    # A model loaded without a worker, for example by a benchmark, has no settings.
     chosen = cache_dir or os.environ.get("GAMMARAY_KERNEL_CACHE", "")
     if chosen:
         return Path(chosen)
@@ -139,8 +139,8 @@ def top_k_tokens(scores: Tensor, count: int, temperature: float) -> list[tuple[i
     """Return the tokens with the largest scores and their shares of sum exp(score / temperature), best first.
 
     Args:
-        scores: [vocab_size], float32 or float64; -inf where a token cannot be.
-        count: How many, at most `MAX_GUESSES` and the size of the vocabulary.
+        scores: [vocab_size], float32 or float64; -inf for masked tokens.
+        count: Number of tokens, at most `MAX_GUESSES` and the size of the vocabulary.
         temperature: Above 0.
     """
     library = load_kernel().library if scores.is_cpu and scores.is_contiguous() else None

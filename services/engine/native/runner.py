@@ -1,4 +1,4 @@
-"""Steps through the kernel: one call, during which Python's lock is free."""
+"""Runs steps with the kernel: one call, which releases the GIL."""
 
 from __future__ import annotations
 
@@ -39,16 +39,18 @@ class NativeRunner:
     def chain(
         self, batch: Batch, noise: Tensor | None, scale: float, stop: c_int32
     ) -> tuple[list[int], Tensor]:
-        """Feed a chain row by row, each the token that is drawn behind the one before; see `Engine.chain`.
+        """Feed a chain row by row, each the token with the largest score after the one before.
+
+        See `Engine.chain`.
 
         Args:
-            batch: One chain, of whose tokens only the first counts; the logits of all are wanted.
+            batch: One chain of which only the first token is used; it must request the logits of all rows.
             noise: [rows, vocab_size] float64, added to the logits times `scale`; None for the logits alone.
             scale: One over the temperature.
-            stop: Set in another thread, it ends the chain with the row under way.
+            stop: If another thread sets it, the chain ends after the current row.
         """
         self._make_room(1, max(batch.positions))
-        noise = None if noise is None else noise.contiguous()  # rows of some vocabularies are padded
+        noise = None if noise is None else noise.contiguous()  # for some vocabulary sizes the rows are padded
         logits, numbers, arguments, _pointed_to = self._laid_out(batch)
         count = self.model.kernel.gr_chain(
             byref(self.model.weights),
@@ -61,7 +63,7 @@ class NativeRunner:
         return numbers[:count].tolist(), logits[:count]
 
     def _laid_out(self, batch: Batch) -> tuple[Tensor, NDArray[np.int32], BatchArguments, object]:
-        """Return the logits to be filled, all integers, the arguments, and what else these point to."""
+        """Return the logits to be filled, all integers, the arguments, and other memory these point to."""
         rows = len(batch.token_ids)
         wanted = range(rows) if batch.logit_rows is None else batch.logit_rows
         logits = torch.empty(len(wanted), self.model.vocab_size)
@@ -72,7 +74,7 @@ class NativeRunner:
                 for s in batch.segments
             )
         )
-        # One array for all integers: few calls, and one owner to keep until the kernel is done.
+        # One array for all integers: few calls, and one owner to keep alive until the kernel returns.
         numbers = np.fromiter(
             chain(batch.token_ids, batch.positions, num_chain, offsets, wanted, path), dtype=np.int32
         )
@@ -105,11 +107,11 @@ class NativeRunner:
 
 
 def _paths(batch: Batch) -> tuple[list[int], list[int], list[int]]:
-    """Where each row's path lies.
+    """Return the slots of each row's path.
 
     Returns:
-        By row, how many of its positions lie in the slots of the same number; by row, where in the third list
-        its further slots begin; those slots.
+        Per row, how many of its positions are in the slots of the same number; per row, where in the third
+        list its further slots begin; those slots.
     """
     num_chain: list[int] = []
     offsets: list[int] = []

@@ -1,7 +1,7 @@
 """Weights of Llama-like models, laid out for `kernel.c`.
 
-Query, key and value rows are one matrix, gate and up another. Weights that bfloat16 holds without loss, as
-nearly all published ones, keep half the bytes; others stay float32. Either way the arithmetic is float32's.
+Query, key and value rows are one matrix, gate and up another. Weights that bfloat16 represents without loss,
+as nearly all published ones, are stored as bfloat16; others as float32. The arithmetic is always float32.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from services.engine.native.library import load_kernel
 __all__ = ["NativeModel", "build_native", "native_obstacle", "pack_panels"]
 
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-# Largest head the kernel keeps in registers and on its stack.
+# Largest head dimension that the kernel keeps in registers and on its stack.
 _MAX_HEAD_DIM = 256
 
 
 @dataclass
 class NativeModel:
-    """A model as the kernel sees it.
+    """A model, laid out for the kernel.
 
     Attributes:
         kernel: The compiled functions.
-        weights: Its structure; points into `kept`.
+        weights: The kernel's structure; points into `kept`.
         vocab_size: Number of logits.
         head_dim: Length of a head.
-        rotary: Gives cos and sin.
+        rotary: Computes cos and sin.
         max_context: Positions lie below it.
         kept: Owners of the memory that `weights` points to.
     """
@@ -48,7 +48,7 @@ class NativeModel:
 
     def rotation(self, count: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin [positions, head_dim / 2] of the first `count` positions of the context."""
-        # Past the model's context some kinds of rotation would change for all positions.
+        # Past the model's context some kinds of rotary embedding would change for all positions.
         positions = torch.arange(min(count, self.max_context))[None]
         cos, sin = self.rotary(torch.zeros(1, dtype=torch.float32), positions)
         half = self.head_dim // 2
@@ -56,10 +56,10 @@ class NativeModel:
 
 
 def native_obstacle(loaded: LoadedModel, kernel_cache: str = "") -> str:
-    """Return why the kernel does not run a model; empty where it does.
+    """Return why the kernel cannot run a model; empty if it can.
 
-    It covers Llama, Mistral, Qwen2 and Qwen3 in float32 on a CPU. It is looked for, and compiled if need be,
-    only where it covers the model.
+    It covers Llama, Mistral, Qwen2 and Qwen3 in float32 on a CPU. The library is searched, and compiled if
+    necessary, only for a covered model.
 
     Args:
         loaded: The model.
@@ -82,12 +82,12 @@ def native_obstacle(loaded: LoadedModel, kernel_cache: str = "") -> str:
 
 @torch.no_grad()
 def build_native(loaded: LoadedModel, windows: Sequence[int | None], vocab_size: int) -> NativeModel:
-    """Lay out the weights of a model for which `native_obstacle` has none.
+    """Lay out the weights of a model for which `native_obstacle` is empty.
 
     Args:
         loaded: The model.
         windows: Sliding window of each layer, None for full attention.
-        vocab_size: How many logits are served.
+        vocab_size: Number of logits to compute.
     """
     library = load_kernel().library
     assert library is not None
@@ -119,11 +119,11 @@ def pack_panels(weight: Tensor, panel: int, lanes: int) -> Tensor:
 
     Args:
         weight: The matrix.
-        panel: Outputs side by side.
-        lanes: Of a vector; bfloat16 panels pair up vectors, see `kernel.c`.
+        panel: Outputs per panel.
+        lanes: Lanes of a vector; bfloat16 panels interleave pairs of vectors, see `kernel.c`.
 
     Returns:
-        bfloat16 where that loses nothing, else float32.
+        bfloat16 if that is lossless, else float32.
     """
     outputs, inputs = weight.shape
     missing = -outputs % panel
@@ -149,7 +149,7 @@ class _Packer:
         return copy.data_ptr()
 
     def matrix(self, parts: Sequence[tuple[Tensor, Tensor | None]]) -> MatrixWeights:
-        """One matrix of the outputs of several."""
+        """Concatenate the outputs of several matrices into one."""
         weight = torch.cat([part.float() for part, _ in parts])
         panels = pack_panels(weight, self.panel, self.lanes)
         self.kept.append(panels)

@@ -1,9 +1,9 @@
-"""Masks, logit bias and penalties: what a session's parameters change of the logits, kept between cycles.
+"""Masks, logit bias and penalties: edits of the logits by a session's parameters, kept between cycles.
 
 Token ids arrive as Python sequences of up to the size of the vocabulary, and the engine's thread serves all
 tenants. `LogitEdits` therefore converts them once per session. Penalties depend on the tokens so far: their
-counts are kept for the committed tokens and extended by each row's own path in every cycle. What is stored
-grows with the token ids that the session itself holds, at most some 70 bytes for each.
+counts are kept for the committed tokens and extended by each row's own path in every cycle. Memory grows with
+the token ids of the session, by at most about 70 bytes for each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gammaray.types import Proposal, SamplingParams
 __all__ = ["LogitEdits", "row_paths"]
 
 _MAX_LOGIT = 1e8
-# From this share of the vocabulary on, whole rows are faster and no larger than the ids that matter.
+# Above this share of the vocabulary, whole rows are faster and no larger than lists of ids.
 _WIDE_SHARE = 0.125
 
 
@@ -51,8 +51,8 @@ class LogitEdits:
         device: Where the logits are.
 
     Raises:
-        InvalidArgumentError: The masks leave no token. It does not depend on the position: masks that would
-            leave none while `min_tokens` holds are refused from the start.
+        InvalidArgumentError: The masks leave no token. This does not depend on the position: masks that leave
+            none while `min_tokens` applies are always refused.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LogitEdits:
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:
-        """Return whether logits depend on masks, bias or the tokens before them."""
+        """Return whether logits depend on masks, bias or preceding tokens."""
         return bool(
             params.allowed_token_ids
             or params.banned_token_ids
@@ -85,7 +85,7 @@ class LogitEdits:
         )
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Take the committed tokens, prompt included; those seen before are not read again.
+        """Update to the committed tokens, prompt included; tokens seen before are not read again.
 
         Tokens that were replaced since the last call must have been dropped with `truncate`.
         """
@@ -124,7 +124,7 @@ class LogitEdits:
 
 
 class _Mask:
-    """The tokens that allow and ban lists mask: their ids, or those of the others where these are fewer."""
+    """The tokens masked by allow and ban lists: stored as their ids, or those of all others if fewer."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class _Mask:
         masked[_array(params.banned_token_ids)] = True
         _check_some_token_left(masked, eos)
         self._names_kept = 2 * int(masked.sum()) > vocab_size
-        # NOTE: indexes take a fifth of the time of a boolean mask, which is a branch for each token.
+        # NOTE: indexes take a fifth of the time of a boolean mask, which needs a branch for each token.
         token_ids = (masked != self._names_kept).nonzero()[0]
         self._token_ids = torch.from_numpy(token_ids).to(device)
 
@@ -151,7 +151,7 @@ class _Mask:
 
 
 class _Bias:
-    """The logit bias: ids and values, or a row of the vocabulary where they are many."""
+    """The logit bias: ids and values, or a row of the vocabulary if there are many."""
 
     def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device | str) -> None:
         token_ids = _array(params.logit_bias)
@@ -175,10 +175,10 @@ class _Bias:
 
 
 class _Penalties:
-    """Penalties, and which tokens stand in the prompt and how often each stands in the output.
+    """Penalties, which tokens the prompt contains, and how often the output contains each.
 
-    One column per token that occurred, in order of the ids; a column per token of the vocabulary where many
-    did, and then `_token_ids` is None.
+    One column per token that occurred, in order of the ids; if many did, one column per token of the
+    vocabulary, and `_token_ids` is None.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class _Penalties:
     ) -> None:
         self._params, self._device = params, device
         self._prompt_length, self._vocab_size = prompt_length, vocab_size
-        # Rounded to 0 it would make 0 / 0 of a logit of 0.
+        # A factor rounded to 0 would turn a logit of 0 into 0 / 0.
         self._factor = max(np.float32(params.repetition_penalty), np.finfo(np.float32).smallest_subnormal)
         self._clear()
 
@@ -202,7 +202,7 @@ class _Penalties:
         """Count tokens that follow those counted so far."""
         num_prompt = max(0, min(len(tokens), self._prompt_length - self._num_prompt))
         prompt, output = tokens[:num_prompt], tokens[num_prompt:]
-        if prompt and self._params.repetition_penalty != 1:  # the others ask for the output alone
+        if prompt and self._params.repetition_penalty != 1:  # the other penalties count only the output
             columns, _ = self._columns(prompt)
             self._in_prompt[columns] = True
             self._factors[columns] = self._factor
@@ -214,7 +214,7 @@ class _Penalties:
         self._output += output
 
     def truncate(self, length: int) -> int:
-        """Forget tokens from `length` on; return how many are still counted: none after a cut prompt."""
+        """Forget tokens from `length` on; return how many are still counted: 0 if the prompt was cut."""
         if length < self._prompt_length:
             self._clear()
             return 0
@@ -237,7 +237,7 @@ class _Penalties:
         if params.repetition_penalty != 1:
             # Positive logits are divided by the factor and others multiplied, which is the smaller of the two
             # for a factor above 1 and the larger one below; 1 changes no bit.
-            # NOTE: `torch.where` takes eight times as long, for it is a branch for each token.
+            # NOTE: `torch.where` takes eight times as long, because it branches for each token.
             torch.div(scores, factors, out=spare)
             scores.mul_(factors)
             if self._factor > 1:
@@ -277,7 +277,7 @@ class _Penalties:
         return token_ids, counts, factors
 
     def _columns(self, tokens: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the columns of the distinct tokens, made where they lack, and how often each occurs."""
+        """Return the columns of the distinct tokens, creating missing ones, and how often each occurs."""
         found, amounts = np.unique(_array(tokens), return_counts=True)
         if self._token_ids is None:
             return found, amounts
@@ -295,7 +295,7 @@ class _Penalties:
         return found, amounts
 
     def _widen(self, token_ids: NDArray[np.int64]) -> None:
-        """Go over to a column per token of the vocabulary."""
+        """Switch to a column per token of the vocabulary."""
         narrow = self._in_prompt, self._counts, self._factors
         self._in_prompt = np.zeros(self._vocab_size, np.bool_)
         self._counts = np.zeros(self._vocab_size, np.float32)
@@ -308,7 +308,7 @@ class _Penalties:
 def _places(
     token_ids: NDArray[np.int64], found: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return where `found` stand or would stand in the ordered `token_ids`, and which of them lack there."""
+    """Return the indices at which `found` are or belong in the sorted `token_ids`, and which are missing."""
     places = np.searchsorted(token_ids, found)
     is_new = np.ones(len(found), np.bool_)
     inside = places < len(token_ids)

@@ -1,12 +1,12 @@
-"""The processed distribution: what the target samples from, and so what speculation must not change.
+"""The processed distribution, from which the target samples and which speculation must not change.
 
-Draft and target, plain and speculative decoding all go through `processed_log_probs`. The order is pinned,
-since changing it changes the distribution: masks, bias and penalties (`services.engine.sampling.edits`),
-temperature, min-p, top-k, top-p, softmax. Tokens on a node's own path count as output, so that row r is right
-for exactly the continuations in which it is consulted.
+Draft and target, plain and speculative decoding all use `processed_log_probs`. The order is fixed, since
+changing it changes the distribution: masks, bias and penalties (`services.engine.sampling.edits`),
+temperature, min-p, top-k, top-p, softmax. Tokens on a node's own path count as output, so that row r is
+correct for exactly the continuations for which it is used.
 
-Each row is a function of its own logits and path alone: no reduction crosses rows, and the order in which a
-row is summed does not depend on how many there are. Hence the tokens do not depend on gamma.
+Each row is a function of its own logits and path only: no reduction crosses rows, and the order in which a
+row is summed does not depend on the number of rows. Hence the tokens do not depend on gamma.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from services.engine.sampling.edits import LogitEdits
 
 __all__ = ["edited_logits", "processed_log_probs"]
 
-# A temperature this small divides any logits difference out of reach; smaller ones would divide 0 by 0.
+# Lower bound: at this temperature the best token already has all probability; smaller ones would give 0 / 0.
 _MIN_TEMPERATURE = 1e-30
 # Probabilities are summed as integers, which is exact and therefore independent of the order of summation.
 _MASS_UNIT = 2.0**40
@@ -40,7 +40,7 @@ def processed_log_probs(
     Args:
         logits: [rows, vocab_size]. Not changed.
         params: Sampling parameters, validated against the vocabulary.
-        edits: Masks, bias and penalties, which follow the committed tokens; None where `params` has none.
+        edits: Masks, bias and penalties, updated to the committed tokens; None if `params` has none.
         paths: For each row, the tokens between the committed ones and the row, as of `row_paths`.
 
     Returns:
@@ -66,14 +66,14 @@ def edited_logits(
 ) -> Tensor:
     """Return the logits after masks, bias and penalties, the first half of `processed_log_probs`.
 
-    At temperature 0 their best token, the lowest id on ties, is all that counts.
+    At temperature 0 only their best token counts, the lowest id on ties.
     """
     return logits.float() if edits is None else edits.apply(logits, paths)
 
 
 def _point_mass(logits: Tensor) -> Tensor:
     best, token_ids = logits.max(dim=-1, keepdim=True)
-    # 0, but not a number where the best logit is none: a broken model must not pass for a certain one.
+    # 0, or NaN if the best logit is not finite, so that a broken model is detected.
     return torch.full_like(logits, -torch.inf).scatter_(-1, token_ids, best - best)
 
 
@@ -89,7 +89,7 @@ def _keep_top_k(logits: Tensor, top_k: int) -> Tensor:
 
 
 def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
-    """Keep the most likely tokens, up to and with the one at which their mass reaches `top_p`."""
+    """Keep the most likely tokens, up to and including the one at which their mass reaches `top_p`."""
     most = logits.amax(dim=-1, keepdim=True)
     needed = _mass(logits, most).sum(dim=-1, keepdim=True).double() * top_p
     size = min(_USUAL_NUCLEUS, logits.shape[-1])
@@ -106,14 +106,14 @@ def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
 def _descending(logits: Tensor) -> Tensor:
     if logits.device.type != "cpu":
         return logits.sort(dim=-1, descending=True).values
-    # NOTE: numpy's vectorised sort takes a sixth of torch's time, which also orders the ids.
+    # NOTE: numpy's vectorised sort takes a sixth of the time of torch's, which also sorts the ids.
     return torch.from_numpy(np.sort(logits.numpy(), axis=-1)).flip(-1)
 
 
 def _num_within(ordered: Tensor, most: Tensor, needed: Tensor) -> Tensor:
     """Return [rows, 1]: of tokens in descending order, how many have less than `needed` before them."""
     mass = _mass(ordered, most)
-    # At least one, also where the logits are not numbers: whoever consults the row will find out.
+    # At least one, even if the logits are NaN, which is detected when the row is used.
     return ((mass.cumsum(dim=-1) - mass).double() < needed).sum(dim=-1, keepdim=True).clamp(min=1)
 
 

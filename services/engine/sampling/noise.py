@@ -1,4 +1,4 @@
-"""Counter-based noise: every random number of a session is a pure function of its seed and its place.
+"""Counter-based noise: every random number of a session is a pure function of seed and counter.
 
 The generator is Philox4x32-10 (Salmon et al., SC 2011). With key = the 64-bit seed and counter = [index,
 position, c2, c3], the four output words serve indexes 4 * index ... 4 * index + 3; a word w becomes the
@@ -8,17 +8,17 @@ Streams, disjoint because the low byte of c3 differs:
 
 | stream | c2 | c3 | used for |
 |---|---|---|---|
-| 0 | sample index | 0 | the race that draft and target share (coupled verification) |
+| 0 | sample index | 0 | the Gumbel-max draw that draft and target share (coupled verification) |
 | 1 | base position of the cycle | sample index * 256 + 1 | the draft's own draws (rejection, naive) |
 | 2 | 0 | sample index * 256 + 2 | acceptance tests (rejection) |
 | 3 | sample index | 3 | corrections and bonus tokens (rejection), the target's own draws (naive) |
 
-The draft's draws carry the base position because the same position is drafted again after a rejection, and
-must then be drawn afresh.
+The draft's draws depend on the base position because the same position is drafted again after a rejection,
+and must then be drawn independently.
 
 Cost: one row takes about 20 ns per token id of the vocabulary on one CPU core (40 us for 2,048 ids, 3 ms
-for 152,000), plus some 300 us per block of rows. Rows are computed in blocks of positions ahead and kept,
-so that a cycle pays only for the positions it moves on; what is kept is bounded in bytes.
+for 152,000), plus about 300 us per block of rows. Rows are computed ahead in blocks of positions and cached,
+so that a cycle computes only the positions by which it advances; the cache is bounded in bytes.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tup
     """Return the four output words of Philox4x32-10.
 
     Args:
-        counter: Four int64 tensors with values in [0, 2^32), of shapes that broadcast. Keeping constant words
-            small makes the first rounds nearly free.
+        counter: Four int64 tensors with values in [0, 2^32), of shapes that broadcast. Small tensors for
+            constant words make the first rounds nearly free.
         seed: The key, in [0, 2^64).
 
     Returns:
@@ -86,14 +86,14 @@ def exponential(
     stream: int = _SHARED,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Return standard exponential noise E(t, v) = -log1p(-u), precise for small values, which decide races.
+    """Return standard exponential noise E(t, v) = -log1p(-u), precise for small values, which decide draws.
 
     Args:
         seed: Key, in [0, 2^64).
         start: First absolute position.
         count: Number of positions.
         vocab_size: Number of token ids.
-        sample_index: Which of several samples for one seed.
+        sample_index: Index among several samples for one seed.
         stream: 0 or 3, see the table above.
         device: Where to compute. Devices may differ in the last bit of the logarithm.
 
@@ -105,7 +105,7 @@ def exponential(
     words = philox4x32(
         (
             torch.arange(groups, device=device)[None, :],
-            # A block may begin before position 0; those rows are never asked for.
+            # A block may begin before position 0; those rows are never used.
             torch.arange(start, start + count, device=device)[:, None] & _MASK,
             scalar[:1],
             scalar[1:],
@@ -124,9 +124,9 @@ class Noise:
 
     Args:
         seed: Key, in [0, 2^64).
-        sample_index: Which of several samples for one prompt and seed, in [0, 2^24).
+        sample_index: Index among several samples for one prompt and seed, in [0, 2^24).
         vocab_size: Number of token ids.
-        device: Where the rows live.
+        device: Device of the rows.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Noise:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows that are kept."""
+        """Bytes of the cached rows."""
         return self._shared.num_bytes + self._residual.num_bytes
 
     def gumbel(self, start: int, count: int) -> Tensor:
@@ -154,7 +154,7 @@ class Noise:
         return self._shared.rows(start, count)
 
     def independent_gumbel(self, start: int, count: int) -> Tensor:
-        """Return [count, vocab_size] float64 noise that the draft never sees (stream 3); read only."""
+        """Return [count, vocab_size] float64 noise that the draft does not use (stream 3); read only."""
         return self._residual.rows(start, count)
 
     def residual_gumbel(self, position: int) -> Tensor:
@@ -173,7 +173,7 @@ class Noise:
 
 
 class _GumbelRows:
-    """Rows of one stream, computed in blocks of positions and kept up to a number of bytes."""
+    """Rows of one stream, computed in blocks of positions and cached up to a number of bytes."""
 
     def __init__(
         self, seed: int, sample_index: int, stream: int, vocab_size: int, device: torch.device | str
@@ -202,7 +202,7 @@ class _GumbelRows:
         return rows[offset : offset + count]
 
     def _block(self, index: int) -> Tensor:
-        # Re-inserting keeps the dictionary in order of last use.
+        # Reinsert the block, so that the dictionary stays in order of last use.
         block = self._blocks.pop(index, None)
         if block is None:
             assert self._origin is not None

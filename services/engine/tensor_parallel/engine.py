@@ -1,18 +1,18 @@
-"""An engine whose model is spread over several devices: tensor parallelism of transformers, one rank each.
+"""An engine whose model is sharded over several devices: tensor parallelism of transformers, one rank each.
 
 Rank 0 is the worker's own process: it owns the sessions, the scheduler and the gRPC server. The others are
-child processes (`services.engine.tensor_parallel.rank_main`) with an engine of their own for their share of
-the heads.
+child processes (`services.engine.tensor_parallel.rank_main`), each with an engine for its share of the heads.
 
-Rank 0 tells them each step before it takes it itself, with what happened to the caches since the last one
-(rollbacks, tree paths, forks, releases). Caches grow, evict and refuse by rules that depend on nothing else,
-so all ranks do the same; the sums over devices happen inside the model's forward.
+Rank 0 sends them each step before running it itself, together with the cache operations since the last one
+(rollbacks, tree paths, forks, releases). Growth, eviction and refusal of caches depend on nothing else, so
+all ranks do the same; the sums over devices happen inside the model's forward.
 
-When a rank dies, or a forward fails on any of them, they may no longer agree: the engine is lost, says so
-with EngineLostError, and the worker ends, to be started anew.
+When a rank dies, or a forward fails on any of them, the ranks' states may differ: the engine is lost, raises
+EngineLostError, and the worker ends and must be restarted.
 
-Sums over devices are rounded in another order than on one, so logits differ in the last bits (by some 1e-5 in
-float32). A token that wins by less may be another one than on one device: a tie, as between any two batches.
+Sums over devices are rounded in a different order than on one, so logits differ in the last bits (by about
+1e-5 in float32). A token that wins by less may differ from that on one device: a tie, as between any two
+batches.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ __all__ = ["ParallelEngine", "build_rank", "check_parallel"]
 
 
 def check_parallel(model: str, num_ranks: int, device: str) -> None:
-    """Check a model's heads and plan, and this machine's devices.
+    """Check a model's heads and tensor-parallel plan, and this machine's devices.
 
     Args:
         model: Directory or hub name.
-        num_ranks: Devices to spread it over.
+        num_ranks: Number of devices.
         device: "auto", "cpu" or "cuda".
 
     Raises:
-        InvalidArgumentError: Heads do not divide, or there are too few devices.
-        UnsupportedModelError: transformers does not say how to share this architecture.
+        InvalidArgumentError: Heads are not divisible by `num_ranks`, or there are too few devices.
+        UnsupportedModelError: transformers has no tensor-parallel plan for this architecture.
         NotFoundError: There is no such model.
     """
     config = load_config(model).get_text_config()
@@ -74,7 +74,7 @@ def check_parallel(model: str, num_ranks: int, device: str) -> None:
         )
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_devices and device == "cpu":
-        # transformers takes the accelerator where there is one.
+        # transformers uses the accelerator if there is one.
         raise InvalidArgumentError("device", device, "auto or cuda with tensor_parallel on this machine")
     if num_devices and num_ranks > num_devices:
         raise InvalidArgumentError(
@@ -89,10 +89,10 @@ Operation = tuple[str, tuple[Any, ...]]
 
 
 class ParallelEngine(Engine):
-    """Rank 0; build it with `load_parallel`. One per process, used by one thread, closed at the end."""
+    """Rank 0; built by `load_parallel`. One per process, used by one thread; must be closed."""
 
     _ranks: Ranks
-    _pending: list[Operation] | None = None  # None while it loads: each rank does that by itself
+    _pending: list[Operation] | None = None  # None while loading, which each rank does by itself
 
     @classmethod
     def load_parallel(
@@ -110,7 +110,7 @@ class ParallelEngine(Engine):
 
         Args:
             model: Directory or hub name.
-            num_ranks: Devices to spread it over; at least 2.
+            num_ranks: Number of devices; at least 2.
             device: "auto", "cpu" or "cuda".
             dtype: As for `services.engine.loader.load_engine`.
             threads: Arithmetic threads of each rank.
@@ -119,9 +119,9 @@ class ParallelEngine(Engine):
 
         Raises:
             InvalidArgumentError: The model's heads cannot be shared evenly, or there are too few devices.
-            UnsupportedModelError: It cannot be served exactly so; the reason is in the error.
+            UnsupportedModelError: It cannot be served exactly in this way; the reason is in the error.
             NotFoundError: There is no such model.
-            FailedPreconditionError: There is a parallel engine in this process already.
+            FailedPreconditionError: This process already has a parallel engine.
             EngineLostError: A rank failed to start.
         """
         check_parallel(model, num_ranks, device)
@@ -149,10 +149,10 @@ class ParallelEngine(Engine):
         """Run one forward on all ranks, see `Engine.step`.
 
         Raises:
-            EngineLostError: A rank is gone or failed; nothing can be done with this engine any more.
+            EngineLostError: A rank ended or failed; the engine cannot be used any more.
         """
         if feeds and self._pending is not None:
-            # A step that is refused is told too: it counts for which session was used last.
+            # Refused steps are sent, too, because they change which session was used last.
             self._ranks.send((self._pending, list(feeds)))
             self._pending = []
         return super().step(feeds, within)
@@ -174,7 +174,7 @@ class ParallelEngine(Engine):
         self._on_all_ranks(super().release, session_id)
 
     def retain(self, session_id: str, salt: str) -> None:
-        """See `Engine.retain`; the other ranks, too, do it with the next step."""
+        """See `Engine.retain`; the other ranks do the same with the next step."""
         self._on_all_ranks(super().retain, session_id, salt)
 
     def forget(self, session_id: str) -> None:
@@ -190,22 +190,22 @@ class ParallelEngine(Engine):
         self._on_all_ranks(super().limit_cache, num_bytes)
 
     def check(self) -> None:
-        """Look whether the other ranks still run.
+        """Check that the other ranks still run.
 
         Raises:
-            EngineLostError: One does not.
+            EngineLostError: A rank has ended.
         """
         reason = self._ranks.why_lost()
         if reason:
             raise EngineLostError(reason)
 
     def close(self) -> None:
-        """End the other ranks; the engine is of no use afterwards."""
+        """End the other ranks; the engine cannot be used afterwards."""
         self._ranks.stop()
         leave_group()
 
     def _on_all_ranks(self, method: Callable[..., None], *arguments: Any) -> None:
-        method(*arguments)  # what is refused here is not told
+        method(*arguments)  # if this raises, the operation is not sent
         if self._pending is not None:
             self._pending.append((method.__name__, arguments))
 
@@ -220,7 +220,7 @@ class ParallelEngine(Engine):
 
 
 def build_rank(spec: RankSpec, engine_class: type[EngineT]) -> EngineT:
-    """Load this rank's share of the model; all ranks call it at the same time.
+    """Load this rank's share of the model; all ranks must call this at the same time.
 
     Returns:
         An engine of `engine_class`, checked against the model's own forward.

@@ -1,6 +1,6 @@
 """A rank other than 0: `python -m services.engine.tensor_parallel.rank_main FD RANK`, started by rank 0.
 
-Does what comes through the pipe until that is closed, and then ends at once, in the middle of a step too.
+Runs the orders received through the pipe. When the pipe is closed it exits immediately, even during a step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Order = tuple[Sequence[tuple[str, tuple[Any, ...]]], Sequence[SequenceInput]]
 
 
 def main(descriptor: int, rank: int) -> None:
-    """Join the group, load, and follow."""
+    """Join the group, load the model, and run orders."""
     from services.engine.tensor_parallel.engine import build_rank
 
     pipe: Connection[Any, Any] = Connection(descriptor)
@@ -34,16 +34,16 @@ def main(descriptor: int, rank: int) -> None:
     engine = build_rank(spec, Engine)
     pipe.send(READY)
     while True:
-        operations, feeds = orders.get()  # the reader ends the process when there will be none
+        operations, feeds = orders.get()  # the reader thread ends the process when the pipe is closed
         follow(engine, operations, feeds)
 
 
 def follow(
     engine: Engine, operations: Sequence[tuple[str, tuple[Any, ...]]], feeds: Sequence[SequenceInput]
 ) -> None:
-    """Do to this rank's caches what rank 0 did to its own, and take the step.
+    """Apply rank 0's cache operations to this rank's caches, and run the step.
 
-    A step that rank 0 refuses is refused here too, for the same reason, and that is that.
+    A step that rank 0 refuses is refused here for the same reason, and the error is ignored.
     """
     for name, arguments in operations:
         getattr(engine, name)(*arguments)
@@ -54,7 +54,7 @@ def follow(
 
 
 def _read(pipe: Connection[Any, Any], spec: RankSpec, orders: queue.SimpleQueue[_Order]) -> None:
-    """Queue the orders; when rank 0 is gone nobody needs this process, whatever it is waiting for."""
+    """Queue the orders; end the process when rank 0 has ended, whatever it is waiting for."""
     while True:
         try:
             orders.put(pipe.recv())

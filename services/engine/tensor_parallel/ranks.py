@@ -35,11 +35,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RankSpec:
-    """What every rank must know; see `ParallelEngine.load_parallel`.
+    """Parameters of all ranks; see `ParallelEngine.load_parallel`.
 
     Attributes:
-        meeting: A file by which the ranks find each other, for as long as they live; private, so that nobody
-            else joins.
+        meeting: File store through which the ranks find each other; in a private folder, so that no other
+            process can join.
     """
 
     model: str
@@ -52,7 +52,7 @@ class RankSpec:
     meeting: str
 
     def forget_meeting(self) -> None:
-        """Remove the file; every rank does, at its end, so that none is left whoever dies first."""
+        """Remove the file and its folder; every rank does when it ends, so that no file is left over."""
         shutil.rmtree(Path(self.meeting).parent, ignore_errors=True)
 
 
@@ -62,20 +62,20 @@ def meeting_place() -> str:
 
 
 def check_alone() -> None:
-    """Check that this process is in no group yet: torch knows one per process.
+    """Check that this process has not joined a group: torch supports one per process.
 
     Raises:
-        FailedPreconditionError: It is.
+        FailedPreconditionError: It has.
     """
     if dist.is_initialized():
         raise FailedPreconditionError("this process already takes part in a parallel model")
 
 
 def join_group(spec: RankSpec, rank: int) -> None:
-    """Make this process one of the ranks; returns when all are there.
+    """Make this process one of the ranks; returns when all have joined.
 
     Raises:
-        torch.distributed.DistError: The others did not come in time.
+        torch.distributed.DistError: The others did not join in time.
     """
     is_gpu = torch.cuda.is_available()
     if is_gpu:
@@ -83,7 +83,7 @@ def join_group(spec: RankSpec, rank: int) -> None:
     # transformers and gloo read these.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(spec.num_ranks))
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else on the network need reach the ranks
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks need not be reachable from the network
     dist.init_process_group(
         "nccl" if is_gpu else "gloo",
         # Documented, but torch's own types do not export it.
@@ -96,13 +96,13 @@ def join_group(spec: RankSpec, rank: int) -> None:
 
 
 def leave_group() -> None:
-    """Forget the group, if there is one."""
+    """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 STARTED, READY = "started", "ready"
-"""What a rank says when it can join the group, and when it has loaded its share."""
+"""Messages of a rank when it can join the group, and when it has loaded its share."""
 
 _STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.2
@@ -112,7 +112,7 @@ class Ranks:
     """Ranks 1 and up.
 
     Args:
-        spec: What they are told.
+        spec: Parameters sent to them.
     """
 
     def __init__(self, spec: RankSpec) -> None:
@@ -144,15 +144,15 @@ class Ranks:
             theirs.close()
             ranks._processes.append(process)
             ranks._pipes.append(ours)
-            with suppress(OSError):  # it is gone already: `wait` tells
+            with suppress(OSError):  # it has already ended: `wait` reports it
                 ours.send(spec)
         return ranks
 
     def wait(self, state: str) -> None:
-        """Wait until every rank says that it has come so far.
+        """Wait until every rank reports `state`.
 
         Raises:
-            EngineLostError: One failed, or was late.
+            EngineLostError: A rank failed or timed out.
         """
         deadline = time.monotonic() + self._spec.timeout_s
         for rank, pipe in enumerate(self._pipes, start=1):
@@ -167,10 +167,10 @@ class Ranks:
                 raise EngineLostError(self.why_lost() or f"rank {rank} ended before it was {state}")
 
     def send(self, order: object) -> None:
-        """Give all ranks an order.
+        """Send an order to all ranks.
 
         Raises:
-            EngineLostError: One is gone.
+            EngineLostError: A rank has ended.
         """
         reason = self.why_lost()
         if reason:
@@ -182,14 +182,14 @@ class Ranks:
             raise EngineLostError(self.why_lost() or f"a rank takes no orders: {error}") from error
 
     def why_lost(self) -> str:
-        """Return which rank ended, and how; empty while all run."""
+        """Return which rank ended, with its exit status; empty while all run."""
         for rank, process in enumerate(self._processes, start=1):
             if process.poll() is not None:
                 return f"rank {rank} (process {process.pid}) ended with status {process.returncode}"
         return ""
 
     def stop(self) -> None:
-        """End them all: first by closing their pipes, then by force."""
+        """End all ranks: first by closing their pipes, then by killing them."""
         for pipe in self._pipes:
             pipe.close()
         deadline = time.monotonic() + _STOP_TIMEOUT_S
