@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 __all__ = ["Client"]
 
 _Result = TypeVar("_Result")
+
+_WAKE_S = 0.5
+"""How often a waiting call wakes, in seconds. If the system delivers SIGINT to another thread, the main thread
+raises KeyboardInterrupt only when it runs again."""
 
 
 class Client:
@@ -163,7 +168,12 @@ class Client:
             raise RuntimeError("the client is closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return future.result()
+            while True:
+                try:
+                    return future.result(_WAKE_S)
+                except FutureTimeoutError:
+                    if future.done():  # by now, or with a TimeoutError of its own
+                        return future.result()
         except BaseException:
             future.cancel()  # Ctrl-C while waiting; no effect if the coroutine itself failed
             raise

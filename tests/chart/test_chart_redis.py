@@ -15,6 +15,7 @@ import redis
 from chart_helpers import EVERYTHING, NAME, container, environment, groups, passing_pods, pods, render
 
 from gammaray.config import DraftSettings, OrchestratorSettings
+from orchestrator.launcher.preflight import free_ports
 
 PASSWORDS = [
     "plain",
@@ -28,9 +29,8 @@ MIB = 2**20
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    (port,) = free_ports("127.0.0.1", 1)
+    return port
 
 
 def binary():

@@ -23,6 +23,7 @@ from scripted_workers import until, until_so
 from workers_helpers import Link, propose_block, running, verify_block
 
 from gammaray.config import DraftSettings, TargetSettings
+from orchestrator.launcher.preflight import free_ports
 from services.process.main import run
 
 pytestmark = [
@@ -47,9 +48,8 @@ def redis_port(tmp_path):
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    (port,) = free_ports("127.0.0.1", 1)
+    return port
 
 
 @contextmanager
