@@ -30,8 +30,8 @@ __all__ = ["Client"]
 _Result = TypeVar("_Result")
 
 _WAKE_S = 0.5
-"""How often a waiting call wakes, in seconds. If the system delivers SIGINT to another thread, the main thread
-raises KeyboardInterrupt only when it runs again."""
+"""How often a waiting call wakes, in seconds. If another thread receives SIGINT, the main thread raises
+KeyboardInterrupt only when it runs again."""
 
 
 class Client:
