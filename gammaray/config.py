@@ -391,7 +391,7 @@ class OrchestratorSettings(_ServingSettings):
     )
     api_keys_file: str = Field(
         "",
-        description="Key file of `gammaray keys`; empty asks nobody for a key. Read again when it changes.",
+        description="Key file of `gammaray keys`; empty: no key is required. Read again when it changes.",
     )
     allowed_hosts: str = Field(
         "",
@@ -405,7 +405,7 @@ class OrchestratorSettings(_ServingSettings):
     probe_key_sha256: str = Field(
         "",
         pattern=r"^([0-9a-f]{64})?$",
-        description="SHA-256 of one more key, for whoever watches over the cluster.",
+        description="SHA-256 of one more key, which the launcher uses to watch the cluster.",
     )
 
 
@@ -479,7 +479,8 @@ class ClusterSettings(_ModelSettings):
         description="Address of both APIs; one that others reach needs api_keys_file, or no_auth.",
     )
     api_keys_file: str = Field(
-        "", description="Key file of `gammaray keys`; every caller must have a key of it. Empty: nobody must."
+        "",
+        description="Key file of `gammaray keys`; callers need a key of it. Empty: none is required.",
     )
     no_auth: bool = Field(False, description="Serve other machines without asking anybody for a key.")
     allowed_hosts: str = Field(

@@ -321,7 +321,7 @@ ENGINE = (
     Metric(
         *("gammaray.worker.cache.retained", Kind.GAUGE, "By", BOTH_WORKERS),
         "KV cache that sessions left when they ended, beside what is in use: for others that begin alike, "
-        "until somebody needs the room.",
+        "until the room is needed.",
         "sum by (role) (gammaray_worker_cache_retained_bytes)",
         "KV cache retained by role.",
         labels=("role",),

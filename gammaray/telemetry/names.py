@@ -257,7 +257,7 @@ SPANS: Final = (
     ),
     Span(
         *(SPAN_PROPOSE, "internal", "orchestrator", SPAN_CYCLE),
-        "The same without a draft worker: prompt lookup, or nobody was there.",
+        "The same without a draft worker: prompt lookup, or no drafter was available.",
     ),
     Span(
         *(SPAN_PROPOSE, "server", "draft", SPAN_PROPOSE),
@@ -267,7 +267,7 @@ SPANS: Final = (
     ),
     Span(
         *(SPAN_PROPOSE, "consumer", "draft", SPAN_PROPOSE),
-        "One such notice, from its arrival at the draft worker until it was read; nobody waits for it.",
+        "One such notice, from its arrival at the draft worker until it was read; no call waits for it.",
         (*_BLOCK, GAMMA, DRAFT_AHEAD_HIT),
         (ERROR_TYPE,),
     ),

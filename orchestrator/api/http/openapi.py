@@ -470,7 +470,7 @@ def _headers() -> list[Schema]:
         header(
             TIMEOUT_HEADER,
             {"type": "integer", "minimum": 1, "maximum": MAX_TIMEOUT_MS},
-            "Milliseconds after which nobody waits for the answer; what runs then is ended.",
+            "Deadline of the request in milliseconds; work that still runs then is cancelled.",
         ),
         header(
             PRIORITY_HEADER,
