@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
 from gammaray.config import OrchestratorSettings
@@ -24,6 +25,7 @@ from orchestrator.access.admission import Admission
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.cycle.handover import SessionHandover
 from orchestrator.cycle.pipeline import run_cycles
+from orchestrator.cycle.types import Cycle
 from orchestrator.drafting.factory import Drafting
 from orchestrator.drafting.fallback import FallbackDrafter
 from orchestrator.sessions.leases import LeaseManager
@@ -36,8 +38,9 @@ from orchestrator.storage.keys import StoreBounds
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.storage.session_store import RedisStore
 from orchestrator.storage.trace_store import RedisTraceStore
-from orchestrator.telemetry.metrics import OrchestratorMeter, metered
-from orchestrator.telemetry.tracing import Tracing, traced
+from orchestrator.telemetry.cycle_log import CycleLog
+from orchestrator.telemetry.metrics import OrchestratorMeter
+from orchestrator.telemetry.tracing import RequestSpan, Tracing
 from orchestrator.text.tokenizer import Tokenizer, resolve_model, served_name
 from orchestrator.workers.fleet import Fleet
 from orchestrator.workers.session_client import session_spec
@@ -50,7 +53,7 @@ _log = logging.getLogger(__name__)
 SETTLE_S = 3.0
 """Seconds that `start` waits for known workers to connect."""
 
-HERITAGE_PERIOD = 4
+HANDOVER_PERIOD = 4
 """Cycles between two writes of a session's handover."""
 
 
@@ -125,12 +128,15 @@ class Orchestrator:
         return orchestrator
 
     @property
+    def plain_cycle_s(self) -> float | None:
+        """Estimated seconds of a cycle at gamma 0; None while unknown."""
+        return self._drafting.plain_cycle_s
+
+    @property
     def num_requests(self) -> int:
         """Number of running and waiting requests."""
         return self.admission.num_running + self.admission.num_waiting
 
-    @metered
-    @traced
     async def generate(
         self, request: GenerationRequest, caller: Caller = ANONYMOUS
     ) -> AsyncGenerator[Chunk, None]:
@@ -145,87 +151,67 @@ class Orchestrator:
             UnavailableError: No target worker or no Redis.
             DeadlineExceededError: A verification took too long.
         """
-        await check_request(
-            request,
-            model_name=self.model_name,
-            vocab_size=self.vocab_size,
-            max_prompt_bytes=self._settings.max_prompt_bytes,
-            max_context=self.tokenizer.max_context,
-        )
-        async with self.admission.place(caller):
+        async with contextlib.AsyncExitStack() as stack:
+            meter = stack.enter_context(self.meter.request(request))
+            span = await stack.enter_async_context(self.tracing.request(request, caller))
+
+            def deliver(chunk: Chunk) -> Chunk:
+                chunk = replace(chunk, session_id=caller.public(chunk.session_id)) if caller.tenant else chunk
+                meter.deliver(chunk)
+                span.deliver(chunk)
+                return chunk
+
+            await check_request(
+                request,
+                model_name=self.model_name,
+                vocab_size=self.vocab_size,
+                max_prompt_bytes=self._settings.max_prompt_bytes,
+                max_context=self.tokenizer.max_context,
+            )
+            await stack.enter_async_context(self.admission.place(caller))
             self._fit_context()
             opened = await self._opener.open(request, self.max_context, caller)
-            opened.session.deadline = caller.deadline
-            async with contextlib.aclosing(self._stream(opened)) as chunks:
-                async for chunk in chunks:
-                    if caller.tenant:
-                        chunk = replace(chunk, session_id=caller.public(chunk.session_id))
-                    yield chunk
+            session, progress = opened.session, self._progress(opened)
+            session.deadline = caller.deadline
+            stack.enter_context(self._owning(opened, progress))
+            async with contextlib.aclosing(opened.replay(progress)) as missed:
+                async for chunk in missed:
+                    yield deliver(chunk)
+            if session.finish_reason is not None:
+                return
+            turn = stack.enter_context(self._turn(opened, progress, span))
+            cycles = await stack.enter_async_context(contextlib.aclosing(turn.run_cycles()))
+            try:
+                async for cycle in cycles:
+                    yield deliver(turn.chunk(cycle))
+            except CancelledError as error:
+                yield deliver(turn.cancelled(error))
 
-    async def _stream(self, opened: OpenSession) -> AsyncGenerator[Chunk, None]:
-        """Yield the committed tokens that the client lacks, then those that new cycles emit."""
-        session, handover = opened.session, opened.handover
-        progress = ChunkBuilder(session, self.tokenizer, opened.offset, handover.counters, handover.elapsed_s)
-        has_ended = False
+    def _progress(self, opened: OpenSession) -> ChunkBuilder:
+        handover = opened.handover
+        return ChunkBuilder(
+            opened.session, self.tokenizer, opened.offset, handover.counters, handover.elapsed_s
+        )
+
+    @contextlib.contextmanager
+    def _owning(self, opened: OpenSession, progress: ChunkBuilder) -> Iterator[None]:
+        """Renew the session's lease inside the block; detach the session if its turn has not ended then."""
         try:
-            with self.leases.holding(session):
-                async with contextlib.aclosing(opened.replay(progress)) as missed:
-                    async for chunk in missed:
-                        yield chunk
-                if session.finish_reason is None:
-                    async with contextlib.aclosing(self._run(opened, progress)) as chunks:
-                        async for chunk in chunks:
-                            has_ended = chunk.finish_reason is not None
-                            yield chunk
+            with self.leases.holding(opened.session):
+                yield
         finally:
-            if opened.ended is None and not has_ended:
-                self.leases.let_go(session)
+            if opened.ended is None and not progress.has_ended:
+                self.leases.let_go(opened.session)
 
-    async def _run(self, opened: OpenSession, progress: ChunkBuilder) -> AsyncGenerator[Chunk, None]:
+    def _turn(self, opened: OpenSession, progress: ChunkBuilder, span: RequestSpan) -> _RunningTurn:
         settings, session = self._settings, opened.session
         spec = session_spec(session, self.tokenizer.eos_token_ids, shares_caches=settings.prefix_caching)
-        ladder = self._drafting.ladder(session, opened.request, spec)
+        drafter = self._drafting.ladder(session, opened.request, spec)
         verifier = RemoteVerifier(
             self.fleet.targets, spec, timeout_s=settings.verify_timeout_s, wait_s=settings.worker_wait_s
         )
-        ladder.recall(opened.handover)
-        verifier.prefer(session, opened.handover.target)
-        fenced = FencedVerifier(verifier, self.store.renew)
-        cycle_log = self.tracing.cycle_log(session, self._in_background)
-        cycles = run_cycles(session, ladder, fenced, self.store, cycle_log.watch(ladder))
-        try:
-            with cycle_log:
-                async with contextlib.aclosing(cycles):
-                    async for cycle in cycles:
-                        cycle_log.stored()
-                        plain_cycle_s = self._drafting.plain_cycle_s
-                        self.meter.cycle(cycle, plain_cycle_s)
-                        if cycle.finish_reason is not None:
-                            self._free(opened, ladder, verifier)
-                        chunk = progress.chunk(cycle, plain_cycle_s)
-                        if progress.counters.cycles % HERITAGE_PERIOD == 1:
-                            session.state = _handover(progress, ladder, verifier).to_bytes()
-                        yield chunk
-        except CancelledError:
-            yield progress.piece((), "", FinishReason.CANCELLED)
-        except NotFoundError:  # deleted; workers may have received its tokens again since they dropped it
-            self.fleet.release(session.session_id, session.epoch, forget=True)
-            raise
-        finally:
-            session.state = _handover(progress, ladder, verifier).to_bytes()
-            ladder.release(session)
-            verifier.release(session)
-
-    def _free(self, opened: OpenSession, ladder: FallbackDrafter, verifier: RemoteVerifier) -> None:
-        """Free the workers' caches of an ended turn, now or after the request's `keep_cache_s`."""
-        session, keep_s = opened.session, opened.request.keep_cache_s
-        if keep_s > 0:
-            ladder.leave(session)
-            verifier.leave(session)
-            self.leases.release_later(session, keep_s)
-        else:
-            ladder.release(session)
-            verifier.release(session)
+        cycle_log = self.tracing.cycle_log(session, span, self._in_background)
+        return _RunningTurn(self, opened, progress, drafter, verifier, cycle_log)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, with the special tokens that the tokenizer prepends.
@@ -289,11 +275,96 @@ class Orchestrator:
         task.add_done_callback(self._tasks.discard)
 
 
-def _handover(progress: ChunkBuilder, ladder: FallbackDrafter, verifier: RemoteVerifier) -> SessionHandover:
-    return SessionHandover(
-        counters=progress.counters,
-        elapsed_s=progress.elapsed_s,
-        acceptance=ladder.acceptance,
-        target=verifier.address,
-        draft=ladder.draft_address,
-    )
+class _RunningTurn:
+    """Runs the cycles of one turn and makes chunks of them; a context manager.
+
+    Leaving the block stores the handover with the next commit, releases the session on its workers and
+    flushes the cycle log.
+
+    Args:
+        service: The orchestrator.
+        opened: The session, after its replay.
+        progress: Makes the chunks.
+        drafter: Proposes, and chooses gamma.
+        verifier: Verifies.
+        cycle_log: Log of the cycles.
+    """
+
+    def __init__(
+        self,
+        service: Orchestrator,
+        opened: OpenSession,
+        progress: ChunkBuilder,
+        drafter: FallbackDrafter,
+        verifier: RemoteVerifier,
+        cycle_log: CycleLog,
+    ) -> None:
+        self._service, self._session, self._request = service, opened.session, opened.request
+        self._progress, self._cycle_log = progress, cycle_log
+        self._drafter, self._verifier = drafter, verifier
+        self._error: BaseException | None = None
+        drafter.recall(opened.handover)
+        verifier.prefer(opened.session, opened.handover.target)
+
+    def run_cycles(self) -> AsyncGenerator[Cycle, None]:
+        """Return the iterator of the turn's cycles."""
+        store = self._service.store
+        return run_cycles(
+            self._session,
+            self._drafter,
+            FencedVerifier(self._verifier, store.renew),
+            store,
+            self._drafter,
+            self._cycle_log.observe,
+        )
+
+    def chunk(self, cycle: Cycle) -> Chunk:
+        """Count a stored cycle and return its chunk."""
+        self._cycle_log.stored()
+        plain_cycle_s = self._service.plain_cycle_s
+        self._service.meter.cycle(cycle, plain_cycle_s)
+        if cycle.finish_reason is not None:
+            self._end_caches()
+        chunk = self._progress.chunk(cycle, plain_cycle_s)
+        if self._progress.counters.cycles % HANDOVER_PERIOD == 1:
+            self._session.state = self._handover()
+        return chunk
+
+    def cancelled(self, error: CancelledError) -> Chunk:
+        """Return the last chunk of a turn that was cancelled."""
+        self._error = error
+        return self._progress.piece((), "", FinishReason.CANCELLED)
+
+    def _end_caches(self) -> None:
+        """Free the workers' caches of an ended turn, now or after the request's `keep_cache_s`."""
+        session, keep_s = self._session, self._request.keep_cache_s
+        if keep_s > 0:
+            self._drafter.leave(session)
+            self._verifier.leave(session)
+            self._service.leases.release_later(session, keep_s)
+        else:
+            self._drafter.release(session)
+            self._verifier.release(session)
+
+    def _handover(self) -> bytes:
+        return SessionHandover(
+            counters=self._progress.counters,
+            elapsed_s=self._progress.elapsed_s,
+            acceptance=self._drafter.acceptance,
+            target=self._verifier.address,
+            draft=self._drafter.draft_address,
+        ).to_bytes()
+
+    def __enter__(self) -> _RunningTurn:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        session = self._session
+        self._cycle_log.finish(error or self._error)
+        if isinstance(error, NotFoundError):  # deleted; workers may have received its tokens again since
+            self._service.fleet.release(session.session_id, session.epoch, forget=True)
+        session.state = self._handover()
+        self._drafter.release(session)
+        self._verifier.release(session)

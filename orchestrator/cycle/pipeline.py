@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 from gammaray.aio import end_tasks
-from gammaray.types import TokenOrigin
 from orchestrator.cycle.protocols import Drafter, GammaController, SessionStore, Verifier
 from orchestrator.cycle.run import run_cycle
 from orchestrator.cycle.session import Session
-from orchestrator.cycle.types import Cycle, TokenLogprobs
+from orchestrator.cycle.types import Cycle
 
 __all__ = ["run_cycles"]
 
 
 async def run_cycles(
-    session: Session, drafter: Drafter, verifier: Verifier, store: SessionStore, controller: GammaController
+    session: Session,
+    drafter: Drafter,
+    verifier: Verifier,
+    store: SessionStore,
+    controller: GammaController,
+    on_cycle: Callable[[Cycle], None] | None = None,
 ) -> AsyncGenerator[Cycle, None]:
     """Yield the session's cycles up to the last one, each after its tokens are stored.
 
@@ -26,59 +30,65 @@ async def run_cycles(
     So the next cycle starts before that is done; at most one cycle runs ahead of the consumer. Closing the
     iterator cancels it.
 
+    Args:
+        session: The session, at its last committed token.
+        drafter: Proposes.
+        verifier: Verifies.
+        store: Stores the tokens of each cycle.
+        controller: Chooses the shape of each proposal.
+        on_cycle: Called with each cycle when it has run, before it is stored.
+
     Raises:
-        GammarayError: A cycle failed; the cycles before it were yielded.
+        GammarayError: A cycle or its write failed; the cycles before it were yielded.
     """
-    ahead = _Ahead(store)
-    work = ahead.run(session, drafter, verifier, controller)
-    running = asyncio.create_task(work, name=f"cycles of session {session.session_id}")
-    running.add_done_callback(ahead.end)
+    queue = _CycleQueue()
+
+    async def run() -> None:
+        is_over = False
+        while not is_over:
+            cycle = await run_cycle(session, drafter, verifier, controller)
+            if on_cycle is not None:
+                on_cycle(cycle)
+            # The write reads the session in this call, before the next cycle changes it.
+            write = store.append(session, cycle.token_ids, cycle.origins, cycle.logprobs)
+            is_over = cycle.finish_reason is not None
+            await queue.put(cycle, write)
+
+    running = asyncio.create_task(run(), name=f"cycles of session {session.session_id}")
+    running.add_done_callback(queue.end)
     try:
-        while (cycle := await ahead.take()) is not None:
+        while (cycle := await queue.take()) is not None:
             yield cycle
         running.result()
     finally:
         await end_tasks(running)
-        ahead.close()
+        queue.close()
 
 
-class _Ahead:
-    """Runs cycles without a pause while the consumer keeps up; implements the SessionStore they write to.
+_Write = Coroutine[Any, Any, None]
 
-    If the consumer waits when a cycle ends, the cycle is queued without blocking, and the first block of the
-    next cycle is sent before this one's tokens are written: storing and delivering do not delay a cycle.
+
+class _CycleQueue:
+    """Passes cycles with their pending writes from the task that runs them to the consumer.
+
+    If the consumer waits when a cycle ends, `put` does not block, and the first block of the next cycle is
+    sent before this one's tokens are written: storing and delivering do not delay a cycle.
     """
 
-    def __init__(self, store: SessionStore) -> None:
-        self._store = store
+    def __init__(self) -> None:
         self._wanted = asyncio.Semaphore(0)
         self._found = asyncio.Event()
-        self._cycles: deque[tuple[Cycle, Coroutine[Any, Any, None]]] = deque()
-        self._write: Coroutine[Any, Any, None] | None = None
+        self._cycles: deque[tuple[Cycle, _Write]] = deque()
+        self._blocked: _Write | None = None
         self._is_over = False
 
-    async def run(
-        self, session: Session, drafter: Drafter, verifier: Verifier, controller: GammaController
-    ) -> None:
-        """Run cycles up to the one that ends the session."""
-        while not self._is_over:
-            cycle = await run_cycle(session, drafter, verifier, self, controller)
-            await self._wanted.acquire()
-            assert self._write is not None
-            self._cycles.append((cycle, self._write))
-            self._write, self._is_over = None, cycle.finish_reason is not None
-            self._found.set()
-
-    def append(
-        self,
-        session: Session,
-        token_ids: Sequence[int],
-        origins: Sequence[TokenOrigin],
-        logprobs: Sequence[TokenLogprobs] = (),
-    ) -> Coroutine[Any, Any, None]:
-        """Prepare the write, which `take` awaits later; return a no-op coroutine."""
-        self._write = self._store.append(session, token_ids, origins, logprobs)
-        return _nothing()
+    async def put(self, cycle: Cycle, write: _Write) -> None:
+        """Queue a cycle once the consumer has asked for it."""
+        self._blocked = write
+        await self._wanted.acquire()
+        self._blocked = None
+        self._cycles.append((cycle, write))
+        self._found.set()
 
     async def take(self) -> Cycle | None:
         """Return the next cycle after it is stored, or None after the last one or a failure."""
@@ -99,10 +109,6 @@ class _Ahead:
 
     def close(self) -> None:
         """Drop pending writes: their tokens were not delivered to a client."""
-        for write in [self._write, *(write for _, write in self._cycles)]:
+        for write in [self._blocked, *(write for _, write in self._cycles)]:
             if write is not None:
                 write.close()
-
-
-async def _nothing() -> None:
-    """Do nothing; stands in for a deferred write."""

@@ -1,6 +1,7 @@
 """One cycle: propose, verify, commit, adapt.
 
-This module does not depend on gRPC, Ray or Redis: drafter, verifier, store and controller are Protocols.
+This module does not depend on gRPC, Ray or Redis: drafter, verifier and controller are Protocols. The caller
+stores the tokens, see `orchestrator.cycle.pipeline`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import replace
 
 from gammaray.errors import GammarayError, InternalError, InvalidArgumentError
 from gammaray.types import DrafterKind, Proposal, TokenOrigin
-from orchestrator.cycle.protocols import Drafter, GammaController, SessionStore, Verifier
+from orchestrator.cycle.protocols import Drafter, GammaController, Verifier
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Cycle, Shape, Verdict, walk
 
@@ -23,30 +24,34 @@ EMPTY = Proposal()
 
 
 async def run_cycle(
-    session: Session, drafter: Drafter, verifier: Verifier, store: SessionStore, controller: GammaController
+    session: Session, drafter: Drafter, verifier: Verifier, controller: GammaController
 ) -> Cycle:
-    """Run one cycle, which emits at least one token, and return its result.
+    """Run one cycle, which commits at least one token to the session, and return its result.
 
-    The emitted tokens are stored when this returns. A failing drafter degrades the cycle to gamma 0, which
-    uses the same code path. Cancelling leaves the session unchanged or with whole tokens appended.
+    A failing drafter degrades the cycle to gamma 0, which uses the same code path. Cancelling leaves the
+    session unchanged.
 
     Raises:
-        GammarayError: The verifier or the store failed.
+        GammarayError: The verifier failed.
     """
     start, is_first = time.perf_counter(), session.num_emitted == 0
     shape = controller.next_shape().clipped(session.remaining - 1)  # the target emits one token itself
 
-    proposal = await _propose(session, drafter, shape) if shape.depth > 0 else EMPTY
-    draft_failed = proposal is None
+    proposal, draft_failed = EMPTY, False
+    if shape.depth > 0:
+        try:
+            proposal = _checked(session, await drafter.propose(session, shape), shape)
+        except GammarayError as error:
+            _log.debug("session %s goes on without a proposal: %s", session.session_id, error)
+            draft_failed = True
     proposed = time.perf_counter()
 
-    proposal, verdict = await _verify(session, verifier, EMPTY if proposal is None else proposal)
+    proposal, verdict = await _verify(session, verifier, proposal)
     verified = time.perf_counter()
 
     token_ids, origins = _emitted(session, proposal, verdict)
     kept = session.commit(token_ids)
     text = session.text.take(final=session.finish_reason is not None)
-    await store.append(session, token_ids[:kept], origins[:kept], verdict.logprobs[:kept])
 
     cycle = Cycle(
         gamma=shape.depth,
@@ -76,26 +81,21 @@ async def run_cycle(
     return cycle
 
 
-async def _propose(session: Session, drafter: Drafter, shape: Shape) -> Proposal | None:
-    """Return a proposal that may be verified, or None when the drafter failed."""
-    try:
-        proposal = await drafter.propose(session, shape)
-        _check_proposal(session, proposal, shape)
-    except GammarayError as error:
-        _log.debug("session %s goes on without a proposal: %s", session.session_id, error)
-        return None
-    if session.needs_draft_distributions or proposal.draft_distributions is None:
-        return proposal
-    return replace(proposal, draft_distributions=None)
+def _checked(session: Session, proposal: Proposal, shape: Shape) -> Proposal:
+    """Return a proposal as it is verified, without distributions that the session does not need.
 
-
-def _check_proposal(session: Session, proposal: Proposal, shape: Shape) -> None:
+    Raises:
+        InternalError: The proposal exceeds `shape`, or lacks the distributions that the session needs.
+    """
     if proposal.depth > shape.depth:
         raise InternalError(f"the drafter proposed {proposal.depth} levels, {shape.depth} were asked for")
     if len(proposal) > max(shape.depth, shape.max_nodes):
         raise InternalError(f"the drafter proposed {len(proposal)} nodes, asked for were {shape}")
-    if session.needs_draft_distributions and len(proposal) > 0 and proposal.draft_distributions is None:
-        raise InternalError("the drafter sent no draft distributions, which rejection verification needs")
+    if session.needs_draft_distributions:
+        if len(proposal) > 0 and proposal.draft_distributions is None:
+            raise InternalError("the drafter sent no draft distributions, which rejection verification needs")
+        return proposal
+    return proposal if proposal.draft_distributions is None else replace(proposal, draft_distributions=None)
 
 
 async def _verify(session: Session, verifier: Verifier, proposal: Proposal) -> tuple[Proposal, Verdict]:

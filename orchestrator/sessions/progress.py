@@ -31,6 +31,7 @@ class ChunkBuilder:
 
     Attributes:
         counters: Counters of the turn so far.
+        has_ended: Whether the last chunk of the turn was made.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class ChunkBuilder:
     ) -> None:
         self._session, self._tokenizer, self._offset = session, tokenizer, offset
         self.counters = counters or SpeculationCounters()
+        self.has_ended = False
         self._start = time.perf_counter() - elapsed_s
 
     @property
@@ -77,6 +79,7 @@ class ChunkBuilder:
         session.prompt_logprobs = None
         if finish_reason is None:
             return piece
+        self.has_ended = True
         usage = Usage(
             prompt_tokens=len(session.prompt),
             completion_tokens=self._offset,

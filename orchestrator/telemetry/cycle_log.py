@@ -11,14 +11,12 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol
 
 from gammaray.errors import GammarayError
 from gammaray.v1 import generation_service_pb2 as pb
-from orchestrator.cycle.protocols import GammaController
 from orchestrator.cycle.session import Session
-from orchestrator.cycle.types import Call, Cycle, Shape
+from orchestrator.cycle.types import Call, Cycle
 from orchestrator.telemetry.records import cycle_record, failed_record
 from orchestrator.telemetry.spans import CycleBundle, ReadingBundle, SessionTrace
 
@@ -97,21 +95,6 @@ class CycleLog:
         self._num_cycles = self._num_stored = 0
         self._flushed = time.perf_counter()
 
-    def __enter__(self) -> CycleLog:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.finish(error)
-
-    def watch(self, controller: GammaController) -> GammaController:
-        """Return a wrapper of the controller that also logs every observed cycle."""
-        return _Watched(controller, self)
-
     def call(self, role: str, address: str) -> Call:
         """Return the record of this cycle's call to a worker."""
         call = self._calls.get(role)
@@ -189,15 +172,3 @@ class CycleLog:
                 await self._store.append(session.session_id, session.epoch, answer.SerializeToString())
             except GammarayError as error:
                 _log.debug("records of session %s are lost: %s", session.session_id, error)
-
-
-class _Watched:
-    """A controller that also passes each cycle to a cycle log."""
-
-    def __init__(self, controller: GammaController, cycle_log: CycleLog) -> None:
-        self._controller, self._cycle_log = controller, cycle_log
-        self.next_shape: Callable[[], Shape] = controller.next_shape
-
-    def observe(self, cycle: Cycle) -> None:
-        self._controller.observe(cycle)
-        self._cycle_log.observe(cycle)

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
 from functools import partial
 from types import TracebackType
-from typing import Protocol, TypeVar, cast
 
 from gammaray.errors import GammarayError
 from gammaray.telemetry.meter import Counter, Meter
 from gammaray.types import Chunk, DrafterKind, FinishReason, GenerationRequest, SpeculationTotals, TokenOrigin
 from orchestrator.access.admission import Admission
-from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.cycle.types import Cycle
 from orchestrator.workers.fleet import Fleet
 
-__all__ = ["OrchestratorMeter", "RequestMeter", "metered"]
+__all__ = ["OrchestratorMeter", "RequestMeter"]
 
 _PARTS = ("draft", "target_queue", "target_step", "target_wire", "other")
 _GOOD = tuple(reason.value for reason in FinishReason)
@@ -194,32 +189,6 @@ class RequestMeter:
         shared.request_s.observe(time.perf_counter() - self._arrived)
         if self._num_later > 0:
             shared.per_token_s.observe((self._last - self._first) / self._num_later)
-
-
-class _Metered(Protocol):
-    """The interface that `metered` requires of the wrapped method's object."""
-
-    @property
-    def meter(self) -> OrchestratorMeter: ...
-
-
-MethodT = TypeVar("MethodT", bound=Callable[..., AsyncGenerator[Chunk, None]])
-
-
-def metered(method: MethodT) -> MethodT:
-    """Wrap a generating method to count its requests, latencies and outcomes."""
-
-    @functools.wraps(method)
-    async def generate(
-        self: _Metered, request: GenerationRequest, caller: Caller = ANONYMOUS
-    ) -> AsyncGenerator[Chunk, None]:
-        with self.meter.request(request) as meter:
-            async with aclosing(method(self, request, caller)) as chunks:
-                async for chunk in chunks:
-                    meter.deliver(chunk)
-                    yield chunk
-
-    return cast(MethodT, generate)
 
 
 def _split(parts: tuple[Counter, ...], cycle: Cycle) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, Status, StatusCode, get_current_span
@@ -19,7 +17,7 @@ from gammaray.errors import GammarayError
 from gammaray.telemetry import names as t
 from gammaray.telemetry.otel import Telemetry
 from gammaray.types import Chunk, FinishReason, GenerationRequest
-from orchestrator.access.caller import ANONYMOUS, Caller
+from orchestrator.access.caller import Caller
 from orchestrator.cycle.session import Session
 from orchestrator.storage.trace_store import RedisTraceStore
 from orchestrator.telemetry.cycle_log import CycleLog
@@ -28,38 +26,46 @@ from orchestrator.telemetry.spans import SessionTrace
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-__all__ = ["Tracing", "traced"]
+__all__ = ["RequestSpan", "Tracing"]
 
 _log = logging.getLogger(__name__)
 
 _PROPAGATOR = TraceContextTextMapPropagator()
-_CURRENT: ContextVar[SessionTrace | None] = ContextVar("gammaray_trace", default=None)
 
 
-class _Traced(Protocol):
-    """The interface that `traced` requires of the wrapped method's object."""
+class RequestSpan:
+    """The span of one generation.
 
-    @property
-    def tracing(self) -> Tracing: ...
-
-
-MethodT = TypeVar("MethodT", bound=Callable[..., AsyncGenerator[Chunk, None]])
-
-
-def traced(method: MethodT) -> MethodT:
-    """Wrap a generating method in a span per call.
-
-    Without an exporter the wrapper returns the method's own iterator.
+    Args:
+        trace: Trace of the session; None when it is not sampled, then nothing is recorded.
     """
 
-    @functools.wraps(method)
-    def generate(
-        self: _Traced, request: GenerationRequest, caller: Caller = ANONYMOUS
-    ) -> AsyncGenerator[Chunk, None]:
-        chunks = method(self, request, caller)
-        return self.tracing.follow(request, caller, chunks) if self.tracing.is_on else chunks
+    def __init__(self, trace: SessionTrace | None) -> None:
+        self.trace = trace
+        self._last: Chunk | None = None
 
-    return cast(MethodT, generate)
+    def deliver(self, chunk: Chunk) -> None:
+        """Note a chunk before it is delivered."""
+        self._last = chunk
+
+    def end(self, error: BaseException | None) -> None:
+        """Set the final attributes from the last chunk or the error of the generation, and end the span."""
+        if self.trace is None:
+            return
+        span: Span = self.trace.span
+        last = self._last
+        span.set_attribute(t.CYCLES, self.trace.num_cycles)
+        if last is not None and last.finish_reason is not None:
+            span.set_attribute(t.FINISH_REASONS, [last.finish_reason.value])
+        elif isinstance(error, (GeneratorExit, asyncio.CancelledError)):
+            span.set_attribute(t.FINISH_REASONS, [FinishReason.CANCELLED.value])
+        elif error is not None:
+            span.set_attribute(t.ERROR_TYPE, type(error).__name__)
+            span.set_status(Status(StatusCode.ERROR, str(error)))
+        if last is not None and last.usage is not None:
+            span.set_attribute(t.INPUT_TOKENS, last.usage.prompt_tokens)
+            span.set_attribute(t.OUTPUT_TOKENS, last.usage.completion_tokens)
+        span.end()
 
 
 class Tracing:
@@ -77,40 +83,31 @@ class Tracing:
         self._tracer, self._processor = telemetry.tracer, telemetry.processor
         self._store, self._model_name = store, model_name
 
-    async def follow(
-        self, request: GenerationRequest, caller: Caller, chunks: AsyncGenerator[Chunk, None]
-    ) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks inside a span that ends after the last of them."""
-        async with aclosing(chunks):
-            trace = await self._begin(request, caller)
-            _CURRENT.set(trace)
-            if trace is None:
-                async for chunk in chunks:
-                    yield chunk
-                return
-            last: Chunk | None = None
-            error: BaseException | None = None
-            try:
-                async for chunk in chunks:
-                    last = chunk
-                    yield chunk
-            except BaseException as failure:
-                error = failure
-                await chunks.aclose()  # the span includes the cleanup
-                raise
-            finally:
-                _end(trace, last, error)
+    @asynccontextmanager
+    async def request(self, request: GenerationRequest, caller: Caller) -> AsyncIterator[RequestSpan]:
+        """Enter the span of a generation, which ends with the block and notes its error."""
+        span = RequestSpan(await self._begin(request, caller) if self.is_on else None)
+        try:
+            yield span
+        except BaseException as error:
+            span.end(error)
+            raise
+        span.end(None)
 
     def cycle_log(
-        self, session: Session, in_background: Callable[[Coroutine[Any, Any, None]], None]
+        self,
+        session: Session,
+        span: RequestSpan,
+        in_background: Callable[[Coroutine[Any, Any, None]], None],
     ) -> CycleLog:
-        """Open the cycle log of a session; call it inside a `traced` method.
+        """Open the cycle log of a session.
 
         Args:
             session: The session, whose calls are logged.
+            span: Span of the generation.
             in_background: Runs a coroutine to completion, concurrently with the cycles.
         """
-        trace = _CURRENT.get()
+        trace = span.trace
         if trace is not None:
             trace.bind(session)
             in_background(self._link(trace, session))
@@ -187,19 +184,3 @@ def _request_attributes(request: GenerationRequest, model_name: str) -> dict[str
     if request.resume_from:
         attributes[t.RESUMED_FROM] = request.resume_from
     return attributes
-
-
-def _end(trace: SessionTrace, last: Chunk | None, error: BaseException | None) -> None:
-    span: Span = trace.span
-    span.set_attribute(t.CYCLES, trace.num_cycles)
-    if last is not None and last.finish_reason is not None:
-        span.set_attribute(t.FINISH_REASONS, [last.finish_reason.value])
-    elif isinstance(error, (GeneratorExit, asyncio.CancelledError)):
-        span.set_attribute(t.FINISH_REASONS, [FinishReason.CANCELLED.value])
-    elif error is not None:
-        span.set_attribute(t.ERROR_TYPE, type(error).__name__)
-        span.set_status(Status(StatusCode.ERROR, str(error)))
-    if last is not None and last.usage is not None:
-        span.set_attribute(t.INPUT_TOKENS, last.usage.prompt_tokens)
-        span.set_attribute(t.OUTPUT_TOKENS, last.usage.completion_tokens)
-    span.end()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from dataclasses import replace
 from enum import Enum
@@ -98,10 +97,26 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
             return Proposal()
         if readiness is Readiness.ABSENT or self._link is None:
             raise UnavailableError("no draft worker can be used now")
-        prepared = self._take_prepared(session, self._link, shape)
+        link = self._link
+        prepared = self._take_prepared(session, link, shape)
         if prepared is not None:
             return prepared
-        return await self._draft(session, self._link, shape, self._link.patience.wait_s(self._timeout_s))
+        if not self._expect(session, link, shape):
+            return Proposal()
+        link.backoff.trying(self._timeout_s)
+        start = time.monotonic()
+        try:
+            result = await self._ask(session, link, link.patience.wait_s(self._timeout_s))
+            proposal = proposal_from_proto(result.proposal, self._vocab_size)
+            _check_shape(proposal, self._shape)
+        except GammarayError as error:
+            self._note_failure(session, link, error, time.monotonic() - start)
+            raise
+        link.patience.observe(time.monotonic() - start)
+        self._pauses.pop(link.address, None)
+        link.backoff.succeeded()
+        self._num_known = self._base_position
+        return replace(proposal, worker=link.address)
 
     def _take_prepared(self, session: Session, link: _DraftLink, shape: Shape) -> Proposal | None:
         """Return the lookahead proposal for this cycle's outcome, and notify the worker of its use.
@@ -161,33 +176,25 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         return link.is_usable and (link.address not in self._pauses or self._pauses[link.address].ready)
 
     async def _read(self, session: Session, link: _DraftLink) -> None:
-        """Prefill the committed tokens on the worker; a failure is recorded in the backoffs."""
-        with contextlib.suppress(GammarayError):
-            await self._draft(session, link, Shape(1), self._prefill_timeout_s)
+        """Prefill the committed tokens on the worker; its time says nothing about that of a proposal."""
+        if not self._expect(session, link, Shape(1)):
+            return
+        start = time.monotonic()
+        try:
+            await self._ask(session, link, self._prefill_timeout_s)
+        except GammarayError as error:
+            self._note_failure(session, link, error, time.monotonic() - start)
+        else:
+            self._num_known = self._base_position
 
-    async def _draft(self, session: Session, link: _DraftLink, shape: Shape, timeout_s: float) -> Proposal:
+    def _expect(self, session: Session, link: _DraftLink, shape: Shape) -> bool:
+        """Prepare a request within `shape` and the draft model's context; return whether there is room."""
         max_context = link.info.max_context if link.info is not None else 0
         self._shape = shape.clipped(max_context - session.num_committed)
         if self._shape.depth <= 0:
-            return Proposal()
-        is_reading = timeout_s > self._timeout_s  # takes longer than a proposal, is weaker evidence
-        if not is_reading:
-            link.backoff.trying(self._timeout_s)
+            return False
         self._prepared.expect(session.epoch, session.num_committed)
-        start = time.monotonic()
-        try:
-            result = await self._ask(session, link, timeout_s)
-            proposal = proposal_from_proto(result.proposal, self._vocab_size)
-            _check_shape(proposal, self._shape)
-        except GammarayError as error:
-            self._note_failure(session, link, error, time.monotonic() - start)
-            raise
-        if not is_reading:
-            link.patience.observe(time.monotonic() - start)
-            self._pauses.pop(link.address, None)
-            link.backoff.succeeded()
-        self._num_known = self._base_position
-        return replace(proposal, worker=link.address)
+        return True
 
     def _note_failure(self, session: Session, link: _DraftLink, error: GammarayError, lost_s: float) -> None:
         if not link.is_up:

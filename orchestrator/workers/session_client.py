@@ -15,7 +15,6 @@ from gammaray.wire.convert import method_to_proto, sampling_to_proto
 from gammaray.wire.rpc_errors import error_from_status
 from orchestrator.access.caller import tenant_of
 from orchestrator.cycle.session import Session
-from orchestrator.cycle.types import Call
 from orchestrator.workers.connection import WorkerConnection
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.prefix_affinity import prefix_keys
@@ -88,47 +87,36 @@ class WorkerSession(ABC, Generic[BlockT, ResultT]):
         self, session: Session, link: WorkerConnection[BlockT, ResultT], timeout_s: float
     ) -> ResultT:
         """Send the cycle's block, again with more context while the worker reports missing tokens."""
-        timeout_s = session.left_s(timeout_s)
-        if session.calls is None:
-            return await self._feed(session, link, timeout_s)
-        call = session.calls.call(link.role, link.address)
+        deadline = time.monotonic() + session.left_s(timeout_s)
+        call = None if session.calls is None else session.calls.call(link.role, link.address)
         try:
-            return await self._feed(session, link, timeout_s, call)
+            for _ in range(MAX_FEEDS):
+                block = self._block(session)
+                left_s = max(deadline - time.monotonic(), 0.001)
+                block.timeout_ms = max(1, round(left_s * 1e3))
+                self._fill(session, block)
+                if call is not None:
+                    call.sent(block)
+                result = await link.call(block, left_s)
+                if call is not None:
+                    call.answered(result)
+                outcome = result.WhichOneof("outcome")
+                if outcome == "error":
+                    raise _failure(link, result.error)
+                if outcome != "need":
+                    if self._num_known == 0:
+                        link.prefixes.add(self._keys(session))
+                    return result
+                if result.need.position > session.num_committed:
+                    raise InternalError(
+                        f"{link.role} worker asks for token {result.need.position}, ahead of the session"
+                    )
+                self._num_known = result.need.position
+            raise InternalError(f"{link.role} worker at {link.address} lacks tokens after {MAX_FEEDS} feeds")
         except GammarayError as error:
-            call.failed(error)
+            if call is not None:
+                call.failed(error)
             raise
-
-    async def _feed(
-        self,
-        session: Session,
-        link: WorkerConnection[BlockT, ResultT],
-        timeout_s: float,
-        call: Call | None = None,
-    ) -> ResultT:
-        deadline = time.monotonic() + timeout_s
-        for _ in range(MAX_FEEDS):
-            block = self._block(session)
-            left_s = max(deadline - time.monotonic(), 0.001)
-            block.timeout_ms = max(1, round(left_s * 1e3))
-            self._fill(session, block)
-            if call is not None:
-                call.sent(block)
-            result = await link.call(block, left_s)
-            if call is not None:
-                call.answered(result)
-            outcome = result.WhichOneof("outcome")
-            if outcome == "error":
-                raise _failure(link, result.error)
-            if outcome != "need":
-                if self._num_known == 0:
-                    link.prefixes.add(self._keys(session))
-                return result
-            if result.need.position > session.num_committed:
-                raise InternalError(
-                    f"{link.role} worker asks for token {result.need.position}, ahead of the session"
-                )
-            self._num_known = result.need.position
-        raise InternalError(f"{link.role} worker at {link.address} lacks tokens after {MAX_FEEDS} feeds")
 
     def _fill(self, session: Session, block: BlockT) -> None:
         """Set the session fields of a block, and the tokens that the worker lacks."""

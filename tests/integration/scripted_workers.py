@@ -219,13 +219,6 @@ class NoText:
         return ""
 
 
-class NoStore:
-    """A store for sessions whose storage does not matter."""
-
-    async def append(self, session, token_ids, origins, logprobs=()) -> None:
-        pass
-
-
 class Steady:
     """A controller that always answers the same."""
 
@@ -250,7 +243,7 @@ async def finish(session: Session, drafter: Any, verifier: Any, gamma: int) -> l
     """Run a session's cycles to the end."""
     cycles = []
     while session.finish_reason is None:
-        cycles.append(await run_cycle(session, drafter, verifier, NoStore(), Steady(gamma)))
+        cycles.append(await run_cycle(session, drafter, verifier, Steady(gamma)))
     return cycles
 
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from fleet_helpers import clients, emitted, fleet_of, stop_pauses_ending
-from scripted_workers import PROMPT, VOCAB, NoStore, Steady, continuation, make_session, scripted, until
+from scripted_workers import PROMPT, VOCAB, Steady, continuation, make_session, scripted, until
 
 from gammaray.errors import UnavailableError
 from gammaray.types import DrafterKind, Proposal, TokenOrigin
@@ -33,7 +33,7 @@ def ladder_over(drafter, session, top=DrafterKind.MODEL, gamma=3):
 
 
 async def one_cycle(session, ladder, verifier):
-    return await run_cycle(session, ladder, verifier, NoStore(), ladder)
+    return await run_cycle(session, ladder, verifier, ladder)
 
 
 async def run(session, ladder, verifier):

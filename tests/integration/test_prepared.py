@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from engine_helpers import plain_model, random_tokens, tiny_model
 from fleet_helpers import ListRegistry
-from scripted_workers import NoStore, NoText, Steady
+from scripted_workers import NoText, Steady
 from workers_helpers import running
 
 from gammaray.config import DraftSettings
@@ -208,7 +208,7 @@ async def test_prepared_proposals_change_when_and_not_what(monkeypatch, model, m
             verifier = RemoteVerifier(fleet.targets, spec, timeout_s=30.0, wait_s=30.0)
             num_prepared = 0
             while session.finish_reason is None:
-                cycle = await run_cycle(session, drafter, verifier, NoStore(), Steady(3))
+                cycle = await run_cycle(session, drafter, verifier, Steady(3))
                 num_prepared += cycle.is_prepared
                 # As long as a large target would take, and as this machine needs at present.
                 while await worker.engine.call(lambda scheduler: scheduler.has_work):

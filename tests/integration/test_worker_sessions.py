@@ -10,7 +10,6 @@ from fleet_helpers import clients, emitted, fleet_of, stop_pauses_ending
 from scripted_workers import (
     PROMPT,
     VOCAB,
-    NoStore,
     Steady,
     continuation,
     finish,
@@ -290,7 +289,7 @@ async def test_remote_long_prompt_is_read_while_the_target_reads_it_too():
         draft.runs.clear()
         session = make_session(max_tokens=60, prompt=prompt)
         drafter, verifier = clients(fleet, session)
-        cycles = [await run_cycle(session, drafter, verifier, NoStore(), Steady(3)) for _ in range(4)]
+        cycles = [await run_cycle(session, drafter, verifier, Steady(3)) for _ in range(4)]
         assert [(c.gamma, c.num_drafted, c.draft_failed) for c in cycles] == [(3, 0, False)] * 4
         await until(lambda: draft.blocks)
         (waiting,) = draft.blocks

@@ -138,11 +138,11 @@ def perfect_drafter(target: ScriptedTarget) -> FunctionDrafter:
     return FunctionDrafter(propose)
 
 
-async def run_to_end(session: Session, drafter, target, gamma: int, store=None) -> list[Cycle]:
+async def run_to_end(session: Session, drafter, target, gamma: int) -> list[Cycle]:
     """Run cycles until the completion ends; at most one per token that may be emitted."""
-    store, controller = store or ListStore(), ConstantGamma(gamma)
+    controller = ConstantGamma(gamma)
     for _ in range(session.max_tokens):
-        await run_cycle(session, drafter, target, store, controller)
+        await run_cycle(session, drafter, target, controller)
         if session.finish_reason is not None:
             return controller.cycles
     raise AssertionError("the completion did not end")

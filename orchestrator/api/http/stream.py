@@ -10,10 +10,10 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-import anyio
 from fastapi.responses import StreamingResponse
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
+from gammaray.aio import end_tasks
 from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import Chunk, GenerationRequest
 from orchestrator.access.caller import ANONYMOUS, Caller
@@ -129,9 +129,13 @@ async def generate_all(
 ) -> AsyncIterator[Pieces]:
     """Run the generations concurrently; leaving the context cancels those that still run.
 
-    Each runs in its own task, so that it can clean up when the caller is cancelled. The iterator raises the
-    first failure of any generation.
+    A single one runs in the caller's task, several run in a task each. The iterator raises the first failure
+    of any generation.
     """
+    if len(requests) == 1:
+        async with aclosing(_numbered(backend.generate(requests[0], caller))) as pieces:
+            yield pieces
+        return
     queue: _Queue = asyncio.Queue()
     slots = asyncio.Semaphore(_MAX_HELD)
     tasks = [
@@ -141,10 +145,13 @@ async def generate_all(
     try:
         yield _drain(queue, slots, len(tasks))
     finally:
-        for task in tasks:
-            task.cancel()
-        with anyio.CancelScope(shield=True):
-            await asyncio.wait(tasks, timeout=_CLOSE_TIMEOUT_S)
+        await end_tasks(*tasks, timeout_s=_CLOSE_TIMEOUT_S)
+
+
+async def _numbered(generation: AsyncGenerator[Chunk, None]) -> AsyncGenerator[tuple[int, Chunk], None]:
+    async with aclosing(generation) as chunks:
+        async for chunk in chunks:
+            yield 0, chunk
 
 
 async def _pump(
@@ -178,10 +185,14 @@ async def _drain(queue: _Queue, slots: asyncio.Semaphore, num_open: int) -> Piec
 class EventStream(StreamingResponse):
     """Server-sent events of one response; an error after the first event is sent as the last event.
 
-    Create it with `open`, which waits for the first piece: an earlier failure is an ordinary error response.
+    Create it with `open`, which waits for the first event: an earlier failure is an ordinary error response.
     """
 
     media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._first, self._events = first, events
 
     @classmethod
     async def open(
@@ -194,30 +205,39 @@ class EventStream(StreamingResponse):
         caller: Caller = ANONYMOUS,
         seen: EventId | None = None,
     ) -> EventStream:
-        """Start the generations and wait for the first piece; `seen` is the last event that the client has.
+        """Start the generations and wait for the first event; `seen` is the last event that the client has.
 
         Raises:
-            GammarayError: The first failure, if it comes before the first piece.
+            GammarayError: The first failure, if it comes before the first event.
         """
         events = _events(backend, requests, response, options, caller, seen)
-        first = await anext(events)
-        return cls(_chain(first, events), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        return cls(await anext(events), events)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until they or the client end; then end the generations.
+
+        Starlette would cancel with an anyio scope, which cancels every `await` of the generations' cleanup
+        again; a task of its own is cancelled once.
+        """
+        sending = asyncio.create_task(self.stream_response(send), name="event stream")
+        watching = asyncio.create_task(self.listen_for_disconnect(receive), name="event stream's client")
+        try:
+            await asyncio.wait((sending, watching), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await end_tasks(sending, watching)
+        if not sending.cancelled():
+            sending.result()
 
     async def stream_response(self, send: Send) -> None:
-        """Send the events, and end the generations in any case."""
-        try:
-            await super().stream_response(send)
-        finally:
-            assert isinstance(self.body_iterator, AsyncGenerator)
-            with anyio.CancelScope(shield=True):
-                await self.body_iterator.aclose()
-
-
-async def _chain(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(rest):
-        yield first
-        async for event in rest:
-            yield event
+        """Send the headers and the events."""
+        async with aclosing(self._events):
+            await send(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _events(

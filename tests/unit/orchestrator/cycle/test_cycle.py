@@ -10,7 +10,6 @@ from cycle_helpers import (
     PROMPT,
     ConstantGamma,
     FunctionDrafter,
-    ListStore,
     ScriptedTarget,
     make_session,
     perfect_drafter,
@@ -26,12 +25,12 @@ ACCEPTED, CORRECTION, BONUS = TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, Toke
 TOKENS = tuple(range(3, 23))
 
 
-async def one_cycle(proposal, *, gamma=4, target=None, session=None, store=None):
-    session, store = session or make_session(), store or ListStore()
+async def one_cycle(proposal, *, gamma=4, target=None, session=None):
+    session = session or make_session()
     drafter = FunctionDrafter(lambda session, gamma: proposal)
     controller = ConstantGamma(gamma)
-    cycle = await run_cycle(session, drafter, target or ScriptedTarget(TOKENS), store, controller)
-    assert store.token_ids == session.token_ids[len(PROMPT) :] == list(cycle.token_ids)
+    cycle = await run_cycle(session, drafter, target or ScriptedTarget(TOKENS), controller)
+    assert session.token_ids[len(PROMPT) :] == list(cycle.token_ids)
     assert controller.cycles == [cycle]
     return cycle
 
@@ -93,9 +92,8 @@ async def test_cycle_end_token_at_each_index_of_the_block_cuts_there(kind, index
     tokens = [*TOKENS[:index], end, *TOKENS[index:]]
     target = ScriptedTarget(tokens)
     session = make_session(stop_token_ids=[24])
-    store = ListStore()
-    cycles = await run_to_end(session, perfect_drafter(target), target, 5, store)
-    assert store.token_ids == tokens[: index + 1]
+    cycles = await run_to_end(session, perfect_drafter(target), target, 5)
+    assert session.token_ids[len(PROMPT) :] == tokens[: index + 1]
     assert session.finish_reason is FinishReason.STOP
     assert len(cycles) == 1
     assert cycles[0].origins == (*[ACCEPTED] * min(index + 1, 5), *([BONUS] if index == 5 else []))
@@ -109,9 +107,8 @@ async def test_cycle_stop_string_completed_at_each_index_cuts_text_before_and_to
     tokens = [*TOKENS[: max(index - 1, 0)], 23, 24, *TOKENS]
     first = max(index - 1, 0)
     target, session = ScriptedTarget(tokens), make_session(stop=["xy"])
-    store = ListStore()
-    cycles = await run_to_end(session, perfect_drafter(target), target, 5, store)
-    assert store.token_ids == tokens[: first + 2]
+    cycles = await run_to_end(session, perfect_drafter(target), target, 5)
+    assert session.token_ids[len(PROMPT) :] == tokens[: first + 2]
     assert "".join(c.text for c in cycles) == "".join(chr(ord("a") + t) for t in tokens[:first])
     assert session.finish_reason is FinishReason.STOP
 
@@ -233,13 +230,6 @@ async def test_cycle_verdict_that_is_no_path_is_an_internal_error(path):
 
     with pytest.raises(InternalError, match="no path"):
         await one_cycle(Proposal((3, 4)), target=Liar())
-
-
-async def test_cycle_store_fails_nothing_is_returned():
-    session = make_session()
-    store = ListStore(UnavailableError("no redis"))
-    with pytest.raises(UnavailableError, match="no redis"):
-        await run_cycle(session, FunctionDrafter(None), ScriptedTarget(TOKENS), store, ConstantGamma(0))
 
 
 @pytest.mark.parametrize("index", range(4))

@@ -17,7 +17,7 @@ from cycle_helpers import (
     run_to_end,
 )
 
-from gammaray.errors import FailedPreconditionError, InternalError
+from gammaray.errors import FailedPreconditionError, InternalError, UnavailableError
 from orchestrator.cycle.pipeline import run_cycles
 
 TOKENS = tuple(range(3, 23))
@@ -107,6 +107,12 @@ async def test_pipeline_failed_write_hides_its_cycle_and_stops():
     with pytest.raises(FailedPreconditionError):
         seen += [cycle.token_ids async for cycle in cycles_of(make_session(), ScriptedTarget(TOKENS), store)]
     assert store.token_ids == list(TOKENS[:3])
+
+
+async def test_pipeline_yields_nothing_when_the_first_write_fails():
+    store = ListStore(UnavailableError("no redis"))
+    with pytest.raises(UnavailableError, match="no redis"):
+        await anext(cycles_of(make_session(), ScriptedTarget(TOKENS), store))
 
 
 async def test_pipeline_failed_cycle_comes_after_those_before_it():

@@ -17,7 +17,7 @@ from gammaray.types import (
     Usage,
 )
 from orchestrator.cycle.types import Cycle, VerifyTiming
-from orchestrator.telemetry.metrics import OrchestratorMeter, metered
+from orchestrator.telemetry.metrics import OrchestratorMeter
 
 ACCEPTED, CORRECTION, BONUS = TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS
 
@@ -128,13 +128,14 @@ class Service:
     def __init__(self, *chunks, error=None):
         self.meter, self.chunks, self.error = OrchestratorMeter(), chunks, error
 
-    @metered
-    async def generate(self, request, caller):
-        for piece in self.chunks:
-            await asyncio.sleep(0.01)
-            yield piece
-        if self.error is not None:
-            raise self.error
+    async def generate(self, request):
+        with self.meter.request(request) as meter:
+            for piece in self.chunks:
+                await asyncio.sleep(0.01)
+                meter.deliver(piece)
+                yield piece
+            if self.error is not None:
+                raise self.error
 
 
 REQUEST = GenerationRequest("Hi")
@@ -143,7 +144,7 @@ LENGTH = FinishReason.LENGTH
 
 async def test_request_has_its_latencies():
     service, began = Service(chunk(1), chunk(2), chunk(3, LENGTH)), time.perf_counter()
-    async for _ in service.generate(REQUEST, None):
+    async for _ in service.generate(REQUEST):
         pass
     elapsed_s = time.perf_counter() - began
     found = samples(service.meter)
@@ -161,7 +162,7 @@ async def test_request_has_its_latencies():
 
 async def test_resume_is_counted_and_is_no_first_token():
     service = Service(chunk(1), chunk(1, LENGTH))
-    async for _ in service.generate(GenerationRequest("", session_id="s", resume_from=3), None):
+    async for _ in service.generate(GenerationRequest("", session_id="s", resume_from=3)):
         pass
     found = samples(service.meter)
     assert found["resumes",] == 1
@@ -180,7 +181,7 @@ async def test_resume_is_counted_and_is_no_first_token():
 async def test_failures_are_counted_by_their_kind(error, outcome):
     service = Service(chunk(1), error=error)
     with pytest.raises(type(error)):
-        async for _ in service.generate(REQUEST, None):
+        async for _ in service.generate(REQUEST):
             pass
     found = samples(service.meter)
     assert found["requests", outcome] == 1
@@ -192,7 +193,7 @@ async def test_failures_are_counted_by_their_kind(error, outcome):
 @pytest.mark.parametrize(("num_read", "outcome"), [(1, "cancelled"), (2, "length")])
 async def test_client_that_leaves_has_cancelled_unless_it_has_all(num_read, outcome):
     service = Service(chunk(1), chunk(1, LENGTH), chunk(0))
-    chunks = service.generate(REQUEST, None)
+    chunks = service.generate(REQUEST)
     for _ in range(num_read):
         await anext(chunks)
     await chunks.aclose()
