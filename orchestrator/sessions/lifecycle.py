@@ -326,8 +326,8 @@ class SessionManager:
                 "the log-probabilities of the prompt are not stored; send a new request to get them"
             )
         if stored.finish_reason is None:
-            digest, epoch = stored.digest, await self._store.take_over(stored.session_id)
-            stored = await self._store.read(stored.session_id)
+            digest, epoch = stored.digest, await self._store.take_over(stored.session_id, stored.digest)
+            stored = await self._store.read(stored.session_id, stored)
             # Another digest: the session was deleted meanwhile, and another one has the same name.
             is_other = stored.turn != request.turn or stored.digest != digest
             if is_other or (stored.epoch != epoch and stored.finish_reason is None):

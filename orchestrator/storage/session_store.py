@@ -384,10 +384,14 @@ class RedisStore:
         args = [*self._common(session.session_id, session.digest), session.epoch, session.state]
         await answer(self._detach.call(self._keys_of(session), args))
 
-    async def take_over(self, session_id: str) -> int:
+    async def take_over(self, session_id: str, digest: str = "") -> int:
         """Become the owner: return the new epoch; commits of the previous owner are refused from now on.
 
         A finished session needs no owner; it keeps its epoch.
+
+        Args:
+            session_id: The session.
+            digest: Digest of its request when it was last read, which saves a look-up; "" if unknown.
 
         Raises:
             NotFoundError: No such session.
@@ -402,7 +406,7 @@ class RedisStore:
             args = [*self._common(session_id, digest), "", *bounds]
             return await self._admitted(self._take_over, session_id, keys, args)
 
-        return _checked(await self._with_digest(session_id, attempt), session_id)
+        return _checked(await self._with_digest(session_id, attempt, digest), session_id)
 
     async def cancel(self, session_id: str) -> int:
         """Cancel the session's turn unless it has ended; return its epoch: no more commits are accepted.
@@ -414,8 +418,12 @@ class RedisStore:
         args = self._common(session_id, "")
         return _checked(int(await answer(self._cancel(keys=keys_of(session_id), args=args))), session_id)
 
-    async def read(self, session_id: str) -> StoredSession:
+    async def read(self, session_id: str, before: StoredSession | None = None) -> StoredSession:
         """Return a session.
+
+        Args:
+            session_id: The session.
+            before: An earlier state of it; its request is not read again if it is still the same.
 
         Raises:
             NotFoundError: No such session.
@@ -427,8 +435,11 @@ class RedisStore:
             fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
             if b"digest" not in fields:  # no session, or one stored by an earlier version
                 raise NotFoundError(f"no session {session_id}", "session")
-            request_key, _ = request_keys(session_id, fields[b"digest"].decode())
-            request: Any = await answer(self._redis.get(request_key))
+            digest = fields[b"digest"].decode()
+            if before is not None and before.digest == digest:
+                request: Any = pack_request(before.request, before.prompt)
+            else:
+                request = await answer(self._redis.get(request_keys(session_id, digest)[0]))
             if request is None:
                 continue  # a new turn began or the session is gone; else Redis lost the request
             stored = session_id, fields, request, data, ttl_ms, now_ms
@@ -504,9 +515,11 @@ class RedisStore:
     def _keys_of(self, session: Session) -> list[str]:
         return [*keys_of(session.session_id), *request_keys(session.session_id, session.digest)]
 
-    async def _with_digest(self, session_id: str, attempt: Callable[[str], Awaitable[int]]) -> int:
+    async def _with_digest(
+        self, session_id: str, attempt: Callable[[str], Awaitable[int]], known: str = ""
+    ) -> int:
         """Run a script that needs the digest of a session's request; retry if the digest has changed."""
-        result = scripts.MOVED
+        result = await attempt(known) if known else scripts.MOVED
         while result == scripts.MOVED:
             digest = await answer(self._redis.hget(keys_of(session_id)[0], "digest"))
             result = await attempt(_text(digest or b""))

@@ -248,11 +248,11 @@ async def test_session_that_was_replaced_while_it_was_taken_over_is_not_mixed_wi
     class Slow(RedisStore):
         """Another client deletes the session, and begins one of its name, before it is taken over."""
 
-        async def take_over(self, session_id):
+        async def take_over(self, session_id, digest=""):
             await self.delete(session_id)
             other = replace(asked, prompt="class A:", sampling=SamplingParams(seed=2))
             await opener_of(store_of(redis), tokenizer).open(other, 2048, ALICE)
-            return await super().take_over(session_id)
+            return await super().take_over(session_id, digest)
 
     asked = GenerationRequest(prompt="def main():", sampling=SamplingParams(seed=1), session_id="mine")
     await opener_of(store_of(redis), tokenizer).open(asked, 2048, ALICE)
