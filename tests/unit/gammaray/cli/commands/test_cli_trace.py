@@ -86,7 +86,7 @@ def test_trace_names_what_went_wrong_and_who_owned_the_session():
     assert "owner's epoch 1" in output
     assert "owner's epoch 2" in output
     assert "draft d:2: DeadlineExceededError" in output
-    assert "draft asked 2 times, 9 tokens again" in output
+    assert "draft: 2 blocks, 9 tokens sent again" in output
     assert "1 proposals prepared ahead" in output
 
 
