@@ -260,7 +260,7 @@ def test_notes_tell_the_next_command():
     assert "gammaray generate" in notes
     assert "gammaray config -" in notes
     assert f"helm test {RELEASE} --namespace {NAMESPACE}" in notes
-    assert "NOTE: requests need no key" in notes
+    assert "NOTE: requests need no API key" in notes
     secured = merged({"apiKeysSecret": {"name": "k"}}, {"redis": {"urlSecret": {"name": "r"}}})
     assert "NOTE" not in render_texts(secured)["NOTES.txt"]
     assert "https://gammaray.example.com/v1" in render_texts(VARIANTS["everything"])["NOTES.txt"]
