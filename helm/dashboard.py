@@ -24,7 +24,7 @@ _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 @dataclass(frozen=True)
 class Query:
-    """One query of a panel; Grafana replaces `$__rate_interval` by an interval for the range that is shown."""
+    """One query of a panel; Grafana replaces `$__rate_interval` by an interval for the visible range."""
 
     expr: str
     legend: str = ""
