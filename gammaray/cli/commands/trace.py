@@ -176,7 +176,7 @@ _PIPE_WIDTH = 120
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @click.option("--last", type=IntRange(1), help="Show only the latest N cycles.")
 def trace(session: str, connection: Connection, as_json: bool, last: int | None) -> None:
-    """Show what each cycle of a SESSION did and where its time went."""
+    """Show the tokens and times of each cycle of a SESSION."""
     cycles = asyncio.run(_fetch(session, connection))
     cycles = cycles[-last:] if last is not None else cycles
     if as_json:

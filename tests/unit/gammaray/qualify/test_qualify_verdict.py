@@ -124,7 +124,7 @@ def test_nothing_timed_is_not_called_fit(runs):
     verdict = judge(pair(runs))
     assert verdict.fitness is Fitness.SLOWER
     assert verdict.payoffs == ()
-    assert "no proposal was whole" in verdict.reasons[0]
+    assert "no proposal had full length" in verdict.reasons[0]
 
 
 def test_gamma_out_of_bounds_is_refused():

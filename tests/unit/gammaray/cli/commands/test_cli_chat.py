@@ -96,7 +96,7 @@ def test_chat_tells_an_error_and_goes_on(serve):
     assert result.exit_code == 0
     assert result.stdout == "café\n"
     assert "gammaray: no luck" in result.stderr
-    assert "/reset begins anew" in result.stderr
+    assert "/reset starts a new chat" in result.stderr
     assert backend.conversations[-1] == [("user", "hi")]
 
 

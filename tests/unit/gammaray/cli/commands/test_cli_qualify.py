@@ -114,7 +114,7 @@ def test_empty_prompts_file_is_refused(invoke, tmp_path):
     (tmp_path / "empty.json").write_text("[]")
     result, _ = invoke([FIT], "--prompts", str(tmp_path / "empty.json"))
     assert result.exit_code == 2
-    assert "holds no prompts" in result.output
+    assert "contains no prompts" in result.output
 
 
 def test_draft_is_needed():

@@ -75,7 +75,7 @@ def test_resume_cancel_and_delete(run, service):
     assert (request.session_id, request.turn, request.resume_from) == ("mine", 1, 4)
     assert run("cancel", "old") == "old: finished (cancelled), 2 tokens\n"
     assert run("delete", "old") == "old: deleted\n"
-    assert run("delete", "none") == "none: there was none\n"
+    assert run("delete", "none") == "none: not found\n"
 
 
 def test_clients_return_sessions_and_tokens(service):
