@@ -118,7 +118,7 @@ def test_model_that_is_not_there_is_a_wrong_argument(tmp_path, role):
     done = qualify("--target", models["target"], "--draft", models["draft"], *SMALL)
     assert done.returncode == 2
     assert f"gammaray: {role}: got" in done.stderr
-    assert "which is not there" in done.stderr
+    assert "which does not exist" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -184,14 +184,14 @@ async def test_start_waits_for_redis_and_says_so(server, caplog):
         assert not waiting.done()
         name.reply = ""
         await waiting
-    assert "answers after" in caplog.text
+    assert "responded after" in caplog.text
     password = url.split("@")[0].rpartition(":")[2]
     assert password
     assert password not in caplog.text
 
 
 async def test_start_gives_up_in_time_with_a_typed_error():
-    with pytest.raises(UnavailableError, match=r"redis://127.0.0.1:1/0 does not answer \(tried for 1 s\)"):
+    with pytest.raises(UnavailableError, match=r"redis://127.0.0.1:1/0 does not respond \(tried for 1 s\)"):
         await wait_for_redis("redis://127.0.0.1:1/0", 1.0)
 
 

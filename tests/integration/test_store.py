@@ -101,7 +101,7 @@ async def test_store_finds_no_session_of_an_earlier_version(store, redis):
 
 async def test_store_names_are_unique_until_deleted(store):
     await store.create(make_session(), b"")
-    with pytest.raises(FailedPreconditionError, match="exists already"):
+    with pytest.raises(FailedPreconditionError, match="already exists"):
         await store.create(make_session(), b"")
     await store.delete("s")
     await store.delete("s")
@@ -353,9 +353,9 @@ def test_redis_server_from_the_wheel(tmp_path, monkeypatch):
         assert "@127.0.0.1:" in server.url
 
 
-def test_redis_server_that_does_not_come_up_is_reported(tmp_path, monkeypatch):
+def test_redis_server_that_does_not_start_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(redis_server, "redis_binary", lambda: "/bin/false")
-    with pytest.raises(UnavailableError, match="did not come up"):
+    with pytest.raises(UnavailableError, match="did not start"):
         RedisServer.start(tmp_path)
 
 

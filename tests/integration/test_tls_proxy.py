@@ -129,7 +129,7 @@ def test_plain_text_to_the_proxy_is_told_to_use_tls(pki):
     with proxy(pki) as address:
         for result in both(address):
             assert result.exit_code == 3
-            assert "the server speaks TLS" in result.stderr
+            assert "the server uses TLS" in result.stderr
 
 
 def test_lines_of_grpc_do_not_reach_the_terminal(pki):

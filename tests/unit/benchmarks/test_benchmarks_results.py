@@ -74,10 +74,10 @@ def test_compare_skips_what_only_one_result_has() -> None:
     assert [pair.system for pair in compare(old, new)] == ["gammaray-4"]
 
 
-def test_compare_nothing_in_common_raises() -> None:
+def test_compare_without_common_rows_raises() -> None:
     old, new = _result(150.0), _result(150.0)
     new["points"][0]["temperature"] = 1.0
-    with pytest.raises(InvalidArgumentError, match="in common"):
+    with pytest.raises(InvalidArgumentError, match="no common rows"):
         compare(old, new)
 
 

@@ -97,7 +97,7 @@ def test_a_client_certificate_opens_a_server_that_requires_one(pki, front, comma
 
 
 REFUSALS = {
-    "wrong authority": ("server", "not signed by a trusted authority", "--ca-file"),
+    "wrong authority": ("server", "not signed by a trusted CA", "--ca-file"),
     "expired": ("expired", "has expired", "renew"),
     "wrong host": ("elsewhere", "for another host", "--address"),
     "no certificate": ("server", "requires a client certificate", "--cert-file"),
@@ -134,10 +134,10 @@ def test_plain_text_to_a_tls_port_is_told_to_use_tls(pki, front, command):
 def test_tls_to_a_plain_text_port_is_told_so(pki):
     with serve_in_thread(ScriptedService()) as address:
         result = status(address, "--ca-file", pki.ca)
-    assert (result.exit_code, "does not speak TLS" in result.stderr) == (3, True), result.stderr
+    assert (result.exit_code, "does not use TLS" in result.stderr) == (3, True), result.stderr
     with http_front(pki, None) as address:
         result = chat(address, "--ca-file", pki.ca)
-    assert (result.exit_code, "does not speak TLS" in result.stderr) == (3, True), result.stderr
+    assert (result.exit_code, "does not use TLS" in result.stderr) == (3, True), result.stderr
 
 
 def test_a_front_without_http2_is_told_apart(pki):
@@ -287,5 +287,5 @@ def test_contradicting_arguments_are_refused(arguments):
 def test_chat_object_takes_the_same_arguments(pki):
     with http_front(pki, pki.server) as address:
         assert "".join(piece.text for piece in Chat(address, ca_file=pki.ca).ask("hi")) == "café"
-        with pytest.raises(TlsError, match="trusted authority"):
+        with pytest.raises(TlsError, match="trusted CA"):
             list(Chat(f"https://{address}", ca_file=pki.other_ca).ask("hi"))

@@ -176,7 +176,7 @@ async def test_resume_server_at_another_place_is_refused(shift):
 
     service = Shifted(breaking((2, UnavailableError("gone"))))
     async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
-        with pytest.raises(InternalError, match="went on at token"):
+        with pytest.raises(InternalError, match="continued at token"):
             await client.complete("Hi")
 
 

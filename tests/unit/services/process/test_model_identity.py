@@ -131,4 +131,4 @@ def test_identity_of_pickled_weights(model):
 def test_identity_of_what_cannot_be_read_is_empty_and_logged(model, spoil, caplog):
     spoil(model)
     assert identity(model) == ""
-    assert "has no identity" in caplog.text
+    assert "has no model identity" in caplog.text

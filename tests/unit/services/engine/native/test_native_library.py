@@ -125,7 +125,7 @@ def test_kernel_cache_that_cannot_be_written_is_said(
     file = tmp_path / "file"
     file.touch()
     assert open_kernel(BASELINE, str(file / "cache")).library is not None
-    assert "cannot keep compiled kernels" in caplog.text
+    assert "failed to store compiled kernels" in caplog.text
 
 
 def test_engine_without_a_compiler_says_so_when_it_loads(tmp_path: Path) -> None:
