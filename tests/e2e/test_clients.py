@@ -25,7 +25,7 @@ def gammaray(*arguments):
     )
 
 
-def test_client_streams_what_it_completes(cluster):
+def test_streamed_chunks_equal_the_completion(cluster):
     with Client(cluster.grpc) as client:
         options = {"max_tokens": 24, "seed": 2, "ignore_eos": True}
         completion = client.complete(PROMPT, **options)
@@ -80,7 +80,7 @@ def test_cli_generate_streams_text_and_sums_up(cluster):
     assert "alpha" in done.stderr
 
 
-def test_cli_bad_option_is_told_in_one_line(cluster):
+def test_cli_reports_a_bad_option_in_one_line(cluster):
     done = gammaray("generate", "x = 1\n" * 5000, "--address", cluster.grpc)
     assert done.returncode != 0
     assert "prompt" in done.stderr

@@ -122,7 +122,7 @@ def test_refusals_are_counted_by_kind(cluster):
     assert scrape(cluster)["orchestrator"][outcome] == before + 1
 
 
-def test_top_shows_what_was_done(cluster):
+def test_top_shows_the_counters_of_the_completions(cluster):
     wait_for_drafter(cluster)
     arguments = ["top", "--once", "--json", "--interval", "0.2", "-a", cluster.grpc]
     result = CliRunner().invoke(main, arguments)

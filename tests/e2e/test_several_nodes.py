@@ -187,7 +187,7 @@ async def test_drafters_follow_the_load_and_streams_survive_drains_and_lost_node
         await nodes.until(lambda placement: placement["TargetWorker"] == ["large-a"])
 
 
-async def test_drafter_that_does_not_pay_is_scaled_away_and_streams_go_on(log, tmp_path):
+async def test_drafter_that_does_not_pay_is_removed_and_streams_continue(log, tmp_path):
     # By load alone the pool would grow: it is that of the test above, where it grows to three.
     options = {
         "draft": {"model": save_guesser(tmp_path / "guesser")},

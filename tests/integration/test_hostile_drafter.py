@@ -195,7 +195,7 @@ async def test_pushed_proposals_change_no_token_and_take_bounded_memory(redis_se
 
 
 @pytest.mark.parametrize("push", [thousands, garbage_tokens], ids=lambda push: push.__name__)
-async def test_session_goes_over_to_a_good_drafter(redis_server, pusher, push):
+async def test_session_moves_from_a_hostile_to_a_good_drafter(redis_server, pusher, push):
     pusher.push = push
     async with scripted("target", "draft", **DEMO) as (target, good):
         plain, _ = await tokens_and_summary(redis_server, target, [], 0)
@@ -205,7 +205,7 @@ async def test_session_goes_over_to_a_good_drafter(redis_server, pusher, push):
         assert summary.draft_workers == 2
 
 
-async def test_drafter_that_answers_out_of_shape_is_left_alone_for_a_while(redis_server, pusher):
+async def test_drafter_with_malformed_results_is_paused(redis_server, pusher):
     async with scripted("target", **DEMO) as target:
         plain, _ = await tokens_and_summary(redis_server, target, [], 0)
         pusher.guess = lambda tokens, gamma: [1] * 64

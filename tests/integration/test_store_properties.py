@@ -329,7 +329,7 @@ def test_store_accepts_no_stale_commit():
     ["if tonumber(head[1]) ~= tonumber(epoch) then return -2 end", "if head[2] then return -3 end"],
     ids=["epoch", "finished"],
 )
-def test_store_planted_hole_is_found(monkeypatch, guard):
+def test_store_check_finds_a_planted_bug(monkeypatch, guard):
     for name in ("COMMIT", "END"):
         script = getattr(scripts, name)
         assert guard in script

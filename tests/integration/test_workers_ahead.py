@@ -137,7 +137,7 @@ async def test_ahead_on_and_off_emit_the_same_tokens(models, method):
         assert (await stats(worker)).lookups > 20
 
 
-async def test_hit_is_answered_without_a_forward(pair):
+async def test_hit_needs_no_forward(pair):
     _, draft, worker = pair
     for index, params in enumerate((SamplingParams(temperature=0.0, seed=1), SamplingParams(seed=2))):
         spec = spec_message(params)
@@ -168,7 +168,7 @@ async def test_new_block_preempts_ahead_work_within_a_forward(models):
         assert engine.forwards[:63] == [["s"]] * 61 + [["t"]] * 2
 
 
-async def test_release_during_ahead_frees_everything(models):
+async def test_release_during_draft_ahead_frees_everything(models):
     async with running("draft", models[1], ahead_rows=1) as (draft, worker):
         for name in "stu":
             await draft.ask(propose_block(PROMPT, 60, session_id=name))
@@ -193,7 +193,7 @@ async def test_idle_worker_sleeps_when_its_ahead_work_is_done(pair):
     assert forwards == forwards_now
 
 
-async def test_ahead_gives_way_when_the_cache_is_full(models):
+async def test_draft_ahead_in_a_full_cache_changes_no_proposal(models):
     """Sessions that take turns in a cache for some of them: no answer suffers."""
     async with (
         running("draft", models[1], cache_budget_mb=1) as (small, worker),

@@ -84,13 +84,13 @@ def test_pair_that_pays_at_one_temperature_is_fit_with_a_warning_about_the_other
     assert verdict.warnings[0].startswith("temperature 1: speculation does not pay")
 
 
-def test_threshold_decides():
+def test_verdict_follows_the_minimum_speedup():
     pays = judge(pair([plain_run(), run(4)])).best_speedup
     assert judge(pair([plain_run(), run(4)]), min_speedup=pays).fitness is Fitness.FIT
     assert judge(pair([plain_run(), run(4)]), min_speedup=pays + 0.01).fitness is Fitness.SLOWER
 
 
-def test_other_tokens_make_it_unfit_however_fast():
+def test_different_tokens_make_a_pair_unfit_at_any_speed():
     lossy = same(equal=6, ties=1, first="with gamma 4 prompt 2 parts from plain decoding at token 7")
     verdict = judge(pair([plain_run(), run(4)], [lossy]))
     assert verdict.fitness is Fitness.UNFIT
@@ -120,7 +120,7 @@ def test_few_tested_tokens_are_a_warning():
     ],
     ids=["no plain time", "no speculation", "no whole proposal"],
 )
-def test_nothing_timed_is_not_called_fit(runs):
+def test_pair_without_timings_is_not_fit(runs):
     verdict = judge(pair(runs))
     assert verdict.fitness is Fitness.SLOWER
     assert verdict.payoffs == ()

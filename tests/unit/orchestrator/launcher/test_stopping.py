@@ -65,7 +65,7 @@ except Stop:
     assert done.returncode == 7
 
 
-def test_held_signal_comes_afterwards():
+def test_held_signal_is_delivered_afterwards():
     done = run("""
 try:
     with signals.held():

@@ -104,7 +104,7 @@ def test_build_shares_the_module_weights(tmp_path: Path) -> None:
     assert projection.untyped_storage().data_ptr() == model.layers[1].qkv.untyped_storage().data_ptr()
 
 
-def test_choose_draws_what_the_noise_says(engine: GraphEngine) -> None:
+def test_choose_is_the_gumbel_max_draw(engine: GraphEngine) -> None:
     """The race is that of the verifier: the same noise at the same absolute positions."""
     text = random_tokens(12, 1)
     feeds = [
@@ -176,7 +176,7 @@ def test_draft_trees_contain_the_chain_and_keep_their_cache(
         assert (got - again).abs().max() <= TOLERANCE
 
 
-def test_draft_trees_offer_what_the_race_prefers(engine: GraphEngine) -> None:
+def test_draft_tree_children_follow_the_gumbel_max_order(engine: GraphEngine) -> None:
     """The children of a node are the best of their stripes in the race's own order."""
     text = random_tokens(6, 5)
     (tokens, parents), race = (
@@ -228,7 +228,7 @@ def test_capture_runs_once_then_captures_and_replays(monkeypatch: pytest.MonkeyP
     assert log == ["work"] * 3
 
 
-def test_engine_load_takes_the_captured_path_where_it_is_preferred(
+def test_engine_load_uses_the_captured_path_if_preferred(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What `load_engine` does on a CUDA device, its check against the model's own forward included."""
@@ -256,7 +256,7 @@ def test_steps_in_bfloat16_stay_close_to_plain_forward(tmp_path: Path) -> None:
     assert (got - expected).abs().mean() <= 0.02 * expected.abs().mean()
 
 
-def test_engine_on_a_cpu_keeps_the_lean_path(tmp_path: Path) -> None:
+def test_engine_on_a_cpu_uses_the_cpu_kernel(tmp_path: Path) -> None:
     """Captured steps are for CUDA devices; the CPU has its own kernels."""
     engine = load_engine(str(tiny_model("llama", tmp_path)), device="cpu")
     assert type(engine.runner).__name__ == "NativeRunner"

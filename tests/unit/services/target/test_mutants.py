@@ -158,7 +158,7 @@ def shipped_law(*probs):
     return quantised_drafter(Fixed(*probs), len(probs), 10)(START)
 
 
-def test_mutant_dropping_a_drawn_token_of_low_confidence_is_caught():
+def test_mutant_dropping_a_sampled_token_of_low_confidence_is_caught():
     """Drop y when q(y) < .5 and take a bonus: the law becomes (.5, .22, .28)."""
     shipped = shipped_law(*Q)
     drawn = drawn_tokens(shipped)
@@ -183,7 +183,7 @@ def test_mutant_drawing_before_quantisation_is_caught():
     assert bias_of(Fixed(*P), proposals_of(dict(enumerate(Q)), shipped)) > CLEAR
 
 
-def test_mutant_keeping_a_token_outside_its_law_is_caught(monkeypatch):
+def test_mutant_keeping_a_token_outside_its_distribution_is_caught(monkeypatch):
     """Drawn before truncation: harmless, as such a token is redrawn from p, unless the test lets it pass."""
     shipped = quantised_drafter(Fixed(*Q), 2, 10)(START)
     untruncated = list(proposals_of(dict(enumerate(Q)), shipped))

@@ -88,7 +88,7 @@ def test_clients_return_sessions_and_tokens(service):
 
 
 @pytest.mark.parametrize("info", [RUNNING, CANCELLED, DETACHED], ids=lambda info: info.session_id)
-def test_session_there_and_back_changes_nothing(info):
+def test_session_round_trip_through_the_wire_format(info):
     assert info_from_proto(info_to_proto(info)) == info
 
 

@@ -204,7 +204,7 @@ class CountedTokens(list):
         return result
 
 
-def test_edits_read_parameters_once_and_each_token_once():
+def test_edits_read_parameters_and_each_token_once():
     bias = CountedBias(dict.fromkeys(range(300), 1.0))
     CountedIds.walks = 0
     params = SamplingParams(
