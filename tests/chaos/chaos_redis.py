@@ -1,4 +1,4 @@
-"""The Redis of a chaos run: restarted when it dies, and told to answer what a Redis in trouble answers."""
+"""The Redis of a chaos run: restarted when it dies, with injected error replies and pauses."""
 
 from __future__ import annotations
 

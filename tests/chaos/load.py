@@ -1,4 +1,4 @@
-"""Streams that never end, and what each of them must say."""
+"""Endless streams, each with its expected completion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run: load, strikes in an order that the seed decides, and what the streams made of them."""
+"""A run: load, strikes in an order given by the seed, and the outcome of the streams."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ async def run(cluster: Cluster, redis: ChaosRedis, options: Options, say: Callab
 
 
 async def _carry_out(cluster: Cluster, redis: ChaosRedis, blows: Strike, tally: Tally, watch: Watch) -> Event:
-    """Strike, and wait until what was stopped goes on."""
+    """Strike, and wait until stopped processes continue."""
 
     def look() -> list[list[psutil.Process]]:
         return [find(blow.role, cluster.launcher.pid, redis.server.pid) for blow in blows.blows]

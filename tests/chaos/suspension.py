@@ -1,4 +1,4 @@
-"""An orchestrator that is suspended while it owns sessions, and wakes after these have ended elsewhere."""
+"""Suspends an orchestrator that owns sessions, and resumes it after they have ended elsewhere."""
 
 from __future__ import annotations
 

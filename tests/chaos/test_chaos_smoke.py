@@ -1,4 +1,4 @@
-"""A minute of chaos: every role killed, nothing lost; and the harness itself sees losses."""
+"""A minute of chaos: every role is killed and no token is lost; the harness detects losses."""
 
 from __future__ import annotations
 

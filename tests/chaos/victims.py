@@ -1,4 +1,4 @@
-"""Who can be struck: the processes of a cluster by role, and how."""
+"""Targets of strikes: the processes of a cluster by role, and the actions."""
 
 from __future__ import annotations
 

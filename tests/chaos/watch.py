@@ -1,4 +1,4 @@
-"""Watches a cluster from outside: which processes of each role serve, since when."""
+"""Watches a cluster from outside: the serving processes of each role and when they were first seen."""
 
 from __future__ import annotations
 

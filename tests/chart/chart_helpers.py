@@ -1,4 +1,4 @@
-"""Renders the chart through Helm's own code; the variants that tests look at."""
+"""Renders the chart with Helm; the variants of values that tests use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs once: the password of the bundled Redis, the models' download, `helm test`, the head's probe."""
+"""Jobs and scripts that run once: Redis' password, the download of models, `helm test`, the head's probe."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""Who reaches whom, as a table over every component and port of the release with everything on."""
+"""Allowed connections, as a table over every component and port of the release with everything enabled."""
 
 import pytest
 from chart_helpers import EVERYTHING, NOTHING, RELEASE, container, merged, passing_pods, pods, render
@@ -39,7 +39,7 @@ TABLE = {
     ("collector", 4317): RAY,
     ("head", 6379): RAY,
     ("head", 8265): {*RAY, "operator"},
-    # Serve's own proxy, behind HAProxy on every node.
+    # Serve's own proxy, to which HAProxy forwards on every node.
     ("head", 8500): RAY,
     ("head", 9500): RAY,
     ("head", 10001): set(),  # Ray's client port runs whatever it is sent

@@ -1,4 +1,4 @@
-"""What the pods are: who they run as, where, with what."""
+"""Users, placement and contents of pods."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Pools of pods: their bounds, what scales them, how they are spread and what evictions leave of them."""
+"""Pools of pods: bounds, autoscaling, spreading and disruption budgets."""
 
 import pytest
 from chart_helpers import application, cluster, groups, render, serve_config

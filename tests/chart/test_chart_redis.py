@@ -161,7 +161,7 @@ def test_password_of_an_external_redis_may_be_separate_from_its_url():
 
 
 def test_repeated_rendering_gives_the_same_manifests():
-    """What keeps charts in Git renders them without a cluster, each time anew."""
+    """GitOps tools render charts repeatedly and without a cluster."""
     from chart_helpers import chart
 
     for values in ({}, EVERYTHING):

@@ -1,4 +1,4 @@
-"""The Serve configuration of the chart: one with `gammaray up`, and valid by Serve's own schema."""
+"""The Serve configuration of the chart: equal to that of `gammaray up`, and valid by Serve's own schema."""
 
 import importlib
 

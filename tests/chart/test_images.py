@@ -19,7 +19,7 @@ IMAGES = ("orchestrator", "worker-cpu", "worker-gpu")
 
 
 def stages(text):
-    """Return the instructions of each stage by name, lines that go on joined."""
+    """Return the instructions of each stage by name, with continuation lines joined."""
     joined = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE))
     found = {}
     for line in filter(None, joined.splitlines()):

@@ -1,4 +1,4 @@
-"""The pages for operators name only what there is: files, commands, values, settings, alerts."""
+"""The pages for operators name only existing files, commands, values, settings and alerts."""
 
 import json
 import re

@@ -224,7 +224,7 @@ def is_without_model(completion: Completion) -> bool:
 
 
 def _wait_ready(launcher: subprocess.Popen[str]) -> Cluster:
-    """Read what the launcher prints until it is the ready line; what follows is collected beside it."""
+    """Read the output of the launcher up to the ready line; a thread collects the rest."""
     timer = threading.Timer(START_TIMEOUT_S, launcher.kill)
     timer.start()
     assert launcher.stdout is not None

@@ -1,4 +1,4 @@
-"""Bad input to a whole cluster: a clear error over each API, and nothing left behind."""
+"""Bad input to a whole cluster: each API returns a clear error, and no session is left."""
 
 import json
 import socket

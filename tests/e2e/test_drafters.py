@@ -1,4 +1,4 @@
-"""The drafter of a request: any rung of the ladder, over both APIs, the same text."""
+"""The drafter of a request: every drafter gives the same text over both APIs."""
 
 import pytest
 from cluster_helpers import is_without_model, undisturbed_completion

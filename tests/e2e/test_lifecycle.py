@@ -1,4 +1,4 @@
-"""Clusters come and go: several workers, a launcher that is killed, starts that cannot succeed."""
+"""Start and stop of clusters: several workers, a killed launcher, starts that must fail."""
 
 import contextlib
 import json

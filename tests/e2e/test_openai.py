@@ -146,7 +146,7 @@ def test_a_conversation_computes_only_new_tokens(client):
     messages += [first.choices[0].message, {"role": "user", "content": "\n\ndef pop(self):"}]
     second = client.chat.completions.create(messages=messages, **options)
     details = second.usage.prompt_tokens_details
-    # Text that is read anew may be cut into other tokens where prompt and answer meet.
+    # Tokenising the text again may give other tokens at the boundary of prompt and response.
     assert first.usage.prompt_tokens // 2 < details.cached_tokens < second.usage.prompt_tokens
     apart = {**options, "extra_body": {"ignore_eos": True, "gammaray": {"cache_salt": "apart"}}}
     again = client.chat.completions.create(messages=messages, **apart)

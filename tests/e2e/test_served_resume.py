@@ -1,4 +1,4 @@
-"""Orchestrators that die under streams: clients get the tokens they would have had, over gRPC and HTTP."""
+"""Orchestrators that die during streams: clients get the same tokens over gRPC and HTTP."""
 
 from __future__ import annotations
 

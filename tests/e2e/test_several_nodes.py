@@ -136,10 +136,10 @@ async def more(finished, count, timeout_s=PATIENCE_S):
 
 
 def save_guesser(directory):
-    """Save a drafter that guesses: the demo draft's tokenizer and shape, with weights that nobody trained."""
+    """Save an untrained drafter: the demo draft's tokenizer and shape, with random weights."""
     shutil.copytree(DEMO_DRAFT, directory)
     torch.manual_seed(0)
-    # Not tied: tied weights that nobody trained repeat their input, which may be right among spaces.
+    # Not tied: tied random weights repeat their input, which may be right among spaces.
     config = AutoConfig.from_pretrained(directory, tie_word_embeddings=False)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return str(directory)

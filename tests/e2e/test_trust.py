@@ -1,4 +1,4 @@
-"""A cluster that asks for keys and speaks TLS to its workers, as strangers and tenants see it."""
+"""A cluster with API keys and worker TLS, called by tenants and by clients without keys."""
 
 import subprocess
 import sys

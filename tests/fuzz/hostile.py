@@ -134,7 +134,7 @@ async def fuzz_with_hostile_drafter(redis: Any, target: str, campaign: Campaign)
                 policy = GammaPolicy(rng.choice([1, 4, 8]), max_nodes=8)
                 request = replace(base, gamma=policy, verification=method)
                 got = await _tokens(orchestrator, request)
-                # Rejection follows the drafter's law, which this one makes up: as many tokens, not the same.
+                # Rejection depends on the drafter's distribution, which is wrong here: only counts match.
                 is_fine = len(got) == NUM_TOKENS if rejecting else got == plain[repr(base)]
                 wrong = None if is_fine else f"{answer.__name__} changed the tokens of {request}: {got}"
                 campaign.count("hostile drafter", answer.__name__.lstrip("_"), wrong=wrong)

@@ -1,4 +1,4 @@
-"""Requests to the HTTP API that nobody should send, and what may come back."""
+"""Invalid requests to the HTTP API, and the allowed responses."""
 
 from __future__ import annotations
 

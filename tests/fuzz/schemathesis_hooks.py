@@ -1,4 +1,4 @@
-"""What schemathesis does beside its configuration; it loads this file by itself, see `openapi_fuzz.py`."""
+"""Hooks that schemathesis loads in addition to its configuration, see `openapi_fuzz.py`."""
 
 import schemathesis
 

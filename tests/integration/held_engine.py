@@ -1,4 +1,4 @@
-"""A worker whose engine waits for the test: what is under way stays so, however slow the machine is."""
+"""A worker whose engine waits for the test, so that running work does not finish early on any machine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class HeldEngine:
         assert await asyncio.to_thread(self._is_held.wait, ANSWER_TIMEOUT_S)
 
     def let_go(self) -> None:
-        """Let the engine go on for good."""
+        """Let the engine run without further holds."""
         self._may_go_on.set()
 
 

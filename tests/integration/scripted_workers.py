@@ -1,4 +1,4 @@
-"""Workers without a model: real grpc.aio servers that keep to the wire contract, or break it on purpose."""
+"""Workers without a model: real grpc.aio servers that follow the wire contract, or break it on purpose."""
 
 from __future__ import annotations
 

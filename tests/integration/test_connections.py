@@ -1,4 +1,4 @@
-"""Worker links against scripted gRPC servers: batching, deadlines, death, reconnect, refusal."""
+"""Worker connections against scripted gRPC servers: batching, deadlines, failure, reconnect, rejection."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ async def test_link_close_fails_what_is_in_flight():
 
 
 async def test_link_round_trip_is_short():
-    """Against a bare stream in the same moments: client and server share this process and its core."""
+    """Compared with a bare stream at the same time: client and server share this process and its core."""
     async with scripted("target") as worker, link_to(worker.address) as link:
         async with grpc.aio.insecure_channel(worker.address) as channel:
             await until(lambda: link.is_up)

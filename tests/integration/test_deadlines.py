@@ -1,4 +1,4 @@
-"""The caller's deadline reaches the workers, and nobody is blamed for one that was too short."""
+"""The caller's deadline is passed to the workers, and a short one does not mark them as failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ladder on scripted workers: down within a cycle, up by itself, lossless on every rung."""
+"""Fallback of drafters on scripted workers: within a cycle, with recovery, lossless at every step."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def test_fallback_stopped_drafter_costs_one_deadline_and_is_used_when_it_r
         draft.runs.clear()
         lost = [await one_cycle(session, ladder, verifier) for _ in range(30)]
         assert all(cycle.is_fallback for cycle in lost)
-        # The others did not even ask it: they were begun on another rung.
+        # The other cycles did not call it: they began with another drafter.
         assert [cycle.shape.is_fallback for cycle in lost] == [False] + [True] * 29
         draft.runs.set()
         start = time.monotonic()

@@ -1,4 +1,4 @@
-"""The fleet: workers that come and go, and those of another vocabulary."""
+"""The fleet: workers that join and leave, and workers with another vocabulary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafters that push what nobody asked for, over real gRPC: the same tokens in bounded memory."""
+"""Drafters that send unrequested proposals over real gRPC: the same tokens in bounded memory."""
 
 from __future__ import annotations
 

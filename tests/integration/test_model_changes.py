@@ -1,4 +1,4 @@
-"""Sessions and target models: nobody goes on with a text that another model began."""
+"""Sessions and target models: a session continues only with the model that began it."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def other_rank(pid):
 
 
 class Pair:
-    """Two ranks and one rank, told the same."""
+    """Two ranks and one rank that get the same calls."""
 
     def __init__(self, two, one):
         self.two, self.one = two, one

@@ -1,4 +1,4 @@
-"""Caches that ended sessions leave: they save reading, change no token, and serve their own tenant alone."""
+"""Retained caches of ended sessions save computation, change no token, and serve their tenant only."""
 
 from __future__ import annotations
 

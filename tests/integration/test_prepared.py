@@ -1,4 +1,4 @@
-"""Proposals that arrive before they are asked for: the same text, fewer waits, and no harm from odd ones."""
+"""Proposals that arrive before they are requested: same text, fewer waits, no effect of invalid ones."""
 
 from __future__ import annotations
 

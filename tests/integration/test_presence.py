@@ -1,4 +1,4 @@
-"""Orchestrators find each other in the registry, and are gone when they say so or say nothing any more."""
+"""Orchestrators find each other in the registry; entries end at shutdown or when not renewed."""
 
 import itertools
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""A Redis that cannot be used is told before a cluster starts on it."""
+"""An unusable Redis is reported before a cluster starts."""
 
 import socket
 import time

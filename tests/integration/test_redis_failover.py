@@ -1,4 +1,4 @@
-"""Failovers: another server becomes the primary, by name or by Sentinel, and commits go on there."""
+"""Failovers: another server becomes the primary, by name or by Sentinel, and commits continue there."""
 
 from __future__ import annotations
 

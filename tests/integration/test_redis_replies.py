@@ -1,4 +1,4 @@
-"""Error replies of Redis: what callers get of them, and that no watcher ends with one."""
+"""Error replies of Redis: the errors that callers get, and background tasks that survive them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def refused(name: RedisName) -> set[str]:
 
 @pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.split()[0])
 async def test_error_replies_do_not_end_background_tasks(server, reply):
-    """Fleet, presence and a worker's announcer go on after any reply, where none of them was restarted."""
+    """Fleet, presence and a worker's announcer continue after any reply without a restart."""
     async with scripted("target") as worker, redis_name(server) as (name, url):
         redis, direct = connect(url), connect(server.url)
         await direct.flushall()

@@ -1,4 +1,4 @@
-"""The private Redis outlives its process: what it answered is there after kill -9."""
+"""The private Redis is restarted: acknowledged writes survive kill -9."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions that change hands: two orchestrators, real workers of the demo pair, a real Redis."""
+"""Takeover of sessions: two orchestrators, real workers of the demo pair, a real Redis."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ async def test_takeover_ends_the_former_owner_and_loses_no_token(pair):
 
 
 async def any_model(session_id, identity, left_s):
-    """Let a session go on with any target model."""
+    """Let a session continue with any target model."""
 
 
 async def test_resume_restores_counters_and_workers(pair):
@@ -168,7 +168,7 @@ async def test_invalid_resume_is_rejected(pair):
 
 
 async def test_resume_from_offset_0_begins_the_session_once(pair):
-    """What a client asks for when its very first call broke, whether it had reached anybody or not."""
+    """The request of a client whose first call failed, whether or not a server had received it."""
     one, other = pair
     request = request_of()
     whole = await complete(one, undisturbed(request))
@@ -264,7 +264,7 @@ async def test_reaper_frees_the_caches_of_a_dead_owner(pair, redis, monkeypatch)
     assert info.state is SessionState.DETACHED
     assert request.session_id not in await other.store.running()
     thaw.set()
-    # It was only slow: it feeds the workers again, and goes on.
+    # It was only slow: it feeds the workers again and continues.
     chunks.append(await anext(stream))
     await stream.aclose()
     await settled(one)

@@ -1,4 +1,4 @@
-"""What the orchestrator refuses and what it survives, on scripted workers and a real Redis."""
+"""Rejected requests and survived failures of the orchestrator, on scripted workers and a real Redis."""
 
 from __future__ import annotations
 

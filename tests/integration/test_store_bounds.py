@@ -1,4 +1,4 @@
-"""What stored sessions take in a real Redis: one request for all its choices, bounds, what frees bytes."""
+"""Bytes of stored sessions in a real Redis: shared requests, bounds, and freeing."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ async def test_expired_sessions_and_requests_free_their_bytes(redis):
     await store.create(short, b"request")
     await store.create(long, b"request")
     await store.create(session_of("alice:alone", prompt=(9,)), b"request")
-    for token in range(15):  # a session that goes on keeps itself and what it shares
+    for token in range(15):  # a running session renews its own keys and the shared request
         await asyncio.sleep(0.1)
         await commit(store, long, [token])
     with pytest.raises(NotFoundError):

@@ -1,4 +1,4 @@
-"""What listing sessions reads and costs: tokens are left alone."""
+"""Listing sessions: tokens are not read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The session store driven by owners that race, lag, repeat themselves and lose answers: nothing stale
+"""The session store driven by owners that race, lag, repeat commits and lose replies: nothing stale
 gets in.
 
 A model holds what the store must say. Every step runs on a real Redis; its times are moved instead of its
@@ -232,7 +232,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.has_gone_far)
     @rule(how=st.sampled_from(["evicted", "torn"]))
     def tokens_are_lost(self, how: str) -> None:
-        """Half of a write: the hash is there, tokens are not. Nobody may commit or read on."""
+        """A partial write: the hash exists, the tokens do not. Commits and reads must fail."""
         _, tokens, *_ = keys_of("s")
         data = self.run(self.redis.get(tokens)) or b""
         if not data:

@@ -133,7 +133,7 @@ def shares_explained(spans):
     """Return how much of a generation its parts explain, and how much of its cycles their calls."""
     (root,) = named(spans, t.SPAN_GENERATE)
     assert len(named(spans, t.SPAN_OPEN)) == 1
-    # A commit runs beside the next cycle, and counts where none does: a cycle may have to wait for it.
+    # A commit overlaps the next cycle, and counts where no cycle runs: a cycle may have to wait for it.
     parts = children(spans)[root.span_id]
     assert {part.name for part in parts} == {t.SPAN_OPEN, t.SPAN_CYCLE, t.SPAN_COMMIT}
     cycles_s = sum(cycle.duration_s for cycle in named(spans, t.SPAN_CYCLE))
@@ -143,7 +143,7 @@ def shares_explained(spans):
 
 
 async def test_trace_attributes_are_those_of_the_catalogue(redis_server, workers, exporting):
-    long_prompt = "".join(PROMPTS) * 8  # read beside the first cycles by the draft worker
+    long_prompt = "".join(PROMPTS) * 8  # the draft worker prefills it during the first cycles
     async with running(redis_server, *workers) as orchestrator:
         await generate(orchestrator, request(seed=3, stop=("\x00 a secret",), prompt=long_prompt))
         spans = await whole_trace(exporting)
@@ -185,7 +185,7 @@ async def test_trace_shows_the_replacement_of_a_dead_target_in_the_same_cycle(
 ):
     environment, _ = collector
     survivor, draft = workers
-    dying = "4" * 32  # of its own: what its worker sends late is nobody else's
+    dying = "4" * 32  # a separate trace, since its worker may send spans late
     caller = Caller(traceparent=f"00-{dying}-{CALLER_SPAN}-01")
     with exporting_worker("target", environment) as (process, victim):
         async with running(redis_server, victim, draft) as orchestrator:

@@ -135,7 +135,7 @@ async def test_completion_over_tls_to_worker_and_redis(certificates, tmp_path):
 
 
 class redis_with_tls:
-    """A redis-server that speaks TLS alone, to whom shows a certificate."""
+    """A redis-server that accepts only TLS with a client certificate."""
 
     def __init__(self, files: TlsFiles, port: int, url: str, directory) -> None:
         options = {"port": 0, "bind": "127.0.0.1", "tls-port": port, "dir": directory, "save": ""}

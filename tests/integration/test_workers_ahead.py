@@ -1,4 +1,4 @@
-"""Draft-ahead and trees over real streams: the same tokens, sooner, and quiet when there is nothing to do."""
+"""Draft-ahead and trees over real streams: the same tokens, sooner, and no work when idle."""
 
 import asyncio
 import itertools
@@ -15,7 +15,7 @@ from gammaray.types import SamplingParams, VerificationMethod
 
 pytestmark = pytest.mark.integration
 
-# Sizes that deterministic mode covers: with it a proposal is the same to the last bit of its laws.
+# Sizes that deterministic mode supports: with it proposals are bit-identical, distributions included.
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "max_position_embeddings": 256}
 PROMPT = random_tokens(12, seed=3)
 LENGTH = 40
@@ -115,7 +115,7 @@ async def test_rejection_and_naive_never_get_a_tree(pair):
 
 @pytest.mark.parametrize("method", list(VerificationMethod))
 async def test_ahead_on_and_off_emit_the_same_tokens(models, method):
-    """Rejection and naive included: their very proposals are the same, law by law."""
+    """Rejection and naive included: their proposals and distributions are the same."""
     settings = {"deterministic": True}
     async with (
         running("target", models[0], **settings) as (target, _),

@@ -1,4 +1,4 @@
-"""What a worker holds is bounded, whatever its streams ask for; each refusal has its status."""
+"""The memory of a worker is bounded for any requests; each rejection has its status."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Link:
         return answers[0] if len(answers) == 1 else answers
 
     async def release(self, *session_ids: str, epoch: int = 0) -> None:
-        """End sessions, as the owner of an epoch or as anybody (0)."""
+        """End sessions, as the owner of an epoch or of any (0)."""
         await self.send(releases=session_ids, epoch=epoch)
 
     async def info(self) -> Any:

@@ -1,4 +1,4 @@
-"""What clients do over gRPC: complete, talk, leave, come back, cancel, ask for nonsense, look things up."""
+"""Load over gRPC: completions, turns, disconnects, resumes, cancels, invalid requests, look-ups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients do over the OpenAI API: complete, chat, leave, come back, ask for nonsense; and Prometheus."""
+"""Load over the OpenAI API: completions, chats, disconnects, resumes, invalid requests; and Prometheus."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class _Heard:
                     return
 
     async def events(self, http: httpx.AsyncClient, body: dict[str, Any]) -> AsyncGenerator[None, None]:
-        """Listen from behind the last event on, until the end."""
+        """Listen after the last event until the end."""
         headers = {"Last-Event-ID": self._last_id} if self._last_id else {}
         async with http.stream("POST", PATH, json={**body, "stream": True}, headers=headers) as answer:
             if answer.status_code != 200:

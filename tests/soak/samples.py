@@ -1,4 +1,4 @@
-"""What is asked for with a fixed seed, and what was said to it at the start."""
+"""Requests with a fixed seed, and their completions at the start of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cluster holds while nothing runs: its processes by role, the workers by their own account, Redis."""
+"""Resources of an idle cluster: its processes by role, the workers' own reports, Redis."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Census", "Observer"]
 
 SCRAPE_TIMEOUT_S = 10.0
 QUIET_S = 1.0
-"""What a process closes and forgets behind the last answer, it does within this."""
+"""Time within which a process frees resources after its last response."""
 
 
 @dataclass(frozen=True)

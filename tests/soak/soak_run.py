@@ -100,7 +100,7 @@ class Outcome:
         return [*few, *self._gone(), *grown, *self.left, *self.campaign.wrong]
 
     def _gone(self) -> list[str]:
-        """Return who died: a process that begins anew hides what the one before it had gathered."""
+        """Return the processes that died: a restarted process hides the growth of the one before it."""
         third = len(self.censuses) // 3
         if not third:
             return []
@@ -112,7 +112,7 @@ class Outcome:
 async def run(
     grpc: str, http: str, observer: Observer, options: Options, say: Callable[[str], None]
 ) -> Outcome:
-    """Soak a cluster that nobody else uses, at its gRPC address and the base URL of its HTTP API."""
+    """Soak a cluster without other clients, at its gRPC address and the base URL of its HTTP API."""
     say("what the cluster says at the start ...")
     expected = await first_said(grpc, http)
     campaign = Campaign(options.seconds, options.seed)
@@ -125,7 +125,7 @@ async def run(
         await asyncio.gather(*(_client(grpc, http, expected, outcome, rng, until) for rng in dice))
         try:
             outcome.censuses.append(await observer.census(start))
-        except UNREACHABLE as error:  # somebody died; the rest of the run is worth having
+        except UNREACHABLE as error:  # a process died; continue the run
             campaign.blame(f"no census: {type(error).__name__}: {error}")
             say(campaign.wrong[-1])
             continue

@@ -1,4 +1,4 @@
-"""The soak's verdict on growth: what grows, what is flat, what is noise, what was the warm-up."""
+"""The soak's detection of growth: growth, flat values, noise, and the warm-up."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_counts_at_rest_may_not_grow_at_all(value, grows):
 
 
 POOL = BOUNDS["pool_threads"]
-# As counted in two processes of Ray, every half minute; a test suite ran beside the middle of the run.
+# As counted in two processes of Ray, every half minute; a test suite ran during the middle of the run.
 GCS_SERVER = [27] * 19 + [28] * 16 + [29, 29, 31, 32, 33, 33] + [35] * 10
 CONTROLLER = [30] * 37 + [31, 32, 34] + [35] * 11
 

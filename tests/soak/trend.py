@@ -1,4 +1,4 @@
-"""Whether a figure grew over a run: medians of its last and of its second third, and what may lie between."""
+"""Detects growth of a figure over a run: compares the medians of its last and its second third."""
 
 from __future__ import annotations
 

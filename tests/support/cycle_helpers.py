@@ -76,7 +76,7 @@ class FunctionDrafter:
 
 
 class ListStore:
-    """Keeps what it was given; fails when told to."""
+    """Keeps stored values; fails on request."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error

@@ -152,7 +152,7 @@ class ChainingEngine(TableEngine):
 
 
 class Open(Throttle):
-    """A throttle that does not look at the clock."""
+    """A throttle that ignores the time."""
 
     is_open = True
 
@@ -231,7 +231,7 @@ def outcome(
     params: SamplingParams,
     method: VerificationMethod = VerificationMethod.COUPLED,
 ) -> list[int]:
-    """Return what a target with the draft's taste may emit: a path of the proposal and one more token."""
+    """Return a possible outcome of verification: a path of the proposal and one more token."""
     tokens: list[int] = []
     node = -1
     while True:

@@ -1,4 +1,4 @@
-"""The cluster and the peers as processes: failures are told, nothing is left behind."""
+"""The cluster and the baselines as processes: failures are reported, no process is left."""
 
 from __future__ import annotations
 

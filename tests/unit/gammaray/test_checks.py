@@ -1,4 +1,4 @@
-"""Lists of token ids: wrong ones are named, and too many are refused unread."""
+"""Lists of token ids: invalid ones are named, and too long ones are rejected unread."""
 
 import pytest
 from google.rpc import status_pb2

@@ -1,4 +1,4 @@
-"""How many orchestrators there should be, and what Serve is told of it."""
+"""The number of orchestrators, and the configuration for Serve."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Imports go down: which room may know which, checked on the syntax trees of the real files.
+"""Imports go to lower floors only, checked on the syntax trees of the files.
 
 A room is a folder of modules. Its files may import each other and rooms on lower floors, without circles.
 Imports inside functions, under TYPE_CHECKING and by `import_module("a literal")` count like all others.

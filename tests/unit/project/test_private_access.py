@@ -1,4 +1,4 @@
-"""Tests use the public surface: one that reaches private names breaks with every change inside a class.
+"""Tests use public names only, so that changes inside a class do not break them.
 
 Counted on the syntax trees of all tests are private attributes of anything but the test's own `self` and
 `cls`, private names that are given as text to functions such as `setattr`, and imports of private names. On

@@ -1,4 +1,4 @@
-"""What users import and call is frozen here: names, methods, and what an import costs."""
+"""The public surface is frozen here: names, methods, and the cost of an import."""
 
 import inspect
 import re

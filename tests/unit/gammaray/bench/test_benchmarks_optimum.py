@@ -83,7 +83,7 @@ def test_bounds_compare_the_cycle_with_both_forwards_and_with_the_longer_one() -
 
 def test_model_memory_counts_tied_weights_once() -> None:
     memory = model_memory(str(TARGET_DIR), 4)
-    # The file holds every weight once, in two bytes, behind a header of some kilobytes.
+    # The file contains every weight once, in two bytes, after a header of some kilobytes.
     size = (TARGET_DIR / "model.safetensors").stat().st_size
     assert 2 * memory.parameters == pytest.approx(size, rel=0.002)
     assert memory.kv_bytes_per_token == 2 * 16 * 2 * 64 * 4

@@ -1,4 +1,4 @@
-"""Characters get the origin of the token that completed them, whatever the chunks' boundaries are."""
+"""Characters have the origin of the token that completed them, at any chunk boundaries."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Each error of a server arrives as what it was, and only those that may pass are tried again."""
+"""Errors of a server keep their class, and only temporary ones are retried."""
 
 import asyncio
 import time

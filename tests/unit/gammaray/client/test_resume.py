@@ -1,4 +1,4 @@
-"""Completions that go on when their call breaks: what the client asks for, and when it gives up."""
+"""Completions that resume after a failed call: the client's requests, and when it gives up."""
 
 import asyncio
 import sys
@@ -258,7 +258,7 @@ async def test_resume_closed_client_gives_up_at_once():
 @pytest.mark.parametrize("error", PASSING, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("method", ["generate", "status"])
 async def test_cancellation_reported_as_a_failure_by_grpc_ends_the_call(monkeypatch, method, error):
-    """As when it comes together with a message: trying again would go on for ever."""
+    """This happens if it arrives together with a message: retrying would never end."""
     attempts, begun = [], asyncio.Event()
 
     async def attempt(self, *_):

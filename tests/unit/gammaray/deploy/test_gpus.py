@@ -24,7 +24,7 @@ int cuDeviceGetCount(int *count) { *count = %(count)s; return 0; }
 
 @pytest.fixture
 def driver(tmp_path):
-    """Return what builds a driver that answers as it is told."""
+    """Return a function that builds a driver with given answers."""
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
 

@@ -1,4 +1,4 @@
-"""Counters and estimators on cycles whose law is known."""
+"""Counters and estimators on cycles of known distribution."""
 
 import itertools
 import math

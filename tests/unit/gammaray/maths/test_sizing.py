@@ -1,4 +1,4 @@
-"""`gammaray size`: one with the cost model, and monotone where anybody would expect it."""
+"""`gammaray size`: equal to the cost model, and monotone."""
 
 import math
 

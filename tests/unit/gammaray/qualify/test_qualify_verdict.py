@@ -1,4 +1,4 @@
-"""From measurements to a verdict: obstacles, losses, gains, and the sentences that say so."""
+"""From measurements to a verdict: obstacles, losses, gains, and their messages."""
 
 import math
 

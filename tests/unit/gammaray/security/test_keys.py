@@ -1,4 +1,4 @@
-"""API keys: the file, the command, and who is let in with what."""
+"""API keys: the file, the command, and authentication."""
 
 import json
 import math

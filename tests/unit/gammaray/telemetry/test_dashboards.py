@@ -1,4 +1,4 @@
-"""Dashboard, alerts and pages made of the catalogue: fresh, whole, and about metrics that exist."""
+"""Dashboard, alerts and pages of the catalogue: up to date, complete, and about existing metrics."""
 
 import json
 import re

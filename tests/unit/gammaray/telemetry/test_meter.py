@@ -1,4 +1,4 @@
-"""The numbers behind the metrics: counted, exposed to Prometheus, pushed over OTLP."""
+"""Metrics: counted, exposed to Prometheus, pushed over OTLP."""
 
 import asyncio
 import urllib.request

@@ -1,4 +1,4 @@
-"""OpenTelemetry from the environment alone: what is set up, what is refused, and how it ends."""
+"""OpenTelemetry from environment variables: setup, rejected values, and shutdown."""
 
 import subprocess
 import sys

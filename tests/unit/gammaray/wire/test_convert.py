@@ -1,4 +1,4 @@
-"""Types to wire messages and back: nothing is lost, and what strangers send is checked."""
+"""Types to wire messages and back: nothing is lost, and messages of peers are checked."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Admission: bounded, fair between tenants, and leaving nothing behind however a wait ends."""
+"""Admission: bounded, fair between tenants, and without leftover state however a wait ends."""
 
 import asyncio
 import random
@@ -17,7 +17,7 @@ async def ticks():
 
 
 class Requests:
-    """Requests that hold their place until they are told to end; `served` is who got one, in order."""
+    """Requests that hold their slot until they are ended; `served` lists those that got one, in order."""
 
     def __init__(self, capacity=1, max_waiting=100, max_wait_s=30.0, tenant_capacity=None):
         self.admission = Admission(capacity, max_waiting, max_wait_s, tenant_capacity)

@@ -1,4 +1,4 @@
-"""What the launcher makes of who may call, before anything starts."""
+"""The launcher's keys and certificates, before anything starts."""
 
 import pytest
 from click.testing import CliRunner

@@ -1,4 +1,4 @@
-"""The launcher's checks before anything starts, its options, and that nothing it started is left."""
+"""The launcher's checks before anything starts, its options, and the cleanup of its processes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Signals that stop the launcher: told once, never lost, never another's."""
+"""Signals that stop the launcher: delivered once, never lost, and not taken from other handlers."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""What an orchestrator counts: the client's own numbers, and where each request's time went."""
+"""Metrics of an orchestrator: the numbers of the client's summary, and latencies of requests."""
 
 import asyncio
 import time
@@ -123,7 +123,7 @@ def chunk(num_tokens, finish_reason=None):
 
 
 class Service:
-    """Streams what it is told, and fails after it when it is told to."""
+    """Streams given chunks, and then fails if requested."""
 
     def __init__(self, *chunks, error=None):
         self.meter, self.chunks, self.error = OrchestratorMeter(), chunks, error

@@ -1,4 +1,4 @@
-"""Draft-ahead is memoisation: the same proposals, sooner. And it knows when to stop."""
+"""Draft-ahead is memoisation: the same proposals, sooner. It pauses if it does not pay."""
 
 import random
 
@@ -32,7 +32,7 @@ PARAMS = {
 @pytest.mark.parametrize("method", list(VerificationMethod))
 @pytest.mark.parametrize("engine", [TableEngine, ChainingEngine])
 def test_ahead_proposals_are_those_that_are_drafted_on_demand(engine, method, params, stop_threshold):
-    """With budgets of ahead forwards from none to all, over many cycles: tokens, laws, where they end."""
+    """With budgets of ahead forwards from none to all, over many cycles: proposals are equal."""
     rng, saved = random.Random(3), 0
     ahead = Drafter(engine(spread=5.0), ahead_rows=3)
     fresh = Drafter(TableEngine(spread=5.0))
@@ -43,7 +43,7 @@ def test_ahead_proposals_are_those_that_are_drafted_on_demand(engine, method, pa
         ours = ahead.ask(tokens, gamma, **fields)
         theirs = fresh.ask(tokens, gamma, **fields)
         assert ours.outcome == theirs.outcome
-        # A run may go on behind the token at which the chain ends, or one that a filter drops.
+        # A run may continue after the token at which the chain ends, or one that a filter drops.
         assert ours.timing.num_forwards <= theirs.timing.num_forwards + engine.can_chain * 2 * (RUN - 1)
         saved += theirs.timing.num_forwards - ours.timing.num_forwards
         ahead.idle(rng.choice((0, 1, 3, 10**6)))

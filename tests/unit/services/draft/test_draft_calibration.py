@@ -1,4 +1,4 @@
-"""What the draft's confidence is worth, learned from what came of it."""
+"""Calibration of the draft's confidence, learned from verification."""
 
 from __future__ import annotations
 

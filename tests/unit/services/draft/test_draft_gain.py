@@ -1,4 +1,4 @@
-"""What drafting gains, from the times of requests and answers and the tokens that were committed."""
+"""The gain of drafting, from the times of requests and results and the committed tokens."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Idle priority is taken only where it can be left again."""
+"""Idle priority is used only if it can be reverted."""
 
 from __future__ import annotations
 

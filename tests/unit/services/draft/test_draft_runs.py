@@ -1,4 +1,4 @@
-"""Runs: several tokens of a chain in one call of the engine, the same tokens as in as many forwards."""
+"""Runs: several tokens of a chain in one call of the engine give the tokens of single forwards."""
 
 from __future__ import annotations
 

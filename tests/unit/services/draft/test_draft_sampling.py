@@ -1,4 +1,4 @@
-"""The draft's draws: exact quantised laws, the shared race, and confidences that mean something."""
+"""Sampling by the draft: exact quantised distributions, the Gumbel-max draw, calibrated confidences."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""The speculation tree and what is read off it, against brute force over all paths."""
+"""The speculation tree and its proposals, against brute force over all paths."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_outcomes_cover_all_results_of_verification():
         reading = ProposalBuilder(root, shape, EOS)
         reading.go_on()
         ends, leaves = reading.outcomes()
-        # The ends and what goes on behind the open leaves: nothing is lost, nothing counted twice.
+        # The ends and the outcomes after the open leaves: nothing is lost, nothing counted twice.
         total = sum(p for p, _, _ in ends) + sum(p for p, _ in leaves)
         assert total == pytest.approx(1.0)
         assert {node for _, node in leaves} == {n for n in reading.nodes if n.prediction is None}
@@ -183,7 +183,7 @@ def test_outcomes_cover_all_results_of_verification():
 
 
 class Cache:
-    """What the engine holds: a chain of nodes and nodes beside it."""
+    """Slots of the engine: a chain of nodes and other nodes."""
 
     def __init__(self, tree: SpeculationTree) -> None:
         self.chain: list[object] = [None] * tree.root.position + [tree.root]

@@ -59,7 +59,7 @@ def test_engine_session_operations_match_plain_forwards(
     text = random_tokens(110, 1)
     run.step(SequenceInput("a", 0, text[:20], 20), SequenceInput("b", 0, text[40:47], 1))
     run.step(SequenceInput("a", 20, random_tokens(6, 2), 6))
-    # Rollback behind wrong tokens, ragged rows, and another session's first chunk.
+    # Rollback after wrong tokens, ragged rows, and another session's first chunk.
     run.step(
         SequenceInput("a", 20, text[20:21], 1),
         SequenceInput("b", 4, random_tokens(9, 3), 3),

@@ -17,7 +17,7 @@ CONTEXT = random_tokens(70, 1)
 
 
 class Growing:
-    """One session's tree beside a plain list of its nodes: the truth that the engine is held to."""
+    """One session's tree and a plain list of its nodes, which is the reference."""
 
     def __init__(self, engine: Engine, seed: int, context: list[int] = CONTEXT) -> None:
         self.engine, self.rng = engine, random.Random(seed)

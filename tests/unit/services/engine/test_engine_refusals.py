@@ -1,4 +1,4 @@
-"""What the engine cannot serve exactly is refused at load, with the reason."""
+"""Models that the engine cannot serve exactly are rejected at load, with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ended sessions leave in the caches: whom it serves, that it is right, and that it makes room."""
+"""Retained caches of ended sessions: who can use them, exactness, and eviction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tells two target models apart: weights, configuration and arithmetic, and nothing else."""
+"""Model identity depends on weights, configuration and arithmetic, and nothing else."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_identity_of_other_weights_differs(model, change):
 
 
 def test_identity_misses_one_weight_between_the_samples_of_a_large_tensor(model):
-    """What it is documented not to tell apart: whoever reads everything at a start waits for minutes."""
+    """A documented limitation: reading all weights at startup would take minutes."""
     before = identity(model)
     rewrite(model, lambda t: t["large.weight"].view(-1)[WINDOW_BYTES // 4 + 1].add_(1))
     assert identity(model) == before

@@ -1,4 +1,4 @@
-"""Which tokens go into the next forward, and which sessions a worker keeps; no model needed."""
+"""Planning of the next forward, and the session table; no model needed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How many workers a pool should have, from what its workers report."""
+"""The number of workers of a pool, from their reports."""
 
 from types import SimpleNamespace
 
@@ -121,7 +121,7 @@ def test_drafters_that_load_their_model_are_not_idle():
 def test_unused_drafter_while_targets_are_busy_does_not_pay():
     number, memory = drafters(pool(report(0, gained=0)), demand=2.0)
     assert (number, memory.paused_until) == (0, 60)
-    assert drafters(pool(report(0, gained=0)), demand=0.0) == (0, FRESH)  # nobody works: it may begin again
+    assert drafters(pool(report(0, gained=0)), demand=0.0) == (0, FRESH)  # no load: it may begin again
 
 
 def context(reports, wanted, bounds, state, now=0.0):

@@ -57,7 +57,7 @@ def test_rejection_without_distributions_is_lossless_for_any_token(gamma):
 
 
 def test_rejection_stopping_before_the_draw_is_lossless():
-    """The end of the chain depends on the law of the next token only: what the prediction reports."""
+    """The end of the chain depends only on the distribution of the next token, as the prediction reports."""
 
     def proposals(context, gamma):
         law = shipped(context)

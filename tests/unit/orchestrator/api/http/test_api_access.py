@@ -1,4 +1,4 @@
-"""Keys on both public APIs: strangers get nowhere, callers are told apart, bodies are bounded."""
+"""Keys on both public APIs: keys are required, callers are identified, bodies are bounded."""
 
 import asyncio
 

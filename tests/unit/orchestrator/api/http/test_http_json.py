@@ -1,4 +1,4 @@
-"""JSON within bounds: the values, errors and bytes of `json`, and an end to what they cost."""
+"""JSON within bounds: the values, errors and bytes of `json`, at a bounded cost."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Where Prometheus is told to look, and what clients of vLLM find at /metrics."""
+"""Prometheus' targets, and vLLM's metrics at /metrics."""
 
 from http_helpers import call
 from prometheus_client.parser import text_string_to_metric_families

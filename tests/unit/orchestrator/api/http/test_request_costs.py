@@ -1,4 +1,4 @@
-"""What a request may cost, whatever it holds: the event loop's time, and memory."""
+"""Cost of any request: the event loop's time, and memory."""
 
 from __future__ import annotations
 

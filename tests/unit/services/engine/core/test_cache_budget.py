@@ -1,4 +1,4 @@
-"""How much memory a worker's KV cache takes: as a setting says, else by what is free."""
+"""Memory of a worker's KV cache: from a setting, or from the free memory."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The kernel is compiled where it is first needed: once, into a cache, and with a reason where it is not."""
+"""The kernel is compiled on first use: once, into a cache, or with the reason why not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published answers of the generator, golden values of our own, and noise that depends on its place only."""
+"""Published test vectors of the generator, golden values, and noise that depends on its position only."""
 
 import math
 
