@@ -116,7 +116,7 @@ TARGETS: list[Answer] = [_bad_verdict, _bad_verdict, _any_need, _any_error, _not
 
 
 async def fuzz_with_hostile_drafter(redis: Any, target: str, campaign: Campaign) -> None:
-    """Complete with a real target and a drafter that does anything: the tokens stay those without drafter."""
+    """Complete with a real target and a drafter that sends anything: tokens equal those without a drafter."""
     rng = campaign.dice("drafter")
     drafter = ScriptedWorker("draft", vocab_size=VOCAB, max_context=CONTEXT)
     await drafter.start()
@@ -143,7 +143,7 @@ async def fuzz_with_hostile_drafter(redis: Any, target: str, campaign: Campaign)
 
 
 async def fuzz_with_hostile_target(redis: Any, campaign: Campaign) -> None:
-    """Complete with a target that does anything: each request ends in time, with tokens or a typed error."""
+    """Complete with a target that sends anything: each request ends in time, with tokens or a typed error."""
     rng = campaign.dice("target")
     target = ScriptedWorker("target", vocab_size=VOCAB, max_context=CONTEXT)
     await target.start()
