@@ -45,10 +45,10 @@ def test_client_gets_the_error_that_the_server_raised(cluster):
 
 def test_status_lists_every_process(cluster):
     def is_true():
-        """Whether a status is whole and is the state of the machine just before and just after it.
+        """Whether a status is complete and equals the processes of the machine just before and after it.
 
-        Not each one is: a process may be replaced while it is made (HAProxy is, by each configuration that it
-        gets), and one that does not answer within a second is told as not healthy.
+        A status may differ: a process may be replaced meanwhile (HAProxy is, by each new configuration), and
+        one that does not respond within a second is reported as not healthy.
         """
         before = {process.pid for process in cluster.processes()}
         processes = cluster.status()

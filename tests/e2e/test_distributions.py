@@ -107,7 +107,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
 
 @pytest.fixture(scope="module")
 def client_environment(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """The client's wheel and what it requires, taken from the environment of this test: no index is asked."""
+    """The client's wheel and its dependencies, taken from the environment of this test without an index."""
     environment = fresh(tmp_path_factory.mktemp("client-environment"))
     for name in required("gammaray"):
         expose(name, environment.site)

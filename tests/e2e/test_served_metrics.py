@@ -1,4 +1,4 @@
-"""Metrics of a running cluster: scraped numbers and documented queries are what the API's summaries say."""
+"""Metrics of a running cluster: scraped numbers and documented queries equal the API's summaries."""
 
 import json
 import time
@@ -38,7 +38,7 @@ def scrape(cluster: Cluster) -> dict[str, dict[tuple, float]]:
 def orchestrator_at_rest(cluster: Cluster) -> dict[tuple, float]:
     """Return the orchestrator's samples once no request runs and the last one is counted.
 
-    A client has its last token before the request is over for the orchestrator, which counts it then.
+    A client gets its last token before the orchestrator ends and counts the request.
     """
 
     def counted() -> dict[tuple, float]:
@@ -60,7 +60,7 @@ def complete(cluster: Cluster, **options) -> Completion:
 
 
 def wait_for_drafter(cluster: Cluster) -> None:
-    """Wait until the draft worker is not left alone for having been late: what it proposes is counted."""
+    """Wait until the draft worker is not paused for being late, so that its proposals are counted."""
     undisturbed(lambda: complete(cluster, gamma=4), is_without_model)
 
 

@@ -46,9 +46,9 @@ def replicas() -> Iterator[Cluster]:
 
 
 def orchestrators(cluster: Cluster) -> list[psutil.Process]:
-    """Wait until the cluster has recovered from the test before, and return its two orchestrators.
+    """Wait until the cluster has recovered from the previous test, and return its two orchestrators.
 
-    They are asked for before a stream begins: on a busy machine that may take longer than the stream does.
+    Call it before a stream begins: on a busy machine it may take longer than the stream.
     """
     found: set[int] = set()
 

@@ -44,7 +44,7 @@ async def run(session, ladder, verifier):
 
 
 class Repeats:
-    """A target that says 1, 2, 3, 1, 2, 3 ... whatever came before."""
+    """A target that emits 1, 2, 3, 1, 2, 3 ... for any context."""
 
     async def verify(self, session, proposal):
         base, path = session.num_committed, []

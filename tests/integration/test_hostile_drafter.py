@@ -26,12 +26,12 @@ GOOD = pb.Proposal(token_ids=[1, 2, 3])
 
 
 class Pusher(ScriptedWorker):
-    """Answers as a good drafter does, and sends more in the same frame.
+    """Answers as a correct drafter does, and sends unrequested proposals in the same frame.
 
     Attributes:
-        push: Given a block, its committed tokens and the outcome that the target will come to, returns what
-            nobody asked for.
-        num_pushed: How many proposals were.
+        push: Returns the unrequested proposals for a block, its committed tokens and the outcome of its
+            verification.
+        num_pushed: Number of unrequested proposals.
     """
 
     push = staticmethod(lambda block, tokens, outcome: [])
@@ -140,7 +140,7 @@ BORNE = [
 
 
 class Watched(ProposalCache):
-    """Remembers how much was ever kept."""
+    """Records the maximum that was kept."""
 
     most, most_bytes = 0, 0
 

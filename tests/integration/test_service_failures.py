@@ -40,7 +40,7 @@ async def orchestrator(redis_server, target):
 
 
 async def lasting_keys(redis):
-    """What is stored, but for the entries by which orchestrators know each other: those come and go."""
+    """Return the stored keys without the registry entries of orchestrators, which change."""
     return {key for key in await redis.keys() if not key.startswith(b"gammaray:orchestrator")}
 
 

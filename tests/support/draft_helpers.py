@@ -141,7 +141,7 @@ class TableEngine:
 
 
 def mark(path: Sequence[int]) -> float:
-    """Return a number that tells paths apart."""
+    """Return a number that identifies a path."""
     return float(hash(tuple(path)) % 2**50)
 
 
@@ -158,10 +158,10 @@ class Open(Throttle):
 
 
 class Drafter:
-    """A scheduler and the sessions that ask it, in one thread.
+    """A scheduler and its sessions in one thread.
 
     Args:
-        engine: What it runs on.
+        engine: The engine.
         ahead_rows: 0 for no draft-ahead.
     """
 
@@ -215,7 +215,7 @@ class Drafter:
         raise AssertionError("no answer")
 
     def idle(self, num_steps: int = 10**6) -> int:
-        """Let it draft ahead for so many forwards, or until it is done; return how many it did."""
+        """Draft ahead for this many forwards, or until it is done; return their number."""
         done = 0
         while done < num_steps and self.scheduler.has_work:
             assert self.scheduler.step() == []

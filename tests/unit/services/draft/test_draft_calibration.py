@@ -20,7 +20,7 @@ PROMPT = [1, 2, 3, 4]
 
 
 def taught(calibration: Calibration, power: float, num_proposals: int, seed: int = 1) -> None:
-    """Show it proposals of four tokens that are accepted as often as confidences to that power say."""
+    """Observe proposals of four tokens, accepted with the probability of their confidence to this power."""
     rng = random.Random(seed)
     for _ in range(num_proposals):
         tested, is_rejected = [], False
@@ -103,7 +103,7 @@ def compared(
     follow: Callable[[list[int], tuple[int, ...]], list[int]],
     method: VerificationMethod = VerificationMethod.COUPLED,
 ) -> float:
-    """Return how long a session's chains are over those of sessions without a past, at the same texts."""
+    """Return the ratio of a session's chain lengths to those of new sessions on the same texts."""
     drafter, tokens = Drafter(TableEngine()), list(PROMPT)
     fields = {"params": SamplingParams(seed=5), "stop_threshold": 0.2, "method": method}
     ours = theirs = 0
