@@ -406,7 +406,7 @@ class OrchestratorSettings(_ServingSettings):
         "",
         pattern=_HOST_NAMES,
         description="Without API keys: comma-separated names that requests may have in `Host`, "
-        "beside localhost and IP addresses; '.example.com' is all names below it, '*' any.",
+        "in addition to localhost and IP addresses; '.example.com' is all names below it, '*' any.",
     )
     local_only: bool = Field(
         False,
@@ -499,7 +499,7 @@ class ClusterSettings(_ModelSettings):
         "",
         pattern=_HOST_NAMES,
         description="Without API keys: comma-separated names that requests may have in `Host`, "
-        "beside localhost and IP addresses; '.example.com' is all names below it, '*' any.",
+        "in addition to localhost and IP addresses; '.example.com' is all names below it, '*' any.",
     )
     worker_tls: bool = Field(
         False, description="Mutual TLS between orchestrators and workers, with certificates made at startup."
