@@ -20,14 +20,14 @@ __all__ = ["main"]
 # Each command and its short help, so that `gammaray --help` imports no command.
 _COMMANDS = {
     "bench": "Measure a running cluster: speed, acceptance and latency by gamma.",
-    "certs": "Create a development CA and certificates in DIRECTORY.",
+    "certs": "Create a development CA in DIRECTORY, and certificates.",
     "chat": "Chat with the model.",
     "config": "Print the effective settings of every process.",
     "generate": "Stream a completion of PROMPT.",
     "keys": "Create, list and revoke API keys.",
-    "qualify": "Check whether draft models suit a target model.",
+    "qualify": "Check whether draft models suit a target.",
     "sessions": "List, resume, cancel and delete sessions.",
-    "size": "Predict the speedup of drafters with the cost model.",
+    "size": "Predict the speedup of drafters from measurements.",
     "status": "List the processes of a cluster.",
     "top": "Show live statistics of a cluster.",
     "trace": "Show the tokens and times of each cycle of a SESSION.",

@@ -200,7 +200,7 @@ def test_planted_loss_is_found(schedulers):
     _, equality = measure(Lossy(*schedulers), make_asks(task(), PROMPTS, (), 128), (2,), lambda done: None)
     for one in equality:
         assert (one.compared, one.equal, one.ties) == (2, 0, 0)
-        assert one.first == "with gamma 2 prompt 1 parts from plain decoding at token 6"
+        assert one.first == "with gamma 2 prompt 1 diverges from plain decoding at token 6"
         assert not one.is_lossless
 
 

@@ -127,7 +127,7 @@ def test_plain_text_to_a_tls_port_reports_that_tls_is_needed(pki, front, command
     with front(pki, pki.server) as address:
         result = command(address)
     assert result.exit_code == 3
-    assert f"{address}: the server speaks TLS" in result.stderr
+    assert f"{address}: the server uses TLS" in result.stderr
     assert "--tls" in result.stderr
 
 

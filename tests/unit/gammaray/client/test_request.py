@@ -147,7 +147,7 @@ def test_request_wrong_prompt_is_named(prompt):
 
 
 def test_request_unknown_option_raises_and_lists_the_known():
-    with pytest.raises(TypeError, match=r"no option named temprature; there are: .*temperature"):
+    with pytest.raises(TypeError, match=r"no option named temprature; known options: .*temperature"):
         build_request("Hi", temprature=1)
 
 

@@ -91,7 +91,7 @@ def test_verdict_follows_the_minimum_speedup():
 
 
 def test_different_tokens_make_a_pair_unfit_at_any_speed():
-    lossy = same(equal=6, ties=1, first="with gamma 4 prompt 2 parts from plain decoding at token 7")
+    lossy = same(equal=6, ties=1, first="with gamma 4 prompt 2 diverges from plain decoding at token 7")
     verdict = judge(pair([plain_run(), run(4)], [lossy]))
     assert verdict.fitness is Fitness.UNFIT
     assert verdict.reasons == (f"not lossless at temperature 0: {lossy.first}",)
@@ -103,7 +103,7 @@ def test_ties_missing_tokenizer_and_short_context_are_warnings():
     verdict = judge(pair([plain_run(), run(4)], [same(equal=7, ties=1)], draft=draft))
     assert verdict.fitness is Fitness.FIT
     text = " / ".join(verdict.warnings)
-    assert all(word in text for word in ("no tokenizer", "64 tokens", "1 of 8 completions part"))
+    assert all(word in text for word in ("no tokenizer", "64 tokens", "1 of 8 completions diverge"))
 
 
 def test_few_tested_tokens_are_a_warning():
