@@ -147,7 +147,7 @@ async def test_service_stores_tokens_before_it_sends_them(orchestrator, redis):
     async for chunk in orchestrator.generate(request):
         seen += [token.token_id for token in chunk.tokens]
         assert list((await store.read("watched")).token_ids[: len(seen)]) == seen
-    with pytest.raises(FailedPreconditionError, match="watched exists already"):
+    with pytest.raises(FailedPreconditionError, match="watched already exists"):
         await complete(orchestrator, request)
 
 
