@@ -44,7 +44,7 @@ def check_timeout(name: str, got: float) -> float:
 def check_api_key(got: str) -> None:
     """Check that a key can be sent in a header; the error does not contain the key."""
     if not got.isascii() or not got.isprintable() or not got:
-        raise InvalidArgumentError("api_key", "a key that is not shown", "printable ASCII characters")
+        raise InvalidArgumentError("api_key", "a key (not shown)", "printable ASCII characters")
 
 
 def check_int(name: str, got: int, low: int, high: int) -> None:

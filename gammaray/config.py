@@ -208,19 +208,19 @@ class _ModelSettings(_Settings):
 class _ServingSettings(_Settings):
     metrics_listen: str = Field(
         "127.0.0.1:0",
-        description="host:port of the Prometheus endpoint; port 0 takes a free one, a range like 9464-9479 "
-        "its first free one, empty: none.",
+        description="host:port of the Prometheus endpoint; port 0 uses a free port, a range like 9464-9479 "
+        "its first free port, empty: none.",
     )
     tls_ca: str = Field(
-        "", description="PEM file of the authority for TLS between orchestrators and workers; empty: no TLS."
+        "", description="PEM file of the CA for TLS between orchestrators and workers; empty: no TLS."
     )
-    tls_cert: str = Field("", description="PEM file of the own certificate, see `gammaray certs`.")
+    tls_cert: str = Field("", description="PEM file of this process's certificate, see `gammaray certs`.")
     tls_key: str = Field("", description="PEM file of its private key.")
     redis_url: str = Field("", repr=False)
     redis_password: str = Field(
         "",
         repr=False,
-        description="Password of that Redis where redis_url has none; any characters, not percent-encoded.",
+        description="Password of that Redis if redis_url has none; any characters, not percent-encoded.",
     )
 
     @property
@@ -240,35 +240,37 @@ class WorkerSettings(_ServingSettings, _ModelSettings):
     model: str = Field(
         DEMO_PAIR, min_length=1, description="Directory or hub name of a causal LM; 'demo' is the demo pair."
     )
-    listen: str = Field("127.0.0.1:0", description="host:port of the gRPC server; port 0 takes a free one.")
-    advertise: str = Field("", description="host:port that orchestrators dial; empty is the bound address.")
+    listen: str = Field("127.0.0.1:0", description="host:port of the gRPC server; port 0 uses a free port.")
+    advertise: str = Field(
+        "", description="host:port that orchestrators connect to; empty: the bound address."
+    )
     redis_url: str = Field(
         "", repr=False, description="Registry to announce this worker in; empty: do not announce."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Where the model runs; auto prefers CUDA."
+        "auto", description="Device of the model; auto prefers CUDA."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Arithmetic; auto is float32 on CPU and bfloat16 on CUDA."
     )
     kernel_cache: str = Field(
         "",
-        description="Folder of compiled CPU kernels; empty: gammaray/kernel in the user's cache folder.",
+        description="Directory of compiled CPU kernels; empty: gammaray/kernel in the user's cache.",
     )
     threads: int = Field(1, ge=1, le=256, description="CPU threads of the model's arithmetic.")
-    cpu_affinity: str = Field("", description="Comma-separated cores to stay on; empty: no binding.")
+    cpu_affinity: str = Field("", description="Comma-separated CPU cores to bind to; empty: no binding.")
     cache_budget_mb: int | None = Field(
         None,
         ge=1,
         description="Upper bound of KV cache memory, in MiB; least recently used sessions are evicted. "
-        "Unset: cache_memory_share of a GPU's memory that is free once the weights are loaded; on a CPU a "
-        "quarter of the memory that is available then, 1024 at most.",
+        "Unset: cache_memory_share of the GPU memory that is free after loading the weights; on a CPU a "
+        "quarter of the memory available then, at most 1024.",
     )
     cache_memory_share: float = Field(
         0.8,
         gt=0,
         le=0.95,
-        description="Share of a GPU's free memory for the KV cache where cache_budget_mb is unset; the rest "
+        description="Share of a GPU's free memory for the KV cache if cache_budget_mb is unset; the rest "
         "is for activations and CUDA graphs.",
     )
     max_batch_tokens: int = Field(
@@ -283,10 +285,10 @@ class WorkerSettings(_ServingSettings, _ModelSettings):
         False, description="Bit-identical logits whatever the batch and gamma (CPU float32 only; slower)."
     )
     fast_kernels: bool = Field(
-        True, description="Use the compiled kernel (CPU) or CUDA graphs where they cover the architecture."
+        True, description="Use the compiled kernel (CPU) or CUDA graphs if they support the architecture."
     )
     drain_timeout_s: float = Field(
-        10.0, ge=0, description="How long running blocks may finish after SIGTERM, in seconds."
+        10.0, ge=0, description="Time for running blocks to finish after SIGTERM, in seconds."
     )
 
 
@@ -297,7 +299,9 @@ class TargetSettings(WorkerSettings):
         1, ge=1, le=64, description="Devices that each target's model is spread over, all in one machine."
     )
     rank_timeout_s: float = Field(
-        300.0, gt=0, description="How long those devices wait for each other, loading included, in seconds."
+        300.0,
+        gt=0,
+        description="Timeout of those devices' waits for each other, loading included, in seconds.",
     )
 
 
@@ -310,7 +314,7 @@ class DraftSettings(WorkerSettings):
     weight_bits: int = Field(12, ge=1, le=24, description="Bits of its quantised weights' sum.")
     draft_ahead: bool = Field(
         True,
-        description="Prepare the next proposals while the target verifies; it stops where it does not pay.",
+        description="Prepare the next proposals while the target verifies; paused while it does not pay.",
     )
     ahead_rows: int = Field(
         4, ge=1, le=64, description="Upper bound of tokens in one forward of draft-ahead, over all sessions."
@@ -323,7 +327,7 @@ class OrchestratorSettings(_ServingSettings):
     model: str = Field(
         DEMO_PAIR,
         min_length=1,
-        description="The target model: its tokenizer and configuration are read here.",
+        description="The target model, for its tokenizer and configuration.",
     )
     served_model_name: str = Field("", description="Name that clients use; empty: derived from `model`.")
     redis_url: str = Field(
@@ -333,13 +337,13 @@ class OrchestratorSettings(_ServingSettings):
         "redis+sentinel://HOST:PORT,.../SERVICE/DB.",
     )
     redis_wait_s: float = Field(
-        60.0, ge=0, description="How long a start waits for Redis to answer, in seconds."
+        60.0, ge=0, description="Time that startup waits for Redis to respond, in seconds."
     )
     target_addresses: str = Field(
-        "", description="Comma-separated host:port of target workers, beside those of the registry."
+        "", description="Comma-separated host:port of target workers, in addition to the registry's."
     )
     draft_addresses: str = Field(
-        "", description="Comma-separated host:port of draft workers, beside those of the registry."
+        "", description="Comma-separated host:port of draft workers, in addition to the registry's."
     )
     max_gamma: int = Field(8, ge=0, le=64, description="Upper bound of an adaptive gamma.")
     max_nodes: int = Field(
@@ -347,65 +351,71 @@ class OrchestratorSettings(_ServingSettings):
     )
     gamma_controller: Literal["adaptive", "linear", "bandit", "compare"] = Field(
         "adaptive",
-        description="What chooses an adaptive gamma; compare: linear, bandit where a request's `max_nodes` "
-        "is 31 and 30.",
+        description="Controller of adaptive gamma; compare: linear or bandit for requests whose `max_nodes` "
+        "is 31 or 30.",
     )
     propose_timeout_s: float = Field(
-        2.0, gt=0, description="Deadline of one proposal; past it the cycle goes on with gamma 0."
+        2.0, gt=0, description="Deadline of one proposal; after it the cycle continues with gamma 0."
     )
     verify_timeout_s: float = Field(60.0, gt=0, description="Deadline of one verification, prefill included.")
     worker_wait_s: float = Field(
-        30.0, ge=0, description="How long a request waits for a target worker to be there."
+        30.0, ge=0, description="Time that a request waits for a target worker to connect."
     )
     prefix_caching: bool = Field(
         True,
-        description="Workers keep the caches of ended sessions for others of the tenant that begin alike.",
+        description="Workers keep caches of ended sessions for the tenant's prompts with the same prefix.",
     )
     session_ttl_s: int = Field(
-        3600, ge=1, description="How long a finished or abandoned session stays in the store."
+        3600, ge=1, description="Time after which a finished or abandoned session expires."
     )
     max_stored_mb: int = Field(
         0,
         ge=0,
-        description="Upper bound of all stored sessions, in MiB; more are refused. 0: half of Redis's "
-        "maxmemory, or 1024 where it has none.",
+        description="Upper bound of all stored sessions, in MiB; more are rejected. 0: half of Redis's "
+        "maxmemory, or 1024 if it has none.",
     )
     max_tenant_stored_share: float = Field(
-        0.5, gt=0, le=1, description="Share of these bytes that one tenant may have, where keys name tenants."
+        0.5, gt=0, le=1, description="Share of these bytes that one tenant may use, if API keys are required."
     )
     max_prompt_bytes: int = Field(2**20, ge=1, description="Largest prompt, in bytes of UTF-8.")
     max_concurrent_requests: int = Field(
-        256, ge=1, description="Requests in flight per replica; more wait, their tenants in turn."
+        256,
+        ge=1,
+        description="Running requests per replica; more wait in a queue that is fair between tenants.",
     )
     max_waiting_requests: int = Field(
-        256, ge=0, description="Requests that wait for a place per replica; more are refused."
+        256, ge=0, description="Waiting requests per replica; more are rejected."
     )
     max_tenant_share: float = Field(
-        0.9, gt=0, le=1, description="Share of these that one tenant may have, where keys name tenants."
+        0.9,
+        gt=0,
+        le=1,
+        description="Share of the running requests that one tenant may have, if API keys are required.",
     )
     max_wait_s: float = Field(
-        30.0, gt=0, description="How long a request waits for a place before it is refused, in seconds."
+        30.0, gt=0, description="Time that a request waits in the queue before it is rejected, in seconds."
     )
     max_body_mb: int = Field(
-        256, ge=16, description="Upper bound of all HTTP bodies held at once, in MiB; more are refused."
+        256, ge=16, description="Upper bound of all HTTP bodies in memory, in MiB; more are rejected."
     )
     api_keys_file: str = Field(
         "",
-        description="Key file of `gammaray keys`; empty: no key is required. Read again when it changes.",
+        description="Key file of `gammaray keys`; empty: no key is required. Reloaded when it changes.",
     )
     allowed_hosts: str = Field(
         "",
         pattern=_HOST_NAMES,
         description="Without API keys: comma-separated names that requests may have in `Host`, "
-        "beside localhost and IP addresses; '.example.com' is all names below it, '*' any.",
+        "in addition to localhost and IP addresses; '.example.com' is all names below it, '*' any.",
     )
     local_only: bool = Field(
-        False, description="Refuse gRPC callers of other machines, whatever the port is bound to."
+        False,
+        description="Reject gRPC calls from other machines, also if the port is bound to all interfaces.",
     )
     probe_key_sha256: str = Field(
         "",
         pattern=r"^([0-9a-f]{64})?$",
-        description="SHA-256 of one more key, which the launcher uses to watch the cluster.",
+        description="SHA-256 of an additional key, which the launcher uses to monitor the cluster.",
     )
 
 
@@ -413,31 +423,33 @@ class ScalingSettings(_Settings):
     """Thresholds and delays for scaling worker pools; rules: `services.serve.autoscaling`."""
 
     target_load: float = Field(
-        8.0, gt=0, description="Blocks in flight per target worker from which on another one is wanted."
+        8.0, gt=0, description="Blocks in flight per target worker above which a worker is added."
     )
     orchestrator_load: float = Field(
         64.0,
         gt=0,
-        description="Requests that run or wait per orchestrator from which on another one is wanted.",
+        description="Running and waiting requests per orchestrator above which one is added.",
     )
     draft_load: float = Field(
-        4.0, gt=0, description="Blocks in flight per draft worker from which on another one is wanted."
+        4.0, gt=0, description="Blocks in flight per draft worker above which a worker is added."
     )
     min_gain: float = Field(
         1.0,
-        description="Tokens per second, beyond plain decoding, that a drafter must gain to stay; any number.",
+        description="Tokens per second above plain decoding below which a drafter is removed; any number.",
     )
     retry_s: float = Field(
-        60.0, gt=0, description="Pause after a drafter that did not pay, doubling up to 16-fold, in seconds."
+        60.0,
+        gt=0,
+        description="Pause after removing a drafter that did not pay, doubling up to 16-fold, in seconds.",
     )
     scale_up_delay_s: float = Field(
-        3.0, ge=0, description="How long more workers must be wanted before they come, in seconds."
+        3.0, ge=0, description="Time that more workers must be wanted before they are added, in seconds."
     )
     scale_down_delay_s: float = Field(
-        60.0, ge=0, description="How long fewer workers must be wanted before one goes, in seconds."
+        60.0, ge=0, description="Time that fewer workers must be wanted before one is removed, in seconds."
     )
     report_interval_s: float = Field(
-        1.0, gt=0, description="How often a worker reports its load, in seconds; decisions see ten reports."
+        1.0, gt=0, description="Interval of a worker's load reports, in seconds; decisions use ten reports."
     )
 
 
@@ -476,23 +488,23 @@ class ClusterSettings(_ModelSettings):
     host: str = Field(
         "127.0.0.1",
         min_length=1,
-        description="Address of both APIs; one that others reach needs api_keys_file, or no_auth.",
+        description="Address of both APIs; if other machines can reach it, set api_keys_file or no_auth.",
     )
     api_keys_file: str = Field(
         "",
-        description="Key file of `gammaray keys`; callers need a key of it. Empty: none is required.",
+        description="Key file of `gammaray keys`; clients need one of its keys. Empty: no key is required.",
     )
-    no_auth: bool = Field(False, description="Serve other machines without asking anybody for a key.")
+    no_auth: bool = Field(False, description="Serve other machines without requiring API keys.")
     allowed_hosts: str = Field(
         "",
         pattern=_HOST_NAMES,
         description="Without API keys: comma-separated names that requests may have in `Host`, "
-        "beside localhost and IP addresses; '.example.com' is all names below it, '*' any.",
+        "in addition to localhost and IP addresses; '.example.com' is all names below it, '*' any.",
     )
     worker_tls: bool = Field(
-        False, description="Mutual TLS between orchestrators and workers, by certificates made at start."
+        False, description="Mutual TLS between orchestrators and workers, with certificates made at startup."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the models run.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Device of the models.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Arithmetic of the models; auto is float32 on CPU and bfloat16 on CUDA."
     )
@@ -501,7 +513,7 @@ class ClusterSettings(_ModelSettings):
     )
     pin_cores: bool = Field(
         True,
-        description="Without GPUs, keep each role of workers on cores of its own, if there are enough.",
+        description="Without GPUs, bind each role of workers to separate CPU cores, if there are enough.",
     )
     deterministic: bool = Field(
         False, description="Bit-identical logits whatever the batch and gamma (CPU float32 only; slower)."

@@ -18,9 +18,9 @@ PREFIX: Final = "GAMMARAY_"
 OTHER_VARIABLES: Final[Mapping[str, str]] = {
     "GAMMARAY_ADDRESS": "command line: host:port of the gRPC API",
     "GAMMARAY_API_KEY": "command line: key of a cluster that requires one",
-    "GAMMARAY_CA_FILE": "command line: PEM file of the authority that signed the server's certificate",
+    "GAMMARAY_CA_FILE": "command line: PEM file of the CA that signed the server's certificate",
     "GAMMARAY_CERT_FILE": "command line: PEM file of the client certificate",
-    "GAMMARAY_CLUSTER_ID": "set by `gammaray up` for its processes, which it finds by it",
+    "GAMMARAY_CLUSTER_ID": "set by `gammaray up`, which identifies its processes by it",
     "GAMMARAY_KEY_FILE": "command line: PEM file of the client certificate's private key",
     "GAMMARAY_TLS": "command line: use TLS",
     "GAMMARAY_URL": "command line: URL of the HTTP API",

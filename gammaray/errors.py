@@ -123,9 +123,9 @@ class ModelChangedError(FailedPreconditionError):
 
     def __init__(self, session_id: str, began: str, serving: Iterable[str]) -> None:
         self.session_id, self.began, self.serving = session_id, began, tuple(serving)
-        others = ", ".join(identity or "one that is not known" for identity in self.serving)
+        others = ", ".join(identity or "an unknown model" for identity in self.serving)
         super().__init__(
-            f"session {session_id} was begun with the target model {began} and cannot go on with {others}"
+            f"session {session_id} was begun with the target model {began} and cannot continue with {others}"
         )
 
 

@@ -372,7 +372,7 @@ class GenerationRequest:
         if self.resume_from is not None:
             check_int("resume_from", self.resume_from, 0, 2**31 - 1)
         if not self.session_id and (self.turn > 0 or self.resume_from is not None):
-            raise InvalidArgumentError("session_id", "no name", "the name of the session to go on with")
+            raise InvalidArgumentError("session_id", "no name", "the name of the session to continue")
 
 
 def check_prompt_logprobs(num_top: int, num_tokens: int) -> None:

@@ -1,7 +1,7 @@
-"""Make the Grafana dashboard that the chart ships, of the metrics' own queries.
+"""Write the chart's Grafana dashboard, from the queries in the catalog of metrics.
 
 python helm/dashboard.py            # write helm/gammaray/dashboards/gammaray.json
-python helm/dashboard.py --check    # exit with 1 when it is not what would be written
+python helm/dashboard.py --check    # exit with 1 if the file is out of date
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 @dataclass(frozen=True)
 class Query:
-    """One query of a panel; `$__rate_interval` is what Grafana makes of the range that is shown."""
+    """One query of a panel; Grafana replaces `$__rate_interval` by an interval for the visible range."""
 
     expr: str
     legend: str = ""
@@ -37,11 +37,11 @@ class Panel:
     Args:
         title: What it shows.
         unit: Grafana's name of the unit.
-        queries: What it draws.
+        queries: Queries of its series.
         kind: timeseries, stat or heatmap.
-        width: Of the 24 columns.
-        text: Said where the mouse rests on the title.
-        stacked: Whether the series add up.
+        width: Columns, out of 24.
+        text: Tooltip of the title.
+        stacked: Whether to stack the series.
     """
 
     title: str
@@ -54,7 +54,7 @@ class Panel:
 
 
 def _of(name: str, legend: str = "") -> Query:
-    """Return the query that a metric is for."""
+    """Return the catalog's query of a metric."""
     return Query(by_name(f"gammaray.{name}").query.replace("[5m]", "[$__rate_interval]"), legend)
 
 
@@ -94,7 +94,7 @@ _OVERVIEW = (
         "Connected workers",
         "short",
         (_of("workers", _ROLE),),
-        text="As seen by the orchestrator with the fewest.",
+        text="Workers of the orchestrator that is connected to the fewest.",
     ),
 )
 _SPECULATION = (
@@ -119,7 +119,7 @@ _SPECULATION = (
         "Speedup over plain decoding",
         "x",
         (_of("decode.time", "speedup"),),
-        text="Below 1 drafting costs speed.",
+        text="Below 1, drafting reduces the speed.",
     ),
     Panel(
         "Acceptance by position",
@@ -127,13 +127,13 @@ _SPECULATION = (
         (_of("spec_decode.num_accepted_tokens_per_pos", "{{position}}"),),
     ),
     Panel("Gamma", "short", _heat("gammaray_cycle_gamma_bucket"), kind="heatmap"),
-    Panel("Cycles per second by rung", "short", _rate("gammaray_cycles_total", "rung"), stacked=True),
+    Panel("Cycles per second by drafter", "short", _rate("gammaray_cycles_total", "rung"), stacked=True),
     Panel(
         "Draft-ahead",
         "percentunit",
         (_of("draft_ahead.lookups", "hit rate"), _of("draft_ahead.rows", "wasted work")),
     ),
-    Panel("Cycles without the drafter asked for", "percentunit", (_of("cycle.fallbacks", "share"),)),
+    Panel("Cycles without the requested drafter", "percentunit", (_of("cycle.fallbacks", "share"),)),
     Panel("Bytes on the wire per cycle", "bytes", (_of("wire", _ROLE),)),
 )
 _LATENCY = (
@@ -141,7 +141,7 @@ _LATENCY = (
     Panel("Time per output token", "s", _quantiles("time_per_output_token")),
     Panel("Gap between chunks", "s", _quantiles("inter_token_latency")),
     Panel("Cycle", "s", _quantiles("cycle_duration")),
-    Panel("Where a cycle's time goes", "percentunit", (_of("cycle.time", "{{part}}"),), stacked=True),
+    Panel("Cycle time by phase", "percentunit", (_of("cycle.time", "{{part}}"),), stacked=True),
     Panel(
         "Gap between chunks, all", "s", _heat("gammaray_inter_token_latency_seconds_bucket"), kind="heatmap"
     ),
@@ -151,7 +151,7 @@ _WORKERS = (
         "Occupancy",
         "percentunit",
         (_of("worker.step.duration", _ROLE),),
-        text="Time in which the engine runs.",
+        text="Fraction of time in which the engine runs.",
     ),
     Panel(
         "Queue", "short", (_of("worker.queue_depth", _ROLE),), text="Blocks waiting or running, per worker."
@@ -159,10 +159,10 @@ _WORKERS = (
     Panel("Wait before the first step, p95", "s", (_of("worker.queue.time", _ROLE),)),
     Panel("Batch", "short", (_of("worker.step.blocks", _ROLE),), text="Sessions per step."),
     Panel("Tokens fed per second", "short", (_of("worker.step.tokens", _ROLE),)),
-    Panel("KV cache, the fullest", "percentunit", (_of("worker.cache.used", _ROLE),)),
-    Panel("Prompts found cached", "percentunit", (_of("worker.prefix_cache.queries", _ROLE),)),
+    Panel("KV cache use, highest", "percentunit", (_of("worker.cache.used", _ROLE),)),
+    Panel("Cached share of prompts", "percentunit", (_of("worker.prefix_cache.queries", _ROLE),)),
     Panel("Evictions per second", "short", (_of("worker.cache.evictions", _ROLE),)),
-    Panel("Blocks that failed", "percentunit", (_of("worker.blocks", _ROLE),)),
+    Panel("Failed blocks", "percentunit", (_of("worker.blocks", _ROLE),)),
     Panel(
         "Memory",
         "bytes",
@@ -243,7 +243,7 @@ def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Write the dashboard, or compare it; return the exit status."""
+    """Write the dashboard, or check it; return the exit status."""
     text = json.dumps(render(), indent=2) + "\n"
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(text)

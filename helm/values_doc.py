@@ -1,4 +1,4 @@
-"""Reads the values of the chart together with what their comments say of them."""
+"""Reads the values of the chart and their documentation comments."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Value:
 
     Args:
         path: Its keys from the top.
-        default: What values.yaml says.
-        text: What its comment says; empty for a section, whose keys have comments of their own.
-        constraints: JSON schema that its comment adds.
+        default: Its default in values.yaml.
+        text: Its comment; empty for a section, whose keys have their own comments.
+        constraints: JSON schema in its comment.
     """
 
     path: tuple[str, ...]
@@ -35,12 +35,12 @@ class Value:
 
     @property
     def is_section(self) -> bool:
-        """Whether it only holds others."""
+        """Whether it only contains other values."""
         return not self.text
 
 
 def read_values(path: Path) -> list[Value]:
-    """Return every value in the order of the file, sections before what they hold.
+    """Return every value in the order of the file, sections before their values.
 
     Raises:
         ValueError: A value without a comment, or a comment without a value.
@@ -65,7 +65,7 @@ def _walk(lines: list[str], values: dict[str, Any]) -> Iterator[Value]:
             continue
         depth = len(match[1]) // 2
         if documented_depth is not None and depth > documented_depth:
-            continue  # inside a value that was documented as a whole
+            continue  # inside a value that has one comment for all its keys
         parents[depth:] = [match[2]]
         default: Any = values
         for key in parents:
@@ -77,4 +77,4 @@ def _walk(lines: list[str], values: dict[str, Any]) -> Iterator[Value]:
         documented_depth = None if is_section else depth
         comment, constraints = "", {}
     if comment:
-        raise ValueError(f"a comment stands above nothing: {comment}")
+        raise ValueError(f"a comment without a value: {comment}")

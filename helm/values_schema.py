@@ -1,4 +1,4 @@
-"""Makes the JSON schema of the chart's values: their own shape, and the settings classes of the package."""
+"""Builds the JSON schema of the chart's values from values.yaml and the settings classes of the package."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _OF_CHART = {
     *("model", "device", "listen", "advertise", "redis_url", "redis_password", "api_keys_file"),
     *("metrics_listen", "tls_ca", "tls_cert", "tls_key", "target_addresses", "draft_addresses"),
 }
-"""Settings that the chart gives by itself; values must not."""
+"""Settings that the templates set; values must not contain them."""
 
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
 
 
 def values_schema(values: list[Value]) -> dict[str, Any]:
-    """Return the schema: unknown keys are refused, but in maps that are Kubernetes' own."""
+    """Return the schema: unknown keys are rejected, except in maps defined by Kubernetes."""
     top: dict[str, Any] = {"type": "object", "additionalProperties": False, "properties": {}}
     for value in values:
         parent = top
@@ -32,7 +32,7 @@ def values_schema(values: list[Value]) -> dict[str, Any]:
         parent["properties"][value.path[-1]] = _schema_of(value)
     for role in ROLES:
         _inherit(top["properties"][role], top["properties"]["pods"])
-    # Helm itself passes this one to every chart.
+    # Helm passes this key to every chart.
     top["properties"]["global"] = {"type": "object"}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",

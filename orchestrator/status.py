@@ -117,10 +117,10 @@ class Presence:
             await asyncio.wait_for(self._store.announce(self._name, state, ENTRY_S), CALL_TIMEOUT_S)
         except (GammarayError, asyncio.TimeoutError) as error:
             if self._is_announced:
-                _log.warning("this orchestrator cannot announce itself, serving goes on: %r", error)
+                _log.warning("failed to announce this orchestrator, still serving: %r", error)
             self._is_announced = False
         except Exception:  # a bug must not end the announcements: others would take this one for dead
-            _log.exception("this orchestrator cannot announce itself, serving goes on")
+            _log.exception("failed to announce this orchestrator, still serving")
             self._is_announced = False
         else:
             self._is_announced = True
@@ -130,7 +130,7 @@ def _parse(name: str, state: bytes) -> ProcessStatus | None:
     try:
         return process_from_proto(pb.ProcessStatus.FromString(state))
     except (DecodeError, ValueError) as error:  # written by another version, or not an orchestrator's
-        _log.warning("registry entry of orchestrator %s cannot be read: %s", name, error)
+        _log.warning("failed to parse the registry entry of orchestrator %s: %s", name, error)
         return None
 
 

@@ -62,8 +62,8 @@ def compare(old: Result, new: Result) -> list[Pair]:
     newer = dict(_rows(new))
     pairs = [Pair(key, row, newer[key]) for key, row in _rows(old) if key in newer]
     if not pairs:
-        got = "nothing in common"
-        raise InvalidArgumentError("results", got, "two with a system under the same load")
+        got = "no common rows"
+        raise InvalidArgumentError("results", got, "two files with a system under the same load")
     return pairs
 
 

@@ -20,17 +20,17 @@ __all__ = ["main"]
 # Each command and its short help, so that `gammaray --help` imports no command.
 _COMMANDS = {
     "bench": "Measure a running cluster: speed, acceptance and latency by gamma.",
-    "certs": "Make an authority in DIRECTORY, and certificates, for development.",
-    "chat": "Talk to the model, by its chat template.",
+    "certs": "Create a development CA in DIRECTORY, and certificates.",
+    "chat": "Chat with the model.",
     "config": "Print the effective settings of every process.",
     "generate": "Stream a completion of PROMPT.",
-    "keys": "API keys: who may use a cluster, and whose sessions are whose.",
-    "qualify": "Say whether drafts are fit for a target.",
+    "keys": "Create, list and revoke API keys.",
+    "qualify": "Check whether draft models suit a target.",
     "sessions": "List, resume, cancel and delete sessions.",
-    "size": "Say what drafters would bring, by the cost model.",
+    "size": "Predict the speedup of drafters from measurements.",
     "status": "List the processes of a cluster.",
-    "top": "Show what a cluster is doing, live.",
-    "trace": "Show what each cycle of a SESSION did and where its time went.",
+    "top": "Show live statistics of a cluster.",
+    "trace": "Show the tokens and times of each cycle of a SESSION.",
     "up": "Start a whole cluster on this machine.",
 }
 

@@ -78,19 +78,19 @@ def connection_options(timeout_s: float, *, http: bool = False) -> Callable[[_Fu
             default=timeout_s,
             show_default=True,
             metavar="SECONDS",
-            help="Longest silence of the server." if http else "Give up after this long.",
+            help="Timeout without data from the server." if http else "Timeout of the call.",
         ),
         _option(
             "--tls",
             is_flag=True,
             default=None,
-            help="Use TLS, and trust the system's certificate authorities.",
+            help="Use TLS and trust the system's CAs.",
         ),
-        _option("--ca-file", type=_FILE, help="PEM file of the authorities to trust; implies --tls."),
+        _option("--ca-file", type=_FILE, help="PEM file of the CAs to trust; implies --tls."),
         _option(
-            "--cert-file", type=_FILE, help="PEM file of a client certificate, for mutual TLS; implies --tls."
+            "--cert-file", type=_FILE, help="PEM file of a client certificate for mutual TLS; implies --tls."
         ),
-        _option("--key-file", type=_FILE, help="PEM file of its private key, if it is another file."),
+        _option("--key-file", type=_FILE, help="PEM file of its private key, if in another file."),
     )
 
     def decorate(function: _Function) -> _Function:
@@ -120,7 +120,7 @@ def read_prompts(path: Path, option: str) -> list[str]:
         option: Name of the option, for messages.
 
     Raises:
-        click.BadParameter: The file holds no prompts.
+        click.BadParameter: The file contains no prompts.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix != ".json":
@@ -131,5 +131,5 @@ def read_prompts(path: Path, option: str) -> list[str]:
         except ValueError as error:
             raise click.BadParameter(f"{path.name}: {error}", param_hint=option) from None
     if not isinstance(found, list) or not found or not all(isinstance(p, str) and p for p in found):
-        raise click.BadParameter(f"{path.name} holds no prompts", param_hint=option)
+        raise click.BadParameter(f"{path.name} contains no prompts", param_hint=option)
     return found

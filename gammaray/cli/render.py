@@ -61,9 +61,9 @@ STYLES = {
     TokenOrigin.BONUS: Style(color="cyan"),
 }
 _MEANINGS = {
-    TokenOrigin.ACCEPTED: "drafted, the target agrees",
-    TokenOrigin.CORRECTION: "the target's own, where the draft was wrong",
-    TokenOrigin.BONUS: "the target's own, after a whole draft",
+    TokenOrigin.ACCEPTED: "drafted and accepted by the target",
+    TokenOrigin.CORRECTION: "sampled by the target in place of a rejected token",
+    TokenOrigin.BONUS: "sampled by the target after a completely accepted draft",
 }
 _BAR_WIDTH = 30
 # A model's text may contain control characters; on a terminal they are replaced by their Unicode symbols.
@@ -110,7 +110,9 @@ def _drafters(summary: SpeculationSummary) -> str:
         f"{summary.ngram_cycles} prompt lookup",
         f"{summary.plain_cycles} none",
     ]
-    missing = f"; {summary.fallback_cycles} while the drafter was missing" if summary.fallback_cycles else ""
+    missing = (
+        f"; {summary.fallback_cycles} with a later drafter than requested" if summary.fallback_cycles else ""
+    )
     return ", ".join(parts) + missing
 
 

@@ -213,7 +213,7 @@ class AsyncClient:
             GammarayError: A failure that does not pass by waiting, for example UnauthenticatedError.
         """
         deadline = time.monotonic() + timeout_s
-        missing = "no answer yet"
+        missing = "no response yet"
         while (left_s := deadline - time.monotonic()) > 0:
             try:
                 processes = await self.status(timeout_s=min(left_s, STATUS_TIMEOUT_S))

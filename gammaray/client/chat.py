@@ -154,7 +154,7 @@ class Chat:
                 raise cause from None
             told = str(failure) or type(failure).__name__
             raise UnavailableError(f"{self._url}: {told}") from None
-        raise UnavailableError(f"{self._url}: the answer broke off")
+        raise UnavailableError(f"{self._url}: the response ended early")
 
     def _tls_cause(self, failure: BaseException | str | None) -> GammarayError | None:
         """Return the TLS error that caused a failed request, if any."""
@@ -213,6 +213,6 @@ def _error(error: urllib.error.HTTPError, page: bytes) -> GammarayError:
     try:
         message = str(json.loads(page)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return InternalError(f"the server answers {error.code} {error.reason}")
+        return InternalError(f"the server responds with {error.code} {error.reason}")
     kinds = {401: UnauthenticatedError, 503: UnavailableError}
     return kinds.get(error.code, GammarayError)(message)

@@ -84,7 +84,7 @@ def build_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generat
         return prompt
     if unknown := options.keys() - GenerateOptions.__annotations__.keys():
         known = ", ".join(sorted(GenerateOptions.__annotations__))
-        raise TypeError(f"no option named {', '.join(sorted(unknown))}; there are: {known}")
+        raise TypeError(f"no option named {', '.join(sorted(unknown))}; known options: {known}")
     given: dict[str, Any] = dict(options)
     if "logprobs" in given:
         given["num_top_logprobs"] = given.pop("logprobs")

@@ -62,7 +62,9 @@ async def stream_completion(
                 async for piece in messages:
                     chunk = convert.chunk_from_proto(piece)
                     if chunk.offset != offset:
-                        raise _BrokenServerError(f"the server went on at token {chunk.offset}, not {offset}")
+                        raise _BrokenServerError(
+                            f"the server continued at token {chunk.offset}, not {offset}"
+                        )
                     offset += len(chunk.tokens)
                     patience.progressed()
                     yield chunk

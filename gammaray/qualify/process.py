@@ -65,9 +65,11 @@ def measure_pairs(
         status = process.wait()
     if status != 0 or len(pairs) != len(task.drafts):
         why = (
-            f"was killed by signal {-status}, out of memory?" if status < 0 else f"ended with status {status}"
+            f"was killed by signal {-status} (possibly out of memory)"
+            if status < 0
+            else f"ended with status {status}"
         )
-        raise InternalError(f"the process that measures {why}")
+        raise InternalError(f"the measurement process {why}")
     return pairs
 
 
@@ -94,7 +96,7 @@ def _parsed(line: str) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise InternalError(f"the process that measures wrote {line[:80]!r}")
+        raise InternalError(f"the measurement process wrote {line[:80]!r}")
     return found
 
 
@@ -103,7 +105,7 @@ def _pair(value: Any) -> PairFacts:
         return PairFacts.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
-        raise InternalError(f"the process that measures wrote {first['loc']}: {first['msg']}") from None
+        raise InternalError(f"the measurement process wrote {first['loc']}: {first['msg']}") from None
 
 
 def _error(value: dict[str, str]) -> GammarayError:

@@ -92,7 +92,7 @@ def _lines(payoff: Payoff) -> list[str]:
 
 
 def _lossless(equality: Equality) -> str:
-    ties = f", {equality.ties} part at a tie" if equality.ties else ""
+    ties = f", {equality.ties} diverge at a tie" if equality.ties else ""
     same = f"{equality.equal} of {equality.compared} completions have the tokens of plain decoding{ties}"
     return f"temperature {equality.temperature:g}: {same}"
 

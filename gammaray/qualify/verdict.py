@@ -133,7 +133,7 @@ def judge(pair: PairFacts, rtt_ms: float = 0.0, min_speedup: float = 1.0) -> Ver
     if losses:
         return Verdict(Fitness.UNFIT, tuple(losses), tuple(warnings), payoffs)
     if not payoffs:
-        reason = "no proposal was whole, so nothing is known of its speed: ask for more tokens"
+        reason = "no proposal had full length, so the speed is unknown: use more tokens"
         return Verdict(Fitness.SLOWER, (reason,), tuple(warnings))
     paying = [payoff for payoff in payoffs if payoff.best.speedup >= min_speedup]
     other = [_sentence(payoff, min_speedup) for payoff in payoffs if payoff not in paying]
@@ -159,7 +159,7 @@ def obstacles(target: ModelFacts, draft: ModelFacts) -> list[str]:
     if target.tokenizer_sha256 and draft.tokenizer_sha256 not in ("", target.tokenizer_sha256):
         found.append(
             f"the tokenizers differ: {target.tokenizer_size} tokens of the target, "
-            f"{draft.tokenizer_size} of the draft, not the same ones"
+            f"{draft.tokenizer_size} of the draft, with different tokens"
         )
     return found
 
@@ -168,15 +168,15 @@ def _caveats(pair: PairFacts) -> list[str]:
     target, draft = pair.target, pair.draft
     found = []
     if not draft.tokenizer_sha256:
-        found.append("the draft has no tokenizer: that its tokens are the target's could not be checked")
+        found.append("the draft has no tokenizer, so its tokens could not be compared with the target's")
     if draft.max_context < target.max_context:
         found.append(
             f"the draft's context is {draft.max_context} tokens, the target's {target.max_context}: "
-            "nothing is drafted beyond"
+            "beyond it nothing is drafted"
         )
     found += [
-        f"temperature {equality.temperature:g}: {equality.ties} of {equality.compared} completions part from "
-        "plain decoding at a tie, by rounding"
+        f"temperature {equality.temperature:g}: {equality.ties} of {equality.compared} completions diverge "
+        "from plain decoding at a tie, due to rounding"
         for equality in pair.equality
         if equality.ties
     ]

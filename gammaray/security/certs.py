@@ -60,7 +60,7 @@ def make_certificates(directory: Path, days: int = 365, hosts: Sequence[str] = (
             _issue(directory, role, (*names, *further), days, authority, authority_key)
     except OSError as error:
         raise InvalidArgumentError(
-            "directory", f"{directory} ({error.strerror})", "a directory that can be written"
+            "directory", f"{directory} ({error.strerror})", "a writable directory"
         ) from None
     return {
         role: TlsFiles(directory / "ca.pem", directory / f"{role}.pem", directory / f"{role}-key.pem")
@@ -86,7 +86,7 @@ def _authority(directory: Path) -> tuple[x509.Certificate, EllipticCurvePrivateK
             raise InvalidArgumentError("directory", f"{directory}", "a ca-key.pem that belongs to ca.pem")
         return certificate, key
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "gammaray development authority")])
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "gammaray development CA")])
     usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
     builder = _builder(name, name, key, CA_DAYS)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)

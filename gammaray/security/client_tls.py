@@ -24,8 +24,8 @@ _READ_S = 0.5
 
 _MAX_PAGE = 65_536
 _PEM = "a PEM file"
-_PLAIN = "the server speaks TLS and was called in plain text", "use TLS: --tls, or tls=True"
-_USE_CERT = "present one: --cert-file and --key-file, or cert_file= and key_file="
+_PLAIN = "the server uses TLS and was called in plain text", "use TLS: --tls, or tls=True"
+_USE_CERT = "provide one: --cert-file and --key-file, or cert_file= and key_file="
 _CERT_REQUIRED = ("CERTIFICATE_REQUIRED", "HANDSHAKE_FAILURE", "CERTIFICATE_UNKNOWN", "NO_CERTIFICATE")
 _CLIENT_CERT = (
     "UNKNOWN_CA",
@@ -155,7 +155,7 @@ def explain(
                 is_closed = _closes(secured, min(_READ_S, timeout_s))
                 if needs_http2 and secured.selected_alpn_protocol() != "h2":
                     cause = "the server does not offer HTTP/2 (ALPN protocol h2), which gRPC needs"
-                    return TlsError(where, cause, "name the gRPC port: --address, or address=")
+                    return TlsError(where, cause, "use the gRPC port: --address, or address=")
                 if is_closed:
                     # In TLS 1.3 a client certificate is checked last, and not every server sends an alert.
                     verb = "refuses the" if options.cert_file else "requires a"
@@ -221,7 +221,7 @@ def tls_error(where: str, error: ssl.SSLError, *, has_certificate: bool) -> TlsE
         return TlsError(where, *_verification(error))
     if isinstance(error, ssl.SSLEOFError):
         cause = "the server closed the connection during the handshake"
-        return TlsError(where, cause, "check that the port speaks TLS, and whether it requires a certificate")
+        return TlsError(where, cause, "check that the port uses TLS, and whether it requires a certificate")
     reason = _reason(error)
     upper = reason.upper().replace(" ", "_")
     if not has_certificate and any(part in upper for part in _CERT_REQUIRED):
@@ -229,9 +229,7 @@ def tls_error(where: str, error: ssl.SSLError, *, has_certificate: bool) -> TlsE
     if "ALERT" in upper and any(part in upper for part in (*_CLIENT_CERT, *_CERT_REQUIRED)):
         return TlsError(where, f"the server refuses the client certificate ({reason})", _USE_CERT)
     if any(part in upper for part in ("WRONG_VERSION_NUMBER", "UNKNOWN_PROTOCOL", "HTTP_REQUEST")):
-        return TlsError(
-            where, "the server does not speak TLS", "leave out the TLS options, or name its TLS port"
-        )
+        return TlsError(where, "the server does not use TLS", "omit the TLS options, or use its TLS port")
     return TlsError(where, f"the handshake failed ({reason})", "check the TLS options and the server's log")
 
 
@@ -239,14 +237,14 @@ def _verification(error: ssl.SSLCertVerificationError) -> tuple[str, str]:
     """Return cause and remedy if a server's certificate is not accepted."""
     code, message = error.verify_code, error.verify_message.rstrip(".")
     if code == _EXPIRED:
-        return "the server's certificate has expired", "renew it; no option accepts it"
+        return "the server's certificate has expired", "renew it; no option disables this check"
     if code == _NOT_YET_VALID:
         return "the server's certificate is not valid yet", "check the clocks of both machines"
     if code in (_HOST_MISMATCH, _ADDRESS_MISMATCH) or "match" in message.lower():
-        remedy = "name a host that the certificate holds: --address (--url of chat), or address="
+        remedy = "use a host name in the certificate: --address (--url of chat), or address="
         return f"the server's certificate is for another host ({message})", remedy
-    remedy = "name the file of its authority: --ca-file, or ca_file="
-    return f"the server's certificate is not signed by a trusted authority ({message})", remedy
+    remedy = "provide the file of its CA: --ca-file, or ca_file="
+    return f"the server's certificate is not signed by a trusted CA ({message})", remedy
 
 
 def _system_roots() -> bytes | None:

@@ -102,7 +102,7 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
     Raises:
         InvalidArgumentError: It cannot be read, or is not a key file; names the place, but never the content.
     """
-    allowed = "a key file, as `gammaray keys create` makes it"
+    allowed = "a key file made by `gammaray keys create`"
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise InvalidArgumentError("api_keys_file", f"{path}, which is too large", allowed)
@@ -112,12 +112,12 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         if first["type"] == "json_invalid":
-            got = f"{path}, which is no JSON ({first['ctx']['error']})"
+            got = f"{path}, which is not JSON ({first['ctx']['error']})"
         else:
-            got = f"{path}, wrong at {'.'.join(map(str, first['loc'])) or 'the top'}"
+            got = f"{path}, invalid at {'.'.join(map(str, first['loc'])) or 'the top level'}"
         raise InvalidArgumentError("api_keys_file", got, allowed) from None
     if len({key.id for key in keys}) != len(keys):
-        raise InvalidArgumentError("api_keys_file", f"{path}, with one id twice", allowed)
+        raise InvalidArgumentError("api_keys_file", f"{path}, with a duplicate id", allowed)
     return keys
 
 
@@ -174,7 +174,7 @@ def _locked(path: Path) -> Iterator[None]:
         directory = os.open(path.parent, os.O_RDONLY)
     except OSError as error:
         raise InvalidArgumentError(
-            "api_keys_file", f"{path} ({error.strerror})", "a file in a directory that is there"
+            "api_keys_file", f"{path} ({error.strerror})", "a file in an existing directory"
         ) from None
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)
@@ -194,6 +194,4 @@ def _write(path: Path, keys: Sequence[ApiKey]) -> None:
             os.fsync(handle)
         os.replace(name, path)
     except OSError as error:
-        raise InvalidArgumentError(
-            "api_keys_file", f"{path} ({error.strerror})", "a file that can be written"
-        ) from None
+        raise InvalidArgumentError("api_keys_file", f"{path} ({error.strerror})", "a writable file") from None

@@ -100,11 +100,11 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
         try:
             fresh = files.read()
         except InvalidArgumentError as error:
-            _log.error("the certificates stay as they were: %s", error)
+            _log.error("failed to reload the certificates, keeping the current ones: %s", error)
             return None
         if fresh == served:
             return None
-        _log.warning("the certificate was read again from %s", files.cert)
+        _log.warning("reloaded the certificate from %s", files.cert)
         served = fresh
         return _configuration(fresh)
 

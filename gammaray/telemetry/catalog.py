@@ -119,11 +119,11 @@ SPECULATION = (
         "Tokens proposed, all nodes of trees included (vLLM's definition).",
         "sum(rate(gammaray_spec_decode_num_accepted_tokens_total[5m])) / "
         "sum(rate(gammaray_spec_decode_num_draft_tokens_total[5m]))",
-        "Acceptance rate: the share of the draft's work that was of use.",
+        "Acceptance rate: the share of drafted tokens that was accepted.",
     ),
     Metric(
         *("gammaray.spec_decode.num_tested_tokens", Kind.COUNTER, "{token}", ORCHESTRATOR),
-        "Proposed tokens put to the test: the accepted ones, plus one where a test failed.",
+        "Tested proposed tokens: the accepted ones, plus one if a test failed.",
         "sum(rate(gammaray_spec_decode_num_accepted_tokens_total[5m])) / "
         "sum(rate(gammaray_spec_decode_num_tested_tokens_total[5m]))",
         "Alpha.",
@@ -146,22 +146,22 @@ SPECULATION = (
         *("gammaray.tokens", Kind.COUNTER, "{token}", ORCHESTRATOR),
         "Tokens emitted, by origin: accepted, correction or bonus.",
         "sum(rate(gammaray_tokens_total[5m]))",
-        "Goodput: emitted tokens per second, of which none was thrown away.",
+        "Goodput: emitted tokens per second.",
         labels=("origin",),
     ),
     Metric(
         *("gammaray.cycles", Kind.COUNTER, "{cycle}", ORCHESTRATOR),
-        "Cycles by the rung of the drafter ladder that proposed: model, ngram, or none.",
+        "Cycles by the drafter that proposed: model, ngram, or none.",
         "sum(rate(gammaray_tokens_total[5m])) / sum(rate(gammaray_cycles_total[5m]))",
         "Tokens per cycle.",
         labels=("rung",),
     ),
     Metric(
         *("gammaray.cycle.fallbacks", Kind.COUNTER, "{cycle}", ORCHESTRATOR),
-        "Cycles below the rung that the request allows: its drafter was absent, failed, late, or still "
+        "Cycles with a later drafter than the requested one, which was absent, failed, late, or still "
         "reading.",
         "sum(rate(gammaray_cycle_fallbacks_total[5m])) / sum(rate(gammaray_cycles_total[5m]))",
-        "Share of cycles without the drafter asked for.",
+        "Share of cycles without the requested drafter.",
     ),
     Metric(
         *("gammaray.cycle.gamma", Kind.HISTOGRAM, "{token}", ORCHESTRATOR),
@@ -182,7 +182,7 @@ TIME = (
     ),
     Metric(
         *("gammaray.cycle.time", Kind.COUNTER, "s", ORCHESTRATOR),
-        "Time of all cycles by where it went: draft (waiting for proposals), target_queue and target_step "
+        "Time of all cycles by phase: draft (waiting for proposals), target_queue and target_step "
         "(what the target worker reports), target_wire (the rest of that wait: network and messages), "
         "other.",
         "sum by (part) (rate(gammaray_cycle_time_seconds_total[5m])) / "
@@ -213,7 +213,7 @@ REQUESTS = (
         "Requests ended, by outcome: stop, length, cancelled, or the name of the gRPC status of the error.",
         'sum(rate(gammaray_requests_total{outcome=~"internal|unavailable|deadline_exceeded|unknown"}[5m])) / '
         "sum(rate(gammaray_requests_total[5m]))",
-        "Error ratio: requests that the cluster failed.",
+        "Error ratio: share of requests that failed in the cluster.",
         labels=("outcome",),
     ),
     Metric(
@@ -224,13 +224,13 @@ REQUESTS = (
     ),
     Metric(
         *("gammaray.requests.waiting", Kind.GAUGE, "{request}", ORCHESTRATOR),
-        "Requests that wait for a place.",
+        "Waiting requests.",
         "sum(gammaray_requests_waiting)",
-        "Requests that wait for a place: scale orchestrators or targets when it lasts.",
+        "Waiting requests: scale orchestrators or targets if this persists.",
     ),
     Metric(
         *("gammaray.resumes", Kind.COUNTER, "{request}", ORCHESTRATOR),
-        "Requests with which a client came back to a session, after its stream broke.",
+        "Requests that resumed a session after its stream broke.",
         "sum(rate(gammaray_resumes_total[5m]))",
         "Resumes per second.",
     ),
@@ -256,7 +256,7 @@ REQUESTS = (
     ),
     Metric(
         *("gammaray.time_per_output_token", Kind.HISTOGRAM, "s", ORCHESTRATOR),
-        "Time from the first to the last chunk over the number of tokens behind the first chunk, per "
+        "Time from the first to the last chunk over the number of tokens after the first chunk, per "
         "completion.",
         "histogram_quantile(0.5, sum by (le) (rate(gammaray_time_per_output_token_seconds_bucket[5m])))",
         "Median time per output token.",
@@ -283,7 +283,7 @@ WORKERS = (
         *("gammaray.workers", Kind.GAUGE, "{worker}", ORCHESTRATOR),
         "Workers that the orchestrator is connected to, by role.",
         "min by (role) (gammaray_workers)",
-        "Connected workers, as the orchestrator with the fewest sees them.",
+        "Connected workers of the orchestrator that has the fewest.",
         labels=("role",),
     ),
 )
@@ -315,13 +315,13 @@ ENGINE = (
         *("gammaray.worker.cache.budget", Kind.GAUGE, "By", BOTH_WORKERS),
         "Upper bound of the KV cache.",
         "sum by (role) (gammaray_worker_cache_budget_bytes)",
-        "KV cache there is, by role.",
+        "KV cache budget by role.",
         labels=("role",),
     ),
     Metric(
         *("gammaray.worker.cache.retained", Kind.GAUGE, "By", BOTH_WORKERS),
-        "KV cache that sessions left when they ended, beside what is in use: for others that begin alike, "
-        "until the room is needed.",
+        "KV cache of ended sessions, in addition to the cache in use: kept for prompts with the same prefix "
+        "until the memory is needed.",
         "sum by (role) (gammaray_worker_cache_retained_bytes)",
         "KV cache retained by role.",
         labels=("role",),
@@ -331,19 +331,19 @@ ENGINE = (
         "Tokens that sessions began with on this worker.",
         "sum by (role) (rate(gammaray_worker_prefix_cache_hits_total[5m])) / sum by (role) "
         "(rate(gammaray_worker_prefix_cache_queries_total[5m]))",
-        "Share of prompts that need not be read again, by role.",
+        "Share of prompt tokens that were cached, by role.",
         labels=("role",),
     ),
     Metric(
         *("gammaray.worker.prefix_cache.hits", Kind.COUNTER, "{token}", BOTH_WORKERS),
-        "Those of them that were cached: by an earlier turn, or by another session that begins alike.",
+        "Those of them that were cached: by an earlier turn, or by another session with the same prefix.",
         "sum by (role) (rate(gammaray_worker_prefix_cache_hits_total[5m]))",
-        "Tokens per second that were cached instead of read, by role.",
+        "Cached prompt tokens per second, by role.",
         labels=("role",),
     ),
     Metric(
         *("gammaray.worker.cache.evictions", Kind.COUNTER, "{session}", BOTH_WORKERS),
-        "Sessions whose cache was evicted; they are fed again.",
+        "Sessions whose cache was evicted; their tokens are sent again.",
         "sum by (role) (rate(gammaray_worker_cache_evictions_total[5m]))",
         "Evictions per second by role.",
         labels=("role",),
@@ -382,7 +382,7 @@ ENGINE = (
     ),
     Metric(
         *("gammaray.worker.blocks", Kind.COUNTER, "{block}", BOTH_WORKERS),
-        "Blocks answered, by outcome: done, need (committed tokens that lack) or error.",
+        "Blocks by outcome: done, need (committed tokens are missing) or error.",
         'sum by (role) (rate(gammaray_worker_blocks_total{outcome="error"}[5m])) / sum by (role) '
         "(rate(gammaray_worker_blocks_total[5m]))",
         "Share of blocks that failed, by role.",
@@ -390,7 +390,7 @@ ENGINE = (
     ),
     Metric(
         *("gammaray.draft_ahead.lookups", Kind.COUNTER, "{proposal}", DRAFT),
-        "Proposals asked for after another one of the session, which draft-ahead could have prepared.",
+        "Proposals after the first of a session, which draft-ahead could have prepared.",
         "sum(rate(gammaray_draft_ahead_hits_total[5m])) / sum(rate(gammaray_draft_ahead_lookups_total[5m]))",
         "Draft-ahead hit rate.",
     ),
@@ -406,7 +406,7 @@ ENGINE = (
         "the text.",
         'sum(rate(gammaray_draft_ahead_rows_total{use="wasted"}[5m])) / '
         "sum(rate(gammaray_draft_ahead_rows_total[5m]))",
-        "Share of the work ahead that was of no use.",
+        "Share of draft-ahead's work that was wasted.",
         labels=("use",),
     ),
 )
@@ -414,7 +414,7 @@ ENGINE = (
 INFO = (
     Metric(
         *("gammaray.info", Kind.GAUGE, "1", ALL),
-        "Always 1; tells what a process is by its labels.",
+        "Always 1; the labels describe the process.",
         "count by (role, version) (gammaray_info)",
         "Processes by role and version.",
         labels=("role", "model", "version"),
@@ -423,7 +423,7 @@ INFO = (
         *("gammaray.tasks", Kind.GAUGE, "{task}", ALL),
         "asyncio tasks that are not done: some of the process's own, and some per request and stream.",
         "max by (role) (gammaray_tasks)",
-        "Most tasks in a process by role: at rest it always comes back to the same few.",
+        "Most tasks in a process by role; constant when idle.",
         labels=("role",),
     ),
 )

@@ -89,6 +89,6 @@ class Meter:
             )
         key = tuple(labels[label] for label in metric.labels)
         if key in self._series.setdefault(name, {}):
-            raise ValueError(f"{name}{labels} is there already")
+            raise ValueError(f"{name}{labels} already exists")
         self._series[name][key] = value
         return value

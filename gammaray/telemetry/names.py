@@ -61,7 +61,7 @@ class Span:
 
 OPERATION_NAME: Final = Attribute("gen_ai.operation.name", "string", "", "Always `text_completion`.")
 PROVIDER_NAME: Final = Attribute("gen_ai.provider.name", "string", "", "Always `gammaray`.")
-REQUEST_MODEL: Final = Attribute("gen_ai.request.model", "string", "", "The model asked for, if named.")
+REQUEST_MODEL: Final = Attribute("gen_ai.request.model", "string", "", "The requested model, if named.")
 RESPONSE_MODEL: Final = Attribute("gen_ai.response.model", "string", "", "The target model that served.")
 CONVERSATION_ID: Final = Attribute("gen_ai.conversation.id", "string", "", "The session.")
 REQUEST_MAX_TOKENS: Final = Attribute("gen_ai.request.max_tokens", "int", "{token}", "Upper bound of tokens.")
@@ -69,10 +69,10 @@ REQUEST_TEMPERATURE: Final = Attribute("gen_ai.request.temperature", "double", "
 REQUEST_TOP_P: Final = Attribute("gen_ai.request.top_p", "double", "", "Nucleus mass, where it is below 1.")
 REQUEST_TOP_K: Final = Attribute("gen_ai.request.top_k", "int", "", "Most likely tokens kept, where limited.")
 REQUEST_SEED: Final = Attribute(
-    "gen_ai.request.seed", "string", "", "Seed, where the client gave one; decimal: it may exceed 63 bits."
+    "gen_ai.request.seed", "string", "", "Seed, if the client gave one; decimal, since it may exceed 63 bits."
 )
 FINISH_REASONS: Final = Attribute(
-    "gen_ai.response.finish_reasons", "string[]", "", "Why it ended, where it did: stop, length or cancelled."
+    "gen_ai.response.finish_reasons", "string[]", "", "Finish reason, if it ended: stop, length or cancelled."
 )
 INPUT_TOKENS: Final = Attribute(
     "gen_ai.usage.input_tokens", "int", "{token}", "Tokens of the prompt, at the end."
@@ -80,20 +80,23 @@ INPUT_TOKENS: Final = Attribute(
 OUTPUT_TOKENS: Final = Attribute(
     "gen_ai.usage.output_tokens", "int", "{token}", "Tokens emitted, at the end."
 )
-ERROR_TYPE: Final = Attribute("error.type", "string", "", "Class of the error, where it failed.")
+ERROR_TYPE: Final = Attribute("error.type", "string", "", "Class of the error, if it failed.")
 
 # Attributes of a session.
 
 SESSION_ID: Final = Attribute("gammaray.session.id", "string", "", "The session.")
 EPOCH: Final = Attribute(
-    "gammaray.session.epoch", "int", "", "Fencing number of the session's owner: grows with each takeover."
+    "gammaray.session.epoch",
+    "int",
+    "",
+    "Fencing number of the session's owner: increases with each takeover.",
 )
 TURN: Final = Attribute("gammaray.session.turn", "int", "", "Turn of the session, from 0.")
 RESUMED_FROM: Final = Attribute(
     "gammaray.session.resumed_from",
     "int",
     "{token}",
-    "Emitted tokens that the client had, where it resumed; the span links to the former owner's.",
+    "Emitted tokens that the client had if it resumed; the span links to the former owner's.",
 )
 VERIFICATION: Final = Attribute(
     "gammaray.verification", "string", "", "Verification method: coupled, rejection or naive."
@@ -108,11 +111,11 @@ CYCLES: Final = Attribute("gammaray.cycles", "int", "{cycle}", "Cycles that were
 BASE_POSITION: Final = Attribute(
     "gammaray.base_position", "int", "{token}", "Committed tokens that the cycle builds on."
 )
-GAMMA: Final = Attribute("gammaray.gamma", "int", "{token}", "Draft tokens asked for: depth of the proposal.")
-GAMMA_REASON: Final = Attribute("gammaray.gamma.reason", "string", "", "Why the controller chose this gamma.")
-DRAFTER: Final = Attribute(
-    "gammaray.drafter", "string", "", "Rung of the ladder that proposed: model, ngram or none."
+GAMMA: Final = Attribute("gammaray.gamma", "int", "{token}", "Requested draft tokens: depth of the proposal.")
+GAMMA_REASON: Final = Attribute(
+    "gammaray.gamma.reason", "string", "", "Reason of the controller for this gamma."
 )
+DRAFTER: Final = Attribute("gammaray.drafter", "string", "", "Drafter that proposed: model, ngram or none.")
 DRAFT_FAILED: Final = Attribute(
     "gammaray.drafter.failed", "boolean", "", "Whether the drafter was absent, late or wrong."
 )
@@ -120,39 +123,37 @@ DRAFT_AHEAD_HIT: Final = Attribute(
     "gammaray.draft_ahead.hit",
     "boolean",
     "",
-    "Whether the proposal had been prepared ahead, so that it took no forward.",
+    "Whether the proposal was prepared ahead and needed no forward.",
 )
 DRAFTED: Final = Attribute("gammaray.drafted_tokens", "int", "{token}", "Nodes of the proposal.")
 TESTED: Final = Attribute(
     "gammaray.tested_tokens",
     "int",
     "{token}",
-    "Proposed tokens put to the test: the accepted ones, plus one where a test failed.",
+    "Tested proposed tokens: the accepted ones, plus one if a test failed.",
 )
-ACCEPTED: Final = Attribute(
-    "gammaray.accepted_tokens", "int", "{token}", "Proposed tokens that the target agreed with."
-)
+ACCEPTED: Final = Attribute("gammaray.accepted_tokens", "int", "{token}", "Accepted proposed tokens.")
 EMITTED: Final = Attribute("gammaray.emitted_tokens", "int", "{token}", "Tokens that were emitted.")
 NEXT_ORIGIN: Final = Attribute(
     "gammaray.next_token.origin",
     "string",
     "",
-    "The target's own token: correction or bonus; absent where the completion ended before it.",
+    "The target's own token: correction or bonus; absent if the completion ended before it.",
 )
 
 # Attributes of a worker.
 
 WORKER_ADDRESS: Final = Attribute(
-    "gammaray.worker.address", "string", "", "host:port of the worker that answered last."
+    "gammaray.worker.address", "string", "", "host:port of the last worker that responded."
 )
 BLOCKS: Final = Attribute(
     "gammaray.worker.blocks",
     "int",
     "{block}",
-    "Blocks sent: above 1 after the worker asked for tokens it lacked, or was left for another.",
+    "Blocks sent: above 1 if the worker requested missing tokens or the session changed its worker.",
 )
 REFED_TOKENS: Final = Attribute(
-    "gammaray.worker.refed_tokens", "int", "{token}", "Tokens sent again since a worker lacked them."
+    "gammaray.worker.refed_tokens", "int", "{token}", "Tokens sent again because a worker lacked them."
 )
 REQUEST_BYTES: Final = Attribute(
     "gammaray.worker.request_bytes", "int", "By", "Bytes of the blocks on the wire, without their frame."
@@ -167,7 +168,7 @@ COMPUTE_MS: Final = Attribute(
     "gammaray.worker.compute_ms",
     "double",
     "ms",
-    "The engine steps that served the block, which the batch shares.",
+    "Engine steps that served the block, shared with the batch.",
 )
 FORWARD_MS: Final = Attribute("gammaray.worker.forward_ms", "double", "ms", "Model forwards in these steps.")
 STEPS: Final = Attribute("gammaray.worker.steps", "int", "{step}", "Engine steps that served the block.")
@@ -181,7 +182,7 @@ NEEDS_FROM: Final = Attribute(
     "gammaray.worker.needs_from",
     "int",
     "{token}",
-    "Position from which the worker lacks tokens, where it asked for them instead.",
+    "First position of missing tokens, if the worker requested them instead of responding.",
 )
 
 _TIMING = (QUEUE_MS, COMPUTE_MS, FORWARD_MS, BATCH_SIZE, BATCH_TOKENS)
@@ -245,29 +246,29 @@ SPANS: Final = (
     ),
     Span(
         *(SPAN_PROPOSE, "client", "orchestrator", SPAN_CYCLE),
-        "Waiting for the proposal, re-feeds included. Reading a long prompt beside the first cycles is one "
-        "too, under the generation.",
+        "Waiting for the proposal, re-feeds included. Prefilling a long prompt concurrently with the first "
+        "cycles is such a span too, under the generation.",
         _CALL,
         (DRAFT_AHEAD_HIT, *_TIMING, ERROR_TYPE),
     ),
     Span(
         *(SPAN_PROPOSE, "producer", "orchestrator", SPAN_CYCLE),
-        "Taking a proposal that the draft worker had sent ahead, and telling it so.",
+        "Using a proposal that the draft worker had sent ahead, and sending it a notice.",
         (*_CALL, DRAFT_AHEAD_HIT),
     ),
     Span(
         *(SPAN_PROPOSE, "internal", "orchestrator", SPAN_CYCLE),
-        "The same without a draft worker: prompt lookup, or no drafter was available.",
+        "Proposal without a draft worker: prompt lookup, or no drafter was available.",
     ),
     Span(
         *(SPAN_PROPOSE, "server", "draft", SPAN_PROPOSE),
-        "One block, from its arrival at the draft worker to its answer.",
+        "One block, from its arrival at the draft worker to its result.",
         (*_BLOCK, GAMMA, DRAFT_AHEAD_HIT),
         (NEEDS_FROM, ERROR_TYPE),
     ),
     Span(
         *(SPAN_PROPOSE, "consumer", "draft", SPAN_PROPOSE),
-        "One such notice, from its arrival at the draft worker until it was read; no call waits for it.",
+        "One such notice, from its arrival at the draft worker until it was processed; no call waits for it.",
         (*_BLOCK, GAMMA, DRAFT_AHEAD_HIT),
         (ERROR_TYPE,),
     ),
@@ -279,7 +280,7 @@ SPANS: Final = (
     ),
     Span(
         *(SPAN_VERIFY, "server", "target", SPAN_VERIFY),
-        "One block, from its arrival at the target worker to its answer.",
+        "One block, from its arrival at the target worker to its result.",
         _BLOCK,
         (TESTED, ACCEPTED, NEXT_ORIGIN, NEEDS_FROM, ERROR_TYPE),
     ),

@@ -129,7 +129,7 @@ class Telemetry:
                 try:
                     ending()
                 except Exception:
-                    _log.exception("telemetry could not be closed")
+                    _log.exception("failed to close telemetry")
             try:
                 loop.call_soon_threadsafe(done.set)
             except RuntimeError:  # the event loop has closed already

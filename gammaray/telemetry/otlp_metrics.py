@@ -76,7 +76,7 @@ class MetricsPush:
             try:
                 self._exporter.export(self._data())
             except Exception:  # a failed export must not affect the process
-                _log.exception("metrics could not be sent")
+                _log.exception("failed to export metrics")
 
     def _data(self) -> MetricsData:
         now = time.time_ns()

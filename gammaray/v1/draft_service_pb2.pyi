@@ -29,7 +29,7 @@ class ProposeRequest(_message.Message):
     RELEASES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProposeBlock]:
-        """Proposals asked for."""
+        """Requested proposals."""
 
     @_builtins.property
     def releases(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ReleaseSession]:
@@ -51,7 +51,7 @@ Global___ProposeRequest: _TypeAlias = ProposeRequest  # noqa: Y015
 
 @_typing.final
 class ProposeBlock(_message.Message):
-    """Asks for one proposal."""
+    """Requests one proposal."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -69,28 +69,28 @@ class ProposeBlock(_message.Message):
     WANTS_AHEAD_FIELD_NUMBER: _builtins.int
     IS_NOTICE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
-    """Chosen by the orchestrator, unique per stream; echoed in the answer."""
+    """Chosen by the orchestrator, unique per stream; echoed in the result."""
     session_id: _builtins.str
     """The session."""
     epoch: _builtins.int
-    """Fencing: a worker refuses epochs older than the newest it has seen for the session."""
+    """Fencing: a worker rejects epochs older than the newest that it has received for the session."""
     base_position: _builtins.int
     """Absolute position of the first token to propose: the number of committed tokens."""
     gamma: _builtins.int
     """Draft length: depth of the proposal, in tokens. Range [1, 64]."""
     max_nodes: _builtins.int
-    """Upper bound of nodes; 0 means `gamma` (a chain). Above `gamma` a tree may come back. Range [0, 256]."""
+    """Upper bound of nodes; 0 means `gamma` (a chain). Above `gamma` the proposal may be a tree. Range [0, 256]."""
     stop_threshold: _builtins.float
-    """End the chain before a token that the target reaches and accepts less likely than this, as far as the draft
-    can tell; the first token is proposed in any case. 0 means never. Range [0, 1).
+    """End the chain before a token whose probability of being reached and accepted, as estimated by the draft, is
+    below this; the first token is always proposed. 0 disables this. Range [0, 1).
     """
     timeout_ms: _builtins.int
-    """Give up after this many milliseconds. 0 means 10,000."""
+    """Timeout in milliseconds. 0 means 10,000."""
     wants_ahead: _builtins.bool
-    """Send what is prepared ahead, in AheadProposal, as soon as it is whole. Default false."""
+    """Send proposals prepared ahead, as AheadProposal, as soon as they are complete. Default false."""
     is_notice: _builtins.bool
-    """The proposal is at hand already, from an AheadProposal: take note of the context and prepare what may
-    follow; nothing is answered, not even an error. Default false.
+    """The orchestrator already has the proposal, from an AheadProposal: only update the context and prepare the
+    next proposals. The worker sends no result, not even an error. Default false.
     """
     @_builtins.property
     def context(self) -> _types_pb2.TokenSpan:
@@ -138,7 +138,7 @@ Global___ProposeBlock: _TypeAlias = ProposeBlock  # noqa: Y015
 
 @_typing.final
 class ProposeResponse(_message.Message):
-    """One frame of answers."""
+    """One frame of results."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -146,14 +146,14 @@ class ProposeResponse(_message.Message):
     IS_DRAINING_FIELD_NUMBER: _builtins.int
     AHEAD_FIELD_NUMBER: _builtins.int
     is_draining: _builtins.bool
-    """The worker is about to stop: it still answers what it has, and refuses new blocks. Default false."""
+    """The worker is stopping: it finishes the blocks that it has and rejects new ones. Default false."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProposeResult]:
-        """Answers, in no particular order."""
+        """Results, in no particular order."""
 
     @_builtins.property
     def ahead(self) -> _containers.RepeatedCompositeFieldContainer[Global___AheadProposal]:
-        """Proposals that nobody asked for yet."""
+        """Proposals prepared ahead, before they are requested."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ Global___ProposeResponse: _TypeAlias = ProposeResponse  # noqa: Y015
 
 @_typing.final
 class AheadProposal(_message.Message):
-    """A proposal prepared for one outcome of the verification that is under way."""
+    """A proposal prepared for one possible outcome of the verification in progress."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -189,14 +189,14 @@ class AheadProposal(_message.Message):
     base_position: _builtins.int
     """Base position of that block."""
     gamma: _builtins.int
-    """Draft length that was asked for, in tokens. Range [1, 64]."""
+    """Requested draft length, in tokens. Range [1, 64]."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The outcome: the tokens from `base_position` on that verification would have to emit. At least one."""
+        """The outcome: the tokens that the verification emits from `base_position` on. At least one."""
 
     @_builtins.property
     def proposal(self) -> _types_pb2.Proposal:
-        """What a ProposeBlock with that outcome in its context would be answered."""
+        """The proposal for a ProposeBlock with this outcome in its context."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ Global___AheadProposal: _TypeAlias = AheadProposal  # noqa: Y015
 
 @_typing.final
 class ProposeResult(_message.Message):
-    """The answer to one ProposeBlock."""
+    """The result of one ProposeBlock."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -234,10 +234,10 @@ class ProposeResult(_message.Message):
     session_id: _builtins.str
     """The session."""
     num_forwards: _builtins.int
-    """Forwards that this proposal took; 0 when it was prepared ahead."""
+    """Number of forwards of this proposal; 0 if it was prepared ahead."""
     @_builtins.property
     def proposal(self) -> _types_pb2.Proposal:
-        """The proposal; may hold fewer tokens than asked for, or none."""
+        """The proposal; may have fewer tokens than requested, or none."""
 
     @_builtins.property
     def need(self) -> _types_pb2.NeedTokens:
@@ -249,7 +249,7 @@ class ProposeResult(_message.Message):
 
     @_builtins.property
     def timing(self) -> _types_pb2.WorkerTiming:
-        """Where the time went."""
+        """Time spent in the worker."""
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ Global___ProposeResult: _TypeAlias = ProposeResult  # noqa: Y015
 
 @_typing.final
 class GetDraftInfoRequest(_message.Message):
-    """Asks what the worker serves."""
+    """Requests the state of the worker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -291,7 +291,7 @@ Global___GetDraftInfoRequest: _TypeAlias = GetDraftInfoRequest  # noqa: Y015
 
 @_typing.final
 class GetDraftInfoResponse(_message.Message):
-    """What the worker serves and how loaded it is."""
+    """Model, limits and load of the worker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -309,11 +309,11 @@ class GetDraftInfoResponse(_message.Message):
     IS_DRAINING_FIELD_NUMBER: _builtins.int
     KERNEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """The model as it was named at start."""
+    """The model name given at startup."""
     vocab_size: _builtins.int
-    """Number of token ids the model knows."""
+    """Number of token ids of the model."""
     max_context: _builtins.int
-    """Longest sequence the model takes, in tokens."""
+    """Maximum sequence length of the model, in tokens."""
     pid: _builtins.int
     """Operating-system process id."""
     num_sessions: _builtins.int
@@ -325,16 +325,16 @@ class GetDraftInfoResponse(_message.Message):
     cache_budget_bytes: _builtins.int
     """Upper bound of `cache_bytes`."""
     vocab_sha256: _builtins.str
-    """SHA-256 of the tokenizer's vocabulary (sorted `id token` lines), hex; empty when the model has no tokenizer."""
+    """SHA-256 of the tokenizer's vocabulary (sorted `id token` lines), hex; empty if the model has no tokenizer."""
     metrics_address: _builtins.str
     """host:port of its Prometheus endpoint, or empty."""
     is_draining: _builtins.bool
-    """The worker is about to stop: it takes no new stream. Default false."""
+    """The worker is stopping: it accepts no new stream. Default false."""
     kernel: _builtins.str
-    """What computes the model's forwards, see `ProcessStatus.kernel`."""
+    """Kernel of the model's forwards, see `ProcessStatus.kernel`."""
     @_builtins.property
     def totals(self) -> _types_pb2.WorkerTotals:
-        """What it did since its start."""
+        """Totals since startup."""
 
     def __init__(
         self,

@@ -52,15 +52,15 @@ class DraftServiceServicer:
     """
 
     def Propose(self, request_iterator, context):
-        """Propose serves proposals for many sessions over one stream. Each request frame holds any number of
-        blocks; answers come as they are ready, in any order, matched by `request_id`. Blocks are idempotent.
+        """Propose serves proposals for many sessions over one stream. Each request frame contains any number of
+        blocks; results are sent as they are ready, in any order, matched by `request_id`. Blocks are idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetDraftInfo(self, request, context):
-        """GetDraftInfo tells what the worker serves and how loaded it is.
+        """GetDraftInfo returns the model, the limits and the load of the worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,11 +34,11 @@ class DraftServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DraftServiceAsyncStub: ...
     Propose: _grpc.StreamStreamMultiCallable[_draft_service_pb2.ProposeRequest, _draft_service_pb2.ProposeResponse]
-    """Propose serves proposals for many sessions over one stream. Each request frame holds any number of
-    blocks; answers come as they are ready, in any order, matched by `request_id`. Blocks are idempotent.
+    """Propose serves proposals for many sessions over one stream. Each request frame contains any number of
+    blocks; results are sent as they are ready, in any order, matched by `request_id`. Blocks are idempotent.
     """
     GetDraftInfo: _grpc.UnaryUnaryMultiCallable[_draft_service_pb2.GetDraftInfoRequest, _draft_service_pb2.GetDraftInfoResponse]
-    """GetDraftInfo tells what the worker serves and how loaded it is."""
+    """GetDraftInfo returns the model, the limits and the load of the worker."""
 
 @_typing.type_check_only
 class DraftServiceAsyncStub(DraftServiceStub):
@@ -46,11 +46,11 @@ class DraftServiceAsyncStub(DraftServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Propose: _aio.StreamStreamMultiCallable[_draft_service_pb2.ProposeRequest, _draft_service_pb2.ProposeResponse]  # type: ignore[assignment]
-    """Propose serves proposals for many sessions over one stream. Each request frame holds any number of
-    blocks; answers come as they are ready, in any order, matched by `request_id`. Blocks are idempotent.
+    """Propose serves proposals for many sessions over one stream. Each request frame contains any number of
+    blocks; results are sent as they are ready, in any order, matched by `request_id`. Blocks are idempotent.
     """
     GetDraftInfo: _aio.UnaryUnaryMultiCallable[_draft_service_pb2.GetDraftInfoRequest, _draft_service_pb2.GetDraftInfoResponse]  # type: ignore[assignment]
-    """GetDraftInfo tells what the worker serves and how loaded it is."""
+    """GetDraftInfo returns the model, the limits and the load of the worker."""
 
 class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
     """Proposes tokens for the target to verify."""
@@ -61,8 +61,8 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_draft_service_pb2.ProposeRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_draft_service_pb2.ProposeResponse], _abc.AsyncIterator[_draft_service_pb2.ProposeResponse]]:
-        """Propose serves proposals for many sessions over one stream. Each request frame holds any number of
-        blocks; answers come as they are ready, in any order, matched by `request_id`. Blocks are idempotent.
+        """Propose serves proposals for many sessions over one stream. Each request frame contains any number of
+        blocks; results are sent as they are ready, in any order, matched by `request_id`. Blocks are idempotent.
         """
 
     @_abc_1.abstractmethod
@@ -71,6 +71,6 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _draft_service_pb2.GetDraftInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_draft_service_pb2.GetDraftInfoResponse, _abc.Awaitable[_draft_service_pb2.GetDraftInfoResponse]]:
-        """GetDraftInfo tells what the worker serves and how loaded it is."""
+        """GetDraftInfo returns the model, the limits and the load of the worker."""
 
 def add_DraftServiceServicer_to_server(servicer: DraftServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

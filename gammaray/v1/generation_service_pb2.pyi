@@ -29,21 +29,25 @@ class _SessionStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SessionS
     SESSION_STATE_UNSPECIFIED: _SessionState.ValueType  # 0
     """Never sent."""
     SESSION_STATE_RUNNING: _SessionState.ValueType  # 1
-    """An orchestrator works on it."""
+    """An orchestrator is processing it."""
     SESSION_STATE_DETACHED: _SessionState.ValueType  # 2
-    """Nobody works on it: its client went away or its orchestrator died. It waits to be resumed, until it expires."""
+    """No orchestrator is processing it: its client disconnected or its orchestrator failed. It can be resumed until it
+    expires.
+    """
     SESSION_STATE_FINISHED: _SessionState.ValueType  # 3
     """It has a finish reason."""
 
 class SessionState(_SessionState, metaclass=_SessionStateEnumTypeWrapper):
-    """What became of the current turn of a session."""
+    """State of the current turn of a session."""
 
 SESSION_STATE_UNSPECIFIED: SessionState.ValueType  # 0
 """Never sent."""
 SESSION_STATE_RUNNING: SessionState.ValueType  # 1
-"""An orchestrator works on it."""
+"""An orchestrator is processing it."""
 SESSION_STATE_DETACHED: SessionState.ValueType  # 2
-"""Nobody works on it: its client went away or its orchestrator died. It waits to be resumed, until it expires."""
+"""No orchestrator is processing it: its client disconnected or its orchestrator failed. It can be resumed until it
+expires.
+"""
 SESSION_STATE_FINISHED: SessionState.ValueType  # 3
 """It has a finish reason."""
 Global___SessionState: _TypeAlias = SessionState  # noqa: Y015
@@ -65,7 +69,9 @@ class GammaPolicy(_message.Message):
     max_gamma: _builtins.int
     """Upper bound of an adaptive gamma. 0 means the server's. Range [0, 64]."""
     max_nodes: _builtins.int
-    """Upper bound of a proposal's nodes; above gamma a tree may be proposed. 0 means the server's choice. Range [0, 256]."""
+    """Upper bound of a proposal's nodes; above gamma the proposal may be a tree. 0 means the server's choice. Range
+    [0, 256].
+    """
     def __init__(
         self,
         *,
@@ -86,7 +92,7 @@ Global___GammaPolicy: _TypeAlias = GammaPolicy  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
-    """Asks for one completion."""
+    """Requests one completion."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -109,40 +115,40 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Name of the model; empty means the one served."""
+    """Name of the model; empty means the served model."""
     text: _builtins.str
     """Text, tokenised by the server. At most 1 MiB."""
     max_tokens: _builtins.int
     """Upper bound of emitted tokens. Range [1, the model's context]. Default 128."""
     ignore_eos: _builtins.bool
-    """Go on past end-of-sequence tokens. Default false."""
+    """Continue after end-of-sequence tokens. Default false."""
     num_top_logprobs: _builtins.int
     """Return log-probabilities, and of this many most likely tokens. Absent: none. Range [0, 20]."""
     verification: _types_pb2.VerificationMethod.ValueType
     """Verification method. Default coupled."""
     drafter: _types_pb2.DrafterKind.ValueType
-    """Which drafter may propose. Default model."""
+    """First drafter to use. Default model."""
     session_id: _builtins.str
-    """Name of the session to create; empty: the server draws one. 1 to 128 of [A-Za-z0-9_.-]."""
+    """Name of the session to create; empty: the server chooses one. 1 to 128 of [A-Za-z0-9_.-]."""
     turn: _builtins.int
     """Turn of the session. 0 begins the session; t > 0 continues a session whose turn t - 1 has finished: the prompt
     is appended to its prompt and emitted tokens. Needs `session_id`. Range [0, 2^31). Default 0.
     """
     resume_from: _builtins.int
-    """Resume the turn: the number of its emitted tokens that the client has; the stream goes on behind them. A turn
-    that is not there yet is begun, if this is 0 and there is a prompt. The other fields must be those it was begun
-    with, or the prompt is left out and they are ignored. Needs `session_id`. FAILED_PRECONDITION when the
+    """Resume the turn: the number of its emitted tokens that the client has; the stream continues after them. With 0
+    and a prompt, a turn that does not exist yet is begun. The other fields must equal those of the request that
+    began the turn; if the prompt is omitted they are ignored. Needs `session_id`. FAILED_PRECONDITION if the
     session is at another turn, was begun by another request, or has fewer tokens.
     """
     keep_cache_s: _builtins.float
-    """Seconds to keep the workers' caches after the turn has finished, for the next one. Range [0, 3600]. Default 0."""
+    """Seconds to keep the workers' caches for the next turn after this one has finished. Range [0, 3600]. Default 0."""
     cache_salt: _builtins.str
-    """The workers' caches are shared only with the tenant's requests of the same salt. Empty is one, too. At most 64
-    characters.
+    """The workers' caches are shared only with the tenant's requests of the same salt. The empty string is a salt as
+    well. At most 64 characters.
     """
     num_prompt_logprobs: _builtins.int
-    """Return log-probabilities of the prompt's tokens, and of this many most likely ones at each position; the prompt is
-    then computed anew, whatever is cached. Absent: none. Range [0, 20]; (this + 1) x the prompt's tokens is at most
+    """Return log-probabilities of the prompt's tokens, and of this many most likely ones at each position; cached
+    prefixes are then not used. Absent: none. Range [0, 20]; (this + 1) x the prompt's tokens is at most
     2^20.
     """
     @_builtins.property
@@ -159,7 +165,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The completion ends after the first of these tokens, beside the model's own end-of-sequence tokens."""
+        """The completion ends after the first of these tokens, in addition to the model's end-of-sequence tokens."""
 
     @_builtins.property
     def gamma(self) -> Global___GammaPolicy:
@@ -240,7 +246,7 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """A piece of a completion: what one or more cycles emitted."""
+    """A piece of a completion: the output of one or more cycles."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -258,20 +264,20 @@ class GenerateResponse(_message.Message):
     session_id: _builtins.str
     """The session."""
     text: _builtins.str
-    """Text, complete in UTF-8; held back while it could be the start of a stop string."""
+    """Text of complete UTF-8 characters; held back while it could be the start of a stop string."""
     finish_reason: _types_pb2.FinishReason.ValueType
     """Set in the last piece."""
     seed: _builtins.int
     """The seed in use."""
     offset: _builtins.int
-    """Number of tokens of the turn before this piece: `offset` + number of `tokens` is what to resume from."""
+    """Number of tokens of the turn before this piece; resume from `offset` + number of `tokens`."""
     turn: _builtins.int
     """Turn of the session."""
     prompt_tokens: _builtins.int
     """Number of tokens of the turn's prompt."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmittedToken]:
-        """Tokens emitted since the last piece, with where they came from."""
+        """Tokens emitted since the last piece, with their origin."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
@@ -279,11 +285,11 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def summary(self) -> Global___SpeculationSummary:
-        """In the last piece: how speculation went."""
+        """In the last piece: statistics of speculation."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _types_pb2.PromptLogprobs:
-        """In the first piece, when asked for. They are not stored: a resumed turn that has emitted tokens lacks them."""
+        """In the first piece, if requested. They are not stored: a resumed turn that has emitted tokens does not return them."""
 
     def __init__(
         self,
@@ -333,14 +339,14 @@ class EmittedToken(_message.Message):
     token_id: _builtins.int
     """The token."""
     origin: _types_pb2.TokenOrigin.ValueType
-    """Where it came from."""
+    """Its origin."""
     logprob: _builtins.float
-    """Its log-probability (natural log), when asked for."""
+    """Its log-probability (natural log), if requested."""
     token_bytes: _builtins.bytes
-    """The text of the token by itself (bytes, as it may be part of a character)."""
+    """The text of the token alone (bytes, since it may be part of a character)."""
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
-        """The most likely tokens at its position, when asked for."""
+        """The most likely tokens at its position, if requested."""
 
     def __init__(
         self,
@@ -409,9 +415,9 @@ class Usage(_message.Message):
     accepted_prediction_tokens: _builtins.int
     """Proposed tokens that were accepted and emitted."""
     rejected_prediction_tokens: _builtins.int
-    """Proposed tokens that were not."""
+    """Proposed tokens that were not accepted and emitted."""
     cached_tokens: _builtins.int
-    """Tokens of the prompt that the target worker had cached, and need not read. 0 for a turn that was resumed."""
+    """Tokens of the prompt that the target worker had cached and did not compute. 0 for a resumed turn."""
     def __init__(
         self,
         *,
@@ -431,7 +437,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class SpeculationSummary(_message.Message):
-    """How speculation went for one completion."""
+    """Statistics of speculation for one completion."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -456,37 +462,37 @@ class SpeculationSummary(_message.Message):
     tokens_per_cycle: _builtins.float
     """Emitted tokens per cycle."""
     alpha: _builtins.float
-    """Accepted over tested tokens; absent when nothing was tested."""
+    """Accepted over tested tokens; absent if no token was tested."""
     acceptance_rate: _builtins.float
-    """Accepted over drafted tokens; absent when nothing was drafted."""
+    """Accepted over drafted tokens; absent if no token was drafted."""
     gamma_mean: _builtins.float
     """Mean gamma over the cycles."""
     draft_ms: _builtins.float
-    """Milliseconds waited for draft workers."""
+    """Milliseconds spent waiting for draft workers."""
     verify_ms: _builtins.float
-    """Milliseconds waited for target workers."""
+    """Milliseconds spent waiting for target workers."""
     other_ms: _builtins.float
     """Milliseconds of everything else."""
     total_ms: _builtins.float
     """Milliseconds from the first cycle's start to the last one's end."""
     speedup_estimate: _builtins.float
-    """Estimated decoding speed over that of gamma 0 by the same stack: the sum of tokens x (seconds of a plain
-    cycle) over the sum of cycle seconds. Both leave out the first cycle, which contains the prefill, and each
-    cycle is compared with a plain one of its own moment; about 1 at gamma 0. Absent while the cost of plain
-    cycles is unknown, and with one cycle only.
+    """Estimated decoding speed over that of gamma 0 with the same stack: the sum of tokens x (seconds of a plain
+    cycle) over the sum of cycle seconds. Both exclude the first cycle, which contains the prefill, and each
+    cycle is compared with the cost of a plain cycle at that time; about 1 at gamma 0. Absent while the cost of
+    plain cycles is unknown, and with only one cycle.
     """
     model_cycles: _builtins.int
     """Cycles whose proposal came from a draft worker."""
     ngram_cycles: _builtins.int
     """Cycles whose proposal came from prompt lookup in the orchestrator."""
     plain_cycles: _builtins.int
-    """Cycles without a proposal, chosen or not."""
+    """Cycles without a proposal, for any reason."""
     fallback_cycles: _builtins.int
-    """Cycles below the rung of the ladder that the request allows: its drafter was absent, failed, late, or still
-    reading the prompt.
+    """Cycles with a later drafter than the requested one, which was absent, failed, late, or still computing the
+    prompt.
     """
     draft_workers: _builtins.int
-    """Draft workers that proposed; above 1 after one was left for another."""
+    """Number of draft workers that proposed; above 1 if the session changed its draft worker."""
     @_builtins.property
     def accepted_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Entry j: cycles in which j tokens were accepted."""
@@ -532,7 +538,7 @@ Global___SpeculationSummary: _TypeAlias = SpeculationSummary  # noqa: Y015
 
 @_typing.final
 class SessionInfo(_message.Message):
-    """A session as the store knows it."""
+    """The stored state of a session."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -551,21 +557,21 @@ class SessionInfo(_message.Message):
     turn: _builtins.int
     """The current turn, from 0."""
     state: Global___SessionState.ValueType
-    """What became of that turn."""
+    """State of that turn."""
     finish_reason: _types_pb2.FinishReason.ValueType
     """Why the turn ended; UNSPECIFIED while it has not."""
     prompt_tokens: _builtins.int
-    """Tokens of the turn's prompt, the turns before included."""
+    """Tokens of the turn's prompt, including all earlier turns."""
     emitted_tokens: _builtins.int
     """Tokens emitted in the turn."""
     seed: _builtins.int
     """The seed in use."""
     epoch: _builtins.int
-    """Fencing number of the owner: grows with each takeover."""
+    """Fencing number of the owner: increases with each takeover."""
     created_ms: _builtins.int
-    """Milliseconds since 1970 at which the session was begun."""
+    """Time at which the session was begun, in milliseconds since 1970."""
     expires_in_ms: _builtins.int
-    """Milliseconds until the session expires, as of now."""
+    """Milliseconds until the session expires."""
     def __init__(
         self,
         *,
@@ -590,7 +596,7 @@ Global___SessionInfo: _TypeAlias = SessionInfo  # noqa: Y015
 
 @_typing.final
 class GetSessionRequest(_message.Message):
-    """Asks for one session."""
+    """Requests one session."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -642,13 +648,13 @@ Global___GetSessionResponse: _TypeAlias = GetSessionResponse  # noqa: Y015
 
 @_typing.final
 class ListSessionsRequest(_message.Message):
-    """Asks for the caller's sessions."""
+    """Requests the caller's sessions."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LIMIT_FIELD_NUMBER: _builtins.int
     limit: _builtins.int
-    """Upper bound of sessions in the answer. Range [1, 1000]; 0 means 100."""
+    """Upper bound of returned sessions. Range [1, 1000]; 0 means 100."""
     def __init__(
         self,
         *,
@@ -664,7 +670,7 @@ Global___ListSessionsRequest: _TypeAlias = ListSessionsRequest  # noqa: Y015
 
 @_typing.final
 class ListSessionsResponse(_message.Message):
-    """Sessions, the latest first."""
+    """Sessions, most recently active first."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -688,7 +694,7 @@ Global___ListSessionsResponse: _TypeAlias = ListSessionsResponse  # noqa: Y015
 
 @_typing.final
 class DeleteSessionRequest(_message.Message):
-    """Asks to forget a session."""
+    """Requests the deletion of a session."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -710,13 +716,13 @@ Global___DeleteSessionRequest: _TypeAlias = DeleteSessionRequest  # noqa: Y015
 
 @_typing.final
 class DeleteSessionResponse(_message.Message):
-    """What deleting did."""
+    """Result of a deletion."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     EXISTED_FIELD_NUMBER: _builtins.int
     existed: _builtins.bool
-    """Whether there was such a session."""
+    """Whether the session existed."""
     def __init__(
         self,
         *,
@@ -732,7 +738,7 @@ Global___DeleteSessionResponse: _TypeAlias = DeleteSessionResponse  # noqa: Y015
 
 @_typing.final
 class CancelRequest(_message.Message):
-    """Asks to end the current turn of a session."""
+    """Requests the end of the current turn of a session."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -754,14 +760,14 @@ Global___CancelRequest: _TypeAlias = CancelRequest  # noqa: Y015
 
 @_typing.final
 class CancelResponse(_message.Message):
-    """What cancelling did."""
+    """Result of a cancellation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def session(self) -> Global___SessionInfo:
-        """The session afterwards: finished, by this call or before."""
+        """The session after the call: finished, by this call or before it."""
 
     def __init__(
         self,
@@ -778,7 +784,7 @@ Global___CancelResponse: _TypeAlias = CancelResponse  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):
-    """Asks for the cluster's state."""
+    """Requests the cluster's state."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -846,9 +852,9 @@ class ProcessStatus(_message.Message):
     model: _builtins.str
     """Model served, or empty."""
     healthy: _builtins.bool
-    """Whether it answers."""
+    """Whether it responds."""
     sessions: _builtins.int
-    """Sessions it holds."""
+    """Number of its sessions."""
     metrics_address: _builtins.str
     """host:port of its Prometheus endpoint, or empty."""
     num_queued: _builtins.int
@@ -858,20 +864,20 @@ class ProcessStatus(_message.Message):
     cache_budget_bytes: _builtins.int
     """Workers: upper bound of `cache_bytes`."""
     kernel: _builtins.str
-    """Workers: what computes the model's forwards: an instruction set that the CPU kernel was compiled for (such as
-    x86-64-v4), "CUDA graphs", or "none: " and the reason; empty when unknown.
+    """Workers: kernel of the model's forwards: the instruction set that the CPU kernel was compiled for (such as
+    x86-64-v4), "CUDA graphs", or "none: " and the reason; empty if unknown.
     """
     @_builtins.property
     def worker_totals(self) -> _types_pb2.WorkerTotals:
-        """Workers: what they did since their start."""
+        """Workers: totals since their start."""
 
     @_builtins.property
     def speculation_totals(self) -> _types_pb2.SpeculationTotals:
-        """Orchestrators: what their cycles came to since their start."""
+        """Orchestrators: totals of their cycles since their start."""
 
     @_builtins.property
     def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Entry j: accepted tokens at depth j + 1 of their proposals, since the start; of orchestrators."""
+        """Orchestrators: entry j is the number of accepted tokens at depth j + 1 of proposals since their start."""
 
     def __init__(
         self,
@@ -908,7 +914,7 @@ Global___ProcessStatus: _TypeAlias = ProcessStatus  # noqa: Y015
 
 @_typing.final
 class GetSessionTraceRequest(_message.Message):
-    """Asks for the cycles of a session."""
+    """Requests the cycles of a session."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -937,8 +943,8 @@ class GetSessionTraceResponse(_message.Message):
     CYCLES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def cycles(self) -> _containers.RepeatedCompositeFieldContainer[Global___CycleRecord]:
-        """Its cycles, oldest first, those of all its turns and owners; at most 4,096 of each. Those of the last second of
-        a session that still runs may be missing.
+        """Its cycles, oldest first, of all turns and owners; at most 4,096 of each. The last second of a running session
+        may be missing.
         """
 
     def __init__(
@@ -956,7 +962,7 @@ Global___GetSessionTraceResponse: _TypeAlias = GetSessionTraceResponse  # noqa: 
 
 @_typing.final
 class CycleRecord(_message.Message):
-    """What one cycle did and where its time went."""
+    """Tokens and times of one cycle."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -980,46 +986,46 @@ class CycleRecord(_message.Message):
     DRAFT_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
     start_us: _builtins.int
-    """Microseconds since 1970 at which it began, by its orchestrator's clock."""
+    """Start of the cycle in microseconds since 1970, by its orchestrator's clock."""
     total_us: _builtins.int
-    """Microseconds from its beginning to its end: propose, verify and everything else."""
+    """Duration of the cycle in microseconds: propose, verify and everything else."""
     propose_us: _builtins.int
-    """Microseconds waited for the proposal."""
+    """Microseconds spent waiting for the proposal."""
     verify_us: _builtins.int
-    """Microseconds waited for the verdict."""
+    """Microseconds spent waiting for the verdict."""
     turn: _builtins.int
     """Turn of the session."""
     epoch: _builtins.int
     """Fencing number of the session's owner."""
     base_position: _builtins.int
-    """Number of committed tokens that it built on."""
+    """Number of committed tokens before the cycle."""
     gamma: _builtins.int
-    """Draft tokens asked for: depth of the proposal."""
+    """Requested draft tokens: depth of the proposal."""
     gamma_reason: _builtins.str
-    """Why the controller chose this gamma, in a few words."""
+    """Reason of the controller for this gamma, in a few words."""
     drafted: _builtins.int
     """Nodes of the proposal."""
     tested: _builtins.int
-    """Proposed tokens put to the test."""
+    """Tested proposed tokens."""
     accepted: _builtins.int
-    """Proposed tokens that the target agreed with."""
+    """Accepted proposed tokens."""
     emitted: _builtins.int
     """Tokens emitted."""
     next_origin: _types_pb2.TokenOrigin.ValueType
-    """The target's own token at the end: correction or bonus; UNSPECIFIED when the completion ended before it."""
+    """The target's own token at the end: correction or bonus; UNSPECIFIED if the completion ended before it."""
     drafter: _types_pb2.DrafterKind.ValueType
-    """Who proposed: the rung of the ladder."""
+    """Drafter that proposed."""
     draft_failed: _builtins.bool
     """Whether the drafter failed, was late or was absent."""
     draft_ahead_hit: _builtins.bool
-    """Whether the proposal had been prepared ahead, so that it took no forward."""
+    """Whether the proposal was prepared ahead and needed no forward."""
     @_builtins.property
     def draft(self) -> Global___WorkerCall:
-        """The draft worker's part; absent when none was asked."""
+        """The call to the draft worker; absent if there was none."""
 
     @_builtins.property
     def target(self) -> Global___WorkerCall:
-        """The target worker's part; absent when none answered."""
+        """The call to the target worker; absent if none responded."""
 
     def __init__(
         self,
@@ -1061,7 +1067,7 @@ Global___CycleRecord: _TypeAlias = CycleRecord  # noqa: Y015
 
 @_typing.final
 class WorkerCall(_message.Message):
-    """What a worker was asked in one cycle."""
+    """The call to a worker in one cycle."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1073,20 +1079,20 @@ class WorkerCall(_message.Message):
     TIMING_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     address: _builtins.str
-    """host:port of the worker that answered last."""
+    """host:port of the last worker that responded."""
     blocks: _builtins.int
-    """Blocks sent: above 1 after the worker asked for tokens it lacked, or was left for another one."""
+    """Number of blocks sent: above 1 if the worker requested missing tokens or the session changed its worker."""
     refed_tokens: _builtins.int
     """Tokens sent again because a worker had lost or evicted them."""
     request_bytes: _builtins.int
     """Bytes of the blocks."""
     response_bytes: _builtins.int
-    """Bytes of the answers."""
+    """Bytes of the results."""
     error: _builtins.str
     """Class of the last failure, or empty."""
     @_builtins.property
     def timing(self) -> _types_pb2.WorkerTiming:
-        """Where the worker's time went for its last answer."""
+        """Time that the worker spent on its last result."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GenerationServiceStub:
-    """Generates text with the target model's own distribution, faster.
+    """Generates text from the target model's distribution with speculative decoding.
     """
 
     def __init__(self, channel):
@@ -73,13 +73,13 @@ class GenerationServiceStub:
 
 
 class GenerationServiceServicer:
-    """Generates text with the target model's own distribution, faster.
+    """Generates text from the target model's distribution with speculative decoding.
     """
 
     def Generate(self, request, context):
         """Generate streams one completion. Fails with INVALID_ARGUMENT (details name the field),
         RESOURCE_EXHAUSTED (details carry a retry delay), UNAVAILABLE (no target worker; retry),
-        DEADLINE_EXCEEDED. Cancelling the call frees the session's caches; `resume_from` takes it up again.
+        DEADLINE_EXCEEDED. Cancelling the call frees the session's caches; `resume_from` resumes it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,37 +93,37 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetSessionTrace(self, request, context):
-        """GetSessionTrace tells what each cycle of a session did and where its time went, from the session's own records:
-        no tracing backend is needed. NOT_FOUND when there is no such session, or it has expired.
+        """GetSessionTrace returns the tokens and times of each cycle of a session, from the session's stored records:
+        no tracing backend is needed. NOT_FOUND if the session does not exist or has expired.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetSession(self, request, context):
-        """GetSession tells what the store knows of a session. NOT_FOUND when there is none, or it has expired.
+        """GetSession returns the stored state of a session. NOT_FOUND if it does not exist or has expired.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSessions(self, request, context):
-        """ListSessions lists the caller's sessions, the latest first.
+        """ListSessions lists the caller's sessions, most recently active first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteSession(self, request, context):
-        """DeleteSession ends a session and forgets it, on the workers too. One that is not there is fine.
+        """DeleteSession ends and deletes a session, also on the workers. An unknown session is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Cancel ends the current turn of a session for good: whoever streams it gets FINISH_REASON_CANCELLED within a
-        cycle. Cancelling the Generate call instead frees the caches, but the turn can still be resumed.
+        """Cancel ends the current turn of a session permanently: a client that streams it gets FINISH_REASON_CANCELLED within
+        a cycle. Cancelling the Generate call instead frees the caches, but the turn can still be resumed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -176,7 +176,7 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerationService:
-    """Generates text with the target model's own distribution, faster.
+    """Generates text from the target model's distribution with speculative decoding.
     """
 
     @staticmethod

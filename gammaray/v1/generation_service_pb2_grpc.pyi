@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GenerationServiceStub:
-    """Generates text with the target model's own distribution, faster."""
+    """Generates text from the target model's distribution with speculative decoding."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -36,54 +36,54 @@ class GenerationServiceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_generation_service_pb2.GenerateRequest, _generation_service_pb2.GenerateResponse]
     """Generate streams one completion. Fails with INVALID_ARGUMENT (details name the field),
     RESOURCE_EXHAUSTED (details carry a retry delay), UNAVAILABLE (no target worker; retry),
-    DEADLINE_EXCEEDED. Cancelling the call frees the session's caches; `resume_from` takes it up again.
+    DEADLINE_EXCEEDED. Cancelling the call frees the session's caches; `resume_from` resumes it.
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.GetStatusRequest, _generation_service_pb2.GetStatusResponse]
     """GetStatus lists the processes of the cluster."""
     GetSessionTrace: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.GetSessionTraceRequest, _generation_service_pb2.GetSessionTraceResponse]
-    """GetSessionTrace tells what each cycle of a session did and where its time went, from the session's own records:
-    no tracing backend is needed. NOT_FOUND when there is no such session, or it has expired.
+    """GetSessionTrace returns the tokens and times of each cycle of a session, from the session's stored records:
+    no tracing backend is needed. NOT_FOUND if the session does not exist or has expired.
     """
     GetSession: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.GetSessionRequest, _generation_service_pb2.GetSessionResponse]
-    """GetSession tells what the store knows of a session. NOT_FOUND when there is none, or it has expired."""
+    """GetSession returns the stored state of a session. NOT_FOUND if it does not exist or has expired."""
     ListSessions: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.ListSessionsRequest, _generation_service_pb2.ListSessionsResponse]
-    """ListSessions lists the caller's sessions, the latest first."""
+    """ListSessions lists the caller's sessions, most recently active first."""
     DeleteSession: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.DeleteSessionRequest, _generation_service_pb2.DeleteSessionResponse]
-    """DeleteSession ends a session and forgets it, on the workers too. One that is not there is fine."""
+    """DeleteSession ends and deletes a session, also on the workers. An unknown session is not an error."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.CancelRequest, _generation_service_pb2.CancelResponse]
-    """Cancel ends the current turn of a session for good: whoever streams it gets FINISH_REASON_CANCELLED within a
-    cycle. Cancelling the Generate call instead frees the caches, but the turn can still be resumed.
+    """Cancel ends the current turn of a session permanently: a client that streams it gets FINISH_REASON_CANCELLED within
+    a cycle. Cancelling the Generate call instead frees the caches, but the turn can still be resumed.
     """
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
-    """Generates text with the target model's own distribution, faster."""
+    """Generates text from the target model's distribution with speculative decoding."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_service_pb2.GenerateRequest, _generation_service_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generate streams one completion. Fails with INVALID_ARGUMENT (details name the field),
     RESOURCE_EXHAUSTED (details carry a retry delay), UNAVAILABLE (no target worker; retry),
-    DEADLINE_EXCEEDED. Cancelling the call frees the session's caches; `resume_from` takes it up again.
+    DEADLINE_EXCEEDED. Cancelling the call frees the session's caches; `resume_from` resumes it.
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.GetStatusRequest, _generation_service_pb2.GetStatusResponse]  # type: ignore[assignment]
     """GetStatus lists the processes of the cluster."""
     GetSessionTrace: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.GetSessionTraceRequest, _generation_service_pb2.GetSessionTraceResponse]  # type: ignore[assignment]
-    """GetSessionTrace tells what each cycle of a session did and where its time went, from the session's own records:
-    no tracing backend is needed. NOT_FOUND when there is no such session, or it has expired.
+    """GetSessionTrace returns the tokens and times of each cycle of a session, from the session's stored records:
+    no tracing backend is needed. NOT_FOUND if the session does not exist or has expired.
     """
     GetSession: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.GetSessionRequest, _generation_service_pb2.GetSessionResponse]  # type: ignore[assignment]
-    """GetSession tells what the store knows of a session. NOT_FOUND when there is none, or it has expired."""
+    """GetSession returns the stored state of a session. NOT_FOUND if it does not exist or has expired."""
     ListSessions: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.ListSessionsRequest, _generation_service_pb2.ListSessionsResponse]  # type: ignore[assignment]
-    """ListSessions lists the caller's sessions, the latest first."""
+    """ListSessions lists the caller's sessions, most recently active first."""
     DeleteSession: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.DeleteSessionRequest, _generation_service_pb2.DeleteSessionResponse]  # type: ignore[assignment]
-    """DeleteSession ends a session and forgets it, on the workers too. One that is not there is fine."""
+    """DeleteSession ends and deletes a session, also on the workers. An unknown session is not an error."""
     Cancel: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.CancelRequest, _generation_service_pb2.CancelResponse]  # type: ignore[assignment]
-    """Cancel ends the current turn of a session for good: whoever streams it gets FINISH_REASON_CANCELLED within a
-    cycle. Cancelling the Generate call instead frees the caches, but the turn can still be resumed.
+    """Cancel ends the current turn of a session permanently: a client that streams it gets FINISH_REASON_CANCELLED within
+    a cycle. Cancelling the Generate call instead frees the caches, but the turn can still be resumed.
     """
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Generates text with the target model's own distribution, faster."""
+    """Generates text from the target model's distribution with speculative decoding."""
 
     @_abc_1.abstractmethod
     def Generate(
@@ -93,7 +93,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_generation_service_pb2.GenerateResponse], _abc.AsyncIterator[_generation_service_pb2.GenerateResponse]]:
         """Generate streams one completion. Fails with INVALID_ARGUMENT (details name the field),
         RESOURCE_EXHAUSTED (details carry a retry delay), UNAVAILABLE (no target worker; retry),
-        DEADLINE_EXCEEDED. Cancelling the call frees the session's caches; `resume_from` takes it up again.
+        DEADLINE_EXCEEDED. Cancelling the call frees the session's caches; `resume_from` resumes it.
         """
 
     @_abc_1.abstractmethod
@@ -110,8 +110,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_service_pb2.GetSessionTraceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_service_pb2.GetSessionTraceResponse, _abc.Awaitable[_generation_service_pb2.GetSessionTraceResponse]]:
-        """GetSessionTrace tells what each cycle of a session did and where its time went, from the session's own records:
-        no tracing backend is needed. NOT_FOUND when there is no such session, or it has expired.
+        """GetSessionTrace returns the tokens and times of each cycle of a session, from the session's stored records:
+        no tracing backend is needed. NOT_FOUND if the session does not exist or has expired.
         """
 
     @_abc_1.abstractmethod
@@ -120,7 +120,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_service_pb2.GetSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_service_pb2.GetSessionResponse, _abc.Awaitable[_generation_service_pb2.GetSessionResponse]]:
-        """GetSession tells what the store knows of a session. NOT_FOUND when there is none, or it has expired."""
+        """GetSession returns the stored state of a session. NOT_FOUND if it does not exist or has expired."""
 
     @_abc_1.abstractmethod
     def ListSessions(
@@ -128,7 +128,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_service_pb2.ListSessionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_service_pb2.ListSessionsResponse, _abc.Awaitable[_generation_service_pb2.ListSessionsResponse]]:
-        """ListSessions lists the caller's sessions, the latest first."""
+        """ListSessions lists the caller's sessions, most recently active first."""
 
     @_abc_1.abstractmethod
     def DeleteSession(
@@ -136,7 +136,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_service_pb2.DeleteSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_service_pb2.DeleteSessionResponse, _abc.Awaitable[_generation_service_pb2.DeleteSessionResponse]]:
-        """DeleteSession ends a session and forgets it, on the workers too. One that is not there is fine."""
+        """DeleteSession ends and deletes a session, also on the workers. An unknown session is not an error."""
 
     @_abc_1.abstractmethod
     def Cancel(
@@ -144,8 +144,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_service_pb2.CancelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_service_pb2.CancelResponse, _abc.Awaitable[_generation_service_pb2.CancelResponse]]:
-        """Cancel ends the current turn of a session for good: whoever streams it gets FINISH_REASON_CANCELLED within a
-        cycle. Cancelling the Generate call instead frees the caches, but the turn can still be resumed.
+        """Cancel ends the current turn of a session permanently: a client that streams it gets FINISH_REASON_CANCELLED within
+        a cycle. Cancelling the Generate call instead frees the caches, but the turn can still be resumed.
         """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

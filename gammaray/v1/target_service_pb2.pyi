@@ -29,7 +29,7 @@ class VerifyRequest(_message.Message):
     RELEASES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerifyBlock]:
-        """Verifications asked for."""
+        """Requested verifications."""
 
     @_builtins.property
     def releases(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ReleaseSession]:
@@ -51,7 +51,7 @@ Global___VerifyRequest: _TypeAlias = VerifyRequest  # noqa: Y015
 
 @_typing.final
 class VerifyBlock(_message.Message):
-    """Asks for one verification: one forward over all nodes of the proposal."""
+    """Requests one verification: one forward over all nodes of the proposal."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -67,20 +67,20 @@ class VerifyBlock(_message.Message):
     TRACE_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
-    """Chosen by the orchestrator, unique per stream; echoed in the answer."""
+    """Chosen by the orchestrator, unique per stream; echoed in the result."""
     session_id: _builtins.str
     """The session."""
     epoch: _builtins.int
-    """Fencing: a worker refuses epochs older than the newest it has seen for the session."""
+    """Fencing: a worker rejects epochs older than the newest that it has received for the session."""
     base_position: _builtins.int
     """Absolute position of the first proposed token: the number of committed tokens."""
     num_top_logprobs: _builtins.int
     """Return log-probabilities of the emitted tokens, and of this many most likely ones. Absent: none. Range [0, 20]."""
     timeout_ms: _builtins.int
-    """Give up after this many milliseconds. 0 means 60,000."""
+    """Timeout in milliseconds. 0 means 60,000."""
     num_prompt_logprobs: _builtins.int
     """Return log-probabilities of the prompt's tokens as well, and of this many most likely ones at each position.
-    The worker then computes the whole prompt anew: cached positions have no logits. Absent: none. Range [0, 20];
+    The worker then computes the whole prompt again: cached positions have no logits. Absent: none. Range [0, 20];
     (this + 1) x `base_position` is at most 2^20.
     """
     @_builtins.property
@@ -139,17 +139,17 @@ Global___VerifyBlock: _TypeAlias = VerifyBlock  # noqa: Y015
 
 @_typing.final
 class VerifyResponse(_message.Message):
-    """One frame of answers."""
+    """One frame of results."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RESULTS_FIELD_NUMBER: _builtins.int
     IS_DRAINING_FIELD_NUMBER: _builtins.int
     is_draining: _builtins.bool
-    """The worker is about to stop: it still answers what it has, and refuses new blocks. Default false."""
+    """The worker is stopping: it finishes the blocks that it has and rejects new ones. Default false."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerifyResult]:
-        """Answers, in no particular order."""
+        """Results, in no particular order."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ Global___VerifyResponse: _TypeAlias = VerifyResponse  # noqa: Y015
 
 @_typing.final
 class VerifyResult(_message.Message):
-    """The answer to one VerifyBlock."""
+    """The result of one VerifyBlock."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -195,7 +195,7 @@ class VerifyResult(_message.Message):
 
     @_builtins.property
     def timing(self) -> _types_pb2.WorkerTiming:
-        """Where the time went."""
+        """Time spent in the worker."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ Global___VerifyResult: _TypeAlias = VerifyResult  # noqa: Y015
 
 @_typing.final
 class Verdict(_message.Message):
-    """Which proposed tokens stand, and what the target says next."""
+    """The accepted tokens of a proposal, and the target's next token."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -234,18 +234,18 @@ class Verdict(_message.Message):
     next_origin: _types_pb2.TokenOrigin.ValueType
     """Whether `next_token_id` is a correction or a bonus."""
     num_tested: _builtins.int
-    """Proposed tokens put to the test: the accepted ones, plus one when a test failed."""
+    """Number of tested proposed tokens: the accepted ones, plus one if a test failed."""
     @_builtins.property
     def accepted_path(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Indexes of the accepted nodes, from the root down; for a chain 0, 1, ... ."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """One per emitted token (accepted path, then next token) when asked for."""
+        """One per emitted token (accepted path, then next token), if requested."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _types_pb2.PromptLogprobs:
-        """Of the prompt, when asked for; without its token ids."""
+        """Of the prompt, if requested; without its token ids."""
 
     def __init__(
         self,
@@ -305,7 +305,7 @@ Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class GetTargetInfoRequest(_message.Message):
-    """Asks what the worker serves."""
+    """Requests the state of the worker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -322,7 +322,7 @@ Global___GetTargetInfoRequest: _TypeAlias = GetTargetInfoRequest  # noqa: Y015
 
 @_typing.final
 class GetTargetInfoResponse(_message.Message):
-    """What the worker serves and how loaded it is."""
+    """Model, limits and load of the worker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -341,11 +341,11 @@ class GetTargetInfoResponse(_message.Message):
     MODEL_IDENTITY_FIELD_NUMBER: _builtins.int
     KERNEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """The model as it was named at start."""
+    """The model name given at startup."""
     vocab_size: _builtins.int
-    """Number of token ids the model knows."""
+    """Number of token ids of the model."""
     max_context: _builtins.int
-    """Longest sequence the model takes, in tokens."""
+    """Maximum sequence length of the model, in tokens."""
     pid: _builtins.int
     """Operating-system process id."""
     num_sessions: _builtins.int
@@ -357,21 +357,20 @@ class GetTargetInfoResponse(_message.Message):
     cache_budget_bytes: _builtins.int
     """Upper bound of `cache_bytes`."""
     vocab_sha256: _builtins.str
-    """SHA-256 of the tokenizer's vocabulary (sorted `id token` lines), hex; empty when the model has no tokenizer."""
+    """SHA-256 of the tokenizer's vocabulary (sorted `id token` lines), hex; empty if the model has no tokenizer."""
     metrics_address: _builtins.str
     """host:port of its Prometheus endpoint, or empty."""
     is_draining: _builtins.bool
-    """The worker is about to stop: it takes no new stream. Default false."""
+    """The worker is stopping: it accepts no new stream. Default false."""
     model_identity: _builtins.str
-    """Fingerprint of the weights and of the arithmetic: `sha256/dtype`, in deterministic mode with
-    `/deterministic/device` behind it. Workers of one identity emit the same tokens, up to ties. Empty when it is
-    not known.
+    """Fingerprint of the weights and of the arithmetic: `sha256/dtype`, in deterministic mode with the suffix
+    `/deterministic/device`. Workers with the same identity emit the same tokens, up to ties. Empty if unknown.
     """
     kernel: _builtins.str
-    """What computes the model's forwards, see `ProcessStatus.kernel`."""
+    """Kernel of the model's forwards, see `ProcessStatus.kernel`."""
     @_builtins.property
     def totals(self) -> _types_pb2.WorkerTotals:
-        """What it did since its start."""
+        """Totals since startup."""
 
     def __init__(
         self,

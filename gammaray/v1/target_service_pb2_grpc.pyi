@@ -34,11 +34,11 @@ class TargetServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TargetServiceAsyncStub: ...
     Verify: _grpc.StreamStreamMultiCallable[_target_service_pb2.VerifyRequest, _target_service_pb2.VerifyResponse]
-    """Verify serves verifications for many sessions over one stream. Each request frame holds any number of
-    blocks; answers come as they are ready, in any order, matched by `request_id`. Blocks are idempotent.
+    """Verify serves verifications for many sessions over one stream. Each request frame contains any number of
+    blocks; results are sent as they are ready, in any order, matched by `request_id`. Blocks are idempotent.
     """
     GetTargetInfo: _grpc.UnaryUnaryMultiCallable[_target_service_pb2.GetTargetInfoRequest, _target_service_pb2.GetTargetInfoResponse]
-    """GetTargetInfo tells what the worker serves and how loaded it is."""
+    """GetTargetInfo returns the model, the limits and the load of the worker."""
 
 @_typing.type_check_only
 class TargetServiceAsyncStub(TargetServiceStub):
@@ -46,11 +46,11 @@ class TargetServiceAsyncStub(TargetServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Verify: _aio.StreamStreamMultiCallable[_target_service_pb2.VerifyRequest, _target_service_pb2.VerifyResponse]  # type: ignore[assignment]
-    """Verify serves verifications for many sessions over one stream. Each request frame holds any number of
-    blocks; answers come as they are ready, in any order, matched by `request_id`. Blocks are idempotent.
+    """Verify serves verifications for many sessions over one stream. Each request frame contains any number of
+    blocks; results are sent as they are ready, in any order, matched by `request_id`. Blocks are idempotent.
     """
     GetTargetInfo: _aio.UnaryUnaryMultiCallable[_target_service_pb2.GetTargetInfoRequest, _target_service_pb2.GetTargetInfoResponse]  # type: ignore[assignment]
-    """GetTargetInfo tells what the worker serves and how loaded it is."""
+    """GetTargetInfo returns the model, the limits and the load of the worker."""
 
 class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
     """Verifies proposals with the target model."""
@@ -61,8 +61,8 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_target_service_pb2.VerifyRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_target_service_pb2.VerifyResponse], _abc.AsyncIterator[_target_service_pb2.VerifyResponse]]:
-        """Verify serves verifications for many sessions over one stream. Each request frame holds any number of
-        blocks; answers come as they are ready, in any order, matched by `request_id`. Blocks are idempotent.
+        """Verify serves verifications for many sessions over one stream. Each request frame contains any number of
+        blocks; results are sent as they are ready, in any order, matched by `request_id`. Blocks are idempotent.
         """
 
     @_abc_1.abstractmethod
@@ -71,6 +71,6 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _target_service_pb2.GetTargetInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_target_service_pb2.GetTargetInfoResponse, _abc.Awaitable[_target_service_pb2.GetTargetInfoResponse]]:
-        """GetTargetInfo tells what the worker serves and how loaded it is."""
+        """GetTargetInfo returns the model, the limits and the load of the worker."""
 
 def add_TargetServiceServicer_to_server(servicer: TargetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -5,7 +5,7 @@ Messages shared by the public API and the worker protocols.
 
 Vocabulary: one *cycle* is one propose, one verify and one commit. A *proposal* holds the draft's
 tokens; *accepted* tokens are the part of it the target agrees with; the *correction* is the
-target's own token at the first disagreement and the *bonus* its token after a wholly accepted
+target's own token at the first disagreement and the *bonus* its token after a completely accepted
 proposal. Positions are absolute: position 0 is the first prompt token.
 """
 
@@ -38,10 +38,10 @@ class _VerificationMethodEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Ve
     VERIFICATION_METHOD_REJECTION: _VerificationMethod.ValueType  # 2
     """Token rejection sampling (arXiv 2211.17192, 2302.01318). Needs the draft distributions; chains only."""
     VERIFICATION_METHOD_NAIVE: _VerificationMethod.ValueType  # 3
-    """Draft and target sample independently and match. The baseline; lossless but slow."""
+    """Draft and target sample independently; equal tokens are accepted. The baseline; lossless but slow."""
 
 class VerificationMethod(_VerificationMethod, metaclass=_VerificationMethodEnumTypeWrapper):
-    """How the target worker decides which proposed tokens stand. At temperature 0 all methods coincide."""
+    """How the target worker decides which proposed tokens are accepted. At temperature 0 all methods are the same."""
 
 VERIFICATION_METHOD_UNSPECIFIED: VerificationMethod.ValueType  # 0
 """Server default (coupled)."""
@@ -50,7 +50,7 @@ VERIFICATION_METHOD_COUPLED: VerificationMethod.ValueType  # 1
 VERIFICATION_METHOD_REJECTION: VerificationMethod.ValueType  # 2
 """Token rejection sampling (arXiv 2211.17192, 2302.01318). Needs the draft distributions; chains only."""
 VERIFICATION_METHOD_NAIVE: VerificationMethod.ValueType  # 3
-"""Draft and target sample independently and match. The baseline; lossless but slow."""
+"""Draft and target sample independently; equal tokens are accepted. The baseline; lossless but slow."""
 Global___VerificationMethod: _TypeAlias = VerificationMethod  # noqa: Y015
 
 class _TokenOrigin:
@@ -66,7 +66,7 @@ class _TokenOriginEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenOrig
     TOKEN_ORIGIN_CORRECTION: _TokenOrigin.ValueType  # 2
     """The target's token at the first mismatch or rejection."""
     TOKEN_ORIGIN_BONUS: _TokenOrigin.ValueType  # 3
-    """The target's token after a wholly accepted (or empty) proposal."""
+    """The target's token after a completely accepted (or empty) proposal."""
 
 class TokenOrigin(_TokenOrigin, metaclass=_TokenOriginEnumTypeWrapper):
     """Where an emitted token came from."""
@@ -78,7 +78,7 @@ TOKEN_ORIGIN_ACCEPTED: TokenOrigin.ValueType  # 1
 TOKEN_ORIGIN_CORRECTION: TokenOrigin.ValueType  # 2
 """The target's token at the first mismatch or rejection."""
 TOKEN_ORIGIN_BONUS: TokenOrigin.ValueType  # 3
-"""The target's token after a wholly accepted (or empty) proposal."""
+"""The target's token after a completely accepted (or empty) proposal."""
 Global___TokenOrigin: _TypeAlias = TokenOrigin  # noqa: Y015
 
 class _FinishReason:
@@ -94,7 +94,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """`max_tokens` or the model's context length was reached."""
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 3
-    """The client cancelled or vanished."""
+    """The client cancelled the call or disconnected."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a generation ended."""
@@ -106,7 +106,7 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """`max_tokens` or the model's context length was reached."""
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 3
-"""The client cancelled or vanished."""
+"""The client cancelled the call or disconnected."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _DrafterKind:
@@ -120,13 +120,13 @@ class _DrafterKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DrafterKi
     DRAFTER_KIND_MODEL: _DrafterKind.ValueType  # 1
     """The draft model on a draft worker."""
     DRAFTER_KIND_NONE: _DrafterKind.ValueType  # 2
-    """None: gamma is 0 in every cycle."""
+    """No drafter: gamma is 0 in every cycle."""
     DRAFTER_KIND_NGRAM: _DrafterKind.ValueType  # 3
-    """Prompt lookup in the orchestrator: what followed the latest tokens where they stood before."""
+    """Prompt lookup in the orchestrator: proposes the tokens that followed an earlier occurrence of the latest tokens."""
 
 class DrafterKind(_DrafterKind, metaclass=_DrafterKindEnumTypeWrapper):
-    """Which drafter may propose for a request: the rung of the ladder (model, ngram, none) that it starts on. Where a
-    rung fails, the next one proposes until it is back.
+    """First drafter of a request in the order model, ngram, none. If a drafter fails, the next one proposes until it is
+    available again.
     """
 
 DRAFTER_KIND_UNSPECIFIED: DrafterKind.ValueType  # 0
@@ -134,14 +134,14 @@ DRAFTER_KIND_UNSPECIFIED: DrafterKind.ValueType  # 0
 DRAFTER_KIND_MODEL: DrafterKind.ValueType  # 1
 """The draft model on a draft worker."""
 DRAFTER_KIND_NONE: DrafterKind.ValueType  # 2
-"""None: gamma is 0 in every cycle."""
+"""No drafter: gamma is 0 in every cycle."""
 DRAFTER_KIND_NGRAM: DrafterKind.ValueType  # 3
-"""Prompt lookup in the orchestrator: what followed the latest tokens where they stood before."""
+"""Prompt lookup in the orchestrator: proposes the tokens that followed an earlier occurrence of the latest tokens."""
 Global___DrafterKind: _TypeAlias = DrafterKind  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """What turns logits into the distribution that is sampled from. The order of application is:
+    """Processing of logits into the sampling distribution. The order of application is:
     allow and ban masks, logit bias, repetition, frequency and presence penalties, temperature,
     min-p, top-k, top-p.
     """
@@ -188,26 +188,26 @@ class SamplingParams(_message.Message):
     top_k: _builtins.int
     """Keep this many most likely tokens. 0 means off. Default 0."""
     min_p: _builtins.float
-    """Drop tokens less likely than this share of the most likely one. Range [0, 1]. Default 0 (off)."""
+    """Drop tokens with a probability below this fraction of the most likely token's. Range [0, 1]. Default 0 (off)."""
     repetition_penalty: _builtins.float
     """Divides positive and multiplies negative logits of tokens in prompt and output. Range (0, 100]. Default 1 (off)."""
     presence_penalty: _builtins.float
     """Subtracted once from the logit of each token present in the output. Range [-2, 2]. Default 0."""
     frequency_penalty: _builtins.float
-    """Subtracted from a token's logit for each time it stands in the output. Range [-2, 2]. Default 0."""
+    """Subtracted from a token's logit for each of its occurrences in the output. Range [-2, 2]. Default 0."""
     min_tokens: _builtins.int
-    """End-of-sequence tokens are masked until this many tokens were produced. Default 0."""
+    """End-of-sequence tokens are masked until this many tokens are produced. Default 0."""
     seed: _builtins.int
-    """Key of the counter-based generator. Absent: the server draws one and returns it."""
+    """Key of the counter-based generator. Absent: the server chooses one and returns it."""
     sample_index: _builtins.int
-    """Which of several samples for one prompt and seed this is; part of the noise counter. Default 0."""
+    """Index of this sample among several for one prompt and seed; part of the noise counter. Default 0."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Added to the logit of the given token ids. Each in [-100, 100]."""
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """When not empty only these tokens may be produced."""
+        """If not empty, only these tokens may be produced."""
 
     @_builtins.property
     def banned_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -255,7 +255,9 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class SparseDistribution(_message.Message):
-    """A draft distribution truncated to its most likely tokens and quantised: the law the token was really drawn from."""
+    """A draft distribution truncated to its most likely tokens and quantised: exactly the distribution that the token was
+    sampled from.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -289,7 +291,7 @@ Global___SparseDistribution: _TypeAlias = SparseDistribution  # noqa: Y015
 
 @_typing.final
 class Proposal(_message.Message):
-    """The draft's tokens for one cycle: a tree, of which a chain is the special case."""
+    """The draft's tokens for one cycle: a tree, or a chain as a special case."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -308,7 +310,7 @@ class Proposal(_message.Message):
 
     @_builtins.property
     def draft_distributions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SparseDistribution]:
-        """The distribution each node's token was drawn from; one per node. Only for
+        """The distribution that each node's token was sampled from; one per node. Only for
         VERIFICATION_METHOD_REJECTION at a temperature above 0.
         """
 
@@ -329,8 +331,8 @@ Global___Proposal: _TypeAlias = Proposal  # noqa: Y015
 
 @_typing.final
 class SessionSpec(_message.Message):
-    """What a worker must know about a session beside its tokens. Sent with the first block of a session and
-    whenever the worker asks to be fed from position 0.
+    """Properties of a session that a worker needs in addition to its tokens. Sent with the first block of a session and
+    after a NeedTokens of position 0.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -346,12 +348,12 @@ class SessionSpec(_message.Message):
     prompt_length: _builtins.int
     """Number of leading tokens that are the prompt (frequency and presence penalties count only what follows)."""
     model_identity: _builtins.str
-    """Identity of the target model whose tokens the session holds, see GetTargetInfoResponse. A target worker of
-    another identity refuses the block with FAILED_PRECONDITION; draft workers ignore it. Empty allows any.
+    """Identity of the target model that emitted the session's tokens, see GetTargetInfoResponse. A target worker with
+    another identity rejects the block with FAILED_PRECONDITION; draft workers ignore it. Empty allows any.
     """
     cache_salt: _builtins.str
-    """Sessions of one salt may copy each other's caches where their tokens begin alike, and use what ended ones have left.
-    Absent: this session shares nothing. At most 256 characters.
+    """Sessions with the same salt share cached prefixes, also those of ended sessions. Absent: this session shares no
+    cache. At most 256 characters.
     """
     @_builtins.property
     def sampling(self) -> Global___SamplingParams:
@@ -359,7 +361,7 @@ class SessionSpec(_message.Message):
 
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens masked until `sampling.min_tokens` tokens were produced."""
+        """Tokens masked until `sampling.min_tokens` tokens are produced."""
 
     def __init__(
         self,
@@ -396,7 +398,7 @@ class PromptLogprobs(_message.Message):
     TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     num_top: _builtins.int
-    """Most likely tokens per entry: those asked for, or the vocabulary if it is smaller."""
+    """Most likely tokens per entry: the requested number, or the size of the vocabulary if it is smaller."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt's tokens."""
@@ -437,7 +439,7 @@ Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class TokenSpan(_message.Message):
-    """A run of committed tokens."""
+    """Consecutive committed tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -465,7 +467,7 @@ Global___TokenSpan: _TypeAlias = TokenSpan  # noqa: Y015
 
 @_typing.final
 class NeedTokens(_message.Message):
-    """The worker does not hold the tokens (or the spec) that a block builds on."""
+    """The worker does not have the tokens (or the spec) before the base position of a block."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -487,7 +489,7 @@ Global___NeedTokens: _TypeAlias = NeedTokens  # noqa: Y015
 
 @_typing.final
 class BlockError(_message.Message):
-    """A failure of one block; the stream lives on."""
+    """A failure of one block; the stream continues."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -498,7 +500,7 @@ class BlockError(_message.Message):
     FAILED_PRECONDITION for a stale epoch).
     """
     message: _builtins.str
-    """What was got and what is allowed."""
+    """The value received and what is allowed."""
     def __init__(
         self,
         *,
@@ -541,7 +543,7 @@ Global___TraceContext: _TypeAlias = TraceContext  # noqa: Y015
 
 @_typing.final
 class WorkerTiming(_message.Message):
-    """Where a worker's time went for one block."""
+    """Time that a worker spent on one block."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -562,8 +564,8 @@ class WorkerTiming(_message.Message):
     batch_tokens: _builtins.int
     """Tokens fed in the steps that served this block, over the whole batch."""
     cached_tokens: _builtins.int
-    """In the answer to a block with a SessionSpec: leading tokens of the session that were cached, its own or copied from
-    another session.
+    """In the result of a block with a SessionSpec: leading tokens of the session that were cached, by this session or
+    copied from another one.
     """
     def __init__(
         self,
@@ -585,8 +587,8 @@ Global___WorkerTiming: _TypeAlias = WorkerTiming  # noqa: Y015
 
 @_typing.final
 class ReleaseSession(_message.Message):
-    """Ends a session on a worker: its cache is free for who needs the room, and serves sessions of its salt until then.
-    Unknown sessions are ignored. Not answered.
+    """Ends a session on a worker: its cache may be evicted, and is available to sessions with the same salt until then.
+    Unknown sessions are ignored. There is no response.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -597,9 +599,9 @@ class ReleaseSession(_message.Message):
     session_id: _builtins.str
     """The session."""
     epoch: _builtins.int
-    """Fencing: ignored where a newer epoch has been seen, whose owner still needs the cache. 0 means any."""
+    """Fencing: ignored if the worker has received a newer epoch, whose owner still needs the cache. 0 means any."""
     forget: _builtins.bool
-    """Forget what it holds, and what it left when it ended before, at once. Default false."""
+    """Delete the session's cache immediately, also the one that it left if it ended before. Default false."""
     def __init__(
         self,
         *,
@@ -617,7 +619,7 @@ Global___ReleaseSession: _TypeAlias = ReleaseSession  # noqa: Y015
 
 @_typing.final
 class WorkerTotals(_message.Message):
-    """What a worker has done since its start."""
+    """Totals of a worker since its start."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -629,13 +631,13 @@ class WorkerTotals(_message.Message):
     steps: _builtins.int
     """Steps (forwards) over blocks."""
     step_blocks: _builtins.int
-    """Blocks over all of these steps; over `steps` it is the mean batch size."""
+    """Blocks in all of these steps; divided by `steps` it is the mean batch size."""
     step_us: _builtins.int
-    """Microseconds of these steps; over the time that went by it is how busy the worker is."""
+    """Microseconds of these steps; divided by the elapsed time it is the utilisation of the worker."""
     ahead_lookups: _builtins.int
     """Proposals that draft-ahead could have prepared; 0 on target workers."""
     ahead_hits: _builtins.int
-    """Those of them that it had prepared, so that they took no forward."""
+    """Those of them that were prepared ahead and needed no forward."""
     def __init__(
         self,
         *,
@@ -655,7 +657,7 @@ Global___WorkerTotals: _TypeAlias = WorkerTotals  # noqa: Y015
 
 @_typing.final
 class SpeculationTotals(_message.Message):
-    """What an orchestrator's cycles came to since its start."""
+    """Totals of an orchestrator's cycles since its start."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -677,19 +679,19 @@ class SpeculationTotals(_message.Message):
     draft_tokens: _builtins.int
     """Proposed tokens."""
     tested_tokens: _builtins.int
-    """Proposed tokens put to the test."""
+    """Tested proposed tokens."""
     accepted_tokens: _builtins.int
     """Proposed tokens accepted and emitted."""
     emitted_tokens: _builtins.int
     """Tokens emitted."""
     gamma_sum: _builtins.int
-    """Sum of gamma over the cycles: levels of proposal asked for."""
+    """Sum of gamma over the cycles: requested levels of proposals."""
     decode_us: _builtins.int
-    """Microseconds of the cycles that are compared with plain decoding: those after a completion's first."""
+    """Microseconds of the cycles that are compared with plain decoding: all except the first of each completion."""
     plain_us: _builtins.int
-    """Microseconds that their tokens would have taken one by one; over `decode_us` it is the speedup."""
+    """Estimated microseconds of plain decoding for their tokens; divided by `decode_us` it is the speedup."""
     requests: _builtins.int
-    """Requests ended, well or not."""
+    """Requests that ended, with or without an error."""
     failed_requests: _builtins.int
     """Requests that ended in an error."""
     def __init__(

@@ -5,7 +5,7 @@ Messages shared by the public API and the worker protocols.
 
 Vocabulary: one *cycle* is one propose, one verify and one commit. A *proposal* holds the draft's
 tokens; *accepted* tokens are the part of it the target agrees with; the *correction* is the
-target's own token at the first disagreement and the *bonus* its token after a wholly accepted
+target's own token at the first disagreement and the *bonus* its token after a completely accepted
 proposal. Positions are absolute: position 0 is the first prompt token.
 """
 

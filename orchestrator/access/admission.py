@@ -105,7 +105,7 @@ class Admission:
 
     async def _enter(self, caller: Caller) -> None:
         if time.monotonic() >= caller.deadline:
-            raise DeadlineExceededError("the caller's deadline was over when the request came")
+            raise DeadlineExceededError("the deadline had passed when the request arrived")
         tenant = self._tenants.setdefault(caller.tenant, _Tenant())
         if self._may_run(caller.tenant, tenant):  # then no eligible request is waiting
             self._serve(tenant)
@@ -126,9 +126,9 @@ class Admission:
             if not ticket.turn.done():
                 self._drop(ticket, tenant)
                 ticket.turn.set_exception(
-                    DeadlineExceededError("the caller's deadline came while the request waited")
+                    DeadlineExceededError("the deadline passed while the request waited")
                     if left_s <= self._max_wait_s
-                    else self._exhausted(f"no place within {self._max_wait_s:g} s")
+                    else self._exhausted(f"not started within {self._max_wait_s:g} s")
                 )
 
         # Not wait_for: before Python 3.12 it swallows a cancellation that arrives together with the result.
@@ -157,11 +157,11 @@ class Admission:
         victim = max(longest.waiting)
         self._drop(victim, longest)
         if not victim.turn.done():  # else it has just been cancelled
-            error = self._exhausted("the queue is full, and others wait who asked for less")
+            error = self._exhausted("the queue is full, and other tenants have fewer waiting requests")
             victim.turn.set_exception(error)
 
     def _exhausted(self, why: str) -> ResourceExhaustedError:
-        counts = f"{self._num_running} requests run, {self._num_waiting} wait"
+        counts = f"{self._num_running} requests running, {self._num_waiting} waiting"
         return ResourceExhaustedError(f"{why}: {counts}", retry_after_s=self.retry_after_s)
 
     def _drop(self, ticket: _Ticket, tenant: _Tenant) -> None:

@@ -131,7 +131,7 @@ class Authenticator:
             InvalidArgumentError: A gammaray header has an invalid value.
         """
         if self._local_only and peer and not peer.startswith(_LOCAL_PEERS):
-            raise UnauthenticatedError("this cluster serves its own machine only, as it asks for no keys")
+            raise UnauthenticatedError("without API keys this cluster serves its own machine only")
         tenant, key_id = self._tenant(headers.get("authorization", ""))
         timeout_ms = _number(headers, TIMEOUT_HEADER, 1, MAX_TIMEOUT_MS)
         return Caller(
@@ -148,7 +148,7 @@ class Authenticator:
             return "", ""
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key:
-            raise UnauthenticatedError("an API key is needed: `authorization: Bearer <key>`")
+            raise UnauthenticatedError("an API key is required: `authorization: Bearer <key>`")
         self._refresh()
         key_id = key_id_of(key.strip())
         known = self._keys.get(key_id) if key_id is not None else None
@@ -170,7 +170,7 @@ class Authenticator:
         try:
             self._load()
         except InvalidArgumentError as error:
-            _log.error("the API keys stay as they were: %s", error)
+            _log.error("failed to reload the API keys, keeping the current ones: %s", error)
 
     def _load(self) -> None:
         assert self._path is not None
@@ -179,7 +179,7 @@ class Authenticator:
             return
         self._keys = {key.id: key for key in read_keys(self._path)}
         if self._version is not None:
-            _log.warning("%d API keys were read again from %s", len(self._keys), self._path)
+            _log.warning("reloaded %d API keys from %s", len(self._keys), self._path)
         self._version = version
 
 

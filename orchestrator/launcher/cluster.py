@@ -219,7 +219,7 @@ def start_ray(directory: Path, started: ExitStack, signals: StopSignals, deadlin
             # Ray times out after 30 s; on a busy machine the start may take longer, more than once.
             end_marked(directory.name)
             if attempt == _RAY_TRIES or time.monotonic() >= deadline:
-                raise UnavailableError(f"Ray does not start: {error}") from error
+                raise UnavailableError(f"Ray failed to start: {error}") from error
 
 
 def _start_serve(settings: ClusterSettings, started: ExitStack) -> None:
@@ -234,7 +234,7 @@ def _start_serve(settings: ClusterSettings, started: ExitStack) -> None:
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
     except Exception as error:
-        raise UnavailableError(f"Ray Serve does not start: {error}") from error
+        raise UnavailableError(f"Ray Serve failed to start: {error}") from error
     started.callback(_stop_serve)
 
 
@@ -372,7 +372,7 @@ def _watch(redis: RedisServer | None) -> NoReturn:
     while True:
         for process, name in essential.items():
             if not runs(process):
-                raise UnavailableError(f"{name} (process {process.pid}) ended, and nothing restarts it")
+                raise UnavailableError(f"{name} (process {process.pid}) ended and is not restarted")
         if redis is not None and not redis.is_running:
             redis.revive()
         time.sleep(_POLL_S)
@@ -395,7 +395,7 @@ def missing_parts(settings: ClusterSettings, host: str, api_key: str | None = No
             with Client(f"{host}:{settings.grpc_port}", api_key=api_key) as client:
                 processes = client.status(timeout_s=_TIMEOUT_S)
         except GammarayError as error:
-            return f"an answer of the gRPC API ({error})"
+            return f"a response of the gRPC API ({error})"
         healthy = Counter(process.role for process in processes if process.healthy)
         wanted = {
             "target": settings.target_workers.minimum,

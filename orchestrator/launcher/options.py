@@ -51,11 +51,11 @@ def parse_options(argv: Sequence[str] | None = None) -> LauncherOptions:
         else:
             parser.add_argument(option, default=argparse.SUPPRESS, help=text)
     parser.add_argument(
-        "--wait-ready", action="store_true", help="Print `ready http=... grpc=...` when it serves."
+        "--wait-ready", action="store_true", help="Print `ready http=... grpc=...` once the cluster is ready."
     )
     parser.add_argument("--die-with-parent", action="store_true", help="Stop when the parent process ends.")
     parser.add_argument(
-        "--start-timeout-s", type=float, default=300.0, help="Deadline of the start, in seconds."
+        "--start-timeout-s", type=float, default=300.0, help="Timeout of the start, in seconds."
     )
     flags = vars(parser.parse_args(argv))
     own = {name: flags.pop(name) for name in ("wait_ready", "die_with_parent", "start_timeout_s")}

@@ -85,7 +85,7 @@ def check_port(field: str, host: str, port: int) -> None:
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 raise InvalidArgumentError("host", host, _OWN_ADDRESS) from None
-            reason = f"{port}, which cannot be had ({error.strerror})"
+            reason = f"{port}, which is not available ({error.strerror})"
             raise InvalidArgumentError(field, reason, "a free port") from None
 
 
@@ -299,7 +299,7 @@ def _config(role: str, model: str) -> dict[str, Any]:
             raise InvalidArgumentError(role, f"{model!r} ({error})", allowed) from None
         return config if isinstance(config, dict) else {}
     if model.startswith((".", "/", "~")):
-        raise InvalidArgumentError(role, f"{model!r}, which is not there", allowed)
+        raise InvalidArgumentError(role, f"{model!r}, which does not exist", allowed)
     from transformers import AutoConfig  # slow to import, and rarely needed
 
     try:

@@ -86,7 +86,7 @@ class RedisServer:
             if server._answers():
                 return server
             server.stop()
-        raise UnavailableError(f"{binary} did not come up in {NUM_TRIES} tries")
+        raise UnavailableError(f"{binary} did not start within {NUM_TRIES} tries")
 
     @property
     def is_running(self) -> bool:
@@ -110,7 +110,7 @@ class RedisServer:
         self.pid = self._process.pid
         if not self._answers():
             self.stop()
-            raise UnavailableError("redis-server ended and does not come up again")
+            raise UnavailableError("redis-server ended and cannot be restarted")
 
     def stop(self) -> None:
         """Stop the server and remove its files; may be called again."""

@@ -42,14 +42,16 @@ def check_access(settings: ClusterSettings) -> None:
     """
     if settings.api_keys_file:
         if settings.no_auth:
-            raise InvalidArgumentError("no_auth", "true beside api_keys_file", "one of the two")
+            raise InvalidArgumentError("no_auth", "true with api_keys_file", "one of the two")
         if not read_keys(Path(settings.api_keys_file)):
-            raise InvalidArgumentError("api_keys_file", f"{settings.api_keys_file} without keys", "some key")
+            raise InvalidArgumentError(
+                "api_keys_file", f"{settings.api_keys_file} without keys", "a file with a key"
+            )
     elif not is_loopback(settings.host) and not settings.no_auth:
         raise InvalidArgumentError(
             "host",
-            f"{settings.host}, which others can reach, without api_keys_file",
-            "a loopback address; or make keys with `gammaray keys create`; or say --no-auth",
+            f"{settings.host}, which other machines can reach, without api_keys_file",
+            "a loopback address; or create keys with `gammaray keys create`; or use --no-auth",
         )
 
 

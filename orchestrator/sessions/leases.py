@@ -98,7 +98,7 @@ class LeaseManager:
                 continue
             epoch = await self._store.reap(name)
             if epoch is not None:
-                _log.info("session %s is nobody's", name)
+                _log.info("session %s: the lease expired, freeing its caches", name)
                 self._release(name, max(0, epoch))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -106,7 +106,7 @@ class LeaseManager:
             try:
                 await work
             except GammarayError as error:
-                _log.warning("a session could not be let go of in the store: %s", error)
+                _log.warning("failed to end a lease: %s", error)
 
         task = asyncio.create_task(run())
         self._tasks.add(task)

@@ -217,7 +217,7 @@ class OpenSession:
             await asyncio.sleep(0)
         if session.num_emitted != len(tokens):
             raise InternalError(
-                f"session {session.session_id}: {len(tokens)} tokens are stored, some behind the end"
+                f"session {session.session_id}: {len(tokens)} tokens are stored, some after the end"
             )
         session.finish_reason = self.ended
         if self.ended and self.offset == len(tokens):
@@ -311,7 +311,7 @@ class SessionManager:
     async def _resume(self, request: GenerationRequest, stored: StoredSession) -> OpenSession:
         if request.resume_from is None:
             raise FailedPreconditionError(
-                f"session {request.session_id} has begun turn {request.turn} already"
+                f"session {request.session_id} has already begun turn {request.turn}"
             )
         began = _began(stored)
         if request.prompt and not (
@@ -323,7 +323,7 @@ class SessionManager:
         if began.num_prompt_logprobs is not None and request.resume_from == 0 and stored.tokens:
             raise FailedPreconditionError(
                 f"resume_from of session {request.session_id}: got 0, allowed: 1 to {len(stored.tokens)}, as "
-                "the log-probabilities of the prompt are not stored; send a new request to get them"
+                "the log-probabilities of the prompt are not stored; send a new request for them"
             )
         if stored.finish_reason is None:
             digest, epoch = stored.digest, await self._store.take_over(stored.session_id, stored.digest)
@@ -331,7 +331,7 @@ class SessionManager:
             # Another digest: the session was deleted meanwhile, and another one has the same name.
             is_other = stored.turn != request.turn or stored.digest != digest
             if is_other or (stored.epoch != epoch and stored.finish_reason is None):
-                raise FailedPreconditionError(f"session {request.session_id} has another owner by now")
+                raise FailedPreconditionError(f"session {request.session_id} now has another owner")
         if request.resume_from > len(stored.tokens):
             raise FailedPreconditionError(
                 f"resume_from of session {request.session_id}: got {request.resume_from}, allowed: up to "

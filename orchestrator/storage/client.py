@@ -106,13 +106,13 @@ async def wait_for_redis(redis_url: str, timeout_s: float) -> None:
                 waited_s = time.monotonic() - began
                 if isinstance(error.__cause__, AuthenticationError) or waited_s >= timeout_s:
                     tried = f" (tried for {waited_s:.0f} s)" if timeout_s else ""
-                    raise UnavailableError(f"redis_url: {shown} does not answer{tried}: {error}") from error
+                    raise UnavailableError(f"redis_url: {shown} does not respond{tried}: {error}") from error
                 if not is_waiting:
                     _log.warning("waiting up to %g s for %s: %s", timeout_s, shown, error)
                 is_waiting = True
             await asyncio.sleep(min(WAIT_PERIOD_S, max(0.0, began + timeout_s - time.monotonic())))
         if is_waiting:
-            _log.warning("%s answers after %.1f s", shown, time.monotonic() - began)
+            _log.warning("%s responded after %.1f s", shown, time.monotonic() - began)
         await _check_kind(redis, shown)
     finally:
         await redis.aclose()
@@ -122,13 +122,13 @@ async def _check_kind(redis: Redis, shown: str) -> None:
     try:
         info = await answer(redis.info("cluster"))
     except GammarayError as error:  # an ACL may forbid INFO, or the server may lack it
-        _log.warning("cannot tell whether %s is a Redis Cluster: %s", shown, error)
+        _log.warning("failed to check whether %s is a Redis Cluster: %s", shown, error)
         return
     if int(info.get("cluster_enabled", 0)):
         raise InvalidArgumentError(
             "redis_url",
             f"{shown}, a node of a Redis Cluster",
-            "a server without cluster mode, with replicas or not: sessions and their indexes are on one node",
+            "a server without cluster mode, with or without replicas: sessions and indexes need one node",
         )
 
 

@@ -45,7 +45,7 @@ class RedisRegistry:
             try:
                 found.add(str(json.loads(value)["address"]))
             except (ValueError, KeyError, TypeError):
-                _log.warning("registry entry %r is no worker", key)
+                _log.warning("registry entry %r is not a worker", key)
         return found
 
     async def announce(self, name: str, state: bytes, ttl_s: float) -> None:

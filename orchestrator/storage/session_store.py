@@ -302,7 +302,7 @@ class RedisStore:
         args = [uuid.uuid4().hex, *await self._bounds.of(name), packed, room_of(session), *fields_of(session)]
         epoch = await self._admitted(self._create, name, keys, [*self._common(name, digest), *args])
         if epoch == 0:
-            raise FailedPreconditionError(f"session {name} exists already")
+            raise FailedPreconditionError(f"session {name} already exists")
         session.epoch, session.digest = epoch, digest
 
     async def next_turn(self, session: Session, request: bytes, before: StoredSession) -> None:
@@ -322,7 +322,7 @@ class RedisStore:
         args += [before.epoch, before.digest, *fields_of(session)]
         epoch = await self._admitted(self._next_turn, name, keys, [*self._common(name, digest), *args])
         if epoch == 0:
-            raise FailedPreconditionError(f"session {name} went on from turn {before.turn}")
+            raise FailedPreconditionError(f"session {name} has continued after turn {before.turn}")
         session.epoch, session.digest = _checked(epoch, name), digest
 
     def append(
@@ -548,7 +548,7 @@ class RedisStore:
         retry_s = math.ceil(min(wait_ms, self._ttl_ms) / 1e3)
         return ResourceExhaustedError(
             f"stored sessions {whose}: {used} of {bound} bytes ({setting}) are in use, this request needs "
-            f"{need} more; come back in {retry_s} s, or delete sessions",
+            f"{need} more; retry in {retry_s} s, or delete sessions",
             float(retry_s),
         )
 
@@ -562,11 +562,9 @@ class RedisStore:
 def _checked(result: int, session_id: str, start: int = 0) -> int:
     """Return the result of a script, or raise the error that its code means."""
     if result == scripts.GONE:
-        raise NotFoundError(
-            f"session {session_id} was deleted or has expired, if there ever was one", "session"
-        )
+        raise NotFoundError(f"session {session_id} does not exist, was deleted or has expired", "session")
     if result == scripts.OTHER_OWNER:
-        raise FailedPreconditionError(f"session {session_id} has another owner by now")
+        raise FailedPreconditionError(f"session {session_id} now has another owner")
     if result == scripts.WRONG_OFFSET:
         raise FailedPreconditionError(f"session {session_id} does not end at token {start}")
     if result == scripts.CANCELLED:

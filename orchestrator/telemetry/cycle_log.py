@@ -171,4 +171,4 @@ class CycleLog:
             try:
                 await self._store.append(session.session_id, session.epoch, answer.SerializeToString())
             except GammarayError as error:
-                _log.debug("records of session %s are lost: %s", session.session_id, error)
+                _log.debug("lost records of session %s: %s", session.session_id, error)

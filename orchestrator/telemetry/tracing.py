@@ -124,7 +124,7 @@ class Tracing:
             served = await self._store.serve(session.session_id, session.epoch, trace.traceparent)
             before = _parse(served)
         except GammarayError as error:
-            _log.debug("session %s: the trace before this one is not known: %s", session.session_id, error)
+            _log.debug("session %s: the previous trace is unknown: %s", session.session_id, error)
             return
         if before is not None:
             trace.span.add_link(get_current_span(before).get_span_context())

@@ -66,7 +66,7 @@ def check_deterministic(engine: Engine) -> None:
     )
     ways = {
         "as one chunk": engine.step([SequenceInput(_SESSION, 0, text, count)])[0],
-        "in chunks beside other sessions": _in_company(engine, text),
+        "in chunks with other sessions": _in_company(engine, text),
         "as nodes of a tree": _in_trees(engine, text),
     }
     for way, logits in ways.items():

@@ -53,7 +53,9 @@ def model_identity(model: str, *, dtype: str, device: str, deterministic: bool) 
         for part in _weights(folder):
             digest.update(part)
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        _log.warning("%s has no identity, sessions cannot be kept to its weights: %s", model, error)
+        _log.warning(
+            "%s has no model identity, so its sessions are not bound to its weights: %s", model, error
+        )
         return ""
     how = f"{dtype}/deterministic/{device}" if deterministic else dtype
     return f"{digest.hexdigest()}/{how}"
@@ -108,7 +110,7 @@ def _tensors(file: Path) -> Iterator[tuple[str, str, int, int]]:
     with file.open("rb") as source:
         (length,) = struct.unpack("<Q", source.read(8))
         if length > MAX_HEADER_BYTES:
-            raise ValueError(f"{file} is no safetensors file")
+            raise ValueError(f"{file} is not a safetensors file")
         header = json.loads(source.read(length))
     for name, entry in header.items():
         if name != "__metadata__":

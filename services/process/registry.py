@@ -85,9 +85,9 @@ class Announcer:
             await asyncio.wait_for(command, 2 * CALL_TIMEOUT_S)
         except Exception as error:  # on any error the worker continues to serve and announces itself again
             if self._is_reachable:
-                _log.warning("the registry does not answer; serving goes on: %s", str(error) or repr(error))
+                _log.warning("the registry does not respond, still serving: %s", str(error) or repr(error))
             self._is_reachable = False
         else:
             if not self._is_reachable:
-                _log.warning("the registry answers again")
+                _log.warning("the registry responds again")
             self._is_reachable = True

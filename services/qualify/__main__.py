@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def _qualify(task: QualifyTask, tell: Tell) -> None:
-    tell("doing", "looking at the models")
+    tell("doing", "inspecting the models")
     source = find("target", task.target, task)
     drafts = [find("draft", name, task) for name in task.drafts]
     target: Loaded | None = None

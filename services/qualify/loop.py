@@ -196,4 +196,4 @@ def _answer(scheduler: Scheduler[Any], task: Any) -> Reply:
             if isinstance(reply.outcome, GammarayError):
                 raise reply.outcome
             return reply
-    raise InternalError(f"the {scheduler.role} did not answer")
+    raise InternalError(f"the {scheduler.role} did not respond")

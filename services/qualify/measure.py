@@ -115,7 +115,7 @@ def make_asks(
     if room < 1:
         raise InvalidArgumentError("tokens", task.max_tokens, f"below the target's context of {max_context}")
     if not all(prompts):
-        raise InvalidArgumentError("prompts", "a prompt without tokens", "texts that have some")
+        raise InvalidArgumentError("prompts", "a prompt without tokens", "prompts with at least one token")
     return [
         Ask(tuple(prompt[-room:]), task.max_tokens, temperature, seed, eos_token_ids)
         for temperature in task.temperatures
@@ -169,7 +169,9 @@ def _compared(before: Equality, engine: Engine, ask: Ask, texts: dict[int, Text]
         if both and is_tie(engine, ask, plain[:index], (plain[index], text.token_ids[index])):
             ties += 1
         elif not first:
-            first = f"with gamma {gamma} prompt {ask.seed + 1} parts from plain decoding at token {index + 1}"
+            first = (
+                f"with gamma {gamma} prompt {ask.seed + 1} diverges from plain decoding at token {index + 1}"
+            )
     return before.model_copy(
         update={"compared": before.compared + len(texts) - 1, "equal": equal, "ties": ties, "first": first}
     )

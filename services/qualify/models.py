@@ -68,7 +68,7 @@ def find(role: str, name: str, task: QualifyTask) -> Source:
     """
     path = resolve_model(name, role)
     if not Path(path).is_dir() and path.startswith((".", "/", "~")):
-        raise InvalidArgumentError(role, f"{name!r}, which is not there", _ALLOWED)
+        raise InvalidArgumentError(role, f"{name!r}, which does not exist", _ALLOWED)
     given = {key: getattr(task, key) for key in ("device", "dtype", "threads", "deterministic")}
     settings = _SETTINGS[role](
         model=name, **{key: value for key, value in given.items() if value is not None}

@@ -288,9 +288,9 @@ class Scheduler(ABC, Generic[TaskT]):
 
 def _reason_to_drop(task: Task, now: float) -> GammarayError | None:
     if task.cancelled:
-        return CancelledError("the stream that asked is gone")
+        return CancelledError("the stream of the block was closed")
     if now > task.deadline:
-        return DeadlineExceededError(f"no answer within {(now - task.arrived) * 1000:.0f} ms")
+        return DeadlineExceededError(f"not finished within {(now - task.arrived) * 1000:.0f} ms")
     return None
 
 

@@ -60,7 +60,9 @@ class SessionSpec:
         """
         self.params.validate(vocab_size)
         if self.params.seed is None:
-            raise InvalidArgumentError("spec.sampling.seed", None, "an integer: the server draws it")
+            raise InvalidArgumentError(
+                "spec.sampling.seed", None, "an integer, which the orchestrator always sets"
+            )
         if not 1 <= self.prompt_length <= base_position:
             raise InvalidArgumentError("spec.prompt_length", self.prompt_length, f"1 to {base_position}")
         if len(self.eos_token_ids) > vocab_size:

@@ -117,7 +117,7 @@ class EngineThread:
         try:
             self._serve(scheduler)
         except EngineLostError as error:
-            _log.error("%s; its sessions must go elsewhere", error)
+            _log.error("%s; its sessions must move to other workers", error)
             scheduler.fail_all(error)
             self._hand_over(scheduler.step())
         finally:
@@ -131,7 +131,7 @@ class EngineThread:
             except EngineLostError:
                 raise
             except Exception as error:
-                _log.exception("a step failed; every session starts anew")
+                _log.exception("a step failed; all caches are dropped")
                 scheduler.fail_all(InternalError(f"a step failed: {type(error).__name__}: {error}"))
                 continue
             if replies and not self._hand_over(replies):

@@ -198,7 +198,7 @@ class BlockStream:
             except GammarayError as error:
                 self._refuse(block, error)
             except Exception as error:
-                _log.exception("a block of session %r cannot be read", block.session_id[:128])
+                _log.exception("failed to parse a block of session %r", block.session_id[:128])
                 self._refuse(block, InternalError(f"{type(error).__name__}: {error}"))
             else:
                 self._pending.add(task)

@@ -1,4 +1,4 @@
-"""The Redis of a chaos run: restarted when it dies, and told to answer what a Redis in trouble answers."""
+"""The Redis of a chaos run: restarted when it dies, with injected error replies and pauses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ for i = 1, tonumber(ARGV[1]) do redis.call('SET', 'chaos:junk', i) end
 
 
 class ChaosRedis:
-    """Strikes a Redis; each method returns when the server answers as before, or was killed meanwhile.
+    """Injects failures into Redis; each method returns once the server has recovered or was killed.
 
     Args:
         server: The server.
@@ -42,7 +42,7 @@ class ChaosRedis:
         self.server = server
 
     def demote(self, seconds: float) -> None:
-        """Make it a replica of a server that does not exist: it answers writes with READONLY."""
+        """Make it a replica of a server that does not exist: it replies to writes with READONLY."""
         self._during(
             seconds,
             lambda client: client.replicaof("127.0.0.1", "1"),
@@ -50,7 +50,7 @@ class ChaosRedis:
         )
 
     def fill(self, seconds: float) -> None:
-        """Leave it no memory: it answers writes with OOM."""
+        """Set its memory limit to 1 byte: it replies to writes with OOM."""
         self._wait_until_ready()
         with self._client() as client:
             before = client.config_get("maxmemory")["maxmemory"]
@@ -64,7 +64,7 @@ class ChaosRedis:
         self._during(seconds, lambda client: client.config_set("maxmemory", 1), restore)
 
     def occupy(self, seconds: float) -> None:
-        """Run an endless script: it answers everything with BUSY."""
+        """Run an endless script: it replies to all commands with BUSY."""
         self._wait_until_ready()
         with self._client() as client:
             client.config_set("lua-time-limit", 50)
@@ -75,7 +75,7 @@ class ChaosRedis:
         endless.join(CALL_TIMEOUT_S)
 
     def kill_full(self) -> None:
-        """Make its file take long to read and kill it: it answers LOADING for a while once it is back."""
+        """Make its file slow to load and kill it: after the restart it replies with LOADING for a while."""
         self._wait_until_ready()
         with self._client() as client:
             for _ in range(JUNK_CALLS):
@@ -87,7 +87,7 @@ class ChaosRedis:
             client.eval("while true do end", 0)
 
     def _wait_until_ready(self) -> None:
-        """Wait until the strike before is over: the server may still be loading its file."""
+        """Wait until the previous failure is over: the server may still be loading its file."""
         self._until_done(lambda client: client.ping())
 
     def _during(
@@ -100,7 +100,7 @@ class ChaosRedis:
         self._until_done(end)
 
     def _until_done(self, work: Callable[[redis.Redis], object]) -> None:
-        """Do it however long the server is stopped or down; one that was restarted has forgotten why."""
+        """Retry while the server is stopped or down; NOTBUSY means that it was restarted."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             try:
@@ -123,7 +123,7 @@ class ChaosRedis:
 
 @contextmanager
 def chaos_redis() -> Iterator[ChaosRedis]:
-    """Run a Redis that is started again whenever it dies."""
+    """Run a Redis that is restarted when it dies."""
     with TemporaryDirectory() as folder:
         started, ending = threading.Event(), threading.Event()
         found: list[RedisServer] = []

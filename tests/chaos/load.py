@@ -1,4 +1,4 @@
-"""Streams that never end, and what each of them must say."""
+"""Endless streams, each with its expected completion."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class Ask:
-    """One completion asked for, whose tokens its fields decide."""
+    """One requested completion, whose tokens depend on its fields only."""
 
     prompt: str
     temperature: float
@@ -50,14 +50,14 @@ def asks(count: int, max_tokens: int) -> list[Ask]:
 
 @dataclass
 class Tally:
-    """What became of the streams.
+    """Outcomes of the streams.
 
     Attributes:
-        finished: Streams that ended with the tokens and the text they had to have.
-        wrong: What the others said, in words.
-        lost: Errors of those that did not end, in words.
+        finished: Streams that ended with the expected tokens and text.
+        wrong: Descriptions of other completions.
+        lost: Errors of streams that did not end.
         num_tokens: Tokens received.
-        refused: Requests that were refused before their first token, with the time to come back after.
+        refused: Requests that were rejected before their first token, with a retry delay.
     """
 
     finished: int = 0
@@ -70,9 +70,9 @@ class Tally:
 async def generate(
     client: AsyncClient, ask: Ask, arrivals: list[float], tally: Tally | None = None, **how: Any
 ) -> Said:
-    """Return one whole completion; the times at which tokens came are added to `arrivals`.
+    """Return one whole completion; add the arrival times of tokens to `arrivals`.
 
-    What is in `how` (gamma, drafter) changes no token.
+    The options in `how` (gamma, drafter) change no token.
     """
     token_ids: list[int] = []
     text: list[str] = []
@@ -89,23 +89,23 @@ async def generate(
 
 
 async def reference(address: str, wanted: Sequence[Ask]) -> dict[Ask, Said]:
-    """Return what an undisturbed cluster says."""
+    """Return the completions of an undisturbed cluster."""
     async with AsyncClient(address) as client:
         said = await asyncio.gather(*(generate(client, ask, []) for ask in wanted))
     return dict(zip(wanted, said, strict=True))
 
 
 class Load:
-    """One stream per ask, begun again whenever it ends, each checked against the reference.
+    """One stream per ask, restarted when it ends; each is compared with the reference.
 
     Args:
         address: host:port of the gRPC API.
-        expected: What each ask must say.
-        retry: How long the clients try.
+        expected: Completion of each ask.
+        retry: Retry policy of the clients.
 
     Attributes:
-        tally: What became of them.
-        arrivals: By stream, the times at which it was begun or tokens came.
+        tally: Their outcomes.
+        arrivals: By stream, the times of its start and of its tokens.
     """
 
     def __init__(self, address: str, expected: dict[Ask, Said], retry: RetryPolicy | None = None) -> None:
@@ -116,12 +116,12 @@ class Load:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin."""
+        """Start the streams."""
         streams = zip(self._expected, self.arrivals, strict=True)
         self._tasks = [asyncio.create_task(self._repeat(*stream)) for stream in streams]
 
     async def end(self, timeout_s: float) -> None:
-        """Let the streams that run end; those that do not within `timeout_s` are lost."""
+        """Wait until the streams end; those that do not within `timeout_s` are lost."""
         self._is_ending = True
         _, late = await asyncio.wait(self._tasks, timeout=timeout_s)
         for task in late:
@@ -130,11 +130,11 @@ class Load:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def all_moved_since(self, moment: float) -> bool:
-        """Whether tokens came on every stream since a moment."""
+        """Whether every stream has received tokens since a time."""
         return all(times and times[-1] > moment for times in self.arrivals)
 
     def all_moved_between(self, first: float, last: float) -> bool:
-        """Whether tokens came on every stream between two moments."""
+        """Whether every stream received tokens between two times."""
         return all(any(first < time <= last for time in reversed(times)) for times in self.arrivals)
 
     async def _repeat(self, ask: Ask, arrivals: list[float]) -> None:
@@ -158,7 +158,7 @@ class Load:
 
 
 def difference(expected: Said, said: Said) -> str:
-    """Return in words how a completion differs from the one it had to be."""
+    """Return a description of how a completion differs from the expected one."""
     if said.token_ids == expected.token_ids:
         return "the tokens are right, the text is not"
     pairs = zip(expected.token_ids, said.token_ids, strict=False)

@@ -1,4 +1,4 @@
-"""How long the streams paused after each strike, and when the victim was back."""
+"""Pauses of the streams after each strike, and the recovery time of the victim."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Event:
     """A strike that was carried out.
 
     Attributes:
-        label: What was struck and how.
-        at: When, on the monotonic clock.
+        label: Target and action.
+        at: Time on the monotonic clock.
         killed: Roles of the processes that were killed.
         stop_s: Longest time that one of its processes was stopped.
-        back_at: When replacements of all killed processes served; None when nobody saw that, or none was.
-        pauses_s: Of each stream.
-        is_calm: Whether tokens came on all streams just before, so that what follows is its doing alone.
+        back_at: Time at which replacements of all killed processes served; None if unknown.
+        pauses_s: Pause of each stream.
+        is_calm: Whether all streams received tokens just before, so that the pauses are due to this strike.
     """
 
     label: str
@@ -42,14 +42,14 @@ class Row:
     """One line of the table; times in seconds.
 
     Args:
-        label: What was struck and how.
-        strikes: How often.
+        label: Target and action.
+        strikes: Number of strikes.
         kills: Processes killed in these.
-        calm: Strikes that came while tokens flowed on all streams; the times are over these.
-        pause_median_s, pause_max_s: Of the stream that paused longest.
+        calm: Strikes while all streams received tokens; the times are over these.
+        pause_median_s, pause_max_s: Pause of the stream that paused longest.
         back_median_s, back_max_s: Until a replacement of the victim served; None when nothing was killed.
         late_max_s: Longest that a stream still paused after that.
-        stop_median_s: How long a process was stopped.
+        stop_median_s: Time that a process was stopped.
     """
 
     label: str
@@ -65,9 +65,9 @@ class Row:
 
 
 def pause_s(arrivals: Sequence[float], at: float) -> float:
-    """Return how long a stream paused because of what happened at a time.
+    """Return how long a stream paused because of an event at a time.
 
-    That is its longest gap between tokens that reaches into the half second after it, counted from then on.
+    This is its longest gap between tokens that overlaps the half second after the event, from the event on.
     """
     first = max(0, bisect.bisect_right(arrivals, at) - 1)
     last = bisect.bisect_right(arrivals, at + WINDOW_S)
@@ -76,7 +76,7 @@ def pause_s(arrivals: Sequence[float], at: float) -> float:
 
 
 def usual_pause_s(arrivals: Iterable[Sequence[float]], at: float) -> float:
-    """Return what `pause_s` says of a moment at which nothing happened, of the worst stream."""
+    """Return `pause_s` of the worst stream at times without an event."""
     return max(pause_s(times, at) for times in arrivals)
 
 

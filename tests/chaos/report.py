@@ -1,4 +1,4 @@
-"""What a run came to: for people, and as JSON."""
+"""The result of a run as a table and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run: load, strikes in an order that the seed decides, and what the streams made of them."""
+"""A run: load, strikes in an order given by the seed, and the outcome of the streams."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ REDIS_STRIKES: dict[Action, Callable[[ChaosRedis, float], None]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """What a run is like.
+    """Options of a run.
 
     Args:
-        seconds: How long strikes go on.
-        seed: Of their order, pauses and choices.
-        streams: Streams at one time.
+        seconds: Duration of the strikes.
+        seed: Seed of their order, pauses and choices.
+        streams: Concurrent streams.
         max_tokens: Tokens of each completion.
-        pause_s: Bounds of the seconds between the moment all streams move again and the next strike.
+        pause_s: Bounds of the seconds from the recovery of all streams to the next strike.
         stop_s: Bounds of the seconds that a process is stopped.
-        max_strikes: Ends the run earlier.
-        roles: Who is struck.
-        move_timeout_s: How long the next strike waits at most for all streams to move again.
-        resume_s: How long a client tries to go on with a stream.
+        max_strikes: Number of strikes after which the run ends earlier.
+        roles: Roles to strike.
+        move_timeout_s: Longest wait for the recovery of all streams before the next strike.
+        resume_s: Time for which a client tries to resume a stream.
     """
 
     seconds: float = 300.0
@@ -73,13 +73,13 @@ class Options:
 
 @dataclass
 class Outcome:
-    """What came of a run.
+    """Outcome of a run.
 
     Attributes:
-        tally: What became of the streams.
+        tally: Outcomes of the streams.
         events: The strikes.
-        usual_pause_s: What `pause_s` says of moments at which nothing happened.
-        seconds: How long strikes went on.
+        usual_pause_s: `pause_s` at times without a strike.
+        seconds: Duration of the strikes.
     """
 
     tally: Tally
@@ -89,12 +89,12 @@ class Outcome:
 
     @property
     def num_kills(self) -> int:
-        """Processes that were killed."""
+        """Number of killed processes."""
         return sum(len(event.killed) for event in self.events)
 
     @property
     def is_clean(self) -> bool:
-        """Whether no stream was lost, and none lost, repeated or changed a token."""
+        """Whether no stream failed, and none lost, repeated or changed a token."""
         return not self.tally.lost and not self.tally.wrong and self.tally.finished > 0
 
 
@@ -136,7 +136,7 @@ async def run(cluster: Cluster, redis: ChaosRedis, options: Options, say: Callab
 
 
 async def _carry_out(cluster: Cluster, redis: ChaosRedis, blows: Strike, tally: Tally, watch: Watch) -> Event:
-    """Strike, and wait until what was stopped goes on."""
+    """Strike, and wait until stopped processes continue."""
 
     def look() -> list[list[psutil.Process]]:
         return [find(blow.role, cluster.launcher.pid, redis.server.pid) for blow in blows.blows]
@@ -145,7 +145,7 @@ async def _carry_out(cluster: Cluster, redis: ChaosRedis, blows: Strike, tally: 
     found = await asyncio.to_thread(look)
     deadline = time.monotonic() + SECOND_TIMEOUT_S
     while first.action is Action.SUSPEND and len(found[0]) < 2 and time.monotonic() < deadline:
-        await asyncio.sleep(0.2)  # its sessions can end elsewhere only where there is another one
+        await asyncio.sleep(0.2)  # its sessions can end elsewhere only if there is another one
         found = await asyncio.to_thread(look)
     event = Event(blows.label, time.monotonic())
     if first.action in REDIS_STRIKES:
@@ -181,7 +181,7 @@ async def _carry_out(cluster: Cluster, redis: ChaosRedis, blows: Strike, tally: 
 
 
 async def _until_all_move(load: Load, moment: float, timeout_s: float) -> None:
-    """Wait until tokens came on every stream since a moment, or it takes too long."""
+    """Wait until every stream has received tokens since a time, or the timeout passes."""
     deadline = time.monotonic() + timeout_s
     while not load.all_moved_since(moment) and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""An orchestrator that is suspended while it owns sessions, and wakes after these have ended elsewhere."""
+"""Suspends an orchestrator that owns sessions, and resumes it after they have ended elsewhere."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ NO_RETRY = RetryPolicy(max_attempts=1)
 
 @dataclass
 class Probe:
-    """One session, and what the client got that began it."""
+    """One session, and the chunks of the client that began it."""
 
     name: str = field(default_factory=lambda: f"probe-{uuid.uuid4().hex[:8]}")
     got: list[int] = field(default_factory=list)
 
 
 async def suspend_owner(cluster: Cluster, suspend: Callable[[], psutil.Process | None]) -> list[str]:
-    """Suspend an orchestrator, end its sessions elsewhere, begin others of their names there, and wake it.
+    """Suspend an orchestrator, replace its sessions at another one under the same names, and resume it.
 
     Args:
-        cluster: It has two orchestrators.
+        cluster: A cluster with two orchestrators.
         suspend: Stops one of them and returns it.
 
     Returns:
-        What was wrong, in words.
+        Descriptions of errors.
     """
     async with AsyncClient(cluster.grpc) as client:
         first, second = [await _tokens(client.generate(p, **OPTIONS)) for p in (PROMPT, NEXT_PROMPT)]
@@ -81,7 +81,7 @@ async def suspend_owner(cluster: Cluster, suspend: Callable[[], psutil.Process |
 
 
 async def _replace(cluster: Cluster, probe: Probe, first: list[int], second: list[int]) -> list[str]:
-    """End a session at another orchestrator, and begin one of its name there."""
+    """End a session at another orchestrator, and begin one with its name there."""
     offset, wrong = len(probe.got), []
     rest = await _try(cluster, lambda client: _tokens(client.resume(probe.name, offset=offset)))
     if probe.got[:offset] + rest != first:
@@ -116,7 +116,7 @@ async def _stored(client: AsyncClient, name: str) -> list[int]:
 
 
 async def _try(cluster: Cluster, work: Callable[[AsyncClient], Awaitable[T]]) -> T:
-    """Return what work returns; each try has a new connection, which may lead to the other orchestrator."""
+    """Return the result of the work; each attempt uses a new connection, which may reach another replica."""
     last: BaseException | None = None
     for _ in range(TRIES):
         try:

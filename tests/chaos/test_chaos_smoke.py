@@ -1,4 +1,4 @@
-"""A minute of chaos: every role killed, nothing lost; and the harness itself sees losses."""
+"""A minute of chaos: every role is killed and no token is lost; the harness detects losses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SEED = 12
 
 @pytest.mark.e2e
 @pytest.mark.timeout(1200)
-def test_chaos_loses_repeats_and_changes_nothing(tmp_path):
+def test_chaos_loses_repeats_and_changes_no_token(tmp_path):
     # On a busy machine a replacement takes its time: eight strikes it must be, each on a cluster that serves.
     options = Options(
         seconds=600,
@@ -58,7 +58,7 @@ def test_chaos_loses_repeats_and_changes_nothing(tmp_path):
     assert {role for event in outcome.events for role in event.killed} == set(ROLES)
 
 
-def test_chaos_plan_depends_on_the_seed_alone_and_strikes_everybody():
+def test_chaos_plan_depends_on_the_seed_only_and_covers_all_roles():
     first, second, other = (
         list(itertools.islice(plan(seed, (0, 1), (0, 1)), 40)) for seed in (SEED, SEED, 4)
     )
@@ -80,7 +80,7 @@ def test_chaos_plan_depends_on_the_seed_alone_and_strikes_everybody():
         pytest.param(lambda chaos: chaos.kill_full(), "LOADING", id="loading"),
     ],
 )
-def test_chaos_redis_answers_as_it_should_and_recovers(trouble, code):
+def test_chaos_redis_gives_each_error_reply_and_recovers(trouble, code):
     seen = set()
     with chaos_redis() as chaos:
         strike = threading.Thread(target=trouble, args=[chaos])
@@ -112,7 +112,7 @@ def test_chaos_redis_answers_as_it_should_and_recovers(trouble, code):
         pytest.param((1, 9, 3, 4), r"from token 1 on \(9, 3, 4\) instead of \(2, 3, 4\)", id="changed"),
     ],
 )
-def test_chaos_tells_what_went_wrong(said, words):
+def test_chaos_reports_lost_and_wrong_streams(said, words):
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(difference(Said((1, 2, 3, 4), "abcd"), Said(said, "abcd")))
     assert "text is not" in difference(Said((1,), "a"), Said((1,), "aa"))

@@ -1,4 +1,4 @@
-"""Who can be struck: the processes of a cluster by role, and how."""
+"""Targets of strikes: the processes of a cluster by role, and the actions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STARTING = ("initialize", "__init__")
 
 
 class Action(str, Enum):
-    """What is done to a process."""
+    """Action on a process."""
 
     KILL = "kill -9"
     STOP = "SIGSTOP"
@@ -49,13 +49,13 @@ PAUSE_S = LEASE_S + 2.0
 
 @dataclass(frozen=True)
 class Blow:
-    """One process to be struck.
+    """An action on one process.
 
     Args:
         role: Its role.
-        action: What is done to it.
-        stop_s: Seconds until it goes on or answers as before, unless it is killed.
-        choice: In [0, 1): which of the role's processes.
+        action: The action.
+        stop_s: Seconds until it continues or recovers, unless it is killed.
+        choice: In [0, 1): selects one of the role's processes.
     """
 
     role: str
@@ -66,11 +66,11 @@ class Blow:
 
 @dataclass(frozen=True)
 class Strike:
-    """Blows at one time.
+    """Simultaneous actions.
 
     Args:
-        after_s: Seconds since the last strike was over.
-        blows: Of different roles.
+        after_s: Seconds since the end of the last strike.
+        blows: Actions on different roles.
     """
 
     after_s: float
@@ -78,7 +78,7 @@ class Strike:
 
     @property
     def label(self) -> str:
-        """What was struck and how."""
+        """Target and action."""
         return (
             "several at once"
             if len(self.blows) > 1
@@ -89,13 +89,13 @@ class Strike:
 def plan(
     seed: int, pause_s: tuple[float, float], stop_s: tuple[float, float], roles: Sequence[str] = ROLES
 ) -> Iterator[Strike]:
-    """Yield strikes without end, in an order that the seed alone decides; all roles and actions in turn.
+    """Yield endless strikes in an order given by the seed only; all roles and actions in turn.
 
     Args:
-        seed: Of the order, the pauses and the choices.
+        seed: Seed of the order, the pauses and the choices.
         pause_s: Bounds of the seconds between strikes.
         stop_s: Bounds of the seconds that a process is stopped.
-        roles: Who is struck.
+        roles: Roles to strike.
     """
     rng = random.Random(seed)
 
@@ -115,7 +115,7 @@ def plan(
 
 
 def find(role: str, launcher_pid: int, redis_pid: int = 0) -> list[psutil.Process]:
-    """Return the processes of a role that serve, oldest first."""
+    """Return the serving processes of a role, oldest first."""
     if role == "redis":
         with contextlib.suppress(psutil.NoSuchProcess):
             return [psutil.Process(redis_pid)]
@@ -136,7 +136,7 @@ def _is(process: psutil.Process, role: str) -> bool:
 
 
 def strike(processes: Sequence[psutil.Process], blow: Blow) -> psutil.Process | None:
-    """Strike one of the processes and return it; None when it is gone by itself."""
+    """Apply the action to one of the processes and return it; None if it has ended."""
     if not processes:
         return None
     victim = processes[int(blow.choice * len(processes))]

@@ -1,4 +1,4 @@
-"""Watches a cluster from outside: which processes of each role serve, since when."""
+"""Watches a cluster from outside: the serving processes of each role and when they were first seen."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ STATUS_TIMEOUT_S = 2.0
 
 
 class Watch:
-    """Asks for the status again and again, each time over a new connection: it may reach another replica.
+    """Polls the status, each time over a new connection, which may reach another replica.
 
     Args:
         address: host:port of the gRPC API.
 
     Attributes:
-        seen_at: When a process that serves was first seen, by role and process id.
+        seen_at: Time at which a serving process was first seen, by role and process id.
     """
 
     def __init__(self, address: str) -> None:
@@ -41,10 +41,10 @@ class Watch:
             await asyncio.sleep(PERIOD_S)
 
     def serving(self, role: str) -> set[int]:
-        """Return the ids of the processes of a role that served, those that have ended since included."""
+        """Return the ids of the processes of a role that served, including ended ones."""
         return {pid for its, pid in self.seen_at if its == role}
 
     def back_at(self, role: str, since: float) -> float | None:
-        """Return when a process of a role was first seen that was not there at a time, or None."""
+        """Return the time at which a new process of a role was first seen after a time, or None."""
         times = (at for (its, _), at in self.seen_at.items() if its == role and at > since)
         return min(times, default=None)

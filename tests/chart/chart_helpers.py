@@ -1,4 +1,4 @@
-"""Renders the chart through Helm's own code; the variants that tests look at."""
+"""Renders the chart with Helm; the variants of values that tests use."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ def chart() -> helm_python.Chart:
 
 
 def render_texts(values: dict[str, Any] | None = None, name: str = RELEASE) -> dict[str, str]:
-    """Return the text of each template by file name, those that render nothing left out.
+    """Return the text of each template by file name, without empty ones.
 
-    Values that say nothing of images get `REGISTRY`.
+    Values without an image registry get `REGISTRY`.
     """
     rendered = chart().render({**REGISTRY, **(values or {})}, name=name, namespace=NAMESPACE)
     return {Path(path).name: text for path, text in rendered.items() if text.strip()}
@@ -114,7 +114,7 @@ def _render(values: str, name: str) -> dict[str, dict[str, Any]]:
 
 
 def render(values: dict[str, Any] | None = None, name: str = RELEASE) -> dict[str, dict[str, Any]]:
-    """Return each manifest by the file name of its template; one that holds two resources cannot be read."""
+    """Return each manifest by the file name of its template; a template with two resources is an error."""
     return copy.deepcopy(_render(json.dumps(values or {}), name))
 
 
@@ -132,7 +132,7 @@ def groups(values: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
 
 
 def passing_pods(values: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
-    """Return the pods that do one thing and end: those of Jobs and tests, by component."""
+    """Return the pods of Jobs and tests, by component."""
     manifests = render(values).values()
     found = [manifest["spec"]["template"] for manifest in manifests if manifest["kind"] == "Job"]
     found += [manifest for manifest in manifests if manifest["kind"] == "Pod"]
@@ -140,7 +140,7 @@ def passing_pods(values: dict[str, Any] | None = None) -> dict[str, dict[str, An
 
 
 def pods(values: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
-    """Return the template of each kind of pod of the release that stays, by component."""
+    """Return the template of each kind of long-running pod of the release, by component."""
     found = {role: group["template"] for role, group in groups(values).items()}
     for manifest in render(values).values():
         if manifest["kind"] in ("Deployment", "StatefulSet"):
@@ -150,13 +150,13 @@ def pods(values: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
 
 
 def container(template: dict[str, Any]) -> dict[str, Any]:
-    """Return the container of a pod that is the chart's own: the first; KubeRay takes it for Ray's."""
+    """Return the chart's own container of a pod: the first one, which KubeRay treats as Ray's."""
     first: dict[str, Any] = template["spec"]["containers"][0]
     return first
 
 
 def environment(template: dict[str, Any]) -> dict[str, Any]:
-    """Return the environment of a pod: values, or where they come from."""
+    """Return the environment of a pod: values, or their sources."""
     return {
         entry["name"]: entry.get("value", entry.get("valueFrom"))
         for entry in container(template).get("env", [])

@@ -1,4 +1,4 @@
-"""Says who may open which port, by the rendered NetworkPolicies: what a network plugin would enforce."""
+"""Computes which connections the rendered NetworkPolicies allow, as a network plugin would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs once: the password of the bundled Redis, the models' download, `helm test`, the head's probe."""
+"""Jobs and scripts that run once: Redis' password, the download of models, `helm test`, the head's probe."""
 
 import base64
 import json
@@ -118,24 +118,24 @@ def test_password_is_made_as_a_secret_of_the_release(account):
     assert reference == {"name": secret["metadata"]["name"], "key": "password"}
 
 
-def test_every_password_is_another(account):
+def test_passwords_differ_between_runs(account):
     bodies = [make_password(account, lambda *_: (201, {}, b"{}"))[1][0][3] for _ in range(2)]
     assert bodies[0] != bodies[1]
 
 
-def test_password_that_is_there_stays(account):
+def test_existing_password_is_kept(account):
     ended, asked = make_password(account, lambda *_: (409, {}, b"exists"))
     assert ended.returncode == 0
     assert [method for method, *_ in asked] == ["POST"]
 
 
-def test_refusal_of_kubernetes_fails_the_job_with_the_reason(account):
+def test_job_fails_with_the_reason_when_kubernetes_rejects_the_secret(account):
     ended, _ = make_password(account, lambda *_: (403, {}, b"secrets is forbidden"))
     assert ended.returncode == 1
     assert "403 secrets is forbidden" in ended.stderr
 
 
-def test_password_is_there_before_other_pods_and_nothing_else_may_be_done():
+def test_password_job_runs_before_other_pods_and_may_only_create_secrets():
     manifests = render()
     names = ["serviceaccount", "role", "rolebinding", "job"]
     hooks = [manifests[f"{name}-redis-password.yaml"]["metadata"]["annotations"] for name in names]
@@ -177,7 +177,7 @@ class Hub:
         return 200, {"ETag": f'"{hash(name):x}"', "X-Repo-Commit": commit, "content-length": len(data)}, data
 
 
-def test_download_brings_what_workers_read_and_then_says_so(tmp_path):
+def test_download_fetches_the_files_that_workers_read_and_then_writes_the_mark(tmp_path):
     from services.engine.core.model import resolve_model
 
     hub = Hub(Path(resolve_model("demo", "draft")))
@@ -229,7 +229,7 @@ def test_pods_that_need_models_wait_for_the_job():
             assert {"name": "models", "mountPath": "/models", "readOnly": True} in wait["volumeMounts"]
 
 
-def test_wait_ends_with_the_file_or_with_the_time(tmp_path):
+def test_wait_ends_when_the_file_exists_or_at_the_timeout(tmp_path):
     (wait, *_) = groups(DOWNLOADS)["draft"]["template"]["spec"]["initContainers"]
     program, seconds, *rest = wait["command"]
     assert (program, seconds) == ("timeout", "7200")
@@ -251,7 +251,7 @@ def test_wait_ends_with_the_file_or_with_the_time(tmp_path):
         ({"models": {"target": "a/b"}, "modelCache": {"enabled": False}}, None),
     ],
 )
-def test_job_is_for_models_of_the_hub_in_a_shared_volume(values, models):
+def test_download_job_exists_only_for_hub_models_in_a_shared_volume(values, models):
     cache = {"enabled": True, **values.get("modelCache", {})}
     found = passing_pods({**values, "modelCache": cache})
     assert ("models" in found) is (models is not None)
@@ -262,7 +262,7 @@ def test_job_is_for_models_of_the_hub_in_a_shared_volume(values, models):
         )
 
 
-def test_changed_models_are_another_job():
+def test_changed_models_change_the_name_of_the_job():
     """A Job cannot be changed: a changed one must have another name."""
     again = {**DOWNLOADS, "image": {"registry": "r", "tag": "2"}}
     other = {**DOWNLOADS, "models": {"target": "team/large", "draft": "team/other"}}
@@ -286,7 +286,7 @@ def test_model_storage_is_bounded():
 @pytest.mark.parametrize(
     ("raylet", "control", "status"), [(200, 200, 0), (503, 200, 1), (200, 503, 1), (200, None, 1)]
 )
-def test_head_is_alive_only_with_its_node_and_its_control_service(raylet, control, status):
+def test_head_is_alive_only_if_its_node_and_its_control_service_respond(raylet, control, status):
     command = container(groups()["head"]["template"])["livenessProbe"]["exec"]["command"]
     assert command[-2:] == [
         "http://127.0.0.1:52365/api/local_raylet_healthz",
@@ -338,7 +338,7 @@ def test_helm_test_sends_its_key():
 
 
 @pytest.mark.parametrize(("status", "code"), [(401, 0), (200, 1), (500, 1)])
-def test_helm_test_without_a_key_wants_a_refusal_where_keys_are_needed(status, code):
+def test_helm_test_without_a_key_expects_a_rejection_if_keys_are_required(status, code):
     def answer(method, path, body):
         return (status, {}, b"{}") if path != "/health" else completion(method, path, body)
 
@@ -346,7 +346,7 @@ def test_helm_test_without_a_key_wants_a_refusal_where_keys_are_needed(status, c
 
 
 @pytest.mark.parametrize("status", [401, 404, 500])
-def test_helm_test_fails_with_what_was_answered(status):
+def test_helm_test_fails_with_the_response(status):
     def answer(method, path, body):
         return (status, {}, b"the reason") if path != "/health" else completion(method, path, body)
 
@@ -355,7 +355,7 @@ def test_helm_test_fails_with_what_was_answered(status):
     assert f"{status} the reason" in ended.stderr
 
 
-def test_helm_test_finds_the_service_and_is_let_in():
+def test_helm_test_reaches_the_service_through_the_network_policies():
     from reachability import Pod, may_reach
 
     manifests = render(EVERYTHING)
@@ -372,7 +372,7 @@ def test_helm_test_finds_the_service_and_is_let_in():
     )
 
 
-def test_scripts_fit_one_argument():
+def test_scripts_fit_the_length_of_one_argument():
     """Linux takes arguments of 128 KiB each; what holds the scripts is also kept in Kubernetes' objects."""
     for path in (CHART / "files").glob("*.py"):
         assert len(path.read_bytes()) < 8192

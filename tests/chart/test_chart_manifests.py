@@ -106,7 +106,7 @@ OPTIONAL = {
 variants = pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
 
 
-def test_there_is_an_example_for_each_promise():
+def test_examples_cover_each_documented_case():
     assert {path.stem for path in EXAMPLES} == {"cpu-trial", "l4-drafters-h100-targets", "one-node-two-gpus"}
 
 
@@ -162,7 +162,7 @@ def test_two_releases_share_no_name():
     assert not first & second
 
 
-def test_name_overrides_are_taken():
+def test_name_overrides_are_applied():
     assert render({"nameOverride": "x"})["rayservice.yaml"]["metadata"]["name"] == "demo-x"
     assert render({"fullnameOverride": "y"})["service-grpc.yaml"]["metadata"]["name"] == "y-grpc"
     assert render(name="my-gammaray")["rayservice.yaml"]["metadata"]["name"] == "my-gammaray"
@@ -174,19 +174,19 @@ def test_every_template_has_its_test():
 
 @pytest.mark.parametrize("template", sorted(ALWAYS))
 @variants
-def test_template_is_always_there(values, template):
+def test_template_is_always_rendered(values, template):
     assert template in render(values)
 
 
 @pytest.mark.parametrize("template", sorted(OPTIONAL))
-def test_template_is_there_exactly_when_asked_for(template):
+def test_template_is_rendered_only_if_enabled(template):
     on, off = OPTIONAL[template]
     assert template in render(on)
     assert template not in render(off)
 
 
 @variants
-def test_references_lead_to_what_is_rendered(values):
+def test_references_name_rendered_resources(values):
     """ConfigMaps, Secrets, claims, Services and service accounts of the release's own exist."""
     manifests = render(values).values()
     made = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests}
@@ -222,7 +222,7 @@ def references(node):
             yield from references(value)
 
 
-def test_references_helper_finds_what_is_missing():
+def test_references_helper_finds_missing_resources():
     manifests = [{"spec": {"volumes": [{"configMap": {"name": "gone"}}], "serviceAccountName": "nobody"}}]
     assert set(references(manifests)) == {("ConfigMap", "gone"), ("ServiceAccount", "nobody")}
 
@@ -249,25 +249,25 @@ def test_references_helper_finds_what_is_missing():
         ),
     ],
 )
-def test_values_that_cannot_work_together_are_refused_with_the_reason(values, told):
+def test_contradicting_values_are_rejected_with_the_reason(values, told):
     with pytest.raises(helm_python.HelmRenderError, match=told.replace(".", "[.]")):
         render_texts(values)
 
 
-def test_notes_tell_the_next_command():
+def test_notes_contain_the_next_commands():
     notes = render_texts()["NOTES.txt"]
     assert f"kubectl --namespace {NAMESPACE} wait rayservice/{NAME}" in notes
     assert "gammaray generate" in notes
     assert "gammaray config -" in notes
     assert f"helm test {RELEASE} --namespace {NAMESPACE}" in notes
-    assert "NOTE: requests need no key" in notes
+    assert "NOTE: requests need no API key" in notes
     secured = merged({"apiKeysSecret": {"name": "k"}}, {"redis": {"urlSecret": {"name": "r"}}})
     assert "NOTE" not in render_texts(secured)["NOTES.txt"]
     assert "https://gammaray.example.com/v1" in render_texts(VARIANTS["everything"])["NOTES.txt"]
 
 
 @pytest.mark.parametrize("outside", [{}, {"ingress": {"enabled": True}}])
-def test_notes_give_a_key_exactly_where_one_is_needed(outside):
+def test_notes_mention_a_key_only_if_keys_are_required(outside):
     open_, secured = (render_texts({**outside, "apiKeysSecret": {"name": n}})["NOTES.txt"] for n in ("", "k"))
     assert "GAMMARAY_API_KEY" not in open_
     assert "authorization" not in open_

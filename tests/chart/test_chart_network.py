@@ -1,4 +1,4 @@
-"""Who reaches whom, as a table over every component and port of the release with everything on."""
+"""Allowed connections, as a table over every component and port of the release with everything enabled."""
 
 import pytest
 from chart_helpers import EVERYTHING, NOTHING, RELEASE, container, merged, passing_pods, pods, render
@@ -39,7 +39,7 @@ TABLE = {
     ("collector", 4317): RAY,
     ("head", 6379): RAY,
     ("head", 8265): {*RAY, "operator"},
-    # Serve's own proxy, behind HAProxy on every node.
+    # Serve's own proxy, to which HAProxy forwards on every node.
     ("head", 8500): RAY,
     ("head", 9500): RAY,
     ("head", 10001): set(),  # Ray's client port runs whatever it is sent
@@ -72,7 +72,7 @@ def who_reaches(component, port, values):
     }
 
 
-def test_table_is_about_every_component():
+def test_table_covers_every_component():
     assert set(pods(EVERYTHING)) == INSIDE
     assert {component for component, _ in TABLE} == INSIDE
 
@@ -89,7 +89,7 @@ def test_every_declared_port_is_in_the_table(component):
     assert declared - in_table <= ({HTTP} if component == "head" else set())
 
 
-def test_apis_are_open_to_all_unless_clients_are_named():
+def test_apis_accept_all_pods_unless_clients_are_configured():
     assert who_reaches("orchestrator", GRPC, {}) >= {"stranger", "far stranger", "client", "operator"}
     assert who_reaches("draft", WORKER, {}) == {"orchestrator"}
 
@@ -108,7 +108,7 @@ LEAVES = {
 
 
 @pytest.mark.parametrize("component", sorted(LEAVES))
-def test_pods_leave_the_release_only_for_what_is_named(component):
+def test_egress_is_limited_to_the_configured_destinations(component):
     everybody, rules = sources(EVERYTHING), policies(EVERYTHING)
     left = {
         (name, port)
@@ -119,12 +119,12 @@ def test_pods_leave_the_release_only_for_what_is_named(component):
     assert left == LEAVES[component]
 
 
-def test_head_needs_kubernetes_only_where_a_pool_scales():
+def test_head_may_reach_kubernetes_only_if_a_pool_scales():
     everybody, rules = sources(CLOSED), policies(CLOSED)
     assert not may_leave(rules, everybody["head"], everybody["stranger"], 443)
 
 
-def test_everything_inside_still_reaches_what_it_needs():
+def test_egress_policies_allow_all_connections_inside_the_release():
     """The rows of the table hold for the way out, too, for every pod that a policy restricts."""
     everybody, rules = sources(EVERYTHING), policies(EVERYTHING)
     for (goal, port), names in TABLE.items():
@@ -132,7 +132,7 @@ def test_everything_inside_still_reaches_what_it_needs():
             assert may_leave(rules, everybody[name], everybody[goal], port), (name, goal, port)
 
 
-def test_redis_and_jaeger_reach_nothing_even_where_egress_is_open():
+def test_redis_and_jaeger_never_have_egress():
     values = {"telemetry": {"jaeger": {"enabled": True}}}
     everybody, rules = sources(values), policies(values)
     for name in ("redis", "jaeger"):
@@ -140,7 +140,7 @@ def test_redis_and_jaeger_reach_nothing_even_where_egress_is_open():
     assert may_leave(rules, everybody["draft"], everybody["far stranger"], 443)
 
 
-def test_without_policies_everything_is_open():
+def test_without_policies_all_connections_are_allowed():
     values = {"networkPolicy": {"enabled": False}}
     assert policies(NOTHING) == policies(values) == []
     assert who_reaches("draft", WORKER, values) == set(sources(values))
@@ -158,7 +158,7 @@ def test_without_policies_everything_is_open():
     ],
     ids=["no source", "any pod", "any port", "wide range", "selects nobody", "any pod anywhere"],
 )
-def test_reachability_sees_planted_holes(spoil, port):
+def test_reachability_check_finds_planted_holes(spoil, port):
     rules, everybody = policies({}), sources({})
     (draft,) = [rule for rule in rules if rule["metadata"]["name"].endswith("-draft")]
     assert not any(
@@ -204,6 +204,6 @@ def test_ports_of_policies_are_those_of_serve():
             assert all(may_reach(rules, everybody[role], everybody[goal], port) for role in RAY), port
 
 
-def test_impostor_of_another_release_is_not_let_in():
+def test_pods_of_another_release_are_rejected():
     assert OUTSIDE["neighbour"].labels["app.kubernetes.io/instance"] != RELEASE
     assert "neighbour" not in who_reaches("target", WORKER, {})

@@ -1,4 +1,4 @@
-"""What the pods are: who they run as, where, with what."""
+"""Users, placement and contents of pods."""
 
 import json
 import math
@@ -54,7 +54,7 @@ def test_every_pod_has_the_credentials_of_the_registry():
 
 
 @variants
-def test_only_the_autoscaler_and_who_makes_the_password_may_talk_to_kubernetes(values):
+def test_only_the_autoscaler_and_the_password_job_have_a_kubernetes_token(values):
     for name, template in passing_pods(values).items():
         assert template["spec"]["automountServiceAccountToken"] is (name == "redis-password")
     for name, template in pods(values).items():
@@ -63,7 +63,7 @@ def test_only_the_autoscaler_and_who_makes_the_password_may_talk_to_kubernetes(v
 
 
 @variants
-def test_ray_pods_do_not_take_kuberays_label(values):
+def test_ray_pods_do_not_set_kuberays_label(values):
     for role, group in groups(values).items():
         labels = group["template"]["metadata"]["labels"]
         assert "app.kubernetes.io/name" not in labels
@@ -81,7 +81,7 @@ def test_every_ray_container_has_the_environment_of_gammaray_up(values):
 
 
 @variants
-def test_everything_that_is_written_to_is_a_volume(values):
+def test_writable_paths_are_volumes(values):
     for group in groups(values).values():
         mounts = {mount["mountPath"] for mount in container(group["template"])["volumeMounts"]}
         shown = environment(group["template"])
@@ -91,7 +91,7 @@ def test_everything_that_is_written_to_is_a_volume(values):
 
 
 @pytest.mark.parametrize(("grace", "drained"), [(60, "50"), (5, "0")])
-def test_ray_moves_replicas_away_before_a_pod_is_killed(grace, drained):
+def test_ray_drains_replicas_before_a_pod_is_killed(grace, drained):
     from ray._private import ray_constants
 
     name = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
@@ -100,7 +100,7 @@ def test_ray_moves_replicas_away_before_a_pod_is_killed(grace, drained):
         assert environment(group["template"])[name] == drained
 
 
-def test_probes_ask_what_each_role_serves():
+def test_probes_match_the_ports_of_each_role():
     found = groups()
     for role in ROLES:
         only = container(found[role]["template"])
@@ -120,7 +120,7 @@ def test_probe_of_a_worker_with_tls_needs_no_certificate():
 
 
 @variants
-def test_each_replica_takes_what_one_pod_of_its_role_has(values):
+def test_each_replica_uses_the_resources_of_one_pod(values):
     serve = yaml.safe_load(render(values)["configmap-serve.yaml"]["data"]["serve.yaml"])
     of_role = {application.name: application for application in APPLICATIONS.values()}
     for entry in serve["applications"]:
@@ -151,7 +151,7 @@ def test_gpus_choose_image_device_and_resources():
     assert two["resources"]["limits"]["amd.com/gpu"] == two["resources"]["requests"]["amd.com/gpu"] == "2"
 
 
-def test_ray_is_told_of_gpus_whatever_their_resource_is_called():
+def test_ray_gets_the_number_of_gpus_for_any_resource_name():
     slices = {"gpuResource": "nvidia.com/mig-1g.10gb", "target": {"gpus": 2}, "draft": {"gpus": 0}}
     found = groups(slices)
     assert found["target"]["rayStartParams"]["num-gpus"] == "2"
@@ -173,7 +173,7 @@ def test_runtime_class_is_that_of_the_role():
     assert "runtimeClassName" not in found["orchestrator"]["template"]["spec"]
 
 
-def test_operators_that_know_no_tokens_get_no_such_field():
+def test_disabled_authentication_omits_the_field_for_old_operators():
     assert cluster()["authOptions"] == {"mode": "token"}
     assert "authOptions" not in cluster({"ray": {"authMode": "disabled"}})
 
@@ -184,7 +184,7 @@ def test_requests_are_not_raised_to_limits():
     assert (resources["requests"]["cpu"], resources["limits"]["cpu"]) == ("1", "3")
 
 
-def test_trial_requests_what_it_says():
+def test_trial_requests_the_documented_resources():
     values = VARIANTS["cpu-trial"]
     requests = [container(template)["resources"]["requests"] for template in pods(values).values()]
     units = {"Gi": 1.0, "Mi": 2**-10}
@@ -239,7 +239,7 @@ def test_services_select_exactly_the_pods_they_are_for(values):
             assert port.get("targetPort", port["port"]) in ports
 
 
-def test_secrets_reach_only_who_needs_them():
+def test_secrets_are_mounted_only_in_pods_that_need_them():
     found = pods(EVERYTHING)
     holders = {
         name: {volume.get("secret", {}).get("secretName") for volume in template["spec"].get("volumes", [])}
@@ -286,6 +286,6 @@ def test_init_containers_and_sidecars_are_those_of_the_role():
         )
 
 
-def test_own_init_containers_run_after_the_models_are_there():
+def test_custom_init_containers_run_after_the_model_download():
     spec = groups(EVERYTHING)["target"]["template"]["spec"]
     assert [entry["name"] for entry in spec["initContainers"]] == ["wait-for-models", "prepare"]

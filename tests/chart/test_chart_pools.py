@@ -1,4 +1,4 @@
-"""Pools of pods: their bounds, what scales them, how they are spread and what evictions leave of them."""
+"""Pools of pods: bounds, autoscaling, spreading and disruption budgets."""
 
 import pytest
 from chart_helpers import application, cluster, groups, render, serve_config
@@ -20,7 +20,7 @@ def test_pool_has_the_bounds_asked_for(workers, bounds, replicas):
     assert ("autoscalerOptions" in cluster(values)) is scales
 
 
-def test_autoscaler_is_as_confined_as_the_rest():
+def test_autoscaler_has_the_security_context_of_the_other_containers():
     options = cluster({"draft": {"workers": "1:2"}})["autoscalerOptions"]
     assert options["securityContext"]["readOnlyRootFilesystem"] is True
     volumes = {volume["name"] for volume in groups()["head"]["template"]["spec"]["volumes"]}
@@ -31,7 +31,7 @@ def test_pool_without_drafters_is_left_out():
     assert set(groups({"draft": {"workers": "0"}})) == {"head", "orchestrator", "target"}
 
 
-def test_pods_of_a_role_are_spread_and_kept_from_going_all_at_once():
+def test_pods_of_a_role_are_spread_and_have_a_disruption_budget():
     manifests = render()
     for role in ("orchestrator", "draft", "target"):
         (constraint,) = groups()[role]["template"]["spec"]["topologySpreadConstraints"]

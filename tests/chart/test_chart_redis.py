@@ -88,7 +88,7 @@ def url_of(port, values=None):
 
 
 @pytest.mark.parametrize("password", PASSWORDS)
-def test_any_password_lets_workers_and_orchestrators_in(tmp_path, password):
+def test_workers_and_orchestrators_can_use_any_password(tmp_path, password):
     with bundled(tmp_path, password) as (port, process):
         for settings in (OrchestratorSettings, DraftSettings):
             given = settings(redis_url=url_of(port), redis_password=password)
@@ -103,7 +103,7 @@ def test_any_password_lets_workers_and_orchestrators_in(tmp_path, password):
 
 
 @pytest.mark.parametrize(("percent", "limit"), [(60, 512 * MIB), (40, 3 * 2**30)])
-def test_memory_is_bounded_below_the_limit_and_writes_past_it_are_refused(tmp_path, percent, limit):
+def test_redis_rejects_writes_above_maxmemory_below_the_pod_limit(tmp_path, percent, limit):
     values = {"redis": {"maxMemoryPercent": percent}}
     with bundled(tmp_path, "secret", limit, values) as (port, _):
         client = redis.Redis(port=port, password="secret")
@@ -153,15 +153,15 @@ def test_password_is_put_into_urls_that_have_none(url, password, expected):
     assert DraftSettings(redis_url=url, redis_password=password).redis_login_url == expected
 
 
-def test_password_of_a_redis_of_yours_may_stand_apart_from_its_url():
+def test_password_of_an_external_redis_may_be_separate_from_its_url():
     values = {"redis": {"urlSecret": {"name": "mine"}, "passwordSecret": {"name": "pw", "key": "p"}}}
     shown = environment(groups(values)["draft"]["template"])
     assert shown["GAMMARAY_REDIS_URL"] == {"secretKeyRef": {"name": "mine", "key": "url"}}
     assert shown["GAMMARAY_REDIS_PASSWORD"] == {"secretKeyRef": {"name": "pw", "key": "p"}}
 
 
-def test_rendering_again_changes_nothing():
-    """What keeps charts in Git renders them without a cluster, each time anew."""
+def test_repeated_rendering_gives_the_same_manifests():
+    """GitOps tools render charts repeatedly and without a cluster."""
     from chart_helpers import chart
 
     for values in ({}, EVERYTHING):
@@ -170,7 +170,7 @@ def test_rendering_again_changes_nothing():
         assert "Secret" not in {manifest["kind"] for manifest in render(values).values()}
 
 
-def test_readiness_probe_wants_a_pong():
+def test_readiness_probe_requires_a_pong():
     (_, _, script) = container(pods()["redis"])["readinessProbe"]["exec"]["command"]
     assert script == "redis-cli ping | grep -qx PONG"
     for answer, status in (("PONG", 0), ("LOADING Redis is loading the dataset in memory", 1), ("", 1)):

@@ -1,4 +1,4 @@
-"""The Serve configuration of the chart: one with `gammaray up`, and valid by Serve's own schema."""
+"""The Serve configuration of the chart: equal to that of `gammaray up`, and valid by Serve's own schema."""
 
 import importlib
 
@@ -47,7 +47,7 @@ def test_configuration_of_the_chart_is_parsed_by_gammaray_config(values):
 
 
 @variants
-def test_configmap_and_rayservice_say_the_same(values):
+def test_configmap_and_rayservice_have_the_same_configuration(values):
     manifests = render(values)
     own = manifests["rayservice.yaml"]["spec"]["serveConfigV2"]
     assert manifests["configmap-serve.yaml"]["data"]["serve.yaml"] == own
@@ -72,7 +72,7 @@ def test_configuration_is_built_by_the_builders_it_names(values):
         assert deployment_of(built).name == entry["deployments"][0]["name"]
 
 
-def test_default_differs_from_the_package_only_where_the_chart_must():
+def test_default_configuration_differs_from_the_package_only_as_needed():
     """With the values that say what the package's defaults say, nothing else is different."""
     values = {"orchestrator": {"replicas": 1}, "draft": {"gpus": 0}, "target": {"gpus": 0}}
     own, package = serve_config(values), serve_document(ClusterSettings(device="cpu"))
@@ -82,7 +82,7 @@ def test_default_differs_from_the_package_only_where_the_chart_must():
     assert own == package
 
 
-def test_http_api_without_keys_is_called_by_the_names_of_its_service_and_ingress():
+def test_http_api_without_keys_allows_the_names_of_its_service_and_ingress():
     def allowed(values):
         return application("orchestrator", values)["args"]["settings"].get("allowed_hosts")
 
@@ -96,7 +96,7 @@ def test_http_api_without_keys_is_called_by_the_names_of_its_service_and_ingress
     OrchestratorSettings(allowed_hosts=allowed(ingress))
 
 
-def test_settings_of_values_are_taken():
+def test_settings_in_values_are_applied():
     assert settings("orchestrator", EVERYTHING)["max_gamma"] == 6
     assert settings("draft", EVERYTHING)["draft_ahead"] is False
     shown = effective_of_serve(serve_config(EVERYTHING))
@@ -111,7 +111,7 @@ def test_device_follows_the_gpus():
     assert settings("draft", VARIANTS["cpu-trial"])["device"] == "cpu"
 
 
-def test_pools_that_stay_report_their_load_where_others_scale():
+def test_fixed_pools_report_their_load_if_others_scale():
     values = {"draft": {"workers": "1:3"}}
     assert application("target", values)["args"]["scaling"] == {}
     assert "scaling" not in application("target")["args"]
@@ -154,7 +154,7 @@ def test_head_can_build_every_application_without_torch():
 
 
 @variants
-def test_no_secret_stands_in_the_configuration(values):
+def test_configuration_contains_no_secret(values):
     assert "redis_url" not in yaml.safe_dump(serve_config(values))
 
 
@@ -181,7 +181,7 @@ def test_redis_is_by_url_or_bundled():
         ),
     ],
 )
-def test_telemetry_goes_where_it_should(telemetry, endpoint):
+def test_telemetry_is_sent_to_the_configured_endpoint(telemetry, endpoint):
     shown = environment(groups({"telemetry": telemetry})["draft"]["template"])
     assert shown.get("OTEL_EXPORTER_OTLP_ENDPOINT") == endpoint
     is_jaeger_alone = telemetry.keys() == {"jaeger"}
@@ -196,7 +196,7 @@ def test_telemetry_goes_where_it_should(telemetry, endpoint):
         ({"jaeger": {"enabled": True}}, ["otlp/jaeger"], ["debug"]),
     ],
 )
-def test_collector_sends_on(telemetry, traces, metrics):
+def test_collector_forwards_to_the_endpoint(telemetry, traces, metrics):
     values = {"telemetry": {**telemetry, "collector": {"enabled": True}}}
     config = yaml.safe_load(render(values)["configmap-collector.yaml"]["data"]["collector.yaml"])
     pipelines = config["service"]["pipelines"]

@@ -33,7 +33,7 @@ def test_generated_files_are_fresh():
     assert ended.returncode == 0, f"{WHY_STALE}\n{ended.stdout}{ended.stderr}"
 
 
-def test_generated_readme_tells_every_value():
+def test_generated_readme_documents_every_value():
     readme = (CHART / "README.md").read_text()
     for value in read(CHART / "values.yaml"):
         if not value.is_section:
@@ -93,7 +93,7 @@ def test_schema_takes_every_variant(values):
         ({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
     ],
 )
-def test_schema_refuses_by_name(values, told):
+def test_schema_rejects_values_and_names_them(values, told):
     with pytest.raises(helm_python.HelmValuesError, match=told):
         chart().validate_schema(values)
 
@@ -119,12 +119,12 @@ def test_no_manifest_holds_a_secret(values):
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_says_what_it_is_for(path):
+def test_example_begins_with_a_comment_on_its_purpose(path):
     assert path.read_text().startswith("# ")
     assert path.stem in (ROOT / "docs" / "install.md").read_text()
 
 
-def test_package_holds_what_templates_read(tmp_path):
+def test_chart_package_contains_the_files_that_templates_read(tmp_path):
     from helm_python import Chart
 
     packed = Path(Chart.load(CHART).save(tmp_path))

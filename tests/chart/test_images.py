@@ -19,7 +19,7 @@ IMAGES = ("orchestrator", "worker-cpu", "worker-gpu")
 
 
 def stages(text):
-    """Return the instructions of each stage by name, lines that go on joined."""
+    """Return the instructions of each stage by name, with continuation lines joined."""
     joined = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE))
     found = {}
     for line in filter(None, joined.splitlines()):
@@ -105,7 +105,7 @@ def test_image_installs_the_version_of_the_package_without_an_index(name):
     )
 
 
-def test_image_without_a_compiler_brings_the_kernel():
+def test_image_without_a_compiler_contains_the_kernel():
     found = stages(DOCKERFILE.read_text())
     assert 'RUN ["python", "-m", "services.engine.native.build", "--out=/kernel"]' in found["kernel"]
     copied = next(line for line in found["worker-cpu"] if line.startswith("COPY --from=kernel"))
@@ -132,7 +132,7 @@ def test_cpu_image_is_not_built_without_an_index_of_cpu_builds():
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_image_says_what_it_is(name):
+def test_image_has_descriptive_labels(name):
     labels = dict(
         pair
         for line in history(name)
@@ -171,7 +171,7 @@ DIGEST = "sha256:" + "0123456789abcdef" * 4
         ),
     ],
 )
-def test_each_image_may_come_from_anywhere(image, expected):
+def test_each_image_may_have_its_own_repository(image, expected):
     found = groups({"image": image})
     assert container(found["target"]["template"])["image"] == expected
     version = image.get("tag", gammaray.__version__)
@@ -187,7 +187,7 @@ def test_registry_is_needed_only_by_images_without_a_repository():
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_refusal_without_a_registry_says_how_to_build(name):
+def test_error_without_a_registry_explains_how_to_build(name):
     keys = {"orchestrator": "orchestrator", "worker-gpu": "workerGpu", "worker-cpu": "workerCpu"}
     others = {key: {"repository": "a/b"} for image, key in keys.items() if image != name}
     values = {"image": others, "draft": {"gpus": 0}}
@@ -200,7 +200,7 @@ def test_refusal_without_a_registry_says_how_to_build(name):
 
 
 @pytest.mark.parametrize("digest", ["sha256:12", "latest", DIGEST.upper()])
-def test_digest_that_is_none_is_refused(digest):
+def test_invalid_digest_is_rejected(digest):
     with pytest.raises(helm_python.HelmValuesError, match="digest"):
         chart().validate_schema({"image": {"workerCpu": {"digest": digest}}})
 
@@ -212,7 +212,7 @@ def test_versions_come_from_the_constraints_of_the_repository():
     assert all(re.fullmatch(r"[\w.\-]+==[\w.\-+!]+", line) for line in lines)
 
 
-def test_everything_that_is_copied_exists_and_is_not_ignored():
+def test_copied_files_exist_and_are_not_ignored():
     copied = [
         name
         for line in stages(DOCKERFILE.read_text())["source"]
@@ -224,7 +224,7 @@ def test_everything_that_is_copied_exists_and_is_not_ignored():
     assert all((ROOT / name).exists() for name in copied)
 
 
-def test_image_brings_what_the_environment_of_the_chart_names():
+def test_image_contains_the_paths_in_the_environment_of_the_chart():
     environment = (CHART / "templates/_env.tpl").read_text()
     for name, value in (("HF_HOME", "/models/huggingface"), ("HOME", "/tmp")):
         assert f"- name: {name}\n  value: {value}" in environment

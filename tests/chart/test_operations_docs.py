@@ -1,4 +1,4 @@
-"""The pages for operators name only what there is: files, commands, values, settings, alerts."""
+"""The pages for operators name only existing files, commands, values, settings and alerts."""
 
 import json
 import re
@@ -75,7 +75,7 @@ def test_alerts_are_all_explained():
     assert set(re.findall(r"`(Gammaray\w+)`", page)) == names
 
 
-def test_patch_for_other_numbers_of_pods_fits_the_cluster():
+def test_patch_for_the_number_of_pods_fits_the_cluster():
     (text,) = re.findall(r"--patch '(\[.*?\])'", (ROOT / "docs" / "upgrade.md").read_text(), re.DOTALL)
     first, *others = json.loads(text)
     *_, number, name = first["path"].split("/")
@@ -127,7 +127,7 @@ PAYING = [path for path in EXAMPLES if path.stem != "cpu-trial"]
 
 
 @pytest.mark.parametrize("path", PAYING, ids=lambda path: path.stem)
-def test_example_pays_by_our_own_tool(path):
+def test_example_pays_according_to_gammaray_size(path):
     text, page = path.read_text(), (ROOT / "docs" / "sizing.md").read_text()
     (line,) = re.findall(r"^#   gammaray (size .*)$", text, re.MULTILINE)
     assert line in [quoted for quoted, _ in SIZED]
@@ -149,7 +149,7 @@ def test_example_pays_by_our_own_tool(path):
     assert float(re.search(r"it pays from alpha ([\d.]+) on", after)[1]) == worst
 
 
-def test_pair_that_cannot_pay_is_none_of_the_examples():
+def test_examples_contain_no_pair_that_cannot_pay():
     line = next(quoted for quoted, _ in SIZED if "--draft-ms 10.3" in quoted)
     assert not any(line in path.read_text() for path in EXAMPLES)
     sizing = Sizing(alpha=0.9999, target_ms=6.0, draft_ms=10.3, rtt_ms=1, sessions=16)

@@ -1,4 +1,4 @@
-"""A whole cluster as users start it: in its own process, found through what it prints."""
+"""A whole cluster started as users do: in its own process, with the addresses that it prints."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Cluster:
         http: Base URL of the HTTP API, without /v1.
         grpc: host:port of the gRPC API.
         launcher: The process that started it.
-        output: What the launcher has printed on standard output.
+        output: Standard output of the launcher.
     """
 
     http: str
@@ -71,7 +71,7 @@ class Cluster:
             return client.status(timeout_s=PATIENCE_S)
 
     def sessions(self) -> dict[str, int]:
-        """Return how many sessions each role holds; the workers are asked themselves, for it now."""
+        """Return the number of sessions of each role; the workers report their current ones."""
         held = dict.fromkeys(("orchestrator", "draft", "target"), 0)
         for process in self.status():
             if process.role in held:
@@ -93,11 +93,11 @@ class Cluster:
         assert eventually(is_idle, timeout_s), held
 
     def processes(self) -> list[psutil.Process]:
-        """Return everything below the launcher; any of it may end at any time, see `alive`."""
+        """Return all descendants of the launcher; any may end at any time, see `alive`."""
         return psutil.Process(self.launcher.pid).children(recursive=True)
 
     def commands(self) -> list[tuple[psutil.Process, list[str]]]:
-        """Return the processes below the launcher that run, with their command lines."""
+        """Return the running descendants of the launcher, with their command lines."""
         found = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -112,7 +112,7 @@ class Cluster:
 
 @contextmanager
 def running_cluster(*options: str, stderr: int | None = None) -> Iterator[Cluster]:
-    """Start a cluster on free ports and stop it in the end; its own complaints go to `stderr`."""
+    """Start a cluster on free ports and stop it at the end; its standard error goes to `stderr`."""
     http_port, grpc_port = free_ports("127.0.0.1", 2)
     ports = ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
     launcher = launch("--wait-ready", "--die-with-parent", *ports, *options, stderr=stderr)
@@ -130,14 +130,14 @@ def running_cluster(*options: str, stderr: int | None = None) -> Iterator[Cluste
 
 
 def launch(*options: str, mark: str = "", stderr: int | None = None) -> subprocess.Popen[str]:
-    """Start the launcher; `mark` is handed down to all that it starts, for `started_with` to find."""
+    """Start the launcher; its processes inherit `mark`, by which `started_with` finds them."""
     command = [sys.executable, "-m", "orchestrator.launcher.cluster", *options]
     environment = {"GAMMARAY_CACHE_BUDGET_MB": CACHE_BUDGET_MB, **os.environ, TEST_MARK: mark}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
 
 
 def started_with(mark: str) -> list[str]:
-    """Return the command lines of what a launcher with this mark started, however far below it."""
+    """Return the command lines of all descendants of a launcher with this mark."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -149,7 +149,7 @@ def started_with(mark: str) -> list[str]:
 
 
 def asked(process: ProcessStatus) -> ProcessStatus:
-    """Return a process's status with what a worker itself says of its sessions, for it now."""
+    """Return a process's status with the current number of sessions from the worker itself."""
     if process.role not in ("draft", "target"):
         return process
     with grpc.insecure_channel(process.address) as channel:
@@ -165,12 +165,12 @@ def asked(process: ProcessStatus) -> ProcessStatus:
 
 
 def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Return those that still run."""
+    """Return the processes that still run."""
     return [process for process in processes if runs(process)]
 
 
 def wait_until_gone(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Wait until none of them runs; return those that do after all."""
+    """Wait until none of the processes runs; return those that still do at the timeout."""
     eventually(lambda: not alive(processes), timeout_s)
     return alive(processes)
 
@@ -186,19 +186,19 @@ def eventually(condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> b
 
 
 def num_fallbacks(completion: Completion) -> int:
-    """Return how many cycles went on without their drafter."""
+    """Return how many cycles used a fallback."""
     return completion.summary.fallback_cycles
 
 
 def undisturbed(ask: Callable[[], T], is_disturbed: Callable[[T], object]) -> T:
-    """Return the first answer that was drafted as a test needs it.
+    """Return the first response whose cycles used the drafter that a test needs.
 
-    A draft worker that is late is left alone for a while, by design, and on a busy machine it may be late at
-    any time. The answer tells; what is drafted otherwise is another experiment.
+    A draft worker that is late is paused for a while, and on a busy machine it may be late at any time. The
+    response shows this; such a response is discarded.
 
     Args:
-        ask: Returns an answer.
-        is_disturbed: Whether too many cycles of an answer went on without their drafter.
+        ask: Returns a response.
+        is_disturbed: Whether too many cycles of a response used a fallback.
     """
     deadline = time.monotonic() + DRAFT_PATIENCE_S
     while is_disturbed(answer := ask()):
@@ -210,7 +210,7 @@ def undisturbed(ask: Callable[[], T], is_disturbed: Callable[[T], object]) -> T:
 async def undisturbed_completion(
     ask: Callable[[], Awaitable[Completion]], is_disturbed: Callable[[Completion], object] = num_fallbacks
 ) -> Completion:
-    """Return the first completion that was drafted as a test needs it; see `undisturbed`."""
+    """Return the first completion whose cycles used the drafter that a test needs; see `undisturbed`."""
     deadline = time.monotonic() + DRAFT_PATIENCE_S
     while is_disturbed(answer := await ask()):
         assert time.monotonic() < deadline, f"the drafter was late for {DRAFT_PATIENCE_S:g} s"
@@ -224,7 +224,7 @@ def is_without_model(completion: Completion) -> bool:
 
 
 def _wait_ready(launcher: subprocess.Popen[str]) -> Cluster:
-    """Read what the launcher prints until it is the ready line; what follows is collected beside it."""
+    """Read the output of the launcher up to the ready line; a thread collects the rest."""
     timer = threading.Timer(START_TIMEOUT_S, launcher.kill)
     timer.start()
     assert launcher.stdout is not None

@@ -1,4 +1,4 @@
-"""A real Prometheus beside the tests, configured as the documentation says."""
+"""A real Prometheus, configured as documented."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def redis_environment(url: str) -> dict[str, str]:
-    """Return where Redis is as the chart says it: the password apart from the URL."""
+    """Return the environment for Redis as in the chart: the password separate from the URL."""
     parts = urlsplit(url)
     assert parts.password is not None
     address = urlunsplit(parts._replace(netloc=f"{parts.hostname}:{parts.port}"))
@@ -58,7 +58,7 @@ def redis_environment(url: str) -> dict[str, str]:
 
 
 def on_one_machine(config: dict[str, Any], http_port: int, grpc_port: int) -> dict[str, Any]:
-    """Return the configuration with addresses that several workers on one machine can have."""
+    """Return the configuration with addresses for several workers on one machine."""
     config["http_options"] = {"host": HOST, "port": http_port}
     config["grpc_options"]["port"] = grpc_port
     for application in config["applications"]:
@@ -70,7 +70,7 @@ def on_one_machine(config: dict[str, Any], http_port: int, grpc_port: int) -> di
 
 
 def deploy(config: dict[str, Any], directory: Path, started: ExitStack) -> None:
-    """Start Ray with two of each logical resource, hand over the configuration, wait until it serves."""
+    """Start Ray with two of each logical resource, deploy the configuration, wait until it serves."""
     import ray
     from ray import serve
     from ray.serve.scripts import cli

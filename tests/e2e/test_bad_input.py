@@ -1,4 +1,4 @@
-"""Bad input to a whole cluster: a clear error over each API, and nothing left behind."""
+"""Bad input to a whole cluster: each API returns a clear error, and no session is left."""
 
 import json
 import socket
@@ -99,7 +99,7 @@ def test_call_for_an_unknown_model_is_not_found(stub):
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_connection_that_sends_rubbish_or_nothing_is_survived(cluster):
+def test_server_survives_connections_that_send_garbage_or_nothing(cluster):
     host, port = cluster.http.removeprefix("http://").split(":")
     for rubbish in (b"", b"\x16\x03\x01rubbish\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\n"):
         with socket.create_connection((host, int(port)), timeout=10) as connection:

@@ -1,4 +1,4 @@
-"""Clients that vanish: the generation ends, and the workers' caches are free again."""
+"""Clients that disconnect: the generation ends, and the workers' caches are freed."""
 
 import asyncio
 import json

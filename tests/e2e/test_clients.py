@@ -25,7 +25,7 @@ def gammaray(*arguments):
     )
 
 
-def test_client_streams_what_it_completes(cluster):
+def test_streamed_chunks_equal_the_completion(cluster):
     with Client(cluster.grpc) as client:
         options = {"max_tokens": 24, "seed": 2, "ignore_eos": True}
         completion = client.complete(PROMPT, **options)
@@ -45,10 +45,10 @@ def test_client_gets_the_error_that_the_server_raised(cluster):
 
 def test_status_lists_every_process(cluster):
     def is_true():
-        """Whether a status is whole and is the state of the machine just before and just after it.
+        """Whether a status is complete and equals the processes of the machine just before and after it.
 
-        Not each one is: a process may be replaced while it is made (HAProxy is, by each configuration that it
-        gets), and one that does not answer within a second is told as not healthy.
+        A status may differ: a process may be replaced meanwhile (HAProxy is, by each new configuration), and
+        one that does not respond within a second is reported as not healthy.
         """
         before = {process.pid for process in cluster.processes()}
         processes = cluster.status()
@@ -80,7 +80,7 @@ def test_cli_generate_streams_text_and_sums_up(cluster):
     assert "alpha" in done.stderr
 
 
-def test_cli_bad_option_is_told_in_one_line(cluster):
+def test_cli_reports_a_bad_option_in_one_line(cluster):
     done = gammaray("generate", "x = 1\n" * 5000, "--address", cluster.grpc)
     assert done.returncode != 0
     assert "prompt" in done.stderr

@@ -107,7 +107,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
 
 @pytest.fixture(scope="module")
 def client_environment(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """The client's wheel and what it requires, taken from the environment of this test: no index is asked."""
+    """The client's wheel and its dependencies, taken from the environment of this test without an index."""
     environment = fresh(tmp_path_factory.mktemp("client-environment"))
     for name in required("gammaray"):
         expose(name, environment.site)
@@ -174,7 +174,7 @@ def test_demo_wheel_holds_the_weights_and_both_licences(wheels: Wheels) -> None:
     assert "License-Expression: Apache-2.0 AND PSF-2.0" in metadata(wheels.demo)
 
 
-def test_metadata_stands_alone(wheels: Wheels) -> None:
+def test_package_description_has_no_relative_links(wheels: Wheels) -> None:
     """Package indexes show the description without the repository: links into it would lead nowhere."""
     assert "License-Expression: Apache-2.0\n" in metadata(wheels.client)
     for wheel in (wheels.client, wheels.demo):
@@ -184,7 +184,7 @@ def test_metadata_stands_alone(wheels: Wheels) -> None:
         assert not re.findall(r"\]\((?!https?://)[^)]*\)", text)
 
 
-def test_client_is_whole_without_the_server_packages(client_environment: Environment) -> None:
+def test_client_works_without_the_server_packages(client_environment: Environment) -> None:
     pip(client_environment.command("python"), "check")
     program = f"""
 import importlib.util, json, sys, gammaray
@@ -198,7 +198,9 @@ print(json.dumps([gammaray.__file__, absent]))
     assert "generate" in client_environment.run("gammaray", "--help").stdout
 
 
-def test_client_that_is_asked_for_a_cluster_names_the_extra(client_environment: Environment) -> None:
+def test_client_without_server_packages_names_the_extra_for_a_cluster(
+    client_environment: Environment,
+) -> None:
     ended = subprocess.run(
         [client_environment.command("gammaray"), "up"],
         capture_output=True,

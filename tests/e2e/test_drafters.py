@@ -1,4 +1,4 @@
-"""The drafter of a request: any rung of the ladder, over both APIs, the same text."""
+"""The drafter of a request: every drafter gives the same text over both APIs."""
 
 import pytest
 from cluster_helpers import is_without_model, undisturbed_completion
@@ -11,7 +11,7 @@ PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_every_drafter_says_the_same_and_the_summary_tells_who_it_was(cluster, temperature):
+async def test_every_drafter_gives_the_same_text_and_the_summary_names_it(cluster, temperature):
     async with AsyncClient(cluster.grpc) as client:
 
         async def run(drafter, **options):
@@ -39,7 +39,7 @@ async def test_prompt_lookup_serves_every_verification_method(cluster, verificat
         assert (await client.complete(PROMPT, ignore_eos=True, **options)).text == first.text
 
 
-def test_http_takes_the_drafter_and_tells_the_cycles(cluster):
+def test_http_accepts_a_drafter_and_reports_its_cycles(cluster):
     def run(drafter):
         body = {"gammaray": {"drafter": drafter, "gamma": 4}, "ignore_eos": True}
         return cluster.openai().completions.create(

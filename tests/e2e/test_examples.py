@@ -45,7 +45,7 @@ def test_sdk_sync_repeats_its_text_by_the_seed(cluster):
     assert "tokens per cycle" in done.stderr
 
 
-def test_sdk_async_completes_at_once_and_cancels(cluster, complete):
+def test_sdk_async_completes_concurrently_and_cancels(cluster, complete):
     done = run("sdk_async.py", cluster.grpc)
     for prompt in (PROMPT, "import os\n", "class Stack:"):
         assert prompt + complete(prompt, max_tokens=48, temperature=0).text in done.stdout

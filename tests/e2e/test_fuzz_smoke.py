@@ -75,7 +75,7 @@ async def test_schemathesis_finds_an_answer_that_is_not_as_documented():
     assert '"ok" was expected' in found
 
 
-def test_dice_decide_alone():
+def test_fuzzer_choices_depend_on_the_seed_only():
     def story(seed):
         rng = Campaign(1, seed).dice("a")
         request = pb.GenerateRequest(text="x")
@@ -102,7 +102,7 @@ def test_mutated_json_is_mostly_json_and_never_the_same_for_long():
     assert readable > 200
 
 
-def test_census_sees_what_is_left_and_what_has_grown():
+def test_census_reports_leftovers_and_growth():
     old = Holding(rss_mb=100, files=10, sessions=0, queued=0, cache_bytes=0)
     assert growth({("target", 1): old}, {("target", 1): old}) == []
     for change, word in (

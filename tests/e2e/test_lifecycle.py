@@ -1,4 +1,4 @@
-"""Clusters come and go: several workers, a launcher that is killed, starts that cannot succeed."""
+"""Start and stop of clusters: several workers, a killed launcher, starts that must fail."""
 
 import contextlib
 import json
@@ -75,7 +75,7 @@ def raylet_and_guardian(process):
     return None
 
 
-def test_several_of_each_serve_and_vanish_with_a_killed_launcher():
+def test_several_workers_of_each_role_serve_and_end_with_a_killed_launcher():
     with running_cluster("--target-workers", "2", "--draft-workers", "2", "--orchestrators", "2") as cluster:
         with Client(cluster.grpc) as client:
             # Each orchestrator finds the workers for itself.
@@ -131,7 +131,7 @@ def test_architecture_that_is_not_supported_is_refused_with_the_reason(tmp_path)
     assert "cannot be served" in complaint
 
 
-def test_interrupt_during_the_start_leaves_and_says_nothing():
+def test_interrupt_during_startup_leaves_no_process_and_prints_nothing():
     ports = [str(port) for port in free_ports("127.0.0.1", 2)]
     options = ("--wait-ready", "--http-port", ports[0], "--grpc-port", ports[1])
     with launch(*options, stderr=subprocess.PIPE) as launcher:

@@ -1,4 +1,4 @@
-"""What the cluster says is what the target alone would say."""
+"""The cluster emits the tokens of the target alone."""
 
 import asyncio
 

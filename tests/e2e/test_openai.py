@@ -65,7 +65,7 @@ def test_completion_has_text_usage_and_summary(client):
     assert answer.gammaray["alpha"] > 0.4
 
 
-def test_completion_seed_that_was_drawn_reproduces_the_text(client):
+def test_completion_with_the_returned_seed_reproduces_the_text(client):
     first = complete(client, max_tokens=24, temperature=1.0, ignore_eos=True)
     again = complete(client, max_tokens=24, temperature=1.0, ignore_eos=True, seed=first.gammaray["seed"])
     assert again.gammaray["token_ids"] == first.gammaray["token_ids"]
@@ -137,7 +137,7 @@ def test_chat_whole_and_streamed_agree(client):
     assert chunks[-1].gammaray["token_ids"] == whole.gammaray["token_ids"]
 
 
-def test_a_conversation_reads_only_what_is_new(client):
+def test_a_conversation_computes_only_new_tokens(client):
     messages = [
         {"role": "user", "content": "import os\n\n\nclass Stack:\n    def push(self, item):\n        "}
     ]
@@ -146,7 +146,7 @@ def test_a_conversation_reads_only_what_is_new(client):
     messages += [first.choices[0].message, {"role": "user", "content": "\n\ndef pop(self):"}]
     second = client.chat.completions.create(messages=messages, **options)
     details = second.usage.prompt_tokens_details
-    # Text that is read anew may be cut into other tokens where prompt and answer meet.
+    # Tokenising the text again may give other tokens at the boundary of prompt and response.
     assert first.usage.prompt_tokens // 2 < details.cached_tokens < second.usage.prompt_tokens
     apart = {**options, "extra_body": {"ignore_eos": True, "gammaray": {"cache_salt": "apart"}}}
     again = client.chat.completions.create(messages=messages, **apart)
@@ -185,7 +185,7 @@ def test_stop_string_ends_the_text_before_it(client, as_list):
     assert "".join(chunk.choices[0].text for chunk in pieces) == free[: free.index(stop)]
 
 
-def test_logprobs_of_completions_tell_of_each_token(client):
+def test_completion_logprobs_cover_each_token(client):
     answer = complete(client, max_tokens=12, temperature=0, logprobs=3)
     logprobs = answer.choices[0].logprobs
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) == 12
@@ -198,7 +198,7 @@ def test_logprobs_of_completions_tell_of_each_token(client):
         assert top[token] == logprob == max(top.values()) <= 0  # greedy takes the most likely one
 
 
-def test_logprobs_of_chat_tell_of_each_token(client):
+def test_chat_logprobs_cover_each_token(client):
     answer = client.chat.completions.create(
         model="demo",
         messages=[{"role": "user", "content": "import "}],
@@ -232,7 +232,7 @@ def test_echo_puts_the_prompt_first(client):
     assert complete(client, max_tokens=4, echo=True).choices[0].text.startswith(PROMPT)
 
 
-def test_echo_with_logprobs_tells_of_the_prompt_as_evaluations_of_likelihoods_ask(client):
+def test_echo_with_logprobs_returns_prompt_logprobs_as_lm_eval_requests(client):
     prompts = [
         client.completions.create(model="demo", prompt=PROMPT, max_tokens=n).gammaray["token_ids"]
         for n in (12, 20)
@@ -290,7 +290,7 @@ def test_models_and_health(cluster, client):
         assert answer.status == 200
 
 
-def test_many_choices_at_once_are_all_served(client):
+def test_all_of_many_concurrent_choices_are_served(client):
     answer = complete(client, prompt="def f(", n=128, max_tokens=2, temperature=1, seed=3)
     assert [choice.index for choice in answer.choices] == list(range(128))
     tokens = sum(len(choice.gammaray["token_ids"]) for choice in answer.choices)

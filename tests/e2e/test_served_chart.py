@@ -83,7 +83,7 @@ def test_configuration_of_the_chart_serves_the_targets_own_text(addresses):
     assert plain.usage.accepted_prediction_tokens == 0
 
 
-def test_every_role_is_there_once(addresses):
+def test_every_role_runs_once(addresses):
     with Client(addresses[1]) as client:
         roles = [process.role for process in client.status()]
     assert sorted(role for role in roles if role in ("orchestrator", "draft", "target")) == [

@@ -1,4 +1,4 @@
-"""Metrics of a running cluster: scraped numbers and documented queries are what the API's summaries say."""
+"""Metrics of a running cluster: scraped numbers and documented queries equal the API's summaries."""
 
 import json
 import time
@@ -38,7 +38,7 @@ def scrape(cluster: Cluster) -> dict[str, dict[tuple, float]]:
 def orchestrator_at_rest(cluster: Cluster) -> dict[tuple, float]:
     """Return the orchestrator's samples once no request runs and the last one is counted.
 
-    A client has its last token before the request is over for the orchestrator, which counts it then.
+    A client gets its last token before the orchestrator ends and counts the request.
     """
 
     def counted() -> dict[tuple, float]:
@@ -60,7 +60,7 @@ def complete(cluster: Cluster, **options) -> Completion:
 
 
 def wait_for_drafter(cluster: Cluster) -> None:
-    """Wait until the draft worker is not left alone for having been late: what it proposes is counted."""
+    """Wait until the draft worker is not paused for being late, so that its proposals are counted."""
     undisturbed(lambda: complete(cluster, gamma=4), is_without_model)
 
 
@@ -122,7 +122,7 @@ def test_refusals_are_counted_by_kind(cluster):
     assert scrape(cluster)["orchestrator"][outcome] == before + 1
 
 
-def test_top_shows_what_was_done(cluster):
+def test_top_shows_the_counters_of_the_completions(cluster):
     wait_for_drafter(cluster)
     arguments = ["top", "--once", "--json", "--interval", "0.2", "-a", cluster.grpc]
     result = CliRunner().invoke(main, arguments)

@@ -1,4 +1,4 @@
-"""Orchestrators that die under streams: clients get the tokens they would have had, over gRPC and HTTP."""
+"""Orchestrators that die during streams: clients get the same tokens over gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def replicas() -> Iterator[Cluster]:
 
 
 def orchestrators(cluster: Cluster) -> list[psutil.Process]:
-    """Wait until the cluster has recovered from the test before, and return its two orchestrators.
+    """Wait until the cluster has recovered from the previous test, and return its two orchestrators.
 
-    They are asked for before a stream begins: on a busy machine that may take longer than the stream does.
+    Call it before a stream begins: on a busy machine it may take longer than the stream.
     """
     found: set[int] = set()
 
@@ -97,7 +97,7 @@ async def all_told(client: AsyncClient, note) -> list[tuple[list[int], str]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-async def test_streams_of_the_sdk_outlive_every_orchestrator(replicas, number):
+async def test_sdk_streams_survive_the_loss_of_every_orchestrator(replicas, number):
     serving = await asyncio.to_thread(orchestrators, replicas)
     async with AsyncClient(replicas.grpc, retry=PATIENT) as client:
         undisturbed = await all_told(client, lambda name: None)
@@ -160,7 +160,7 @@ def stream_over_http(cluster: Cluster, path: str, body, after_event) -> tuple[st
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_stream_over_http_goes_on_behind_the_last_event(replicas, path):
+def test_http_stream_resumes_after_the_last_event(replicas, path):
     serving = orchestrators(replicas)
     body = {"max_tokens": NUM_HTTP_TOKENS, "ignore_eos": True, "seed": 5, "temperature": 1.0}
     if "chat" in path:

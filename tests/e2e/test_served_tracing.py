@@ -1,4 +1,4 @@
-"""Traces of a whole cluster: callers' contexts are honoured on both APIs, and nobody else is traced."""
+"""Traces of a whole cluster: both APIs use the callers' contexts, and other requests are not traced."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_trace_of_an_http_caller_has_a_span_per_choice(cluster, collector):
 def test_trace_command_shows_a_session_that_was_not_traced(cluster):
     with Client(cluster.grpc) as client:
         completion = client.complete(PROMPT, max_tokens=24, seed=3, gamma=2, ignore_eos=True)
-        # They are written down behind the cycles: the last ones perhaps after the client has them.
+        # Records are written after the cycles, the last ones perhaps after the client has their tokens.
         assert eventually(
             lambda: len(client.session_trace(completion.session_id)) == completion.summary.cycles
         )

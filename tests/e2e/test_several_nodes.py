@@ -136,10 +136,10 @@ async def more(finished, count, timeout_s=PATIENCE_S):
 
 
 def save_guesser(directory):
-    """Save a drafter that guesses: the demo draft's tokenizer and shape, with weights that nobody trained."""
+    """Save an untrained drafter: the demo draft's tokenizer and shape, with random weights."""
     shutil.copytree(DEMO_DRAFT, directory)
     torch.manual_seed(0)
-    # Not tied: tied weights that nobody trained repeat their input, which may be right among spaces.
+    # Not tied: tied random weights repeat their input, which may be right among spaces.
     config = AutoConfig.from_pretrained(directory, tie_word_embeddings=False)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return str(directory)
@@ -187,7 +187,7 @@ async def test_drafters_follow_the_load_and_streams_survive_drains_and_lost_node
         await nodes.until(lambda placement: placement["TargetWorker"] == ["large-a"])
 
 
-async def test_drafter_that_does_not_pay_is_scaled_away_and_streams_go_on(log, tmp_path):
+async def test_drafter_that_does_not_pay_is_removed_and_streams_continue(log, tmp_path):
     # By load alone the pool would grow: it is that of the test above, where it grows to three.
     options = {
         "draft": {"model": save_guesser(tmp_path / "guesser")},

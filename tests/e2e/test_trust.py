@@ -1,4 +1,4 @@
-"""A cluster that asks for keys and speaks TLS to its workers, as strangers and tenants see it."""
+"""A cluster with API keys and worker TLS, called by tenants and by clients without keys."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ def guarded(keys, key_file):
         yield cluster
 
 
-def test_stranger_gets_nothing_over_either_api(guarded: Cluster):
+def test_client_without_a_key_is_rejected_by_both_apis(guarded: Cluster):
     for api_key in (None, "gr_00000000_" + "x" * 43):
         with Client(guarded.grpc, api_key=api_key) as client:
             with pytest.raises(UnauthenticatedError):
@@ -62,7 +62,7 @@ def test_tenant_completes_over_both_apis(guarded: Cluster, keys):
     assert official.completions.create(model="", prompt=PROMPT, max_tokens=4).usage.completion_tokens == 4
 
 
-def test_tenants_have_sessions_of_one_name_each(guarded: Cluster, keys):
+def test_tenants_can_use_the_same_session_name(guarded: Cluster, keys):
     ids = {}
     for seed, tenant in enumerate(("acme", "beta")):
         with Client(guarded.grpc, api_key=keys[tenant][1]) as client:
@@ -77,7 +77,7 @@ def test_tenants_have_sessions_of_one_name_each(guarded: Cluster, keys):
             assert [info.session_id for info in client.list_sessions()].count("shared") == 1
 
 
-def test_foreign_session_is_not_found_whatever_is_asked_of_it(guarded: Cluster, keys):
+def test_session_of_another_tenant_is_not_found_by_any_call(guarded: Cluster, keys):
     acme, beta = (Client(guarded.grpc, api_key=keys[tenant][1]) for tenant in ("acme", "beta"))
     with acme, beta:
         stream = acme.generate(PROMPT, max_tokens=900, session_id="private", ignore_eos=True)
@@ -102,7 +102,7 @@ def test_foreign_session_is_not_found_whatever_is_asked_of_it(guarded: Cluster, 
         assert acme.delete_session("private") is True
 
 
-def test_worker_ports_refuse_strangers(guarded: Cluster, keys):
+def test_worker_ports_reject_clients_without_a_certificate(guarded: Cluster, keys):
     with Client(guarded.grpc, api_key=keys["acme"][1]) as client:
         (address,) = [process.address for process in client.status() if process.role == "target"]
     with grpc.insecure_channel(address) as channel:
@@ -145,7 +145,7 @@ def test_revoked_key_is_refused_within_a_second(guarded: Cluster, key_file):
             client.complete(PROMPT, max_tokens=2)
 
 
-def test_open_door_to_other_machines_is_refused_at_once():
+def test_launcher_refuses_a_public_host_without_keys():
     command = [sys.executable, "-m", "orchestrator.launcher.cluster", "--host", "0.0.0.0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2

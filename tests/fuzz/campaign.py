@@ -1,4 +1,4 @@
-"""One run of the fuzzer: its clock, its dice, and what it has seen."""
+"""One run of the fuzzer: its time, its random choices, and its findings."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ MAX_KEPT = 200
 
 
 class Campaign:
-    """Counts answers and keeps what was wrong.
+    """Counts responses and records violations.
 
     Args:
-        seconds: How long to go on.
-        seed: Of every choice; each fuzzer has dice of its own, see `dice`.
+        seconds: Duration.
+        seed: Seed of every choice; each fuzzer has its own generator, see `dice`.
 
     Attributes:
-        counts: Answers by (surface, result).
-        wrong: The first things that must not happen, in words.
-        num_wrong: How many there were.
+        counts: Responses by (surface, result).
+        wrong: Descriptions of the first violations.
+        num_wrong: Number of violations.
     """
 
     def __init__(self, seconds: float, seed: int) -> None:
@@ -43,7 +43,7 @@ class Campaign:
         return max(0.0, self._ends_at - time.monotonic())
 
     def rounds(self) -> Iterator[int]:
-        """Yield numbers until the time is up, and one at least: however slow the machine is."""
+        """Yield numbers until the time is up, at least one on any machine."""
         yield 0
         for number in itertools.count(1):
             if self.is_over:
@@ -51,23 +51,23 @@ class Campaign:
             yield number
 
     def dice(self, name: str) -> random.Random:
-        """Return the generator of one fuzzer: independent of how fast the others are."""
+        """Return the generator of one fuzzer, independent of the speed of the others."""
         return random.Random(f"{self._seed}/{name}")
 
     def count(self, surface: str, result: str, wrong: str | None = None) -> None:
-        """Note an answer, and what was wrong with it if anything was."""
+        """Count a response, and record its violation if any."""
         self.counts[surface, result] += 1
         if wrong is not None:
             self.blame(f"{surface}: {wrong}")
 
     def blame(self, wrong: str) -> None:
-        """Note something that must not happen."""
+        """Record a violation."""
         self.num_wrong += 1
         if len(self.wrong) < MAX_KEPT:
             self.wrong.append(wrong)
 
     async def guard(self, name: str, work: Awaitable[None]) -> None:
-        """Await a fuzzer; that it ends with an error is a finding too, or a bug of its own."""
+        """Await a fuzzer; an error of the fuzzer is recorded as a violation."""
         try:
             await work
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What the processes of a cluster hold: memory, file descriptors, sessions, queues and KV cache."""
+"""Resources of the processes of a cluster: memory, file descriptors, sessions, queues and KV cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTLE_S = 60.0
 
 @dataclass(frozen=True)
 class Holding:
-    """What one process holds.
+    """Resources of one process.
 
     Args:
         rss_mb: Resident memory in MiB.
@@ -37,7 +37,7 @@ class Holding:
         sessions: Sessions.
         queued: Blocks waiting or running.
         cache_bytes: KV cache in use.
-        threads: Threads, but those of gRPC's pool.
+        threads: Threads, except those of gRPC's pool.
         pool_threads: Threads of gRPC's pool.
     """
 
@@ -57,7 +57,7 @@ class Holding:
 
 
 def census(processes: list[ProcessStatus]) -> dict[tuple[str, int], Holding]:
-    """Return what each process of a cluster's status holds, by role and process id."""
+    """Return the resources of each process in a cluster's status, by role and process id."""
     held = {}
     for process in processes:
         if process.pid == 0:
@@ -94,12 +94,12 @@ def _thread_names(pid: int) -> list[str]:
 def settled(
     status: Callable[[], list[ProcessStatus]], before: Mapping[tuple[str, int], Holding] | None = None
 ) -> dict[tuple[str, int], Holding]:
-    """Wait until no process holds a session or a block any more, and return what they hold then.
+    """Wait until no process holds a session or a block, and return the resources then.
 
     Args:
-        status: Asks a cluster for its processes.
-        before: What they held earlier. Connections are closed and memory is given back some time after their
-            last use: what is beyond bounds may sink below them while there is time.
+        status: Returns the processes of a cluster.
+        before: Earlier resources. Connections are closed and memory is freed some time after their last
+            use, so values above the bounds may still decrease.
     """
     deadline = time.monotonic() + SETTLE_S
     while True:
@@ -112,7 +112,7 @@ def settled(
 
 
 def growth(before: Mapping[tuple[str, int], Holding], after: Mapping[tuple[str, int], Holding]) -> list[str]:
-    """Return what was lost or has grown beyond bounds, in words."""
+    """Return descriptions of lost processes and of growth beyond the bounds."""
     found = []
     for (role, pid), old in before.items():
         new = after.get((role, pid))

@@ -35,12 +35,12 @@ WARM_UP_S = (3.0, 60.0)
 
 @dataclass
 class Report:
-    """What came of a run.
+    """Outcome of a run.
 
     Args:
-        campaign: Counts and complaints.
-        before: What the processes held after the warm-up.
-        after: What they held in the end.
+        campaign: Counts and violations.
+        before: Resources after the warm-up.
+        after: Resources at the end.
     """
 
     campaign: Campaign
@@ -50,7 +50,7 @@ class Report:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing was wrong."""
+        """Whether there was no violation."""
         return not self.campaign.num_wrong and not self.grown
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class Report:
 
 
 def run(cluster: Cluster, seconds: float, seed: int, say: Callable[[str], None]) -> Report:
-    """Fuzz a cluster: a short while to warm it up, then for `seconds`, and look what it holds afterwards."""
+    """Fuzz a cluster: a short warm-up, then for `seconds`, then compare its resources."""
     warm_up_s = min(max(WARM_UP_S[0], seconds / 5), WARM_UP_S[1])
     with TemporaryDirectory() as directory, RedisServer.start(Path(directory)) as redis:
         warm_up = Campaign(warm_up_s, seed + 1)
@@ -117,7 +117,7 @@ def _status(cluster: Cluster) -> list:
 
 
 def _check_alive(cluster: Cluster, campaign: Campaign) -> None:
-    """Both APIs still complete."""
+    """Check that both APIs still complete."""
     with Client(cluster.grpc) as client:
         if len(client.complete("x = ", max_tokens=4, ignore_eos=True).tokens) != 4:
             campaign.blame("the gRPC API does not complete any more")

@@ -33,7 +33,7 @@ ALLOWED = {
     "UNAVAILABLE",
 }
 OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
-"""A connection of its own for each fuzzer: one that spoils it spoils nobody else's calls."""
+"""One connection per fuzzer, so that breaking it does not affect other calls."""
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
 

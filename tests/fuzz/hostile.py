@@ -116,7 +116,7 @@ TARGETS: list[Answer] = [_bad_verdict, _bad_verdict, _any_need, _any_error, _not
 
 
 async def fuzz_with_hostile_drafter(redis: Any, target: str, campaign: Campaign) -> None:
-    """Complete with a real target and a drafter that does anything: the tokens stay those without drafter."""
+    """Complete with a real target and a drafter that sends anything: tokens equal those without a drafter."""
     rng = campaign.dice("drafter")
     drafter = ScriptedWorker("draft", vocab_size=VOCAB, max_context=CONTEXT)
     await drafter.start()
@@ -134,7 +134,7 @@ async def fuzz_with_hostile_drafter(redis: Any, target: str, campaign: Campaign)
                 policy = GammaPolicy(rng.choice([1, 4, 8]), max_nodes=8)
                 request = replace(base, gamma=policy, verification=method)
                 got = await _tokens(orchestrator, request)
-                # Rejection follows the drafter's law, which this one makes up: as many tokens, not the same.
+                # Rejection depends on the drafter's distribution, which is wrong here: only counts match.
                 is_fine = len(got) == NUM_TOKENS if rejecting else got == plain[repr(base)]
                 wrong = None if is_fine else f"{answer.__name__} changed the tokens of {request}: {got}"
                 campaign.count("hostile drafter", answer.__name__.lstrip("_"), wrong=wrong)
@@ -143,7 +143,7 @@ async def fuzz_with_hostile_drafter(redis: Any, target: str, campaign: Campaign)
 
 
 async def fuzz_with_hostile_target(redis: Any, campaign: Campaign) -> None:
-    """Complete with a target that does anything: each request ends in time, with tokens or a typed error."""
+    """Complete with a target that sends anything: each request ends in time, with tokens or a typed error."""
     rng = campaign.dice("target")
     target = ScriptedWorker("target", vocab_size=VOCAB, max_context=CONTEXT)
     await target.start()

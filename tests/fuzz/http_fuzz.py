@@ -1,4 +1,4 @@
-"""Requests to the HTTP API that nobody should send, and what may come back."""
+"""Invalid requests to the HTTP API, and the allowed responses."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _headers(rng: random.Random) -> dict[str, str]:
 
 
 def _rubbish(base_url: str, rng: random.Random) -> None:
-    """Open a connection that speaks no good HTTP; whatever comes back is read and forgotten."""
+    """Open a connection that sends malformed HTTP; responses are read and ignored."""
     where = urlsplit(base_url)
     request = (
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 30\r\n\r\n" + TEXTS[6].encode()[:30]

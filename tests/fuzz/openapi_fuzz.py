@@ -28,7 +28,7 @@ _COUNTED = re.compile(r"(\d+) generated")
 
 
 async def fuzz_openapi(base_url: str, campaign: Campaign, seed: int) -> None:
-    """Run schemathesis until the campaign is over; campaigns that are too short for it do without."""
+    """Run schemathesis until the campaign is over; skip it in campaigns that are too short."""
     if campaign.left_s < MIN_S:
         return
     seconds = int(campaign.left_s)
@@ -37,7 +37,7 @@ async def fuzz_openapi(base_url: str, campaign: Campaign, seed: int) -> None:
 
 
 async def schemathesis(base_url: str, campaign: Campaign, seed: int, timeout_s: float, *options: str) -> None:
-    """Run schemathesis, and count what it tried and what it found; it has to end in time."""
+    """Run schemathesis, and count its requests and findings; it must end in time."""
     command = [
         *(sys.executable, "-m", "schemathesis.cli", "--no-color", "--config-file", str(CONFIG)),
         *("run", f"{base_url}/openapi.json", "--wait-for-schema", "60", "--warnings", "off"),

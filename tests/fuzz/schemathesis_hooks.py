@@ -1,4 +1,4 @@
-"""What schemathesis does beside its configuration; it loads this file by itself, see `openapi_fuzz.py`."""
+"""Hooks that schemathesis loads in addition to its configuration, see `openapi_fuzz.py`."""
 
 import schemathesis
 
@@ -7,9 +7,9 @@ TIMEOUT_HEADER, TIMEOUT_MS = "gammaray-timeout-ms", "3000"
 
 @schemathesis.hook
 def before_call(context, case, kwargs):
-    """Give a request a deadline of its own, unless a deadline is what is tried.
+    """Give a request a deadline, unless the test sets one.
 
-    Some ask for as many tokens as there can be. What takes longer ends with 504, or with an error event.
+    Some request the maximum number of tokens. Requests past the deadline end with 504 or an error event.
     """
     if TIMEOUT_HEADER not in case.headers:
         case.headers[TIMEOUT_HEADER] = TIMEOUT_MS

@@ -10,7 +10,7 @@ from orchestrator.workers.backoff import Patience
 
 @pytest.fixture(autouse=True)
 def _no_haste(monkeypatch):
-    """A drafter is late at the deadline that a test sets, not when this machine stalls for half a second."""
+    """A drafter is late only at a test's deadline, not if this machine stalls for half a second."""
     monkeypatch.setattr(Patience, "NUM_SAMPLES", 1_000_000)
 
 

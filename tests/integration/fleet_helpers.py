@@ -16,7 +16,7 @@ from orchestrator.workers.verifier import RemoteVerifier
 
 
 class ListRegistry:
-    """A registry that says what it is told to."""
+    """A registry with given contents."""
 
     def __init__(self) -> None:
         self.known: dict[str, set[str]] = {"target": set(), "draft": set()}

@@ -1,4 +1,4 @@
-"""A worker whose engine waits for the test: what is under way stays so, however slow the machine is."""
+"""A worker whose engine waits for the test, so that running work does not finish early on any machine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from workers_helpers import ANSWER_TIMEOUT_S, Link, propose_block, verify_block
 
 
 class HeldEngine:
-    """The engine of a worker in this process, which waits after one of its next forwards until it is let go.
+    """The engine of a worker in this process, which blocks after a forward until it is released.
 
     Args:
-        worker: The worker; what it says about itself waits, too.
-        after: Which of the next forwards.
+        worker: The worker; its status calls block, too.
+        after: Index of the forward.
 
     Attributes:
         forwards: The sessions of each forward from then on.
@@ -42,7 +42,7 @@ class HeldEngine:
         return logits
 
     def _held_chain(self, feed: Any, *arguments: Any, **options: Any) -> Any:
-        """Some forwards in one call: it waits after all of them."""
+        """Several forwards in one call: the engine blocks after all of them."""
         token_ids, logits = self._chain(feed, *arguments, **options)
         self.forwards += [[feed.session_id] for _ in token_ids]
         self._hold()
@@ -54,15 +54,15 @@ class HeldEngine:
             self._may_go_on.wait(ANSWER_TIMEOUT_S)
 
     async def waits(self) -> None:
-        """Return once the engine waits."""
+        """Return once the engine blocks."""
         assert await asyncio.to_thread(self._is_held.wait, ANSWER_TIMEOUT_S)
 
     def let_go(self) -> None:
-        """Let the engine go on for good."""
+        """Let the engine run without further holds."""
         self._may_go_on.set()
 
 
 async def all_read(link: Link) -> None:
-    """Return once the worker has read what was sent before: it refuses a bad block without its engine."""
+    """Return once the worker has read earlier blocks: it rejects a bad block without its engine."""
     block = verify_block([]) if link.is_target else propose_block([], 1)
     assert (await link.ask(block)).WhichOneof("outcome") == "error"

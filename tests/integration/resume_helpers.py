@@ -1,4 +1,4 @@
-"""Two orchestrators, and clients that come and go."""
+"""Two orchestrators, and clients that disconnect and resume."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def request_of(prompt=PROMPTS[0], **fields):
 
 
 async def first_chunks(orchestrator, request, count):
-    """Return the first chunks of a completion whose client then goes away."""
+    """Return the first chunks of a completion, then disconnect."""
     chunks = []
     async with aclosing(orchestrator.generate(request)) as stream:
         async for chunk in stream:
@@ -46,14 +46,14 @@ def undisturbed(request):
 
 
 async def settled(orchestrator):
-    """Return once the store knows of every session whose client went away."""
+    """Return once the store has detached every session whose client disconnected."""
     await orchestrator.leases.settled()
 
 
 async def sessions_on(orchestrator, wanted=None, timeout_s=30.0):
-    """Return how many sessions the workers hold, once no release is on its way any more.
+    """Return the number of sessions on the workers once all releases have arrived.
 
-    That is when the number stays: at `wanted`, or else at the last after `timeout_s`.
+    Waits until the number is `wanted`, at most `timeout_s`.
     """
     held = -1
     for _ in range(round(timeout_s / 0.2)):

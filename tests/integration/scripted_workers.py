@@ -1,4 +1,4 @@
-"""Workers without a model: real grpc.aio servers that keep to the wire contract, or break it on purpose."""
+"""Workers without a model: real grpc.aio servers that follow the wire contract, or break it on purpose."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class ScriptedWorker:
 
     Args:
         role: "target" or "draft".
-        vocab_size: What it says of its model; so with `sha`, `max_context` and a target's `identity`.
+        vocab_size: Vocabulary size that it reports; also `sha`, `max_context` and a target's `identity`.
 
     Attributes:
         on_block: Called with each block; returns a result, several, or None to stay silent.
-        runs: While it is cleared, every call stays unanswered.
-        frames: The request frames, as they came.
+        runs: While it is cleared, the worker answers no call.
+        frames: The received request frames.
         held: Committed tokens by session.
-        is_draining: Whether it tells its peers that it is about to stop.
+        is_draining: Whether it sends draining notices to its peers.
         released: Sessions that were released.
     """
 
@@ -146,7 +146,7 @@ class ScriptedWorker:
                 yield response_type(results=results, is_draining=self.is_draining)
 
     def work(self, block: Any) -> Any:
-        """Answer a block as a good worker does."""
+        """Answer a block as a correct worker does."""
         known = self.held.get(block.session_id, [])
         if block.HasField("spec"):
             self.specs[block.session_id] = block.spec
@@ -164,7 +164,7 @@ class ScriptedWorker:
         return self.result(block, verdict=verdict)
 
     def guess(self, tokens: list[int], gamma: int) -> list[int]:
-        """Return a chain that goes wrong at every seventh position."""
+        """Return a chain that is wrong at every seventh position."""
         chain: list[int] = []
         for _ in range(gamma):
             token = next_token([*tokens, *chain])
@@ -248,7 +248,7 @@ async def finish(session: Session, drafter: Any, verifier: Any, gamma: int) -> l
 
 
 async def until_so(ask: Callable[[], Awaitable[Any]], timeout_s: float = 30.0) -> Any:
-    """Ask until the answer is true or not empty, and return it; the last one when it never was."""
+    """Poll until the result is true or not empty, and return it; at the timeout return the last result."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while True:
         answer = await ask()

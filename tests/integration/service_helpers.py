@@ -26,7 +26,7 @@ async def running(server, target: str, draft: str, **settings):
 
 
 async def complete(orchestrator, request: GenerationRequest, after_chunk=lambda count: None):
-    """Return all chunks of a completion; `after_chunk` is told how many came so far."""
+    """Return all chunks of a completion; `after_chunk` is called with the number of chunks so far."""
     chunks = []
     async for chunk in orchestrator.generate(request):
         chunks.append(chunk)

@@ -1,4 +1,4 @@
-"""Worker links against scripted gRPC servers: batching, deadlines, death, reconnect, refusal."""
+"""Worker connections against scripted gRPC servers: batching, deadlines, failure, reconnect, rejection."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_link_calls_of_one_tick_leave_in_one_frame():
         assert worker.num_streams == 1
 
 
-async def test_link_blocks_that_come_during_a_write_share_the_next_frame():
+async def test_link_sends_blocks_that_arrive_during_a_write_in_the_next_frame():
     async with scripted("target") as worker, link_to(worker.address) as link:
         await until(lambda: link.is_up)
 
@@ -158,7 +158,7 @@ async def test_link_worker_dies_pending_calls_fail_and_it_reconnects():
         assert (await link.call(block("back"), 30)).session_id == "back"
 
 
-async def test_link_worker_that_comes_late_is_connected():
+async def test_link_connects_to_a_worker_that_starts_late():
     worker = ScriptedWorker("target")
     await worker.start()
     await worker.stop()
@@ -172,7 +172,7 @@ async def test_link_worker_that_comes_late_is_connected():
             await worker.stop()
 
 
-async def test_link_stream_broken_by_the_worker_alone_is_opened_again():
+async def test_link_reopens_a_stream_that_the_worker_ended():
     async with scripted("target") as worker, link_to(worker.address) as link:
         await until(lambda: link.is_up)
 
@@ -188,7 +188,7 @@ async def test_link_stream_broken_by_the_worker_alone_is_opened_again():
         assert worker.num_streams == 2
 
 
-async def test_link_stuck_worker_is_given_up_before_the_deadline(monkeypatch):
+async def test_link_fails_calls_of_a_stuck_worker_before_the_deadline(monkeypatch):
     monkeypatch.setattr(links, "INFO_PERIOD_S", 0.1)
     monkeypatch.setattr(links, "INFO_TIMEOUT_S", 0.3)
     async with scripted("target") as worker, link_to(worker.address) as link:
@@ -202,7 +202,7 @@ async def test_link_stuck_worker_is_given_up_before_the_deadline(monkeypatch):
         await until(lambda: link.is_up)
 
 
-async def test_link_refused_worker_is_not_used_and_may_come_right():
+async def test_link_does_not_use_a_refused_worker_until_it_is_accepted():
     wrong = [True]
 
     def check(info):
@@ -230,7 +230,7 @@ async def test_link_close_fails_what_is_in_flight():
 
 
 async def test_link_round_trip_is_short():
-    """Against a bare stream in the same moments: client and server share this process and its core."""
+    """Compared with a bare stream at the same time: client and server share this process and its core."""
     async with scripted("target") as worker, link_to(worker.address) as link:
         async with grpc.aio.insecure_channel(worker.address) as channel:
             await until(lambda: link.is_up)

@@ -1,4 +1,4 @@
-"""The caller's deadline reaches the workers, and nobody is blamed for one that was too short."""
+"""The caller's deadline is passed to the workers, and a short one does not mark them as failed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def test_workers_are_told_no_more_time_than_the_caller_has():
 
 
 @pytest.mark.parametrize("silent", ["target", "draft"])
-async def test_deadline_ends_the_request_and_leaves_the_worker_its_good_name(silent):
+async def test_deadline_ends_the_request_without_marking_the_worker_as_failed(silent):
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         worker = target if silent == "target" else draft
         worker.on_block = lambda block: None
@@ -41,7 +41,7 @@ async def test_deadline_ends_the_request_and_leaves_the_worker_its_good_name(sil
         assert all(link.backoff.ready for link in pool.links.values())
 
 
-async def test_deadline_that_is_over_costs_no_call():
+async def test_expired_deadline_makes_no_call():
     async with scripted("target") as target, fleet_of(target) as fleet:
         session = make_session()
         session.deadline = time.monotonic() - 1

@@ -43,16 +43,16 @@ def of_kind(kind):
 
 
 @pytest.mark.parametrize(("page", "command"), ALL, ids=[f"{page}: {command[:60]}" for page, command in ALL])
-def test_command_is_run_or_there_is_a_reason(page, command):
+def test_documented_command_is_run_or_has_a_reason_not_to(page, command):
     assert len(kinds(command)) == 1, command
 
 
-def test_every_pattern_is_about_some_command():
+def test_every_pattern_matches_a_command():
     for pattern in [*KINDS.values(), *WITHOUT_A_CLUSTER]:
         assert any(re.match(pattern, command) for _, command in ALL), pattern
 
 
-def test_no_command_reads_its_file_from_a_pipe_that_takes_none():
+def test_no_command_pipes_a_file_into_serve_run():
     """`serve run` takes what is no regular file for the import path of a module."""
     assert not [command for _, command in ALL if "/dev/stdin" in command]
     text = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
@@ -98,7 +98,7 @@ def test_commands_of_a_block_run_in_their_order(block, shell):
         assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
 
 
-def test_written_serve_configuration_is_one(shell):
+def test_written_serve_configuration_is_valid(shell):
     """What `serve run` is given next."""
     from ray.serve.schema import ServeDeploySchema
 
@@ -131,7 +131,7 @@ def test_chart_renders_with_the_values_of_a_command(page, command):
 
 
 @of_kind("kubectl")
-def test_secret_of_a_command_is_one(page, command, shell):
+def test_secret_of_a_command_is_valid(page, command, shell):
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
     (shell.folder / "keys.json").write_text("{}")

@@ -36,7 +36,7 @@ def test_demo_pair_trees_get_further_than_chains_at_temperature_one(pair):
     assert tree.nodes / tree.cycles <= 12
 
 
-def test_demo_pair_shared_noise_keeps_the_hits_that_rejection_loses(pair):
+def test_demo_pair_coupled_draft_ahead_hits_more_than_rejection(pair):
     """With all the time there is: what can be foreseen, not how fast this machine is.
 
     How much shared noise keeps of the greedy hits is the pair's, and so is how easily its draws are guessed.
@@ -49,7 +49,7 @@ def test_demo_pair_shared_noise_keeps_the_hits_that_rejection_loses(pair):
     assert rejection < 0.8 * coupled
 
 
-def test_benchmark_writes_what_it_measured(tmp_path, monkeypatch, capsys):
+def test_benchmark_writes_its_measurements(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(draft_ahead, "TEMPERATURES", (0.0, 1.0))
     monkeypatch.setattr(draft_ahead, "CHAINS", (2,))
     monkeypatch.setattr(draft_ahead, "TREES", ((2, 4),))

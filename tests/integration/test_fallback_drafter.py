@@ -1,4 +1,4 @@
-"""The ladder on scripted workers: down within a cycle, up by itself, lossless on every rung."""
+"""Fallback of drafters on scripted workers: within a cycle, with recovery, lossless at every step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def run(session, ladder, verifier):
 
 
 class Repeats:
-    """A target that says 1, 2, 3, 1, 2, 3 ... whatever came before."""
+    """A target that emits 1, 2, 3, 1, 2, 3 ... for any context."""
 
     async def verify(self, session, proposal):
         base, path = session.num_committed, []
@@ -56,7 +56,7 @@ class Repeats:
 
 
 @pytest.mark.parametrize("top", DrafterKind)
-async def test_fallback_stays_lossless_from_every_rung(top):
+async def test_fallback_is_lossless_for_every_requested_drafter(top):
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         session = make_session(max_tokens=60)
         cycles = await run(session, *ladder_of(fleet, session, top))
@@ -66,7 +66,7 @@ async def test_fallback_stays_lossless_from_every_rung(top):
         assert not any(cycle.is_fallback for cycle in cycles)
 
 
-async def test_fallback_ngram_is_accepted_where_the_text_repeats():
+async def test_fallback_prompt_lookup_is_accepted_in_repeating_text():
     async with fleet_of() as fleet:
         session = make_session(max_tokens=60, prompt=(0, 1, 2, 0, 1, 2))
         ladder, _ = ladder_of(fleet, session)
@@ -81,7 +81,7 @@ def emitted_after(session, num_prompt):
     return session.token_ids[num_prompt:]
 
 
-async def test_fallback_falls_in_the_cycle_that_lost_its_drafter_and_climbs_back():
+async def test_fallback_applies_in_the_cycle_that_loses_its_drafter_and_recovers():
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         session = make_session(max_tokens=100_000)
         ladder, verifier = ladder_of(fleet, session, propose_timeout_s=30.0)
@@ -101,7 +101,7 @@ async def test_fallback_falls_in_the_cycle_that_lost_its_drafter_and_climbs_back
         assert emitted(session) == continuation(PROMPT, session.num_emitted)
 
 
-async def test_fallback_stopped_drafter_costs_one_deadline_and_is_used_as_soon_as_it_goes_on(monkeypatch):
+async def test_fallback_stopped_drafter_costs_one_deadline_and_is_used_when_it_resumes(monkeypatch):
     stop_pauses_ending(monkeypatch)
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         session = make_session(max_tokens=100_000)
@@ -111,7 +111,7 @@ async def test_fallback_stopped_drafter_costs_one_deadline_and_is_used_as_soon_a
         draft.runs.clear()
         lost = [await one_cycle(session, ladder, verifier) for _ in range(30)]
         assert all(cycle.is_fallback for cycle in lost)
-        # The others did not even ask it: they were begun on another rung.
+        # The other cycles did not call it: they began with another drafter.
         assert [cycle.shape.is_fallback for cycle in lost] == [False] + [True] * 29
         draft.runs.set()
         start = time.monotonic()
@@ -120,7 +120,7 @@ async def test_fallback_stopped_drafter_costs_one_deadline_and_is_used_as_soon_a
             await asyncio.sleep(0.01)
 
 
-async def test_fallback_sessions_that_fail_together_do_not_shut_the_drafter_out():
+async def test_fallback_concurrent_failures_count_as_one():
     """Eight sessions that are late at the same time are one failure, not eight in a row: 30 s without."""
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         sessions = [make_session(f"s{index}", max_tokens=100_000) for index in range(8)]
@@ -139,7 +139,7 @@ async def test_fallback_sessions_that_fail_together_do_not_shut_the_drafter_out(
             await asyncio.sleep(0.05)
 
 
-async def test_fallback_drafter_that_is_always_late_is_asked_ever_more_rarely():
+async def test_fallback_backs_off_from_a_drafter_that_is_always_late():
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         sessions = [make_session(f"s{index}", max_tokens=100_000) for index in range(4)]
         pairs = [ladder_of(fleet, session, propose_timeout_s=0.05) for session in sessions]
@@ -166,7 +166,7 @@ async def test_fallback_error_of_one_session_does_not_stop_the_others_or_another
             assert sum(cycle.is_fallback for cycle in cycles) <= 5
 
 
-async def test_fallback_long_prompt_is_looked_up_while_the_drafter_reads_it():
+async def test_fallback_uses_prompt_lookup_while_the_drafter_prefills():
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         prompt = tuple(i % VOCAB for i in range(500))
         draft.runs.clear()
@@ -181,7 +181,7 @@ async def test_fallback_long_prompt_is_looked_up_while_the_drafter_reads_it():
         assert (await one_cycle(session, ladder, verifier)).drafter is DrafterKind.MODEL
 
 
-async def test_fallback_controller_of_a_rung_learns_only_of_its_own_cycles():
+async def test_fallback_controller_learns_only_from_cycles_of_its_drafter():
     class Watching(Steady):
         def __init__(self, gamma):
             super().__init__(gamma)
@@ -210,7 +210,7 @@ async def test_fallback_controller_of_a_rung_learns_only_of_its_own_cycles():
         assert below.shape.is_fallback
 
 
-async def test_workers_that_drain_are_left_without_a_failure():
+async def test_draining_workers_are_replaced_without_a_failure():
     roles = ("target", "target", "draft", "draft")
     async with scripted(*roles) as workers, fleet_of(*workers) as fleet:
         session = make_session(max_tokens=100_000)
@@ -232,7 +232,7 @@ async def test_workers_that_drain_are_left_without_a_failure():
         assert emitted(session) == continuation(PROMPT, session.num_emitted)
 
 
-async def test_only_target_that_drains_is_waited_for_and_then_unavailable():
+async def test_draining_of_the_only_target_is_unavailable_after_the_wait():
     async with scripted("target") as target, fleet_of(target) as fleet:
         session = make_session(max_tokens=100_000)
         ladder, verifier = ladder_of(fleet, session, wait_s=0.3)
@@ -243,7 +243,7 @@ async def test_only_target_that_drains_is_waited_for_and_then_unavailable():
             await one_cycle(session, ladder, verifier)
 
 
-async def test_slow_target_is_left_for_another_at_its_deadline():
+async def test_slow_target_is_replaced_at_its_deadline():
     async with scripted("target", "target") as targets, fleet_of(*targets) as fleet:
         session = make_session(max_tokens=100_000)
         ladder, verifier = ladder_of(fleet, session, verify_timeout_s=2.0)
@@ -256,5 +256,5 @@ async def test_slow_target_is_left_for_another_at_its_deadline():
         assert emitted(session) == continuation(PROMPT, session.num_emitted)
 
 
-def test_proposals_are_equal_whoever_made_them():
+def test_proposals_compare_equal_for_any_drafter():
     assert Proposal((1,), drafter=DrafterKind.NGRAM, worker="a:1") == Proposal((1,))

@@ -1,4 +1,4 @@
-"""The fleet: workers that come and go, and those of another vocabulary."""
+"""The fleet: workers that join and leave, and workers with another vocabulary."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ pytestmark = pytest.mark.integration
         pytest.param({"sha": "other"}, r"50 token ids mean other tokens.*50 token ids", id="tokens"),
     ],
 )
-async def test_fleet_wrong_vocabulary_draft_stops_the_start(options, wanted):
+async def test_fleet_draft_with_another_vocabulary_fails_the_start(options, wanted):
     async with scripted("target", sha="same") as target, scripted("draft", **options) as draft:
         with pytest.raises(InvalidArgumentError, match=wanted):
             async with fleet_of(target, draft):
                 pass
 
 
-async def test_fleet_equal_or_unknown_vocabularies_are_taken():
+async def test_fleet_accepts_equal_or_unknown_vocabularies():
     async with scripted("target", sha="same") as target, scripted("draft", sha="same") as same:
         async with scripted("draft") as unknown, fleet_of(target, same, unknown) as fleet:
             assert all(process.healthy for process in fleet.status())
 
 
-async def test_fleet_wrong_target_stops_the_start():
+async def test_fleet_wrong_target_fails_the_start():
     async with scripted("target", vocab_size=51) as target:
         with pytest.raises(InvalidArgumentError, match=r"51 token ids.*50"):
             async with fleet_of(target):
                 pass
 
 
-async def test_fleet_wrong_draft_that_comes_later_is_left_out_and_reported(caplog):
+async def test_fleet_reports_and_skips_a_wrong_draft_that_joins_later(caplog):
     registry = ListRegistry()
     async with scripted("target") as target, scripted("draft", vocab_size=49) as draft:
         async with fleet_of(target, registry=registry) as fleet:
@@ -100,7 +100,7 @@ async def test_fleet_draft_of_another_tokenizer_than_the_served_model_is_refused
                 pass
 
 
-async def test_fleet_workers_come_and_go_with_the_registry(caplog):
+async def test_fleet_follows_the_registry(caplog):
     registry = ListRegistry()
     async with scripted("target") as target, fleet_of(registry=registry) as fleet:
         assert fleet.max_context is None
@@ -118,7 +118,7 @@ async def test_fleet_workers_come_and_go_with_the_registry(caplog):
         await until(lambda: fleet.status() == [])
 
 
-async def test_fleet_close_wakes_those_who_wait_for_a_worker():
+async def test_fleet_close_wakes_waiting_requests():
     async with fleet_of() as fleet:
         session = make_session()
         task = asyncio.create_task(finish(session, *clients(fleet, session, wait_s=60), 0))

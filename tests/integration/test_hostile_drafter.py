@@ -1,4 +1,4 @@
-"""Drafters that push what nobody asked for, over real gRPC: the same tokens in bounded memory."""
+"""Drafters that send unrequested proposals over real gRPC: the same tokens in bounded memory."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ GOOD = pb.Proposal(token_ids=[1, 2, 3])
 
 
 class Pusher(ScriptedWorker):
-    """Answers as a good drafter does, and sends more in the same frame.
+    """Answers as a correct drafter does, and sends unrequested proposals in the same frame.
 
     Attributes:
-        push: Given a block, its committed tokens and the outcome that the target will come to, returns what
-            nobody asked for.
-        num_pushed: How many proposals were.
+        push: Returns the unrequested proposals for a block, its committed tokens and the outcome of its
+            verification.
+        num_pushed: Number of unrequested proposals.
     """
 
     push = staticmethod(lambda block, tokens, outcome: [])
@@ -140,7 +140,7 @@ BORNE = [
 
 
 class Watched(ProposalCache):
-    """Remembers how much was ever kept."""
+    """Records the maximum that was kept."""
 
     most, most_bytes = 0, 0
 
@@ -195,7 +195,7 @@ async def test_pushed_proposals_change_no_token_and_take_bounded_memory(redis_se
 
 
 @pytest.mark.parametrize("push", [thousands, garbage_tokens], ids=lambda push: push.__name__)
-async def test_session_goes_over_to_a_good_drafter(redis_server, pusher, push):
+async def test_session_moves_from_a_hostile_to_a_good_drafter(redis_server, pusher, push):
     pusher.push = push
     async with scripted("target", "draft", **DEMO) as (target, good):
         plain, _ = await tokens_and_summary(redis_server, target, [], 0)
@@ -205,7 +205,7 @@ async def test_session_goes_over_to_a_good_drafter(redis_server, pusher, push):
         assert summary.draft_workers == 2
 
 
-async def test_drafter_that_answers_out_of_shape_is_left_alone_for_a_while(redis_server, pusher):
+async def test_drafter_with_malformed_results_is_paused(redis_server, pusher):
     async with scripted("target", **DEMO) as target:
         plain, _ = await tokens_and_summary(redis_server, target, [], 0)
         pusher.guess = lambda tokens, gamma: [1] * 64

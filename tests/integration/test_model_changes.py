@@ -1,4 +1,4 @@
-"""Sessions and target models: nobody goes on with a text that another model began."""
+"""Sessions and target models: a session continues only with the model that began it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_target_of_another_model_alone_is_refused_with_both_names():
         assert foreign.blocks == []
 
 
-async def test_target_that_comes_back_as_another_model_is_not_fed():
+async def test_target_that_restarts_with_another_model_is_not_used():
     async with scripted("target", identity=OLD) as target, fleet_of(target) as fleet:
         session = make_session(max_tokens=20)
         drafter, verifier = clients(fleet, session, wait_s=6.0)
@@ -92,7 +92,7 @@ async def test_target_that_comes_back_as_another_model_is_not_fed():
         assert len(target.blocks) == num_blocks
 
 
-async def test_session_without_tokens_takes_any_model():
+async def test_session_without_tokens_can_use_any_model():
     async with (
         scripted("target", identity=OLD) as first,
         scripted("target", identity=NEW) as other,
@@ -106,7 +106,7 @@ async def test_session_without_tokens_takes_any_model():
         assert session.model_identity == NEW
 
 
-async def test_session_of_a_model_waits_for_it_when_nobody_is_there():
+async def test_session_waits_for_a_worker_of_its_model():
     async with scripted("target", identity=OLD) as target, fleet_of(target) as fleet:
         session = make_session(max_tokens=20)
         drafter, verifier = clients(fleet, session, wait_s=0.3)
@@ -161,7 +161,7 @@ async def test_store_keeps_the_first_model_and_refuses_tokens_of_another(redis_s
     await redis.aclose()
 
 
-async def test_resume_and_next_turn_after_the_target_was_exchanged(redis_server):
+async def test_resume_and_next_turn_after_the_target_was_replaced(redis_server):
     request, done = request_of(max_tokens=24), request_of(max_tokens=4)
     async with scripted("target", identity=OLD, **DEMO) as old:
         async with orchestrating(redis_server, old.address, "") as one:
@@ -209,7 +209,7 @@ async def test_resume_waits_for_a_worker_of_the_old_model(redis_server):
             assert new.blocks == []
 
 
-async def test_session_stored_without_a_model_takes_the_one_that_goes_on(redis_server, redis):
+async def test_session_stored_without_a_model_adopts_that_of_its_next_worker(redis_server, redis):
     request = request_of(max_tokens=24)
     async with scripted("target", **DEMO) as unnamed:
         async with orchestrating(redis_server, unnamed.address, "") as one:
@@ -223,7 +223,7 @@ async def test_session_stored_without_a_model_takes_the_one_that_goes_on(redis_s
             assert (await other.store.read(request.session_id)).model_identity == NEW
 
 
-async def test_demo_pair_says_what_it_is(redis_server):
+async def test_demo_pair_has_a_model_identity(redis_server):
     async with running("target", "demo") as (link, _):
         info = await link.info()
         async with orchestrating(redis_server, link.address, "") as one:

@@ -29,7 +29,7 @@ async def finish(orchestrator, caller, request=REQUEST):
     return [chunk async for chunk in orchestrator.generate(request, caller)]
 
 
-async def test_quiet_tenant_is_not_behind_the_queue_of_a_loud_one(redis_server, target):
+async def test_tenant_does_not_wait_for_the_queue_of_another(redis_server, target):
     ended = []
 
     async def ask(orchestrator, tenant):
@@ -46,7 +46,7 @@ async def test_quiet_tenant_is_not_behind_the_queue_of_a_loud_one(redis_server, 
     assert len(ended) == 9
 
 
-async def test_flood_is_refused_with_a_delay_and_every_place_comes_back(redis_server, target):
+async def test_flood_is_rejected_with_a_delay_and_all_slots_are_freed(redis_server, target):
     settings = {"max_concurrent_requests": 2, "max_waiting_requests": 3}
     async with running(redis_server, target.address, "", **settings) as orchestrator:
         results = await asyncio.wait_for(
@@ -61,7 +61,7 @@ async def test_flood_is_refused_with_a_delay_and_every_place_comes_back(redis_se
         assert await finish(orchestrator, Caller("a"))
 
 
-async def test_request_that_waits_past_its_deadline_is_told_so(redis_server, target):
+async def test_waiting_request_fails_at_its_deadline(redis_server, target):
     target.delay_s = 0.1
     async with running(redis_server, target.address, "", max_concurrent_requests=1) as orchestrator:
         running_one = asyncio.create_task(finish(orchestrator, Caller("a")))
@@ -71,7 +71,7 @@ async def test_request_that_waits_past_its_deadline_is_told_so(redis_server, tar
         assert len(tokens_of(await running_one)) == 12
 
 
-async def test_deadline_of_a_running_request_ends_it_and_frees_its_place(redis_server, target):
+async def test_deadline_ends_a_running_request_and_frees_its_slot(redis_server, target):
     target.delay_s = 0.1
     async with running(redis_server, target.address, "") as orchestrator:
         request = GenerationRequest("x", max_tokens=500, ignore_eos=True, drafter=DrafterKind.NONE)
@@ -82,7 +82,7 @@ async def test_deadline_of_a_running_request_ends_it_and_frees_its_place(redis_s
         assert orchestrator.admission.num_running == 0
 
 
-async def test_sessions_of_one_name_do_not_meet(redis_server, target):
+async def test_sessions_of_two_tenants_with_one_name_are_separate(redis_server, target):
     request = GenerationRequest("x = ", max_tokens=3, session_id="same", drafter=DrafterKind.NONE)
     async with running(redis_server, target.address, "") as orchestrator:
         for tenant in ("", "a", "b"):
@@ -94,7 +94,7 @@ async def test_sessions_of_one_name_do_not_meet(redis_server, target):
     assert names == {"same", "a:same", "b:same"}
 
 
-async def test_stored_sessions_have_a_bound_that_deleting_them_frees(redis_server, target):
+async def test_deleting_sessions_frees_stored_bytes(redis_server, target):
     settings = {"max_stored_mb": 1, "max_tenant_stored_share": 0.1}
     async with running(redis_server, target.address, "", **settings) as orchestrator:
         names = []

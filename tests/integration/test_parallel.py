@@ -58,7 +58,7 @@ def other_rank(pid):
 
 
 class Pair:
-    """Two ranks and one rank, told the same."""
+    """Two ranks and one rank that get the same calls."""
 
     def __init__(self, two, one):
         self.two, self.one = two, one
@@ -138,7 +138,7 @@ def test_trees_and_forks_agree(clean):
     clean.step(SequenceInput("b", 21, [7, 8], 2), SequenceInput("a", 23, [9], 1))
 
 
-def test_what_ended_sessions_leave_agrees(clean):
+def test_retained_caches_agree(clean):
     tokens = some_tokens(30, 6)
     clean.step(SequenceInput("a", 0, tokens, 1))
     clean.do("retain", "a", "us")
@@ -152,7 +152,7 @@ def test_what_ended_sessions_leave_agrees(clean):
     clean.step(SequenceInput("b", 27, [5], 1))
 
 
-def test_ranks_evict_the_same_of_what_was_left(clean):
+def test_ranks_evict_the_same_retained_caches(clean):
     for seed in range(20):  # more than fit
         clean.step(SequenceInput("a", 0, some_tokens(70, seed), 1))
         clean.do("retain", "a", "us")
@@ -217,7 +217,7 @@ def test_too_few_devices_are_refused_before_anything_starts(monkeypatch):
         check_parallel(str(TARGET_DIR), 2, "cpu")
 
 
-def test_rank_that_cannot_start_is_told_with_its_status(monkeypatch):
+def test_failure_to_start_a_rank_reports_its_status(monkeypatch):
     monkeypatch.setattr("services.engine.tensor_parallel.ranks.sys.executable", "/bin/false")
     ranks = Ranks.start(RankSpec("m", 2, "cpu", "auto", 1, 1, 10.0, meeting_place()))
     with pytest.raises(EngineLostError, match=r"rank 1 .*ended (with status 1|before it was started)"):
@@ -237,7 +237,7 @@ def test_architecture_without_a_plan_is_refused(tmp_path):
         check_parallel(str(tiny_model("opt", tmp_path)), 2, "cpu")
 
 
-def test_rank_follows_refusals_but_no_failures():
+def test_rank_survives_rejected_steps_but_not_failures():
     class Refusing:
         def __init__(self, error):
             self.error, self.told = error, []
@@ -255,7 +255,7 @@ def test_rank_follows_refusals_but_no_failures():
         follow(Refusing(RuntimeError("out of memory")), [], [])
 
 
-async def test_dead_rank_ends_its_worker_and_tells_who_waits():
+async def test_dead_rank_ends_its_worker_and_fails_waiting_calls():
     options = ["--model", TARGET_DIR, "--tensor-parallel", 2, "--prefill-chunk", 16]
     async with spawned("target", *options, GAMMARAY_DEVICE="cpu") as (process, address):
         rank = other_rank(process.pid)

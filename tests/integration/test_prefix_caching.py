@@ -1,4 +1,4 @@
-"""Caches that ended sessions leave: they save reading, change no token, and serve their own tenant alone."""
+"""Retained caches of ended sessions save computation, change no token, and serve their tenant only."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def ask(orchestrator, request, caller=ANONYMOUS):
     return tokens_of(chunks), chunks[-1].usage
 
 
-async def test_the_same_prompt_is_read_once_and_gives_the_same_tokens(orchestrator):
+async def test_a_repeated_prompt_is_computed_once_and_gives_the_same_tokens(orchestrator):
     request = request_of()
     first, before = await ask(orchestrator, request)
     again, after = await ask(orchestrator, request)
@@ -49,7 +49,7 @@ async def test_the_same_prompt_is_read_once_and_gives_the_same_tokens(orchestrat
     assert after.cached_tokens == after.prompt_tokens - 1 > 60, "the last one is fed for its logits"
 
 
-async def test_a_conversation_reads_only_what_is_new(orchestrator):
+async def test_a_conversation_computes_only_new_tokens(orchestrator):
     request = request_of()
     answer, usage = await ask(orchestrator, request)
     prompt = tuple(orchestrator.encode(request.prompt))
@@ -62,7 +62,7 @@ async def test_a_conversation_reads_only_what_is_new(orchestrator):
     assert nothing.cached_tokens == 0
 
 
-async def test_a_tenant_is_not_served_from_another_ones(orchestrator):
+async def test_caches_are_not_shared_between_tenants(orchestrator):
     request = request_of()
     await ask(orchestrator, request, ALICE)
     assert (await ask(orchestrator, request, BOB))[1].cached_tokens == 0
@@ -70,7 +70,7 @@ async def test_a_tenant_is_not_served_from_another_ones(orchestrator):
     assert (await ask(orchestrator, request, ALICE))[1].cached_tokens > 60
 
 
-async def test_a_deleted_session_leaves_nothing(orchestrator):
+async def test_a_deleted_session_leaves_no_cache(orchestrator):
     request = request_of(session_id="secret")
     await ask(orchestrator, request, ALICE)
     assert await orchestrator.sessions.delete("secret", ALICE)
@@ -78,7 +78,7 @@ async def test_a_deleted_session_leaves_nothing(orchestrator):
     assert (await ask(orchestrator, other, ALICE))[1].cached_tokens == 0
 
 
-async def test_a_session_that_is_deleted_while_it_runs_leaves_nothing(orchestrator):
+async def test_a_session_deleted_while_running_leaves_no_cache(orchestrator):
     request = request_of(session_id="soon-gone", max_tokens=1500)
     stream = orchestrator.generate(request, ALICE)
     async with aclosing(stream):
@@ -99,7 +99,7 @@ async def test_a_kept_turn_counts_as_cached(orchestrator):
     assert (await ask(orchestrator, second, BOB))[1].cached_tokens >= usage.prompt_tokens + 23
 
 
-async def test_it_can_be_switched_off(redis_server, workers):
+async def test_prefix_caching_can_be_disabled(redis_server, workers):
     request = request_of()
     async with running(redis_server, *workers, prefix_caching=False) as orchestrator:
         first, _ = await ask(orchestrator, request)

@@ -1,4 +1,4 @@
-"""Proposals that arrive before they are asked for: the same text, fewer waits, and no harm from odd ones."""
+"""Proposals that arrive before they are requested: same text, fewer waits, no effect of invalid ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def message(token_ids, proposal, *, epoch=1, base_position=4):
     )
 
 
-def test_prepared_is_taken_for_the_very_outcome_only():
+def test_prepared_proposal_is_used_only_for_its_outcome():
     prepared = ProposalCache(VOCAB)
     prepared.expect(1, 4)
     prepared.put(message([7, 8], Proposal((1, 2, 3))))
@@ -68,7 +68,7 @@ def test_prepared_for_another_cycle_is_dropped(stale):
     assert prepared.take([0, 0, 0, 0, 7], Shape(3)) is None
 
 
-def test_prepared_chain_is_cut_with_its_laws_and_wide_trees_are_left():
+def test_prepared_chain_is_cut_with_its_distributions_and_too_large_trees_are_skipped():
     prepared = ProposalCache(VOCAB)
     prepared.expect(1, 4)
     laws = tuple(SparseDistribution((token, token + 1), (3, 1), 2) for token in (1, 2, 3))
@@ -80,7 +80,7 @@ def test_prepared_chain_is_cut_with_its_laws_and_wide_trees_are_left():
     assert prepared.take([0] * 4 + [8], Shape(1, 3)) is None
 
 
-def test_prepared_flood_is_bounded_and_foreign_tokens_are_refused():
+def test_prepared_proposals_are_bounded_and_invalid_tokens_are_rejected():
     prepared = ProposalCache(VOCAB)
     prepared.expect(1, 4)
     for token in range(MAX_SEEN):
@@ -104,7 +104,7 @@ def test_prepared_flood_is_bounded_and_foreign_tokens_are_refused():
         pytest.param([1], Proposal((1,) * 257), "ahead.proposal: got 257 nodes", id="large-proposal"),
     ],
 )
-def test_prepared_out_of_measure_fails_the_cycle_and_is_not_kept(outcome, proposal, wanted):
+def test_invalid_prepared_proposal_fails_the_cycle_and_is_dropped(outcome, proposal, wanted):
     prepared = ProposalCache(VOCAB)
     prepared.expect(1, 4)
     prepared.put(message([7], Proposal((1, 2, 3))))
@@ -117,7 +117,7 @@ def test_prepared_out_of_measure_fails_the_cycle_and_is_not_kept(outcome, propos
     assert prepared.take([7], Shape(3)) is None
 
 
-def test_prepared_bytes_are_bounded_and_what_does_not_fit_is_no_offence():
+def test_prepared_bytes_are_bounded_and_excess_proposals_are_dropped():
     prepared = ProposalCache(VOCAB)
     prepared.expect(1, 4)
     law = SparseDistribution(tuple(range(64)), (64,) * 64, 12)
@@ -148,7 +148,7 @@ def _resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_laws_have_the_support_that_drafters_may_be_set_to():
+def test_distributions_may_have_the_largest_configurable_support():
     bounds = DraftSettings.model_fields["draft_top_k"].metadata
     assert MAX_SUPPORT in [getattr(bound, "le", None) for bound in bounds]
 
@@ -184,7 +184,7 @@ def model(tmp_path_factory):
 @pytest.mark.integration
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("method", list(VerificationMethod))
-async def test_prepared_proposals_change_when_and_not_what(monkeypatch, model, method, temperature):
+async def test_prepared_proposals_change_no_token(monkeypatch, model, method, temperature):
     monkeypatch.setattr(remote_draft, "ProposalCache", Counting)
     texts, hits = [], []
     for ahead in (False, True):

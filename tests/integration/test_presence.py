@@ -1,4 +1,4 @@
-"""Orchestrators find each other in the registry, and are gone when they say so or say nothing any more."""
+"""Orchestrators find each other in the registry; entries end at shutdown or when not renewed."""
 
 import itertools
 from collections.abc import AsyncIterator
@@ -35,7 +35,7 @@ def state(pid, cycles=0):
     return ProcessStatus("orchestrator", pid, "", "demo", True, 1, "127.0.0.1:9", speculation_totals=totals)
 
 
-async def test_orchestrators_tell_each_other_their_state(redis, monkeypatch):
+async def test_orchestrators_publish_their_state_in_the_registry(redis, monkeypatch):
     monkeypatch.setattr(presence, "REFRESH_S", 0.05)
     cycles = itertools.count()
     first = Presence(RedisRegistry(redis), lambda: state(1, next(cycles)))
@@ -56,7 +56,7 @@ async def test_orchestrators_tell_each_other_their_state(redis, monkeypatch):
     await second.stop()
 
 
-async def test_orchestrator_that_says_nothing_any_more_is_gone_soon(redis, monkeypatch):
+async def test_orchestrator_that_stops_renewing_its_entry_expires(redis, monkeypatch):
     monkeypatch.setattr(presence, "REFRESH_S", 3600)
     silent = Presence(RedisRegistry(redis), lambda: state(1))
     await silent.start()
@@ -73,7 +73,7 @@ async def test_orchestrator_that_says_nothing_any_more_is_gone_soon(redis, monke
     await silent.stop()
 
 
-async def test_registry_that_does_not_answer_does_no_harm():
+async def test_unavailable_registry_does_not_stop_serving():
     with running_redis() as gone:
         client = connect(gone.url)
         lonely = Presence(RedisRegistry(client), lambda: state(1))

@@ -70,7 +70,7 @@ async def test_prompt_logprobs_are_the_plain_forward_in_chunks_of_any_size(model
             await link.release("other")
 
 
-async def test_prompt_logprobs_ignore_what_is_cached(model, plain):
+async def test_prompt_logprobs_do_not_depend_on_the_cache(model, plain):
     async with running("target", model) as (link, _):
         await link.ask(verify_block(LONG, session_id="a", spec=spec_message(cache_salt="x")))
         shared = await link.ask(verify_block(LONG, session_id="b", spec=spec_message(cache_salt="x")))

@@ -68,7 +68,7 @@ def test_demo_pair_is_served_lossless_and_measured(tmp_path):
         assert [depth["gamma"] for depth in payoff["depths"]] == [1, 3]
 
 
-def test_candidates_that_cannot_be_served_are_unfit_and_say_why(tmp_path):
+def test_candidates_that_cannot_be_served_are_unfit_with_the_reason(tmp_path):
     wrong = tiny_model("llama", tmp_path)
     odd = tiny_model("mamba", tmp_path, vocab_size=2048)
     done = qualify("--target", "demo", "--draft", wrong, "--draft", odd, *SMALL)
@@ -113,12 +113,12 @@ def test_target_without_a_tokenizer_is_unfit(tmp_path):
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_model_that_is_not_there_is_a_wrong_argument(tmp_path, role):
+def test_missing_model_is_an_argument_error(tmp_path, role):
     models = {"target": "demo", "draft": "demo", role: tmp_path / "nothing"}
     done = qualify("--target", models["target"], "--draft", models["draft"], *SMALL)
     assert done.returncode == 2
     assert f"gammaray: {role}: got" in done.stderr
-    assert "which is not there" in done.stderr
+    assert "which does not exist" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -200,12 +200,12 @@ def test_planted_loss_is_found(schedulers):
     _, equality = measure(Lossy(*schedulers), make_asks(task(), PROMPTS, (), 128), (2,), lambda done: None)
     for one in equality:
         assert (one.compared, one.equal, one.ties) == (2, 0, 0)
-        assert one.first == "with gamma 2 prompt 1 parts from plain decoding at token 6"
+        assert one.first == "with gamma 2 prompt 1 diverges from plain decoding at token 6"
         assert not one.is_lossless
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_tie_is_told_from_a_loss(models, temperature):
+def test_tie_is_distinguished_from_a_loss(models, temperature):
     target, _ = models
     ask = Ask(tuple(PROMPTS[1]), 16, temperature, 3, ())
     (logits,) = target.step([SequenceInput("x", 0, list(ask.prompt), 1)])
@@ -238,7 +238,7 @@ def test_tie_sees_equal_scores_as_equal(tmp_path):
     ("left", "right", "index"),
     [((1, 2), (1, 2), None), ((1, 2), (1, 3), 1), ((1, 2), (1, 2, 3), 2), ((), (1,), 0)],
 )
-def test_parting_is_the_first_difference(left, right, index):
+def test_divergence_is_the_first_difference(left, right, index):
     assert parting(left, right) == index
 
 

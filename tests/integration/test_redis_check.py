@@ -1,4 +1,4 @@
-"""A Redis that cannot be used is told before a cluster starts on it."""
+"""An unusable Redis is reported before a cluster starts."""
 
 import socket
 import time
@@ -25,7 +25,7 @@ def test_redis_url_of_another_kind_is_refused():
         check_redis("foo")
 
 
-def test_redis_that_is_not_there_is_told_soon_without_the_password():
+def test_missing_redis_is_reported_quickly_without_the_password():
     with socket.socket() as taken:  # and nobody listens
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -36,13 +36,13 @@ def test_redis_that_is_not_there_is_told_soon_without_the_password():
     assert "secret" not in str(caught.value)
 
 
-def test_redis_url_that_makes_no_sense_is_told_without_its_password():
+def test_malformed_redis_url_is_reported_without_its_password():
     with pytest.raises(InvalidArgumentError) as caught:
         check_redis("http://user:secret@127.0.0.1:1/0")
     assert "secret" not in str(caught.value)
 
 
-def test_private_redis_lets_no_stranger_in():
+def test_private_redis_requires_its_password():
     with running_redis() as server:
         parts = urlsplit(server.url)
         for stranger in (f"redis://127.0.0.1:{parts.port}/0", f"redis://:guess@127.0.0.1:{parts.port}/0"):

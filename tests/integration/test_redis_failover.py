@@ -1,4 +1,4 @@
-"""Failovers: another server becomes the primary, by name or by Sentinel, and commits go on there."""
+"""Failovers: another server becomes the primary, by name or by Sentinel, and commits continue there."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def demote(primary, new):
     follow(primary, new)
 
 
-async def test_commits_go_on_at_the_primary_that_the_name_leads_to_now():
+async def test_commits_continue_at_the_new_primary_of_the_host_name():
     with replicated() as (old, new):
         async with redis_name(old) as (name, url):
             redis = connect(url)
@@ -114,7 +114,7 @@ def sentinel_of(primary, *lines):
 
 
 @pytest.mark.parametrize("lines", [(), ("requirepass hush",)], ids=["open", "sentinel-with-password"])
-async def test_sentinel_names_the_primary_and_the_one_after_it(lines):
+async def test_client_follows_sentinel_to_the_promoted_primary(lines):
     """A primary that is killed, its replica, a sentinel that answers and one that does not."""
     with replicated() as (old, new), sentinel_of(old, *lines) as url:
         await asyncio.to_thread(check_redis, url)
@@ -164,7 +164,7 @@ async def test_sentinel_that_demotes_a_living_primary_is_followed():
         await redis.aclose()
 
 
-async def test_worker_announces_itself_past_a_sentinel_that_never_answers():
+async def test_worker_announces_itself_despite_an_unresponsive_sentinel():
     silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     port = silent.sockets[0].getsockname()[1]
     entry = WorkerEntry("target", "127.0.0.1:1", "m", 1, 10, 20)
@@ -177,7 +177,7 @@ async def test_worker_announces_itself_past_a_sentinel_that_never_answers():
     silent.close()
 
 
-async def test_sentinels_that_are_all_gone_are_told():
+async def test_loss_of_all_sentinels_is_reported():
     redis = redis_connection.connect(
         "redis+sentinel://127.0.0.1:1,127.0.0.1:2/svc", timeout_s=1, num_retries=0
     )
@@ -201,7 +201,7 @@ async def test_sentinels_that_are_all_gone_are_told():
         "redis://:secret@127.0.0.1:port/0",
     ],
 )
-def test_url_that_makes_no_sense_is_refused_without_its_password(url):
+def test_malformed_url_is_rejected_without_its_password(url):
     with pytest.raises(
         InvalidArgumentError, match=r"redis_url: got .*allowed: .*redis\+sentinel://"
     ) as caught:
@@ -209,7 +209,7 @@ def test_url_that_makes_no_sense_is_refused_without_its_password(url):
     assert "secret" not in str(caught.value)
 
 
-def test_sentinel_url_options_go_where_they_belong():
+def test_sentinel_url_options_apply_to_sentinels_or_servers():
     url = "rediss+sentinel://me:p%40ss@one,two:7/my%20svc/3?ssl_ca_certs=ca.pem&sentinel_username=s&sentinel_password=x"
     pool = connect(url).connection_pool
     kept = pool.connection_kwargs

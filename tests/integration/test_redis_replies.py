@@ -1,4 +1,4 @@
-"""Error replies of Redis: what callers get of them, and that no watcher ends with one."""
+"""Error replies of Redis: the errors that callers get, and background tasks that survive them."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def refused(name: RedisName) -> set[str]:
 
 
 @pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.split()[0])
-async def test_no_reply_ends_a_watcher(server, reply):
-    """Fleet, presence and a worker's announcer go on after any reply, where none of them was restarted."""
+async def test_error_replies_do_not_end_background_tasks(server, reply):
+    """Fleet, presence and a worker's announcer continue after any reply without a restart."""
     async with scripted("target") as worker, redis_name(server) as (name, url):
         redis, direct = connect(url), connect(server.url)
         await direct.flushall()
@@ -99,7 +99,7 @@ async def test_no_reply_ends_a_watcher(server, reply):
         pytest.param("ERR wrong number of arguments", InternalError, "wrong number", id="ERR"),
     ],
 )
-async def test_reply_that_does_not_pass_is_typed_at_once(server, reply, error, words):
+async def test_permanent_error_reply_fails_immediately_with_a_type(server, reply, error, words):
     async with redis_name(server) as (name, url):
         redis = connect(url)
         script = BatchedScript(redis, WRITE)
@@ -115,7 +115,7 @@ async def test_reply_that_does_not_pass_is_typed_at_once(server, reply, error, w
 @pytest.mark.parametrize(
     "reply", [REPLIES[i] for i in (0, 1, 3, 5, 6, 7)], ids=lambda reply: reply.split()[0]
 )
-async def test_reply_that_passes_is_waited_out(server, reply):
+async def test_temporary_error_reply_is_retried(server, reply):
     async with redis_name(server) as (name, url):
         redis = connect(url)
         script = BatchedScript(redis, WRITE)
@@ -129,7 +129,7 @@ async def test_reply_that_passes_is_waited_out(server, reply):
         await redis.aclose()
 
 
-async def test_reply_that_does_not_pass_in_time_names_its_code(server):
+async def test_lasting_error_reply_names_its_code(server):
     async with redis_name(server) as (name, url):
         redis = connect(url)
         name.reply = REPLIES[0]
@@ -156,7 +156,7 @@ async def test_full_redis_refuses_a_script_as_exhausted():
         await redis.aclose()
 
 
-async def test_busy_redis_is_waited_out():
+async def test_commands_to_a_busy_redis_are_retried():
     """A real server that runs another client's script for too long."""
     with running_redis() as busy:
         redis, other = connect(busy.url), connect(busy.url)
@@ -175,7 +175,7 @@ async def test_busy_redis_is_waited_out():
             await client.aclose()
 
 
-async def test_start_waits_for_redis_and_says_so(server, caplog):
+async def test_start_waits_for_redis_and_logs_it(server, caplog):
     async with redis_name(server) as (name, url):
         name.reply = REPLIES[5]
         waiting = asyncio.create_task(wait_for_redis(url, 60.0))
@@ -184,14 +184,14 @@ async def test_start_waits_for_redis_and_says_so(server, caplog):
         assert not waiting.done()
         name.reply = ""
         await waiting
-    assert "answers after" in caplog.text
+    assert "responded after" in caplog.text
     password = url.split("@")[0].rpartition(":")[2]
     assert password
     assert password not in caplog.text
 
 
 async def test_start_gives_up_in_time_with_a_typed_error():
-    with pytest.raises(UnavailableError, match=r"redis://127.0.0.1:1/0 does not answer \(tried for 1 s\)"):
+    with pytest.raises(UnavailableError, match=r"redis://127.0.0.1:1/0 does not respond \(tried for 1 s\)"):
         await wait_for_redis("redis://127.0.0.1:1/0", 1.0)
 
 

@@ -1,4 +1,4 @@
-"""The private Redis outlives its process: what it answered is there after kill -9."""
+"""The private Redis is restarted: acknowledged writes survive kill -9."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def kill(server):
         time.sleep(0.01)
 
 
-def test_redis_killed_in_the_middle_of_writing_has_all_it_answered_when_it_is_back():
+def test_redis_killed_while_writing_keeps_all_acknowledged_writes():
     with running_redis() as server:
         url, first, answered = server.url, server.pid, 0
         client = redis.Redis.from_url(url)
@@ -51,7 +51,7 @@ def test_redis_killed_in_the_middle_of_writing_has_all_it_answered_when_it_is_ba
         assert answered >= 100
 
 
-def test_redis_has_its_memory_limit_also_after_it_was_revived(tmp_path):
+def test_restarted_redis_keeps_its_memory_limit(tmp_path):
     with redis_server.RedisServer.start(tmp_path, 300 * 2**20) as server:
         for _ in range(2):
             client = redis.Redis.from_url(server.url)
@@ -63,7 +63,7 @@ def test_redis_has_its_memory_limit_also_after_it_was_revived(tmp_path):
     assert 2**28 <= redis_server.default_maxmemory() <= 2**32
 
 
-def test_redis_that_ends_again_and_again_is_given_up(monkeypatch):
+def test_redis_that_ends_repeatedly_is_not_restarted(monkeypatch):
     monkeypatch.setattr(redis_server, "MAX_REVIVALS", 2)
     monkeypatch.setattr(redis_server, "REVIVALS_PER_S", 60.0)  # of which this takes less on any machine
     with running_redis() as server:

@@ -15,7 +15,7 @@ from gammaray.types import Proposal
 pytestmark = pytest.mark.integration
 
 
-async def test_remote_target_dies_another_takes_over_without_a_trace():
+async def test_remote_dead_target_is_replaced_without_changing_tokens():
     async with scripted("target", "target", "draft") as (*targets, draft), fleet_of(*targets, draft) as fleet:
         session = make_session(max_tokens=200)
         task = asyncio.create_task(finish(session, *clients(fleet, session), 3))
@@ -28,7 +28,7 @@ async def test_remote_target_dies_another_takes_over_without_a_trace():
         assert second.blocks[0].HasField("spec")
 
 
-async def test_remote_only_target_restarts_the_session_waits_for_it():
+async def test_remote_session_waits_for_the_restart_of_the_only_target():
     async with scripted("target") as target, fleet_of(target) as fleet:
         session = make_session(max_tokens=100)
         task = asyncio.create_task(finish(session, *clients(fleet, session), 0))

@@ -1,4 +1,4 @@
-"""Sessions that change hands: two orchestrators, real workers of the demo pair, a real Redis."""
+"""Takeover of sessions: two orchestrators, real workers of the demo pair, a real Redis."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_resume_on_another_orchestrator_changes_nothing(pair, fields):
     assert chunks[-1].seed == whole[-1].seed
 
 
-async def test_resume_finished_turn_from_every_place(pair):
+async def test_resume_of_a_finished_turn_from_every_offset(pair):
     one, other = pair
     text = text_of(await complete(one, undisturbed(request_of(sampling=GREEDY))))
     stop = text[len(text) * 2 // 3 :][:4]
@@ -91,7 +91,7 @@ async def test_resume_finished_turn_from_every_place(pair):
     assert [token.token_id for token in tokens] == tokens_of(chunks)
 
 
-async def test_resume_of_much_comes_in_pieces(pair):
+async def test_resume_replays_many_tokens_in_several_chunks(pair):
     one, other = pair
     request = request_of(max_tokens=2 * REPLAY_TOKENS + 10)
     chunks = await complete(one, request)
@@ -100,7 +100,7 @@ async def test_resume_of_much_comes_in_pieces(pair):
     assert text_of(rest) == text_of(chunks)
 
 
-async def test_takeover_ends_the_former_owner_and_loses_nothing(pair):
+async def test_takeover_ends_the_former_owner_and_loses_no_token(pair):
     one, other = pair
     request = request_of(max_tokens=400)
     whole = await complete(one, undisturbed(request))
@@ -123,10 +123,10 @@ async def test_takeover_ends_the_former_owner_and_loses_nothing(pair):
 
 
 async def any_model(session_id, identity, left_s):
-    """Let a session go on with any target model."""
+    """Let a session continue with any target model."""
 
 
-async def test_resume_does_not_start_cold(pair):
+async def test_resume_restores_counters_and_workers(pair):
     one, other = pair
     request = request_of(max_tokens=300)
     chunks = await first_chunks(one, request, 30)
@@ -142,13 +142,13 @@ async def test_resume_does_not_start_cold(pair):
     assert handover.draft in links[1]
 
 
-async def test_resume_what_cannot_be_is_refused(pair):
+async def test_invalid_resume_is_rejected(pair):
     one, other = pair
     request = request_of(max_tokens=300)
     chunks = await first_chunks(one, request, 3)
     await settled(one)
     refused = {
-        "begun turn 0 already|exists already": request,
+        "already begun turn 0|already exists": request,
         "another request": dataclasses.replace(request, prompt="else", resume_from=1),
         "allowed: up to": dataclasses.replace(request, resume_from=10_000),
         "turn .* got 1, turn 0 has not finished": dataclasses.replace(request, turn=1),
@@ -167,8 +167,8 @@ async def test_resume_what_cannot_be_is_refused(pair):
     assert tokens_of(rest)[: len(tokens_of(chunks)) - 3] == tokens_of(chunks)[3:]
 
 
-async def test_resume_from_nothing_begins_the_session_once(pair):
-    """What a client asks for when its very first call broke, whether it had reached anybody or not."""
+async def test_resume_from_offset_0_begins_the_session_once(pair):
+    """The request of a client whose first call failed, whether or not a server had received it."""
     one, other = pair
     request = request_of()
     whole = await complete(one, undisturbed(request))
@@ -197,7 +197,7 @@ async def test_turns_continue_a_session_and_reuse_its_cache(pair):
         await complete(one, resumed(request, first))
 
 
-async def test_cancel_ends_the_stream_and_stays(pair):
+async def test_cancel_ends_the_stream_permanently(pair):
     one, other = pair
     request = request_of(max_tokens=1500)
     async with aclosing(one.generate(request)) as stream:
@@ -215,7 +215,7 @@ async def test_cancel_ends_the_stream_and_stays(pair):
         await other.sessions.cancel("nobody", ANONYMOUS)
 
 
-async def test_delete_ends_the_stream_and_leaves_nothing(pair, redis):
+async def test_delete_ends_the_stream_and_frees_everything(pair, redis):
     one, other = pair
     request = request_of(max_tokens=1500)
     async with aclosing(one.generate(request)) as stream:
@@ -231,7 +231,7 @@ async def test_delete_ends_the_stream_and_leaves_nothing(pair, redis):
     assert await sessions_on(one, 0) == 0
 
 
-async def test_list_has_the_latest_first(pair):
+async def test_list_begins_with_the_most_recently_active_session(pair):
     one, other = pair
     requests = [request_of(max_tokens=3) for _ in range(3)]
     for request in requests:
@@ -243,7 +243,7 @@ async def test_list_has_the_latest_first(pair):
         await other.sessions.recent(1001, ANONYMOUS)
 
 
-async def test_reaper_frees_what_a_dead_owner_left(pair, redis, monkeypatch):
+async def test_reaper_frees_the_caches_of_a_dead_owner(pair, redis, monkeypatch):
     one, other = pair
     renew, thaw = one.store.renew, asyncio.Event()
 
@@ -264,7 +264,7 @@ async def test_reaper_frees_what_a_dead_owner_left(pair, redis, monkeypatch):
     assert info.state is SessionState.DETACHED
     assert request.session_id not in await other.store.running()
     thaw.set()
-    # It was only slow: it feeds the workers again, and goes on.
+    # It was only slow: it feeds the workers again and continues.
     chunks.append(await anext(stream))
     await stream.aclose()
     await settled(one)

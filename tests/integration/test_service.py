@@ -44,7 +44,7 @@ async def orchestrator(redis_server, workers):
 
 
 @pytest.mark.parametrize("params", [SEEDED, GREEDY], ids=["temperature-1", "greedy"])
-async def test_service_tokens_do_not_depend_on_gamma_drafter_or_company(orchestrator, params):
+async def test_service_tokens_do_not_depend_on_gamma_drafter_or_concurrency(orchestrator, params):
     def request(index, **fields):
         fields = {"prompt": PROMPTS[index], "sampling": params, "max_tokens": 40, **fields}
         return GenerationRequest(**fields)
@@ -108,7 +108,7 @@ async def test_service_every_method_completes_and_accounts_for_its_tokens(orches
     assert text_of(chunks) == orchestrator.decode(shown)
 
 
-async def test_service_seed_is_drawn_returned_and_repeats_the_completion(orchestrator):
+async def test_service_returns_the_chosen_seed_which_reproduces_the_completion(orchestrator):
     first, second = [
         await complete(orchestrator, GenerationRequest(PROMPTS[0], max_tokens=20)) for _ in range(2)
     ]
@@ -141,13 +141,13 @@ async def test_service_stop_string_cuts_text_tokens_and_store(orchestrator, redi
         assert stored.finish_reason is FinishReason.STOP
 
 
-async def test_service_tokens_are_stored_before_they_are_seen(orchestrator, redis):
+async def test_service_stores_tokens_before_it_sends_them(orchestrator, redis):
     store, seen = RedisStore(redis, 60), []
     request = GenerationRequest(PROMPTS[0], max_tokens=30, session_id="watched")
     async for chunk in orchestrator.generate(request):
         seen += [token.token_id for token in chunk.tokens]
         assert list((await store.read("watched")).token_ids[: len(seen)]) == seen
-    with pytest.raises(FailedPreconditionError, match="watched exists already"):
+    with pytest.raises(FailedPreconditionError, match="watched already exists"):
         await complete(orchestrator, request)
 
 
@@ -218,7 +218,7 @@ async def test_service_prompt_logprobs_of_too_long_a_prompt_are_refused(orchestr
         await complete(orchestrator, request)
 
 
-async def test_service_prompt_logprobs_are_told_once(orchestrator):
+async def test_service_sends_prompt_logprobs_once(orchestrator):
     options = {"sampling": SEEDED, "max_tokens": 6, "num_prompt_logprobs": 1, "session_id": "told"}
     request = GenerationRequest(PROMPTS[0], **options)
     first, *_ = await complete(orchestrator, request)

@@ -1,4 +1,4 @@
-"""What the orchestrator refuses and what it survives, on scripted workers and a real Redis."""
+"""Rejected requests and survived failures of the orchestrator, on scripted workers and a real Redis."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def orchestrator(redis_server, target):
 
 
 async def lasting_keys(redis):
-    """What is stored, but for the entries by which orchestrators know each other: those come and go."""
+    """Return the stored keys without the registry entries of orchestrators, which change."""
     return {key for key in await redis.keys() if not key.startswith(b"gammaray:orchestrator")}
 
 
@@ -97,7 +97,7 @@ async def test_service_without_a_draft_worker_decodes_plainly(redis_server, targ
             assert chunks[-1].summary.alpha is None
 
 
-async def test_service_target_dies_for_good_is_unavailable(redis_server, target):
+async def test_service_permanent_loss_of_the_target_is_unavailable(redis_server, target):
     stopping = []
     async with running(redis_server, target.address, "", worker_wait_s=0.5) as orchestrator:
         request = GenerationRequest(PROMPTS[0], max_tokens=1000, ignore_eos=True)
@@ -135,7 +135,7 @@ async def test_service_start_waits_for_redis(redis_server, target, caplog):
 
 
 @pytest.mark.parametrize("reply", ["NOPERM no permissions", "OOM no memory", "BUSY a script", "ERR a bug"])
-async def test_service_tells_its_state_whatever_redis_replies(redis_server, target, reply):
+async def test_service_reports_its_status_for_any_redis_reply(redis_server, target, reply):
     async with redis_name(redis_server) as (name, url):
         settings = OrchestratorSettings(redis_url=url, target_addresses=target.address)
         orchestrator = await Orchestrator.start(settings)
@@ -156,7 +156,7 @@ async def test_service_start_with_an_unknown_model_names_it(redis_server):
         await Orchestrator.start(OrchestratorSettings(redis_url=redis_server.url, model="no/such-model"))
 
 
-async def test_service_redis_dies_the_request_fails_and_the_workers_are_freed(target):
+async def test_service_loss_of_redis_fails_the_request_and_frees_the_workers(target):
     with running_redis() as server:
         async with running(server, target.address, "") as orchestrator:
             request = GenerationRequest(PROMPTS[0], max_tokens=1000, ignore_eos=True)

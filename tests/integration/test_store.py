@@ -101,7 +101,7 @@ async def test_store_finds_no_session_of_an_earlier_version(store, redis):
 
 async def test_store_names_are_unique_until_deleted(store):
     await store.create(make_session(), b"")
-    with pytest.raises(FailedPreconditionError, match="exists already"):
+    with pytest.raises(FailedPreconditionError, match="already exists"):
         await store.create(make_session(), b"")
     await store.delete("s")
     await store.delete("s")
@@ -162,7 +162,7 @@ async def test_store_commit_at_the_wrong_place_is_refused(store, emitted, token_
     assert (await store.read("s")).token_ids == (1, 2, 3)
 
 
-async def test_store_two_owners_race_one_wins(store):
+async def test_store_only_one_of_two_concurrent_owners_commits(store):
     session = make_session(max_tokens=1000)
     await store.create(session, b"")
     racers = []
@@ -175,7 +175,7 @@ async def test_store_two_owners_race_one_wins(store):
     assert len((await store.read("s")).token_ids) == 1
 
 
-async def test_store_cancelled_turn_takes_no_commit_and_tells_its_owner(store):
+async def test_store_rejects_commits_to_a_cancelled_turn(store):
     session = make_session()
     await store.create(session, b"")
     await commit(store, session, [1])
@@ -193,7 +193,7 @@ async def test_store_cancelled_turn_takes_no_commit_and_tells_its_owner(store):
         await store.cancel("nobody")
 
 
-async def test_store_epochs_never_fall_whatever_expires(redis):
+async def test_store_epochs_never_decrease_after_expiry(redis):
     """A name's next session has a higher epoch: no suspended owner commits into it, no worker refuses it."""
     store, epochs, table = RedisStore(redis, ttl_s=1), [], workers_table()
     suspended = make_session()
@@ -299,7 +299,7 @@ async def test_store_survives_a_flushed_script_cache(store, redis):
     assert (await store.read("s")).token_ids == (1,)
 
 
-async def test_store_rides_out_a_short_pause_of_redis(store, server):
+async def test_store_retries_during_a_short_pause_of_redis(store, server):
     session = make_session()
     await store.create(session, b"")
     os.kill(server.pid, signal.SIGSTOP)
@@ -315,7 +315,7 @@ async def test_store_without_redis_is_unavailable():
     await client.aclose()
 
 
-def test_redis_url_that_is_none_is_refused():
+def test_invalid_redis_url_is_rejected():
     with pytest.raises(InvalidArgumentError, match="redis://host:port/db"):
         connect("http://127.0.0.1")
 
@@ -337,7 +337,7 @@ async def test_registry_lists_live_workers_of_the_role(redis):
     assert await registry.addresses("draft") == {"h:3"}
 
 
-def test_redis_server_stops_and_leaves_nothing(tmp_path):
+def test_redis_server_stops_and_removes_its_files(tmp_path):
     server = RedisServer.start(tmp_path / "redis")
     pid = server.pid
     assert is_alive(pid)
@@ -353,14 +353,14 @@ def test_redis_server_from_the_wheel(tmp_path, monkeypatch):
         assert "@127.0.0.1:" in server.url
 
 
-def test_redis_server_that_does_not_come_up_is_reported(tmp_path, monkeypatch):
+def test_redis_server_that_does_not_start_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(redis_server, "redis_binary", lambda: "/bin/false")
-    with pytest.raises(UnavailableError, match="did not come up"):
+    with pytest.raises(UnavailableError, match="did not start"):
         RedisServer.start(tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
-def test_redis_server_ends_with_a_killed_starter(tmp_path):
+def test_redis_server_ends_when_its_parent_is_killed(tmp_path):
     code = (
         "import sys, time, pathlib; from orchestrator.launcher.redis_server import RedisServer\n"
         "print(RedisServer.start(pathlib.Path(sys.argv[1])).pid, flush=True); time.sleep(60)"

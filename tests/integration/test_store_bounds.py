@@ -1,4 +1,4 @@
-"""What stored sessions take in a real Redis: one request for all its choices, bounds, what frees bytes."""
+"""Bytes of stored sessions in a real Redis: shared requests, bounds, and freeing."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_requests_are_not_shared_between_tenants_nor_when_they_differ(redi
     assert sorted(tenants) == ["", "alice", "alice", "alice", "bob"]
 
 
-async def test_another_orchestrator_takes_a_choice_over(redis, server, tokenizer):
+async def test_another_orchestrator_can_take_over_a_choice(redis, server, tokenizer):
     asked = GenerationRequest(
         prompt="def main():",
         max_tokens=9,
@@ -151,7 +151,7 @@ async def test_another_orchestrator_takes_a_choice_over(redis, server, tokenizer
     await other_redis.aclose()
 
 
-async def test_request_goes_with_its_last_session(redis):
+async def test_request_is_deleted_with_its_last_session(redis):
     store = store_of(redis)
     for name in ("alice:a", "alice:b", "alice:c"):
         await store.create(session_of(name), b"request")
@@ -167,7 +167,7 @@ async def test_request_goes_with_its_last_session(redis):
     assert left == []
 
 
-async def test_next_turn_leaves_the_request_of_the_one_before(redis):
+async def test_next_turn_releases_the_request_of_the_previous_turn(redis):
     store = store_of(redis)
     for name in ("alice:a", "alice:b"):
         session = session_of(name, max_tokens=1)
@@ -187,7 +187,7 @@ async def test_expired_sessions_and_requests_free_their_bytes(redis):
     await store.create(short, b"request")
     await store.create(long, b"request")
     await store.create(session_of("alice:alone", prompt=(9,)), b"request")
-    for token in range(15):  # a session that goes on keeps itself and what it shares
+    for token in range(15):  # a running session renews its own keys and the shared request
         await asyncio.sleep(0.1)
         await commit(store, long, [token])
     with pytest.raises(NotFoundError):
@@ -205,7 +205,7 @@ async def test_expired_sessions_and_requests_free_their_bytes(redis):
     assert await redis.zcard("gammaray:stored") == 2
 
 
-async def test_tenant_over_its_bound_is_refused_and_told_when_to_come_back(redis):
+async def test_tenant_over_its_bound_is_rejected_with_a_retry_delay(redis):
     need = SESSION_OVERHEAD + 8 * PLAIN
     own = REQUEST_OVERHEAD + 4 + len(b"request") + 12
     store = store_of(redis, 2 * (own + 3 * need), 0.5)
@@ -234,7 +234,7 @@ async def test_tenant_over_its_bound_is_refused_and_told_when_to_come_back(redis
     assert await used(redis) == 2 * (own + 3 * need)
 
 
-async def test_request_that_can_never_fit_is_told_so(redis):
+async def test_request_that_can_never_fit_is_an_argument_error(redis):
     need = SESSION_OVERHEAD + 8 * PLAIN + REQUEST_OVERHEAD + 4 + len(b"request") + 12
     with pytest.raises(
         InvalidArgumentError, match=f"max_tokens: got .*{need} bytes, allowed: {need - 1} bytes"
@@ -242,9 +242,7 @@ async def test_request_that_can_never_fit_is_told_so(redis):
         await store_of(redis, need - 1).create(session_of("a"), b"request")
 
 
-async def test_session_that_was_replaced_while_it_was_taken_over_is_not_mixed_with_the_new_one(
-    redis, server, tokenizer
-):
+async def test_takeover_of_a_session_replaced_meanwhile_is_rejected(redis, server, tokenizer):
     class Slow(RedisStore):
         """Another client deletes the session, and begins one of its name, before it is taken over."""
 
@@ -268,7 +266,7 @@ async def test_callers_without_keys_have_the_bound_of_all(redis):
         await store.create(session_of("b"), b"request")
 
 
-async def test_refused_until_sessions_expire(redis):
+async def test_requests_are_rejected_until_sessions_expire(redis):
     need = SESSION_OVERHEAD + 8 * PLAIN + REQUEST_OVERHEAD + 4 + len(b"request") + 12
     store = store_of(redis, need, ttl_s=1)
     session = session_of("alice:a")
@@ -281,7 +279,7 @@ async def test_refused_until_sessions_expire(redis):
     await store.create(session_of("alice:b", prompt=(4, 5, 6)), b"request")
 
 
-async def test_many_expired_sessions_are_taken_off_before_anything_is_refused(redis):
+async def test_many_expired_sessions_are_freed_before_a_request_is_rejected(redis):
     """More than one script takes off at once."""
     many = store_of(redis)
     for start in range(0, 2500, 20):
@@ -295,7 +293,7 @@ async def test_many_expired_sessions_are_taken_off_before_anything_is_refused(re
     assert await used(redis) == SESSION_OVERHEAD + REQUEST_OVERHEAD + 4 + len(b"request") + 12 + 8 * PLAIN
 
 
-async def test_what_a_turn_may_still_emit_is_set_aside_while_it_has_an_owner(redis):
+async def test_bytes_for_future_tokens_are_reserved_while_a_turn_has_an_owner(redis):
     own = SESSION_OVERHEAD + REQUEST_OVERHEAD + 4 + len(b"request") + 12
     store = store_of(redis, 2 * own + 1000 * PLAIN)
     running = session_of("alice:a", 900)
@@ -324,7 +322,7 @@ async def test_what_a_turn_may_still_emit_is_set_aside_while_it_has_an_owner(red
     assert await redis.hget("gammaray:stored:used", ":+") is None
 
 
-async def test_reaped_session_gives_up_what_was_set_aside_and_its_slow_owner_goes_on(redis):
+async def test_reaping_frees_reserved_bytes_and_a_slow_owner_can_continue(redis):
     store = RedisStore(redis, 60, lease_s=0.1)
     session = session_of("alice:a", 1000)
     await store.create(session, b"request")
@@ -349,7 +347,7 @@ async def test_bound_follows_the_memory_limit_of_redis(redis):
         await redis.config_set("maxmemory", 0)
 
 
-async def test_records_of_cycles_are_charged_and_leave_room_for_sessions(redis):
+async def test_cycle_records_are_charged_and_keep_bytes_free_for_sessions(redis):
     own = SESSION_OVERHEAD + REQUEST_OVERHEAD + 4 + len(b"request") + 12 + 8 * PLAIN
     bounds = StoreBounds(redis, 2 * own, 1.0)
     store, traces = RedisStore(redis, 60, bounds=bounds), RedisTraceStore(redis, 60, bounds)

@@ -1,4 +1,4 @@
-"""What listing sessions reads and costs: tokens are left alone."""
+"""Listing sessions: tokens are not read."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_list_of_long_sessions_reads_no_token(redis):
     assert cpu < 1, "without tracing of allocations it takes some 30 ms"
 
 
-async def test_summary_says_what_the_session_says(redis):
+async def test_summary_equals_the_fields_of_the_session(redis):
     store = RedisStore(redis, 600)
     calls, caller = calls_of(redis, store), Caller(tenant="acme")
     for name in ("a", "b", "c"):

@@ -1,4 +1,4 @@
-"""The session store driven by owners that race, lag, repeat themselves and lose answers: nothing stale
+"""The session store driven by owners that race, lag, repeat commits and lose replies: nothing stale
 gets in.
 
 A model holds what the store must say. Every step runs on a real Redis; its times are moved instead of its
@@ -44,7 +44,7 @@ REFUSALS = (FailedPreconditionError, CancelledError, NotFoundError, InternalErro
 
 @dataclass
 class Model:
-    """What the store must hold; `epoch` is the last one that was given out, also when there is no session."""
+    """The expected contents of the store; `epoch` is the last one issued, also without a session."""
 
     exists: bool = True
     epoch: int = 0
@@ -55,7 +55,7 @@ class Model:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Three owners, each with its own view of one session, that may be long out of date."""
+    """Three owners, each with its own and possibly stale view of one session."""
 
     url = ""
 
@@ -76,7 +76,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @property
     def has_gone_far(self) -> bool:
-        """Whether the session has come to something that is worth losing."""
+        """Whether the session has enough tokens to test a loss."""
         return self.model.exists and (len(self.model.tokens) > 6 or self.model.turn > 0)
 
     def view(self, epoch: int, tokens: list[int], digest: str = "") -> Session:
@@ -94,7 +94,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.views[0], self.model.epoch = session, session.epoch
 
     def rises(self, epoch: int) -> None:
-        """Check a new epoch: no owner of the past, of whatever session, may have one that is as high."""
+        """Check a new epoch: it must be higher than those of all former owners of any session."""
         assert epoch > self.model.epoch
         assert epoch > max((view.epoch for view in self.views if view is not None), default=0)
         self.model.epoch = epoch
@@ -116,7 +116,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(owner=OWNERS, token_ids=TOKENS, ends=st.booleans(), times=st.integers(1, 3), gap=st.integers(-2, 2))
     def commit(self, owner: int, token_ids: list[int], ends: bool, times: int, gap: int) -> None:
-        """Commit, perhaps again and again as if answers got lost, perhaps at a place that is not the end."""
+        """Commit, perhaps repeatedly as after lost replies, perhaps at an offset that is not the end."""
         session = self.views[owner]
         if session is None or session.remaining < len(token_ids) + 2:
             return
@@ -146,12 +146,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(owner=OWNERS, token_ids=TOKENS, ends=st.booleans(), times=st.integers(1, 2))
     def commit_in_order(self, owner: int, token_ids: list[int], ends: bool, times: int) -> None:
-        """What owners do nearly always, be they late or not."""
+        """The usual commit of an owner, current or stale."""
         self.commit(owner, token_ids, ends, times, 0)
 
     @rule(owner=OWNERS, token_ids=TOKENS, ends=st.booleans())
     def come_back_and_commit(self, owner: int, token_ids: list[int], ends: bool) -> None:
-        """A client came back to another owner."""
+        """A client resumes at another owner."""
         self.take_over(owner)
         self.commit(owner, token_ids, ends, 1, 0)
 
@@ -209,7 +209,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(jump_ms=JUMPS)
     def clock_jumps(self, jump_ms: int) -> None:
-        """Redis's clock moves by `jump_ms`: to the lease it is as if it had been written so much earlier."""
+        """Redis's clock jumps by `jump_ms`, which ages the lease by as much."""
         head, *_ = keys_of("s")
         lease = self.run(self.redis.hget(head, "lease"))
         if lease is not None:
@@ -217,7 +217,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def reap(self) -> None:
-        """Nothing that the reaper finds, or believes, changes what may be committed."""
+        """The reaper must not change which commits are accepted."""
         lease = self.run(self.redis.hget(keys_of("s")[0], "lease"))
         epoch = self.run(self.store.reap("s"))
         if not self.model.exists:
@@ -232,7 +232,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.has_gone_far)
     @rule(how=st.sampled_from(["evicted", "torn"]))
     def tokens_are_lost(self, how: str) -> None:
-        """Half of a write: the hash is there, tokens are not. Nobody may commit or read on."""
+        """A partial write: the hash exists, the tokens do not. Commits and reads must fail."""
         _, tokens, *_ = keys_of("s")
         data = self.run(self.redis.get(tokens)) or b""
         if not data:
@@ -243,14 +243,14 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.has_gone_far)
     @rule()
     def delete(self) -> None:
-        """Owners do not notice; what they hold is of the past, also when the name is used again."""
+        """Owners do not notice; their view stays stale, also when the name is used again."""
         assert self.run(self.store.delete("s")) == self.model.exists
         self.model = Model(exists=False, epoch=self.model.epoch)
 
     @precondition(lambda self: self.has_gone_far)
     @rule()
     def expires(self) -> None:
-        """By its time to live; owners that were suspended meanwhile wake up later, and know nothing of it."""
+        """The session expires; suspended owners resume later without knowing it."""
         digest = self.run(self.redis.hget(keys_of("s")[0], "digest")).decode()
         self.run(self.redis.delete(*keys_of("s")[:4], *request_keys("s", digest)))
         self.model = Model(exists=False, epoch=self.model.epoch)
@@ -272,7 +272,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def store_charges_what_is_there(self) -> None:
-        """The session with its reservation and its request, to the byte, and nothing else."""
+        """The charged bytes are exactly those of the session, its reservation and its request."""
         fields = self.run(self.redis.hgetall("gammaray:stored:bytes"))
         sums = {k: int(v) for k, v in self.run(self.redis.hgetall("gammaray:stored:used")).items()}
         charged = {k: int(v) for k, v in fields.items() if not k.endswith(b"+")}
@@ -329,7 +329,7 @@ def test_store_accepts_no_stale_commit():
     ["if tonumber(head[1]) ~= tonumber(epoch) then return -2 end", "if head[2] then return -3 end"],
     ids=["epoch", "finished"],
 )
-def test_store_planted_hole_is_found(monkeypatch, guard):
+def test_store_check_finds_a_planted_bug(monkeypatch, guard):
     for name in ("COMMIT", "END"):
         script = getattr(scripts, name)
         assert guard in script

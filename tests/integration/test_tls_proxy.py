@@ -115,7 +115,7 @@ def test_both_apis_are_reached_through_a_proxy(pki, verify):
 
 
 @pytest.mark.parametrize("verify", ["required", "page"])
-def test_a_missing_client_certificate_is_told_whatever_the_proxy_answers(pki, verify):
+def test_a_missing_client_certificate_is_reported_for_any_proxy_response(pki, verify):
     with proxy(pki, verify) as address:
         for result in both(address, "--ca-file", pki.ca):
             assert result.exit_code == 3, result.output
@@ -125,11 +125,11 @@ def test_a_missing_client_certificate_is_told_whatever_the_proxy_answers(pki, ve
             client.status()
 
 
-def test_plain_text_to_the_proxy_is_told_to_use_tls(pki):
+def test_plain_text_to_the_proxy_reports_that_tls_is_needed(pki):
     with proxy(pki) as address:
         for result in both(address):
             assert result.exit_code == 3
-            assert "the server speaks TLS" in result.stderr
+            assert "the server uses TLS" in result.stderr
 
 
 def test_lines_of_grpc_do_not_reach_the_terminal(pki):

@@ -81,7 +81,7 @@ async def _survive_a_target_and_resume(redis, survivor, draft):
 
 
 async def _ask_without_the_tokens(target):
-    """Real workers keep the tokens of sessions whose cache they gave up: only a stranger to one lacks any."""
+    """Workers keep the tokens of evicted sessions: only a worker new to a session lacks tokens."""
     link = Link(target, "target")
     try:
         block = verify_block(

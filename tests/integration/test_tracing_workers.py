@@ -88,7 +88,7 @@ async def whole_trace(receiver, trace_id=TRACE_ID):
     return of_trace(spans, trace_id)
 
 
-async def test_trace_of_a_generation_has_every_cycle_with_both_sides(redis_server, workers, exporting):
+async def test_trace_has_every_cycle_with_client_and_worker_spans(redis_server, workers, exporting):
     async with running(redis_server, *workers) as orchestrator:
         chunks = await generate(orchestrator, request())
         spans = await whole_trace(exporting)
@@ -114,7 +114,7 @@ async def test_trace_of_a_generation_has_every_cycle_with_both_sides(redis_serve
     assert len({span.resource["process.pid"] for span in spans}) == 3
 
 
-async def test_trace_durations_nest_and_explain_the_wall_time(redis_server, workers, exporting):
+async def test_trace_spans_nest_and_cover_the_wall_time(redis_server, workers, exporting):
     explained = []
     async with running(redis_server, *workers) as orchestrator:
         # Where this machine stalls between two spans is chance; what no span tells of lacks in each of them.
@@ -133,7 +133,7 @@ def shares_explained(spans):
     """Return how much of a generation its parts explain, and how much of its cycles their calls."""
     (root,) = named(spans, t.SPAN_GENERATE)
     assert len(named(spans, t.SPAN_OPEN)) == 1
-    # A commit runs beside the next cycle, and counts where none does: a cycle may have to wait for it.
+    # A commit overlaps the next cycle, and counts where no cycle runs: a cycle may have to wait for it.
     parts = children(spans)[root.span_id]
     assert {part.name for part in parts} == {t.SPAN_OPEN, t.SPAN_CYCLE, t.SPAN_COMMIT}
     cycles_s = sum(cycle.duration_s for cycle in named(spans, t.SPAN_CYCLE))
@@ -143,7 +143,7 @@ def shares_explained(spans):
 
 
 async def test_trace_attributes_are_those_of_the_catalogue(redis_server, workers, exporting):
-    long_prompt = "".join(PROMPTS) * 8  # read beside the first cycles by the draft worker
+    long_prompt = "".join(PROMPTS) * 8  # the draft worker prefills it during the first cycles
     async with running(redis_server, *workers) as orchestrator:
         await generate(orchestrator, request(seed=3, stop=("\x00 a secret",), prompt=long_prompt))
         spans = await whole_trace(exporting)
@@ -171,7 +171,7 @@ async def test_trace_unsampled_session_leaves_no_span(redis_server, workers, exp
     assert {span.trace_id for span in exporting.spans} <= {TRACE_ID, *(number * 32 for number in "1234")}
 
 
-async def test_trace_off_sets_nothing_up_and_serves_the_same(redis_server, workers, monkeypatch):
+async def test_disabled_tracing_loads_no_sdk_and_gives_the_same_tokens(redis_server, workers, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     async with running(redis_server, *workers) as orchestrator:
@@ -180,12 +180,12 @@ async def test_trace_off_sets_nothing_up_and_serves_the_same(redis_server, worke
     assert len(tokens_of(chunks)) == 96
 
 
-async def test_trace_target_dies_its_successor_serves_the_same_cycle(
+async def test_trace_shows_the_replacement_of_a_dead_target_in_the_same_cycle(
     redis_server, workers, collector, exporting
 ):
     environment, _ = collector
     survivor, draft = workers
-    dying = "4" * 32  # of its own: what its worker sends late is nobody else's
+    dying = "4" * 32  # a separate trace, since its worker may send spans late
     caller = Caller(traceparent=f"00-{dying}-{CALLER_SPAN}-01")
     with exporting_worker("target", environment) as (process, victim):
         async with running(redis_server, victim, draft) as orchestrator:

@@ -68,7 +68,7 @@ async def ask(address: str, files: TlsFiles | None) -> str:
             return error.code().name
 
 
-async def test_worker_serves_orchestrators_of_its_authority_and_no_stranger(certificates, model, tmp_path):
+async def test_worker_accepts_only_orchestrators_of_its_ca(certificates, model, tmp_path):
     strangers = make_certificates(tmp_path / "strangers")
     async with target(model, certificates["worker"]) as worker:
         assert await ask(worker.address, certificates["orchestrator"]) == str(model)
@@ -85,7 +85,7 @@ async def test_worker_serves_orchestrators_of_its_authority_and_no_stranger(cert
         assert await ask(worker.address, certificates["orchestrator"]) == str(model)
 
 
-async def test_orchestrator_does_not_talk_to_a_worker_of_another_authority(certificates, model, tmp_path):
+async def test_orchestrator_rejects_a_worker_of_another_ca(certificates, model, tmp_path):
     strangers = make_certificates(tmp_path / "strangers")
     async with target(model, strangers["worker"]) as worker:
         assert await ask(worker.address, certificates["orchestrator"]) == "UNAVAILABLE"
@@ -93,7 +93,7 @@ async def test_orchestrator_does_not_talk_to_a_worker_of_another_authority(certi
         assert await ask(worker.address, certificates["orchestrator"]) == "UNAVAILABLE"
 
 
-async def test_worker_shows_a_renewed_certificate_without_a_restart(model, tmp_path):
+async def test_worker_uses_a_renewed_certificate_without_a_restart(model, tmp_path):
     files = make_certificates(tmp_path)
     async with target(model, files["worker"]) as worker:
         before = await asyncio.to_thread(serial, worker.address, files["orchestrator"])
@@ -135,7 +135,7 @@ async def test_completion_over_tls_to_worker_and_redis(certificates, tmp_path):
 
 
 class redis_with_tls:
-    """A redis-server that speaks TLS alone, to whom shows a certificate."""
+    """A redis-server that accepts only TLS with a client certificate."""
 
     def __init__(self, files: TlsFiles, port: int, url: str, directory) -> None:
         options = {"port": 0, "bind": "127.0.0.1", "tls-port": port, "dir": directory, "save": ""}
@@ -178,7 +178,7 @@ def test_settings_with_half_of_the_files_are_refused(certificates, missing):
         tls_files(settings)
 
 
-def test_certificates_keys_are_private_and_the_authority_stays(tmp_path):
+def test_certificate_keys_are_private_and_the_ca_is_kept(tmp_path):
     directory = tmp_path / "new"
     first = make_certificates(directory)
     ca = (directory / "ca.pem").read_bytes()

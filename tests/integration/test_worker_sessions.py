@@ -34,7 +34,7 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 3, 8])
-async def test_remote_session_is_lossless_and_sends_only_what_is_lacking(gamma):
+async def test_remote_session_is_lossless_and_sends_only_missing_tokens(gamma):
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         session = make_session(max_tokens=40)
         cycles = await finish(session, *clients(fleet, session), gamma)
@@ -82,7 +82,7 @@ async def test_remote_evicted_session_is_fed_again():
         assert not any(c.draft_failed for c in cycles)
 
 
-async def test_remote_worker_that_never_has_enough_is_given_up():
+async def test_remote_worker_that_always_requests_tokens_is_abandoned():
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         greedy = lambda worker: lambda block: worker.result(block, need=pb.NeedTokens(position=0))  # noqa: E731
         session = make_session(max_tokens=8)
@@ -132,7 +132,7 @@ async def test_remote_block_error_of_the_target_has_its_class(code, error):
         pytest.param({}, id="no-outcome"),
     ],
 )
-async def test_remote_bad_drafter_costs_only_speed(outcome):
+async def test_remote_bad_drafter_reduces_only_speed(outcome):
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         draft.on_block = lambda b: draft.result(b, **outcome)
         session = make_session(max_tokens=12)
@@ -153,7 +153,7 @@ async def test_remote_bad_drafter_costs_only_speed(outcome):
         pytest.param(2, {"logprobs": [{}] * 9}, id="too-many"),
     ],
 )
-async def test_remote_verdict_that_cannot_be_is_an_error_with_a_type(num_top, changes):
+async def test_remote_impossible_verdict_is_a_typed_error(num_top, changes):
     async with scripted("target") as target, fleet_of(target) as fleet:
 
         def answer(block):
@@ -181,7 +181,7 @@ async def test_remote_verdict_that_cannot_be_is_an_error_with_a_type(num_top, ch
         pytest.param({"num_top": 3, "top_token_ids": [1] * 3, "top_logprobs": [-1.0] * 3}, id="too-many"),
     ],
 )
-async def test_remote_prompt_log_probabilities_that_cannot_be_are_an_error_with_a_type(sent):
+async def test_remote_impossible_prompt_logprobs_are_a_typed_error(sent):
     async with scripted("target") as target, fleet_of(target) as fleet:
         entries = len(PROMPT) - 1
         good = {"logprobs": [-1.0], "ranks": [1]}
@@ -207,7 +207,7 @@ async def test_remote_prompt_log_probabilities_that_cannot_be_are_an_error_with_
         assert emitted(session) == []
 
 
-async def test_remote_prompt_log_probabilities_are_asked_for_until_a_token_is_emitted():
+async def test_remote_prompt_logprobs_are_requested_until_a_token_is_emitted():
     async with scripted("target") as target, fleet_of(target) as fleet:
         asked = []
 
@@ -227,7 +227,7 @@ async def test_remote_prompt_log_probabilities_are_asked_for_until_a_token_is_em
         assert asked == [True, False, False, False]
 
 
-async def test_remote_log_probabilities_that_nobody_asked_for_are_dropped():
+async def test_remote_unrequested_logprobs_are_dropped():
     async with scripted("target") as target, fleet_of(target) as fleet:
 
         def answer(block):
@@ -241,7 +241,7 @@ async def test_remote_log_probabilities_that_nobody_asked_for_are_dropped():
         assert not any(cycle.logprobs for cycle in cycles)
 
 
-async def test_remote_silent_drafter_costs_one_deadline_then_little(monkeypatch):
+async def test_remote_silent_drafter_costs_one_deadline_then_backs_off(monkeypatch):
     stop_pauses_ending(monkeypatch)
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         draft.on_block = lambda block: None
@@ -283,7 +283,7 @@ async def test_remote_draft_worker_dies_the_other_one_takes_over():
         assert len(second.blocks) > 5
 
 
-async def test_remote_long_prompt_is_read_while_the_target_reads_it_too():
+async def test_remote_drafter_and_target_prefill_a_long_prompt_concurrently():
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         prompt = tuple(i % VOCAB for i in range(500))
         draft.runs.clear()

@@ -1,4 +1,4 @@
-"""Draft-ahead and trees over real streams: the same tokens, sooner, and quiet when there is nothing to do."""
+"""Draft-ahead and trees over real streams: the same tokens, sooner, and no work when idle."""
 
 import asyncio
 import itertools
@@ -15,7 +15,7 @@ from gammaray.types import SamplingParams, VerificationMethod
 
 pytestmark = pytest.mark.integration
 
-# Sizes that deterministic mode covers: with it a proposal is the same to the last bit of its laws.
+# Sizes that deterministic mode supports: with it proposals are bit-identical, distributions included.
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "max_position_embeddings": 256}
 PROMPT = random_tokens(12, seed=3)
 LENGTH = 40
@@ -115,7 +115,7 @@ async def test_rejection_and_naive_never_get_a_tree(pair):
 
 @pytest.mark.parametrize("method", list(VerificationMethod))
 async def test_ahead_on_and_off_emit_the_same_tokens(models, method):
-    """Rejection and naive included: their very proposals are the same, law by law."""
+    """Rejection and naive included: their proposals and distributions are the same."""
     settings = {"deterministic": True}
     async with (
         running("target", models[0], **settings) as (target, _),
@@ -137,7 +137,7 @@ async def test_ahead_on_and_off_emit_the_same_tokens(models, method):
         assert (await stats(worker)).lookups > 20
 
 
-async def test_hit_is_answered_without_a_forward(pair):
+async def test_hit_needs_no_forward(pair):
     _, draft, worker = pair
     for index, params in enumerate((SamplingParams(temperature=0.0, seed=1), SamplingParams(seed=2))):
         spec = spec_message(params)
@@ -168,7 +168,7 @@ async def test_new_block_preempts_ahead_work_within_a_forward(models):
         assert engine.forwards[:63] == [["s"]] * 61 + [["t"]] * 2
 
 
-async def test_release_during_ahead_frees_everything(models):
+async def test_release_during_draft_ahead_frees_everything(models):
     async with running("draft", models[1], ahead_rows=1) as (draft, worker):
         for name in "stu":
             await draft.ask(propose_block(PROMPT, 60, session_id=name))
@@ -193,7 +193,7 @@ async def test_idle_worker_sleeps_when_its_ahead_work_is_done(pair):
     assert forwards == forwards_now
 
 
-async def test_ahead_gives_way_when_the_cache_is_full(models):
+async def test_draft_ahead_in_a_full_cache_changes_no_proposal(models):
     """Sessions that take turns in a cache for some of them: no answer suffers."""
     async with (
         running("draft", models[1], cache_budget_mb=1) as (small, worker),

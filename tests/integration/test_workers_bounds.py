@@ -1,4 +1,4 @@
-"""What a worker holds is bounded, whatever its streams ask for; each refusal has its status."""
+"""The memory of a worker is bounded for any requests; each rejection has its status."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_token_ids_of_all_streams_are_bounded(model, monkeypatch):
         await other.close()
 
 
-async def test_stream_that_breaks_gives_its_token_ids_back(model):
+async def test_broken_stream_releases_its_token_ids(model):
     async with running("target", model, max_batch_tokens=16, prefill_chunk=16) as (link, worker):
         async with HeldEngine(worker):
             await link.send([verify_block(random_tokens(250, seed=i), session_id=f"s{i}") for i in range(8)])

@@ -56,7 +56,7 @@ async def test_greedy_proposal_is_the_models_own_continuation(draft, model):
 @pytest.mark.parametrize(
     ("num_accepted", "num_lacking"), [(6, 2), (5, 1), (2, 1), (0, 1)], ids=["all", "most", "some", "none"]
 )
-async def test_next_proposal_feeds_only_what_lacks(sober, model, num_accepted, num_lacking):
+async def test_next_proposal_feeds_only_missing_tokens(sober, model, num_accepted, num_lacking):
     proposed = list((await sober.ask(propose_block(PROMPT, 6))).proposal.token_ids)
     unforeseen = (greedy(model, [*PROMPT, *proposed], 1) if num_accepted == 6 else proposed[num_accepted:])[0]
     tokens = [*PROMPT, *proposed[:num_accepted], (unforeseen + 1) % 97]
@@ -96,7 +96,7 @@ async def test_stop_threshold_ends_the_chain_early_and_changes_no_token(draft, m
     assert tokens == list(whole.proposal.token_ids)[: len(tokens)]
 
 
-async def test_rejection_ships_the_law_each_token_was_drawn_from(draft):
+async def test_rejection_sends_the_distribution_of_each_token(draft):
     spec = spec_message(WARM, VerificationMethod.REJECTION)
     result = await draft.ask(propose_block(PROMPT, 5, spec=spec))
     proposal = convert.proposal_from_proto(result.proposal, 97)
@@ -115,7 +115,7 @@ async def test_same_block_again_gives_the_same_proposal(draft, method):
     assert first.proposal == again.proposal
 
 
-async def test_rejection_redrafts_a_position_afresh_in_the_next_cycle(draft):
+async def test_rejection_samples_a_position_again_in_the_next_cycle(draft):
     spec = spec_message(WARM, VerificationMethod.REJECTION)
     first = (await draft.ask(propose_block(PROMPT, 12, spec=spec))).proposal
     # The same tokens one further: positions are drafted again, with another base.
@@ -162,7 +162,7 @@ async def test_short_proposals_are_answered_before_long_ones(draft):
     assert answered == ["short", "long"]
 
 
-async def test_release_cancels_a_proposal_under_way(model):
+async def test_release_cancels_a_running_proposal(model):
     async with running("draft", model) as (draft, worker):
         async with HeldEngine(worker) as engine:
             (waiting,) = await draft.send([propose_block(PROMPT, 64)])
@@ -179,7 +179,7 @@ async def test_epochs_fence_draft_sessions_too(draft):
     assert (await draft.ask(propose_block(PROMPT, 1, epoch=2))).error.code == 9
 
 
-async def test_unknown_session_is_asked_for_all(draft):
+async def test_worker_requests_all_tokens_of_an_unknown_session(draft):
     middle = propose_block(PROMPT, 2, context=types.TokenSpan(start=11, token_ids=PROMPT[11:]))
     result = await draft.ask(middle)
     assert result.WhichOneof("outcome") == "need"

@@ -112,7 +112,7 @@ async def target(model):
         yield link
 
 
-async def test_bad_verify_blocks_are_refused_and_the_stream_lives(target):
+async def test_bad_verify_blocks_are_rejected_and_the_stream_continues(target):
     expected = (await target.ask(verify_block(PROMPT, [1, 2], session_id="good"))).verdict
     for name, block in BAD_VERIFIES.items():
         answer = await target.ask(block)
@@ -124,7 +124,7 @@ async def test_bad_verify_blocks_are_refused_and_the_stream_lives(target):
     assert (await target.info()).num_queued == 0
 
 
-async def test_bad_blocks_do_not_spoil_the_good_ones_of_their_frame(target):
+async def test_bad_blocks_do_not_affect_good_ones_in_their_frame(target):
     good = [verify_block(PROMPT, session_id=f"g{index}") for index in range(4)]
     alone = await target.ask(verify_block(PROMPT, session_id="alone"))
     answers = await target.ask(*good[:2], *BAD_VERIFIES.values(), *good[2:])
@@ -132,7 +132,7 @@ async def test_bad_blocks_do_not_spoil_the_good_ones_of_their_frame(target):
     assert all(answer.error.code == INVALID_ARGUMENT for answer in answers[2:-2])
 
 
-async def test_bad_propose_blocks_are_refused_and_the_stream_lives(model):
+async def test_bad_propose_blocks_are_rejected_and_the_stream_continues(model):
     async with running("draft", model) as (link, _):
         for name, block in BAD_PROPOSES.items():
             answer = await link.ask(block)
@@ -140,7 +140,7 @@ async def test_bad_propose_blocks_are_refused_and_the_stream_lives(model):
             assert len((await link.ask(propose_block(PROMPT, 3))).proposal.token_ids) == 3
 
 
-async def test_bad_block_leaves_the_session_as_it_was(target):
+async def test_bad_block_does_not_change_the_session(target):
     first = await target.ask(verify_block(PROMPT, session_id="s"))
     for bad in BAD_VERIFIES.values():
         block = target_service_pb2.VerifyBlock.FromString(bad.SerializeToString())
@@ -162,7 +162,7 @@ async def test_proposal_wider_than_a_forward_is_refused(model):
         assert (await link.ask(verify_block(PROMPT, [1] * 15))).WhichOneof("outcome") == "verdict"
 
 
-async def test_block_past_its_timeout_is_dropped_and_said_so(model):
+async def test_block_past_its_timeout_fails_with_deadline_exceeded(model):
     async with running("target", model, max_batch_tokens=16, prefill_chunk=16) as (link, _):
         blocks = [
             verify_block(random_tokens(250, seed=index), session_id=f"s{index}", timeout_ms=1)

@@ -45,7 +45,7 @@ async def test_standalone_worker_serves_its_metrics(model):
         await link.close()
 
 
-async def test_worker_pushes_its_metrics_a_last_time_when_it_ends(model):
+async def test_worker_pushes_its_metrics_at_shutdown(model):
     async with receiving_metrics() as receiver:
         environment = {"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": receiver.endpoint}
         async with spawned("draft", "--model", model, **environment) as (process, address):

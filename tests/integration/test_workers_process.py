@@ -123,7 +123,7 @@ async def test_options_and_environment_reach_a_worker_that_sigint_ends(model):
         await link.close()
 
 
-async def test_draining_worker_says_so_and_then_refuses_new_blocks(model):
+async def test_draining_worker_sends_a_notice_and_then_rejects_new_blocks(model):
     async with running("target", model, drain_timeout_s=EXIT_TIMEOUT_S) as (link, worker):
         health = health_pb2_grpc.HealthStub(link.channel)
         watch = health.Watch(health_pb2.HealthCheckRequest())
@@ -143,7 +143,7 @@ async def test_draining_worker_says_so_and_then_refuses_new_blocks(model):
         assert await stopping
 
 
-async def test_block_under_way_when_the_worker_begins_to_leave_is_answered(model):
+async def test_draining_worker_finishes_running_blocks(model):
     async with running("draft", model) as (link, worker):
         await link.ask(propose_block(PROMPT, 2))
         stopping = asyncio.create_task(worker.stop())
@@ -195,7 +195,7 @@ async def test_registry_entry_appears_is_renewed_and_disappears(model, redis_por
     assert await entries(redis_port) == {}
 
 
-async def test_worker_serves_while_redis_is_dead_and_announces_itself_when_it_is_back(model, tmp_path):
+async def test_worker_serves_without_redis_and_announces_itself_after_recovery(model, tmp_path):
     port = free_port()
     async with running("target", model, redis_url=f"redis://127.0.0.1:{port}/0") as (link, _):
         assert (await link.ask(verify_block(PROMPT))).WhichOneof("outcome") == "verdict"

@@ -64,7 +64,7 @@ async def test_verify_chain_accepts_right_tokens_and_corrects_the_first_wrong_on
     assert (verdict.next_origin == types.TOKEN_ORIGIN_BONUS) == (num_right == 5)
 
 
-async def test_rejected_tokens_leave_no_trace(target, reference):
+async def test_rejected_tokens_do_not_stay_in_the_cache(target, reference):
     driver = Driver(target, None, PROMPT)
     driver.tokens = list(PROMPT)
     while (done := len(driver.tokens) - len(PROMPT)) < 35:
@@ -87,7 +87,7 @@ async def test_verify_tree_walks_to_the_right_leaf(target, reference):
     assert emitted(await target.ask(follow)) == reference[4:5]
 
 
-async def test_unknown_session_without_its_tokens_is_asked_for_all(target, reference):
+async def test_target_requests_all_tokens_of_an_unknown_session(target, reference):
     middle = types.TokenSpan(start=5, token_ids=PROMPT[5:])
     assert (await target.ask(verify_block(PROMPT, context=middle))).need.position == 0
     no_spec = verify_block(PROMPT)
@@ -98,7 +98,7 @@ async def test_unknown_session_without_its_tokens_is_asked_for_all(target, refer
     assert emitted(await target.ask(verify_block(PROMPT))) == reference[:1]
 
 
-async def test_gap_is_asked_for_from_where_the_worker_stands(target, reference):
+async def test_target_requests_missing_tokens_from_its_cached_length(target, reference):
     await target.ask(verify_block(PROMPT))
     tokens = PROMPT + reference[:6]
     gap = verify_block(tokens, context=types.TokenSpan(start=len(tokens) - 1, token_ids=tokens[-1:]))
@@ -109,7 +109,7 @@ async def test_gap_is_asked_for_from_where_the_worker_stands(target, reference):
     assert emitted(await target.ask(gap)) == reference[6:7]
 
 
-async def test_new_owner_is_not_served_the_old_owners_verdict_as_committed(target):
+async def test_new_owner_must_resend_tokens_that_the_old_owner_did_not_commit(target):
     first = await target.ask(verify_block(PROMPT))
     tokens = [*PROMPT, first.verdict.next_token_id]
     block = verify_block(
@@ -156,7 +156,7 @@ async def test_logprobs_are_the_raw_log_softmax_whatever_the_processing(target, 
     assert list(verdict.logprobs[0].top_logprobs) == pytest.approx(expected.topk(3).values.tolist(), abs=1e-4)
 
 
-async def test_logprobs_cover_every_emitted_token_and_none_unasked(target, reference):
+async def test_logprobs_cover_every_emitted_token_only_if_requested(target, reference):
     asked = verify_block(PROMPT, reference[:3], num_top_logprobs=0)
     verdict = (await target.ask(asked)).verdict
     assert len(verdict.logprobs) == 4
@@ -164,7 +164,7 @@ async def test_logprobs_cover_every_emitted_token_and_none_unasked(target, refer
     assert not (await target.ask(verify_block(PROMPT, reference[:3]))).verdict.logprobs
 
 
-async def test_many_sessions_in_one_frame_are_one_batch_with_the_answers_of_one_each(target, reference):
+async def test_batched_sessions_get_the_results_of_single_ones(target, reference):
     prompts = [random_tokens(5 + index % 7, seed=index) for index in range(32)]
     alone = [emitted(await target.ask(verify_block(p, session_id=f"a{i}"))) for i, p in enumerate(prompts)]
     answers = await target.ask(*(verify_block(p, session_id=f"b{i}") for i, p in enumerate(prompts)))
@@ -196,7 +196,7 @@ async def test_sampling_parameters_reach_the_verdict(target):
     assert set(await driver.generate(12)) == {7, 8}
 
 
-async def test_release_frees_the_cache_and_cancels_what_waits(model):
+async def test_release_frees_the_cache_and_cancels_waiting_blocks(model):
     long_prompt = random_tokens(900, seed=1)
     async with running("target", model) as (target, worker):
         await target.ask(verify_block(PROMPT, session_id="kept"))
@@ -214,13 +214,13 @@ async def test_release_frees_the_cache_and_cancels_what_waits(model):
         assert 0 < info.cache_bytes <= info.cache_budget_bytes
 
 
-async def test_info_tells_what_is_served(target, model):
+async def test_info_describes_the_served_model(target, model):
     info = await target.info()
     assert (info.model, info.vocab_size, info.max_context) == (str(model), 97, 1024)
     assert info.vocab_sha256 == ""
 
 
-async def test_stream_that_goes_away_drops_its_blocks_and_keeps_its_sessions(model, reference):
+async def test_closed_stream_drops_its_blocks_and_keeps_its_sessions(model, reference):
     async with running("target", model, max_batch_tokens=16, prefill_chunk=16) as (link, worker):
         await link.ask(verify_block(PROMPT))
         other = Link(worker.address, "target")

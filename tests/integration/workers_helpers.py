@@ -75,17 +75,17 @@ class Link:
         return answers[0] if len(answers) == 1 else answers
 
     async def release(self, *session_ids: str, epoch: int = 0) -> None:
-        """End sessions, as the owner of an epoch or as anybody (0)."""
+        """End sessions, as the owner of an epoch or of any (0)."""
         await self.send(releases=session_ids, epoch=epoch)
 
     async def info(self) -> Any:
-        """Ask the worker about itself."""
+        """Return the worker's status."""
         if self.is_target:
             return await self.stub.GetTargetInfo(target_pb.GetTargetInfoRequest(), timeout=10)
         return await self.stub.GetDraftInfo(draft_pb.GetDraftInfoRequest(), timeout=10)
 
     async def until(self, condition: Callable[[Any], bool]) -> None:
-        """Wait until what the worker says about itself meets a condition."""
+        """Wait until the worker's status meets a condition."""
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while not condition(info := await self.info()):
             assert time.monotonic() < deadline, info
@@ -115,7 +115,7 @@ class Driver:
         params: Sampling parameters, with a seed.
         max_nodes: Above `gamma` for trees.
         accepted: Accepted tokens so far.
-        proposals: Those that came, when `keep_proposals` is set.
+        proposals: Received proposals, if `keep_proposals` is set.
     """
 
     target: Link
@@ -174,7 +174,7 @@ class Driver:
         return verdict
 
     async def _feed(self, link: Link, kind: Any, **fields: Any) -> Any:
-        """Send a block with the tokens the worker lacks, again from where it says if it lacks more."""
+        """Send a block with the missing tokens; send it again from the position that the worker requests."""
         start = self.held.get(link.is_target, 0)
         result = await link.ask(self.block(kind, start, with_spec=start == 0, **fields))
         if result.WhichOneof("outcome") == "need":

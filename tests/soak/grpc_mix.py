@@ -1,4 +1,4 @@
-"""What clients do over gRPC: complete, talk, leave, come back, cancel, ask for nonsense, look things up."""
+"""Load over gRPC: completions, turns, disconnects, resumes, cancels, invalid requests, look-ups."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def draw(rng: random.Random, expected: Expected, min_tokens: int = 0) -> Ask:
 
 
 def check(expected: Expected, ask: Ask, said: Said) -> None:
-    """Compare a completion with what was said at the start.
+    """Compare a completion with that at the start of the run.
 
     Raises:
         SampleError: They differ.
@@ -50,7 +50,7 @@ async def complete(client: AsyncClient, expected: Expected, rng: random.Random) 
 
 
 async def complete_unseeded(client: AsyncClient, expected: Expected, rng: random.Random) -> None:
-    """A completion whose seed the server draws: nothing to compare but the length."""
+    """A completion whose seed the server chooses: only the length is compared."""
     ask = draw(rng, expected)
     verification = rng.choice(("coupled", "rejection", "naive"))
     said = await client.complete(
@@ -69,13 +69,13 @@ async def talk(client: AsyncClient, expected: Expected, rng: random.Random) -> N
 
 
 async def leave(client: AsyncClient, expected: Expected, rng: random.Random) -> None:
-    """A client that goes away after some pieces, and never comes back."""
+    """A client that disconnects after some pieces."""
     ask = draw(rng, expected, LENGTHS[2])
     await _begin(client, ask, uuid.uuid4().hex, rng.randrange(1, 6))
 
 
 async def resume(client: AsyncClient, expected: Expected, rng: random.Random) -> None:
-    """A client that goes away and comes back for the rest."""
+    """A client that disconnects and resumes."""
     ask, name = draw(rng, expected, LENGTHS[2]), uuid.uuid4().hex
     begun = await _begin(client, ask, name, rng.randrange(1, 6))
     token_ids, text = list(begun.token_ids), begun.text
@@ -86,7 +86,7 @@ async def resume(client: AsyncClient, expected: Expected, rng: random.Random) ->
 
 
 async def cancel(client: AsyncClient, expected: Expected, rng: random.Random) -> None:
-    """A turn that is ended from elsewhere while it is streamed."""
+    """A turn that another client cancels while it is streamed."""
     ask, name = draw(rng, expected, LENGTHS[3]), uuid.uuid4().hex
     token_ids: list[int] = []
     reason = None
@@ -102,7 +102,7 @@ async def cancel(client: AsyncClient, expected: Expected, rng: random.Random) ->
 
 
 async def refused(client: AsyncClient, expected: Expected, rng: random.Random) -> None:
-    """What must be refused, and by the right name."""
+    """Invalid requests, which must fail with the right class."""
     nonsense: list[tuple[type[GammarayError], Prompt, GenerateOptions]] = [
         (InvalidArgumentError, [1] * 5000, {"max_tokens": 4}),  # beyond the context
         (InvalidArgumentError, (1, 2, 10_000_000), {"max_tokens": 4}),
@@ -149,7 +149,7 @@ def _open(client: AsyncClient, ask: Ask, name: str) -> AsyncGenerator[Chunk, Non
 
 
 async def _begin(client: AsyncClient, ask: Ask, name: str, num_pieces: int) -> Said:
-    """Return what the first pieces of a session say; the call is left then."""
+    """Return the first pieces of a session, then leave the call."""
     token_ids: list[int] = []
     text = ""
     stream = _open(client, ask, name)

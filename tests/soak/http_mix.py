@@ -1,4 +1,4 @@
-"""What clients do over the OpenAI API: complete, chat, leave, come back, ask for nonsense; and Prometheus."""
+"""Load over the OpenAI API: completions, chats, disconnects, resumes, invalid requests; and Prometheus."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATH = "/v1/completions"
 
 
 async def complete(http: httpx.AsyncClient, expected: Expected, rng: random.Random) -> None:
-    """A sample as one answer."""
+    """A sample as one response."""
     ask = draw(rng, expected)
     answer = await http.post(PATH, json=_body(ask, rng))
     if answer.status_code != 200:
@@ -37,7 +37,7 @@ async def stream(http: httpx.AsyncClient, expected: Expected, rng: random.Random
 
 
 async def resume(http: httpx.AsyncClient, expected: Expected, rng: random.Random) -> None:
-    """A client that loses its connection and sends the request again, with the last event that it has."""
+    """A client that loses its connection and sends the request again with its last event id."""
     ask, heard = draw(rng, expected, LENGTHS[2]), _Heard()
     body = _body(ask, rng)
     await heard.some(http, body, rng.randrange(1, 6))
@@ -47,7 +47,7 @@ async def resume(http: httpx.AsyncClient, expected: Expected, rng: random.Random
 
 
 async def leave(http: httpx.AsyncClient, expected: Expected, rng: random.Random) -> None:
-    """A client that goes away after some events; or before an answer that would come whole."""
+    """A client that disconnects after some events, or before a response that is not streamed."""
     body = _body(draw(rng, expected, LENGTHS[2]), rng)
     if rng.random() < 0.5:
         await _Heard().some(http, body, rng.randrange(1, 6))
@@ -67,7 +67,7 @@ async def talk(http: httpx.AsyncClient, expected: Expected, rng: random.Random) 
 
 
 async def refused(http: httpx.AsyncClient, expected: Expected, rng: random.Random) -> None:
-    """What must be refused, with OpenAI's error object."""
+    """Invalid requests, which must fail with OpenAI's error object."""
     content, status = rng.choice(
         [
             (b"{", 400),
@@ -92,7 +92,7 @@ async def look_up(http: httpx.AsyncClient, expected: Expected, rng: random.Rando
 
 
 def num_series(metrics: str) -> int:
-    """Return how many series there are in the text of a Prometheus endpoint."""
+    """Return the number of series in the text of a Prometheus endpoint."""
     return sum(bool(line) and not line.startswith("#") for line in metrics.splitlines())
 
 
@@ -102,7 +102,7 @@ def num_tasks(metrics: str) -> int:
 
 
 def retained_mb(metrics: str) -> float:
-    """Return what ended sessions have left in the KV cache of a process, 0 for one that has none."""
+    """Return the KV cache that ended sessions have left in a process, 0 if it has no cache."""
     name = "gammaray_worker_cache_retained_bytes{"
     return _value(metrics, name) / 2**20 if name in metrics else 0.0
 
@@ -124,7 +124,7 @@ def _body(ask: Ask, rng: random.Random) -> dict[str, Any]:
 
 
 class _Heard:
-    """What has come of one stream of events, over one connection or several."""
+    """The state of one stream of events, over one or several connections."""
 
     def __init__(self) -> None:
         self._text, self._last_id = "", ""
@@ -132,11 +132,11 @@ class _Heard:
 
     @property
     def said(self) -> Said:
-        """The completion; its token ids come with the last event."""
+        """The completion; its token ids are in the last event."""
         return Said(self._token_ids, self._text)
 
     async def some(self, http: httpx.AsyncClient, body: dict[str, Any], count: int) -> None:
-        """Listen to some events and break the connection."""
+        """Read some events and break the connection."""
         async with aclosing(self.events(http, body)) as events:
             async for _ in events:
                 count -= 1
@@ -144,7 +144,7 @@ class _Heard:
                     return
 
     async def events(self, http: httpx.AsyncClient, body: dict[str, Any]) -> AsyncGenerator[None, None]:
-        """Listen from behind the last event on, until the end."""
+        """Read the events after the last one until the end."""
         headers = {"Last-Event-ID": self._last_id} if self._last_id else {}
         async with http.stream("POST", PATH, json={**body, "stream": True}, headers=headers) as answer:
             if answer.status_code != 200:

@@ -1,4 +1,4 @@
-"""What is asked for with a fixed seed, and what was said to it at the start."""
+"""Requests with a fixed seed, and their completions at the start of the run."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ CHATS = ("Write a loop.", "What is a tuple?")
 
 
 class SampleError(Exception):
-    """A completion that is not what it has to be."""
+    """A completion differs from the expected one."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What an undisturbed cluster said.
+    """Expected results, from an undisturbed cluster.
 
     Args:
-        completions: By what was asked for.
+        completions: By sample.
         chats: Texts by (message, temperature).
         turns: Token ids of each turn of a session, by temperature.
     """
@@ -49,7 +49,7 @@ class Expected:
 
 
 def samples() -> list[Ask]:
-    """Return what is asked for: greedy and sampled, short and long, one prompt in eight a long one."""
+    """Return the samples: greedy and sampled, short and long, one prompt in eight a long one."""
     found = []
     for number in range(24):
         prompt = LONG_PROMPT if number % 8 == 5 else PROMPTS[number % len(PROMPTS)]
@@ -60,7 +60,7 @@ def samples() -> list[Ask]:
 
 
 async def first_said(grpc: str, http: str) -> Expected:
-    """Return what the cluster says to all samples."""
+    """Return the completions of all samples."""
     completions = await reference(grpc, samples())
     async with AsyncClient(grpc) as client, httpx.AsyncClient(base_url=http, timeout=120) as web:
         chats = {(text, t): await chat(web, text, t) for text in CHATS for t in (0.0, 1.0)}
@@ -81,7 +81,7 @@ def chat_body(text: str, temperature: float) -> dict[str, object]:
 
 
 async def chat(http: httpx.AsyncClient, text: str, temperature: float) -> str:
-    """Return what is answered to a chat request."""
+    """Return the response to a chat request."""
     answer = await http.post("/v1/chat/completions", json=chat_body(text, temperature))
     if answer.status_code != 200:
         raise SampleError(f"chat: {answer.status_code} {answer.text[:300]}")

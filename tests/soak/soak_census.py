@@ -1,4 +1,4 @@
-"""What a cluster holds while nothing runs: its processes by role, the workers by their own account, Redis."""
+"""Resources of an idle cluster: its processes by role, the workers' own reports, Redis."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = ["Census", "Observer"]
 
 SCRAPE_TIMEOUT_S = 10.0
 QUIET_S = 1.0
-"""What a process closes and forgets behind the last answer, it does within this."""
+"""Time within which a process frees resources after its last response."""
 
 
 @dataclass(frozen=True)
 class Census:
-    """What was held at one moment.
+    """Resources at one time.
 
     Args:
-        at_s: When, in seconds since the run began.
-        rest_s: Seconds from the last answer until nothing was held for requests any more.
-        figures: By (role, measure), summed over the role's processes.
+        at_s: Time in seconds since the run began.
+        rest_s: Seconds from the last response until no resources were held for requests.
+        figures: Measurements by (role, measure), summed over the role's processes.
         processes: Ids of the processes, by role.
     """
 
@@ -48,14 +48,14 @@ class Observer:
     Args:
         grpc_address: host:port of the gRPC API.
         launcher_pid: The process that started all others.
-        redis: The cluster's Redis; None where it cannot be asked.
+        redis: The cluster's Redis; None if it cannot be reached.
     """
 
     def __init__(self, grpc_address: str, launcher_pid: int, redis: Redis | None) -> None:
         self._grpc, self._launcher_pid, self._redis = grpc_address, launcher_pid, redis
 
     async def census(self, began_at: float) -> Census:
-        """Wait until nothing is held for requests, or it takes too long, and return what is held then.
+        """Wait until no resources are held for requests, or for a timeout, and return the census.
 
         Args:
             began_at: `time.monotonic()` of the run's start.
@@ -97,7 +97,7 @@ class Observer:
         )
 
     def _all(self) -> list[ProcessStatus]:
-        """Return every process: those of the status, the workers asked themselves, and the rest."""
+        """Return every process: those of the status, with the workers' own reports, and the rest."""
         with Client(self._grpc) as client:
             known = [asked(process) for process in client.status() if process.role != "proxy"]
         pids = {process.pid for process in known}
@@ -112,7 +112,7 @@ class Observer:
         return known
 
     def _role(self, process: psutil.Process) -> str:
-        """Return what a process is in one word, "" for one that is gone."""
+        """Return the role of a process in one word, "" for one that has ended."""
         try:
             name, command = process.name(), process.cmdline()
         except psutil.Error:

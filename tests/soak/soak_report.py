@@ -1,4 +1,4 @@
-"""What a run came to: for people, and as JSON."""
+"""The result of a run as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEAD = ("who", "what", "first", "second third", "last third", "allowed", "rose i
 
 
 def table(outcome: Outcome) -> str:
-    """Return the table of trends, the counts of what was done, and the verdict."""
+    """Return the table of trends, the counts of requests, and the verdict."""
     lines = [HEAD]
     for (role, measure), found in outcome.trends().items():
         first = outcome.censuses[0].figures[role, measure]

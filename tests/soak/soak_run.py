@@ -1,4 +1,4 @@
-"""A run: rounds of mixed load, a census between them, and what they come to."""
+"""A run: rounds of mixed load with a census between them, and its outcome."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ AT_REST = ("sessions", "queued", "kv_mb", "running")
 
 @dataclass(frozen=True)
 class Options:
-    """What a run is like.
+    """Options of a run.
 
     Args:
-        seconds: How long, censuses included.
-        seed: Of every choice of the load.
-        clients: How many do something at once.
+        seconds: Duration, censuses included.
+        seed: Seed of every choice of the load.
+        clients: Concurrent clients.
         round_s: Bound of the seconds between two censuses.
     """
 
@@ -62,14 +62,14 @@ class Options:
 
 @dataclass
 class Outcome:
-    """What came of a run.
+    """Outcome of a run.
 
     Attributes:
-        campaign: Counts of what was done, and what was wrong with it.
-        censuses: What was held, over time.
-        slowest_s: Of each kind of thing that was done, how long the slowest took.
-        left: What was held, in words, when nothing ought to be any more.
-        num_again: Samples that were asked for again in the end.
+        campaign: Counts of requests, and errors.
+        censuses: Resources over time.
+        slowest_s: Duration of the slowest request of each kind.
+        left: Descriptions of resources that should have been freed at the end.
+        num_again: Samples that were requested again at the end.
     """
 
     campaign: Campaign
@@ -79,7 +79,7 @@ class Outcome:
     num_again: int = 0
 
     def trends(self) -> dict[tuple[str, str], Trend]:
-        """Return the trend of what was there in all censuses and has a bound, by role and measure."""
+        """Return the trends of bounded measures that all censuses have, by role and measure."""
         if len(self.censuses) < MIN_COUNT:
             return {}
         at_s = [census.at_s for census in self.censuses]
@@ -90,7 +90,7 @@ class Outcome:
         }
 
     def complaints(self) -> list[str]:
-        """Return everything that must not be, in words."""
+        """Return descriptions of all violations."""
         grown = [
             f"{role} {measure} grew: {found.before:.1f} -> {found.after:.1f}, allowed +{found.allowed:.1f}"
             for (role, measure), found in self.trends().items()
@@ -100,7 +100,7 @@ class Outcome:
         return [*few, *self._gone(), *grown, *self.left, *self.campaign.wrong]
 
     def _gone(self) -> list[str]:
-        """Return who died: a process that begins anew hides what the one before it had gathered."""
+        """Return the processes that died: a restarted process hides the growth of the one before it."""
         third = len(self.censuses) // 3
         if not third:
             return []
@@ -112,7 +112,7 @@ class Outcome:
 async def run(
     grpc: str, http: str, observer: Observer, options: Options, say: Callable[[str], None]
 ) -> Outcome:
-    """Soak a cluster that nobody else uses, at its gRPC address and the base URL of its HTTP API."""
+    """Soak a cluster without other clients, at its gRPC address and the base URL of its HTTP API."""
     say("what the cluster says at the start ...")
     expected = await first_said(grpc, http)
     campaign = Campaign(options.seconds, options.seed)
@@ -125,7 +125,7 @@ async def run(
         await asyncio.gather(*(_client(grpc, http, expected, outcome, rng, until) for rng in dice))
         try:
             outcome.censuses.append(await observer.census(start))
-        except UNREACHABLE as error:  # somebody died; the rest of the run is worth having
+        except UNREACHABLE as error:  # a process died; continue the run
             campaign.blame(f"no census: {type(error).__name__}: {error}")
             say(campaign.wrong[-1])
             continue
@@ -137,7 +137,7 @@ async def run(
 
 
 async def _left(observer: Observer, start: float) -> list[str]:
-    """Return, in words, what is held when all sessions have expired."""
+    """Return descriptions of resources that are held after all sessions have expired."""
     await asyncio.sleep(TTL_S + EXPIRY_S)
     last = await observer.census(start)
     left = [
@@ -153,7 +153,7 @@ async def _left(observer: Observer, start: float) -> list[str]:
 async def _client(
     grpc: str, http: str, expected: Expected, outcome: Outcome, rng: random.Random, until: float
 ) -> None:
-    """Do one thing after the other over its own connections until a moment; what runs then still ends."""
+    """Run requests one after the other over its own connections until a time; finish the last one."""
     timeout = httpx.Timeout(ACTION_TIMEOUT_S)
     async with AsyncClient(grpc) as client, httpx.AsyncClient(base_url=http, timeout=timeout) as web:
         surfaces: tuple[tuple[str, Any, Mapping[Callable[..., Awaitable[None]], int]], ...] = (
@@ -176,7 +176,7 @@ async def _client(
 
 
 async def _again(grpc: str, expected: Expected, campaign: Campaign) -> int:
-    """Ask for every sample once more; return how many there were."""
+    """Request every sample again; return their number."""
     async with AsyncClient(grpc) as client:
         for ask in expected.completions:
             try:

@@ -1,4 +1,4 @@
-"""The soak's verdict on growth: what grows, what is flat, what is noise, what was the warm-up."""
+"""The soak's detection of growth: growth, flat values, noise, and the warm-up."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def noise(number: int, width: float) -> float:
         pytest.param(lambda n: 500.0 + 40.0 * (n % 7), False, id="saw-teeth"),
     ],
 )
-def test_trend_tells_growth_from_the_rest(value, grows):
+def test_trend_detects_growth(value, grows):
     found = trend(AT_S, [value(number) for number in range(60)], BOUND)
     assert found.allowed == pytest.approx(9.0)
     assert found.grows is grows, found
@@ -70,13 +70,13 @@ def test_counts_at_rest_may_not_grow_at_all(value, grows):
 
 
 POOL = BOUNDS["pool_threads"]
-# As counted in two processes of Ray, every half minute; a test suite ran beside the middle of the run.
+# As counted in two processes of Ray, every half minute; a test suite ran during the middle of the run.
 GCS_SERVER = [27] * 19 + [28] * 16 + [29, 29, 31, 32, 33, 33] + [35] * 10
 CONTROLLER = [30] * 37 + [31, 32, 34] + [35] * 11
 
 
 @pytest.mark.parametrize("values", [GCS_SERVER, CONTROLLER])
-def test_pool_that_fills_in_a_bad_minute_is_no_leak_and_other_threads_would_be(values):
+def test_one_step_of_a_pool_is_no_leak_but_one_of_other_threads_is(values):
     at_s = [30.0 * number for number in range(len(values))]
     assert not trend(at_s, values, POOL).grows
     assert trend(at_s, values, BOUNDS["threads"]).grows
@@ -94,7 +94,7 @@ def test_pool_that_fills_in_a_bad_minute_is_no_leak_and_other_threads_would_be(v
         pytest.param(lambda n: 5 + 4 * (n > 25) + 4 * (n > 45), False, id="two-steps"),
     ],
 )
-def test_pool_that_goes_on_growing_is_a_leak(value, grows):
+def test_pool_that_keeps_growing_is_a_leak(value, grows):
     assert trend(AT_S, [value(number) for number in range(60)], POOL).grows is grows
 
 
@@ -147,7 +147,7 @@ def outcome(growth_mb: float, last_pid: int = 7) -> Outcome:
         pytest.param(outcome(0.0, last_pid=8), "target (process 7) is gone", id="gone"),
     ],
 )
-def test_report_tells_what_grew_and_who_died(found, words):
+def test_report_names_growth_and_dead_processes(found, words):
     assert [words] * (words is not None) == [told[: len(words)] for told in found.complaints()]
     assert (words or "nothing grew, nothing differed") in table(found)
     result = json.loads(json.dumps(figures(found, Options())))

@@ -1,4 +1,4 @@
-"""Whether a figure grew over a run: medians of its last and of its second third, and what may lie between."""
+"""Detects growth of a figure over a run: compares the medians of its last and its second third."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Bound:
     """How much a figure may grow from the middle of the second third of a run to the middle of the last.
 
     Args:
-        slack: However short the run is.
-        per_hour: And per hour between them.
-        is_pool: Whether it may fill up to what the worst moment needed, and stay there. Then a step is no
-            leak, however high; what goes on growing until the end is one.
+        slack: Allowed growth regardless of the duration.
+        per_hour: Additional allowed growth per hour between them.
+        is_pool: Whether it is a pool that may grow to its peak demand and stay there. Then a step of any
+            height is no leak, but growth until the end is.
     """
 
     slack: float
@@ -70,16 +70,16 @@ is that none is left when that has passed."""
 
 @dataclass(frozen=True)
 class Trend:
-    """What became of a figure.
+    """Trend of a figure.
 
     Args:
         before: Median of the second third.
         after: Median of the last third.
-        allowed: How far `after` may lie above `before`.
-        share: Of pairs of a value of the last third and one of the second, those that rose; ties count half.
-        min_share: What chance does not reach.
-        goes_on: Whether each quarter of the two thirds lies above the one before it.
-        is_pool: Whether only growth that goes on counts.
+        allowed: Allowed difference of `after` and `before`.
+        share: Share of rising pairs of a value of the second third and one of the last; ties count half.
+        min_share: Share that chance does not reach.
+        goes_on: Whether each quarter of the two thirds is above the previous one.
+        is_pool: Whether only continued growth counts.
     """
 
     before: float
@@ -92,16 +92,16 @@ class Trend:
 
     @property
     def grows(self) -> bool:
-        """Whether it rose beyond what is allowed, and not by chance."""
+        """Whether it grew by more than allowed, and not by chance."""
         rose = self.after - self.before > self.allowed and self.share >= self.min_share
         return rose and (self.goes_on or not self.is_pool)
 
 
 def trend(at_s: Sequence[float], values: Sequence[float], bound: Bound) -> Trend:
-    """Return the trend of values over time; the first third is the warm-up, and does not count.
+    """Return the trend of values over time; the first third is the warm-up and is ignored.
 
     Raises:
-        ValueError: Fewer values than thirds can be made of.
+        ValueError: Too few values.
     """
     if len(values) < MIN_COUNT:
         raise ValueError(f"got {len(values)} values, allowed: at least {MIN_COUNT}")
@@ -121,7 +121,7 @@ def trend(at_s: Sequence[float], values: Sequence[float], bound: Bound) -> Trend
 
 
 def _goes_on(values: Sequence[float]) -> bool:
-    """Return whether the medians of the quarters rise from each to the next."""
+    """Return whether the medians of the quarters increase monotonically."""
     ends = [len(values) * number // NUM_QUARTERS for number in range(NUM_QUARTERS + 1)]
     medians = [statistics.median(values[begin:end]) for begin, end in pairwise(ends)]
     return all(new > old for old, new in pairwise(medians))

@@ -30,11 +30,11 @@ class LetterTokenizer:
 
 
 class ScriptedTarget:
-    """A target whose token at each position is given; accepts whatever the proposal gets right.
+    """A target with given tokens at each position, which accepts matching proposals.
 
     Args:
-        tokens: The completion of the prompt; it goes on with its last token.
-        refuse: Raises for proposals that it does not take.
+        tokens: The completion of the prompt; its last token repeats.
+        refuse: Raises for proposals that it rejects.
     """
 
     def __init__(self, tokens: Sequence[int], refuse: Callable[[Proposal], None] = lambda _: None) -> None:
@@ -76,7 +76,7 @@ class FunctionDrafter:
 
 
 class ListStore:
-    """Keeps what it was given; fails when told to."""
+    """Keeps stored values; fails on request."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -130,7 +130,7 @@ def make_session(
 
 
 def perfect_drafter(target: ScriptedTarget) -> FunctionDrafter:
-    """Return a drafter that foresees every token of the target."""
+    """Return a drafter that predicts every token of the target."""
 
     def propose(session: Session, gamma: int) -> Proposal:
         return Proposal(tuple(target.token_at(session.num_emitted + i) for i in range(gamma)))

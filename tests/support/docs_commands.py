@@ -91,7 +91,7 @@ def commands() -> list[tuple[str, str]]:
 
 
 def _joined(text: str) -> list[str]:
-    """Return the commands of a console block, each with the lines that it goes on with."""
+    """Return the commands of a console block, each with its continuation lines."""
     found: list[str] = []
     goes_on = False
     for line in text.splitlines():

@@ -141,7 +141,7 @@ class TableEngine:
 
 
 def mark(path: Sequence[int]) -> float:
-    """Return a number that tells paths apart."""
+    """Return a number that identifies a path."""
     return float(hash(tuple(path)) % 2**50)
 
 
@@ -152,16 +152,16 @@ class ChainingEngine(TableEngine):
 
 
 class Open(Throttle):
-    """A throttle that does not look at the clock."""
+    """A throttle that ignores the time."""
 
     is_open = True
 
 
 class Drafter:
-    """A scheduler and the sessions that ask it, in one thread.
+    """A scheduler and its sessions in one thread.
 
     Args:
-        engine: What it runs on.
+        engine: The engine.
         ahead_rows: 0 for no draft-ahead.
     """
 
@@ -215,7 +215,7 @@ class Drafter:
         raise AssertionError("no answer")
 
     def idle(self, num_steps: int = 10**6) -> int:
-        """Let it draft ahead for so many forwards, or until it is done; return how many it did."""
+        """Draft ahead for this many forwards, or until it is done; return their number."""
         done = 0
         while done < num_steps and self.scheduler.has_work:
             assert self.scheduler.step() == []
@@ -231,7 +231,7 @@ def outcome(
     params: SamplingParams,
     method: VerificationMethod = VerificationMethod.COUPLED,
 ) -> list[int]:
-    """Return what a target with the draft's taste may emit: a path of the proposal and one more token."""
+    """Return a possible outcome of verification: a path of the proposal and one more token."""
     tokens: list[int] = []
     node = -1
     while True:

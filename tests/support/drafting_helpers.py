@@ -1,4 +1,4 @@
-"""The draft's choice behind one node, as the tests of the maths want it."""
+"""The draft's choice after one node, for tests of the maths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def propose_token(
     top_k: int,
     bits: int,
 ) -> tuple[int, SparseDistribution | None, float]:
-    """Return what the draft chooses behind one node, the law it drew from, and its confidence."""
+    """Return the draft's token after one node, the distribution it was sampled from, and its confidence."""
     (prediction,) = predictions(
         method, log_probs_row[None], noise, [position], temperature=1.0, top_k=top_k, bits=bits
     )

@@ -43,7 +43,7 @@ _MLA: dict[str, Any] = {
 }
 _LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
-# Architecture -> (model type, settings beside the common ones). A name with a dash is a variant.
+# Architecture -> (model type, settings in addition to the common ones). A name with a dash is a variant.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-bias": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),

@@ -15,11 +15,11 @@ MAX_TURN_S = 0.05
 
 @dataclass
 class Watch:
-    """What was seen so far.
+    """Measurements so far.
 
     Attributes:
         longest_s: CPU seconds of the loop's thread in its longest turn: the callbacks of one turn run one
-            after the other, and what arrives meanwhile waits. CPU time, as other processes share the machine.
+            after the other, and new events wait. CPU time, since other processes share the machine.
     """
 
     longest_s: float = 0.0

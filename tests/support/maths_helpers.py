@@ -1,4 +1,4 @@
-"""Small language models with exact laws, and exact integration of draft and verify over their noise.
+"""Small language models with exact distributions, and exact integration of draft and verify over their noise.
 
 `cycle_law` turns one cycle into its exact law by probing the real functions as black boxes: acceptance
 thresholds are checked on both sides of the claimed value, draws are checked by the noise at which the
@@ -30,7 +30,7 @@ DrafterLaw = Callable[[Context], SparseDistribution]
 
 
 class TinyModel:
-    """A language model with a random law per context; `zeros` is the chance of a zero probability."""
+    """A language model with random distributions per context; `zeros` is the chance of a zero probability."""
 
     def __init__(self, vocab_size: int, seed: int, zeros: float = 0.0, spread: float = 1.0) -> None:
         self.vocab_size, self._seed, self._zeros, self._spread = vocab_size, seed, zeros, spread
@@ -51,7 +51,7 @@ class TinyModel:
 
 
 class Blend(TinyModel):
-    """A draft: (1 - share) of the target's law and `share` of its own."""
+    """A draft: (1 - share) of the target's distribution and `share` of its own."""
 
     def __init__(self, target: TinyModel, seed: int, share: float) -> None:
         super().__init__(target.vocab_size, seed)
@@ -118,7 +118,7 @@ def assert_draws_from(draw: Callable[[Tensor], int], weights: Sequence[float]) -
 
 
 def quantised_drafter(model: TinyModel, top_k: int, bits: int) -> DrafterLaw:
-    """Return the shipped law per context, by the real quantisation."""
+    """Return the sent distribution per context, by the real quantisation."""
 
     def law(context: Context) -> SparseDistribution:
         return quantise(torch.tensor(model.law(context), dtype=torch.float64), top_k, bits)
@@ -127,7 +127,7 @@ def quantised_drafter(model: TinyModel, top_k: int, bits: int) -> DrafterLaw:
 
 
 def drawn_tokens(distribution: SparseDistribution) -> dict[int, float]:
-    """Return the exact law of `sample_sparse`, over all its integers."""
+    """Return the exact distribution of `sample_sparse`, over all its integers."""
     total = 1 << distribution.weight_bits
     law: dict[int, float] = defaultdict(float)
     for bits in range(total):
@@ -152,7 +152,7 @@ def chain_proposals(shipped: DrafterLaw, context: Context, gamma: int) -> Iterat
 
 
 def rejection_law(target: TinyModel, context: Context, proposal: Proposal) -> Law:
-    """Return the exact law of the tokens that rejection verification emits for a proposal."""
+    """Return the exact distribution of the tokens that rejection verification emits for a proposal."""
     rows = rows_of(target, context, proposal)
     law: dict[tuple[int, ...], float] = defaultdict(float)
     alive, uniforms = 1.0, dict[int, float]()
@@ -174,7 +174,7 @@ def rejection_law(target: TinyModel, context: Context, proposal: Proposal) -> La
 
 
 def matched_law(method: VerificationMethod, target: TinyModel, context: Context, proposal: Proposal) -> Law:
-    """Return the exact law of the tokens that coupled or naive verification emits for a proposal."""
+    """Return the exact distribution of the tokens that coupled or naive verification emits for a proposal."""
     rows = rows_of(target, context, proposal)
     vocab_size = target.vocab_size
     law: dict[tuple[int, ...], float] = defaultdict(float)
@@ -210,7 +210,7 @@ def matched_law(method: VerificationMethod, target: TinyModel, context: Context,
 
 
 def _test(target_law: Sequence[float], proposal: Proposal, node: int) -> tuple[float, list[float]]:
-    """Return the textbook acceptance probability of a node and the law of the correction."""
+    """Return the textbook acceptance probability of a node and the distribution of the correction."""
     draft = [0.0] * len(target_law)
     if proposal.draft_distributions is None:
         draft[proposal.token_ids[node]] = 1.0
@@ -253,7 +253,7 @@ def _assert_stops_at(
 
 
 def completed(law: Law, target: TinyModel, context: Context, length: int) -> Law:
-    """Return the law of the first `length` tokens when the target goes on alone."""
+    """Return the distribution of the first `length` tokens if the target continues alone."""
     done: dict[tuple[int, ...], float] = defaultdict(float)
     todo = list(law.items())
     while todo:
@@ -266,12 +266,12 @@ def completed(law: Law, target: TinyModel, context: Context, length: int) -> Law
 
 
 def plain_law(target: TinyModel, context: Context, length: int) -> Law:
-    """Return the law of `length` tokens of plain decoding."""
+    """Return the distribution of `length` tokens of plain decoding."""
     return completed({(): 1.0}, target, context, length)
 
 
 def mixed(parts: Iterator[tuple[float, Law]]) -> Law:
-    """Return the mixture of laws."""
+    """Return the mixture of distributions."""
     law: dict[tuple[int, ...], float] = defaultdict(float)
     for weight, part in parts:
         for tokens, prob in part.items():
@@ -280,5 +280,5 @@ def mixed(parts: Iterator[tuple[float, Law]]) -> Law:
 
 
 def distance(left: Law, right: Law) -> float:
-    """Return the total variation between two laws."""
+    """Return the total variation between two distributions."""
     return 0.5 * math.fsum(abs(left.get(k, 0.0) - right.get(k, 0.0)) for k in {*left, *right})

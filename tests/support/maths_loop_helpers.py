@@ -119,10 +119,10 @@ def chain_of(gamma: int) -> Drafter:
 
 
 def exact_joint(speculator: Speculator) -> list[float]:
-    """Return the target's law of the first two tokens, flattened, from plain rows."""
+    """Return the target's distribution of the first two tokens, flattened, from plain rows."""
     law = list[float]()
     for first, prob in enumerate(_probs(speculator, speculator.prompt)):
-        # A first token that cannot be has no rows after it; any law will do at weight 0.
+        # An impossible first token has no rows after it; any distribution will do at weight 0.
         context = (*speculator.prompt, first) if prob else speculator.prompt
         law += [prob * other for other in _probs(speculator, context)]
     return law
@@ -134,7 +134,7 @@ def _probs(speculator: Speculator, context: Context) -> list[float]:
 
 
 def g_test(counts: Sequence[int], law: Sequence[float]) -> float:
-    """Return the p-value of the counts under a law; 0 when something impossible happened."""
+    """Return the p-value of the counts under a distribution; 0 if an impossible token occurred."""
     if any(count and not prob for count, prob in zip(counts, law, strict=True)):
         return 0.0
     total = sum(counts)

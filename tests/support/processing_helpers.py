@@ -1,4 +1,4 @@
-"""The path from logits to the processed law for one cycle, and a slow, obvious oracle of its first half."""
+"""Processing of logits to distributions for one cycle, and a slow, simple oracle of its first half."""
 
 from __future__ import annotations
 

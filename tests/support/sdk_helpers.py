@@ -123,7 +123,7 @@ async def silent(request: pb.GenerateRequest, attempt: int) -> AsyncIterator[Chu
 
 
 class ScriptedService(GenerationServiceServicer):
-    """Answers as it is told, and keeps what it was asked.
+    """Answers with a given function, and keeps its requests.
 
     Attributes:
         requests: Generate requests, in order of arrival.

@@ -44,11 +44,17 @@ _METHODS = ", ".join(method.value for method in VerificationMethod)
 @connection_options(timeout_s=600.0)
 @click.option("--workload", type=click.Choice(WORKLOADS), default="mixed", show_default=True)
 @click.option("--prompts", "num_prompts", type=IntRange(1), default=4, show_default=True)
-@click.option("--prompt", "given", multiple=True, metavar="TEXT", help="Instead of a workload; repeatable.")
+@click.option(
+    "--prompt",
+    "given",
+    multiple=True,
+    metavar="TEXT",
+    help="Prompt to use instead of a workload; repeatable.",
+)
 @click.option(
     "--prompt-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Instead of a workload: one prompt per line, or a JSON list of strings.",
+    help="Prompts to use instead of a workload: one per line, or a JSON list of strings.",
 )
 @click.option("--tokens", type=IntRange(2), default=128, show_default=True, help="Per completion.")
 @click.option("--repeats", type=IntRange(1), default=5, show_default=True)
@@ -79,12 +85,12 @@ _METHODS = ", ".join(method.value for method in VerificationMethod)
     callback=list_of(_positive, "positive numbers"),
     help="Completions in flight.",
 )
-@click.option("--json", "out", type=click.Path(dir_okay=False, path_type=Path), help="Write the result here.")
+@click.option("--json", "out", type=click.Path(dir_okay=False, path_type=Path), help="File for the result.")
 @click.pass_context
 def bench(context: click.Context, /, **options: Any) -> None:
     """Measure a running cluster: speed, acceptance and latency by gamma.
 
-    Every system has its turn at each prompt before the next prompt; ratios are taken within a repetition.
+    Each prompt is completed by every system before the next prompt; ratios are taken within a repetition.
     """
     if context.invoked_subcommand is None:
         _run(options)

@@ -12,14 +12,18 @@ __all__ = ["certs"]
 
 @click.command()
 @click.argument("directory", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--days", type=int, default=365, show_default=True, help="How long they are good.")
+@click.option("--days", type=int, default=365, show_default=True, help="Validity of the certificates.")
 @click.option(
-    "--host", "hosts", multiple=True, metavar="NAME", help="Further name or address of `server`; repeatable."
+    "--host",
+    "hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Additional name or address of `server`; repeatable.",
 )
 def certs(directory: Path, days: int, hosts: tuple[str, ...]) -> None:
-    """Make an authority in DIRECTORY, and certificates for orchestrators, workers and a server (Redis).
+    """Create a development CA in DIRECTORY, and certificates for orchestrators, workers and a server (Redis).
 
-    Run it again to renew the certificates: the authority stays, processes read the new files by themselves.
+    Run it again to renew the certificates: the CA is kept, and processes reload the files automatically.
     """
     if find_spec("cryptography") is None:
         raise click.ClickException("certificates need a package: pip install 'gammaray[orchestrator]'")

@@ -17,23 +17,25 @@ from gammaray.types import Chunk, DrafterKind, FinishReason, VerificationMethod
 
 __all__ = ["chat"]
 
-_HELP = "/reset begins anew, /exit ends, Ctrl-C stops an answer."
+_HELP = "/reset starts a new chat, /exit quits, Ctrl-C stops a response."
 
 
 @click.command()
 @connection_options(timeout_s=120.0, http=True)
-@click.option("--system", default="", metavar="TEXT", help="What the model is told before everything else.")
-@click.option("--max-tokens", type=int, help="Upper bound of an answer.  [default: the context's end]")
+@click.option("--system", default="", metavar="TEXT", help="System prompt.")
+@click.option(
+    "--max-tokens", type=int, help="Maximum tokens per response.  [default: the rest of the context]"
+)
 @click.option("--temperature", type=float, help="Divides the logits; 0 is greedy.")
-@click.option("--seed", type=int, help="The same seed gives the same answers.")
+@click.option("--seed", type=int, help="Seed for reproducible responses.")
 @click.option("--verification", type=click.Choice([m.value for m in VerificationMethod]))
-@click.option("--drafter", type=click.Choice([d.value for d in DrafterKind]), help="Who proposes.")
+@click.option("--drafter", type=click.Choice([d.value for d in DrafterKind]), help="Drafter to use.")
 @click.option("--gamma", type=int, help="Draft tokens per cycle.  [default: adaptive]")
 @click.option("--color/--no-color", default=None, help="Colour tokens by origin.  [default: on a terminal]")
 def chat(connection: Connection, system: str, color: bool | None, **options: Any) -> None:
-    """Talk to the model, by its chat template; /reset begins anew, /exit ends, Ctrl-C stops an answer.
+    """Chat with the model; /reset starts a new chat, /exit quits, Ctrl-C stops a response.
 
-    Answers go to standard output, everything else to standard error.
+    Responses go to standard output, everything else to standard error.
     """
     given = {name: value for name, value in options.items() if value is not None}
     own = {name: given.pop(name) for name in ("verification", "drafter", "gamma") if name in given}

@@ -20,17 +20,17 @@ __all__ = ["config"]
 @click.command()
 @click.argument("file", type=click.File(), required=False)
 @click.option(
-    "--serve", is_flag=True, help="Print the Ray Serve configuration of a cluster of many machines."
+    "--serve", is_flag=True, help="Print the Ray Serve configuration of a cluster of several machines."
 )
 @click.option("--format", "form", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True)
 def config(file: TextIO | None, serve: bool, form: str) -> None:
-    """Print the effective settings of every process; what is wrong in them is told by name.
+    """Print the effective settings of every process, and name invalid ones.
 
-    Without FILE they are those of `gammaray up` in this environment (GAMMARAY_*). FILE is a Ray Serve
+    Without FILE, print those of `gammaray up` in this environment (GAMMARAY_*). FILE is a Ray Serve
     configuration, as in the chart's ConfigMap; - reads standard input.
     """
     if file is not None and serve:
-        raise click.UsageError("FILE and --serve exclude each other")
+        raise click.UsageError("FILE and --serve cannot be combined")
     document = effective_of_serve(_parsed(file)) if file is not None else _own(serve)
     if form == "json":
         click.echo(json.dumps(document, indent=2))

@@ -43,26 +43,26 @@ _OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("temperature", float, "Divides the logits; 0 is greedy."),
     ("top_p", float, "Keep the most likely tokens up to this mass."),
     ("top_k", int, "Keep this many most likely tokens; 0 is off."),
-    ("min_p", float, "Drop tokens less likely than this share of the likeliest one."),
-    ("repetition_penalty", float, "Over prompt and output; 1 is off."),
+    ("min_p", float, "Drop tokens below this fraction of the highest probability."),
+    ("repetition_penalty", float, "Applies to prompt and output; 1 is off."),
     ("presence_penalty", float, "Over the output; 0 is off."),
     ("frequency_penalty", float, "Over the output; 0 is off."),
-    ("seed", int, "The same seed gives the same tokens; left out, the server draws one."),
+    ("seed", int, "Seed for reproducible tokens; by default the server chooses one."),
     ("gamma", _gamma, "Draft tokens per cycle: a number (0 is plain decoding), or adaptive."),
-    ("verification", click.Choice([m.value for m in VerificationMethod]), "How proposed tokens are tested."),
-    ("drafter", click.Choice([d.value for d in DrafterKind]), "Who proposes."),
-    ("logprobs", int, "With --json: log-probabilities, and of this many alternatives."),
-    ("session_id", str, "Name of the session; left out, the server draws one."),
-    ("model", str, "Name of the model; left out, the one served."),
+    ("verification", click.Choice([m.value for m in VerificationMethod]), "Verification method."),
+    ("drafter", click.Choice([d.value for d in DrafterKind]), "Drafter to use."),
+    ("logprobs", int, "With --json: log-probabilities of the tokens and this many alternatives."),
+    ("session_id", str, "Name of the session; by default the server chooses one."),
+    ("model", str, "Name of the model; by default the served one."),
 )
 
 
 @click.command()
 @click.argument("prompt")
 @connection_options(timeout_s=600.0)
-@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given again.")
-@click.option("--ignore-eos", is_flag=True, help="Go on past end-of-sequence tokens.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object when it is finished.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; repeatable.")
+@click.option("--ignore-eos", is_flag=True, help="Continue after end-of-sequence tokens.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 @click.option("--color/--no-color", default=None, help="Colour tokens by origin.  [default: on a terminal]")
 def generate(
     prompt: str,

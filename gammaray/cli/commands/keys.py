@@ -23,24 +23,24 @@ _file = click.option(
     default="gammaray-keys.json",
     show_default=True,
     show_envvar=True,
-    help="The key file; orchestrators read it again within a second of a change.",
+    help="The key file; orchestrators reload it within a second of a change.",
 )
 
 
 @click.group()
 def keys() -> None:
-    """API keys: who may use a cluster, and whose sessions are whose.
+    """Create, list and revoke API keys; the sessions of a key belong to its tenant.
 
-    The file holds hashes. `gammaray up --api-keys-file FILE` asks every caller for a key of it.
+    The file contains hashes. `gammaray up --api-keys-file FILE` requires a key from every client.
     """
 
 
 @keys.command()
 @_file
-@click.option("--tenant", "-t", default="default", show_default=True, help="Whom the key belongs to.")
-@click.option("--note", default="", help="What to remember of it.")
+@click.option("--tenant", "-t", default="default", show_default=True, help="Tenant that owns the key.")
+@click.option("--note", default="", help="Note stored with the key.")
 def create(path: Path, tenant: str, note: str) -> None:
-    """Make a key and print it, this once, on standard output."""
+    """Create a key and print it on standard output; it cannot be shown again."""
     key, secret = create_key(path, tenant, note)
     click.echo(f"key {key.id} of tenant {key.tenant}, in {path}; it is not shown again:", err=True)
     click.echo(secret)
@@ -50,7 +50,7 @@ def create(path: Path, tenant: str, note: str) -> None:
 @_file
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def list_keys(path: Path, as_json: bool) -> None:
-    """List the keys, without what is secret of them."""
+    """List the keys without their secrets."""
     entries = [key.model_dump(mode="json", exclude={"sha256"}) for key in read_keys(path)]
     if as_json:
         click.echo(json.dumps({"keys": entries}, indent=2))
@@ -67,6 +67,6 @@ def list_keys(path: Path, as_json: bool) -> None:
 @_file
 @click.argument("key_id")
 def revoke(path: Path, key_id: str) -> None:
-    """Take a key out of the file: calls with it are refused within a second."""
+    """Remove a key from the file: calls with it are rejected within a second."""
     key = revoke_key(path, key_id)
     click.echo(f"revoked key {key.id} of tenant {key.tenant}", err=True)

@@ -36,17 +36,25 @@ _STDOUT = Path("-")
 
 
 @click.command()
-@click.option("--target", required=True, help='Directory or hub name; "demo" is that of the demo pair.')
-@click.option("--draft", "drafts", multiple=True, required=True, help="The same of a candidate; repeatable.")
+@click.option(
+    "--target", required=True, help="Directory or hub name of the target; 'demo' is the demo pair's."
+)
+@click.option(
+    "--draft", "drafts", multiple=True, required=True, help="Directory or hub name of a draft; repeatable."
+)
 @click.option(
     "--prompts",
     "prompt_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="One prompt per line, or a JSON list of strings: the traffic that the pair is for.",
+    help="Prompts of the expected traffic: one per line, or a JSON list of strings.",
 )
 @click.option("--workload", type=click.Choice(WORKLOADS), default="mixed", show_default=True)
-@click.option("--num-prompts", type=IntRange(1), default=6, show_default=True, help="Of the workload.")
-@click.option("--tokens", type=IntRange(2), default=96, show_default=True, help="Per completion, at most.")
+@click.option(
+    "--num-prompts", type=IntRange(1), default=6, show_default=True, help="Number of prompts of the workload."
+)
+@click.option(
+    "--tokens", type=IntRange(2), default=96, show_default=True, help="Maximum tokens per completion."
+)
 @click.option(
     "--gammas",
     default="1,2,4,8",
@@ -72,25 +80,27 @@ _STDOUT = Path("-")
     type=FloatRange(0.01, 100),
     default=1.1,
     show_default=True,
-    help="Speculation pays from here on.",
+    help="Speedup that a draft must reach.",
 )
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="As of workers.")
-@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="As of workers.")
-@click.option("--threads", type=IntRange(1, 256), help="As of workers.")
-@click.option("--deterministic", is_flag=True, default=None, help="As of workers.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Same as for workers.")
+@click.option(
+    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="Same as for workers."
+)
+@click.option("--threads", type=IntRange(1, 256), help="Same as for workers.")
+@click.option("--deterministic", is_flag=True, default=None, help="Same as for workers.")
 @click.option(
     "--json",
     "out",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the result here; - prints it in place of the tables.",
+    help="File for the result; - prints it instead of the tables.",
 )
 @click.pass_context
 def qualify(
     context: click.Context, /, out: Path | None, rtt_ms: float, min_speedup: float, **given: Any
 ) -> None:
-    """Say whether drafts are fit for a target: served exactly, lossless, and faster on this machine.
+    """Check whether draft models suit a target: served exactly, lossless, and faster on this machine.
 
-    Both models run in one process, by turns; no cluster is needed.
+    Both models run alternately in one process; no cluster is needed.
     """
     task = _task(given)
     with Console(stderr=True).status("starting") as status:

@@ -29,10 +29,12 @@ def sessions() -> None:
 
 @sessions.command("list")
 @connection_options(timeout_s=10.0)
-@click.option("--limit", type=IntRange(1, 1000), default=100, show_default=True, help="At most so many.")
+@click.option(
+    "--limit", type=IntRange(1, 1000), default=100, show_default=True, help="Maximum number of sessions."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def list_(connection: Connection, limit: int, as_json: bool) -> None:
-    """List your sessions, the one with the latest sign of life first."""
+    """List your sessions, most recently active first."""
     found = _call(connection, lambda client: client.list_sessions(limit, timeout_s=connection.timeout_s))
     if as_json:
         click.echo(json.dumps({"sessions": [asdict(info) for info in found]}, indent=2))
@@ -44,9 +46,11 @@ def list_(connection: Connection, limit: int, as_json: bool) -> None:
 @click.argument("session")
 @connection_options(timeout_s=600.0)
 @click.option("--turn", type=IntRange(0), default=0, show_default=True, help="Turn of the session.")
-@click.option("--offset", type=IntRange(0), default=0, show_default=True, help="Tokens you have.")
+@click.option(
+    "--offset", type=IntRange(0), default=0, show_default=True, help="Number of tokens already received."
+)
 def resume(session: str, connection: Connection, turn: int, offset: int) -> None:
-    """Stream the rest of a SESSION's turn, behind its first tokens."""
+    """Stream the rest of a SESSION's turn after its first tokens."""
 
     async def stream(client: AsyncClient) -> None:
         chunks = client.resume(session, turn=turn, offset=offset, timeout_s=connection.timeout_s)
@@ -60,7 +64,7 @@ def resume(session: str, connection: Connection, turn: int, offset: int) -> None
 @click.argument("session")
 @connection_options(timeout_s=10.0)
 def cancel(session: str, connection: Connection) -> None:
-    """End the current turn of a SESSION for good."""
+    """End the current turn of a SESSION permanently."""
     info = _call(connection, lambda client: client.cancel(session, timeout_s=connection.timeout_s))
     click.echo(f"{info.session_id}: {_state(info)}, {info.emitted_tokens} tokens")
 
@@ -69,9 +73,9 @@ def cancel(session: str, connection: Connection) -> None:
 @click.argument("session")
 @connection_options(timeout_s=10.0)
 def delete(session: str, connection: Connection) -> None:
-    """End a SESSION and forget it."""
+    """End and delete a SESSION."""
     existed = _call(connection, lambda client: client.delete_session(session, timeout_s=connection.timeout_s))
-    click.echo(f"{session}: deleted" if existed else f"{session}: there was none")
+    click.echo(f"{session}: deleted" if existed else f"{session}: not found")
 
 
 def _call(connection: Connection, work: Callable[[AsyncClient], Awaitable[_Result]]) -> _Result:

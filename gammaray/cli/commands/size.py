@@ -21,20 +21,30 @@ RTTS_MS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 
 @click.command()
 @click.option(
-    "--alpha", type=float, required=True, help="Accepted per tested token, as `gammaray bench` says."
+    "--alpha", type=float, required=True, help="Accepted per tested token, as reported by `gammaray bench`."
 )
 @click.option("--target-ms", type=float, required=True, help="One target pass, in milliseconds.")
 @click.option("--draft-ms", type=float, required=True, help="One draft step, in milliseconds.")
 @click.option("--rtt-ms", type=float, default=0.5, show_default=True, help="Network time of a cycle.")
-@click.option("--sessions", type=int, default=32, show_default=True, help="Sessions at once on one target.")
+@click.option("--sessions", type=int, default=32, show_default=True, help="Concurrent sessions per target.")
 @click.option(
-    "--target-tokens", type=int, default=256, show_default=True, help="Tokens that a pass has free."
+    "--target-tokens",
+    type=int,
+    default=256,
+    show_default=True,
+    help="Tokens that a target pass verifies at no extra cost.",
 )
-@click.option("--draft-tokens", type=int, default=64, show_default=True, help="The same of a draft step.")
-@click.option("--draft-price", type=float, default=0.15, show_default=True, help="In prices of a target.")
+@click.option("--draft-tokens", type=int, default=64, show_default=True, help="The same for a draft step.")
+@click.option(
+    "--draft-price",
+    type=float,
+    default=0.15,
+    show_default=True,
+    help="Price of a drafter relative to a target.",
+)
 @click.option("--max-drafters", type=IntRange(1, 64), default=8, show_default=True)
 def size(max_drafters: int, **given: float) -> None:
-    """Say what drafters would bring, by the cost model of gammaray.maths.theory and your own measurements."""
+    """Predict the speedup of drafters from measurements, with the cost model of gammaray.maths.theory."""
     sizing = Sizing(**given)  # type: ignore[arg-type]
     console = output_console(WIDTH)
     best = sizing.best(max_drafters)
@@ -68,9 +78,7 @@ def _drafters(sizing: Sizing, max_drafters: int, best: int) -> Table:
 
 def _drafts(sizing: Sizing, drafters: int) -> Table:
     costs = (f"{cost:g}" for cost in DRAFT_COSTS)
-    table = Table(
-        "alpha", *costs, title=f"Which draft: speedup by draft step / target pass, {drafters} drafter(s)"
-    )
+    table = Table("alpha", *costs, title=f"Speedup by draft step / target pass, {drafters} drafter(s)")
     for alpha in ALPHAS:
         cells = []
         for cost in DRAFT_COSTS:
@@ -86,7 +94,7 @@ def _network(sizing: Sizing, drafters: int) -> Table:
         "network, ms",
         "gamma",
         "speedup",
-        title=f"What network, {drafters} drafter(s): {until}",
+        title=f"Speedup by network time, {drafters} drafter(s): {until}",
         min_width=WIDTH,
     )
     for rtt_ms in RTTS_MS:

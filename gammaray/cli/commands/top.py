@@ -36,14 +36,14 @@ _BARS = " ▁▂▃▄▅▆▇█"
     default=2.0,
     show_default=True,
     metavar="SECONDS",
-    help="Time between two looks.",
+    help="Time between updates.",
 )
-@click.option("--once", is_flag=True, help="Show one interval and end.")
+@click.option("--once", is_flag=True, help="Show one interval and exit.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object per interval, each on a line.")
 def top(connection: Connection, interval_s: float, once: bool, as_json: bool) -> None:
-    """Show what a cluster is doing: speed, acceptance, gamma, queues and caches.
+    """Show live statistics of a cluster: speed, acceptance, gamma, queues and caches.
 
-    Ratios are those of the last interval, or since the start where nothing happened in it.
+    Ratios cover the last interval, or the time since the start if nothing happened in it.
     """
     asyncio.run(_top(connection.client(), connection.timeout_s, interval_s, once, as_json))
 

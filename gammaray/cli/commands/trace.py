@@ -59,10 +59,10 @@ def _table(cycles: Sequence[CycleRecord], columns_per_s: float, bar_width: int) 
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     for name in ("AT", "MS"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("WHERE THE TIME WENT", no_wrap=True, width=bar_width)
+    table.add_column("TIME BY PHASE", no_wrap=True, width=bar_width)
     table.add_column("γ", justify="right", no_wrap=True)
     table.add_column("TOKENS", no_wrap=True)
-    table.add_column("WHY, WHO, WHAT ELSE", overflow="fold")
+    table.add_column("REASON, DRAFTER, NOTES", overflow="fold")
     start_s = cycles[0].start_s
     for cycle in cycles:
         table.add_row(
@@ -130,7 +130,7 @@ def _notes(cycle: CycleRecord) -> Iterator[str]:
         if call.error:
             yield f"{role} {call.address}: {call.error}"
         if call.blocks > 1:
-            yield f"{role} asked {call.blocks} times, {call.refed_tokens} tokens again"
+            yield f"{role}: {call.blocks} blocks, {call.refed_tokens} tokens sent again"
         if call.batch_size > 1:
             yield f"{role} batch of {call.batch_size}"
 
@@ -139,9 +139,9 @@ def _legend() -> Text:
     return Text.assemble(
         ("█ propose ", _PROPOSE),
         ("█ verify ", _VERIFY),
-        "of which ░ wire and queue  · other   ",
+        "(░ network and queue) · other   ",
         ("● accepted ", "green"),
-        ("○ not ", "red"),
+        ("○ not accepted ", "red"),
         ("+c correction ", "yellow"),
         ("+b bonus", "blue"),
     )
@@ -174,9 +174,9 @@ _PIPE_WIDTH = 120
 @click.argument("session")
 @connection_options(timeout_s=10.0)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
-@click.option("--last", type=IntRange(1), help="Only this many cycles, the latest.")
+@click.option("--last", type=IntRange(1), help="Show only the latest N cycles.")
 def trace(session: str, connection: Connection, as_json: bool, last: int | None) -> None:
-    """Show what each cycle of a SESSION did and where its time went."""
+    """Show the tokens and times of each cycle of a SESSION."""
     cycles = asyncio.run(_fetch(session, connection))
     cycles = cycles[-last:] if last is not None else cycles
     if as_json:

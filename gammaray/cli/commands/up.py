@@ -26,17 +26,17 @@ _NEEDED = ("fastapi", "grpc_health", "ray", "redis", "torch", "transformers")
 
 
 @click.command()
-@click.option("--wait-ready", is_flag=True, help="Print `ready http=... grpc=...` once it serves.")
+@click.option("--wait-ready", is_flag=True, help="Print `ready http=... grpc=...` once the cluster is ready.")
 @click.option("--die-with-parent", is_flag=True, help="Stop when the process that started this one ends.")
 @click.option(
     "--start-timeout-s",
     type=FloatRange(0, min_open=True),
-    help="Give up when it does not serve after this long.",
+    help="Fail if the cluster is not ready after this time.",
 )
 def up(**options: Any) -> None:
     """Start a whole cluster on this machine: Redis, workers, orchestrator, proxies; Ctrl-C stops all.
 
-    What is not given comes from the environment variable GAMMARAY_<OPTION>, else from the default.
+    Omitted options come from the environment variables GAMMARAY_<OPTION>, then from the defaults.
     """
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         click.echo(

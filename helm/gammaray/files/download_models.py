@@ -1,11 +1,11 @@
-"""Downloads models into the Hugging Face cache, then makes a file: python download_models.py FILE MODEL..."""
+"""Downloads models into the Hugging Face cache, then creates FILE: python download_models.py FILE MODEL..."""
 
 import sys
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
 
-# What the workers do not read: other formats of the same weights.
+# Other formats of the same weights, which the workers do not read.
 OTHER = ["*.gguf", "*.onnx*", "*.h5", "*.msgpack", "*.tflite", "original/*", "onnx/*"]
 PICKLED = ["*.bin", "*.pt", "*.pth"]
 

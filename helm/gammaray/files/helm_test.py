@@ -1,7 +1,7 @@
-"""Asks a deployed gammaray for its health and for one completion: python helm_test.py URL yes|no.
+"""Tests the health and one completion of a deployed gammaray: python helm_test.py URL yes|no.
 
-The second argument says whether callers need an API key. One in GAMMARAY_API_KEY is used; where one is needed
-and none is given, the test is that a completion is refused.
+The second argument is whether clients need an API key. The test uses the key in GAMMARAY_API_KEY; if a key is
+needed and none is set, it tests that a completion is rejected.
 """
 
 import json
@@ -40,7 +40,7 @@ status, answer = ask(
 if needs_key and not key:
     if status != 401:
         sys.exit(f"/v1/completions without a key: {status} {answer}, expected 401")
-    print("/v1/completions: asks for a key; name one in helmTest.apiKeySecret to test a completion")
+    print("/v1/completions: requires a key; set helmTest.apiKeySecret to test a completion")
 elif status != 200 or not answer["usage"]["completion_tokens"]:
     sys.exit(f"/v1/completions: {status} {answer}")
 else:

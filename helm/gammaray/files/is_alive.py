@@ -1,4 +1,4 @@
-"""Succeeds when every URL that is given answers 200: python is_alive.py URL..."""
+"""Exits with 0 if every URL returns status 200: python is_alive.py URL..."""
 
 import sys
 import urllib.request

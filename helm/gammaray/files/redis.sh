@@ -1,8 +1,8 @@
 # Starts the bundled Redis; reads REDISCLI_AUTH, MEMORY_LIMIT (bytes), MAX_MEMORY_PERCENT, DATA_DIR and PORT.
-# A hash takes a password of any characters, which a configuration file would need quoted.
+# A hash supports passwords of any characters, which the configuration file would need quoted.
 hash=$(printf %s "$REDISCLI_AUTH" | sha256sum | cut -c 1-64)
 umask 077
-# Everything is appended to a file within a second; snapshots would only write it twice.
+# Every change is appended to a file within a second, so snapshots are not needed.
 exec redis-server - <<END
 port $PORT
 dir "$DATA_DIR"

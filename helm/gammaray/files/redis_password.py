@@ -1,9 +1,8 @@
-"""Makes the Secret with the bundled Redis' password, unless it is there.
+"""Creates the Secret with the bundled Redis' password, unless it exists.
 
     python redis_password.py NAME LABELS [DIRECTORY]
 
-LABELS is JSON. DIRECTORY is where Kubernetes mounts the service account, which may create Secrets and nothing
-else.
+LABELS is JSON. DIRECTORY is the mount of the service account, which may only create Secrets.
 """
 
 import base64
@@ -37,8 +36,8 @@ request = urllib.request.Request(
 trust = urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=str(account / "ca.crt")))
 try:
     urllib.request.build_opener(urllib.request.ProxyHandler({}), trust).open(request, timeout=30).read()
-    print(f"Secret {name}: made")
+    print(f"Secret {name}: created")
 except urllib.error.HTTPError as error:
     if error.code != 409:
         sys.exit(f"Secret {name}: {error.code} {error.read().decode(errors='replace')}")
-    print(f"Secret {name}: there already, left as it is")
+    print(f"Secret {name}: already exists, not changed")

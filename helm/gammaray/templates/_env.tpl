@@ -6,14 +6,14 @@
 - name: {{ $name }}
   value: {{ $value | quote }}
 {{- end }}
-# The only places that can be written to, since the root is read-only.
+# The only writable directories; the root file system is read-only.
 - name: HOME
   value: /tmp
 - name: TRITON_CACHE_DIR
   value: /tmp/triton
 - name: HF_HOME
   value: /models/huggingface
-# On SIGTERM Ray has Serve move replicas to other nodes, for so long; then some time is left to end.
+# On SIGTERM Ray drains the node for this long, so that Serve moves its replicas; the last 10 s are for shutdown.
 - name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
   value: {{ max 0 (sub (int .values.terminationGracePeriodSeconds) 10) | quote }}
 {{ include "gammaray.redisEnv" .root }}
@@ -25,7 +25,7 @@
 {{- end }}
 {{- end }}
 {{- if and (include "gammaray.downloads" .root) (ne .component "head") }}
-# One Job has downloaded what is needed.
+# A Job has downloaded the models.
 - name: HF_HUB_OFFLINE
   value: "1"
 {{- end }}
@@ -35,7 +35,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Where the session store is. */}}
+{{/* URL and password of the session store. */}}
 {{- define "gammaray.redisEnv" -}}
 {{- with .Values.redis.urlSecret -}}
 {{- if .name -}}
@@ -47,7 +47,7 @@
   value: redis://{{ include "gammaray.fullname" $ }}-redis:6379/0
 {{- end -}}
 {{- if or (not .name) $.Values.redis.passwordSecret.name }}
-# Apart from the URL, in which a password with : / @ # % or a space would have to be encoded.
+# Separate from the URL, in which a password with : / @ # % or a space would need encoding.
 - name: GAMMARAY_REDIS_PASSWORD
   valueFrom:
     secretKeyRef: {{ include "gammaray.redisPasswordRef" $ }}
@@ -55,7 +55,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Secret and key with the bundled Redis' password. */}}
+{{/* Secret and key with Redis' password. */}}
 {{- define "gammaray.redisPasswordRef" -}}
 {{- $given := .Values.redis.passwordSecret -}}
 {{- if $given.name -}}
@@ -65,7 +65,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Where spans and metrics are sent; nothing without an endpoint. */}}
+{{/* Export of spans and metrics; empty without an endpoint. */}}
 {{- define "gammaray.telemetryEnv" -}}
 {{- with include "gammaray.otlpEndpoint" . -}}
 - name: OTEL_EXPORTER_OTLP_ENDPOINT
@@ -75,7 +75,7 @@
 - name: OTEL_TRACES_SAMPLER_ARG
   value: {{ $.Values.telemetry.traceShare | quote }}
 {{- if not (or $.Values.telemetry.collector.enabled $.Values.telemetry.otlpEndpoint) }}
-# Jaeger takes no metrics.
+# Jaeger does not accept metrics.
 - name: OTEL_METRICS_EXPORTER
   value: none
 {{- end }}

@@ -1,4 +1,4 @@
-{{/* Gateways that a route joins: (dict "root" $ "listener" name). */}}
+{{/* Gateways that a route attaches to: (dict "root" $ "listener" name). */}}
 {{- define "gammaray.parentRefs" -}}
 {{- if .root.Values.gateway.className -}}
 - name: {{ include "gammaray.fullname" .root }}

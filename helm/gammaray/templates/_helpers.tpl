@@ -1,4 +1,4 @@
-{{/* Prefix of the names of all resources; room is left for what Ray and StatefulSets append. */}}
+{{/* Prefix of all resource names, short enough for the suffixes that Ray and StatefulSets append. */}}
 {{- define "gammaray.fullname" -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
 {{- $full := .Release.Name -}}
@@ -18,7 +18,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 
 {{/*
-What selects the pods of a component: (dict "root" $ "component" name). Ray pods must not have the label
+Selector of the pods of a component: (dict "root" $ "component" name). Ray pods must not have the label
 app.kubernetes.io/name: KubeRay selects the head by its own value of it.
 */}}
 {{- define "gammaray.selector" -}}
@@ -27,14 +27,14 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
-{{/* What selects every Ray pod of the release, and nothing else. */}}
+{{/* Selector of exactly the Ray pods of the release. */}}
 {{- define "gammaray.raySelector" -}}
 app.kubernetes.io/part-of: gammaray
 app.kubernetes.io/instance: {{ .Release.Name }}
 gammaray.io/ray: "true"
 {{- end -}}
 
-{{/* Image of one of gammaray's: (dict "root" $ "name" "orchestrator", "worker-gpu" or "worker-cpu"). */}}
+{{/* A gammaray image: (dict "root" $ "name" "orchestrator", "worker-gpu" or "worker-cpu"). */}}
 {{- define "gammaray.image" -}}
 {{- $image := .root.Values.image -}}
 {{- $own := get $image (camelcase .name | untitle) -}}
@@ -55,19 +55,19 @@ gammaray.io/ray: "true"
 {{- end -}}
 {{- end -}}
 
-{{/* What was generated from the Python package: names, ports, environment and the base Serve configuration. */}}
+{{/* Names, ports, environment and the base Serve configuration, generated from the Python package. */}}
 {{- define "gammaray.generated" -}}
 {{- .Files.Get "files/gammaray.yaml" -}}
 {{- end -}}
 
-{{/* "true" when any pool may change its number of pods. */}}
+{{/* "true" if any pool autoscales. */}}
 {{- define "gammaray.scales" -}}
 {{- if or (include "gammaray.workersScale" .) (contains ":" (toString .Values.orchestrator.replicas)) -}}
 true
 {{- end -}}
 {{- end -}}
 
-{{/* "true" when a pool of workers may change its number. */}}
+{{/* "true" if a pool of workers autoscales. */}}
 {{- define "gammaray.workersScale" -}}
 {{- if or (contains ":" (toString .Values.draft.workers)) (contains ":" (toString .Values.target.workers)) -}}
 true

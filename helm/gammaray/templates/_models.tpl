@@ -1,4 +1,4 @@
-{{/* JSON list of the models that must come from the hub: neither the demo pair nor directories. */}}
+{{/* JSON list of the models to download from the hub: neither the demo pair nor directories. */}}
 {{- define "gammaray.hubModels" -}}
 {{- $models := list -}}
 {{- $names := list .Values.models.target -}}
@@ -13,14 +13,14 @@
 {{- toJson $models -}}
 {{- end -}}
 
-{{/* "true" when a Job downloads models into the shared cache before other pods start. */}}
+{{/* "true" if a Job downloads models into the shared cache before other pods start. */}}
 {{- define "gammaray.downloads" -}}
 {{- if and .Values.modelCache.enabled .Values.modelCache.download.enabled (include "gammaray.hubModels" . | fromJsonArray) -}}
 true
 {{- end -}}
 {{- end -}}
 
-{{/* The file that says that these models are in the cache. */}}
+{{/* Path of the file that marks the download of these models as complete. */}}
 {{- define "gammaray.modelsMark" -}}
 /models/ready/{{ include "gammaray.hubModels" . | sha256sum | trunc 16 }}
 {{- end -}}
@@ -43,7 +43,7 @@ true
     - {name: models, mountPath: /models, readOnly: true}
 {{- end -}}
 
-{{/* Spec of the pod that downloads. */}}
+{{/* Spec of the pod that downloads models. */}}
 {{- define "gammaray.downloadPod" -}}
 restartPolicy: OnFailure
 automountServiceAccountToken: false

@@ -9,7 +9,7 @@
       {{- end }}
 {{- end -}}
 
-{{/* What Ray's processes need of each other on every node: raylet, objects, agents, core workers. */}}
+{{/* Ports of Ray's processes on every node: raylet, object manager, agents, core workers. */}}
 {{- define "gammaray.rayInternals" -}}
 - from: {{- include "gammaray.from" (dict "root" .) | nindent 4 }}
   ports:
@@ -18,7 +18,7 @@
     - {port: 10002, endPort: 19999}
 {{- end -}}
 
-{{/* Scraping of gammaray's and of Ray's metrics. */}}
+{{/* Allows Prometheus to scrape gammaray's and Ray's metrics. */}}
 {{- define "gammaray.scraping" -}}
 {{- with .Values.networkPolicy.monitoring }}
 - from: {{- toYaml . | nindent 4 }}
@@ -28,7 +28,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Metadata and head of the spec of the policy of one component: (dict "root" $ "component" name "closed" bool). */}}
+{{/* Metadata and beginning of the spec of a component's policy: (dict "root" $ "component" name "closed" bool). */}}
 {{- define "gammaray.policy" -}}
 apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
@@ -40,12 +40,12 @@ spec:
     matchLabels: {{- include "gammaray.selector" . | nindent 6 }}
   policyTypes: [Ingress{{ if .closed }}, Egress{{ end }}]
   {{- if .closed }}
-  # It starts no connection of its own.
+  # It opens no connections.
   egress: []
   {{- end }}
 {{- end -}}
 
-{{/* Egress rules of whatever may reach beyond the release: DNS, and what the values allow. */}}
+{{/* Egress rules to destinations outside the release: DNS and the rules in the values. */}}
 {{- define "gammaray.outside" -}}
 {{- with .Values.networkPolicy.egress.dns }}
 - to: {{- toYaml . | nindent 4 }}

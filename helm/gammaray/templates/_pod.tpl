@@ -1,5 +1,5 @@
 {{/*
-Values of one role, over those of all pods: (dict "root" $ "component" name). The result is YAML.
+Values of one role, merged over those of all pods: (dict "root" $ "component" name). The result is YAML.
 */}}
 {{- define "gammaray.podValues" -}}
 {{- mergeOverwrite (deepCopy .root.Values.pods) (deepCopy (get .root.Values .component)) | toYaml -}}
@@ -31,7 +31,7 @@ metadata:
   {{- end }}
 spec:
   serviceAccountName: {{ include "gammaray.serviceAccountName" $root }}
-  # Ray's autoscaler, which KubeRay puts beside the head, talks to the Kubernetes API; nobody else does.
+  # Only Ray's autoscaler, a container in the head's pod, calls the Kubernetes API.
   automountServiceAccountToken: {{ and (eq .component "head") (include "gammaray.scales" $root | eq "true") }}
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ $values.terminationGracePeriodSeconds }}
@@ -108,7 +108,7 @@ spec:
   volumes: {{- include "gammaray.volumes" (dict "root" $root "component" .component "values" $values) | nindent 4 }}
 {{- end -}}
 
-{{/* Ray's node and its control service (GCS) both answer; a kubelet can ask only one of them by itself. */}}
+{{/* Liveness of the head: checks the Ray node and the control service (GCS), where an httpGet probe checks only one. */}}
 {{- define "gammaray.headAlive" -}}
 exec:
   command:
@@ -120,8 +120,8 @@ exec:
 {{- end -}}
 
 {{/*
-Pods of a role that no eviction may take: (dict "root" $ "component" name). Kubernetes cannot ask a RayCluster
-how many pods it wants, so `maxUnavailable` or a percentage would forbid every eviction: no node could be drained.
+`minAvailable` of a role's disruption budget: (dict "root" $ "component" name). A RayCluster has no scale subresource,
+so with `maxUnavailable` or a percentage Kubernetes would reject every eviction and no node could be drained.
 */}}
 {{- define "gammaray.minAvailable" -}}
 {{- $values := include "gammaray.podValues" . | fromYaml -}}

@@ -1,9 +1,9 @@
-{{/* What a node says it has, by which Serve places one replica of its role there; quoted for KubeRay's shell. */}}
+{{/* Custom Ray resource of a node, by which Serve places one replica of its role there; quoted for KubeRay's shell. */}}
 {{- define "gammaray.logicalResource" -}}
 {{ printf `"{\"gammaray_%s\": 1}"` . | squote }}
 {{- end -}}
 
-{{/* Where Ray keeps its control state. */}}
+{{/* External Redis for Ray's control state. */}}
 {{- define "gammaray.faultTolerance" -}}
 {{- $given := .Values.ray.faultTolerance -}}
 {{- $bundled := not .Values.redis.urlSecret.name -}}

@@ -1,4 +1,4 @@
-{{/* The Serve configuration: the generated one with this release's models, numbers, devices and settings. */}}
+{{/* The Serve configuration: the generated one with this release's models, replicas, devices and settings. */}}
 {{- define "gammaray.serveConfig" -}}
 {{- $generated := include "gammaray.generated" . | fromYaml -}}
 {{- $serve := $generated.serve -}}
@@ -46,7 +46,7 @@
 {{- toYaml $serve -}}
 {{- end -}}
 
-{{/* The names under which the HTTP API is called; checked where no API key is asked for. */}}
+{{/* Allowed host names of the HTTP API; checked if no API keys are configured. */}}
 {{- define "gammaray.hosts" -}}
 {{- $service := printf "%s-http" (include "gammaray.fullname" .) -}}
 {{- $hosts := list $service -}}

@@ -31,7 +31,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Where they are mounted. */}}
+{{/* Mounts of these volumes. */}}
 {{- define "gammaray.volumeMounts" -}}
 - {name: tmp, mountPath: /tmp}
 - {name: models, mountPath: /models}

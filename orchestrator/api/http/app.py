@@ -56,7 +56,7 @@ def add_metrics(app: FastAPI, backend: Backend) -> None:
         processes = await backend.status()
         if any(process.role == "redis" and not process.healthy for process in processes):
             # Without the other orchestrators the sums would fall, which a scraper interprets as a restart.
-            raise UnavailableError("Redis cannot be reached, which knows the other orchestrators")
+            raise UnavailableError("Redis, which lists the other orchestrators, cannot be reached")
         return fastapi.Response(vllm_metrics(processes), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/metrics/targets")
@@ -104,10 +104,10 @@ class _VllmCollector:
             "engine": _ENGINE,
         }
         gauges = (
-            ("num_requests_running", "Requests that run.", [p.sessions for p in orchestrators]),
+            ("num_requests_running", "Running requests.", [p.sessions for p in orchestrators]),
             (
                 "num_requests_waiting",
-                "Requests that wait for a place.",
+                "Waiting requests.",
                 [p.num_queued for p in orchestrators],
             ),
         )
@@ -118,7 +118,7 @@ class _VllmCollector:
         counters = (
             ("generation_tokens", "Tokens emitted.", [own.emitted_tokens for own in totals]),
             ("spec_decode_num_drafts", "Proposals with at least one token.", [own.drafts for own in totals]),
-            ("spec_decode_num_draft_tokens", "Tokens proposed.", [own.draft_tokens for own in totals]),
+            ("spec_decode_num_draft_tokens", "Proposed tokens.", [own.draft_tokens for own in totals]),
             (
                 "spec_decode_num_accepted_tokens",
                 "Proposed tokens that were accepted and emitted.",
@@ -280,7 +280,7 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
         async def answer() -> fastapi.Response:
             processes = await backend.status()
             if not any(process.role == "target" and process.healthy for process in processes):
-                raise UnavailableError("no target worker is there")
+                raise UnavailableError("no target worker is connected")
             return JSONResponse({"status": "ok"})
 
         return await _guarded(answer)

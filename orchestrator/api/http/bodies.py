@@ -70,7 +70,7 @@ class BodyReader:
             try:
                 await asyncio.wait_for(self._collect(request, parts), BODY_TIMEOUT_S)
             except asyncio.TimeoutError:
-                raise BodyTooSlowError(f"the body took longer than {BODY_TIMEOUT_S:g} s to come") from None
+                raise BodyTooSlowError(f"the body took longer than {BODY_TIMEOUT_S:g} s to arrive") from None
             yield b"".join(parts)
         finally:
             self.num_bytes -= sum(map(len, parts))
@@ -84,8 +84,10 @@ class BodyReader:
             if size > MAX_BODY_BYTES:
                 continue
             if self.num_bytes + len(part) > self._max_bytes:
-                raise ResourceExhaustedError(f"{self.num_bytes} bytes of other requests' bodies are held")
+                raise ResourceExhaustedError(
+                    f"{self.num_bytes} bytes of other requests' bodies are in memory"
+                )
             parts.append(part)
             self.num_bytes += len(part)
         if size > MAX_BODY_BYTES:
-            raise BodyTooLargeError(f"the body is over {MAX_BODY_BYTES} bytes, the most this server reads")
+            raise BodyTooLargeError(f"the body is over {MAX_BODY_BYTES} bytes, the maximum")

@@ -222,9 +222,7 @@ class OpenAIRequest(_Strict):
         """
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
-            raise InvalidArgumentError(
-                "max_tokens", f"{old} beside max_completion_tokens {new}", "one of them"
-            )
+            raise InvalidArgumentError("max_tokens", f"{old} with max_completion_tokens {new}", "one of them")
         return next((bound for bound in (new, old, self.default_max_tokens) if bound is not None), None)
 
 
@@ -318,7 +316,7 @@ def parse_body(model: type[_Request], body: bytes) -> _Request:
     fields = {name: value for name, value in payload.items() if value is not None and name not in IGNORED}
     for name, neutral in NEUTRAL.items():
         if name in fields and not _is_any_of(fields.pop(name), neutral):
-            raise InvalidArgumentError(name, payload[name], "nothing; this server does not support it")
+            raise InvalidArgumentError(name, payload[name], "no value; this server does not support it")
     if isinstance(nested := fields.get("gammaray"), dict):
         present = {name: value for name, value in nested.items() if value is not None}
         fields["gammaray"] = _with_one_unknown(GammarayOptions, present)

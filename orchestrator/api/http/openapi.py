@@ -85,19 +85,21 @@ _PART = {
 }
 
 _COMMON: dict[str, Schema] = {
-    "model": {"type": "string", "description": "The model served, by its name or empty."},
-    "n": _integer(1, MAX_CHOICES, "Samples per prompt; each is a session of its own."),
-    "stream": _boolean("Whether to answer by server-sent events."),
+    "model": {"type": "string", "description": "Name of the served model, or empty."},
+    "n": _integer(1, MAX_CHOICES, "Samples per prompt; each is a separate session."),
+    "stream": _boolean("Whether to stream the response as server-sent events."),
     "stream_options": {"$ref": "#/components/schemas/StreamOptions"},
     "max_tokens": _integer(1, _MAX_COUNT),
-    "max_completion_tokens": _integer(1, _MAX_COUNT, "The same as max_tokens; where both are, they agree."),
+    "max_completion_tokens": _integer(
+        1, _MAX_COUNT, "Same as max_tokens; if both are given they must be equal."
+    ),
     "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP}]},
-    "seed": _integer(0, 2**64 - 1, "The same request with it gives the same tokens."),
+    "seed": _integer(0, 2**64 - 1, "Seed for reproducible tokens."),
     "temperature": _number(0, 100, "Divides the logits; 0 is greedy."),
     "top_p": _number(0, 1, "Keep the smallest set of likely tokens with this mass.", open_low=True),
     "top_k": _integer(-1, _MAX_COUNT, "Keep this many likely tokens; 0 and -1 are off."),
-    "min_p": _number(0, 1, "Drop tokens less likely than this share of the likeliest."),
-    "repetition_penalty": _number(0, 100, "Over prompt and output.", open_low=True),
+    "min_p": _number(0, 1, "Drop tokens below this fraction of the highest probability."),
+    "repetition_penalty": _number(0, 100, "Applies to prompt and output.", open_low=True),
     "presence_penalty": _number(-2, 2),
     "frequency_penalty": _number(-2, 2),
     "logit_bias": {
@@ -106,38 +108,46 @@ _COMMON: dict[str, Schema] = {
         "additionalProperties": False,
         "maxProperties": MAX_LOGIT_BIAS,
     },
-    "min_tokens": _integer(0, _MAX_COUNT, "No end of sequence before this many."),
-    "ignore_eos": _boolean("Go on past the end of sequence."),
+    "min_tokens": _integer(0, _MAX_COUNT, "Mask end-of-sequence tokens before this many tokens."),
+    "ignore_eos": _boolean("Continue after end-of-sequence tokens."),
     "stop_token_ids": {
         **_TOKEN_IDS,
         "maxItems": MAX_STOP_TOKEN_IDS,
-        "description": "End after one of them.",
+        "description": "Stop after one of these tokens.",
     },
-    "allowed_token_ids": {**_TOKEN_IDS, "description": "Nothing else is produced, unless it is empty."},
-    "prompt_logprobs": _integer(0, MAX_TOP_LOGPROBS, "Tell how likely the prompt's tokens are."),
+    "allowed_token_ids": {**_TOKEN_IDS, "description": "If not empty, only these tokens are produced."},
+    "prompt_logprobs": _integer(
+        0, MAX_TOP_LOGPROBS, "Return log-probabilities of the prompt's tokens and this many alternatives."
+    ),
     "gammaray": {"$ref": "#/components/schemas/GammarayOptions"},
 }
 _FIELDS: dict[type[BaseModel], dict[str, Schema]] = {
     StreamOptions: {
-        "include_usage": _boolean("Whether a last event carries the usage."),
-        "continuous_usage_stats": _boolean("With include_usage: each event has its choice's usage so far."),
-        "include_obfuscation": _boolean("Whether events are padded to sizes that do not show their text's."),
+        "include_usage": _boolean("Whether the last event contains the usage."),
+        "continuous_usage_stats": _boolean(
+            "With include_usage: whether each event contains its choice's usage so far."
+        ),
+        "include_obfuscation": _boolean("Whether events are padded to hide the size of their text."),
     },
     GammarayOptions: {
         "verification": {"enum": ["coupled", "rejection", "naive"]},
         "gamma": {"anyOf": [_integer(0, MAX_GAMMA), {"const": "adaptive"}]},
-        "max_gamma": _integer(0, MAX_GAMMA, "Upper bound of an adaptive gamma; 0 is the server's."),
+        "max_gamma": _integer(0, MAX_GAMMA, "Upper bound of an adaptive gamma; 0 is the server's bound."),
         "max_nodes": _integer(0, MAX_NODES, "Upper bound of a proposal's nodes; 0 is the server's choice."),
         "drafter": {"enum": ["model", "ngram", "none"]},
         "session_id": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{0,128}$"},
-        "turn": _integer(0, 2**31 - 1, "Above 0 the session's finished turn before is continued."),
-        "keep_cache_s": _number(0, MAX_KEEP_CACHE_S, "How long workers keep caches for the next turn."),
+        "turn": _integer(
+            0, 2**31 - 1, "Above 0, continues the session's previous turn, which must be finished."
+        ),
+        "keep_cache_s": _number(
+            0, MAX_KEEP_CACHE_S, "Seconds for which workers keep caches for the next turn."
+        ),
         "cache_salt": {
             "type": "string",
             "maxLength": MAX_CACHE_SALT,
             "description": "Caches are shared only with requests of the same salt.",
         },
-        "stream_tokens": _boolean("Whether each streamed piece tells its tokens."),
+        "stream_tokens": _boolean("Whether each streamed piece contains its tokens."),
     },
     ChatMessage: {
         "role": {"enum": ["system", "developer", "user", "assistant"]},
@@ -163,7 +173,7 @@ _FIELDS: dict[type[BaseModel], dict[str, Schema]] = {
             "maxItems": MAX_MESSAGES,
         },
         "logprobs": _boolean(),
-        "top_logprobs": _integer(0, MAX_TOP_LOGPROBS, "Only beside logprobs."),
+        "top_logprobs": _integer(0, MAX_TOP_LOGPROBS, "Requires logprobs."),
     },
 }
 _NULL_IS_ABSENT = (CompletionRequest, ChatRequest, GammarayOptions)
@@ -345,7 +355,7 @@ _ERROR = _object(
         "type": {
             "enum": ["invalid_request_error", "authentication_error", "rate_limit_error", "server_error"]
         },
-        "param": {"type": ["string", "null"], "description": "The wrong field."},
+        "param": {"type": ["string", "null"], "description": "The invalid field."},
         "code": {"type": ["string", "null"]},
     }
 )
@@ -385,19 +395,19 @@ STREAM_SCHEMAS: dict[str, Schema] = {
 PATH = "/openapi.json"
 
 _ERRORS = {
-    400: "A field is wrong (`param` names it), malformed JSON, invalid UTF-8.",
+    400: "An invalid field (named by `param`), malformed JSON, or invalid UTF-8.",
     401: "No valid API key.",
-    403: "Without API keys: a request for another host, or of a page of another site.",
-    404: "Another model, or no such session.",
-    405: "Another method than this path has.",
-    408: "The body took too long to come.",
-    409: "The session's state forbids it, or its target model is not served any more.",
-    413: "The body is too long.",
+    403: "Without API keys: a request for another host, or from a page of another site.",
+    404: "Unknown model or session.",
+    405: "Method not allowed for this path.",
+    408: "The body took too long to arrive.",
+    409: "The session is in another state, or its target model is no longer served.",
+    413: "The body is too large.",
     415: "The body's content type is not application/json.",
-    429: "Over a limit.",
-    500: "A bug of ours.",
-    503: "No target worker, or no Redis; try again.",
-    504: "It took longer than allowed.",
+    429: "A limit is exceeded.",
+    500: "An internal error.",
+    503: "No target worker or Redis is available; retry.",
+    504: "The deadline is exceeded.",
 }
 _LOOKING_UP = (400, 401, 403, 405, 500, 503, 504)
 _GENERATING = tuple(_ERRORS)
@@ -470,19 +480,19 @@ def _headers() -> list[Schema]:
         header(
             TIMEOUT_HEADER,
             {"type": "integer", "minimum": 1, "maximum": MAX_TIMEOUT_MS},
-            "Deadline of the request in milliseconds; work that still runs then is cancelled.",
+            "Timeout of the request in milliseconds; at that time the work is cancelled.",
         ),
         header(
             PRIORITY_HEADER,
             {"type": "integer", "minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY},
-            "Among the caller's own waiting requests; higher goes first.",
+            "Priority among the tenant's waiting requests; higher runs first.",
         ),
         header(
             "Last-Event-ID",
             {"type": "string", "pattern": r"^[A-Za-z0-9_.-]{1,128}:[0-9]{1,12}:[0-9]{1,12}(:end)?$"},
-            "The last event that the client has of a stream of one choice: the rest follows.",
+            "Id of the last event that the client received, to resume a stream of one choice.",
         ),
-        header("traceparent", {"type": "string"}, "W3C trace context; what is none is ignored."),
+        header("traceparent", {"type": "string"}, "W3C trace context; invalid values are ignored."),
     ]
 
 

@@ -25,7 +25,7 @@ __all__ = ["ForeignSiteError", "Hosts", "SiteControl"]
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\[\]:/@\s]+)(:[0-9]{0,5})?", re.IGNORECASE)
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
-_HINT = "GAMMARAY_ALLOWED_HOSTS names more; with API keys all are allowed"
+_HINT = "GAMMARAY_ALLOWED_HOSTS adds names; with API keys all are allowed"
 
 
 class ForeignSiteError(InvalidArgumentError):

@@ -234,7 +234,7 @@ def _check_tree(feed: SequenceInput, cache: SessionCache | None) -> None:
     if not 0 <= num_kept <= held:
         raise ValueError(f"num_kept: got {num_kept}, allowed: [0, {held}]")
     if num_kept and cache is not None and (len(parents) < count or feed.start != len(cache.tokens)):
-        raise ValueError("num_kept: only nodes may be fed to a tree, behind the whole chain")
+        raise ValueError("num_kept: only nodes may be fed to a tree, after the whole chain")
     first = -(feed.start + count - len(parents))
     for node, parent in enumerate(parents):
         if not first <= parent < num_kept + node:

@@ -30,7 +30,7 @@ class CacheGapError(FailedPreconditionError):
 
     def __init__(self, session_id: str, length: int) -> None:
         self.session_id, self.length = session_id, length
-        super().__init__(f"session {session_id!r} has {length} cached tokens, the feed starts past them")
+        super().__init__(f"session {session_id!r} has {length} cached tokens, the feed starts after them")
 
 
 class CacheFullError(ResourceExhaustedError):

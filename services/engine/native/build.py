@@ -146,7 +146,7 @@ def _file_name(variant: str, compiler: Compiler) -> str:
 def main() -> int:
     """Compile every instruction set of this architecture."""
     parser = argparse.ArgumentParser("services.engine.native.build", description="Compile the CPU kernel.")
-    parser.add_argument("--out", type=Path, default=SOURCE_DIR, help="folder of the libraries")
+    parser.add_argument("--out", type=Path, default=SOURCE_DIR, help="directory of the libraries")
     folder = parser.parse_args().out
     compiler = find_compiler()
     if compiler is None:

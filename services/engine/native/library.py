@@ -111,7 +111,7 @@ def _library(variant: str, cache_dir: str) -> Path:
         raise KernelBuildError(f"another process has held {folder} for {2 * TIMEOUT_S} s") from None
     except OSError as error:
         private = Path(tempfile.mkdtemp(prefix="gammaray-kernel-"))
-        _log.warning("%s cannot keep compiled kernels (%s): each start compiles anew", folder, error)
+        _log.warning("failed to store compiled kernels in %s (%s): each start compiles again", folder, error)
         return _compiled(private, variant, compiler)
 
 

@@ -179,7 +179,7 @@ class Ranks:
             for pipe in self._pipes:
                 pipe.send(order)
         except OSError as error:
-            raise EngineLostError(self.why_lost() or f"a rank takes no orders: {error}") from error
+            raise EngineLostError(self.why_lost() or f"failed to send to a rank: {error}") from error
 
     def why_lost(self) -> str:
         """Return which rank ended, with its exit status; empty while all run."""

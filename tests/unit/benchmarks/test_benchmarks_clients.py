@@ -50,7 +50,7 @@ def test_likelihoods_are_compared_with_the_models_own():
     assert not same
 
 
-def test_table_tells_what_works_and_why_something_fails():
+def test_table_shows_successes_and_reasons_of_failures():
     rows = [
         {"name": "one", "version": "1.0.0", "succeeded": 3, "total": 4, "figures": {"acc": 0.123456}},
         {"name": "two", "version": "2.0.0", "succeeded": 0, "total": 0, "figures": {}, "error": "no route"},

@@ -1,4 +1,4 @@
-"""The cluster and the peers as processes: failures are told, nothing is left behind."""
+"""The cluster and the baselines as processes: failures are reported, no process is left."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from benchmarks.cluster import ClusterError, run_or_exit, running_cluster
 from gammaray.errors import UnavailableError
 
 
-async def test_running_cluster_bad_option_raises_with_the_commands_own_words() -> None:
+async def test_running_cluster_bad_option_raises_the_message_of_the_command() -> None:
     with pytest.raises(ClusterError, match=r"ended with code 2(.|\n)*No such option") as caught:
         async with running_cluster("--no-such-option"):
             pytest.fail("started")
     assert "Traceback" not in str(caught.value)
 
 
-async def test_stop_kills_and_names_what_outlives_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stop_kills_and_names_processes_that_survive_the_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(cluster, "GONE_TIMEOUT_S", 0.2)
     # A parent that ends at SIGINT and a child that does not care.
     stubborn = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True)"

@@ -32,13 +32,13 @@ def _model(num_layers: int, seed: int) -> LlamaForCausalLM:
     return model
 
 
-def test_losses_of_equal_distributions_are_nothing() -> None:
+def test_losses_of_equal_distributions_are_zero() -> None:
     probs = torch.tensor([[0.5, 0.3], [0.9, 0.05]])
     assert distil.divergence(probs, probs).item() == pytest.approx(0.0, abs=1e-6)
     assert distil.variation(probs, probs).item() == pytest.approx(0.0, abs=1e-6)
 
 
-def test_losses_count_what_was_not_kept_as_one_token() -> None:
+def test_losses_treat_the_truncated_rest_as_one_token() -> None:
     """By hand: the target has 0.6, 0.2 and a rest of 0.2; the draft 0.3, 0.3 and 0.4."""
     target, draft = torch.tensor([[0.6, 0.2]]), torch.tensor([[0.3, 0.3]])
     assert distil.variation(draft, target).item() == pytest.approx(0.3)
@@ -60,7 +60,7 @@ def test_samples_are_the_targets_own(saved_target: Path) -> None:
     assert agrees[2] < 0.9 > agrees[5], "the last of three is drawn at temperature 1"
 
 
-def test_lessons_are_the_likeliest_tokens_and_their_log_probabilities(saved_target: Path) -> None:
+def test_lessons_are_the_top_k_tokens_and_their_log_probabilities(saved_target: Path) -> None:
     target = models.load(saved_target).eval()
     windows = torch.randint(VOCAB_SIZE, (3, 20), generator=torch.Generator().manual_seed(3))
     lessons = distil.read_lessons(target, windows, batch=2)

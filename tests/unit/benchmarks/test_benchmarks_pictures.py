@@ -1,4 +1,4 @@
-"""Adaptive gamma beside the best fixed shape, and the pictures of result files."""
+"""Adaptive gamma compared with the best fixed shape, and the plots of result files."""
 
 from __future__ import annotations
 

@@ -74,14 +74,14 @@ def test_compare_skips_what_only_one_result_has() -> None:
     assert [pair.system for pair in compare(old, new)] == ["gammaray-4"]
 
 
-def test_compare_nothing_in_common_raises() -> None:
+def test_compare_without_common_rows_raises() -> None:
     old, new = _result(150.0), _result(150.0)
     new["points"][0]["temperature"] = 1.0
-    with pytest.raises(InvalidArgumentError, match="in common"):
+    with pytest.raises(InvalidArgumentError, match="no common rows"):
         compare(old, new)
 
 
-def test_warnings_are_silent_for_like_runs_and_name_each_difference() -> None:
+def test_warnings_are_empty_for_equal_runs_and_name_each_difference() -> None:
     old = _result(150.0)
     assert warnings(old, _result(180.0)) == []
     new = copy.deepcopy(old)
@@ -102,7 +102,7 @@ def test_markdown_has_one_line_per_row_and_empty_cells_for_missing_figures() -> 
 
 
 @pytest.mark.parametrize("key", [["--api-key", "sk-1"], ["--api-key=sk-1"]])
-def test_provenance_command_does_not_tell_the_key(key: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_provenance_command_omits_the_key(key: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/usr/bin/gammaray", "bench", *key, "--tokens", "8"])
     command = provenance()["command"]
     assert "sk-1" not in command

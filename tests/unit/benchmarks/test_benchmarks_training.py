@@ -101,7 +101,7 @@ def test_corpus_split_is_encoded_without_loss(work: Path) -> None:
     assert corpus.read_split(work, "train").max() < VOCAB_SIZE
 
 
-def test_read_split_missing_says_what_to_run(tmp_path: Path) -> None:
+def test_read_split_names_the_command_if_the_corpus_is_missing(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"benchmarks\.demo_pair\.corpus"):
         corpus.read_split(tmp_path, "train")
 

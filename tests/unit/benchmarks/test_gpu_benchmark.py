@@ -47,7 +47,7 @@ def test_tiny_run_writes_every_phase_and_a_table(tmp_path: Path, capsys: pytest.
     assert (tmp_path / "gpu.md").read_text() in capsys.readouterr().out
 
 
-def test_phase_error_is_recorded_and_the_rest_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_phase_error_is_recorded_and_later_phases_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     results = Results(tmp_path / "gpu.json", {})
 
     def fails():
@@ -62,7 +62,7 @@ def test_phase_error_is_recorded_and_the_rest_goes_on(tmp_path: Path, capsys: py
     assert written["two"] == {"value": 2}
 
 
-def test_run_without_cuda_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+def test_run_without_cuda_reports_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     monkeypatch.setattr(benchmark.torch.cuda, "is_available", lambda: False)
     assert main(["--out", str(tmp_path)]) == 2
     assert "--tiny" in capsys.readouterr().err
@@ -88,7 +88,7 @@ def test_speculation_gives_the_tokens_of_plain_decoding(
         assert one.tokens[:length] == other.tokens[:length]
 
 
-def test_pair_eps_dials_agreement_and_leaves_the_draft_alone(pair: Pair) -> None:
+def test_pair_eps_sets_the_agreement_without_changing_the_draft(pair: Pair) -> None:
     target, draft = pair.target(), pair.draft(2)
     found = []
     for eps in (1e-6, 0.05, 1.0):

@@ -1,4 +1,4 @@
-"""Lists of token ids: wrong ones are named, and too many are refused unread."""
+"""Lists of token ids: invalid ones are named, and too long ones are rejected unread."""
 
 import pytest
 from google.rpc import status_pb2
@@ -32,7 +32,7 @@ def test_token_ids_without_vocabulary_fit_the_wire():
         check_token_ids("prompt", (2**32,))
 
 
-def test_token_ids_too_many_are_refused_before_they_are_read():
+def test_too_many_token_ids_are_rejected_before_they_are_read():
     with pytest.raises(InvalidArgumentError, match=f"{MAX_TOKEN_IDS + 1} token ids"):
         GenerationRequest((1,) * (MAX_TOKEN_IDS + 1)).validate()
 

@@ -57,7 +57,7 @@ def test_every_known_variable_passes():
         ("GAMMARAY_CAFILE", "GAMMARAY_CA_FILE"),
     ],
 )
-def test_misspelt_variable_is_told_the_nearest_and_not_its_value(wrong, right):
+def test_misspelt_variable_names_the_nearest_and_not_its_value(wrong, right):
     with pytest.raises(InvalidArgumentError, match=rf"nearest name is {right}$") as caught:
         check_environment(known_variables, {wrong: SECRET})
     assert caught.value.field == wrong
@@ -95,7 +95,7 @@ def test_command_line_refuses_it_with_exit_code_2(arguments):
     assert result.stderr.count("\n") == 1
 
 
-def test_help_is_there_in_spite_of_it():
+def test_help_works_with_a_misspelt_variable():
     for arguments in (["--help"], ["status", "--help"]):
         assert CliRunner().invoke(main, arguments, env={"GAMMARAY_DEVCIE": "cpu"}).exit_code == 0
 
@@ -115,7 +115,7 @@ def test_processes_refuse_it_with_exit_code_2(module):
     assert "Traceback" not in done.stderr
 
 
-def test_variables_that_are_no_setting_say_what_they_are_for():
+def test_variables_that_are_no_setting_have_a_description():
     fields = known_variables() - OTHER_VARIABLES.keys()
     assert not fields & OTHER_VARIABLES.keys()
     assert all(OTHER_VARIABLES.values())

@@ -1,4 +1,4 @@
-"""Tasks end, whatever they do with their first cancellation."""
+"""Tasks end even if they swallow their first cancellation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many orchestrators there should be, and what Serve is told of it."""
+"""The number of orchestrators, and the configuration for Serve."""
 
 from types import SimpleNamespace
 
@@ -53,13 +53,13 @@ def test_policy_keeps_to_its_bounds():
     assert decide({"a": 0.0, "b": 0.0}, 2, bounds=(2, 4)) == 2
 
 
-def test_nothing_changes_while_some_start():
+def test_number_does_not_change_while_replicas_start():
     assert decide({"a": 50.0}, 2) == 2
     assert decide({"a": 0.0}, 2) == 2
     assert decide({}, 1) == 1
 
 
-def test_replica_that_is_gone_does_not_count():
+def test_stopped_replica_does_not_count():
     assert decide({"a": 5.0, "gone": 90.0}, 1, running=["a"]) == 1
 
 
@@ -70,7 +70,7 @@ def test_configuration_is_valid_by_serves_own_schema():
 
 
 @pytest.mark.parametrize(("given", "expected"), [(3, "3"), ("3", "3"), ("2:5", "2:5")])
-def test_number_may_be_fixed_or_bounds(given, expected):
+def test_number_may_be_fixed_or_a_range(given, expected):
     arguments = {"settings": {}, "replicas": given, "scaling": {"orchestrator_load": 7}}
     assert str(OrchestratorArguments(**arguments).replicas) == expected
     assert orchestrator(arguments) is not None

@@ -1,4 +1,4 @@
-"""The documentation refers to what is there: files, headings, commands and their options, fields."""
+"""The documentation refers to existing files, headings, commands and their options, and fields."""
 
 import re
 import shlex

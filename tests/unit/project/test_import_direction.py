@@ -1,4 +1,4 @@
-"""Imports go down: which room may know which, checked on the syntax trees of the real files.
+"""Imports go to lower floors only, checked on the syntax trees of the files.
 
 A room is a folder of modules. Its files may import each other and rooms on lower floors, without circles.
 Imports inside functions, under TYPE_CHECKING and by `import_module("a literal")` count like all others.
@@ -250,7 +250,7 @@ def test_imports_planted_violation_is_caught(path, source, num_violations):
         ("services/target/worker.py", "from services.draft.worker import DraftWorker", 1),
     ],
 )
-def test_imports_planted_climb_is_caught(path, source, num_climbs, sources):
+def test_imports_planted_import_of_a_higher_floor_is_caught(path, source, num_climbs, sources):
     modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in sources}
     assert len(climbs(path, files_imported(path, source, modules))) == num_climbs
 

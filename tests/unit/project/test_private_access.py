@@ -1,4 +1,4 @@
-"""Tests use the public surface: one that reaches private names breaks with every change inside a class.
+"""Tests use public names only, so that changes inside a class do not break them.
 
 Counted on the syntax trees of all tests are private attributes of anything but the test's own `self` and
 `cls`, private names that are given as text to functions such as `setattr`, and imports of private names. On
@@ -69,7 +69,7 @@ def private_accesses(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
                     yield node.lineno, f"from {node.module} import {alias.name}"
 
 
-def test_private_names_are_left_alone_by_the_tests() -> None:
+def test_tests_do_not_access_private_names() -> None:
     trees = {path: ast.parse(path.read_text()) for path in sorted(TESTS.rglob("*.py"))}
     own = {name for tree in trees.values() for name in defined(tree)}
     found = [

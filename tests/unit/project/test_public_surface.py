@@ -1,4 +1,4 @@
-"""What users import and call is frozen here: names, methods, and what an import costs."""
+"""The public surface is frozen here: names, methods, and the cost of an import."""
 
 import inspect
 import re
@@ -122,7 +122,7 @@ def test_version_is_that_of_the_project():
         "import gammaray.cli.commands.generate",
     ],
 )
-def test_import_brings_no_heavy_package(code):
+def test_import_loads_no_heavy_package(code):
     script = (
         f"{code}\nimport sys\n"
         "heavy = {'torch', 'ray', 'redis', 'transformers', 'numpy', 'fastapi', 'services', 'orchestrator'}\n"
@@ -134,7 +134,7 @@ def test_import_brings_no_heavy_package(code):
     assert result.stdout.strip() == "[]"
 
 
-def test_import_of_the_bare_package_brings_none_of_its_dependencies():
+def test_import_of_the_package_loads_no_dependencies():
     script = (
         "import sys, gammaray\n"
         "print(sorted({'grpc', 'google', 'pydantic', 'click', 'rich', 'asyncio'} & set(sys.modules)))"

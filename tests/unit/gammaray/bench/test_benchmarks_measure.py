@@ -1,4 +1,4 @@
-"""Interleaving, ratios per repetition, equality, and what is left of a cycle beside the forwards."""
+"""Interleaving, ratios per repetition, equality, and the overhead of a cycle over its forwards."""
 
 from __future__ import annotations
 

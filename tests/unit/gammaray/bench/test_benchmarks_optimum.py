@@ -34,7 +34,7 @@ def row(gamma: int, name: str = "") -> dict[str, Any]:
     }
 
 
-def test_optimum_reads_costs_off_the_cycles_and_predicts_the_best_gamma() -> None:
+def test_optimum_fits_costs_to_the_cycles_and_predicts_the_best_gamma() -> None:
     found = optimum([row(gamma) for gamma in (0, 2, 4, 6, 8)])
     assert found is not None
     assert found["alpha"] == pytest.approx(ALPHA)
@@ -46,7 +46,7 @@ def test_optimum_reads_costs_off_the_cycles_and_predicts_the_best_gamma() -> Non
     assert found["speedup_predicted"][4] == pytest.approx(speedup(ALPHA, 4, 0.1, 0.025))
 
 
-def test_optimum_best_system_may_be_no_chain_but_no_peer() -> None:
+def test_optimum_best_system_may_be_a_tree_but_not_a_baseline() -> None:
     fastest = row(8, name="gammaray-4x16")
     fastest["tokens_per_s"]["median"] = 1e6
     peer = {"system": "generate", "tokens_per_s": {"median": 1e9, "values": []}, "speculation": None}
@@ -83,7 +83,7 @@ def test_bounds_compare_the_cycle_with_both_forwards_and_with_the_longer_one() -
 
 def test_model_memory_counts_tied_weights_once() -> None:
     memory = model_memory(str(TARGET_DIR), 4)
-    # The file holds every weight once, in two bytes, behind a header of some kilobytes.
+    # The file contains every weight once, in two bytes, after a header of some kilobytes.
     size = (TARGET_DIR / "model.safetensors").stat().st_size
     assert 2 * memory.parameters == pytest.approx(size, rel=0.002)
     assert memory.kv_bytes_per_token == 2 * 16 * 2 * 64 * 4

@@ -23,7 +23,7 @@ def test_prompts_mixed_gives_fifty_different_ones() -> None:
     assert len(set(prompts("mixed", 50))) == 50
 
 
-def test_prompts_more_asked_for_begin_with_the_fewer() -> None:
+def test_prompts_of_a_larger_set_begin_with_the_smaller_set() -> None:
     assert prompts("code", 20)[:5] == prompts("code", 5)
 
 
@@ -54,7 +54,7 @@ def test_prompts_bad_argument_raises_naming_what_is_allowed(name: str, count: in
         prompts(name, count)
 
 
-def test_fingerprint_tells_sets_apart() -> None:
+def test_fingerprints_of_different_sets_differ() -> None:
     assert fingerprint(["a", "b"]) == fingerprint(["a", "b"])
     assert fingerprint(["a", "b"]) != fingerprint(["ab", ""])
 

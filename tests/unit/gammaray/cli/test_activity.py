@@ -50,7 +50,7 @@ def worker(role, totals, address="127.0.0.1:7", **fields):
     return ProcessStatus(role, 2, address, "demo", True, 4, worker_totals=totals, **fields)
 
 
-def test_rates_and_ratios_are_those_between_the_looks():
+def test_rates_and_ratios_cover_the_interval():
     total = measure([orchestrator(FIRST)], [orchestrator(LATER, num_queued=5)], seconds=2.0).total
     assert (total.running, total.waiting) == (3, 5)
     assert (total.tokens_per_s, total.cycles_per_s, total.failures_per_s) == (100.0, 50.0, 0.5)
@@ -58,17 +58,17 @@ def test_rates_and_ratios_are_those_between_the_looks():
     assert (total.tokens_per_cycle, total.gamma, total.speedup) == (2.0, 3.0, 2.2)
 
 
-def test_ratios_are_those_since_the_start_where_nothing_happened():
+def test_ratios_cover_the_whole_time_if_nothing_happened_in_the_interval():
     total = measure([orchestrator(FIRST)], [orchestrator(FIRST)], seconds=2.0).total
     assert (total.tokens_per_s, total.alpha, total.speedup) == (0.0, 20 / 30, 1.5)
 
 
-def test_ratios_are_unknown_before_anything_happened():
+def test_ratios_are_unknown_before_the_first_cycle():
     total = measure([], [orchestrator(SpeculationTotals())], seconds=2.0).total
     assert (total.alpha, total.tokens_per_cycle, total.gamma, total.speedup) == (None,) * 4
 
 
-def test_orchestrators_are_told_apart_and_summed():
+def test_orchestrators_are_listed_and_summed():
     before = [orchestrator(FIRST, pid=1), orchestrator(FIRST, pid=2)]
     after = [orchestrator(FIRST, pid=2), orchestrator(LATER, pid=1)]
     activity = measure(before, after, seconds=2.0)
@@ -77,15 +77,15 @@ def test_orchestrators_are_told_apart_and_summed():
 
 
 @pytest.mark.parametrize("before", [[], [orchestrator(LATER, pid=9)]], ids=["new", "another process"])
-def test_process_that_was_not_there_has_no_rate_yet(before):
+def test_new_process_has_no_rate_yet(before):
     assert measure(before, [orchestrator(LATER)], seconds=2.0).total.tokens_per_s == 0.0
 
 
-def test_late_news_of_another_orchestrator_give_no_negative_rate():
+def test_stale_totals_of_another_orchestrator_give_no_negative_rate():
     assert measure([orchestrator(LATER)], [orchestrator(FIRST)], seconds=2.0).total.tokens_per_s == 0.0
 
 
-def test_worker_is_as_busy_as_its_steps_are_long():
+def test_utilisation_is_step_time_over_elapsed_time():
     start = WorkerTotals(steps=10, step_blocks=10, step_us=100_000, ahead_lookups=4, ahead_hits=0)
     end = WorkerTotals(steps=110, step_blocks=310, step_us=600_000, ahead_lookups=14, ahead_hits=5)
     state = {"num_queued": 6, "cache_bytes": 25, "cache_budget_bytes": 100}

@@ -222,7 +222,7 @@ def test_failure_is_one_line_and_its_own_exit_code(error, code):
     assert result.stderr.count("\n") == 1
 
 
-def test_nobody_listening_is_exit_code_3_with_a_hint():
+def test_refused_connection_is_exit_code_3_with_a_hint():
     result = invoke("status", "--json", "-a", "127.0.0.1:1")
     assert result.exit_code == 3
     assert "gammaray up" in result.stderr
@@ -257,7 +257,7 @@ def test_wrong_argument_is_exit_code_2_and_named(arguments, words):
     assert result.stdout == ""
 
 
-def test_stdin_that_is_no_utf8_is_exit_code_2():
+def test_invalid_utf8_on_stdin_is_exit_code_2():
     result = invoke("generate", "-", input=b"ab\xff")
     assert result.exit_code == 2
     assert "an invalid byte at offset 2" in result.stderr

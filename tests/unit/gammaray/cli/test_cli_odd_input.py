@@ -71,7 +71,7 @@ def test_settings_of_the_environment(variables, words):
         (["generate", "Hi", "--model", "\udcff", "-a", NOWHERE], "model: got an unpaired surrogate"),
         (["chat", "--url", NOWHERE, "--timeout", "inf"], "timeout_s: got inf"),
         (["chat", "--url", NOWHERE, "--timeout", "-1"], "timeout_s: got -1.0"),
-        (["chat", "--url", NOWHERE, "--api-key", "a\nb"], "api_key: got a key that is not shown"),
+        (["chat", "--url", NOWHERE, "--api-key", "a\nb"], "api_key: got a key (not shown)"),
         (["chat", "--url", "http://me:hunter2@h"], "url: got a URL with a user or password"),
         (["qualify", "--target", "", "--draft", "demo"], "target: got an empty name"),
         (
@@ -93,7 +93,7 @@ def test_options(tmp_path, monkeypatch, arguments, words):
     ("content", "words"),
     [(b"\xff\xfe\x00", "FILE: got"), (b"{", "FILE: got"), (b"[1]", "document: got [1], allowed: a mapping")],
 )
-def test_files_of_config_that_are_none_are_told_in_one_line(tmp_path, content, words):
+def test_invalid_config_files_are_reported_in_one_line(tmp_path, content, words):
     path = tmp_path / "serve.yaml"
     path.write_bytes(content)
     result = invoke("config", path)
@@ -102,7 +102,7 @@ def test_files_of_config_that_are_none_are_told_in_one_line(tmp_path, content, w
 
 
 @pytest.mark.parametrize("content", ["{", '{"keys": [{}]}', '{"key": []}'])
-def test_key_file_that_is_none_is_told_in_one_line(tmp_path, content):
+def test_invalid_key_file_is_reported_in_one_line(tmp_path, content):
     path = tmp_path / "keys.json"
     path.write_text(content)
     result = invoke("keys", "list", "--file", path)
@@ -110,12 +110,12 @@ def test_key_file_that_is_none_is_told_in_one_line(tmp_path, content):
     assert result.stderr.count("\n") == 1
 
 
-def test_serve_configuration_with_a_misspelt_setting_is_told_the_nearest():
+def test_misspelt_setting_in_a_serve_configuration_names_the_nearest():
     text = invoke("config", "--serve").stdout.replace("deterministic:", "determinstic:")
     check(invoke("config", "-", input=text), "target.determinstic: got False, allowed: no such field")
 
 
-def test_flag_of_no_auth_is_switched_off_by_auth():
+def test_auth_flag_overrides_no_auth():
     assert flag_names("no_auth") == ("--no-auth", "--auth")
     assert flag_names("pin_cores") == ("--pin-cores", "--no-pin-cores")
     shown = invoke("up", "--help").stdout
@@ -127,7 +127,7 @@ def test_flag_of_no_auth_is_switched_off_by_auth():
 @pytest.mark.parametrize(
     "others", [{"device": "cuda"}, {"dtype": "bfloat16"}, {"dtype": "float16"}, {"tensor_parallel": 2}]
 )
-def test_deterministic_excludes_what_it_does_not_cover(settings, others):
+def test_deterministic_rejects_unsupported_settings(settings, others):
     (field,) = others
     with pytest.raises(InvalidArgumentError) as caught:
         settings(deterministic=True, **others)

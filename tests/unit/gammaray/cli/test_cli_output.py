@@ -37,7 +37,7 @@ def table(*rows):
     return made
 
 
-def test_pipe_gets_aligned_columns_with_nothing_cut_and_nothing_drawn(capsys):
+def test_piped_tables_have_aligned_untruncated_columns_without_boxes(capsys):
     long = "x" * 300
     output_console().print(table(("a", "[red]b[/]"), (long, "c d")))
     assert capsys.readouterr().out.splitlines() == [
@@ -123,7 +123,7 @@ def test_help_of_a_command_imports_no_other_command():
 
 
 @pytest.mark.parametrize("name", main.list_commands(None))
-def test_listed_command_is_there_and_the_list_says_what_it_says(name):
+def test_listed_commands_exist_with_their_short_help(name):
     command = main.get_command(None, name)
     assert command.name == name
     listed = re.search(rf"^  {name} +(.*)", invoke("--help").stdout, re.MULTILINE)[1]

@@ -41,7 +41,7 @@ def test_module_runs_like_the_command():
     assert process.returncode == 0
 
 
-def test_prompt_argument_that_is_no_utf8_is_exit_code_2():
+def test_invalid_utf8_prompt_argument_is_exit_code_2():
     process = run_module("generate", b"a\xff")
     _, stderr = process.communicate(timeout=WAIT_S)
     assert process.returncode == 2

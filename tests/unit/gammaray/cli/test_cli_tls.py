@@ -67,7 +67,7 @@ FRONTS = pytest.mark.parametrize(
 
 @FRONTS
 @pytest.mark.parametrize("how", ["--ca-file", "scheme", "environment"])
-def test_a_server_whose_authority_is_named_is_reached(pki, front, command, how):
+def test_a_server_with_a_given_ca_is_accepted(pki, front, command, how):
     with front(pki, pki.server) as address:
         if how == "--ca-file":
             result = command(address, "--ca-file", pki.ca)
@@ -80,7 +80,7 @@ def test_a_server_whose_authority_is_named_is_reached(pki, front, command, how):
 
 
 @FRONTS
-def test_tls_alone_trusts_the_authorities_of_the_system(pki, front, command):
+def test_tls_option_trusts_the_system_cas(pki, front, command):
     with front(pki, pki.server) as address:
         # OpenSSL's own variable stands for an authority that the system trusts.
         trusted = command(address, "--tls", env={"SSL_CERT_FILE": str(pki.ca)})
@@ -90,14 +90,14 @@ def test_tls_alone_trusts_the_authorities_of_the_system(pki, front, command):
 
 
 @FRONTS
-def test_a_client_certificate_opens_a_server_that_requires_one(pki, front, command):
+def test_a_client_certificate_is_accepted_by_a_server_that_requires_one(pki, front, command):
     with front(pki, pki.server, mutual=True) as address:
         result = command(address, "--ca-file", pki.ca, *certificate(pki.client))
     assert result.exit_code == 0, result.output
 
 
 REFUSALS = {
-    "wrong authority": ("server", "not signed by a trusted authority", "--ca-file"),
+    "wrong authority": ("server", "not signed by a trusted CA", "--ca-file"),
     "expired": ("expired", "has expired", "renew"),
     "wrong host": ("elsewhere", "for another host", "--address"),
     "no certificate": ("server", "requires a client certificate", "--cert-file"),
@@ -123,24 +123,24 @@ def test_a_failed_handshake_names_host_cause_and_option(pki, front, command, wha
 
 
 @FRONTS
-def test_plain_text_to_a_tls_port_is_told_to_use_tls(pki, front, command):
+def test_plain_text_to_a_tls_port_reports_that_tls_is_needed(pki, front, command):
     with front(pki, pki.server) as address:
         result = command(address)
     assert result.exit_code == 3
-    assert f"{address}: the server speaks TLS" in result.stderr
+    assert f"{address}: the server uses TLS" in result.stderr
     assert "--tls" in result.stderr
 
 
-def test_tls_to_a_plain_text_port_is_told_so(pki):
+def test_tls_to_a_plain_text_port_is_reported(pki):
     with serve_in_thread(ScriptedService()) as address:
         result = status(address, "--ca-file", pki.ca)
-    assert (result.exit_code, "does not speak TLS" in result.stderr) == (3, True), result.stderr
+    assert (result.exit_code, "does not use TLS" in result.stderr) == (3, True), result.stderr
     with http_front(pki, None) as address:
         result = chat(address, "--ca-file", pki.ca)
-    assert (result.exit_code, "does not speak TLS" in result.stderr) == (3, True), result.stderr
+    assert (result.exit_code, "does not use TLS" in result.stderr) == (3, True), result.stderr
 
 
-def test_a_front_without_http2_is_told_apart(pki):
+def test_a_proxy_without_http2_is_reported(pki):
     with http_front(pki, pki.server) as address:
         result = status(address, "--ca-file", pki.ca)
     assert result.exit_code == 3
@@ -148,7 +148,7 @@ def test_a_front_without_http2_is_told_apart(pki):
 
 
 @FRONTS
-def test_nothing_at_the_address_is_no_matter_of_tls(pki, front, command):
+def test_a_closed_port_is_not_reported_as_a_tls_error(pki, front, command):
     (port,) = free_ports("127.0.0.1", 1)
     result = command(f"localhost:{port}", "--ca-file", pki.ca)
     assert result.exit_code == 3
@@ -170,7 +170,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_command_that_dials_takes_the_files(pki, tmp_path, command):
+def test_every_connecting_command_has_the_tls_options(pki, tmp_path, command):
     missing = tmp_path / "missing.pem"
     for option in ("--ca-file", "--cert-file"):
         result = invoke(*command, option, missing, input="hi\n")
@@ -287,5 +287,5 @@ def test_contradicting_arguments_are_refused(arguments):
 def test_chat_object_takes_the_same_arguments(pki):
     with http_front(pki, pki.server) as address:
         assert "".join(piece.text for piece in Chat(address, ca_file=pki.ca).ask("hi")) == "café"
-        with pytest.raises(TlsError, match="trusted authority"):
+        with pytest.raises(TlsError, match="trusted CA"):
             list(Chat(f"https://{address}", ca_file=pki.other_ca).ask("hi"))

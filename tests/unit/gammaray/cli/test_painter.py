@@ -1,4 +1,4 @@
-"""Characters get the origin of the token that completed them, whatever the chunks' boundaries are."""
+"""Characters have the origin of the token that completed them, at any chunk boundaries."""
 
 from itertools import pairwise
 
@@ -63,7 +63,7 @@ def test_painter_incomplete_character_at_the_end_is_the_replacement_character():
     assert runs_of(chunk) == [("a", ACCEPTED), ("\ufffd", CORRECTION)]
 
 
-def test_painter_text_that_the_bytes_do_not_spell_is_shown_all_the_same():
+def test_painter_shows_text_that_differs_from_the_bytes():
     chunk = last("Hello there", token("▁Hello", ACCEPTED), token("▁there", BONUS))
     assert "".join(text for text, _ in runs_of(chunk)) == "Hello there"
 

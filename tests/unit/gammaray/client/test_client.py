@@ -77,7 +77,7 @@ async def test_calls_carry_the_application_and_the_key():
     assert [call.get("authorization") for call in service.metadata] == ["Bearer secret"] * 2 + [None]
 
 
-async def test_calls_tell_how_long_their_caller_waits():
+async def test_calls_send_their_timeout():
     service = ScriptedService()
     async with serve(service) as address, AsyncClient(address, timeout_s=20) as client:
         await client.complete("Hi")
@@ -186,7 +186,7 @@ async def test_generate_deadline_ends_the_call_on_both_sides(per_call):
         assert await happens(service.cancelled)
 
 
-async def test_generate_several_at_once_do_not_mix():
+async def test_concurrent_generations_do_not_mix():
     async def echo(request, attempt):
         for character in request.text:
             yield piece(character)
@@ -223,7 +223,7 @@ async def test_wait_ready_missing_role_times_out_and_names_it():
             await client.wait_ready(1, roles=("target", "draft"))
 
 
-async def test_wait_ready_nobody_listening_times_out():
+async def test_wait_ready_without_a_server_times_out():
     async with AsyncClient("127.0.0.1:1") as client:
         started = time.monotonic()
         with pytest.raises(DeadlineExceededError, match="not ready"):

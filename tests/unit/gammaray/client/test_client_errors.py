@@ -1,4 +1,4 @@
-"""Each error of a server arrives as what it was, and only those that may pass are tried again."""
+"""Errors of a server keep their class, and only temporary ones are retried."""
 
 import asyncio
 import time
@@ -85,7 +85,7 @@ def invalid_argument(*violations):
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=IDS)
-async def test_error_of_each_class_arrives_as_it_was_raised(error):
+async def test_error_of_each_class_is_raised_by_the_client(error):
     async with serve(ScriptedService(refuse(error))) as address:
         async with AsyncClient(address, retry=NO_RETRY) as client:
             with pytest.raises(GammarayError) as caught:
@@ -107,7 +107,7 @@ async def test_error_of_each_class_after_a_chunk_arrives_too(error):
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=IDS)
-def test_error_status_there_and_back_changes_nothing(error):
+def test_error_round_trip_through_the_status(error):
     again = error_from_status(error_to_status(error))
     assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
 
@@ -143,12 +143,12 @@ async def test_error_status_without_a_class_names_its_code(code):
     assert str(error) == f"{code.name}: why"
 
 
-async def test_error_without_a_message_still_says_something():
+async def test_error_without_a_message_has_a_default_message():
     error = await failed_status(grpc.StatusCode.NOT_FOUND)
     assert str(error) == "the server ended the call with NOT_FOUND and no message"
 
 
-async def test_error_method_that_the_server_lacks_is_told():
+async def test_error_for_an_unimplemented_method_is_reported():
     class Old(GenerationServiceServicer):
         pass
 
@@ -267,7 +267,7 @@ async def test_retry_reaches_a_server_that_starts_late():
             assert (await task).text == "late"
 
 
-async def test_retry_nobody_listening_raises_unavailable():
+async def test_retry_without_a_server_raises_unavailable():
     async with AsyncClient("127.0.0.1:1", retry=FAST_RETRY) as client:
         with pytest.raises(UnavailableError, match="refused"):
             await client.status()

@@ -15,11 +15,11 @@ from gammaray import (
 from gammaray.client.request import build_request
 
 
-def test_request_without_options_takes_the_types_defaults():
+def test_request_without_options_has_the_defaults_of_the_types():
     assert build_request("Hi") == GenerationRequest("Hi")
 
 
-def test_request_every_option_lands_in_its_field():
+def test_request_every_option_sets_its_field():
     options = {
         "max_tokens": 5,
         "temperature": 0.5,
@@ -147,7 +147,7 @@ def test_request_wrong_prompt_is_named(prompt):
 
 
 def test_request_unknown_option_raises_and_lists_the_known():
-    with pytest.raises(TypeError, match=r"no option named temprature; there are: .*temperature"):
+    with pytest.raises(TypeError, match=r"no option named temprature; known options: .*temperature"):
         build_request("Hi", temprature=1)
 
 

@@ -1,4 +1,4 @@
-"""Completions that go on when their call breaks: what the client asks for, and when it gives up."""
+"""Completions that resume after a failed call: the client's requests, and when it gives up."""
 
 import asyncio
 import sys
@@ -43,7 +43,7 @@ def pieces_of(chunks):
 
 
 @pytest.mark.parametrize("error", PASSING, ids=lambda error: type(error).__name__)
-async def test_resume_goes_on_behind_the_last_token(error):
+async def test_resume_continues_after_the_last_token(error):
     service = ScriptedService(breaking((2, error), (2, error), (4, error)))
     async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
         chunks = [chunk async for chunk in client.generate("Hi", seed=3)]
@@ -56,7 +56,7 @@ async def test_resume_goes_on_behind_the_last_token(error):
 
 
 @pytest.mark.parametrize("after", [0, 2])
-async def test_resume_stream_that_lost_its_status_is_asked_for_again(after):
+async def test_resume_retries_a_stream_without_a_final_status(after):
     """As of a proxy that ends a stream as if all were well."""
 
     async def behaviour(request, attempt):
@@ -71,7 +71,7 @@ async def test_resume_stream_that_lost_its_status_is_asked_for_again(after):
     assert [request.resume_from for request in service.requests] == [0, after]
 
 
-async def test_resume_stream_that_never_ends_well_is_not_tried_for_long():
+async def test_resume_stops_retrying_a_stream_that_keeps_failing():
     service = ScriptedService(answer())
     async with serve(service) as address, AsyncClient(address, retry=HASTY) as client:
         with pytest.raises(InternalError, match="finish reason"):
@@ -79,7 +79,7 @@ async def test_resume_stream_that_never_ends_well_is_not_tried_for_long():
     assert len(service.requests) == HASTY.max_attempts
 
 
-def test_resume_blocking_client_goes_on_too():
+def test_resume_in_the_blocking_client():
     from sdk_helpers import serve_in_thread
 
     service = ScriptedService(breaking((3, UnavailableError("gone"))))
@@ -109,7 +109,7 @@ async def test_resume_counts_tokens_and_not_pieces():
     ],
     ids=lambda error: type(error).__name__,
 )
-async def test_resume_answers_are_final(error):
+async def test_resume_does_not_retry_final_errors(error):
     service = ScriptedService(breaking((2, UnavailableError("gone")), (2, error)))
     async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
         with pytest.raises(type(error)):
@@ -120,7 +120,7 @@ async def test_resume_answers_are_final(error):
 @pytest.mark.parametrize(
     "error", [ResourceExhaustedError("full", 0.01), DeadlineExceededError("late worker")], ids=str
 )
-async def test_resume_waits_for_a_server_that_has_no_place(error):
+async def test_resume_waits_for_a_server_that_is_full(error):
     service = ScriptedService(breaking((2, UnavailableError("gone")), (2, error)))
     async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
         assert (await client.complete("Hi")).text == "".join(WORDS)
@@ -134,7 +134,7 @@ async def test_resume_gives_up_without_progress():
     assert 4 < len(service.requests) < 100
 
 
-async def test_resume_a_bug_is_not_tried_for_long():
+async def test_resume_retries_internal_errors_only_a_few_times():
     service = ScriptedService(breaking(*[(2, InternalError("bug"))] * 1000))
     async with serve(service) as address, AsyncClient(address, retry=HASTY) as client:
         with pytest.raises(InternalError, match="bug"):
@@ -142,14 +142,14 @@ async def test_resume_a_bug_is_not_tried_for_long():
     assert len(service.requests) == HASTY.max_attempts
 
 
-async def test_resume_without_retries_is_off():
+async def test_resume_is_disabled_without_retries():
     service = ScriptedService(breaking((2, UnavailableError("gone"))))
     async with serve(service) as address, AsyncClient(address, retry=NO_RETRY) as client:
         with pytest.raises(UnavailableError):
             await client.complete("Hi")
 
 
-async def test_resume_cluster_that_was_there_is_waited_for_from_the_start():
+async def test_resume_client_of_a_known_cluster_waits_for_it():
     """A new completion, of a client that knows its cluster, rides out more than `max_attempts` refusals."""
     down = {"left": 0}
 
@@ -176,11 +176,11 @@ async def test_resume_server_at_another_place_is_refused(shift):
 
     service = Shifted(breaking((2, UnavailableError("gone"))))
     async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
-        with pytest.raises(InternalError, match="went on at token"):
+        with pytest.raises(InternalError, match="continued at token"):
             await client.complete("Hi")
 
 
-async def test_resume_stream_that_broke_under_way_goes_on_at_once():
+async def test_resume_retries_a_broken_stream_immediately():
     """The policy's delays are for a cluster that cannot be reached; here another replica is there."""
     slow = RetryPolicy(initial_delay_s=600.0, max_delay_s=600.0, resume_s=3600.0)
     service = ScriptedService(breaking((2, UnavailableError("gone"))))
@@ -205,7 +205,7 @@ async def test_resume_by_hand_names_session_turn_and_offset():
     assert request.text == ""
 
 
-async def test_resume_not_found_of_a_proxy_passes_and_of_the_server_does_not():
+async def test_resume_retries_not_found_from_a_proxy_but_not_from_the_server():
     class Restarting(ScriptedService):
         num_refused = 0
 
@@ -257,8 +257,8 @@ async def test_resume_closed_client_gives_up_at_once():
 )
 @pytest.mark.parametrize("error", PASSING, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("method", ["generate", "status"])
-async def test_cancellation_that_grpc_tells_as_a_failure_ends_the_call(monkeypatch, method, error):
-    """As when it comes together with a message: trying again would go on for ever."""
+async def test_cancellation_reported_as_a_failure_by_grpc_ends_the_call(monkeypatch, method, error):
+    """This happens if it arrives together with a message: retrying would never end."""
     attempts, begun = [], asyncio.Event()
 
     async def attempt(self, *_):

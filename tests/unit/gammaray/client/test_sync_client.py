@@ -79,7 +79,7 @@ def test_sync_close_ends_a_stream_that_runs():
             next(chunks)
 
 
-def test_sync_close_from_another_thread_wakes_the_one_that_waits():
+def test_sync_close_from_another_thread_wakes_a_waiting_call():
     service = ScriptedService(silent)
     with serve_in_thread(service) as address, ThreadPoolExecutor(1) as pool:
         client = Client(address)
@@ -106,7 +106,7 @@ def test_sync_deadline_passes():
             client.complete("Hi", timeout_s=0.2)
 
 
-def test_sync_nobody_listening_raises_unavailable():
+def test_sync_without_a_server_raises_unavailable():
     with Client("127.0.0.1:1", retry=FAST_RETRY) as client, pytest.raises(UnavailableError):
         client.status()
 

@@ -24,7 +24,7 @@ int cuDeviceGetCount(int *count) { *count = %(count)s; return 0; }
 
 @pytest.fixture
 def driver(tmp_path):
-    """Return what builds a driver that answers as it is told."""
+    """Return a function that builds a driver with given answers."""
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
 
@@ -51,7 +51,7 @@ def test_devices_are_those_of_the_driver(driver):
         ({"version": 12080}, "is for CUDA 12, torch 2.13.0+cu130 needs CUDA 13"),
     ],
 )
-def test_driver_without_a_usable_device_is_told(driver, answers, reason):
+def test_driver_without_a_usable_device_is_reported(driver, answers, reason):
     found = cuda_devices(driver(**answers), CUDA)
     assert found.count == 0
     assert reason in found.reason
@@ -83,7 +83,7 @@ def test_count_is_that_of_torch():
     assert torch_build() == TorchBuild(torch.__version__, torch.version.cuda, torch.version.hip)
 
 
-def test_version_file_that_says_nothing_is_no_build(tmp_path):
+def test_version_file_without_a_version_counts_as_no_cuda_build(tmp_path):
     assert torch_build(tmp_path) is None
     (tmp_path / "version.py").write_text("__version__ = '9.0'\n")
     assert torch_build(tmp_path) is None

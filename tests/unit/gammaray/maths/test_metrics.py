@@ -1,4 +1,4 @@
-"""Counters and estimators on cycles whose law is known."""
+"""Counters and estimators on cycles of known distribution."""
 
 import itertools
 import math
@@ -74,7 +74,7 @@ def test_counters_plain_cycles_test_nothing():
     assert counters.summary(1.0).accepted_lengths == (3,)
 
 
-def test_counters_speedup_leaves_out_the_first_cycle_and_compares_each_with_its_moment():
+def test_counters_speedup_skips_the_first_cycle_and_uses_current_plain_costs():
     counters = SpeculationCounters()
     # (tokens, seconds, seconds of a plain cycle then): a prefill, then a quiet and a busy moment.
     for emitted, cycle_s, plain_cycle_s in [(1, 100.0, 1.0), (3, 1.5, 1.0), (3, 15.0, 10.0), (2, 9.0, None)]:
@@ -91,7 +91,7 @@ def test_counters_speedup_leaves_out_the_first_cycle_and_compares_each_with_its_
     assert counters.summary(130.0).speedup_estimate == 2.0
 
 
-def test_estimator_follows_the_fleet_where_it_has_seen_nothing():
+def test_estimator_uses_shared_statistics_before_its_own_samples():
     fleet = AcceptanceEstimator(decay=1.0)
     for tested, accepted in cycles([0.9, 0.5, 0.5], 3000):
         fleet.observe(tested, accepted)

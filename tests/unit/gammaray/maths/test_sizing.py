@@ -1,4 +1,4 @@
-"""`gammaray size`: one with the cost model, and monotone where anybody would expect it."""
+"""`gammaray size`: equal to the cost model, and monotone."""
 
 import math
 
@@ -30,7 +30,7 @@ GOODPUT = [
 @pytest.mark.parametrize("alpha", [0.3, 0.6, 0.9])
 @pytest.mark.parametrize("cost", [0.02, 0.1, 0.5])
 @pytest.mark.parametrize("latency", [0.0, 0.05, 1.0])
-def test_one_session_is_as_the_theory_says(alpha, cost, latency):
+def test_one_session_matches_the_theory(alpha, cost, latency):
     sizing = Sizing(alpha=alpha, target_ms=10.0, draft_ms=10.0 * cost, rtt_ms=2 * latency * 10.0)
     choice = sizing.choose(1)
     assert choice.gamma == theory.optimal_gamma(alpha, cost, latency, max_gamma=MAX_GAMMA)
@@ -38,7 +38,7 @@ def test_one_session_is_as_the_theory_says(alpha, cost, latency):
 
 
 @pytest.mark.parametrize(("alpha", "sessions", "gamma", "gain"), GOODPUT)
-def test_many_sessions_are_as_the_literature_says(alpha, sessions, gamma, gain):
+def test_many_sessions_match_the_literature(alpha, sessions, gamma, gain):
     choice = Sizing(alpha=alpha, target_ms=10.0, draft_ms=0.5, sessions=sessions).choose(1)
     assert choice.gamma == gamma
     assert choice.speedup == pytest.approx(gain, abs=5e-3)
@@ -57,13 +57,13 @@ def test_more_drafters_never_slow_down_and_pay_less_and_less():
     assert rates[8] == rates[4]  # and four take them all
 
 
-def test_best_number_is_the_one_with_most_tokens_for_the_money():
+def test_best_number_has_the_most_tokens_per_price():
     best = L4_H100.best(8)
     assert best.value == max(L4_H100.choose(number).value for number in range(9))
     assert 1 <= best.drafters <= 4
 
 
-def test_drafters_that_do_not_pay_are_not_advised():
+def test_drafters_that_do_not_pay_are_not_recommended():
     assert Sizing(alpha=0.1, target_ms=10.0, draft_ms=5.0).best().drafters == 0
     assert Sizing(alpha=0.5, target_ms=10.0, draft_ms=4.0, draft_price=5.0).best().drafters == 0
 
@@ -94,7 +94,7 @@ def test_value_out_of_bounds_is_refused_by_name(field, value):
 def test_command_prints_three_tables():
     result = CliRunner().invoke(main, ["size", "--alpha=0.75", "--target-ms=20", "--draft-ms=2"])
     assert result.exit_code == 0, result.output
-    for title in ("Drafters per target", "Which draft", "What network"):
+    for title in ("Drafters per target", "Speedup by draft step", "Speedup by network time"):
         assert title in result.output
     assert result.output.count("<- best") == 1
 

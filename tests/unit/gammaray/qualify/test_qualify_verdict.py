@@ -1,4 +1,4 @@
-"""From measurements to a verdict: obstacles, losses, gains, and the sentences that say so."""
+"""From measurements to a verdict: obstacles, losses, gains, and their messages."""
 
 import math
 
@@ -84,14 +84,14 @@ def test_pair_that_pays_at_one_temperature_is_fit_with_a_warning_about_the_other
     assert verdict.warnings[0].startswith("temperature 1: speculation does not pay")
 
 
-def test_threshold_decides():
+def test_verdict_follows_the_minimum_speedup():
     pays = judge(pair([plain_run(), run(4)])).best_speedup
     assert judge(pair([plain_run(), run(4)]), min_speedup=pays).fitness is Fitness.FIT
     assert judge(pair([plain_run(), run(4)]), min_speedup=pays + 0.01).fitness is Fitness.SLOWER
 
 
-def test_other_tokens_make_it_unfit_however_fast():
-    lossy = same(equal=6, ties=1, first="with gamma 4 prompt 2 parts from plain decoding at token 7")
+def test_different_tokens_make_a_pair_unfit_at_any_speed():
+    lossy = same(equal=6, ties=1, first="with gamma 4 prompt 2 diverges from plain decoding at token 7")
     verdict = judge(pair([plain_run(), run(4)], [lossy]))
     assert verdict.fitness is Fitness.UNFIT
     assert verdict.reasons == (f"not lossless at temperature 0: {lossy.first}",)
@@ -103,7 +103,7 @@ def test_ties_missing_tokenizer_and_short_context_are_warnings():
     verdict = judge(pair([plain_run(), run(4)], [same(equal=7, ties=1)], draft=draft))
     assert verdict.fitness is Fitness.FIT
     text = " / ".join(verdict.warnings)
-    assert all(word in text for word in ("no tokenizer", "64 tokens", "1 of 8 completions part"))
+    assert all(word in text for word in ("no tokenizer", "64 tokens", "1 of 8 completions diverge"))
 
 
 def test_few_tested_tokens_are_a_warning():
@@ -120,11 +120,11 @@ def test_few_tested_tokens_are_a_warning():
     ],
     ids=["no plain time", "no speculation", "no whole proposal"],
 )
-def test_nothing_timed_is_not_called_fit(runs):
+def test_pair_without_timings_is_not_fit(runs):
     verdict = judge(pair(runs))
     assert verdict.fitness is Fitness.SLOWER
     assert verdict.payoffs == ()
-    assert "no proposal was whole" in verdict.reasons[0]
+    assert "no proposal had full length" in verdict.reasons[0]
 
 
 def test_gamma_out_of_bounds_is_refused():

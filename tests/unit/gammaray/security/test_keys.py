@@ -1,4 +1,4 @@
-"""API keys: the file, the command, and who is let in with what."""
+"""API keys: the file, the command, and authentication."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def bearer(key):
     return {"authorization": f"Bearer {key}"}
 
 
-def test_create_key_file_holds_no_secret_and_belongs_to_its_owner(path):
+def test_create_key_stores_no_secret_in_a_file_readable_by_its_owner_only(path):
     key, secret = create_key(path, "acme", "laptop")
     assert secret not in path.read_text()
     assert secret.split("_", 2)[2] not in path.read_text()
@@ -55,7 +55,7 @@ def test_create_key_odd_tenant_is_refused(path, tenant):
     assert not path.exists()
 
 
-def test_revoke_key_unknown_is_told(path):
+def test_revoke_key_unknown_id_is_reported(path):
     key, _ = create_key(path, "acme")
     with pytest.raises(NotFoundError):
         revoke_key(path, "00000000")
@@ -99,7 +99,7 @@ def test_command_creates_lists_and_revokes(path):
     assert run(main, ["keys", "list", "-f", str(path.parent / "none.json")]).exit_code == 2
 
 
-def test_identify_open_door_lets_everybody_in_as_nobody():
+def test_identify_without_configured_keys_accepts_anonymous_callers():
     assert Authenticator().identify({}) == ANONYMOUS
     assert Authenticator().identify(bearer("whatever")) == ANONYMOUS
 
@@ -117,7 +117,7 @@ def test_identify_open_door_lets_everybody_in_as_nobody():
         bearer("gr_" + "é" * 52),
     ],
 )
-def test_identify_without_a_good_key_is_refused(path, headers):
+def test_identify_without_a_valid_key_is_rejected(path, headers):
     create_key(path, "acme")
     with pytest.raises(UnauthenticatedError) as caught:
         Authenticator(path).identify(headers)
@@ -145,12 +145,12 @@ def test_rotation_takes_effect_without_a_restart(path):
 
 
 @pytest.mark.parametrize("spoil", [lambda path: path.unlink(), lambda path: path.write_text("{")])
-def test_key_file_that_breaks_leaves_the_keys_as_they_were(path, spoil, caplog):
+def test_unreadable_key_file_keeps_the_current_keys(path, spoil, caplog):
     _, secret = create_key(path, "acme")
     door = Authenticator(path)
     spoil(path)
     assert door.identify(bearer(secret)).tenant == "acme"
-    assert "stay as they were" in caplog.text
+    assert "keeping the current ones" in caplog.text
     with pytest.raises(UnauthenticatedError):
         door.identify(bearer(make_secret()))
 
@@ -164,7 +164,7 @@ def test_authenticator_without_a_key_does_not_start(path):
         Authenticator(path.parent / "none.json")
 
 
-def test_identify_further_key_is_good_beside_the_file(path):
+def test_identify_accepts_an_additional_key(path):
     create_key(path, "acme")
     secret = make_secret()
     door = Authenticator(path, {"probe": hash_key(secret)})
@@ -183,13 +183,13 @@ def test_identify_reads_deadline_and_priority():
 
 @pytest.mark.parametrize("name", [TIMEOUT_HEADER, PRIORITY_HEADER])
 @pytest.mark.parametrize("text", ["", "x", "1.5", "-", "--1", "11e3", "9" * 30, "²", "-11"])
-def test_identify_odd_header_names_it(name, text):
+def test_identify_invalid_header_is_named(name, text):
     with pytest.raises(InvalidArgumentError) as caught:
         Authenticator().identify({name: text})
     assert caught.value.field == name
 
 
-def test_qualified_names_of_tenants_never_meet():
+def test_qualified_names_of_tenants_never_collide():
     tenants = [Caller(tenant) for tenant in ("", "a", "a-b", "b")]
     names = ["", "a", "b", "a-b", "a.b", "-", "a_"]
     qualified = {caller.qualify(name) for caller in tenants for name in names}

@@ -1,4 +1,4 @@
-"""Dashboard, alerts and pages made of the catalogue: fresh, whole, and about metrics that exist."""
+"""Dashboard, alerts and pages of the catalogue: up to date, complete, and about existing metrics."""
 
 import json
 import re
@@ -86,7 +86,7 @@ def test_panel_queries_metrics_that_exist(panel):
         "sum(up)",
     ],
 )
-def test_query_about_nothing_is_caught(query):
+def test_query_of_an_unknown_metric_is_caught(query):
     with pytest.raises(AssertionError):
         check_query(query)
 
@@ -152,7 +152,7 @@ ILL = {
 
 @pytest.mark.needs("prometheus")
 @pytest.mark.parametrize(("changes", "alert"), ILL.values(), ids=ILL)
-def test_alert_fires_for_what_it_is_named_for_and_for_nothing_else(tmp_path, changes, alert):
+def test_alert_fires_only_for_its_condition(tmp_path, changes, alert):
     series = [{"series": name, "values": values} for name, values in {**HEALTHY, **changes}.items()]
     text = RULES.read_text()
     names = re.findall(r"- alert: (\w+)", text)

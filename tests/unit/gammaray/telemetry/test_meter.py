@@ -1,4 +1,4 @@
-"""The numbers behind the metrics: counted, exposed to Prometheus, pushed over OTLP."""
+"""Metrics: counted, exposed to Prometheus, pushed over OTLP."""
 
 import asyncio
 import urllib.request
@@ -98,7 +98,7 @@ def test_bad_address_is_named(listen):
         MetricsServer(Meter(), listen)
 
 
-async def test_endpoint_on_every_interface_is_announced_where_others_reach_it():
+async def test_endpoint_on_all_interfaces_announces_a_reachable_address():
     export = MetricsExport(Meter(), role="draft", model="demo", listen="0.0.0.0:0")
     assert not export.address.startswith("0.0.0.0")
     await export.stop()
@@ -155,7 +155,7 @@ async def test_push_sends_the_same_numbers_by_opentelemetry_names(collector):
     assert len(point.bucket_counts) == len(point.explicit_bounds) + 1
 
 
-async def test_push_sends_a_last_time_when_it_stops(collector, monkeypatch):
+async def test_push_sends_at_shutdown(collector, monkeypatch):
     monkeypatch.setattr(metric_push, "SHUTDOWN_TIMEOUT_S", 60.0)  # this machine may be busy
     monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "3600000")
     meter = make_meter()
@@ -166,7 +166,7 @@ async def test_push_sends_a_last_time_when_it_stops(collector, monkeypatch):
 
 
 @pytest.mark.parametrize("variables", [{"OTEL_METRICS_EXPORTER": "none"}, {"OTEL_SDK_DISABLED": "true"}])
-async def test_push_is_off_when_the_environment_says_so(collector, monkeypatch, variables):
+async def test_push_can_be_disabled_in_the_environment(collector, monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     export = MetricsExport(make_meter(), role="draft", model="demo", listen="")
@@ -174,7 +174,7 @@ async def test_push_is_off_when_the_environment_says_so(collector, monkeypatch, 
     assert collector.requests == []
 
 
-async def test_push_to_nobody_does_not_hold_up_the_end(monkeypatch):
+async def test_push_without_a_receiver_does_not_delay_shutdown(monkeypatch):
     (port,) = free_ports("127.0.0.1", 1)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
     export = MetricsExport(make_meter(), role="draft", model="demo", listen="")

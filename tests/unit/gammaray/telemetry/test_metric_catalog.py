@@ -1,4 +1,4 @@
-"""The catalogue of metrics: names that hold together, and queries over samples that exist."""
+"""The catalogue of metrics: consistent names, and queries over existing samples."""
 
 import re
 from pathlib import Path

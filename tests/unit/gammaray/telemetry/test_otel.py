@@ -1,4 +1,4 @@
-"""OpenTelemetry from the environment alone: what is set up, what is refused, and how it ends."""
+"""OpenTelemetry from environment variables: setup, rejected values, and shutdown."""
 
 import subprocess
 import sys
@@ -46,7 +46,7 @@ def test_exports_traces_when_the_standard_variables_say_so(monkeypatch, environm
     ("name", "value"),
     [("OTEL_TRACES_EXPORTER", "zipkin"), ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")],
 )
-def test_exports_refuses_what_is_not_here(monkeypatch, name, value):
+def test_exports_rejects_unsupported_values(monkeypatch, name, value):
     monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:4318")
     monkeypatch.setenv(name, value)
     with pytest.raises(InvalidArgumentError, match=name):
@@ -81,7 +81,7 @@ def test_process_resource_names_the_role_unless_the_environment_does(monkeypatch
     assert attributes["service.namespace"] == "gammaray"
 
 
-async def test_shutdown_sends_what_waits(monkeypatch):
+async def test_shutdown_flushes_queued_spans(monkeypatch):
     with receiving() as (endpoint, receiver):
         monkeypatch.setenv(ENDPOINT, endpoint)
         telemetry = Telemetry("draft")

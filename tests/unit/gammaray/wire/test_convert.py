@@ -1,4 +1,4 @@
-"""Types to wire messages and back: nothing is lost, and what strangers send is checked."""
+"""Types to wire messages and back: nothing is lost, and messages of peers are checked."""
 
 import dataclasses
 
@@ -144,17 +144,17 @@ def over_the_wire(message):
 
 
 @given(requests)
-def test_request_there_and_back_loses_nothing(request):
+def test_request_round_trip(request):
     assert convert.request_from_proto(over_the_wire(convert.request_to_proto(request))) == request
 
 
 @given(chunks)
-def test_chunk_there_and_back_loses_nothing(chunk):
+def test_chunk_round_trip(chunk):
     assert convert.chunk_from_proto(over_the_wire(convert.chunk_to_proto(chunk))) == chunk
 
 
 @given(proposals())
-def test_proposal_there_and_back_loses_nothing(proposal):
+def test_proposal_round_trip(proposal):
     assert convert.proposal_from_proto(over_the_wire(convert.proposal_to_proto(proposal)), VOCAB) == proposal
 
 
@@ -170,11 +170,11 @@ def totals(kind):
         st.lists(counts).map(tuple),
     )
 )
-def test_process_there_and_back_loses_nothing(process):
+def test_process_status_round_trip(process):
     assert process_from_proto(over_the_wire(process_to_proto(process))) == process
 
 
-def test_request_empty_message_takes_the_documented_defaults():
+def test_empty_request_message_has_the_documented_defaults():
     request = convert.request_from_proto(gen.GenerateRequest(text="Hi"))
     assert request == t.GenerationRequest("Hi")
 
@@ -229,7 +229,7 @@ def test_request_enum_value_of_a_later_version_is_refused(field):
 
 
 @pytest.mark.parametrize("origin", [0, 99])
-def test_chunk_origin_that_is_none_is_the_peers_fault(origin):
+def test_chunk_with_an_unknown_origin_is_a_peer_error(origin):
     message = gen.GenerateResponse.FromString(bytes([0x1A, 2, 0x10, origin]))
     assert message.tokens[0].origin == origin
     with pytest.raises(InternalError, match=f"origin {origin}"):
@@ -299,7 +299,7 @@ def test_proposal_of_a_hostile_drafter_is_refused(proposal, field):
         parents=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4),
     )
 )
-def test_proposal_of_any_shape_is_refused_or_walkable(message):
+def test_proposal_of_any_shape_is_rejected_or_a_valid_tree(message):
     try:
         proposal = convert.proposal_from_proto(message, VOCAB)
     except InvalidArgumentError:

@@ -1,4 +1,4 @@
-"""Admission: bounded, fair between tenants, and leaving nothing behind however a wait ends."""
+"""Admission: bounded, fair between tenants, and without leftover state however a wait ends."""
 
 import asyncio
 import random
@@ -17,7 +17,7 @@ async def ticks():
 
 
 class Requests:
-    """Requests that hold their place until they are told to end; `served` is who got one, in order."""
+    """Requests that hold their slot until they are ended; `served` lists those that got one, in order."""
 
     def __init__(self, capacity=1, max_waiting=100, max_wait_s=30.0, tenant_capacity=None):
         self.admission = Admission(capacity, max_waiting, max_wait_s, tenant_capacity)
@@ -51,7 +51,7 @@ class Requests:
         assert self.admission.num_tenants == 0
 
 
-async def test_place_free_is_given_at_once():
+async def test_request_starts_immediately_if_a_slot_is_free():
     requests = Requests(capacity=2)
     await requests.ask("1")
     await requests.ask("2")
@@ -62,7 +62,7 @@ async def test_place_free_is_given_at_once():
     assert requests.served == ["1", "2", "3"]
 
 
-async def test_tenants_take_turns_however_many_requests_one_throws_in():
+async def test_slots_are_shared_fairly_between_tenants():
     requests = Requests()
     for index in range(6):
         await requests.ask(f"a{index}", "a")
@@ -73,7 +73,7 @@ async def test_tenants_take_turns_however_many_requests_one_throws_in():
     assert requests.served == ["a0", "b0", "c0", "a1", "b1", "a2", "a3", "a4", "a5"]
 
 
-async def test_place_goes_to_the_tenant_that_holds_fewest():
+async def test_free_slot_goes_to_the_tenant_with_the_fewest_running_requests():
     requests = Requests(capacity=4)
     for index in range(6):
         await requests.ask(f"a{index}", "a")
@@ -85,7 +85,7 @@ async def test_place_goes_to_the_tenant_that_holds_fewest():
     await requests.end_all()
 
 
-async def test_tenant_that_never_ends_leaves_places_to_others():
+async def test_tenant_with_endless_requests_leaves_slots_to_others():
     requests = Requests(capacity=4, tenant_capacity=3)
     for index in range(6):
         await requests.ask(f"a{index}", "a")
@@ -99,7 +99,7 @@ async def test_tenant_that_never_ends_leaves_places_to_others():
     assert sorted(requests.served) == ["a0", "a1", "a2", "a3", "a4", "a5", "b0", "b1"]
 
 
-async def test_caller_without_a_tenant_may_take_every_place():
+async def test_caller_without_a_tenant_may_use_all_slots():
     requests = Requests(capacity=3, tenant_capacity=1)
     for index in range(3):
         await requests.ask(str(index))
@@ -117,7 +117,7 @@ async def test_priority_orders_within_a_tenant_only():
     assert requests.served == ["first", "other", "high", "low"]
 
 
-async def test_full_queue_turns_away_with_a_delay():
+async def test_full_queue_rejects_with_a_retry_delay():
     requests = Requests(max_waiting=1)
     await requests.ask("1")
     await requests.ask("2")
@@ -130,7 +130,7 @@ async def test_full_queue_turns_away_with_a_delay():
     assert requests.served == ["1", "2"]
 
 
-async def test_full_queue_makes_room_at_the_flooders_cost():
+async def test_full_queue_rejects_a_request_of_the_longest_queue():
     requests = Requests(max_waiting=3)
     for index in range(4):
         await requests.ask(f"a{index}", "a")
@@ -142,7 +142,7 @@ async def test_full_queue_makes_room_at_the_flooders_cost():
     assert requests.served == ["a0", "b0", "a1", "a2"]
 
 
-async def test_no_queue_turns_away_what_cannot_run():
+async def test_without_a_queue_requests_that_cannot_run_are_rejected():
     requests = Requests(max_waiting=0)
     await requests.ask("1", "a")
     await requests.ask("2", "b")
@@ -171,7 +171,7 @@ async def test_deadline_of_the_caller_ends_the_wait():
     await requests.end_all()
 
 
-async def test_cancelled_wait_leaves_no_trace():
+async def test_cancelled_wait_leaves_no_state():
     requests = Requests()
     await requests.ask("1", "a")
     waiting = await requests.ask("2", "b")
@@ -182,7 +182,7 @@ async def test_cancelled_wait_leaves_no_trace():
     assert requests.served == ["1"]
 
 
-async def test_cancelled_the_moment_its_turn_comes_passes_it_on():
+async def test_request_cancelled_when_granted_passes_its_slot_on():
     requests = Requests()
     await requests.ask("1", "a")
     second = await requests.ask("2", "b")
@@ -195,7 +195,7 @@ async def test_cancelled_the_moment_its_turn_comes_passes_it_on():
     await requests.end_all()
 
 
-async def test_newest_of_the_longest_queue_may_have_been_cancelled_just_now():
+async def test_full_queue_with_a_just_cancelled_request():
     requests = Requests(max_waiting=2)
     await requests.ask("a0", "a")
     await requests.ask("a1", "a")
@@ -210,7 +210,7 @@ async def test_newest_of_the_longest_queue_may_have_been_cancelled_just_now():
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_any_story_keeps_the_bounds_and_ends_empty(seed):
+async def test_any_sequence_of_events_keeps_the_bounds_and_ends_empty(seed):
     rng = random.Random(seed)
     admission, running, most, tasks = Admission(3, 5, 0.02), 0, 0, []
 

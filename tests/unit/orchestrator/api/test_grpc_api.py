@@ -22,7 +22,7 @@ async def generate(backend, **fields):
     return [chunk_from_proto(response) async for response in responses], context
 
 
-async def test_generate_tells_thousands_of_prompt_logprobs():
+async def test_generate_returns_thousands_of_prompt_logprobs():
     prompt = list(range(1, INLINE_NUMBERS))
     request = {"token_ids": pb.TokenIds(ids=prompt), "num_prompt_logprobs": 2}
     (first, *_), context = await generate(ScriptedBackend(), **request)
@@ -50,7 +50,7 @@ async def test_generate_bad_field_is_named_in_the_details():
     assert context.details == str(context.error)
 
 
-async def test_generate_request_that_could_not_be_read_is_refused():
+async def test_generate_unparsable_request_is_rejected():
     context = Context()
     request = Unread(pb.GenerateRequest.DESCRIPTOR.full_name, b"\x12\x02\xff\xfe")
     assert [
@@ -60,14 +60,14 @@ async def test_generate_request_that_could_not_be_read_is_refused():
     assert context.error.field == "text"
 
 
-async def test_generate_refusal_stays_below_what_headers_hold():
+async def test_generate_error_details_fit_the_header_limit():
     _, context = await generate(ScriptedBackend(), text="x", model="é" * 100_000)
     assert context.code is grpc.StatusCode.NOT_FOUND
     assert len(context.details.encode()) < 1100
     assert sum(len(value) for _, value in context.trailers) < 1200
 
 
-async def test_generate_exhausted_says_when_to_come_back():
+async def test_generate_exhausted_has_a_retry_delay():
     def before(request, number):
         raise ResourceExhaustedError("full", retry_after_s=2.5)
 
@@ -83,7 +83,7 @@ async def test_generate_exhausted_says_when_to_come_back():
         (ZeroDivisionError("secret"), grpc.StatusCode.INTERNAL),
     ],
 )
-async def test_generate_failing_midway_keeps_what_came_before(error, code):
+async def test_generate_failing_midway_keeps_earlier_chunks(error, code):
     def before(request, number):
         if number == 1:
             raise error

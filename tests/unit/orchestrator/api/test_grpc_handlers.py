@@ -1,4 +1,4 @@
-"""How requests of the public gRPC API are read, the unreadable ones too."""
+"""Parsing of requests of the public gRPC API, malformed ones included."""
 
 from types import SimpleNamespace
 

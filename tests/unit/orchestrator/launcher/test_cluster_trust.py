@@ -1,4 +1,4 @@
-"""What the launcher makes of who may call, before anything starts."""
+"""The launcher's keys and certificates, before anything starts."""
 
 import pytest
 from click.testing import CliRunner
@@ -26,14 +26,14 @@ def test_check_access_loopback_needs_no_keys(host):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "10.0.0.1", "example.org"])
-def test_check_access_other_addresses_need_keys_or_a_word(host, keys):
+def test_check_access_public_address_needs_keys_or_no_auth(host, keys):
     with pytest.raises(InvalidArgumentError, match=r"host: got .*allowed: .*gammaray keys create"):
         check_access(ClusterSettings(host=host))
     check_access(ClusterSettings(host=host, api_keys_file=keys))
     check_access(ClusterSettings(host=host, no_auth=True))
 
 
-def test_check_access_useless_key_file_is_told(keys, tmp_path):
+def test_check_access_key_file_without_keys_is_reported(keys, tmp_path):
     with pytest.raises(InvalidArgumentError, match="no_auth"):
         check_access(ClusterSettings(api_keys_file=keys, no_auth=True))
     with pytest.raises(InvalidArgumentError, match="api_keys_file"):
@@ -75,11 +75,11 @@ def test_arrange_trust_makes_certificates_when_asked(tmp_path):
 @pytest.mark.parametrize(
     ("host", "address"), [("0.0.0.0", "127.0.0.1"), ("10.0.0.1", "10.0.0.1"), ("localhost", "localhost")]
 )
-def test_reachable_is_where_this_machine_dials(host, address):
+def test_reachable_is_the_address_for_local_connections(host, address):
     assert reachable(host) == address
 
 
-def test_certs_command_tells_the_settings_of_each_role(tmp_path):
+def test_certs_command_prints_the_settings_of_each_role(tmp_path):
     done = CliRunner().invoke(main, ["certs", str(tmp_path / "new"), "--days", "30", "--host", "redis"])
     assert done.exit_code == 0, done.output
     told = dict(line.split("=", 1) for line in done.output.splitlines() if "=" in line)

@@ -1,4 +1,4 @@
-"""The launcher's checks before anything starts, its options, and that nothing it started is left."""
+"""The launcher's checks before anything starts, its options, and the cleanup of its processes."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def model(folder, **config):
     return str(folder)
 
 
-def test_options_left_out_take_the_defaults(monkeypatch):
+def test_omitted_options_have_the_defaults(monkeypatch):
     monkeypatch.delenv("GAMMARAY_HTTP_PORT", raising=False)
     options = parse_options([])
     assert options.cluster.target == "demo"
@@ -53,7 +53,7 @@ def test_options_left_out_take_the_defaults(monkeypatch):
     assert not options.wait_ready
 
 
-def test_options_given_are_taken(monkeypatch):
+def test_given_options_are_applied(monkeypatch):
     monkeypatch.setenv("GAMMARAY_GRPC_PORT", "9100")
     line = "--target a --draft b --draft-workers 0:2 --target-workers 3 --orchestrators 4 --http-port 81"
     options = parse_options(
@@ -111,7 +111,7 @@ def test_vocabularies_of_the_demo_pair_agree():
 
 
 @pytest.mark.parametrize("name", ["missing", "empty", "broken", "other"])
-def test_model_that_is_none_is_refused(tmp_path, name):
+def test_invalid_model_is_rejected(tmp_path, name):
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
@@ -124,7 +124,7 @@ def test_model_that_is_none_is_refused(tmp_path, name):
     ("num_gpus", "num_workers", "share"),
     [(0, 3, 0), (1, 1, 1), (2, 2, 1), (8, 2, 1), (1, 2, 0.5), (1, 3, 0.3333), (2, 3, 0.5), (2, 5, 0.3333)],
 )
-def test_gpu_share_lets_every_worker_find_room(num_gpus, num_workers, share):
+def test_gpu_shares_fit_all_workers(num_gpus, num_workers, share):
     assert gpu_share(num_gpus, num_workers) == share
     if share:
         assert num_gpus * int(1 / share) >= num_workers
@@ -146,7 +146,7 @@ def test_free_ports_are_distinct_and_free():
         check_port("port", "127.0.0.1", port)
 
 
-def test_environments_of_two_clusters_share_nothing_but_settings():
+def test_environments_of_two_clusters_share_only_settings():
     directories = [private_directory(), private_directory()]
     try:
         first, second = (serve_environment(directory, "127.0.0.1") for directory in directories)

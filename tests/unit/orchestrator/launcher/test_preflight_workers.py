@@ -1,4 +1,4 @@
-"""What workers would refuse after the start of a cluster is refused before it."""
+"""Settings that workers would reject after the start of a cluster are rejected before it."""
 
 import json
 import os

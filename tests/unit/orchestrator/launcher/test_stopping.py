@@ -1,4 +1,4 @@
-"""Signals that stop the launcher: told once, never lost, never another's."""
+"""Signals that stop the launcher: delivered once, never lost, and not taken from other handlers."""
 
 import signal
 import subprocess
@@ -65,7 +65,7 @@ except Stop:
     assert done.returncode == 7
 
 
-def test_held_signal_comes_afterwards():
+def test_held_signal_is_delivered_afterwards():
     done = run("""
 try:
     with signals.held():

@@ -1,4 +1,4 @@
-"""What an orchestrator counts: the client's own numbers, and where each request's time went."""
+"""Metrics of an orchestrator: the numbers of the client's summary, and latencies of requests."""
 
 import asyncio
 import time
@@ -57,7 +57,7 @@ def samples(meter):
     return found
 
 
-def test_cycles_are_counted_as_the_client_is_told():
+def test_cycle_counters_equal_the_summary_of_the_client():
     meter = OrchestratorMeter()
     meter.cycle(cycle((ACCEPTED, ACCEPTED, CORRECTION)), 0.003)
     meter.cycle(cycle((ACCEPTED,) * 4 + (BONUS,), tested=4), 0.003)
@@ -79,7 +79,7 @@ def test_cycles_are_counted_as_the_client_is_told():
     assert found["cycle.gamma",] == (3, 15)
 
 
-def test_tokens_behind_the_end_of_a_completion_are_not_counted():
+def test_tokens_after_the_end_of_a_completion_are_not_counted():
     meter = OrchestratorMeter()
     # Three of four were accepted; the completion ended after the first.
     meter.cycle(cycle((ACCEPTED,), tested=4, num_accepted=3, finish_reason=FinishReason.STOP), None)
@@ -107,7 +107,7 @@ def test_first_cycles_are_not_compared_with_plain_decoding():
     ],
     ids=["unknown", "known", "more than was waited"],
 )
-def test_parts_of_a_cycle_are_its_whole(timing, parts):
+def test_parts_of_a_cycle_add_up(timing, parts):
     meter = OrchestratorMeter()
     meter.cycle(cycle((BONUS,), timing=timing), None)
     found = samples(meter)
@@ -123,7 +123,7 @@ def chunk(num_tokens, finish_reason=None):
 
 
 class Service:
-    """Streams what it is told, and fails after it when it is told to."""
+    """Streams given chunks, and then fails if requested."""
 
     def __init__(self, *chunks, error=None):
         self.meter, self.chunks, self.error = OrchestratorMeter(), chunks, error
@@ -191,7 +191,7 @@ async def test_failures_are_counted_by_their_kind(error, outcome):
 
 
 @pytest.mark.parametrize(("num_read", "outcome"), [(1, "cancelled"), (2, "length")])
-async def test_client_that_leaves_has_cancelled_unless_it_has_all(num_read, outcome):
+async def test_client_that_disconnects_early_counts_as_cancelled(num_read, outcome):
     service = Service(chunk(1), chunk(1, LENGTH), chunk(0))
     chunks = service.generate(REQUEST)
     for _ in range(num_read):

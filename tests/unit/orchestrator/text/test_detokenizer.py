@@ -99,7 +99,7 @@ def stream(detokenizer: Detokenizer, token_ids) -> tuple[list[str], bool]:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_detokenizer_characters_split_over_tokens_come_out_whole(text):
+def test_detokenizer_joins_characters_split_over_tokens(text):
     pieces, _ = stream(Detokenizer(ByteTokenizer(), []), text.encode())
     assert "".join(pieces) == text
     assert all("\ufffd" not in piece for piece in pieces)

@@ -1,4 +1,4 @@
-"""Draft-ahead is memoisation: the same proposals, sooner. And it knows when to stop."""
+"""Draft-ahead is memoisation: the same proposals, sooner. It pauses if it does not pay."""
 
 import random
 
@@ -32,7 +32,7 @@ PARAMS = {
 @pytest.mark.parametrize("method", list(VerificationMethod))
 @pytest.mark.parametrize("engine", [TableEngine, ChainingEngine])
 def test_ahead_proposals_are_those_that_are_drafted_on_demand(engine, method, params, stop_threshold):
-    """With budgets of ahead forwards from none to all, over many cycles: tokens, laws, where they end."""
+    """With budgets of ahead forwards from none to all, over many cycles: proposals are equal."""
     rng, saved = random.Random(3), 0
     ahead = Drafter(engine(spread=5.0), ahead_rows=3)
     fresh = Drafter(TableEngine(spread=5.0))
@@ -43,7 +43,7 @@ def test_ahead_proposals_are_those_that_are_drafted_on_demand(engine, method, pa
         ours = ahead.ask(tokens, gamma, **fields)
         theirs = fresh.ask(tokens, gamma, **fields)
         assert ours.outcome == theirs.outcome
-        # A run may go on behind the token at which the chain ends, or one that a filter drops.
+        # A run may continue after the token at which the chain ends, or one that a filter drops.
         assert ours.timing.num_forwards <= theirs.timing.num_forwards + engine.can_chain * 2 * (RUN - 1)
         saved += theirs.timing.num_forwards - ours.timing.num_forwards
         ahead.idle(rng.choice((0, 1, 3, 10**6)))
@@ -164,7 +164,7 @@ def test_ahead_release_ends_it_and_frees_everything():
     assert not ahead.scheduler.speculations
 
 
-def test_ahead_after_an_eviction_starts_anew():
+def test_ahead_restarts_after_an_eviction():
     ahead, fresh = Drafter(TableEngine(), ahead_rows=4), Drafter(TableEngine())
     proposal = ahead.ask(PROMPT, 4).outcome
     ahead.idle(2)
@@ -174,7 +174,7 @@ def test_ahead_after_an_eviction_starts_anew():
     assert ahead.ask(tokens, 4).outcome == fresh.ask(tokens, 4).outcome
 
 
-def test_drafting_goes_on_when_its_cache_is_evicted_under_way():
+def test_drafting_continues_after_its_cache_is_evicted():
     drafter = Drafter(TableEngine())
     wanted = Drafter(TableEngine()).ask(PROMPT, 6).outcome
     drafter.scheduler.submit([drafter.task(PROMPT, 6)])
@@ -187,7 +187,7 @@ def test_drafting_goes_on_when_its_cache_is_evicted_under_way():
     assert [reply.outcome for _, reply in replies] == [wanted]
 
 
-def test_ahead_never_takes_room_from_other_sessions():
+def test_ahead_evicts_no_other_session():
     ahead = Drafter(TableEngine(), ahead_rows=4)
     ahead.engine.has_space = False
     ahead.ask(PROMPT, 4)
@@ -226,7 +226,7 @@ def test_ahead_nothing_follows_the_end_of_sequence_or_of_the_context(monkeypatch
     assert stats.rows > 0
 
 
-def test_rejection_guesses_follow_the_law():
+def test_rejection_predictions_follow_the_distribution():
     noise, law_row = Noise(5, 0, VOCAB), torch.randn(VOCAB, generator=torch.Generator().manual_seed(1))
     (prediction,) = predictions(
         REJECTION, law_row.log_softmax(-1)[None], noise, [9], temperature=1.0, top_k=8, bits=10
@@ -265,7 +265,7 @@ def test_throttle_weighs_delays_against_forwards_saved(delay_s, is_open):
     assert throttle.is_open is is_open
 
 
-def test_throttle_prepares_for_less_when_hits_are_rarer_than_foreseen():
+def test_throttle_raises_its_floor_if_hits_are_rarer_than_predicted():
     throttle, optimist = Throttle(), Throttle()
     for index in range(100):
         throttle.looked_up(is_hit=index % 10 == 0, foreseen=0.8, saved_s=1.0)
@@ -274,7 +274,7 @@ def test_throttle_prepares_for_less_when_hits_are_rarer_than_foreseen():
     assert optimist.floor == pytest.approx(MIN_OUTCOME, rel=0.2)
 
 
-def test_ahead_proposal_at_hand_saved_a_round_trip_more_than_one_that_was_ready():
+def test_ahead_proposal_already_sent_saves_an_additional_round_trip():
     saved = {}
     for is_notice in (False, True):
         ahead = Drafter(TableEngine(), ahead_rows=4)

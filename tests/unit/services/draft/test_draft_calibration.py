@@ -1,4 +1,4 @@
-"""What the draft's confidence is worth, learned from what came of it."""
+"""Calibration of the draft's confidence, learned from verification."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT = [1, 2, 3, 4]
 
 
 def taught(calibration: Calibration, power: float, num_proposals: int, seed: int = 1) -> None:
-    """Show it proposals of four tokens that are accepted as often as confidences to that power say."""
+    """Observe proposals of four tokens, accepted with the probability of their confidence to this power."""
     rng = random.Random(seed)
     for _ in range(num_proposals):
         tested, is_rejected = [], False
@@ -31,7 +31,7 @@ def taught(calibration: Calibration, power: float, num_proposals: int, seed: int
 
 
 @pytest.mark.parametrize("power", [0.4, 1.0, 1.6])
-def test_power_is_found_that_makes_confidences_true(power: float):
+def test_learned_power_calibrates_confidences(power: float):
     # Some 512 proposals count, of two to three tested tokens with an information of about a quarter each:
     # three standard deviations of the logarithm are 3 / sqrt(300) = 0.17.
     calibration = Calibration()
@@ -49,7 +49,7 @@ def test_power_is_one_at_first_and_bounded():
     assert doubting.power == pytest.approx(MOST)
 
 
-def test_sessions_begin_with_what_the_worker_knows_and_leave_it_where_they_differ():
+def test_sessions_begin_with_the_workers_power_and_learn_their_own():
     common = Calibration()
     taught(common, 0.4, 500)
     session = Calibration(common)
@@ -60,7 +60,7 @@ def test_sessions_begin_with_what_the_worker_knows_and_leave_it_where_they_diffe
     assert Calibration(common).power < session.power
 
 
-def test_a_certain_token_that_fails_is_no_certainty_from_then_on():
+def test_rejection_of_a_certain_token_lowers_its_confidence():
     calibration = Calibration()
     calibration.observe([0.0], is_rejected=True)
     calibration.observe([1.0], is_rejected=True)
@@ -69,7 +69,7 @@ def test_a_certain_token_that_fails_is_no_certainty_from_then_on():
 
 @pytest.mark.parametrize("confidence", [0.01, 0.5, 0.9, 1 - 1e-9, 1.0])
 @pytest.mark.parametrize("power", [0.1, 0.5, 1.0, 3.0])
-def test_scales_leave_the_sum_as_it_was(confidence: float, power: float):
+def test_scaling_keeps_the_sum(confidence: float, power: float):
     sure, unsure = scales(confidence, power)
     assert sure * confidence == pytest.approx(confidence**power)
     assert sure * confidence + unsure * (1 - confidence) == pytest.approx(1.0)
@@ -77,7 +77,7 @@ def test_scales_leave_the_sum_as_it_was(confidence: float, power: float):
 
 
 @pytest.mark.parametrize(("power", "length"), [(0.5, 4), (1.0, 2), (2.0, 1)])
-def test_chain_goes_as_far_as_its_calibrated_confidence(power: float, length: int):
+def test_chain_length_follows_the_calibrated_confidence(power: float, length: int):
     root = Node(9, 5, None)
     node = root
     for token_id in range(1, 5):
@@ -90,7 +90,7 @@ def test_chain_goes_as_far_as_its_calibrated_confidence(power: float, length: in
 
 @pytest.mark.parametrize("power", [0.3, 0.7, 1.8])
 @pytest.mark.parametrize("shape", [Shape(3), Shape(3, 9)], ids=str)
-def test_outcomes_are_every_way_out_at_any_power(shape: Shape, power: float):
+def test_outcomes_are_complete_at_any_power(shape: Shape, power: float):
     root = Node(8, 5, None)
     opened(root, 3, random.Random(2))
     reading = ProposalBuilder(root, shape, EOS, power)
@@ -103,7 +103,7 @@ def compared(
     follow: Callable[[list[int], tuple[int, ...]], list[int]],
     method: VerificationMethod = VerificationMethod.COUPLED,
 ) -> float:
-    """Return how long a session's chains are over those of sessions without a past, at the same texts."""
+    """Return the ratio of a session's chain lengths to those of new sessions on the same texts."""
     drafter, tokens = Drafter(TableEngine()), list(PROMPT)
     fields = {"params": SamplingParams(seed=5), "stop_threshold": 0.2, "method": method}
     ours = theirs = 0
@@ -125,11 +125,11 @@ def test_session_whose_tokens_are_rejected_gets_shorter_chains():
 
 
 @pytest.mark.parametrize("method", [VerificationMethod.REJECTION, VerificationMethod.NAIVE])
-def test_draws_of_the_draft_teach_nothing(method: VerificationMethod):
+def test_sampled_draft_tokens_do_not_change_the_calibration(method: VerificationMethod):
     assert compared(lambda tokens, chain: [*tokens, *chain, (chain[-1] + 1) % VOCAB], method) == 1.0
 
 
-def test_benchmark_tells_the_error_of_a_draft_that_doubts_itself_and_that_it_shrinks():
+def test_benchmark_shows_calibration_error_decreasing():
     rng, common, found = random.Random(5), Calibration(), []
     for _ in range(40):
         believed = [rng.uniform(0.3, 1.0) for _ in range(200)]
@@ -141,7 +141,7 @@ def test_benchmark_tells_the_error_of_a_draft_that_doubts_itself_and_that_it_shr
     assert error([(0.5, True), (0.5, False), (1.0, True)]) == 0.0
 
 
-def test_power_at_its_bound_is_left_at_once():
+def test_power_leaves_its_bound_quickly():
     calibration = Calibration(Calibration())
     for _ in range(400):
         calibration.observe([0.5] * 6, is_rejected=False)
@@ -167,7 +167,7 @@ def test_outcomes_are_the_same_whether_the_last_node_was_opened_before_or_after(
     assert branches(is_open=True) == branches(is_open=False)
 
 
-def test_tree_of_a_doubted_draft_keeps_its_runners_up():
+def test_tree_of_a_low_confidence_draft_keeps_alternatives():
     root = Node(8, 5, None)
     root.prediction = Fixed((1, 0.4), (2, 0.35), (3, 0.25))
     reading = ProposalBuilder(root, Shape(1, 3), EOS, 2.0)

@@ -1,4 +1,4 @@
-"""What drafting gains, from the times of requests and answers and the tokens that were committed."""
+"""The gain of drafting, from the times of requests and results and the committed tokens."""
 
 import pytest
 
@@ -26,11 +26,11 @@ TREE = Proposal((7, 5, 8, 6), (-1, -1, 0, 1))
         (TREE, [5, 8], 1),
     ],
 )
-def test_accepted_tokens_are_the_path_that_the_text_took(proposal, emitted, accepted):
+def test_accepted_tokens_are_the_path_of_committed_tokens(proposal, emitted, accepted):
     assert num_accepted(proposal, emitted) == accepted
 
 
-def test_gain_is_what_was_accepted_less_what_the_wait_cost():
+def test_gain_is_accepted_tokens_minus_the_cost_of_waiting():
     meter = GainMeter()
     meter.sent("a", CHAIN, base_position=10, asked=0.0, answered=0.1)
     meter.asked("a", [0] * 10 + [7, 8, 1], arrived=0.3)  # 2 accepted, one step of 0.2 s, half of it waited

@@ -1,4 +1,4 @@
-"""Idle priority is taken only where it can be left again."""
+"""Idle priority is used only if it can be reverted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ print(can_give_way(), os.sched_getscheduler(0) == os.SCHED_OTHER)
 """
 
 
-def test_without_the_way_back_nobody_gives_way():
+def test_idle_priority_is_not_used_if_it_cannot_be_reverted():
     """An ordinary user: the thread would keep idle priority for good."""
     done = subprocess.run(
         [sys.executable, "-c", UNPRIVILEGED], capture_output=True, text=True, timeout=200, check=True
@@ -37,7 +37,7 @@ needs_way_back = pytest.mark.skipif(
 
 
 @needs_way_back
-def test_giving_way_lasts_as_long_as_the_block_and_concerns_one_thread():
+def test_idle_priority_applies_to_one_thread_within_the_block():
     giving_way = IdlePriority()
     seen: list[int] = []
     usual = os.sched_getscheduler(0)
@@ -54,7 +54,7 @@ def test_giving_way_lasts_as_long_as_the_block_and_concerns_one_thread():
 
 
 @needs_way_back
-def test_hurry_ends_it_from_another_thread():
+def test_preempt_ends_idle_priority_from_another_thread():
     giving_way = IdlePriority()
     usual = os.sched_getscheduler(0)
     giving_way.preempt()  # before it ever began: nothing to end

@@ -1,4 +1,4 @@
-"""Runs: several tokens of a chain in one call of the engine, the same tokens as in as many forwards."""
+"""Runs: several tokens of a chain in one call of the engine give the tokens of single forwards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_session_alone_is_drafted_in_runs(params, monkeypatch):
     assert first.timing.batch_tokens == len(PROMPT) + RUN + 2
 
 
-def test_a_run_that_a_filter_ends_leaves_nothing_behind():
+def test_a_run_cut_by_a_filter_gives_the_tokens_of_single_steps():
     """The largest score is often one that top-k drops: the choices are those of single steps all the same."""
     params, wasted = SamplingParams(temperature=1.5, top_k=2, seed=5), 0
     for seed in range(8):
@@ -48,7 +48,7 @@ def test_a_run_that_a_filter_ends_leaves_nothing_behind():
     [(PENALTIES, COUPLED), (PLAIN, REJECTION), (PLAIN, NAIVE)],
     ids=["penalties", "rejection", "naive"],
 )
-def test_what_no_run_can_foresee_is_drafted_step_by_step(params, method, monkeypatch):
+def test_penalties_and_sampling_are_drafted_step_by_step(params, method, monkeypatch):
     """Penalties depend on the tokens before; other methods draw what they propose."""
     ours, counts = Drafter(ChainingEngine(), ahead_rows=3), []
     monkeypatch.setattr(ours.engine, "chain", _counting(ours.engine.chain, counts))
@@ -57,7 +57,7 @@ def test_what_no_run_can_foresee_is_drafted_step_by_step(params, method, monkeyp
     assert counts == []
 
 
-def test_a_run_ahead_ends_when_somebody_waits(monkeypatch):
+def test_a_run_ahead_ends_when_a_block_arrives(monkeypatch):
     ahead, counts = Drafter(ChainingEngine(spread=12.0), ahead_rows=3), []
     monkeypatch.setattr(ahead.engine, "chain", _counting(ahead.engine.chain, counts))
     ahead.ask(PROMPT, 4)
@@ -82,7 +82,7 @@ def test_a_run_ahead_ends_when_somebody_waits(monkeypatch):
     assert counts == [RUN]
 
 
-def test_a_run_on_demand_ends_when_somebody_else_waits(monkeypatch):
+def test_a_run_on_demand_ends_when_another_block_arrives(monkeypatch):
     ours, counts = Drafter(ChainingEngine()), []
     monkeypatch.setattr(ours.engine, "chain", _counting(ours.engine.chain, counts))
     feed = ours.engine.feed_one
@@ -97,7 +97,7 @@ def test_a_run_on_demand_ends_when_somebody_else_waits(monkeypatch):
     assert reply.outcome == Drafter(TableEngine()).ask(PROMPT, 4).outcome
 
 
-def test_sessions_together_go_step_by_step(monkeypatch):
+def test_concurrent_sessions_are_drafted_step_by_step(monkeypatch):
     ours, counts = Drafter(ChainingEngine()), []
     monkeypatch.setattr(ours.engine, "chain", _counting(ours.engine.chain, counts))
     ours.scheduler.submit([ours.task(PROMPT, 4, session_id=name) for name in "ab"])
@@ -106,7 +106,7 @@ def test_sessions_together_go_step_by_step(monkeypatch):
     assert counts == []
 
 
-def test_chains_that_end_where_the_draft_doubts_take_shorter_runs(monkeypatch):
+def test_stop_threshold_shortens_runs(monkeypatch):
     ours, theirs, counts = Drafter(ChainingEngine()), Drafter(TableEngine()), []
     monkeypatch.setattr(ours.engine, "chain", _counting(ours.engine.chain, counts))
     reply = ours.ask(PROMPT, 8, stop_threshold=0.05)
@@ -114,7 +114,7 @@ def test_chains_that_end_where_the_draft_doubts_take_shorter_runs(monkeypatch):
     assert 0 < max(counts) <= RUN_TO_DOUBT
 
 
-def test_where_filters_cut_runs_short_the_session_goes_step_by_step(monkeypatch):
+def test_session_is_drafted_step_by_step_if_filters_cut_its_runs(monkeypatch):
     ours, counts = Drafter(ChainingEngine()), []
     monkeypatch.setattr(ours.engine, "chain", _counting(ours.engine.chain, counts))
     params, tokens = SamplingParams(temperature=1.5, top_k=1, seed=5), list(PROMPT)

@@ -1,4 +1,4 @@
-"""The draft's draws: exact quantised laws, the shared race, and confidences that mean something."""
+"""Sampling by the draft: exact quantised distributions, the Gumbel-max draw, calibrated confidences."""
 
 import math
 import random
@@ -77,13 +77,13 @@ def test_quantise_loss_of_acceptance_is_bounded():
             assert loss <= tail + top_k / 2 ** (bits + 2) + 1e-6
 
 
-def test_sample_sparse_every_integer_gives_exactly_the_law():
+def test_sample_sparse_over_all_integers_gives_the_exact_distribution():
     law = SparseDistribution((3, 9, 4), (5, 1, 10), 4)
     assert drawn_tokens(law) == {3: 5 / 16, 9: 1 / 16, 4: 10 / 16}
     assert [sample_sparse(law, bits) for bits in (0, 4, 5, 6, 15)] == [3, 3, 9, 4, 4]
 
 
-def test_propose_rejection_draws_from_what_it_ships():
+def test_propose_rejection_samples_from_the_sent_distribution():
     noise, log_probs = Noise(5, 0, VOCAB), row()
     for base in range(50):
         token_id, law, _ = propose_token(REJECTION, log_probs, noise, base, 80, 8, 10)
@@ -91,7 +91,7 @@ def test_propose_rejection_draws_from_what_it_ships():
         assert token_id == sample_sparse(law, noise.draft_bits(base, 80, 10))
 
 
-def test_propose_coupled_is_the_race_with_the_shared_noise():
+def test_propose_coupled_is_the_gumbel_max_draw_with_shared_noise():
     noise = Noise(5, 0, VOCAB)
     for position in range(100):
         log_probs = row(position)
@@ -102,7 +102,7 @@ def test_propose_coupled_is_the_race_with_the_shared_noise():
         assert confidence == pytest.approx(float((scores / race_temperature(1.0)).softmax(-1)[token_id]))
 
 
-def test_propose_naive_follows_the_draft_and_not_the_shared_noise():
+def test_propose_naive_samples_the_draft_without_shared_noise():
     noise, log_probs = Noise(5, 0, VOCAB), row()
     drawn = [propose_token(NAIVE, log_probs, noise, base, 7, 8, 10) for base in range(4000)]
     counts = torch.tensor([token_id for token_id, _, _ in drawn]).bincount(minlength=VOCAB)

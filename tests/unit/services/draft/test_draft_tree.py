@@ -1,4 +1,4 @@
-"""The speculation tree and what is read off it, against brute force over all paths."""
+"""The speculation tree and its proposals, against brute force over all paths."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_chain_reads_on_as_nodes_open():
     assert [n.position for n in reading.nodes] == [6, 7, 8]
 
 
-def test_chain_of_another_base_may_choose_otherwise():
+def test_chain_of_another_base_may_differ():
     root = Node(9, 5, None)
     root.prediction = Fixed((10, 0.6), (11, 0.4))
     root.child(10).prediction = Fixed((12, 0.6), (13, 0.4))
@@ -98,7 +98,9 @@ def test_chain_and_tree_end_with_the_end_of_sequence():
 
 @pytest.mark.parametrize("threshold", [0.0, 0.6])
 @pytest.mark.parametrize("chain", list(itertools.product((0, 1, 2), repeat=3)))
-def test_chain_with_laws_takes_as_long_whatever_was_drawn(chain: tuple[int, ...], threshold: float):
+def test_duration_of_a_rejection_chain_does_not_depend_on_its_tokens(
+    chain: tuple[int, ...], threshold: float
+):
     root = Node(9, 5, None)
     reading = ProposalBuilder(root, Shape(3, stop_threshold=threshold), EOS)
     for num_opened, token_id in enumerate(chain):
@@ -123,7 +125,7 @@ def test_chain_with_laws_takes_as_long_whatever_was_drawn(chain: tuple[int, ...]
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("depth", "max_nodes"), [(3, 4), (3, 8), (4, 16), (2, 60)])
-def test_tree_holds_the_likeliest_nodes(seed: int, depth: int, max_nodes: int):
+def test_tree_contains_the_most_likely_nodes(seed: int, depth: int, max_nodes: int):
     root = Node(9, 5, None)
     opened(root, depth, random.Random(seed))
     reading = ProposalBuilder(root, Shape(depth, max_nodes), EOS)
@@ -165,14 +167,14 @@ def test_tree_takes_one_forward_per_level_and_ends_at_the_same_nodes(seed: int):
     assert reading.proposal() == wanted.proposal()
 
 
-def test_outcomes_are_every_way_out_of_the_proposal():
+def test_outcomes_cover_all_results_of_verification():
     root = Node(9, 5, None)
     opened(root, 3, random.Random(2))
     for shape in (Shape(3), Shape(3, 9)):
         reading = ProposalBuilder(root, shape, EOS)
         reading.go_on()
         ends, leaves = reading.outcomes()
-        # The ends and what goes on behind the open leaves: nothing is lost, nothing counted twice.
+        # The ends and the outcomes after the open leaves: nothing is lost, nothing counted twice.
         total = sum(p for p, _, _ in ends) + sum(p for p, _ in leaves)
         assert total == pytest.approx(1.0)
         assert {node for _, node in leaves} == {n for n in reading.nodes if n.prediction is None}
@@ -181,7 +183,7 @@ def test_outcomes_are_every_way_out_of_the_proposal():
 
 
 class Cache:
-    """What the engine holds: a chain of nodes and nodes beside it."""
+    """Slots of the engine: a chain of nodes and other nodes."""
 
     def __init__(self, tree: SpeculationTree) -> None:
         self.chain: list[object] = [None] * tree.root.position + [tree.root]
@@ -213,7 +215,7 @@ class Cache:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_tree_moves_its_root_and_knows_where_everything_is(seed: int):
+def test_tree_tracks_slots_when_its_root_moves(seed: int):
     rng = random.Random(seed)
     tree = SpeculationTree(Node(9, 5, None))
     tree.root_fed()

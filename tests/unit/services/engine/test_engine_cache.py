@@ -81,7 +81,7 @@ def test_truncate_shortens_and_ignores_what_is_longer(engine: Engine) -> None:
         engine.truncate("a", -1)
 
 
-def test_tree_nodes_are_no_part_of_the_chain_until_kept(engine: Engine) -> None:
+def test_tree_nodes_join_the_chain_only_when_kept(engine: Engine) -> None:
     tokens = fill(engine, "a", 4)
     engine.step([SequenceInput("a", 4, [10, 11, 12, 13], 3, [-1, -1, 1])])
     assert engine.tokens("a") == [*tokens, 10]
@@ -110,7 +110,7 @@ def test_keep_path_after_a_chain_cuts_it(engine: Engine) -> None:
         engine.keep_path("nobody", 0, [])
 
 
-def test_fork_copies_and_lives_on_its_own(engine: Engine, directory: Path) -> None:
+def test_fork_copies_and_is_independent(engine: Engine, directory: Path) -> None:
     run = CheckedEngine(engine, plain_model(directory))
     tokens = fill(engine, "a", 70)
     fill(engine, "b", 3)

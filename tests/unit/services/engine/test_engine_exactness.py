@@ -52,14 +52,14 @@ def checked(directory: Path, fast_kernels: bool) -> CheckedEngine:
 
 
 @pytest.mark.parametrize(("arch", "fast_kernels"), PATHS)
-def test_engine_whole_life_of_sessions_matches_plain_forward(
+def test_engine_session_operations_match_plain_forwards(
     directories: dict[str, Path], arch: str, fast_kernels: bool
 ) -> None:
     run = checked(directories[arch], fast_kernels)
     text = random_tokens(110, 1)
     run.step(SequenceInput("a", 0, text[:20], 20), SequenceInput("b", 0, text[40:47], 1))
     run.step(SequenceInput("a", 20, random_tokens(6, 2), 6))
-    # Rollback behind wrong tokens, ragged rows, and another session's first chunk.
+    # Rollback after wrong tokens, ragged rows, and another session's first chunk.
     run.step(
         SequenceInput("a", 20, text[20:21], 1),
         SequenceInput("b", 4, random_tokens(9, 3), 3),
@@ -97,7 +97,7 @@ def test_tree_deeper_than_the_window_counts_positions_not_slots(
 
 
 @pytest.mark.parametrize("fast_kernels", [False, True])
-def test_tree_path_kept_goes_on_as_a_chain(directories: dict[str, Path], fast_kernels: bool) -> None:
+def test_kept_tree_path_continues_as_a_chain(directories: dict[str, Path], fast_kernels: bool) -> None:
     run = checked(directories["llama"], fast_kernels)
     context, nodes = random_tokens(10, 1), random_tokens(len(TREE), 2)
     for path in ([], [1], [0, 3], [1, 4, 6, 8, 9]):

@@ -17,7 +17,7 @@ CONTEXT = random_tokens(70, 1)
 
 
 class Growing:
-    """One session's tree beside a plain list of its nodes: the truth that the engine is held to."""
+    """One session's tree and a plain list of its nodes, which is the reference."""
 
     def __init__(self, engine: Engine, seed: int, context: list[int] = CONTEXT) -> None:
         self.engine, self.rng = engine, random.Random(seed)
@@ -96,7 +96,7 @@ def test_growing_tree_each_path_matches_its_plain_forward(root: Path, arch: str)
         assert worst <= 1e-4
 
 
-def test_growing_tree_goes_on_as_a_chain_when_no_node_stays(root: Path) -> None:
+def test_growing_tree_continues_as_a_chain_when_no_node_is_kept(root: Path) -> None:
     directory = tiny_model("llama", root, max_position_embeddings=256)
     plain, growing = plain_model(directory), Growing(load_engine(str(directory)), seed=5)
     growing.grow(6)

@@ -1,4 +1,4 @@
-"""What the engine cannot serve exactly is refused at load, with the reason."""
+"""Models that the engine cannot serve exactly are rejected at load, with the reason."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_load_general_path_that_differs_refused(tmp_path: Path, monkeypatch: pyt
         load_engine(str(tiny_model("llama", tmp_path)), fast_kernels=False)
 
 
-def test_load_lean_path_that_differs_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_fast_kernel_path_that_differs_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NativeModel, "rotation", lambda self, count: (torch.ones(64, 4), torch.ones(64, 4)))
     with pytest.raises(UnsupportedModelError, match="differ from the model's own"):
         load_engine(str(tiny_model("llama", tmp_path)))

@@ -1,4 +1,4 @@
-"""What ended sessions leave in the caches: whom it serves, that it is right, and that it makes room."""
+"""Retained caches of ended sessions: who can use them, exactness, and eviction."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def leave(engine: Engine, tokens: list[int], salt: str = "us", session_id: str =
     engine.retain(session_id, salt)
 
 
-def test_a_session_that_begins_alike_goes_on_with_the_right_logits(engine: Engine, directory: Path) -> None:
+def test_a_session_with_a_cached_prefix_has_exact_logits(engine: Engine, directory: Path) -> None:
     run = CheckedEngine(engine, plain_model(directory))
     tokens = random_tokens(80, 1)
     leave(engine, tokens)
@@ -50,7 +50,7 @@ def test_a_session_that_begins_alike_goes_on_with_the_right_logits(engine: Engin
     assert engine.longest_prefix(tokens, "us")[1] == 80, "the copy left it whole"
 
 
-def test_who_has_another_salt_is_not_served(engine: Engine) -> None:
+def test_caches_are_not_shared_between_salts(engine: Engine) -> None:
     tokens = random_tokens(40, 1)
     leave(engine, tokens)
     assert engine.longest_prefix(tokens, "them") == ("", 0)
@@ -62,7 +62,7 @@ def test_who_has_another_salt_is_not_served(engine: Engine) -> None:
     assert engine.longest_prefix(tokens, "them") == ("", 0)
 
 
-def test_a_session_shares_what_it_caches_later(engine: Engine) -> None:
+def test_a_session_shares_later_cached_tokens(engine: Engine) -> None:
     tokens = random_tokens(40, 1)
     engine.share("live", "us")
     engine.step([SequenceInput("live", 0, tokens[:20], 0)])
@@ -74,13 +74,13 @@ def test_a_session_shares_what_it_caches_later(engine: Engine) -> None:
     assert engine.longest_prefix(tokens, "us") == ("", 0), "another session of that name"
 
 
-def test_a_short_chain_and_an_unknown_session_leave_nothing(engine: Engine) -> None:
+def test_short_chains_and_unknown_sessions_are_not_retained(engine: Engine) -> None:
     leave(engine, random_tokens(MIN_PREFIX - 1, 1))
     engine.retain("nobody", "us")
     assert engine.stats().retained_bytes == 0
 
 
-def test_tree_nodes_are_not_left(engine: Engine) -> None:
+def test_tree_nodes_are_not_retained(engine: Engine) -> None:
     tokens = random_tokens(20, 1)
     engine.step([SequenceInput("ended", 0, tokens, 1)])
     engine.step([SequenceInput("ended", 20, [1, 2, 3], 3, [-1, -1, 0])])
@@ -88,7 +88,7 @@ def test_tree_nodes_are_not_left(engine: Engine) -> None:
     assert engine.longest_prefix([*tokens, 1, 3], "us")[1] == 20
 
 
-def test_what_says_no_more_than_another_is_not_kept_twice(engine: Engine) -> None:
+def test_a_cache_covered_by_another_is_not_retained(engine: Engine) -> None:
     tokens = random_tokens(60, 1)
     leave(engine, tokens[:30])
     leave(engine, tokens)
@@ -99,7 +99,7 @@ def test_what_says_no_more_than_another_is_not_kept_twice(engine: Engine) -> Non
     assert engine.stats().retained_bytes == 2 * BLOCK_BYTES, "another salt has its own"
 
 
-def test_it_makes_room_before_any_session_has_to_go(directory: Path) -> None:
+def test_retained_caches_are_evicted_before_sessions(directory: Path) -> None:
     engine = small(directory, 4)
     engine.step([SequenceInput("old", 0, random_tokens(20, 1), 0)])
     texts = [random_tokens(20, seed) for seed in (2, 3)]
@@ -116,7 +116,7 @@ def test_it_makes_room_before_any_session_has_to_go(directory: Path) -> None:
     assert stats.cache_bytes == stats.cache_budget_bytes
 
 
-def test_use_keeps_it_longer(directory: Path) -> None:
+def test_use_of_a_retained_cache_delays_its_eviction(directory: Path) -> None:
     engine = small(directory, 3)
     texts = [random_tokens(20, seed) for seed in (1, 2)]
     for text in texts:
@@ -128,7 +128,7 @@ def test_use_keeps_it_longer(directory: Path) -> None:
     assert [engine.longest_prefix(text, "us")[1] for text in texts] == [20, 0]
 
 
-def test_slots_are_handed_over_where_two_do_not_fit(directory: Path) -> None:
+def test_slots_are_moved_if_two_copies_do_not_fit(directory: Path) -> None:
     engine = small(directory, 2)
     run = CheckedEngine(engine, plain_model(directory))
     tokens = random_tokens(50, 1)
@@ -146,7 +146,7 @@ def test_slots_are_handed_over_where_two_do_not_fit(directory: Path) -> None:
         engine.fork(source, "late", 40)
 
 
-def test_a_large_buffer_makes_room_for_the_few_slots_that_are_needed(directory: Path) -> None:
+def test_a_large_retained_buffer_is_replaced_by_the_needed_slots(directory: Path) -> None:
     engine = small(directory, 4)
     run = CheckedEngine(engine, plain_model(directory))
     tokens = random_tokens(150, 1)
@@ -160,9 +160,7 @@ def test_a_large_buffer_makes_room_for_the_few_slots_that_are_needed(directory: 
     assert run.worst <= 1e-4
 
 
-def test_memory_that_is_not_there_is_taken_from_what_is_retained(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_allocation_evicts_retained_caches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(engine, random_tokens(20, 1))
     zeros, failures = torch.zeros, [RuntimeError("out of memory")]
 
@@ -180,7 +178,7 @@ def test_memory_that_is_not_there_is_taken_from_what_is_retained(
         engine.step([SequenceInput("another", 0, random_tokens(9, 2), 0)])
 
 
-def test_forget_drops_what_was_left_under_the_name(engine: Engine) -> None:
+def test_forget_drops_the_retained_cache_of_the_session(engine: Engine) -> None:
     text, other = random_tokens(20, 1), random_tokens(20, 2)
     leave(engine, text, session_id="secret")
     leave(engine, other)
@@ -193,7 +191,7 @@ def test_forget_drops_what_was_left_under_the_name(engine: Engine) -> None:
     assert engine.stats().retained_bytes == 0
 
 
-def test_their_number_is_bounded(engine: Engine) -> None:
+def test_number_of_retained_caches_is_bounded(engine: Engine) -> None:
     texts = [[seed % 90, seed // 90, *random_tokens(MIN_PREFIX, 1)] for seed in range(MAX_RETAINED + 2)]
     for text in texts:
         leave(engine, text)

@@ -43,7 +43,7 @@ def test_steps_of_every_kind_match_plain_forward(arch: str, tmp_path: Path) -> N
     run = CheckedEngine(built, plain_model(directory))
     run.step(SequenceInput("a", 0, random_tokens(70, 1), 3), SequenceInput("b", 0, random_tokens(3, 2), 1))
     run.step(SequenceInput("a", 70, random_tokens(1, 3), 1), SequenceInput("c", 0, random_tokens(2, 4), 0))
-    # Rollback, ragged chains, and a tree beside a chain.
+    # Rollback, ragged chains, and a tree together with a chain.
     run.step(SequenceInput("a", 60, random_tokens(9, 5), 9), SequenceInput("b", 2, random_tokens(4, 6), 4))
     run.step(
         SequenceInput("a", 65, random_tokens(8, 7), 7, TREE), SequenceInput("b", 6, random_tokens(1, 8), 1)
@@ -104,8 +104,8 @@ def test_build_shares_the_module_weights(tmp_path: Path) -> None:
     assert projection.untyped_storage().data_ptr() == model.layers[1].qkv.untyped_storage().data_ptr()
 
 
-def test_choose_draws_what_the_noise_says(engine: GraphEngine) -> None:
-    """The race is that of the verifier: the same noise at the same absolute positions."""
+def test_choose_is_the_gumbel_max_draw(engine: GraphEngine) -> None:
+    """The draw is that of the verifier: the same noise at the same absolute positions."""
     text = random_tokens(12, 1)
     feeds = [
         SequenceInput("a", 0, text, 5),
@@ -159,7 +159,7 @@ def test_draft_trees_contain_the_chain_and_keep_their_cache(
         assert len(tokens) == len(parents) == shape.num_nodes
         assert all(-1 <= parent < node // 3 * 3 for node, parent in enumerate(parents))
         assert len({(p, t) for p, t in zip(parents, tokens, strict=True)}) == shape.num_nodes
-        # The best of the best is always kept: the race's own chain is a path as long as it is confident.
+        # The best node is always kept: the chain of Gumbel-max draws is a path as long as it is confident.
         assert tokens[0] == chain[0]
         node = shape.num_nodes - 1
         path = path_tokens(tokens, parents, node)
@@ -176,8 +176,8 @@ def test_draft_trees_contain_the_chain_and_keep_their_cache(
         assert (got - again).abs().max() <= TOLERANCE
 
 
-def test_draft_trees_offer_what_the_race_prefers(engine: GraphEngine) -> None:
-    """The children of a node are the best of their stripes in the race's own order."""
+def test_draft_tree_children_follow_the_gumbel_max_order(engine: GraphEngine) -> None:
+    """The children of a node are the best of their stripes in the order of the Gumbel-max draw."""
     text = random_tokens(6, 5)
     (tokens, parents), race = (
         engine.draft_trees([SequenceInput("a", 0, text, 1)], RACES[:1], TreeShape(2, 3))[0],
@@ -228,7 +228,7 @@ def test_capture_runs_once_then_captures_and_replays(monkeypatch: pytest.MonkeyP
     assert log == ["work"] * 3
 
 
-def test_engine_load_takes_the_captured_path_where_it_is_preferred(
+def test_engine_load_uses_the_captured_path_if_preferred(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What `load_engine` does on a CUDA device, its check against the model's own forward included."""
@@ -256,7 +256,7 @@ def test_steps_in_bfloat16_stay_close_to_plain_forward(tmp_path: Path) -> None:
     assert (got - expected).abs().mean() <= 0.02 * expected.abs().mean()
 
 
-def test_engine_on_a_cpu_keeps_the_lean_path(tmp_path: Path) -> None:
+def test_engine_on_a_cpu_uses_the_cpu_kernel(tmp_path: Path) -> None:
     """Captured steps are for CUDA devices; the CPU has its own kernels."""
     engine = load_engine(str(tiny_model("llama", tmp_path)), device="cpu")
     assert type(engine.runner).__name__ == "NativeRunner"

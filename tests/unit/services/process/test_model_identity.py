@@ -1,4 +1,4 @@
-"""What tells two target models apart: weights, configuration and arithmetic, and nothing else."""
+"""Model identity depends on weights, configuration and arithmetic, and nothing else."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_identity_of_a_copy_is_the_same(model, tmp_path):
     assert (len(digest), how) == (64, "float32")
 
 
-def test_identity_does_not_depend_on_shards_or_on_who_wrote_the_configuration(model):
+def test_identity_does_not_depend_on_shards_or_configuration_metadata(model):
     before = identity(model)
     reconfigure(model, transformers_version="5.23", _name_or_path="y", dtype="float32")
     assert identity(model) == before
@@ -82,20 +82,20 @@ def test_identity_does_not_depend_on_shards_or_on_who_wrote_the_configuration(mo
         pytest.param(lambda t: t.update({"other": t.pop("norm.weight")}), id="name"),
     ],
 )
-def test_identity_of_other_weights_is_another(model, change):
+def test_identity_of_other_weights_differs(model, change):
     before = identity(model)
     rewrite(model, change)
     assert identity(model) != before
 
 
 def test_identity_misses_one_weight_between_the_samples_of_a_large_tensor(model):
-    """What it is documented not to tell apart: whoever reads everything at a start waits for minutes."""
+    """A documented limitation: reading all weights at startup would take minutes."""
     before = identity(model)
     rewrite(model, lambda t: t["large.weight"].view(-1)[WINDOW_BYTES // 4 + 1].add_(1))
     assert identity(model) == before
 
 
-def test_identity_of_another_configuration_or_arithmetic_is_another(model):
+def test_identity_of_another_configuration_or_arithmetic_differs(model):
     ways = {
         identity(model),
         identity(model, dtype="bfloat16"),
@@ -128,7 +128,7 @@ def test_identity_of_pickled_weights(model):
         pytest.param(shutil.rmtree, id="nothing"),
     ],
 )
-def test_identity_of_what_cannot_be_read_is_empty_and_logged(model, spoil, caplog):
+def test_identity_of_unreadable_weights_is_empty_and_logged(model, spoil, caplog):
     spoil(model)
     assert identity(model) == ""
-    assert "has no identity" in caplog.text
+    assert "has no model identity" in caplog.text

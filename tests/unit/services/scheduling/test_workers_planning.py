@@ -1,4 +1,4 @@
-"""Which tokens go into the next forward, and which sessions a worker keeps; no model needed."""
+"""Planning of the next forward, and the session table; no model needed."""
 
 import pytest
 
@@ -51,7 +51,7 @@ def test_plan_cached_block_feeds_last_token_and_nodes():
     assert (feed.start, feed.token_ids, feed.num_logits) == (49, [49, 1000, 1001, 1002], 4)
 
 
-def test_plan_fully_cached_block_feeds_its_last_token_anew():
+def test_plan_fully_cached_block_feeds_its_last_token_again():
     assert shape(planned([block("a", 50)], {"a": 50})) == [("a", 49, 1, 1)]
 
 
@@ -103,7 +103,7 @@ def test_plan_chunk_never_splits_the_tokens_whose_logits_are_wanted():
     assert shape(planned([block("a", 30, num_nodes=8)], {"a": 4})) == [("a", 4, 25, 0)]
 
 
-def test_plan_short_blocks_go_before_long_prompts_and_the_oldest_before_all():
+def test_plan_runs_the_oldest_block_first_then_short_blocks_before_long_prompts():
     blocks = [block("old", 500), block("long", 500), block("b", 20, 4), block("c", 20, 4)]
     batch = planned(blocks, {"b": 19, "c": 19}, budget=64)
     assert shape(batch) == [("old", 0, 32, 0), ("b", 19, 5, 5), ("c", 19, 5, 5), ("long", 0, 22, 0)]
@@ -180,7 +180,7 @@ def test_table_base_inside_the_prompt_is_refused(table):
         table.admit(task(tokens=(1, 2), spec=None))
 
 
-def test_table_new_owner_voids_what_it_did_not_tell(table):
+def test_table_drops_tokens_that_a_new_owner_did_not_send(table):
     session = table.admit(task())
     session.tokens += [8, 9]
     assert table.admit(task(tokens=(1, 2, 3, 8, 9), start=5, spec=None)).tokens == [1, 2, 3, 8, 9]
@@ -209,7 +209,7 @@ def test_table_bounds_the_tokens_of_all_sessions(table, monkeypatch):
     assert table.dropped == ["a", "b"]
 
 
-def test_table_noise_goes_with_the_spec_and_is_bounded(monkeypatch):
+def test_table_noise_is_dropped_with_the_spec_and_bounded(monkeypatch):
     monkeypatch.setattr(sessions, "MIN_WITH_NOISE", 2)
     monkeypatch.setattr(sessions, "NOISE_BYTES", 0)
     table = SessionTable(9, 50, "cpu", lambda _: False, lambda _: None)

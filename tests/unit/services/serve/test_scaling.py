@@ -1,4 +1,4 @@
-"""How many workers a pool should have, from what its workers report."""
+"""The number of workers of a pool, from their reports."""
 
 from types import SimpleNamespace
 
@@ -38,7 +38,7 @@ def test_targets_follow_the_blocks_in_flight_with_a_dead_band(in_flight, wanted)
     assert wanted_targets(pool(*map(report, in_flight), minimum=1), SETTINGS) == wanted
 
 
-def test_growth_by_load_is_stable_where_it_ends():
+def test_growth_by_load_is_stable():
     for total in range(1, 60):
         count = 1
         for _ in range(20):
@@ -48,18 +48,18 @@ def test_growth_by_load_is_stable_where_it_ends():
         assert wanted_targets(pool(*shares, minimum=1), SETTINGS) == count, total
 
 
-def test_idle_workers_with_blocks_in_flight_get_no_company():
+def test_no_worker_is_added_if_workers_are_idle():
     assert wanted_targets(pool(report(30, busy=0.1), minimum=1), SETTINGS) == 1
 
 
-def test_target_whose_cache_is_full_gets_another_one_that_stays():
+def test_full_target_cache_adds_a_target_that_is_kept():
     assert wanted_targets(pool(report(1, cache_use=0.9), minimum=1), SETTINGS) == 2
     halves = [report(0.5, cache_use=0.45)] * 2
     assert wanted_targets(pool(*halves, minimum=1), SETTINGS) == 2
     assert wanted_targets(pool(*[report(0.5, cache_use=0.2)] * 2, minimum=1), SETTINGS) == 1
 
 
-def test_nothing_grows_while_workers_start_but_shrinking_goes_on():
+def test_pools_do_not_grow_but_may_shrink_while_workers_start():
     assert wanted_targets(pool(report(40), wanted=2, minimum=1), SETTINGS) == 2
     assert wanted_targets(pool(report(0), wanted=3, minimum=1), SETTINGS) == 2
 
@@ -71,12 +71,12 @@ def test_drafters_grow_by_load_and_shrink_one_at_a_time():
     assert drafters(pool(report(0), minimum=0))[0] == 0
 
 
-def test_ready_proposals_count_as_load_when_drafters_would_go():
+def test_prepared_proposals_count_as_load_before_removing_drafters():
     assert drafters(pool(*[report(0.6)] * 2, minimum=1))[0] == 1
     assert drafters(pool(*[report(0.6, hit_rate=0.8)] * 2, minimum=1))[0] == 2
 
 
-def test_drafter_that_does_not_pay_goes_and_is_tried_again_after_growing_pauses():
+def test_drafter_that_does_not_pay_is_removed_and_retried_after_growing_pauses():
     bad, good = pool(report(2, gained=0.5)), pool(report(2, gained=50.0))
     number, memory = drafters(bad, now=0)
     assert (number, memory) == (0, DraftMemory(refused=1, paused_until=60, failures=1))
@@ -91,7 +91,7 @@ def test_drafter_that_does_not_pay_goes_and_is_tried_again_after_growing_pauses(
     assert (number, memory) == (1, FRESH)
 
 
-def test_one_of_several_drafters_goes_when_their_mean_does_not_pay():
+def test_one_of_several_drafters_is_removed_if_their_mean_does_not_pay():
     mixed = pool(report(2, gained=2.5), report(2, gained=0.1), report(2, gained=0.1), minimum=1)
     assert drafters(mixed)[0] == 2
     assert drafters(pool(report(2, gained=-5), minimum=1))[0] == 1
@@ -103,12 +103,12 @@ def test_pause_keeps_a_pool_with_a_minimum_from_growing():
     assert drafters(pool(report(9), minimum=1), memory, now=101) == (3, memory)
 
 
-def test_passing_weakness_of_drafters_that_stayed_is_forgotten():
+def test_temporary_low_gain_of_kept_drafters_is_forgotten():
     _, memory = drafters(pool(report(2, gained=0), minimum=1))
     assert drafters(pool(report(9), minimum=1), memory, now=1) == (3, FRESH)
 
 
-def test_empty_pool_begins_when_there_is_somebody_to_draft_for():
+def test_empty_pool_starts_when_targets_have_load():
     assert drafters(pool(), demand=0.0)[0] == 0
     assert drafters(pool(), demand=0.2)[0] == 1
 
@@ -118,10 +118,10 @@ def test_drafters_that_load_their_model_are_not_idle():
     assert drafters(pool(wanted=2), demand=3.0) == (2, FRESH)
 
 
-def test_drafter_that_nobody_asks_while_targets_work_does_not_pay():
+def test_unused_drafter_while_targets_are_busy_does_not_pay():
     number, memory = drafters(pool(report(0, gained=0)), demand=2.0)
     assert (number, memory.paused_until) == (0, 60)
-    assert drafters(pool(report(0, gained=0)), demand=0.0) == (0, FRESH)  # nobody works: it may begin again
+    assert drafters(pool(report(0, gained=0)), demand=0.0) == (0, FRESH)  # no load: it may begin again
 
 
 def context(reports, wanted, bounds, state, now=0.0):
@@ -138,7 +138,7 @@ def context(reports, wanted, bounds, state, now=0.0):
     )
 
 
-def test_policies_share_the_demand_and_keep_their_memory_in_serves_state():
+def test_policies_share_the_demand_and_store_state_in_serve():
     settings = SETTINGS.model_dump(mode="json")
     target, draft = TargetPolicy(settings), DraftPolicy(settings)
     assert target(context([report(0)], 1, (1, 1), {})) == (1, {})
@@ -183,14 +183,14 @@ def test_reporter_turns_sums_into_rates(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["2", "0:3", "1:1", "0"])
-def test_pool_size_reads_what_it_writes(text):
+def test_pool_size_round_trip(text):
     size = PoolSize.parse(text)
     assert PoolSize.parse(str(size)) == size
     assert size.is_elastic == (text == "0:3")
 
 
 @pytest.mark.parametrize("value", ["", "x", "-1", "2:1", "0:65", "1:2:3", "1.5", True, None])
-def test_pool_size_refuses_what_it_cannot_be(value):
+def test_pool_size_rejects_invalid_values(value):
     with pytest.raises(ValueError, match=r"got .*allowed: "):
         PoolSize.parse(value)
 

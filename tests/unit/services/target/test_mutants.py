@@ -1,4 +1,4 @@
-"""Bugs that speculative decoders have shipped, planted here: the checks of this suite must catch every one.
+"""Known bugs of speculative decoders, planted here: the checks of this suite must catch every one.
 
 Each mutant is paired with the check that finds it, and the same check passes on the real code.
 """
@@ -29,7 +29,7 @@ COUPLED = VerificationMethod.COUPLED
 
 
 class Fixed(TinyModel):
-    """The same law in every context."""
+    """The same distribution in every context."""
 
     def __init__(self, *law):
         super().__init__(len(law), 0)
@@ -40,7 +40,7 @@ class Fixed(TinyModel):
 
 
 def check_rejection():
-    """The check of the code: enumerate laws with zeros, sparse drafts, and drafts wider than the target."""
+    """The check of the code: distributions with zeros, sparse drafts, and drafts wider than the target."""
     for seed, zeros in itertools.product(range(3), (0.0, 0.5)):
         target, draft = TinyModel(4, seed, zeros), TinyModel(4, seed + 50)
         for _, proposal in chain_proposals(quantised_drafter(draft, 3, 5), START, 2):
@@ -60,7 +60,7 @@ def accept_at_most(uniform, target_prob, weight, bits):
 
 
 def accept_without_quantisation(uniform, target_prob, weight, bits):
-    # Ratio to the law before rounding: here the nearest multiple of 1/16.
+    # Ratio to the distribution before rounding: here the nearest multiple of 1/16.
     return weight > 0 and uniform * max(1, round(weight / 2 ** (bits - 4))) < 16 * target_prob
 
 
@@ -149,7 +149,7 @@ P, Q = (0.5, 0.3, 0.2), (0.2, 0.2, 0.6)
 
 
 def proposals_of(draft, shipped, keep=lambda token_id: True, choose=None):
-    """Return a gamma-1 cycle: tokens of the law `draft`, shipped with the law `shipped`."""
+    """Return a gamma-1 cycle: tokens sampled from `draft`, sent with the distribution `shipped`."""
     for token_id, prob in draft.items():
         yield prob, Proposal((token_id,), None, (shipped,)) if keep(token_id) else Proposal()
 
@@ -158,8 +158,8 @@ def shipped_law(*probs):
     return quantised_drafter(Fixed(*probs), len(probs), 10)(START)
 
 
-def test_mutant_dropping_a_drawn_token_of_low_confidence_is_caught():
-    """Drop y when q(y) < .5 and take a bonus: the law becomes (.5, .22, .28)."""
+def test_mutant_dropping_a_sampled_token_of_low_confidence_is_caught():
+    """Drop y when q(y) < .5 and take a bonus: the distribution becomes (.5, .22, .28)."""
     shipped = shipped_law(*Q)
     drawn = drawn_tokens(shipped)
     assert bias_of(Fixed(*P), proposals_of(drawn, shipped)) < 1e-12
@@ -171,7 +171,7 @@ def test_mutant_dropping_a_drawn_token_of_low_confidence_is_caught():
 
 
 def test_mutant_ratio_test_on_a_deterministic_token_is_caught():
-    """p = q = (.51, .49), the likeliest token proposed as if it were drawn from q: the law becomes (1, 0)."""
+    """p = q = (.51, .49), the top token proposed as if sampled from q: the distribution becomes (1, 0)."""
     target, shipped = Fixed(0.51, 0.49), shipped_law(0.51, 0.49)
     assert bias_of(target, proposals_of({0: 1.0}, shipped)) > 0.4
     assert bias_of(target, [(1.0, Proposal((0,)))]) < 1e-12
@@ -183,7 +183,7 @@ def test_mutant_drawing_before_quantisation_is_caught():
     assert bias_of(Fixed(*P), proposals_of(dict(enumerate(Q)), shipped)) > CLEAR
 
 
-def test_mutant_keeping_a_token_outside_its_law_is_caught(monkeypatch):
+def test_mutant_keeping_a_token_outside_its_distribution_is_caught(monkeypatch):
     """Drawn before truncation: harmless, as such a token is redrawn from p, unless the test lets it pass."""
     shipped = quantised_drafter(Fixed(*Q), 2, 10)(START)
     untruncated = list(proposals_of(dict(enumerate(Q)), shipped))
@@ -205,7 +205,7 @@ def test_mutant_weight_off_by_one_is_caught(change):
 
 
 def test_mutant_choosing_between_drafts_by_their_tokens_is_caught():
-    """Two drafts draw from the same law and the likelier token is sent."""
+    """Two drafts sample from the same distribution and the more likely token is sent."""
     shipped = shipped_law(*Q)
     drawn = drawn_tokens(shipped)
     best = dict.fromkeys(drawn, 0.0)
@@ -215,7 +215,7 @@ def test_mutant_choosing_between_drafts_by_their_tokens_is_caught():
 
 
 def test_mutant_choosing_by_tokens_is_lossless_when_matching():
-    """The same choices change nothing where the target draws by itself: any proposal has the exact law."""
+    """The same choices are lossless if the target samples by itself, for any proposal."""
     for token_id in range(3):
         law = matched_law(COUPLED, Fixed(*P), START, Proposal((token_id,)))
         assert distance(completed(law, Fixed(*P), START, 2), plain_law(Fixed(*P), START, 2)) < 1e-12

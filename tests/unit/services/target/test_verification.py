@@ -93,7 +93,7 @@ def test_verify_tree_without_coupling_is_refused(method, params):
         verify(method, greedy_rows(1, 1, 1), Proposal((1, 2), (-1, -1)), params, Noise(1, 0, VOCAB), 0)
 
 
-def test_verify_coupled_token_is_the_race_at_its_position():
+def test_verify_coupled_token_is_the_gumbel_max_draw_at_its_position():
     torch.manual_seed(0)
     rows, noise = torch.randn(3, VOCAB).log_softmax(-1), Noise(5, 0, VOCAB)
     winners = (rows + noise.gumbel(40, 3)).argmax(-1).tolist()
@@ -128,7 +128,7 @@ def test_is_accepted_zero_probability_fails_even_at_uniform_zero():
     assert not is_accepted(0.0, 0.0, 1, 12)
 
 
-def test_verify_rejection_equal_laws_accepts_everything():
+def test_verify_rejection_equal_distributions_accepts_everything():
     law = SparseDistribution((0, 2, 3), (4, 8, 4), 4)
     rows = torch.tensor([[0.25, 0.0, 0.5, 0.25]] * 3, dtype=torch.float64).log()
     for seed in range(200):
@@ -136,7 +136,7 @@ def test_verify_rejection_equal_laws_accepts_everything():
         assert verdict.accepted_path == (0, 1)
 
 
-def test_verify_rejection_empty_residual_falls_back_to_the_target_law():
+def test_verify_rejection_empty_residual_uses_the_target_distribution():
     # p is a rounding error below q at y and nowhere above it: the test can fail, and then (p - q)+ is zero.
     law = SparseDistribution((1,), (1 << 12,), 12)
     rows = torch.tensor([[-math.inf, -1e-9, -math.inf]], dtype=torch.float64).repeat(2, 1)
@@ -145,7 +145,7 @@ def test_verify_rejection_empty_residual_falls_back_to_the_target_law():
     assert verdict == Verdict((), 1, CORRECTION, 1)
 
 
-def test_verify_rejection_token_outside_its_law_is_redrawn_from_the_target():
+def test_verify_rejection_token_outside_its_distribution_is_resampled_from_the_target():
     """A draft that lies about where its token came from must not choose the output."""
     law = SparseDistribution((0,), (16,), 4)
     rows = torch.tensor([[0.4, 0.3, 0.2, 0.1]] * 3, dtype=torch.float64).log()
@@ -194,13 +194,13 @@ def test_verify_any_wellformed_proposal_makes_progress_within_the_support(method
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("bad", [math.nan, -math.inf], ids=["nan", "nothing"])
-def test_verify_target_without_numbers_is_an_internal_error(method, bad):
+def test_verify_nan_target_logits_are_an_internal_error(method, bad):
     with pytest.raises(InternalError, match="finite"):
         verify(method, torch.full((1, VOCAB), bad), Proposal(), SAMPLED, Noise(0, 0, VOCAB), 0)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_verify_bad_row_that_is_not_consulted_does_not_matter(method):
+def test_verify_ignores_a_bad_row_that_is_not_reached(method):
     rows = greedy_rows(3, 5, 1)
     rows[2] = math.nan
     verdict = verify(method, rows, Proposal((4, 5)), SAMPLED, Noise(0, 0, VOCAB), 0)

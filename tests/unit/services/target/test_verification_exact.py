@@ -57,7 +57,7 @@ def test_rejection_without_distributions_is_lossless_for_any_token(gamma):
 
 
 def test_rejection_stopping_before_the_draw_is_lossless():
-    """The end of the chain depends on the law of the next token only: what the prediction reports."""
+    """The end of the chain depends only on the distribution of the next token, as the prediction reports."""
 
     def proposals(context, gamma):
         law = shipped(context)
@@ -124,7 +124,7 @@ def test_coupled_tree_is_lossless(tokens, parents, seed):
     assert_lossless(matched_law(COUPLED, target, START, proposal), target, proposal.depth + 1)
 
 
-def test_rejection_confidence_is_a_function_of_the_law_alone():
+def test_rejection_confidence_depends_on_the_distribution_only():
     noise, row = Noise(3, 0, 64), torch.randn(64, generator=torch.manual_seed(0)).log_softmax(-1)
     drawn = [propose_token(REJECTION, row, noise, base, 200, 16, 12) for base in range(100)]
     assert len({token_id for token_id, _, _ in drawn}) > 5

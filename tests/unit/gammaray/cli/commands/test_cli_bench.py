@@ -54,7 +54,7 @@ def measured(address: str, out: Path, *options: object) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
-def test_bench_measures_gamma_zero_in_the_same_run_and_says_so(
+def test_bench_measures_and_reports_gamma_zero_in_the_same_run(
     server: tuple[ScriptedService, str], tmp_path: Path
 ) -> None:
     result = measured(server[1], tmp_path / "r.json", "--gammas", "3,adaptive")
@@ -71,7 +71,7 @@ def test_bench_measures_gamma_zero_in_the_same_run_and_says_so(
     assert result["settings"]["gammas"] == ["3", "adaptive"]
 
 
-def test_bench_asks_what_the_options_say(server: tuple[ScriptedService, str], tmp_path: Path) -> None:
+def test_bench_requests_follow_the_options(server: tuple[ScriptedService, str], tmp_path: Path) -> None:
     service, address = server
     options = ("--gammas", "2x6", "--verification", "rejection", "--concurrency", "1,3")
     result = measured(address, tmp_path / "r.json", *options)
@@ -129,7 +129,7 @@ def test_bench_file_without_prompts_ends_with_code_2(tmp_path: Path, name: str, 
     assert name in result.stderr
 
 
-def test_bench_nobody_answers_ends_with_code_3() -> None:
+def test_bench_without_a_server_ends_with_code_3() -> None:
     assert invoke("-a", "127.0.0.1:1", "--prompt", "a").exit_code == 3
 
 

@@ -57,7 +57,7 @@ def chat(url, said, *options):
     return CliRunner().invoke(main, ["chat", "--url", url, *options], input=said, prog_name="gammaray")
 
 
-def test_chat_remembers_what_was_said_until_it_is_reset(serve):
+def test_chat_keeps_the_conversation_until_it_is_reset(serve):
     backend = Recording()
     result = chat(serve(backend), "hi\n\nand?\n/reset\nanew\n/exit\nnever\n", "--system", "be", "--seed", "7")
     assert result.exit_code == 0
@@ -86,7 +86,7 @@ def test_chat_options_reach_the_request(serve):
     assert request.sampling.temperature == 0.5
 
 
-def test_chat_tells_an_error_and_goes_on(serve):
+def test_chat_continues_after_an_error(serve):
     def before(request, number):
         if "fail" in request.prompt:
             raise GammarayError("no luck")
@@ -96,7 +96,7 @@ def test_chat_tells_an_error_and_goes_on(serve):
     assert result.exit_code == 0
     assert result.stdout == "café\n"
     assert "gammaray: no luck" in result.stderr
-    assert "/reset begins anew" in result.stderr
+    assert "/reset starts a new chat" in result.stderr
     assert backend.conversations[-1] == [("user", "hi")]
 
 
@@ -108,7 +108,7 @@ def test_chat_without_a_server_ends_with_3():
     assert "is a cluster running there?" in result.stderr
 
 
-def test_answer_that_is_closed_keeps_what_was_said(serve):
+def test_closed_response_keeps_its_text_in_the_conversation(serve):
     conversation = Chat(serve(Recording()))
     pieces = conversation.ask("hi")
     while not next(pieces).text:
@@ -118,7 +118,7 @@ def test_answer_that_is_closed_keeps_what_was_said(serve):
     assert conversation.messages[-1]["content"] == "caf"
 
 
-def test_answer_that_fails_midway_is_an_error_and_its_beginning_stays(serve):
+def test_response_that_fails_midway_raises_and_keeps_its_text(serve):
     def before(request, number):
         if number == 1:
             raise UnavailableError("gone")

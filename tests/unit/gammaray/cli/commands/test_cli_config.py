@@ -39,7 +39,7 @@ def test_own_settings_come_from_the_environment_and_the_defaults():
         assert list(shown[role]) == list(application.settings.model_fields)
 
 
-def test_json_says_the_same_as_yaml():
+def test_json_equals_yaml():
     assert json.loads(invoke("--format", "json").output) == printed()
 
 
@@ -120,17 +120,17 @@ def test_serve_configuration_with_an_error_is_refused_by_name(spoil, told):
 
 
 @pytest.mark.parametrize("text", ["", "just text", "a: [", "[1]"])
-def test_file_that_is_no_configuration_is_refused(text):
+def test_invalid_configuration_file_is_rejected(text):
     assert invoke("-", input=text).exit_code == 2
 
 
-def test_environment_that_is_out_of_bounds_is_refused_by_name():
+def test_out_of_range_environment_is_rejected_by_name():
     result = invoke(env={"GAMMARAY_HTTP_PORT": "0"})
     assert result.exit_code == 2
     assert "http_port" in result.output
 
 
-def test_builders_take_what_the_configuration_says():
+def test_builders_accept_the_configuration():
     import importlib
 
     for entry in document(draft_workers="0:3", target_workers="2")["applications"]:

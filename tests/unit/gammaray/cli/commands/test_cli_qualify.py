@@ -66,7 +66,7 @@ def test_tables_name_the_verdict_and_rank_the_candidates(invoke):
         assert words in result.stdout, words
 
 
-def test_json_to_stdout_is_nothing_but_json(invoke):
+def test_json_to_stdout_contains_only_json(invoke):
     result, _ = invoke([FIT], "--json", "-", "--rtt-ms", "2")
     found = json.loads(result.stdout)
     assert found["settings"]["rtt_ms"] == 2
@@ -77,7 +77,7 @@ def test_json_to_stdout_is_nothing_but_json(invoke):
     assert found["provenance"]["versions"]["gammaray"]
 
 
-def test_json_file_is_written_beside_the_tables(invoke, tmp_path):
+def test_json_file_is_written_in_addition_to_the_tables(invoke, tmp_path):
     result, _ = invoke([UNFIT], "--json", str(tmp_path / "r.json"))
     assert "UNFIT" in result.stdout
     assert json.loads((tmp_path / "r.json").read_text())["candidates"][0]["best_speedup"] is None
@@ -114,7 +114,7 @@ def test_empty_prompts_file_is_refused(invoke, tmp_path):
     (tmp_path / "empty.json").write_text("[]")
     result, _ = invoke([FIT], "--prompts", str(tmp_path / "empty.json"))
     assert result.exit_code == 2
-    assert "holds no prompts" in result.output
+    assert "contains no prompts" in result.output
 
 
 def test_draft_is_needed():
@@ -128,7 +128,7 @@ def measured_by(code):
     return measure_pairs(TASK, doing.append, command), doing
 
 
-def test_process_answers_are_read():
+def test_process_output_is_parsed():
     line = json.dumps({"pair": FIT.model_dump()})
     code = f"print(json.dumps({{'doing': json.loads(task)['target']}}))\nprint({line!r})"
     assert measured_by(code) == ([FIT], ["t"])

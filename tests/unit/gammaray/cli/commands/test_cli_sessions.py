@@ -75,7 +75,7 @@ def test_resume_cancel_and_delete(run, service):
     assert (request.session_id, request.turn, request.resume_from) == ("mine", 1, 4)
     assert run("cancel", "old") == "old: finished (cancelled), 2 tokens\n"
     assert run("delete", "old") == "old: deleted\n"
-    assert run("delete", "none") == "none: there was none\n"
+    assert run("delete", "none") == "none: not found\n"
 
 
 def test_clients_return_sessions_and_tokens(service):
@@ -88,7 +88,7 @@ def test_clients_return_sessions_and_tokens(service):
 
 
 @pytest.mark.parametrize("info", [RUNNING, CANCELLED, DETACHED], ids=lambda info: info.session_id)
-def test_session_there_and_back_changes_nothing(info):
+def test_session_round_trip_through_the_wire_format(info):
     assert info_from_proto(info_to_proto(info)) == info
 
 

@@ -59,7 +59,7 @@ def trace(cycles: list[pb.CycleRecord], *options: str):
     return result.stdout
 
 
-def test_trace_has_a_line_per_cycle_whose_bar_is_split_by_where_the_time_went():
+def test_trace_has_a_line_per_cycle_with_a_bar_divided_by_phase():
     lines = trace([cycle(0), cycle(1)]).splitlines()
     rows = [line for line in lines if "●●○○+c" in line]
     assert [row.split()[:2] for row in rows] == [["0.0", "4.00"], ["4.0", "4.00"]]
@@ -73,7 +73,7 @@ def test_trace_has_a_line_per_cycle_whose_bar_is_split_by_where_the_time_went():
     )
 
 
-def test_trace_names_what_went_wrong_and_who_owned_the_session():
+def test_trace_shows_errors_and_owners():
     failed = pb.WorkerCall(address="d:2", blocks=2, refed_tokens=9, error="DeadlineExceededError")
     plain = {"drafted": 0, "tested": 0, "accepted": 0, "emitted": 1}
     output = trace(
@@ -86,11 +86,11 @@ def test_trace_names_what_went_wrong_and_who_owned_the_session():
     assert "owner's epoch 1" in output
     assert "owner's epoch 2" in output
     assert "draft d:2: DeadlineExceededError" in output
-    assert "draft asked 2 times, 9 tokens again" in output
+    assert "draft: 2 blocks, 9 tokens sent again" in output
     assert "1 proposals prepared ahead" in output
 
 
-def test_trace_of_a_session_without_cycles_says_so():
+def test_trace_reports_a_session_without_cycles():
     assert trace([]) == "no cycles yet\n"
 
 

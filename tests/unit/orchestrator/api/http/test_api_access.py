@@ -1,4 +1,4 @@
-"""Keys on both public APIs: strangers get nowhere, callers are told apart, bodies are bounded."""
+"""Keys on both public APIs: keys are required, callers are identified, bodies are bounded."""
 
 import asyncio
 
@@ -81,14 +81,14 @@ async def test_http_caller_reaches_the_backend(door, stream, path):
     assert (caller.tenant, caller.priority) == ("beta", 4)
 
 
-async def test_http_odd_header_of_ours_is_named():
+async def test_http_invalid_gammaray_header_is_named():
     async with client(create_app(ScriptedBackend())) as http:
         answer = await http.post("/v1/completions", json=PROMPT, headers={PRIORITY_HEADER: "high"})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == PRIORITY_HEADER
 
 
-async def test_http_bodies_of_all_together_are_bounded():
+async def test_http_bodies_are_bounded_in_total():
     release, is_held = asyncio.Event(), asyncio.Event()
 
     async def slow_body():
@@ -125,7 +125,7 @@ async def test_http_body_that_does_not_end_is_given_up(monkeypatch):
     assert answer.status_code == 408
 
 
-async def test_http_no_place_says_when_to_come_back():
+async def test_http_rejection_has_a_retry_delay():
     def before(request, number):
         raise ResourceExhaustedError("full", retry_after_s=6.2)
 
@@ -134,7 +134,7 @@ async def test_http_no_place_says_when_to_come_back():
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
 
 
-async def test_grpc_stranger_is_unauthenticated_on_every_method(door):
+async def test_grpc_call_without_a_key_is_unauthenticated_on_every_method(door):
     servicer = GenerationServicer(ScriptedBackend(), authenticator=door[0])
     for metadata in ({}, bearer(make_secret()), {"authorization": b"Bearer x"}):
         context = Context(**metadata)

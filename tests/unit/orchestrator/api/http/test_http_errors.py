@@ -151,12 +151,12 @@ async def test_bad_chat_names_the_field(content, param):
         {"tools": None, "functions": None, "audio": None, "temprature": None},
     ],
 )
-async def test_fields_that_change_nothing_are_ignored(harmless):
+async def test_fields_without_effect_are_ignored(harmless):
     answer = await post({"messages": HI, **harmless}, "/v1/chat/completions")
     assert answer.status_code == 200, answer.text
 
 
-async def test_as_many_entries_as_the_bounds_are_served():
+async def test_requests_at_the_bounds_are_served():
     biases = {str(n): 1 for n in range(300)}
     answer = await post({"prompt": "x", "logit_bias": biases, "stop_token_ids": [1] * 4096})
     assert answer.status_code == 200, answer.text

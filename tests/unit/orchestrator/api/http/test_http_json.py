@@ -1,4 +1,4 @@
-"""JSON within bounds: the values, errors and bytes of `json`, and an end to what they cost."""
+"""JSON within bounds: the values, errors and bytes of `json`, at a bounded cost."""
 
 import json
 
@@ -94,13 +94,13 @@ def test_long_lists_of_integers_are_those_of_json(text):
     ],
     ids=["list", "nested", "later"],
 )
-def test_reading_stops_at_the_bound_with_what_was_read(text, path, num_items):
+def test_parsing_stops_at_the_bound(text, path, num_items):
     decoded = decode(text)  # nothing after the bound is looked at, not even whether it is JSON
     assert decoded.open_path == path
     assert len(decoded.value) == num_items
 
 
-def test_as_many_values_as_the_bound_are_read_to_the_end():
+def test_body_at_the_bound_is_parsed_completely():
     text = "[" + "{}," * (MAX_VALUES - 2) + "{}]"
     assert decode(text).open_path is None
 

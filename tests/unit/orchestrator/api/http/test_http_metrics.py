@@ -1,4 +1,4 @@
-"""Where Prometheus is told to look, and what clients of vLLM find at /metrics."""
+"""Prometheus' targets, and vLLM's metrics at /metrics."""
 
 from http_helpers import call
 from prometheus_client.parser import text_string_to_metric_families
@@ -58,7 +58,7 @@ async def test_metrics_are_served_as_prometheus_takes_them():
     assert found["vllm:spec_decode_num_drafts_total", (("engine", "0"), ("model_name", "scripted"))] == 0
 
 
-async def test_metrics_without_redis_are_refused_as_sums_would_fall():
+async def test_metrics_without_redis_are_unavailable():
     class WithoutRedis(ScriptedBackend):
         async def status(self):
             return [*await super().status(), ProcessStatus("redis", 0, "127.0.0.1:6379", "", False, 0)]

@@ -29,7 +29,7 @@ RANKED = [
 ]
 
 
-async def test_echo_with_logprobs_tells_of_the_prompt_and_then_of_the_completion():
+async def test_echo_with_logprobs_covers_the_prompt_and_then_the_completion():
     answer = await complete(ScriptedBackend(), prompt=PROMPT, echo=True, logprobs=1, max_tokens=1)
     check_answer("/v1/completions", answer.json())
     (choice,) = answer.json()["choices"]
@@ -43,7 +43,7 @@ async def test_echo_with_logprobs_tells_of_the_prompt_and_then_of_the_completion
     assert "prompt_logprobs" not in choice
 
 
-async def test_lists_of_prompts_are_each_told_of_as_lm_eval_reads_them():
+async def test_lists_of_prompts_have_logprobs_in_the_form_of_lm_eval():
     prompts = [[7, 8, 9], [4, 5], [1, 2, 3, 4]]
     body = {"prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
     answer = await complete(ScriptedBackend(), **body)
@@ -132,7 +132,7 @@ async def test_offsets_leave_out_the_special_tokens_that_the_text_leaves_out(pro
     assert choice["logprobs"]["text_offset"] == offsets
 
 
-async def test_streams_of_samples_tell_of_their_prompt_once():
+async def test_streams_of_samples_contain_prompt_logprobs_once():
     body = {"prompt": PROMPT, "n": 2, "echo": True, "logprobs": 1, "prompt_logprobs": 1, "max_tokens": 1}
     *chunks, _ = await events(ScriptedBackend(), **body)
     check_events("/v1/completions", chunks)
@@ -187,7 +187,7 @@ async def test_choices_of_a_whole_response_count_each():
     assert len((await complete(Long(), **body)).json()["choices"]) == 128
 
 
-async def test_streams_tell_of_the_prompt_in_their_first_piece():
+async def test_streams_contain_prompt_logprobs_in_their_first_piece():
     body = {"prompt": PROMPT, "echo": True, "logprobs": 1, "prompt_logprobs": 1}
     *chunks, _ = await events(ScriptedBackend(), **body)
     check_events("/v1/completions", chunks)

@@ -46,7 +46,7 @@ ECHOED = {"prompt": "x", "logprobs": 0, "echo": True}
     "body", [{"prompt": "x", "logprobs": 0}, ECHOED, {"messages": CHAT, "logprobs": True}]
 )
 @pytest.mark.parametrize("seen", [1, 2, 3])
-async def test_resume_tells_what_is_behind_the_last_event(body, seen):
+async def test_resume_sends_the_events_after_the_last_one(body, seen):
     path = CHATS if "messages" in body else "/v1/completions"
     whole = await events_with_ids(backend(), path, **body)
     resumed, scripted = [], backend()
@@ -62,7 +62,7 @@ async def test_resume_tells_what_is_behind_the_last_event(body, seen):
     assert (request.session_id, request.turn, request.resume_from) == ("s0", 0, seen)
 
 
-async def test_resume_behind_the_end_repeats_nothing():
+async def test_resume_after_the_end_sends_no_text():
     events = await events_with_ids(
         backend(), last_id="s0:0:3:end", prompt="x", stream_options={"include_usage": True}
     )
@@ -90,7 +90,7 @@ async def test_resume_behind_the_end_repeats_nothing():
         ("gone:0:1", {}, 404, None),
     ],
 )
-async def test_resume_that_makes_no_sense_is_refused(last_id, fields, status, param):
+async def test_invalid_last_event_id_is_rejected(last_id, fields, status, param):
     scripted = backend()
     body = {"prompt": "x", "stream": True, **fields}
     answer = await call(scripted, json=body, headers={"Last-Event-ID": last_id})
@@ -109,7 +109,7 @@ async def test_turns_are_for_completions_and_not_for_chats():
 
 
 @pytest.mark.parametrize("event_id", [EventId("a.b_c-9", 0, 0), EventId("s", 3, 17, has_ended=True)])
-def test_event_id_there_and_back(event_id):
+def test_event_id_round_trip(event_id):
     assert EventId.parse(str(event_id)) == event_id
     with pytest.raises(InvalidArgumentError):
         EventId.parse(f"{event_id}:")

@@ -82,7 +82,7 @@ async def test_loopback_names_and_addresses_are_served(host):
         ("*", "evil.example", 200),
     ],
 )
-async def test_further_hosts_are_a_setting(allowed, host, status):
+async def test_additional_hosts_are_a_setting(allowed, host, status):
     answer, _ = await send(headers={**JSON, "host": host}, allowed_hosts=allowed)
     assert answer.status_code == status, answer.text
 
@@ -159,7 +159,7 @@ async def test_json_content_types(kind):
     assert answer.status_code == 200, answer.text
 
 
-async def test_with_keys_any_host_and_origin_will_do(tmp_path):
+async def test_with_keys_any_host_and_origin_are_accepted(tmp_path):
     path = tmp_path / "keys.json"
     key = create_key(path, "acme")[1]
     headers = {**JSON, "host": "gammaray.example.com", "origin": "https://app.example.org"}
@@ -171,7 +171,7 @@ async def test_with_keys_any_host_and_origin_will_do(tmp_path):
 
 
 @pytest.mark.parametrize("allowed", ["http://a", "a:80", "a b", "a..b", "a,,b", "[::1]"])
-def test_setting_of_no_host_name_is_refused(allowed):
+def test_invalid_host_name_in_the_setting_is_rejected(allowed):
     for settings in (OrchestratorSettings, ClusterSettings):
         with pytest.raises(ValidationError, match="allowed_hosts"):
             settings(allowed_hosts=allowed)

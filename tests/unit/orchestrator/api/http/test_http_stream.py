@@ -84,7 +84,7 @@ async def test_stream_of_samples_interleaves_and_finishes_each():
         assert [choice["finish_reason"] for choice in own] == [None, "stop"]
 
 
-async def test_stream_tells_tokens_that_are_asked_for():
+async def test_stream_contains_requested_tokens():
     *chunks, _ = await events(ScriptedBackend(), prompt="x", gammaray={"stream_tokens": True})
     parsed = [json.loads(chunk) for chunk in chunks]
     assert [token for event in parsed for token in event["gammaray"]["tokens"]] == [
@@ -99,7 +99,7 @@ async def test_stream_of_chat_begins_with_the_role():
     assert deltas == [{"role": "assistant", "content": ""}, {"content": "caf"}, {"content": "é"}]
 
 
-async def test_stream_with_logprobs_tells_of_every_token():
+async def test_stream_with_logprobs_covers_every_token():
     *chunks, _ = await events(ScriptedBackend(), prompt="x", logprobs=0)
     offsets = [json.loads(chunk)["choices"][0]["logprobs"]["text_offset"] for chunk in chunks]
     assert offsets == [[0], [3], [4]]
@@ -154,7 +154,7 @@ async def test_stream_of_samples_ends_with_the_failure_of_the_first():
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_vanished_client_ends_the_generation(stream):
+async def test_disconnected_client_ends_the_generation(stream):
     running = [asyncio.Event(), asyncio.Event()]
 
     def before(request, number):

@@ -41,7 +41,7 @@ async def test_document_is_served_as_it_is():
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMAS))
-def test_schemas_are_schemas(name):
+def test_schemas_are_valid(name):
     Draft202012Validator.check_schema(SCHEMAS[name])
 
 
@@ -79,7 +79,7 @@ def body_with(path, holder, field, value):
 
 
 @pytest.mark.parametrize(("path", "holder", "field", "number"), list(edges()))
-async def test_numbers_are_taken_up_to_their_edges_and_no_further(path, holder, field, number):
+async def test_numbers_are_accepted_only_within_their_bounds(path, holder, field, number):
     low = number.get("minimum", number.get("exclusiveMinimum"))
     step = 1 if number["type"] == "integer" else 1e-6
     inside = [low + step * ("exclusiveMinimum" in number), number["maximum"]]
@@ -118,7 +118,7 @@ async def test_numbers_are_taken_up_to_their_edges_and_no_further(path, holder, 
     ],
     ids=str,
 )
-async def test_what_the_document_forbids_is_refused(path, wrong):
+async def test_requests_that_the_document_forbids_are_rejected(path, wrong):
     body = {**BODIES[path], **wrong}
     assert not validator(request_schema(path)).is_valid(body)
     assert (await complete(ScriptedBackend(), path, **body)).status_code == 400
@@ -135,7 +135,7 @@ async def test_what_the_document_forbids_is_refused(path, wrong):
     ],
     ids=str,
 )
-async def test_what_the_document_allows_is_answered_as_it_says(path, right):
+async def test_responses_match_the_document(path, right):
     body = {**BODIES[path], **right}
     assert validator(request_schema(path)).is_valid(body)
     answer = await complete(ScriptedBackend(), path, **body)
@@ -146,7 +146,7 @@ async def test_what_the_document_allows_is_answered_as_it_says(path, right):
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("tells_tokens", [False, True])
-async def test_events_are_as_the_document_says(path, tells_tokens):
+async def test_events_match_the_document(path, tells_tokens):
     with_logprobs = {"logprobs": 2} if path == "/v1/completions" else {"logprobs": True, "top_logprobs": 2}
     names = ("include_usage", "continuous_usage_stats", "include_obfuscation")
     options = {
@@ -168,7 +168,7 @@ async def test_events_are_as_the_document_says(path, tells_tokens):
     ("path", "is_healthy"),
     [("/", True), ("/health", True), ("/health", False), ("/v1/models", True), ("/metrics/targets", True)],
 )
-async def test_what_is_looked_up_is_as_the_document_says(path, is_healthy):
+async def test_information_responses_match_the_document(path, is_healthy):
     answer = await call(ScriptedBackend(healthy=is_healthy), "GET", path)
     told = document()["paths"][path]["get"]["responses"][str(answer.status_code)]
     validator(told["content"]["application/json"]["schema"]).validate(answer.json())

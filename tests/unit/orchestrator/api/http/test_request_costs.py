@@ -1,4 +1,4 @@
-"""What a request may cost, whatever it holds: the event loop's time, and memory."""
+"""Cost of any request: the event loop's time, and memory."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def idle_resident_mib():
 
 
 @pytest.mark.parametrize(("body", "message"), BODIES.values(), ids=BODIES)
-async def test_http_body_leaves_the_loop_and_memory_to_others(backend, body, message):
+async def test_http_bodies_use_bounded_loop_time_and_memory(backend, body, message):
     content = body()
     assert len(content) <= MAX_BODY_BYTES
     path = CHAT if content.startswith(b'{"messages"') else "/v1/completions"
@@ -235,7 +235,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("fields", CALLS.values(), ids=CALLS)
-async def test_grpc_request_leaves_the_loop_to_others(backend, fields):
+async def test_grpc_requests_use_bounded_loop_time(backend, fields):
     data = pb.GenerateRequest(**{"text": "a", **fields} if "token_ids" not in fields else fields)
     data = data.SerializeToString()
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", 16 * 2**20)])
@@ -282,7 +282,7 @@ async def test_long_prompt_of_many_choices_is_tokenised_off_the_loop(backend, te
     ("offset", "ended"),
     [(0, FinishReason.LENGTH), (0, None), (20_000, None), (40_000, FinishReason.LENGTH)],
 )
-async def test_replay_leaves_the_loop_to_others(backend, offset, ended):
+async def test_replay_uses_bounded_loop_time(backend, offset, ended):
     request = GenerationRequest(prompt=(1, 2), sampling=SamplingParams(seed=1), stop=("no such text",))
     tokens = tuple((1 + n % 2000, TokenOrigin.BONUS, None) for n in range(40_000))
     session = make_session("s", request, (1, 2), len(tokens) + (ended is None), backend.tokenizer)
@@ -296,7 +296,7 @@ async def test_replay_leaves_the_loop_to_others(backend, offset, ended):
     assert session.finish_reason is ended
 
 
-async def test_tokenising_for_callers_that_are_gone_is_dropped():
+async def test_tokenising_for_disconnected_callers_is_dropped():
     class Counting(Tokenizer):
         num_texts = 0
 
@@ -315,7 +315,7 @@ async def test_tokenising_for_callers_that_are_gone_is_dropped():
     assert tokenizer.num_texts <= 2 + NUM_THREADS  # those that had begun, and the two of the last line
 
 
-def test_made_up_token_ids_are_not_kept(backend):
+def test_invalid_token_ids_are_not_cached(backend):
     tracemalloc.start()
     try:
         assert backend.decode(range(2**31, 2**31 + 50_000)) == ""

@@ -1,4 +1,4 @@
-"""How much memory a worker's KV cache takes: as a setting says, else by what is free."""
+"""Memory of a worker's KV cache: from a setting, or from the free memory."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_share_of_a_gpu_is_a_setting():
     assert budget(CPU, 2 * GIB, share=0.5) == GIB // 2
 
 
-def test_given_budget_is_taken_without_a_look_at_the_memory():
+def test_explicit_budget_ignores_the_free_memory():
     def refuse(device):
         raise AssertionError(device)
 
@@ -63,14 +63,14 @@ def write(folder, **files):
     [("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")],
     ids=["version 2", "version 1"],
 )
-def test_container_limit_counts_where_it_is_less(tmp_path, names, limit, used, expected):
+def test_container_limit_applies_if_lower(tmp_path, names, limit, used, expected):
     write(tmp_path, **{names[0]: limit, names[1]: used})
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:       16777216 kB\nMemAvailable:    8388608 kB\nHugePages_Total:   0\n")
     assert available_memory(tmp_path, meminfo) == expected
 
 
-def test_container_past_its_limit_has_nothing(tmp_path):
+def test_container_above_its_limit_has_no_free_memory(tmp_path):
     write(tmp_path, **{"memory.max": "10\n", "memory.current": "20\n"})
     (tmp_path / "meminfo").write_text("MemAvailable: 100 kB\n")
     assert available_memory(tmp_path, tmp_path / "meminfo") == 0
@@ -80,7 +80,7 @@ def test_this_machine_is_measured():
     assert 0 < free_memory(CPU) == pytest.approx(available_memory(), rel=0.5)
 
 
-def test_worker_takes_what_is_free_or_what_it_is_told():
+def test_worker_uses_the_free_memory_or_its_setting():
     unset, set_ = TargetSettings(), TargetSettings(cache_budget_mb=7)
     assert unset.cache_budget_mb is None
     assert load_engine_of(set_).stats().cache_budget_bytes == 7 * 2**20

@@ -95,7 +95,7 @@ def test_proposals_match_torch(engines: tuple[GraphEngine, GraphEngine]) -> None
 
 @interpreted
 @pytest.mark.parametrize("engines", ["llama"], indirect=True)
-def test_product_rows_do_not_depend_on_company(engines: tuple[GraphEngine, GraphEngine]) -> None:
+def test_product_rows_do_not_depend_on_other_rows(engines: tuple[GraphEngine, GraphEngine]) -> None:
     """A chain's logits are, bit for bit, those of decoding it token by token."""
     engine, text = engines[0], random_tokens(7, 3)
     alone = [engine.step([SequenceInput("a", i, text[i : i + 1], 1)])[0] for i in range(7)]
@@ -106,7 +106,7 @@ def test_product_rows_do_not_depend_on_company(engines: tuple[GraphEngine, Graph
 
 @interpreted
 @pytest.mark.parametrize("engines", ["llama"], indirect=True)
-def test_stripes_without_numbers_stay_in_the_vocabulary(engines: tuple[GraphEngine, GraphEngine]) -> None:
+def test_nan_logits_give_an_index_in_the_vocabulary(engines: tuple[GraphEngine, GraphEngine]) -> None:
     """Logits that are no numbers must not become an index outside of the embedding."""
     triton, plain = engines
     triton.choose([SequenceInput("a", 0, [1, 2], 1)], [GREEDY])

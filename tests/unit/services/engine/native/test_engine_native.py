@@ -105,7 +105,7 @@ HEADS = [(4, 2, 64), (2, 1, 128), (20, 1, 8), (6, 2, 24), (3, 3, 40)]
 @pytest.mark.parametrize("variant", variants())
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
 @pytest.mark.parametrize("window", [5, 4096])
-def test_native_path_attention_is_exact_and_of_the_row_alone(
+def test_native_path_attention_is_exact_and_independent_of_other_rows(
     variant: str,
     heads: int,
     kv_heads: int,
@@ -152,7 +152,7 @@ def test_pack_panels_places_each_weight() -> None:
     assert torch.equal(half[1, 3, 1::2][:2].float(), weight[48:, 3].bfloat16().float())
 
 
-def test_native_path_absent_takes_the_general_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_native_path_uses_the_general_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An installation without a C compiler has no kernel."""
     monkeypatch.setattr(weights, "load_kernel", lambda *_: Kernel(None, reason="no C compiler"))
     engine = load_engine(str(tiny_model("llama", tmp_path)))
@@ -200,7 +200,7 @@ def test_native_path_does_not_keep_the_loaded_model(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("variant", variants())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1, 5, 16, 97, 2048])
-def test_likeliest_equals_a_sorted_softmax(
+def test_top_k_equals_a_sorted_softmax(
     size: int, dtype: torch.dtype, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guesses, "load_kernel", lambda: open_kernel(variant))
@@ -216,7 +216,7 @@ def test_likeliest_equals_a_sorted_softmax(
         assert [share for _, share in got] == pytest.approx(shares[order].tolist(), rel=1e-4, abs=1e-12)
 
 
-def test_likeliest_without_the_kernel_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_k_is_the_same_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.randn(500, generator=torch.Generator().manual_seed(1))
     with_kernel = top_k_tokens(scores, 4, 0.7)
     monkeypatch.setattr(guesses, "load_kernel", lambda: Kernel(None))
@@ -227,7 +227,7 @@ def test_likeliest_without_the_kernel_says_the_same(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("variant", variants())
-def test_chain_is_what_single_steps_draw(
+def test_chain_equals_single_steps(
     variant: str, noisy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights, "load_kernel", lambda *_: open_kernel(variant))
@@ -269,7 +269,7 @@ def test_chain_ends_with_the_forward_during_which_it_is_stopped(tmp_path: Path) 
     assert torch.equal(one, other)
 
 
-def test_chain_refuses_what_a_step_refuses(tmp_path: Path) -> None:
+def test_chain_rejects_the_same_input_as_a_step(tmp_path: Path) -> None:
     directory = str(tiny_model("llama", tmp_path))
     engine = load_engine(directory)
     assert engine.can_chain

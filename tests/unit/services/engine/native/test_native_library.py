@@ -1,4 +1,4 @@
-"""The kernel is compiled where it is first needed: once, into a cache, and with a reason where it is not."""
+"""The kernel is compiled on first use: once, into a cache, or with the reason why not."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def num_compiled(calls: Path) -> int:
     return len(calls.read_text().splitlines())
 
 
-def test_kernel_is_compiled_once_and_then_taken_from_the_cache(
+def test_kernel_is_compiled_once_and_then_loaded_from_the_cache(
     counted_compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = tmp_path / "cache"
@@ -79,7 +79,7 @@ def test_kernel_is_compiled_once_by_workers_that_start_together(
     assert num_compiled(counted_compiler) == 1
 
 
-def test_kernel_of_another_compiler_is_compiled_anew(
+def test_kernel_of_another_compiler_is_compiled_again(
     counted_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = find_compiler()
@@ -92,7 +92,7 @@ def test_kernel_of_another_compiler_is_compiled_anew(
     assert find_library(tmp_path / "cache", BASELINE, other) is None
 
 
-def test_kernel_without_a_compiler_is_none_and_says_why(no_compiler: None, tmp_path: Path) -> None:
+def test_kernel_without_a_compiler_is_none_with_the_reason(no_compiler: None, tmp_path: Path) -> None:
     kernel = open_kernel(BASELINE, str(tmp_path / "cache"))
     assert (kernel.library, kernel.variant, kernel.reason) == (None, "", "no C compiler")
 
@@ -119,16 +119,16 @@ def test_kernel_compiler_that_fails_is_named(tmp_path: Path, monkeypatch: pytest
     assert find_library(tmp_path / "cache", BASELINE) is None
 
 
-def test_kernel_cache_that_cannot_be_written_is_said(
+def test_unwritable_kernel_cache_is_logged(
     counted_compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "file"
     file.touch()
     assert open_kernel(BASELINE, str(file / "cache")).library is not None
-    assert "cannot keep compiled kernels" in caplog.text
+    assert "failed to store compiled kernels" in caplog.text
 
 
-def test_engine_without_a_compiler_says_so_when_it_loads(tmp_path: Path) -> None:
+def test_engine_without_a_compiler_logs_it_when_loading(tmp_path: Path) -> None:
     """As a worker does: in a process of its own, with nothing compiled before and no compiler in PATH."""
     model = tiny_model("llama", tmp_path)
     program = (

@@ -1,4 +1,4 @@
-"""Masks, bias and penalties kept between cycles: bit for bit those computed anew, at little cost."""
+"""Masks, bias and penalties kept between cycles: bit-identical to a new computation, at little cost."""
 
 import random
 import time
@@ -73,7 +73,7 @@ def test_edits_equal_oracle_to_the_bit(setting, proposal, vocab_size):
 @pytest.mark.parametrize("vocab_size", [12, 150, 400], ids=["wide", "widening", "narrow"])
 @pytest.mark.parametrize("seed", range(4))
 def test_edits_follow_commits_and_rollbacks(seed, vocab_size):
-    """Every state that cycles, rejected tokens and new owners can leave equals one that was counted anew."""
+    """Every state after cycles, rejected tokens and new owners equals one that is counted again."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     params = SamplingParams(
@@ -136,7 +136,7 @@ def test_edits_of_a_session_drop_what_its_owner_did_not_commit():
     assert counted() == {7: 2, 11: 1}
     session.tokens += [12]
     assert counted() == {7: 2, 11: 1, 12: 1}
-    table.admit(task([5, 6, 7, 7, 11], 5, epoch=2))  # a new owner, told nothing of it
+    table.admit(task([5, 6, 7, 7, 11], 5, epoch=2))  # a new owner that does not know of it
     assert counted() == {7: 2, 11: 1}
 
 
@@ -204,7 +204,7 @@ class CountedTokens(list):
         return result
 
 
-def test_edits_read_parameters_once_and_each_token_once():
+def test_edits_read_parameters_and_each_token_once():
     bias = CountedBias(dict.fromkeys(range(300), 1.0))
     CountedIds.walks = 0
     params = SamplingParams(

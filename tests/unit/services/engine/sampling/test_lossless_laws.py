@@ -1,4 +1,4 @@
-"""Sampled losslessness: whole cycles at work, first two tokens counted, against the target's exact law.
+"""Sampled losslessness: the first two tokens of whole cycles against the target's exact distribution.
 
 Seeded, so a verdict never changes by chance. Each test also shows that it would see a bias of two per cent.
 """
@@ -43,12 +43,12 @@ def counts_of(speculation, drafter=FAITHFUL, samples=SAMPLES):
 
 @pytest.mark.parametrize("params", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("method", list(VerificationMethod))
-def test_generation_follows_the_target_law(method, params):
+def test_generation_follows_the_target_distribution(method, params):
     speculation = speculator(method, params)
     law = exact_joint(speculation)
     counts = counts_of(speculation)
     assert g_test(counts, law) > FAIR
-    # Power: laws that are two per cent apart are told apart.
+    # Power: distributions that differ by two per cent are distinguished.
     moved = exact_joint(with_bias(speculation, 0.02))
     assert g_test(counts, moved) < BIASED
 
@@ -59,20 +59,20 @@ def with_bias(speculation, bias):
 
 @pytest.mark.parametrize("method", list(VerificationMethod))
 def test_generation_with_a_planted_two_per_cent_bias_is_caught(method):
-    """The rows that verify sees are moved, the expected law is not."""
+    """The rows that verify gets are changed, the expected distribution is not."""
     honest = speculator(method, SETTINGS["temperature_1"])
     assert g_test(counts_of(with_bias(honest, 0.02)), exact_joint(honest)) < BIASED
 
 
 @pytest.mark.parametrize("method", [COUPLED, NAIVE])
-def test_generation_from_a_foreign_draft_follows_the_target_law(method):
+def test_generation_from_an_unrelated_draft_follows_the_target_distribution(method):
     """Matching needs no faith in the draft: here it always proposes token 0."""
     speculation = speculator(method, SETTINGS["temperature_1"])
     counts = counts_of(speculation, lambda *_: Proposal((0, 0, 0)))
     assert g_test(counts, exact_joint(speculation)) > FAIR
 
 
-def test_rejection_from_a_foreign_draft_without_law_follows_the_target_law():
+def test_rejection_without_draft_distributions_follows_the_target_distribution():
     speculation = speculator(REJECTION, SETTINGS["temperature_1"])
     counts = counts_of(speculation, lambda *_: Proposal((0, 0, 0)))
     assert g_test(counts, exact_joint(speculation)) > FAIR
@@ -111,8 +111,8 @@ def test_noise_used_twice_is_caught(method, mutant, drafter):
     assert g_test(counts_of(speculation, drafter, 2000), law) < BIASED
 
 
-def test_shared_race_with_rejection_has_the_published_bias():
-    """p = (.5, .2, .1, .2), q = (.4, .3, .2, .1) on one race: (.477, .200, .100, .223)."""
+def test_shared_noise_with_rejection_has_the_published_bias():
+    """p = (.5, .2, .1, .2), q = (.4, .3, .2, .1) with one noise: (.477, .200, .100, .223)."""
     target = torch.tensor([0.5, 0.2, 0.1, 0.2], dtype=torch.float64)
     draft = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
     noise = exponential(42, 0, 200_000, 4)

@@ -35,7 +35,7 @@ SETTINGS = {
 
 
 def random_tree(speculator, context):
-    """Propose the race's winner and random siblings, as a broken or a generous drafter may."""
+    """Propose the token of the Gumbel-max draw and random siblings."""
     rng = random.Random(len(context))
     size = rng.randrange(1, 12)
     winners = speculator.propose(context, size).token_ids

@@ -1,4 +1,4 @@
-"""Published answers of the generator, golden values of our own, and noise that depends on its place only."""
+"""Published test vectors of the generator, golden values, and noise that depends on its position only."""
 
 import math
 
@@ -40,13 +40,13 @@ def test_exponential_seed_42_position_7_is_golden():
     assert exponential(42, 7, 1, 4)[0].tolist() == pytest.approx(golden, abs=1e-11)
 
 
-def test_race_seed_42_winners_are_golden():
+def test_gumbel_max_seed_42_tokens_are_golden():
     noise = exponential(42, 0, 24, 4)
     winners = (noise / TARGET).argmin(dim=-1).tolist()
     assert winners == [2, 0, 0, 0, 0, 0, 2, 1, 0, 0, 2, 2, 0, 0, 2, 1, 1, 2, 2, 0, 0, 1, 0, 1]
 
 
-def test_race_shared_noise_matches_are_golden():
+def test_gumbel_max_shared_noise_matches_are_golden():
     noise = exponential(42, 0, 40_000, 4)
     target, draft = (noise / TARGET).argmin(dim=-1), (noise / DRAFT).argmin(dim=-1)
     mismatches = (target != draft).nonzero().flatten()[:5].tolist()
@@ -56,14 +56,14 @@ def test_race_shared_noise_matches_are_golden():
     assert int((target == draft).sum()) == 30_878
 
 
-def test_race_winners_follow_the_law():
+def test_gumbel_max_tokens_follow_the_distribution():
     winners = (exponential(42, 0, 40_000, 4) / TARGET).argmin(dim=-1)
     expected = 40_000 * TARGET
     chi2 = float(((winners.bincount(minlength=4) - expected) ** 2 / expected).sum())
     assert chi2 == pytest.approx(0.66, abs=0.005)
 
 
-def test_race_consecutive_positions_are_independent():
+def test_gumbel_max_consecutive_positions_are_independent():
     winners = (exponential(42, 0, 40_000, 4) / TARGET).argmin(dim=-1)
     pairs = (winners[:-1] * 4 + winners[1:]).bincount(minlength=16)
     expected = 39_999 * torch.outer(TARGET, TARGET).flatten()

@@ -154,7 +154,7 @@ def test_processing_row_alone_is_bit_identical(setting, vocab_size):
         assert torch.equal(together[: row + 1], shorter)
 
 
-def test_processing_nothing_on_is_log_softmax_and_leaves_logits_alone():
+def test_processing_without_parameters_is_log_softmax_and_keeps_logits():
     logits = torch.randn(6, 64)
     before = logits.clone()
     assert torch.equal(process(logits, SamplingParams(), CHAIN), logits.log_softmax(-1))
@@ -181,7 +181,7 @@ EXTREMES = [
 
 
 @pytest.mark.parametrize("setting", EXTREMES, ids=str)
-def test_processing_extreme_parameters_stay_a_law(setting):
+def test_processing_extreme_parameters_give_a_distribution(setting):
     params = SamplingParams(**setting)
     params.validate()
     torch.manual_seed(0)
@@ -207,7 +207,7 @@ def test_processing_masks_of_everything_are_refused(setting, output):
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf], ids=["nan", "nothing"])
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
-def test_processing_row_without_numbers_is_found_out_and_harms_no_other(setting, bad):
+def test_processing_nan_row_is_detected_and_does_not_affect_others(setting, bad):
     torch.manual_seed(1)
     logits, params = torch.randn(6, 400), SamplingParams(**setting)
     sound = process(logits, params, CHAIN)
