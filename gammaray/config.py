@@ -345,11 +345,6 @@ class OrchestratorSettings(_ServingSettings):
     max_nodes: int = Field(
         32, ge=0, le=256, description="Upper bound of an adaptive proposal's nodes; up to 1: chains only."
     )
-    gamma_controller: Literal["adaptive", "linear", "bandit", "compare"] = Field(
-        "adaptive",
-        description="What chooses an adaptive gamma; compare: linear, bandit where a request's `max_nodes` "
-        "is 31 and 30.",
-    )
     propose_timeout_s: float = Field(
         2.0, gt=0, description="Deadline of one proposal; past it the cycle goes on with gamma 0."
     )

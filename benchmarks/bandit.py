@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from gammaray.maths.acceptance import AcceptanceEstimator
 from orchestrator.cycle.types import Cycle, Shape
-from orchestrator.gamma.fixed import Reason, first_children
+from orchestrator.gamma.cost_model import first_children
+from orchestrator.gamma.fixed import Reason
 
 __all__ = ["Arms", "BanditGamma"]
 
