@@ -1,4 +1,4 @@
-"""Adaptive gamma taken apart, and beside simpler controllers and every fixed gamma, in simulation.
+"""Adaptive gamma, its parts, a bandit and every fixed gamma compared in simulation.
 
     python -m benchmarks.ablation                       # all sets and all controllers
     python -m benchmarks.ablation --sets useless --controllers 'adaptive;bandit' --seeds 1
@@ -9,6 +9,8 @@ the best shape. Sets of worlds:
 - `chains`, `trees`: the 108 of `benchmarks.regret`, with chains only and with trees of up to 32 nodes.
 - `useless`: 48 with drafts that agree rarely (alpha 0.2 to 0.5) and whose forwards take 0.3 to 0.6 of one of
   the target.
+- `turn`: a useless draft becomes good. After 200 cycles of a fresh replica, the first figures are of 700
+  cycles while the draft is useless, the others of the 300 after the change; ten replicas for each seed.
 - `load`: 1, 8, 64, 8 and 1 sessions in turn on one fleet, against the best common gamma of each load.
 - `text`: easy and hard tokens, which the draft can tell apart, against the best fixed gamma.
 """
@@ -53,6 +55,8 @@ ROUNDS = {1: 400, 8: 150, 64: 60}
 """Cycles of each session at a load."""
 
 USELESS = list(itertools.product((0.2, 0.3, 0.4, 0.5), (0.3, 0.45, 0.6), (0.0, 0.1), (0.02, 0.1)))
+USELESS_AT_FIRST = (World(alpha=0.05, draft=0.5), World(alpha=0.3, draft=0.6))
+GOOD = World(alpha=0.9)
 LOADED = {
     "cheap rows": World(alpha=0.75, per_token=0.005, draft=0.05),
     "dear rows": World(alpha=0.75, per_token=0.04, draft=0.03, spikes=0.0),
@@ -168,6 +172,19 @@ def _lone(worlds: Sequence[World], max_nodes: int) -> Callable[[Controller, int]
     return play
 
 
+def _turned(controller: Controller, seeds: int) -> Shares:
+    shares = Shares()
+    for world in USELESS_AT_FIRST:
+        for seed in range(10 * seeds):
+            (session,) = controller.replica(1, seed, 0)
+            lone = Lone(random.Random(seed))
+            drive(session, world, FIRST, lone)
+            for now, number, found in ((world, 700, shares.first), (GOOD, 300, shares.then)):
+                best = now.speed(now.best(candidates(MAX_GAMMA, 0)))
+                found.append(drive(session, now, number, lone, is_new=False).speed / best)
+    return shares
+
+
 def _loaded(controller: Controller, seeds: int) -> Shares:
     """The first time of each load counts as first, later ones as then."""
     shares = Shares()
@@ -252,6 +269,7 @@ SETS: dict[str, Callable[[Controller, int], Shares]] = {
     "chains": _lone(_worlds(GRID), 0),
     "trees": _lone([replace(world, rescue=(0.5, 0.4, 0.3)) for world in _worlds(GRID)], MAX_NODES),
     "useless": _lone(_worlds(USELESS), 0),
+    "turn": _turned,
     "load": _loaded,
     "text": _text,
 }

@@ -42,8 +42,8 @@ class AdaptiveGamma:
     The rows of a proposal take time from the other sessions of the target worker. The tokens that these lose
     in that time are subtracted, so that the tokens per second of all sessions together are maximised.
 
-    After plain cycles a proposal has at most 2 rows, and then at most twice as many as the largest one since.
-    A trial of a draft that is still useless thus costs little.
+    After plain cycles a proposal has at most 2 expected rows, and then at most twice as many as the largest
+    one since. A trial of a draft that is still useless thus costs little.
 
     Args:
         max_gamma: Upper bound of the depth.
@@ -100,7 +100,7 @@ class AdaptiveGamma:
         self._costs.observe(cycle, was_plain=self._was_plain)
         self._was_plain = cycle.num_drafted == 0
         self._num_drafting = 0 if self._was_plain else self._num_drafting + 1
-        self._largest = 1.0 if self._was_plain else max(self._largest, float(cycle.num_drafted))
+        self._largest = 1.0 if cycle.gamma == 0 else max(self._largest, float(cycle.num_drafted))
 
     def _best(self, by_depth: list[float]) -> Shape:
         """Return the best shape under the current posterior sample."""

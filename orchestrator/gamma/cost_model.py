@@ -42,7 +42,8 @@ of recent deviations beyond this many of its standard deviations is a change of 
 coefficients uncertain again."""
 
 RATE = 1.0 / 32.0
-"""Weight of the last cycle in the means of noise, load and speed, and in a session's acceptance."""
+"""Weight of the last cycle in the means of noise, load and speed, and in a session's acceptance. With alpha
+0.8 and four tested tokens a cycle, a memory of 32 cycles leaves a standard error of 0.035 in alpha."""
 
 HOLD = 8
 """Cycles for which one posterior sample is used: the first proposal after plain cycles makes the drafter
@@ -66,10 +67,11 @@ its first 100 cycles decodes plainly for 100 to 400 cycles more, instead of 0 to
 seeds, 2026-11-22)."""
 
 FLEET_DECAY = 0.995
-"""Factor per cycle on the acceptance counts of all sessions: a memory of 200 cycles."""
+"""Factor per cycle on the acceptance counts of all sessions: a memory of 200 cycles, and a standard error of
+0.014 in the same case."""
 
 SURE = 0.999
-"""Prior probability that a chain continues, before any ended early."""
+"""Prior probability that a chain continues, before any ended early: of eight tokens 7.96 are expected."""
 
 LEAST_FIXED = 0.01
 """Lower bound of the fixed costs as a share of a cycle, so that no sample is 0."""

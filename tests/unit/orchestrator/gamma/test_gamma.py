@@ -173,6 +173,23 @@ def test_adaptive_gamma_tries_a_useless_draft_again():
     assert run.speed >= 0.9 * good.speed(good.best(CHAINS))
 
 
+@pytest.mark.parametrize("max_nodes", [0, 32])
+def test_adaptive_gamma_trials_after_plain_cycles_begin_small_and_double(max_nodes):
+    controller = AdaptiveGamma(8, CostModel(random.Random(1)), max_nodes, ends_early=False)
+    session = Lone(random.Random(1))
+    shapes = drive(controller, World(alpha=0.3, draft=0.4), 600, session).shapes
+    good = World(alpha=0.9, per_token=0.005)
+    shapes += drive(controller, good, 600, session, is_new=False).shapes
+    largest, num_trials = 32, 0
+    for before, shape in itertools.pairwise(shapes):
+        rows = max(shape.depth, shape.max_nodes)
+        largest = 1 if before.depth == 0 else max(largest, before.depth, before.max_nodes)
+        assert rows <= 2 * largest
+        num_trials += before.depth == 0 < shape.depth
+    assert num_trials >= 2
+    assert max(shape.depth for shape in shapes[-100:]) == 8
+
+
 def test_adaptive_gamma_says_why():
     assert AdaptiveGamma(0, CostModel()).next_shape().reason == Reason.OFF.value
     run = drive(adaptive(1, 32), World(), 400, Lone(random.Random(1)))
