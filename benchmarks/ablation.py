@@ -1,7 +1,7 @@
-"""Adaptive gamma taken apart, and beside simpler controllers and every fixed gamma, in simulation.
+"""Adaptive gamma, its parts, a bandit and every fixed gamma compared in simulation.
 
     python -m benchmarks.ablation                       # all sets and all controllers
-    python -m benchmarks.ablation --sets useless --controllers 'linear;bandit' --seeds 1
+    python -m benchmarks.ablation --sets useless --controllers 'adaptive;bandit' --seeds 1
 
 A share is expected tokens per second over the oracle's, which knows acceptance and costs and always plays
 the best shape. Sets of worlds:
@@ -9,6 +9,8 @@ the best shape. Sets of worlds:
 - `chains`, `trees`: the 108 of `benchmarks.regret`, with chains only and with trees of up to 32 nodes.
 - `useless`: 48 with drafts that agree rarely (alpha 0.2 to 0.5) and whose forwards take 0.3 to 0.6 of one of
   the target.
+- `turn`: a useless draft becomes good. After 200 cycles of a fresh replica, the first figures are of 700
+  cycles while the draft is useless, the others of the 300 after the change; ten replicas for each seed.
 - `load`: 1, 8, 64, 8 and 1 sessions in turn on one fleet, against the best common gamma of each load.
 - `text`: easy and hard tokens, which the draft can tell apart, against the best fixed gamma.
 """
@@ -29,9 +31,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-import orchestrator.gamma.adaptive
-import orchestrator.gamma.exploration
-import orchestrator.gamma.load_switch
+from benchmarks.bandit import Arms, BanditGamma
 from benchmarks.provenance import write_result
 from benchmarks.regret import GRID, MAX_GAMMA
 from benchmarks.simulation import UNIT_S, Lone, crowd, drive, make_cycle
@@ -39,12 +39,10 @@ from benchmarks.worlds import World, candidates
 from gammaray.bench.tables import plain_table
 from orchestrator.cycle.protocols import GammaController
 from orchestrator.cycle.types import VerifyTiming
+from orchestrator.gamma import cost_model
 from orchestrator.gamma.adaptive import AdaptiveGamma
-from orchestrator.gamma.bandit import Arms, BanditGamma
 from orchestrator.gamma.cost_model import CostModel
 from orchestrator.gamma.fixed import FixedGamma
-from orchestrator.gamma.linear import LinearGamma
-from orchestrator.gamma.linear_costs import LinearCosts
 
 __all__ = ["CONTROLLERS", "SETS", "ablation", "main"]
 
@@ -57,6 +55,8 @@ ROUNDS = {1: 400, 8: 150, 64: 60}
 """Cycles of each session at a load."""
 
 USELESS = list(itertools.product((0.2, 0.3, 0.4, 0.5), (0.3, 0.45, 0.6), (0.0, 0.1), (0.02, 0.1)))
+USELESS_AT_FIRST = (World(alpha=0.05, draft=0.5), World(alpha=0.3, draft=0.6))
+GOOD = World(alpha=0.9)
 LOADED = {
     "cheap rows": World(alpha=0.75, per_token=0.005, draft=0.05),
     "dear rows": World(alpha=0.75, per_token=0.04, draft=0.03, spikes=0.0),
@@ -65,8 +65,6 @@ LOADED = {
 }
 CONFIDENCES = (0.97, 0.97, 0.4)
 """Acceptance of the tokens of `text`, one drawn for each."""
-
-NEVER = 10**9
 
 Make = Callable[[int, int, int, bool], list[GammaController]]
 """Sessions, seed, upper bound of nodes, whether chains may end early -> controllers of one replica."""
@@ -78,7 +76,7 @@ class Controller:
 
     Args:
         make: Makes the controllers of one replica's sessions.
-        patches: (module, name, value) that take a part out of today's controller.
+        patches: (module, name, value) that take a part out of the controller.
         max_nodes: Lower bound of nodes than the set's, to take out trees.
         ends_early: Whether chains may end early.
     """
@@ -106,13 +104,8 @@ class Controller:
 
 
 def _adaptive(number: int, seed: int, max_nodes: int, ends_early: bool) -> list[GammaController]:
-    costs = CostModel()
+    costs = CostModel(random.Random(1000 + seed))
     return [AdaptiveGamma(MAX_GAMMA, costs, max_nodes, ends_early=ends_early) for _ in range(number)]
-
-
-def _linear(number: int, seed: int, max_nodes: int, ends_early: bool) -> list[GammaController]:
-    costs = LinearCosts(random.Random(1000 + seed))
-    return [LinearGamma(MAX_GAMMA, costs, max_nodes, ends_early=ends_early) for _ in range(number)]
 
 
 def _bandit(number: int, seed: int, max_nodes: int, ends_early: bool) -> list[GammaController]:
@@ -124,25 +117,15 @@ def _fixed(gamma: int) -> Make:
     return lambda number, seed, max_nodes, ends_early: [FixedGamma(gamma, CostModel()) for _ in range(number)]
 
 
-_gamma, _bursts = orchestrator.gamma.adaptive, orchestrator.gamma.exploration
 CONTROLLERS = {
     "adaptive": Controller(_adaptive),
-    "linear": Controller(_linear),
-    "bandit": Controller(_bandit),
-    "linear, no trees": Controller(_linear, max_nodes=0),
-    "linear, no early ends": Controller(_linear, ends_early=False),
     "adaptive, no trees": Controller(_adaptive, max_nodes=0),
     "adaptive, no early ends": Controller(_adaptive, ends_early=False),
-    "adaptive, no longer chains": Controller(_adaptive, ((_gamma, "LONGER_SHARE", 1.0),)),
-    "adaptive, no hysteresis": Controller(
-        _adaptive, tuple((_gamma, name, 1.0) for name in ("HYSTERESIS", "LEAST_GAIN", "LEAVE_PLAIN"))
+    "adaptive, no sampling": Controller(_adaptive, ((cost_model, "SCALE", 0.0),)),
+    "adaptive, no forgetting": Controller(
+        _adaptive, ((cost_model, "FORGETTING", 0.0), (cost_model, "FIRST_FORGETTING", 0.0))
     ),
-    "adaptive, no exploring": Controller(_adaptive, ((_gamma, "EXPLORE_PERIOD", NEVER),)),
-    "adaptive, no probes": Controller(_adaptive, ((_bursts.Bursts, "due", lambda self, prospects: None),)),
-    "adaptive, single probes": Controller(
-        _adaptive, ((_bursts, "BURSTS", dict.fromkeys(_bursts.BURSTS, 1)),)
-    ),
-    "adaptive, no contest": Controller(_adaptive, ((orchestrator.gamma.load_switch, "LEAST_SESSIONS", 1e9),)),
+    "bandit": Controller(_bandit),
     **{f"gamma {gamma}": Controller(_fixed(gamma)) for gamma in range(MAX_GAMMA + 1)},
 }
 """What can be compared, by name."""
@@ -187,6 +170,19 @@ def _lone(worlds: Sequence[World], max_nodes: int) -> Callable[[Controller, int]
         return shares
 
     return play
+
+
+def _turned(controller: Controller, seeds: int) -> Shares:
+    shares = Shares()
+    for world in USELESS_AT_FIRST:
+        for seed in range(10 * seeds):
+            (session,) = controller.replica(1, seed, 0)
+            lone = Lone(random.Random(seed))
+            drive(session, world, FIRST, lone)
+            for now, number, found in ((world, 700, shares.first), (GOOD, 300, shares.then)):
+                best = now.speed(now.best(candidates(MAX_GAMMA, 0)))
+                found.append(drive(session, now, number, lone, is_new=False).speed / best)
+    return shares
 
 
 def _loaded(controller: Controller, seeds: int) -> Shares:
@@ -273,6 +269,7 @@ SETS: dict[str, Callable[[Controller, int], Shares]] = {
     "chains": _lone(_worlds(GRID), 0),
     "trees": _lone([replace(world, rescue=(0.5, 0.4, 0.3)) for world in _worlds(GRID)], MAX_NODES),
     "useless": _lone(_worlds(USELESS), 0),
+    "turn": _turned,
     "load": _loaded,
     "text": _text,
 }

@@ -35,7 +35,7 @@ def regret(world: World, max_nodes: int, seeds: int) -> tuple[Shape, list[float]
     shape = world.best(candidates(MAX_GAMMA, max_nodes))
     first, then = [], []
     for seed in range(seeds):
-        controller = AdaptiveGamma(MAX_GAMMA, CostModel(), max_nodes)
+        controller = AdaptiveGamma(MAX_GAMMA, CostModel(random.Random(1000 + seed)), max_nodes)
         session = Lone(random.Random(seed), cold_drafts=5)
         first.append(drive(controller, world, 200, session).speed / world.speed(shape))
         then.append(drive(controller, world, 400, session, is_new=False).speed / world.speed(shape))

@@ -26,7 +26,7 @@ from gammaray.types import Proposal
 from orchestrator.cycle.pipeline import run_cycles
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Shape
-from orchestrator.gamma.adaptive import FixedGamma
+from orchestrator.gamma.fixed import FixedGamma
 from orchestrator.launcher.redis_server import RedisServer
 from orchestrator.sessions.lifecycle import open_session
 from orchestrator.storage.client import answer, connect

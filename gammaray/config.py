@@ -349,11 +349,6 @@ class OrchestratorSettings(_ServingSettings):
     max_nodes: int = Field(
         32, ge=0, le=256, description="Upper bound of an adaptive proposal's nodes; up to 1: chains only."
     )
-    gamma_controller: Literal["adaptive", "linear", "bandit", "compare"] = Field(
-        "adaptive",
-        description="Controller of adaptive gamma; compare: linear or bandit for requests whose `max_nodes` "
-        "is 31 or 30.",
-    )
     propose_timeout_s: float = Field(
         2.0, gt=0, description="Deadline of one proposal; after it the cycle continues with gamma 0."
     )

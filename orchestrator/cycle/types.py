@@ -172,6 +172,11 @@ class Shape:
     is_fallback: bool = field(default=False, compare=False)
     stop_threshold: float = field(default=0.0, compare=False)
 
+    @property
+    def is_tree(self) -> bool:
+        """Whether a proposal of this shape may be a tree."""
+        return self.max_nodes > self.depth
+
     def clipped(self, depth: int) -> Shape:
         """Return the shape with at most `depth` levels."""
         return self if self.depth <= depth else replace(self, depth=depth)

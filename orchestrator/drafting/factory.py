@@ -9,18 +9,13 @@ from gammaray.v1 import types_pb2 as pb
 from orchestrator.cycle.protocols import GammaController
 from orchestrator.cycle.session import Session
 from orchestrator.drafting.fallback import FallbackDrafter
-from orchestrator.gamma.adaptive import AdaptiveGamma, FixedGamma, Reason
-from orchestrator.gamma.bandit import Arms, BanditGamma
+from orchestrator.gamma.adaptive import AdaptiveGamma
 from orchestrator.gamma.cost_model import CostModel
-from orchestrator.gamma.linear import LinearGamma
-from orchestrator.gamma.linear_costs import LinearCosts
+from orchestrator.gamma.fixed import FixedGamma, Reason
 from orchestrator.workers.drafter import RemoteDrafter
 from orchestrator.workers.pool import WorkerPool
 
-__all__ = ["COMPARED", "Drafting"]
-
-COMPARED = {31: "linear", 30: "bandit"}
-"""Controllers compared on one cluster, selected by the request's `max_nodes`."""
+__all__ = ["Drafting"]
 
 
 class Drafting:
@@ -39,8 +34,6 @@ class Drafting:
         vocab_size: int,
     ) -> None:
         self._settings, self._pool, self._vocab_size = settings, pool, vocab_size
-        self._linear = {DrafterKind.MODEL: LinearCosts(), DrafterKind.NGRAM: LinearCosts()}
-        self._arms = {DrafterKind.MODEL: Arms(), DrafterKind.NGRAM: Arms()}
         self.costs = {DrafterKind.MODEL: CostModel(), DrafterKind.NGRAM: CostModel()}
 
     @property
@@ -72,15 +65,9 @@ class Drafting:
         takes_trees = request.verification is VerificationMethod.COUPLED and rung is DrafterKind.MODEL
         # A chain with distributions costs the same number of forward passes wherever it ends.
         ships_laws = request.verification is VerificationMethod.REJECTION and request.sampling.temperature > 0
-        max_gamma = policy.max_gamma or self._settings.max_gamma
-        max_nodes = (policy.max_nodes or self._settings.max_nodes) if takes_trees else 0
-        ends_early = rung is DrafterKind.MODEL and not ships_laws
-        name: str = self._settings.gamma_controller
-        if name == "compare":
-            name = COMPARED.get(policy.max_nodes, "adaptive")
-            max_nodes = self._settings.max_nodes if takes_trees else 0
-        if name == "bandit":
-            return BanditGamma(max_gamma, self._arms[rung])
-        if name == "linear":
-            return LinearGamma(max_gamma, self._linear[rung], max_nodes, ends_early=ends_early)
-        return AdaptiveGamma(max_gamma, costs, max_nodes, ends_early=ends_early)
+        return AdaptiveGamma(
+            policy.max_gamma or self._settings.max_gamma,
+            costs,
+            (policy.max_nodes or self._settings.max_nodes) if takes_trees else 0,
+            ends_early=rung is DrafterKind.MODEL and not ships_laws,
+        )

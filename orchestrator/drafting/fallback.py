@@ -21,13 +21,10 @@ from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Cycle, Shape
 from orchestrator.drafting.prompt_lookup import NgramDrafter
 from orchestrator.gamma.adaptive import AdaptiveGamma
-from orchestrator.gamma.bandit import BanditGamma
-from orchestrator.gamma.linear import LinearGamma
 from orchestrator.workers.drafter import Readiness, RemoteDrafter
 
 __all__ = ["FallbackDrafter"]
 
-_ADAPTIVE = (AdaptiveGamma, LinearGamma, BanditGamma)
 _log = logging.getLogger(__name__)
 
 
@@ -85,13 +82,13 @@ class FallbackDrafter:
     @property
     def acceptance(self) -> dict[DrafterKind, Counts]:
         """Acceptance counts of the adaptive controllers, by drafter kind."""
-        adaptive = ((r, c) for r, c in self._controllers.items() if isinstance(c, _ADAPTIVE))
+        adaptive = ((r, c) for r, c in self._controllers.items() if isinstance(c, AdaptiveGamma))
         return {rung: controller.acceptance.counts for rung, controller in adaptive}
 
     def recall(self, handover: SessionHandover) -> None:
         """Restore the acceptance counts and the draft worker of the session's previous owner."""
         for rung, controller in self._controllers.items():
-            if rung in handover.acceptance and isinstance(controller, _ADAPTIVE):
+            if rung in handover.acceptance and isinstance(controller, AdaptiveGamma):
                 controller.acceptance.recall(*handover.acceptance[rung])
         if self._top is DrafterKind.MODEL:
             self._remote.prefer(self._session, handover.draft)

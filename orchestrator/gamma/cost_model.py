@@ -1,307 +1,319 @@
-"""What cycles cost, as the orchestrator measures it, and how often proposals were drafted ahead."""
+"""The duration of a cycle as a linear function of its work, estimated by a Kalman filter.
+
+    seconds = fixed + drafted + forwards * per forward + rows * per row
+              + waiting sessions * per session + their rows * per row of others
+
+`drafted` applies to every cycle with a proposal, `forwards` are those of the draft model, `rows` are the
+proposed tokens. A session may be unable to tell two coefficients apart. That does no harm: shapes are
+compared by sums of coefficients, and the sum of a shape is known once similar shapes were played.
+"""
 
 from __future__ import annotations
 
 import math
+import operator
+import random
+from collections.abc import Sequence
 
 from gammaray.maths.acceptance import AcceptanceEstimator
-from orchestrator.cycle.types import Cycle, Shape
-from orchestrator.gamma.latency_table import Mean, WaitTable
-from orchestrator.gamma.load_switch import Contest
-from orchestrator.gamma.shapes import ProbeSchedule
+from orchestrator.cycle.types import Cycle
 from orchestrator.gamma.tree_model import TreeModel
 
-__all__ = ["CostModel", "HitRates", "share_of"]
+__all__ = ["CostModel", "first_children", "stopped_early"]
 
-MEMORY = 128.0
-"""Lookups that count."""
+PRIOR = (1.0, 0.1, 0.1, 0.03, 0.02, 0.02)
+PRIOR_SD = (0.5, 0.3, 0.3, 0.05, 0.05, 0.02)
+"""Coefficients before any measurement and their standard deviations, in units of the fixed costs; the first
+measured cycle sets the unit. Proposals are assumed to cost by the forward rather than by the proposal: the
+opposite assumption prevents short chains from being tried, whereas a short chain refutes this one."""
 
-PRIOR_SLOPE, PRIOR_STRENGTH = -0.4, 4.0
-"""Share of the mean rate by which the rate grows with the logarithm of the depth, and the spread of depths
-that this is worth. The demo pair's rates were 0.78 at 2, 0.69 at 3, 0.55 at 4, 0.47 at 6, 0.44 at 8
-(greedily, fixed gammas, by `gammaray trace --json`, two AMD EPYC cores, 2026-11-21): a start, which each
-replica corrects."""
+DRIFT = 0.02
+"""Relative standard deviation of the change per cycle: of all coefficients together (a busy machine), and of
+each one separately in units of `PRIOR_SD`. Where cycles vary by 0.2, the last cycle gets a weight of
+0.02 / 0.2 = 0.1 in the level of all costs."""
 
+FIRST_NOISE = 0.3
+"""Relative standard deviation of a cycle's seconds before it is measured. A plain cycle's seconds count as
+known once those of the fixed costs are below it."""
 
-class HitRates:
-    """Hit rates of draft-ahead by depth: deeper proposals are ready in time less often.
+SURPRISE = 3.0
+"""Deviations are clipped to this many standard deviations, so that a hiccup is not taken for a trend. A mean
+of recent deviations beyond this many of its standard deviations is a change of all costs, which makes all
+coefficients uncertain again."""
 
-    A wait for a proposal is close to nothing on a hit, and a round trip and several forwards on a miss. Their
-    mean moves with every change of luck; rate and waits apart are each learned quickly. The rate is a line
-    over the logarithm of the depth, so that playing one depth tells what another would bring.
-    """
+RATE = 1.0 / 32.0
+"""Weight of the last cycle in the means of noise, load and speed, and in a session's acceptance. With alpha
+0.8 and four tested tokens a cycle, a memory of 32 cycles leaves a standard error of 0.035 in alpha."""
 
-    def __init__(self) -> None:
-        self._num = self._hits = 0.0
-        self._x = self._xx = self._xh = 0.0
+HOLD = 8
+"""Cycles for which one posterior sample is used: the first proposal after plain cycles makes the drafter
+catch up, and one cycle says little about acceptance. As many cycles of a new replica are left out of the
+costs."""
 
-    def observe(self, depth: int, share: float, *, is_hit: bool) -> None:
-        """Note a lookup.
+SCALE = 0.5
+"""Factor on the standard deviations of posterior samples. Because costs drift, the posterior never becomes
+narrow, and full samples would never stop exploring: with 1.0 the mean share of the oracle's speed in
+simulation is 0.955 instead of 0.961 (36 worlds, an earlier version of this model, 2026-11-22)."""
 
-        Args:
-            depth: Of the proposal before, which is what the next one is prepared to be; at least 1.
-            share: Its weight, less than 1 when several sessions report at once.
-            is_hit: Whether the proposal was there.
-        """
-        x, fading = math.log(depth), 1.0 - share / MEMORY
-        self._num = self._num * fading + share
-        self._hits = self._hits * fading + share * is_hit
-        self._x = self._x * fading + share * x
-        self._xx = self._xx * fading + share * x * x
-        self._xh = self._xh * fading + share * x * is_hit
+FORGETTING = 0.002
+"""Share of the way back to the prior that acceptance and the costs of drafting go in each plain cycle. In
+simulation a useless draft (alpha 0.05 to 0.5) then costs 0.6 to 1.1 %, and one that becomes good is found
+within 300 cycles by 17 of 20 replicas; with 0.001 it costs 0.3 to 0.7 % and 10 of 20 find it (2026-11-22)."""
 
-    def rate(self, depth: int) -> float:
-        """Return the expected rate at a depth; 0 before the first hit."""
-        if not self._hits or depth < 1:
-            return 0.0
-        mean, mean_x = self._hits / self._num, self._x / self._num
-        spread = max(0.0, self._xx - self._num * mean_x * mean_x)
-        common = self._xh - self._num * mean_x * mean
-        slope = (common + PRIOR_STRENGTH * PRIOR_SLOPE * mean) / (spread + PRIOR_STRENGTH)
-        return min(1.0, max(0.0, mean + min(0.0, slope) * (math.log(depth) - mean_x)))
+FIRST_FORGETTING = 0.5
+"""That share times the age of the replica in cycles, while this is more than `FORGETTING`: measurements on
+workers that just started are valid for a shorter time. With half of it, a replica whose workers were slow in
+its first 100 cycles decodes plainly for 100 to 400 cycles more, instead of 0 to 180 (`test_gamma.py`, eight
+seeds, 2026-11-22)."""
 
-
-STEP_RATE, DRAFT_RATE = 0.1, 0.05
-"""Share of a deviation that goes to the level: some ten steps and twenty proposals, whose waits vary more."""
-
-STEP_STRENGTHS = (60.0, 4.0)
-"""What it is worth to assume that tokens cost next to nothing, and that drafting slows no step: eight
-observations of two lengths that are four tokens apart, and eight of plain steps and eight of others."""
-
-WARM_UP = 8
-"""Steps, and proposals, of a replica that are left out: fresh workers are slow."""
+FLEET_DECAY = 0.995
+"""Factor per cycle on the acceptance counts of all sessions: a memory of 200 cycles, and a standard error of
+0.014 in the same case."""
 
 SURE = 0.999
-"""Probability that a chain goes on, before any ended early."""
+"""Prior probability that a chain continues, before any ended early: of eight tokens 7.96 are expected."""
 
-LEAST_KNOWN = 3.0
-"""Fresh observations from which on the cost of a chain's length is known."""
+LEAST_FIXED = 0.01
+"""Lower bound of the fixed costs as a share of a cycle, so that no sample is 0."""
 
-LEAST_CROWD = 0.2
-"""Sessions that wait for the same worker on average, below which there is nobody else."""
-
-LEAST_DRAFTED = 0.1
-"""Nodes that the others propose on average from which on somebody drafts."""
-
-EXACT_TOKENS, TOKEN_RATIO = 32, 1.08
-"""Steps of more tokens than the first share a mean with those that have up to 8 % more."""
+_SIZE = len(PRIOR)
+_VARIANCE = tuple(deviation**2 for deviation in PRIOR_SD)
 
 
 class CostModel:
-    """Seconds by shape, and what else the sessions of a replica share.
+    """Seconds of a cycle, and the other statistics that the sessions of a replica share.
 
-    The first cycle of a session is left out of the waits: it contains the prefill. So is the wait for a
-    drafter that has to catch up.
+    A session's first cycle is left out, as it contains the prefill; so are cycles whose drafter failed. The
+    first proposal after plain cycles measures the catch-up of the drafter; unless it took far longer than
+    expected, the coefficients do not learn from it.
+
+    Args:
+        rng: Source of the posterior samples.
 
     Attributes:
         acceptance: Acceptance over all sessions.
         reach: How far chains get before the draft ends them, over all sessions.
-        trees: What trees gain, over all sessions.
-        probes: When what was tried.
-        contest: Drafting against plain decoding under load.
-        hits: Rate at which proposals are prepared before they are asked for.
-        clock: Cycles so far, those of sessions whose steps are shared counted once.
+        trees: Expected tokens of trees, over all sessions.
+        draws: Standard normal draws, times `SCALE`, by which costs (all but the last one) and acceptance (the
+            last one) are sampled. All sessions share them, so that they explore together and measure the
+            effect on the whole replica.
+        num_renewed: How often `draws` were drawn.
+        num_waiting: Mean number of other sessions that wait for the same target worker.
+        others_rows: Mean number of rows that those sessions propose.
+        mean: Posterior mean of the coefficients.
+        covariance: Posterior covariance of the coefficients.
     """
 
-    def __init__(self) -> None:
-        self.acceptance = AcceptanceEstimator(decay=0.995)
-        self.reach = AcceptanceEstimator(decay=0.995, prior_alpha=SURE, prior_strength=8.0)
-        self.trees = TreeModel()
-        self.probes = ProbeSchedule()
-        self.contest = Contest()
-        self.clock = 0.0
-        self._draft = WaitTable(is_proportional=True, strengths=(2.0, 50.0), rate=DRAFT_RATE)
-        self._step = WaitTable(is_proportional=False, strengths=STEP_STRENGTHS, rate=STEP_RATE)
-        self.hits = HitRates()
-        self._prepared = Mean()
-        self._overhead, self._rest = Mean(), Mean()
-        self._others, self._crowd = Mean(), Mean()
-        self._emitted = self._seconds = 0.0
-        self._actual = self._predicted = 0.0
-        self._num_steps = self._num_drafts = 0
-
-    def observe(self, cycle: Cycle, *, depth_before: int) -> None:
-        """Learn the costs of a finished cycle.
-
-        Args:
-            cycle: The cycle.
-            depth_before: Gamma of the session's cycle before; 0 when that had no proposal.
-        """
-        share = share_of(cycle)
-        self.clock += share
-        if cycle.is_first:
-            return
-        self._num_steps += 1
-        self._num_drafts += cycle.num_drafted > 0
-        if self._num_steps <= WARM_UP:
-            return
-        self._observe_step(cycle, share)
-        self._rest.observe(max(0.0, cycle.total_s - cycle.draft_s - cycle.verify_s))
-        drafted = _drafted(cycle)
-        if cycle.num_drafted > 0 and self._num_drafts > WARM_UP:
-            self._observe_draft(cycle, drafted, share, depth_before)
-        if depth_before or cycle.num_drafted == 0:
-            played = drafted if cycle.num_drafted > 0 else Shape(0)
-            predicted = self.cycle_s(played, cycle.num_drafted)
-            if predicted is not None and not cycle.draft_failed:
-                self._actual = 0.99 * self._actual + cycle.total_s
-                self._predicted = 0.99 * self._predicted + predicted
-        self._emitted = 0.99 * self._emitted + cycle.num_accepted + 1
-        self._seconds = 0.99 * self._seconds + cycle.total_s
-
-    def _observe_draft(self, cycle: Cycle, drafted: Shape, share: float, depth_before: int) -> None:
-        if depth_before:  # else there was nothing to draft ahead from
-            self.hits.observe(depth_before, share, is_hit=cycle.is_prepared)
-        if cycle.is_prepared:
-            self._prepared.observe(cycle.draft_s)
-        # A drafter that has to catch up takes longer than usual; that it was fast all the same counts.
-        elif depth_before or cycle.draft_s < (self._asked_s(drafted) or 0.0):
-            relative = cycle.draft_s / self._step.level if self._step.level > 0 else cycle.draft_s
-            self._draft.observe(_draft_key(drafted), relative, self.clock, share)
-
-    def _observe_step(self, cycle: Cycle, share: float) -> None:
-        own, timing = cycle.num_drafted + 1, cycle.timing
-        if timing is None:
-            step_s, tokens = cycle.verify_s, own
-        else:
-            step_s, tokens = timing.compute_s, max(timing.batch_tokens, own)
-            busy = min(1.0, 2.0 * timing.queue_s / step_s) if step_s > 0 else 0.0
-            self._crowd.observe(timing.batch_size * (1.0 + busy) - 1.0)
-        self._others.observe(tokens - own)
-        self._overhead.observe(max(0.0, cycle.verify_s - step_s))
-        is_drafted = tokens > (own if timing is None else timing.batch_size)
-        self._step.observe(_step_key(tokens, is_drafted), step_s, self.clock, share)
-
-    def draft_s(self, shape: Shape) -> float | None:
-        """Return the expected wait for a proposal; None before one was asked for."""
-        asked = self._asked_s(shape)
-        return None if asked is None else self._mixed(asked, shape.depth)
-
-    def _asked_s(self, shape: Shape) -> float | None:
-        """Return the expected wait for a proposal that was not prepared; None before there was one."""
-        if shape.depth == 0:
-            return 0.0
-        relative = self._draft.estimate(_draft_key(shape), self.clock)
-        return None if relative is None else relative * self._step.level
-
-    def _chain_s(self, forwards: float) -> float:
-        """Return the same for chains that take so many forwards on average."""
-        fewer = max(1, math.floor(forwards))
-        first, second = self._asked_s(Shape(fewer)) or 0.0, self._asked_s(Shape(fewer + 1)) or 0.0
-        return first + max(0.0, forwards - fewer) * (second - first)
-
-    def _mixed(self, asked_s: float, depth: int) -> float:
-        """Return the expected wait for a proposal that may have been prepared."""
-        rate = self.hits.rate(depth)
-        return rate * self._prepared.value + (1.0 - rate) * asked_s
-
-    def knowledge(self, shape: Shape) -> float:
-        """Return how many fresh observations the wait for such a proposal rests on."""
-        return self._draft.weight(_draft_key(shape), self.clock)
-
-    def step_s(self, nodes: float) -> float | None:
-        """Return the expected seconds of a step with `nodes` proposed tokens in the company of the moment."""
-        tokens = self._others.value + 1.0 + nodes
-        if self._others.value < 1.0:
-            return self._step.estimate(_step_key(tokens, nodes > 0), self.clock)
-        # The batch varies more than the proposal.
-        return self._step.trend(tokens, nodes > 0 or self.mean_nodes >= LEAST_DRAFTED)
-
-    def cycle_s(self, shape: Shape, nodes: float, forwards: float | None = None) -> float | None:
-        """Return the expected seconds of a cycle; None while unknown.
-
-        Args:
-            shape: What is asked for.
-            nodes: Nodes of its proposal, on average.
-            forwards: Of chains that the draft may end early: forwards that they take it, on average.
-        """
-        asked, step = self._asked_s(shape), self.step_s(nodes)
-        if asked is None or step is None:
-            return None
-        if forwards is not None:
-            asked = self._chain_s(forwards)
-        draft = self._mixed(asked, shape.depth)
-        return draft + step + self._overhead.value + self._rest.value
-
-    def token_s(self, longest: int) -> float | None:
-        """Return the seconds that each further token of a chain takes its cycle; None while unknown.
-
-        On average from the shortest to the longest chain of late: between lengths that are close together
-        the estimates' errors would be most of the difference, and what is long ago may no longer hold.
-
-        Args:
-            longest: Of the chains that are asked for, at least 2.
-        """
-        known = [n for n in range(1, longest + 1) if self._chain_weight(n) >= LEAST_KNOWN]
-        first, last = (known[0], known[-1]) if known and known[-1] - known[0] >= 2 else (1, longest)
-        shorter, longer = (self.cycle_s(Shape(n), n) for n in (first, last))
-        return None if shorter is None or longer is None else (longer - shorter) / (last - first)
-
-    def _chain_weight(self, length: int) -> float:
-        """Return how many fresh observations there are of a chain's draft or step, the rarer of both."""
-        drafts = self._draft.weight(_draft_key(Shape(length)), self.clock)
-        return min(drafts, self._step.weight(_step_key(length + 1, True), self.clock))
-
-    def burden_s(self, nodes: float) -> float:
-        """Return the seconds that `nodes` proposed tokens cost all other sessions at the target together.
-
-        Those in the same batch wait for the longer step, and so do those that come while it runs: as many as
-        find the worker busy, by what it reports of queueing.
-        """
-        if self._crowd.value < LEAST_CROWD:
-            return 0.0
-        step, plain = self.step_s(nodes), self.step_s(0)
-        if step is None or plain is None:
-            return 0.0
-        return self._crowd.value * max(0.0, step - plain)
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self.acceptance = AcceptanceEstimator(FLEET_DECAY)
+        self.reach = AcceptanceEstimator(FLEET_DECAY, prior_alpha=SURE)
+        self.trees = TreeModel(FLEET_DECAY)
+        self.num_waiting = self.others_rows = self._catch_up = 0.0
+        self.num_renewed = 0
+        self._rng = rng or random.Random()
+        self._clock = self._renewed_at = 0.0
+        self.renew()
+        self.mean, self.covariance = [0.0] * _SIZE, [[0.0] * _SIZE for _ in range(_SIZE)]
+        self._noise, self._bias = FIRST_NOISE**2, 0.0
+        self._num_cycles, self._has_plain = 0, False
+        self._tokens = self._seconds = 0.0
 
     @property
-    def mean_nodes(self) -> float:
-        """Nodes that the other sessions in a batch propose on average."""
-        return max(0.0, self._others.value / self._crowd.value - 1.0) if self._crowd.value > 0.5 else 0.0
+    def is_known(self) -> bool:
+        """Whether any cycle was measured."""
+        return self.mean[0] > 0
 
     @property
     def tokens_per_s(self) -> float:
-        """Mean speed of the sessions while they decode; 0 while unknown."""
-        return self._emitted / self._seconds if self._seconds > 0 else 0.0
+        """Mean speed of a session; 0 while unknown."""
+        return self._tokens / self._seconds if self._seconds > 0 else 0.0
 
     @property
     def plain_cycle_s(self) -> float | None:
-        """Seconds of a cycle at gamma 0 at this moment, hiccups included.
+        """Current seconds of a cycle at gamma 0; None while the fixed costs are not known.
 
-        Measured where there was one, else extrapolated from steps with different numbers of tokens; None
-        while there are none.
+        They are known once a plain cycle was measured, or cycles with sufficiently different proposals.
         """
-        is_known = self._step.is_measured(_step_key(1, False)) or self._step.num_shapes >= 2
-        plain = self.cycle_s(Shape(0), 0) if is_known else None
-        if plain is None or self._predicted <= 0:
-            return plain
-        return plain * self._actual / self._predicted
+        if not self.is_known:
+            return None
+        is_certain = math.sqrt(self.covariance[0][0]) <= FIRST_NOISE * self.mean[0]
+        return self.plain_s(self.mean) if self._has_plain or is_certain else None
+
+    @property
+    def catch_up_s(self) -> float:
+        """Additional seconds of the first proposal after plain cycles."""
+        return self._catch_up * self.mean[0]
+
+    def plain_s(self, costs: Sequence[float]) -> float:
+        """Return the seconds of a plain cycle under the current load, by these coefficients."""
+        return costs[0] + costs[4] * self.num_waiting + costs[5] * self.others_rows
+
+    def observe(self, cycle: Cycle, *, was_plain: bool) -> None:
+        """Learn from a cycle of any session.
+
+        Args:
+            cycle: The cycle.
+            was_plain: Whether the session's previous cycle had no proposal.
+        """
+        tested, accepted = first_children(cycle)
+        share = _share(cycle)
+        if tested:
+            self.acceptance.observe(tested, accepted)
+        elif cycle.gamma == 0:
+            self._forget(share)
+        if cycle.num_drafted > 0 and not cycle.shape.is_tree:
+            self.reach.observe(cycle.num_drafted + stopped_early(cycle), cycle.num_drafted)
+        self._clock += share
+        if self._clock >= self._renewed_at + HOLD:
+            self.renew()
+        if cycle.is_first or cycle.draft_failed or cycle.total_s <= 0:
+            return
+        self._num_cycles += 1
+        num_waiting, others_rows = _load(cycle)
+        self.num_waiting += RATE * (num_waiting - self.num_waiting)
+        self.others_rows += RATE * (others_rows - self.others_rows)
+        if self._num_cycles <= HOLD:
+            return
+        forwards = 0
+        if cycle.num_drafted > 0:
+            forwards = cycle.shape.depth if cycle.shape.is_tree else cycle.num_drafted + stopped_early(cycle)
+        own = (1.0, float(cycle.num_drafted > 0), float(forwards), float(cycle.num_drafted))
+        self._fit(cycle, (*own, num_waiting, others_rows), share, was_plain)
+
+    def _forget(self, share: float) -> None:
+        """Move acceptance and costs of drafting towards the prior, so that drafting is tried again."""
+        rate = share * max(FORGETTING, FIRST_FORGETTING / max(self._clock, HOLD))
+        self.acceptance.fade(1.0 - rate)
+        for i in (1, 2, 3):
+            self.mean[i] += rate * (PRIOR[i] * self.mean[0] - self.mean[i])
+
+    def _fit(self, cycle: Cycle, x: tuple[float, ...], share: float, was_plain: bool) -> None:
+        seconds = cycle.total_s
+        self._tokens += RATE * (cycle.num_accepted + 1 - self._tokens)
+        self._seconds += RATE * (seconds - self._seconds)
+        if not self.is_known:
+            unit = seconds / _dot(x, PRIOR)
+            self.mean = [value * unit for value in PRIOR]
+            for i, variance in enumerate(_VARIANCE):
+                self.covariance[i][i] = variance * unit**2
+        expected = _dot(x, self.mean)
+        if cycle.num_drafted > 0 and was_plain and seconds < SURPRISE * expected:
+            extra = max(0.0, seconds - expected) / self.mean[0]
+            self._catch_up += HOLD * RATE * (extra - self._catch_up)
+            return
+        self._has_plain |= cycle.num_drafted == 0
+        self._update(x, seconds, expected, share)
+
+    def _update(self, x: tuple[float, ...], seconds: float, expected: float, share: float) -> None:
+        """Do one step of the filter; the sessions of a batch report the same step and share its weight."""
+        mean, rows = self.mean, self.covariance
+        common = share * DRIFT**2 * expected
+        own = share * (DRIFT * mean[0]) ** 2
+        weighted = [
+            _dot(row, x) + common * m + own * variance * xi
+            for row, m, variance, xi in zip(rows, mean, _VARIANCE, x, strict=True)
+        ]
+        known = _dot(weighted, x)
+        noise = self._noise * expected * expected
+        bound = SURPRISE * math.sqrt(known + noise)
+        residual = min(max(seconds - expected, -bound), bound)
+        total = known + noise / share
+        common = share * DRIFT**2
+        for i, row in enumerate(rows):
+            grown, shrunk = common * mean[i], weighted[i] / total
+            rows[i] = [
+                value + grown * m - shrunk * w for value, m, w in zip(row, mean, weighted, strict=True)
+            ]
+            rows[i][i] += own * _VARIANCE[i]
+        gain = residual / total
+        self.mean = [m + w * gain for m, w in zip(mean, weighted, strict=True)]
+        self._project(self.mean)
+        self.mean[0] = max(self.mean[0], LEAST_FIXED * expected)
+        self._detect_change(residual / expected, share)
+        self._noise += RATE * share * ((residual / expected) ** 2 - self._noise)
+        self._noise = max(self._noise, DRIFT**2)
+
+    def _detect_change(self, deviation: float, share: float) -> None:
+        """Widen the covariance where the mean of recent relative deviations cannot be noise."""
+        self._bias += share / HOLD * (deviation - self._bias)
+        # The variance of a mean with weights that fall by 1 - 1 / HOLD.
+        if self._bias**2 > SURPRISE**2 * self._noise / (2 * HOLD - 1):
+            for i, (a, variance) in enumerate(zip(self.mean, _VARIANCE, strict=True)):
+                self.covariance[i][i] += variance * self.mean[0] ** 2
+                for j, b in enumerate(self.mean):
+                    self.covariance[i][j] += self._bias**2 * a * b
+            self._bias = 0.0
+
+    def renew(self) -> None:
+        """Draw new `draws`."""
+        self.draws = [SCALE * self._rng.gauss(0.0, 1.0) for _ in range(_SIZE + 1)]
+        self._renewed_at = self._clock
+        self.num_renewed += 1
+
+    def sample(self) -> list[float]:
+        """Return a posterior sample of the coefficients, from the current posterior and `draws`."""
+        factor: list[list[float]] = []  # Cholesky
+        sampled = []
+        for i, row in enumerate(self.covariance):
+            found: list[float] = []
+            for other, value in zip(factor, row, strict=False):
+                pivot = other[-1]
+                found.append((value - _dot(found, other)) / pivot if pivot > 0 else 0.0)
+            found.append(math.sqrt(max(0.0, row[i] - _dot(found, found))))
+            factor.append(found)
+            sampled.append(self.mean[i] + _dot(found, self.draws))
+        self._project(sampled)
+        sampled[0] = max(sampled[0], LEAST_FIXED * self.mean[0])
+        return sampled
+
+    def _project(self, costs: list[float]) -> None:
+        """Raise negative coefficients to 0 and condition the others on that, so that known sums stay."""
+        for i in range(1, _SIZE):
+            if costs[i] < 0.0:
+                row = self.covariance[i]
+                excess = costs[i] / row[i]
+                for j in range(_SIZE):
+                    costs[j] -= row[j] * excess
+        for i in range(1, _SIZE):
+            costs[i] = max(0.0, costs[i])
 
 
-def share_of(cycle: Cycle) -> float:
-    """Return what a cycle counts for: sessions whose steps are shared all report the same step."""
+def first_children(cycle: Cycle) -> tuple[int, int]:
+    """Return how many first children were tested and how many of them were accepted, up to the first failure.
+
+    The first children of a tree form the chain that it contains; of a chain they are all tokens. Where the
+    draft ended a chain early, the next token counts as rejected: these counts measure how far proposals get.
+    """
+    accepted = 0
+    for _, rank in cycle.levels:
+        if rank != 0:
+            return accepted + 1, accepted
+        accepted += 1
+    return accepted + stopped_early(cycle), accepted
+
+
+def stopped_early(cycle: Cycle) -> bool:
+    """Whether the draft ended its chain before the allowed depth."""
+    shape = cycle.shape
+    return shape.stop_threshold > 0 and 0 < cycle.num_drafted < shape.depth
+
+
+def _share(cycle: Cycle) -> float:
+    """Return the weight of a cycle: the sessions of a batch all report the same step."""
     return 1.0 / max(1, cycle.timing.batch_size) if cycle.timing is not None else 1.0
 
 
-def _drafted(cycle: Cycle) -> Shape:
-    """Return the shape that was drafted: what was asked for, or of a chain that ended early its forwards.
-
-    The forward over the last token of such a chain told that none should follow. A draft that takes forwards
-    in twos may have done one more.
-    """
-    shape = cycle.shape
-    is_chain, is_short = shape.max_nodes <= shape.depth, 0 < cycle.num_drafted < shape.depth
-    return Shape(cycle.num_drafted + 1) if is_chain and is_short and shape.stop_threshold > 0 else shape
-
-
-def _draft_key(shape: Shape) -> tuple[int, int]:
-    return shape.depth, max(0, shape.max_nodes - shape.depth)
+def _load(cycle: Cycle) -> tuple[float, float]:
+    """Return how many other sessions wait for the worker, and the rows that those of the batch propose."""
+    timing = cycle.timing
+    if timing is None:
+        return 0.0, 0.0
+    busy = min(1.0, 2.0 * timing.queue_s / timing.compute_s) if timing.compute_s > 0 else 0.0
+    rows = timing.batch_tokens - cycle.num_drafted - timing.batch_size
+    return timing.batch_size * (1.0 + busy) - 1.0, float(max(0, rows))
 
 
-def _step_key(tokens: float, is_drafted: bool) -> tuple[int, int]:
-    """Tokens, and whether some are proposed: on shared cores, steps are slower while somebody drafts."""
-    if tokens <= EXACT_TOKENS:
-        return max(1, round(tokens)), is_drafted
-    bucket = round(math.log(tokens / EXACT_TOKENS, TOKEN_RATIO))
-    return round(EXACT_TOKENS * TOKEN_RATIO**bucket), is_drafted
+def _dot(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the scalar product, up to the end of the shorter one."""
+    total: float = sum(map(operator.mul, one, other))
+    return total

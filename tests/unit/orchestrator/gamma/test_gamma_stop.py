@@ -9,8 +9,7 @@ import pytest
 from gammaray.types import DrafterKind, TokenOrigin
 from orchestrator.cycle.types import Cycle, Shape, VerifyTiming
 from orchestrator.gamma.adaptive import AdaptiveGamma
-from orchestrator.gamma.cost_model import CostModel
-from orchestrator.gamma.fixed import first_children
+from orchestrator.gamma.cost_model import CostModel, first_children
 
 BASE_S, HOP_S, DRAFT_S = 1.6e-3, 0.5e-3, 0.12e-3
 
@@ -59,7 +58,7 @@ def play(row_s: float, *, uses_stops: bool, seed: int = 3, num_cycles: int = 300
 
     The draft knows which: its tokens are accepted with the probability that it believes.
     """
-    rng, controller = random.Random(seed), AdaptiveGamma(8, CostModel(), 0)
+    rng, controller = random.Random(seed), AdaptiveGamma(8, CostModel(random.Random(seed)), 0)
     tokens = seconds = 0.0
     thresholds = []
     for _ in range(num_cycles):

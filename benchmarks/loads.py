@@ -1,7 +1,7 @@
-"""What chooses gamma, on a real cluster: adaptive gamma, its rivals and fixed gammas in turn.
+"""Adaptive gamma and fixed gammas in turn on a real cluster, with one and with many sessions in flight.
 
-    python -m benchmarks.controllers                                   # about half an hour
-    python -m benchmarks.controllers --sessions 1 --repetitions 2      # a part of it
+    python -m benchmarks.loads                                   # about half an hour
+    python -m benchmarks.loads --sessions 1 --repetitions 2      # a part of it
 
 A share is tokens per second over those of the fastest fixed gamma, by repetition; medians are reported. The
 fastest is known only afterwards, so its luck counts for it.
@@ -10,7 +10,6 @@ fastest is known only afterwards, so its luck counts for it.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,26 +20,15 @@ from rich.progress import Progress
 
 from benchmarks.cluster import connected, run_or_exit
 from benchmarks.provenance import write_result
-from gammaray import AsyncClient
 from gammaray.bench.measure import PLAIN, differences, measure, speeds
 from gammaray.bench.systems import Ask, Stack, System
 from gammaray.bench.tables import plain_table
 from gammaray.bench.workloads import prompts
 from gammaray.demo_pair import DEMO_PAIR
-from gammaray.types import GammaPolicy
-from orchestrator.drafting.factory import COMPARED
 
-__all__ = ["Controlled", "shares"]
+__all__ = ["shares"]
 
 WORKLOADS = ("repetitive", "prose", "mixed")
-
-
-class Controlled(Stack):
-    """gammaray with one of the compared controllers."""
-
-    def __init__(self, name: str, max_nodes: int, client: AsyncClient) -> None:
-        super().__init__("adaptive", client)
-        self.name, self._policy = name, GammaPolicy(max_nodes=max_nodes)
 
 
 def shares(values: dict[str, Sequence[float]], fixed: Sequence[str]) -> tuple[str, dict[str, float]]:
@@ -56,11 +44,9 @@ def shares(values: dict[str, Sequence[float]], fixed: Sequence[str]) -> tuple[st
 async def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     points = []
     pair = ("--target", options.target, "--draft", options.draft)
-    os.environ["GAMMARAY_GAMMA_CONTROLLER"] = "compare"  # which the cluster's orchestrator takes over
     async with connected(*pair) as client:
         fixed: list[System] = [Stack(gamma, client) for gamma in options.gammas.split(",")]
-        rivals = [Controlled(name, nodes, client) for nodes, name in COMPARED.items()]
-        systems = [*fixed, Stack("adaptive", client), *rivals]
+        systems = [*fixed, Stack("adaptive", client)]
         names = [system.name for system in fixed]
         with Progress(console=console, transient=True) as progress:
             for sessions in map(int, options.sessions.split(",")):
@@ -99,7 +85,7 @@ async def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def main() -> None:
     """Command line of this module."""
-    parser = argparse.ArgumentParser(description="What chooses gamma, on a real cluster.")
+    parser = argparse.ArgumentParser(description="Adaptive gamma and fixed gammas under load.")
     parser.add_argument("--target", default=DEMO_PAIR, help="directory or hub name")
     parser.add_argument("--draft", default=DEMO_PAIR, help="directory or hub name")
     parser.add_argument("--gammas", default="0,2,4,6,8", help="fixed ones, comma-separated; 0 among them")
@@ -111,7 +97,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="result file (default: in benchmarks/results)")
     options = parser.parse_args()
     result = run_or_exit(_run(options, Console()))
-    print(f"written: {write_result('controllers', result, options.out)}")
+    print(f"written: {write_result('loads', result, options.out)}")
 
 
 if __name__ == "__main__":

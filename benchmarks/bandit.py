@@ -1,4 +1,4 @@
-"""Adaptive gamma as a bandit: the gamma whose tokens per second were highest of late, at each load."""
+"""A bandit that chooses gamma, for comparison: the gamma with the most tokens per second at each load."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from dataclasses import dataclass
 
 from gammaray.maths.acceptance import AcceptanceEstimator
 from orchestrator.cycle.types import Cycle, Shape
-from orchestrator.gamma.fixed import Reason, first_children
+from orchestrator.gamma.cost_model import first_children
+from orchestrator.gamma.fixed import Reason
 
 __all__ = ["Arms", "BanditGamma"]
 
 GAMMAS = (0, 2, 4, 6, 8, 12)
-"""What is chosen from."""
+"""The gammas that are compared."""
 
 HOLD = 8
-"""Cycles that one choice is held: the first one after plain cycles makes the drafter catch up."""
+"""Cycles for which one choice is kept: the first proposal after plain cycles makes the drafter catch up."""
 
 MEMORY = 200.0
-"""Cycles at a load in which what is known of its gammas fades to 1 / e."""
+"""Cycles at a load after which a measurement has 1 / e of its weight."""
 
 NOISE = 0.7
 """Relative standard deviation of one cycle's speed: at alpha 0.8 and gamma 4 the number of tokens varies by
@@ -37,7 +38,7 @@ class Arms:
     """Tokens and seconds by load and gamma, shared by the sessions of a replica.
 
     Args:
-        rng: Where samples come from.
+        rng: Source of the posterior samples.
     """
 
     def __init__(self, rng: random.Random | None = None) -> None:
@@ -47,7 +48,7 @@ class Arms:
         self._load = 0
 
     def observe(self, cycle: Cycle) -> None:
-        """Count a cycle for its gamma, at the load that its step tells."""
+        """Count a cycle for its gamma and for the load of its step."""
         size = 1 if cycle.timing is None else max(1, cycle.timing.batch_size)
         self._load = round(math.log2(size))
         arms = self._arms.setdefault(self._load, {})
@@ -64,7 +65,7 @@ class Arms:
         arm.seconds += cycle.total_s
 
     def choose(self, max_gamma: int) -> int:
-        """Return the gamma that is best by a sample of the speeds; one that was never tried comes first."""
+        """Return the best gamma under a sample of the speeds; a gamma that was never tried comes first."""
         arms, best, highest = self._arms.get(self._load, {}), 0, -math.inf
         for gamma in sorted({min(gamma, max_gamma) for gamma in GAMMAS}):
             arm = arms.get(gamma)
@@ -78,14 +79,14 @@ class Arms:
 
 
 class BanditGamma:
-    """Plays what the replica's bandit chooses; implements GammaController.
+    """Plays the gamma that the replica's bandit chooses; implements GammaController.
 
     Args:
         max_gamma: Upper bound of the depth.
         arms: Shared by the sessions of this replica.
 
     Attributes:
-        acceptance: This session's, for who goes on with the session; the choice does not use it.
+        acceptance: Acceptance of this session, for its handover; the choice does not use it.
     """
 
     def __init__(self, max_gamma: int, arms: Arms) -> None:
