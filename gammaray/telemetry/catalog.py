@@ -151,15 +151,14 @@ SPECULATION = (
     ),
     Metric(
         *("gammaray.cycles", Kind.COUNTER, "{cycle}", ORCHESTRATOR),
-        "Cycles by the rung of the drafter ladder that proposed: model, ngram, or none.",
+        "Cycles by the kind of drafter that proposed: model, ngram, suffix, prediction, or none.",
         "sum(rate(gammaray_tokens_total[5m])) / sum(rate(gammaray_cycles_total[5m]))",
         "Tokens per cycle.",
         labels=("rung",),
     ),
     Metric(
         *("gammaray.cycle.fallbacks", Kind.COUNTER, "{cycle}", ORCHESTRATOR),
-        "Cycles below the rung that the request allows: its drafter was absent, failed, late, or still "
-        "reading.",
+        "Cycles in which the drafter that the request allows was absent, failed, late, or still reading.",
         "sum(rate(gammaray_cycle_fallbacks_total[5m])) / sum(rate(gammaray_cycles_total[5m]))",
         "Share of cycles without the drafter asked for.",
     ),

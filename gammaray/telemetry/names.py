@@ -111,7 +111,8 @@ BASE_POSITION: Final = Attribute(
 GAMMA: Final = Attribute("gammaray.gamma", "int", "{token}", "Draft tokens asked for: depth of the proposal.")
 GAMMA_REASON: Final = Attribute("gammaray.gamma.reason", "string", "", "Why the controller chose this gamma.")
 DRAFTER: Final = Attribute(
-    "gammaray.drafter", "string", "", "Rung of the ladder that proposed: model, ngram or none."
+    *("gammaray.drafter", "string", ""),
+    "Kind of the drafter that proposed: model, ngram, suffix, prediction or none.",
 )
 DRAFT_FAILED: Final = Attribute(
     "gammaray.drafter.failed", "boolean", "", "Whether the drafter was absent, late or wrong."
@@ -257,7 +258,7 @@ SPANS: Final = (
     ),
     Span(
         *(SPAN_PROPOSE, "internal", "orchestrator", SPAN_CYCLE),
-        "The same without a draft worker: prompt lookup, or no drafter was available.",
+        "The same without a draft worker: a look-up in known text, or no drafter was available.",
     ),
     Span(
         *(SPAN_PROPOSE, "server", "draft", SPAN_PROPOSE),

@@ -123,11 +123,15 @@ class _DrafterKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DrafterKi
     """None: gamma is 0 in every cycle."""
     DRAFTER_KIND_NGRAM: _DrafterKind.ValueType  # 3
     """Prompt lookup in the orchestrator: what followed the latest tokens where they stood before."""
+    DRAFTER_KIND_SUFFIX: _DrafterKind.ValueType  # 4
+    """Suffix decoding in the orchestrator: what followed the latest tokens in the session or in past outputs of the
+    tenant (arXiv 2411.04975).
+    """
+    DRAFTER_KIND_PREDICTION: _DrafterKind.ValueType  # 5
+    """The prediction of the request, where the completion follows it."""
 
 class DrafterKind(_DrafterKind, metaclass=_DrafterKindEnumTypeWrapper):
-    """Which drafter may propose for a request: the rung of the ladder (model, ngram, none) that it starts on. Where a
-    rung fails, the next one proposes until it is back.
-    """
+    """Which drafter proposed, or which one may propose for a request."""
 
 DRAFTER_KIND_UNSPECIFIED: DrafterKind.ValueType  # 0
 """Server default (model)."""
@@ -137,6 +141,12 @@ DRAFTER_KIND_NONE: DrafterKind.ValueType  # 2
 """None: gamma is 0 in every cycle."""
 DRAFTER_KIND_NGRAM: DrafterKind.ValueType  # 3
 """Prompt lookup in the orchestrator: what followed the latest tokens where they stood before."""
+DRAFTER_KIND_SUFFIX: DrafterKind.ValueType  # 4
+"""Suffix decoding in the orchestrator: what followed the latest tokens in the session or in past outputs of the
+tenant (arXiv 2411.04975).
+"""
+DRAFTER_KIND_PREDICTION: DrafterKind.ValueType  # 5
+"""The prediction of the request, where the completion follows it."""
 Global___DrafterKind: _TypeAlias = DrafterKind  # noqa: Y015
 
 @_typing.final
