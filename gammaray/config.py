@@ -372,6 +372,18 @@ class OrchestratorSettings(_ServingSettings):
     max_tenant_stored_share: float = Field(
         0.5, gt=0, le=1, description="Share of these bytes that one tenant may use, if API keys are required."
     )
+    max_corpus_tokens: int = Field(
+        2**20,
+        ge=0,
+        description="Upper bound of past outputs that a replica keeps for suffix decoding, in tokens of 20 "
+        "bytes, in blocks of 16384; the oldest go first. 0: none is kept.",
+    )
+    max_tenant_corpus_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Share of these tokens that one tenant may have, where keys name tenants.",
+    )
     max_prompt_bytes: int = Field(2**20, ge=1, description="Largest prompt, in bytes of UTF-8.")
     max_concurrent_requests: int = Field(
         256,

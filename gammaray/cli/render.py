@@ -108,6 +108,8 @@ def _drafters(summary: SpeculationSummary) -> str:
     parts = [
         f"{summary.model_cycles} model" + (f" ({n} workers)" if (n := summary.draft_workers) > 1 else ""),
         f"{summary.ngram_cycles} prompt lookup",
+        f"{summary.suffix_cycles} suffix decoding",
+        f"{summary.prediction_cycles} prediction",
         f"{summary.plain_cycles} none",
     ]
     missing = (

@@ -77,6 +77,8 @@ def speculation_object(
         "acceptance_rate": summary.acceptance_rate,
         "accepted_lengths": list(summary.accepted_lengths),
         "gamma_mean": summary.gamma_mean,
+        "drafted_tokens": summary.drafted_tokens,
+        "accepted_tokens": summary.accepted_tokens,
         "origins": [token.origin.value for token in tokens],
         "token_ids": [token.token_id for token in tokens],
         "time_ms": {

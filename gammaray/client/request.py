@@ -39,6 +39,7 @@ class GenerateOptions(TypedDict, total=False):
         logprobs: Number of alternatives with log-probabilities, in [0, 20]; None: no log-probabilities.
         prompt_logprobs: The same for the tokens of the prompt.
         verification, drafter: The enum member or its value.
+        prediction: What the completion is expected to resemble, text or token ids; it affects speed only.
     """
 
     max_tokens: int
@@ -62,11 +63,12 @@ class GenerateOptions(TypedDict, total=False):
     prompt_logprobs: int | None
     verification: VerificationMethod | Literal["coupled", "rejection", "naive"]
     gamma: GammaPolicy | Literal["adaptive"] | int
-    drafter: DrafterKind | Literal["model", "ngram", "none"]
+    drafter: DrafterKind | Literal["model", "ngram", "suffix", "prediction", "none"]
     session_id: str
     turn: int
     keep_cache_s: float
     cache_salt: str
+    prediction: str | Sequence[int]
     model: str
 
 
@@ -94,7 +96,7 @@ def build_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generat
         if name in given:
             given[name] = convert(name, given[name])
     sampling = SamplingParams(**{name: given.pop(name) for name in _SAMPLING_FIELDS & given.keys()})
-    request = GenerationRequest(prompt=_prompt(prompt), sampling=sampling, **given)
+    request = GenerationRequest(prompt=_text_or_ids("prompt", prompt), sampling=sampling, **given)
     request.validate()
     return request
 
@@ -102,12 +104,12 @@ def build_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generat
 _SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
 
 
-def _prompt(prompt: object) -> str | tuple[int, ...]:
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray, memoryview)):
-        return tuple(prompt)
-    raise InvalidArgumentError("prompt", f"a {type(prompt).__name__}", "text or a sequence of token ids")
+def _text_or_ids(name: str, value: object) -> str | tuple[int, ...]:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview)):
+        return tuple(value)
+    raise InvalidArgumentError(name, f"a {type(value).__name__}", "text or a sequence of token ids")
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:
@@ -171,6 +173,7 @@ _CONVERTERS: dict[str, Any] = {
     "session_id": _text,
     "model": _text,
     "cache_salt": _text,
+    "prediction": _text_or_ids,
     "verification": lambda name, value: _choice(VerificationMethod, name, value),
     "drafter": lambda name, value: _choice(DrafterKind, name, value),
 }

@@ -39,6 +39,8 @@ class SpeculationCounters:
         decode_s: Seconds of the cycles after the first.
         plain_s: Seconds that their tokens would have taken with plain decoding.
         cycles_by_drafter: Cycles by drafter kind; NONE if nothing was proposed.
+        prediction_drafted: Proposed tokens of the request's prediction.
+        prediction_accepted: Those of them that were accepted.
         fallbacks: Cycles in which the drafter that the request allows could not propose.
         draft_workers: Addresses of the draft workers that proposed.
     """
@@ -54,6 +56,8 @@ class SpeculationCounters:
     decode_s: float = 0.0
     plain_s: float = 0.0
     cycles_by_drafter: dict[DrafterKind, int] = field(default_factory=lambda: dict.fromkeys(DrafterKind, 0))
+    prediction_drafted: int = 0
+    prediction_accepted: int = 0
     fallbacks: int = 0
     draft_workers: set[str] = field(default_factory=set)
 
@@ -100,12 +104,18 @@ class SpeculationCounters:
         self.accepted_lengths += [0] * (accepted + 1 - len(self.accepted_lengths))
         self.accepted_lengths[accepted] += 1
         self.cycles_by_drafter[drafter if gamma > 0 else DrafterKind.NONE] += 1
+        if drafter is DrafterKind.PREDICTION:
+            self.prediction_drafted += gamma
+            self.prediction_accepted += accepted
         self.fallbacks += is_fallback
         if gamma > 0 and draft_worker:
             self.draft_workers.add(draft_worker)
 
     def catch_up(self, origins: Sequence[TokenOrigin]) -> None:
-        """Count tokens of cycles that were not observed, from the origins of all tokens emitted so far."""
+        """Count tokens of cycles that were not observed, from the origins of all tokens emitted so far.
+
+        Which drafter proposed them is unknown: they do not count as tokens of the prediction.
+        """
         self.emitted = len(origins)
         missed = max(0, sum(origin is TokenOrigin.ACCEPTED for origin in origins) - self.accepted)
         self.accepted += missed
@@ -164,6 +174,10 @@ class SpeculationCounters:
             plain_cycles=self.cycles_by_drafter[DrafterKind.NONE],
             fallback_cycles=self.fallbacks,
             draft_workers=len(self.draft_workers),
+            suffix_cycles=self.cycles_by_drafter[DrafterKind.SUFFIX],
+            prediction_cycles=self.cycles_by_drafter[DrafterKind.PREDICTION],
+            drafted_tokens=self.drafted,
+            accepted_tokens=self.accepted,
         )
 
 

@@ -151,15 +151,14 @@ SPECULATION = (
     ),
     Metric(
         *("gammaray.cycles", Kind.COUNTER, "{cycle}", ORCHESTRATOR),
-        "Cycles by the drafter that proposed: model, ngram, or none.",
+        "Cycles by the drafter that proposed: model, ngram, suffix, prediction, or none.",
         "sum(rate(gammaray_tokens_total[5m])) / sum(rate(gammaray_cycles_total[5m]))",
         "Tokens per cycle.",
         labels=("rung",),
     ),
     Metric(
         *("gammaray.cycle.fallbacks", Kind.COUNTER, "{cycle}", ORCHESTRATOR),
-        "Cycles with a later drafter than the requested one, which was absent, failed, late, or still "
-        "reading.",
+        "Cycles in which the drafter that the request allows was absent, failed or was late.",
         "sum(rate(gammaray_cycle_fallbacks_total[5m])) / sum(rate(gammaray_cycles_total[5m]))",
         "Share of cycles without the requested drafter.",
     ),

@@ -115,7 +115,10 @@ GAMMA: Final = Attribute("gammaray.gamma", "int", "{token}", "Requested draft to
 GAMMA_REASON: Final = Attribute(
     "gammaray.gamma.reason", "string", "", "Reason of the controller for this gamma."
 )
-DRAFTER: Final = Attribute("gammaray.drafter", "string", "", "Drafter that proposed: model, ngram or none.")
+DRAFTER: Final = Attribute(
+    *("gammaray.drafter", "string", ""),
+    "Drafter that proposed: model, ngram, suffix, prediction or none.",
+)
 DRAFT_FAILED: Final = Attribute(
     "gammaray.drafter.failed", "boolean", "", "Whether the drafter was absent, late or wrong."
 )
@@ -258,7 +261,7 @@ SPANS: Final = (
     ),
     Span(
         *(SPAN_PROPOSE, "internal", "orchestrator", SPAN_CYCLE),
-        "Proposal without a draft worker: prompt lookup, or no drafter was available.",
+        "Proposal without a draft worker: a look-up in known text, or no drafter was available.",
     ),
     Span(
         *(SPAN_PROPOSE, "server", "draft", SPAN_PROPOSE),

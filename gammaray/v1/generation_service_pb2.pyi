@@ -114,6 +114,7 @@ class GenerateRequest(_message.Message):
     KEEP_CACHE_S_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model; empty means the served model."""
     text: _builtins.str
@@ -171,6 +172,12 @@ class GenerateRequest(_message.Message):
     def gamma(self) -> Global___GammaPolicy:
         """Draft length. Default adaptive."""
 
+    @_builtins.property
+    def prediction(self) -> Global___Prediction:
+        """What the completion is expected to resemble. It is proposed where the completion follows it, and affects speed
+        only. Absent: none.
+        """
+
     def __init__(
         self,
         *,
@@ -192,10 +199,11 @@ class GenerateRequest(_message.Message):
         keep_cache_s: _builtins.float = ...,
         cache_salt: _builtins.str = ...,
         num_prompt_logprobs: _builtins.int | None = ...,
+        prediction: Global___Prediction | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_resume_from", b"_resume_from", "gamma", b"gamma", "max_tokens", b"max_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "prompt", b"prompt", "resume_from", b"resume_from", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_resume_from", b"_resume_from", "gamma", b"gamma", "max_tokens", b"max_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "prediction", b"prediction", "prompt", b"prompt", "resume_from", b"resume_from", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_resume_from", b"_resume_from", "cache_salt", b"cache_salt", "drafter", b"drafter", "gamma", b"gamma", "ignore_eos", b"ignore_eos", "keep_cache_s", b"keep_cache_s", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "prompt", b"prompt", "resume_from", b"resume_from", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids", "turn", b"turn", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_resume_from", b"_resume_from", "cache_salt", b"cache_salt", "drafter", b"drafter", "gamma", b"gamma", "ignore_eos", b"ignore_eos", "keep_cache_s", b"keep_cache_s", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "prediction", b"prediction", "prompt", b"prompt", "resume_from", b"resume_from", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids", "turn", b"turn", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
@@ -219,6 +227,36 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Prediction(_message.Message):
+    """A predicted output."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Text; it is tokenised by the target's tokenizer."""
+    @_builtins.property
+    def token_ids(self) -> Global___TokenIds:
+        """Token ids of the target's vocabulary."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: Global___TokenIds | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
+
+Global___Prediction: _TypeAlias = Prediction  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -413,9 +451,9 @@ class Usage(_message.Message):
     completion_tokens: _builtins.int
     """Tokens emitted."""
     accepted_prediction_tokens: _builtins.int
-    """Proposed tokens that were accepted and emitted."""
+    """Tokens of the request's prediction that were proposed, accepted and emitted."""
     rejected_prediction_tokens: _builtins.int
-    """Proposed tokens that were not accepted and emitted."""
+    """Tokens of the request's prediction that were proposed and not emitted."""
     cached_tokens: _builtins.int
     """Tokens of the prompt that the target worker had cached and did not compute. 0 for a resumed turn."""
     def __init__(
@@ -457,6 +495,10 @@ class SpeculationSummary(_message.Message):
     PLAIN_CYCLES_FIELD_NUMBER: _builtins.int
     FALLBACK_CYCLES_FIELD_NUMBER: _builtins.int
     DRAFT_WORKERS_FIELD_NUMBER: _builtins.int
+    SUFFIX_CYCLES_FIELD_NUMBER: _builtins.int
+    PREDICTION_CYCLES_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     cycles: _builtins.int
     """Cycles run."""
     tokens_per_cycle: _builtins.float
@@ -488,11 +530,17 @@ class SpeculationSummary(_message.Message):
     plain_cycles: _builtins.int
     """Cycles without a proposal, for any reason."""
     fallback_cycles: _builtins.int
-    """Cycles with a later drafter than the requested one, which was absent, failed, late, or still computing the
-    prompt.
-    """
+    """Cycles in which the drafter that the request allows was absent, failed or was late."""
     draft_workers: _builtins.int
     """Number of draft workers that proposed; above 1 if the session changed its draft worker."""
+    suffix_cycles: _builtins.int
+    """Cycles whose proposal came from suffix decoding in the orchestrator."""
+    prediction_cycles: _builtins.int
+    """Cycles whose proposal came from the request's prediction."""
+    drafted_tokens: _builtins.int
+    """Proposed tokens, of all drafters."""
+    accepted_tokens: _builtins.int
+    """Proposed tokens that were accepted and emitted, of all drafters."""
     @_builtins.property
     def accepted_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Entry j: cycles in which j tokens were accepted."""
@@ -516,10 +564,14 @@ class SpeculationSummary(_message.Message):
         plain_cycles: _builtins.int = ...,
         fallback_cycles: _builtins.int = ...,
         draft_workers: _builtins.int = ...,
+        suffix_cycles: _builtins.int = ...,
+        prediction_cycles: _builtins.int = ...,
+        drafted_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_alpha", b"_alpha", "_speedup_estimate", b"_speedup_estimate", "acceptance_rate", b"acceptance_rate", "alpha", b"alpha", "speedup_estimate", b"speedup_estimate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_alpha", b"_alpha", "_speedup_estimate", b"_speedup_estimate", "acceptance_rate", b"acceptance_rate", "accepted_lengths", b"accepted_lengths", "alpha", b"alpha", "cycles", b"cycles", "draft_ms", b"draft_ms", "draft_workers", b"draft_workers", "fallback_cycles", b"fallback_cycles", "gamma_mean", b"gamma_mean", "model_cycles", b"model_cycles", "ngram_cycles", b"ngram_cycles", "other_ms", b"other_ms", "plain_cycles", b"plain_cycles", "speedup_estimate", b"speedup_estimate", "tokens_per_cycle", b"tokens_per_cycle", "total_ms", b"total_ms", "verify_ms", b"verify_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_alpha", b"_alpha", "_speedup_estimate", b"_speedup_estimate", "acceptance_rate", b"acceptance_rate", "accepted_lengths", b"accepted_lengths", "accepted_tokens", b"accepted_tokens", "alpha", b"alpha", "cycles", b"cycles", "draft_ms", b"draft_ms", "draft_workers", b"draft_workers", "drafted_tokens", b"drafted_tokens", "fallback_cycles", b"fallback_cycles", "gamma_mean", b"gamma_mean", "model_cycles", b"model_cycles", "ngram_cycles", b"ngram_cycles", "other_ms", b"other_ms", "plain_cycles", b"plain_cycles", "prediction_cycles", b"prediction_cycles", "speedup_estimate", b"speedup_estimate", "suffix_cycles", b"suffix_cycles", "tokens_per_cycle", b"tokens_per_cycle", "total_ms", b"total_ms", "verify_ms", b"verify_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__acceptance_rate: _TypeAlias = _typing.Literal["acceptance_rate"]  # noqa: Y015
     _WhichOneofArgType__acceptance_rate: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate"]  # noqa: Y015

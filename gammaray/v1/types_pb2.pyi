@@ -123,11 +123,15 @@ class _DrafterKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DrafterKi
     """No drafter: gamma is 0 in every cycle."""
     DRAFTER_KIND_NGRAM: _DrafterKind.ValueType  # 3
     """Prompt lookup in the orchestrator: proposes the tokens that followed an earlier occurrence of the latest tokens."""
+    DRAFTER_KIND_SUFFIX: _DrafterKind.ValueType  # 4
+    """Suffix decoding in the orchestrator: what followed the latest tokens in the session or in past outputs of the
+    tenant (arXiv 2411.04975).
+    """
+    DRAFTER_KIND_PREDICTION: _DrafterKind.ValueType  # 5
+    """The prediction of the request, where the completion follows it."""
 
 class DrafterKind(_DrafterKind, metaclass=_DrafterKindEnumTypeWrapper):
-    """First drafter of a request in the order model, ngram, none. If a drafter fails, the next one proposes until it is
-    available again.
-    """
+    """Drafter that proposed, or that a request allows."""
 
 DRAFTER_KIND_UNSPECIFIED: DrafterKind.ValueType  # 0
 """Server default (model)."""
@@ -137,6 +141,12 @@ DRAFTER_KIND_NONE: DrafterKind.ValueType  # 2
 """No drafter: gamma is 0 in every cycle."""
 DRAFTER_KIND_NGRAM: DrafterKind.ValueType  # 3
 """Prompt lookup in the orchestrator: proposes the tokens that followed an earlier occurrence of the latest tokens."""
+DRAFTER_KIND_SUFFIX: DrafterKind.ValueType  # 4
+"""Suffix decoding in the orchestrator: what followed the latest tokens in the session or in past outputs of the
+tenant (arXiv 2411.04975).
+"""
+DRAFTER_KIND_PREDICTION: DrafterKind.ValueType  # 5
+"""The prediction of the request, where the completion follows it."""
 Global___DrafterKind: _TypeAlias = DrafterKind  # noqa: Y015
 
 @_typing.final

@@ -251,6 +251,10 @@ def request_to_proto(request: t.GenerationRequest) -> gen.GenerateRequest:
         message.text = request.prompt
     elif request.prompt:
         message.token_ids.ids.extend(request.prompt)
+    if isinstance(request.prediction, str) and request.prediction:
+        message.prediction.text = request.prediction
+    elif request.prediction:
+        message.prediction.token_ids.ids.extend(request.prediction)
     return message
 
 
@@ -264,6 +268,9 @@ def request_from_proto(message: gen.GenerateRequest) -> t.GenerationRequest:
     prompt = message.text
     if message.WhichOneof("prompt") == "token_ids":
         prompt = token_ids_from_proto("prompt", message.token_ids.ids)
+    prediction: str | tuple[int, ...] = message.prediction.text
+    if message.prediction.WhichOneof("content") == "token_ids":
+        prediction = token_ids_from_proto("prediction", message.prediction.token_ids.ids)
     if message.drafter not in (pb.DRAFTER_KIND_UNSPECIFIED, *DRAFTERS_BACK):
         raise InvalidArgumentError("drafter", message.drafter, f"one of {sorted(DRAFTERS_BACK)}")
     fixed = message.gamma.fixed if message.gamma.WhichOneof("policy") == "fixed" else None
@@ -285,6 +292,7 @@ def request_from_proto(message: gen.GenerateRequest) -> t.GenerationRequest:
         keep_cache_s=message.keep_cache_s,
         cache_salt=message.cache_salt,
         num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
+        prediction=prediction,
     )
     request.validate()
     return request
@@ -415,4 +423,8 @@ def _summary_from_proto(message: gen.SpeculationSummary) -> t.SpeculationSummary
         plain_cycles=message.plain_cycles,
         fallback_cycles=message.fallback_cycles,
         draft_workers=message.draft_workers,
+        suffix_cycles=message.suffix_cycles,
+        prediction_cycles=message.prediction_cycles,
+        drafted_tokens=message.drafted_tokens,
+        accepted_tokens=message.accepted_tokens,
     )

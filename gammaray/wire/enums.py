@@ -36,6 +36,8 @@ FINISH_REASONS: Final = {
 DRAFTERS: Final = {
     DrafterKind.MODEL: pb.DRAFTER_KIND_MODEL,
     DrafterKind.NGRAM: pb.DRAFTER_KIND_NGRAM,
+    DrafterKind.SUFFIX: pb.DRAFTER_KIND_SUFFIX,
+    DrafterKind.PREDICTION: pb.DRAFTER_KIND_PREDICTION,
     DrafterKind.NONE: pb.DRAFTER_KIND_NONE,
 }
 METHODS_BACK: Final = {value: method for method, value in METHODS.items()}

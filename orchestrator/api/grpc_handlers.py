@@ -39,7 +39,12 @@ _CONTINUED = bytes(range(0x80, 0x100))
 """Bytes of a varint that have the continuation bit set."""
 
 _MAX_ENTRIES = {"sampling.logit_bias": MAX_LOGIT_BIAS}
-_ERROR_NAMES = {"sampling.logit_bias": "logit_bias", "token_ids.ids": "prompt"}
+_ERROR_NAMES = {
+    "prediction.text": "prediction",
+    "prediction.token_ids.ids": "prediction",
+    "sampling.logit_bias": "logit_bias",
+    "token_ids.ids": "prompt",
+}
 
 
 @dataclass(frozen=True)
@@ -161,7 +166,7 @@ def _not_utf8(data: bytes, descriptor: Descriptor) -> Iterator[str]:
         for number, field in enumerate(_fields(data, descriptor)):
             is_text = field.descriptor is not None and field.descriptor.type == FieldDescriptor.TYPE_STRING
             if is_text and not _is_utf8(field.data):
-                yield field.name
+                yield _ERROR_NAMES.get(field.name, field.name)
             if number > MAX_FIELDS:
                 return
     except _NoMessageError:

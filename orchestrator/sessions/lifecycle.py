@@ -30,7 +30,7 @@ from orchestrator.storage.session_store import RedisStore, StoredSession
 from orchestrator.storage.token_records import StoredToken
 from orchestrator.text.cpu_threads import in_thread
 from orchestrator.text.detokenizer import Detokenizer
-from orchestrator.text.tokenizer import Tokenizer
+from orchestrator.text.tokenizer import LONG_TEXT, Tokenizer
 
 __all__ = [
     "OpenSession",
@@ -40,9 +40,6 @@ __all__ = [
     "make_session",
     "open_session",
 ]
-
-LONG_PROMPT = 8192
-"""Characters or token ids from which on they are processed in a thread, not to block other sessions."""
 
 
 def check_prompt_length(num_tokens: int, max_context: int) -> None:
@@ -78,7 +75,7 @@ async def check_request(
             raise InvalidArgumentError("prompt", f"{size} bytes", f"at most {max_prompt_bytes} bytes")
     else:
         check_prompt_length(len(request.prompt), max_context)
-    if _num_ids(request) < LONG_PROMPT:
+    if _num_ids(request) < LONG_TEXT:
         _check_fields(request, vocab_size)
     else:
         await in_thread(_check_fields, request, vocab_size)
@@ -86,12 +83,15 @@ async def check_request(
 
 def _num_ids(request: GenerationRequest) -> int:
     masks = len(request.sampling.allowed_token_ids) + len(request.sampling.banned_token_ids)
-    return masks + (0 if isinstance(request.prompt, str) else len(request.prompt))
+    texts = (request.prompt, request.prediction)
+    return masks + sum(len(text) for text in texts if not isinstance(text, str))
 
 
 def _check_fields(request: GenerationRequest, vocab_size: int) -> None:
     if not isinstance(request.prompt, str):
         check_token_ids("prompt", request.prompt, vocab_size)
+    if not isinstance(request.prediction, str):
+        check_token_ids("prediction", request.prediction, vocab_size)
     request.validate()
     request.sampling.validate(vocab_size)
     check_token_ids("stop_token_ids", request.stop_token_ids, vocab_size)
@@ -114,7 +114,7 @@ async def open_session(
         InvalidArgumentError: The prompt has no token, leaves no room in the context, or is too long for the
             requested log-probabilities.
     """
-    own = await _prompt_ids(request.prompt, tokenizer, is_start=not before)
+    own = await tokenizer.ids_of(request.prompt, is_start=not before)
     if not own:
         raise InvalidArgumentError("prompt", "a text without tokens", "at least one token")
     prompt = before + own
@@ -146,16 +146,6 @@ def make_session(
         cache_salt=request.cache_salt,
         num_prompt_logprobs=request.num_prompt_logprobs,
     )
-
-
-async def _prompt_ids(
-    prompt: str | tuple[int, ...], tokenizer: Tokenizer, *, is_start: bool
-) -> tuple[int, ...]:
-    if not isinstance(prompt, str):
-        return prompt
-    if len(prompt) < LONG_PROMPT:
-        return tuple(tokenizer.encode(prompt, is_start=is_start))
-    return await tokenizer.encode_long(prompt, is_start=is_start)
 
 
 REPLAY_TOKENS = 64

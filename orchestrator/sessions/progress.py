@@ -83,8 +83,8 @@ class ChunkBuilder:
         usage = Usage(
             prompt_tokens=len(session.prompt),
             completion_tokens=self._offset,
-            accepted_prediction_tokens=self.counters.accepted,
-            rejected_prediction_tokens=self.counters.drafted - self.counters.accepted,
+            accepted_prediction_tokens=self.counters.prediction_accepted,
+            rejected_prediction_tokens=self.counters.prediction_drafted - self.counters.prediction_accepted,
             cached_tokens=session.num_cached,
         )
         summary = self.counters.summary(self.elapsed_s)

@@ -474,6 +474,19 @@ class RedisStore:
             found += await self._summaries(names[start : start + LIST_PAGE])
         return found
 
+    async def exist(self, session_ids: Sequence[str]) -> list[bool]:
+        """Return, for each session, whether it exists.
+
+        Raises:
+            UnavailableError: Redis cannot be reached.
+        """
+        found: list[bool] = []
+        for start in range(0, len(session_ids), LIST_PAGE):
+            heads = [keys_of(name)[0] for name in session_ids[start : start + LIST_PAGE]]
+            _, lines = await answer(self._list(keys=heads, args=["digest"]))
+            found += map(bool, lines)
+        return found
+
     async def running(self) -> list[str]:
         """Return the sessions that have an owner, dead owners included.
 

@@ -17,7 +17,10 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.vocabulary import vocabulary_sha256
 from orchestrator.text.cpu_threads import in_thread
 
-__all__ = ["Tokenizer", "resolve_model", "served_name"]
+__all__ = ["LONG_TEXT", "Tokenizer", "resolve_model", "served_name"]
+
+LONG_TEXT = 8192
+"""Characters or token ids from which on they are processed in a thread, not to block other sessions."""
 
 _MANY_TOKENS = 4096
 """From this many tokens on, decoding takes more than a millisecond."""
@@ -122,6 +125,18 @@ class Tokenizer:
         async with shared.one_by_one:
             await asyncio.sleep(0)
         return token_ids
+
+    async def ids_of(self, text: str | tuple[int, ...], *, is_start: bool) -> tuple[int, ...]:
+        """Return the token ids of a text or of token ids; a long text is tokenised in a thread.
+
+        Raises:
+            InvalidArgumentError: The text has lone surrogates, which are invalid Unicode.
+        """
+        if not isinstance(text, str):
+            return text
+        if len(text) < LONG_TEXT:
+            return self._encoded(text, is_start)
+        return await self.encode_long(text, is_start=is_start)
 
     def _encoded(self, text: str, is_start: bool) -> tuple[int, ...]:
         return tuple(self.encode(text, is_start=is_start))

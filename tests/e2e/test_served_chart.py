@@ -79,8 +79,8 @@ def test_configuration_of_the_chart_serves_the_targets_own_text(addresses):
             is_without_model,
         )
     assert plain.text == drafted.text
-    assert drafted.usage.accepted_prediction_tokens > 0
-    assert plain.usage.accepted_prediction_tokens == 0
+    assert drafted.summary.accepted_tokens > 0
+    assert plain.summary.drafted_tokens == 0
 
 
 def test_every_role_runs_once(addresses):

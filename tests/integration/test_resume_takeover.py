@@ -65,9 +65,8 @@ async def test_resume_on_another_orchestrator_changes_nothing(pair, fields):
     if "num_top_logprobs" in fields:
         assert [t.logprob for t in told] == pytest.approx([t.logprob for t in wanted], abs=1e-4)
         assert all(len(token.top_logprobs) == 2 for token in told)
-    usage = chunks[-1].usage
-    assert usage.completion_tokens == len(told)
-    assert usage.accepted_prediction_tokens == sum(t.origin is TokenOrigin.ACCEPTED for t in told)
+    assert chunks[-1].usage.completion_tokens == len(told)
+    assert chunks[-1].summary.accepted_tokens == sum(t.origin is TokenOrigin.ACCEPTED for t in told)
     assert chunks[-1].seed == whole[-1].seed
 
 

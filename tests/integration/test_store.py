@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
+from cycle_helpers import LetterTokenizer
 from redis_helpers import running_redis
 from scripted_workers import PROMPT, make_session
 
@@ -22,10 +24,11 @@ from gammaray.errors import (
     NotFoundError,
     UnavailableError,
 )
-from gammaray.types import FinishReason, SamplingParams, TokenOrigin, VerificationMethod
+from gammaray.types import FinishReason, GenerationRequest, SamplingParams, TokenOrigin, VerificationMethod
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1 import target_service_pb2 as target_pb
 from orchestrator.launcher.redis_server import RedisServer
+from orchestrator.sessions.lifecycle import SessionManager
 from orchestrator.storage.client import answer, connect
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.storage.session_store import RedisStore
@@ -289,6 +292,30 @@ async def test_store_sessions_expire_together(store, redis):
     await redis.delete("gammaray:session:{s}")
     with pytest.raises(NotFoundError, match="deleted or has expired"):
         await commit(store, session, [2])
+
+
+class IdsOnly(LetterTokenizer):
+    eos_token_ids = frozenset()
+
+    async def ids_of(self, text, *, is_start):
+        return text
+
+
+@pytest.mark.parametrize("prediction", ["", "as before\n", (3, 4, 5)])
+async def test_store_resumed_session_has_its_prediction_again(store, prediction):
+    async def any_model(name, identity, left_s):
+        pass
+
+    manager = SessionManager(store, IdsOnly(), any_model)
+    request = GenerationRequest(
+        PROMPT, session_id="p", sampling=SamplingParams(seed=1), prediction=prediction
+    )
+    await manager.open(request, 100)
+    again = GenerationRequest((), session_id="p", resume_from=0)
+    assert (await manager.open(again, 100)).request.prediction == prediction
+    assert (await manager.open(replace(request, resume_from=0), 100)).request.prediction == prediction
+    with pytest.raises(FailedPreconditionError, match="another request"):
+        await manager.open(replace(request, resume_from=0, prediction="other"), 100)
 
 
 async def test_store_survives_a_flushed_script_cache(store, redis):

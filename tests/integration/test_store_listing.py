@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import tracemalloc
 
@@ -69,6 +70,19 @@ async def test_list_of_long_sessions_reads_no_token(redis):
         assert now.get(f"cmdstat_{command}") == commands.get(f"cmdstat_{command}")
     assert peak < 50 * 2**20
     assert cpu < 1, "without tracing of allocations it takes some 30 ms"
+
+
+async def test_sessions_exist_until_they_are_deleted_or_expire(redis):
+    store = RedisStore(redis, 600)
+    names = [f"acme:{index}" for index in range(450)]  # more than one page
+    for name in names[::2]:
+        await store.create(make_session(name), b"request")
+    assert await store.exist([]) == []
+    assert await store.exist(names) == [index % 2 == 0 for index in range(450)]
+    await store.delete("acme:0")
+    await redis.pexpire("gammaray:session:{acme:448}", 1)
+    await asyncio.sleep(0.01)
+    assert await store.exist(["acme:448", "acme:2", "acme:0", "other:2"]) == [False, True, False, False]
 
 
 async def test_summary_equals_the_fields_of_the_session(redis):

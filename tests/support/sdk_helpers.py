@@ -47,6 +47,8 @@ SUMMARY = SpeculationSummary(
     other_ms=10.0,
     total_ms=50.0,
     speedup_estimate=1.5,
+    drafted_tokens=6,
+    accepted_tokens=3,
 )
 USAGE = Usage(
     prompt_tokens=4,

@@ -21,7 +21,11 @@ from gammaray.types import (
 )
 from orchestrator.access.caller import ANONYMOUS, Caller
 
-SUMMARY = SpeculationSummary(2, 1.5, 0.5, 0.25, (1, 1), 2.0, 1.0, 2.0, 0.5, 3.5, None, 1, 1, 0, 1, 1)
+SUMMARY = SpeculationSummary(
+    *(2, 1.5, 0.5, 0.25, (1, 1), 2.0, 1.0, 2.0, 0.5, 3.5, None, 1, 1, 0, 1, 1),
+    drafted_tokens=2,
+    accepted_tokens=1,
+)
 PIECES = (b"caf", b"\xc3", b"\xa9")
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
@@ -61,6 +62,12 @@ _OPTIONS: tuple[tuple[str, Any, str], ...] = (
 @click.argument("prompt")
 @connection_options(timeout_s=600.0)
 @click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; repeatable.")
+@click.option(
+    "--prediction",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Propose the text of this file where the completion follows it; the tokens stay the same.",
+)
 @click.option("--ignore-eos", is_flag=True, help="Continue after end-of-sequence tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 @click.option("--color/--no-color", default=None, help="Colour tokens by origin.  [default: on a terminal]")
@@ -69,6 +76,7 @@ def generate(
     connection: Connection,
     as_json: bool,
     color: bool | None,
+    prediction: Path | None,
     **options: Any,
 ) -> None:
     """Stream a completion of PROMPT; - reads it from standard input.
@@ -76,7 +84,9 @@ def generate(
     The text goes to standard output, legend and summary to standard error.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    text = _read_stdin() if prompt == "-" else prompt
+    text = _decoded("prompt", sys.stdin.buffer.read()) if prompt == "-" else prompt
+    if prediction is not None:
+        given["prediction"] = _decoded("prediction", prediction.read_bytes())
     timeout_s = connection.timeout_s
     notes = Console(stderr=True, no_color=color is False, force_terminal=color, highlight=False)
     client = connection.client()
@@ -122,11 +132,11 @@ async def _run(
     return Completion.from_chunks(chunks)
 
 
-def _read_stdin() -> str:
+def _decoded(name: str, data: bytes) -> str:
     try:
-        return sys.stdin.buffer.read().decode()
+        return data.decode()
     except UnicodeDecodeError as error:
-        raise InvalidArgumentError("prompt", f"an invalid byte at offset {error.start}", "UTF-8") from None
+        raise InvalidArgumentError(name, f"an invalid byte at offset {error.start}", "UTF-8") from None
 
 
 def _json(completion: Completion, with_logprobs: bool) -> dict[str, Any]:

@@ -53,7 +53,6 @@ IGNORED = frozenset(
     {
         "metadata",
         "parallel_tool_calls",  # no effect without tools
-        "prediction",  # only a performance hint
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
@@ -91,7 +90,8 @@ class GammarayOptions(_Strict):
         gamma: Draft length, 0 to 64, or "adaptive".
         max_gamma: Upper bound of an adaptive gamma; 0 for the server's.
         max_nodes: Upper bound of a proposal's nodes, above gamma for trees; 0 for the server's choice.
-        drafter: Which drafter may propose: "model", "ngram" (prompt lookup) or "none" (gamma 0).
+        drafter: Which drafter may propose: "model", "ngram" (prompt lookup), "suffix" (suffix decoding),
+            "prediction" (the request's `prediction`) or "none" (gamma 0).
         session_id: Name of the session; if empty, the server generates one. Only with one choice.
         turn: Turn of the session; above 0 it continues the previous, finished turn. Not for chats.
         keep_cache_s: Seconds that the workers retain their caches for the next turn.
@@ -103,7 +103,7 @@ class GammarayOptions(_Strict):
     gamma: int | Literal["adaptive"] = "adaptive"
     max_gamma: int = 0
     max_nodes: int = 0
-    drafter: Literal["model", "ngram", "none"] = "model"
+    drafter: Literal["model", "ngram", "suffix", "prediction", "none"] = "model"
     session_id: str = ""
     turn: int = 0
     keep_cache_s: float = 0.0
@@ -159,6 +159,7 @@ class OpenAIRequest(_Strict):
     stop_token_ids: Annotated[list[int], FailFast()] = []
     allowed_token_ids: Annotated[list[int], FailFast()] = []
     prompt_logprobs: int | None = None
+    prediction: str = ""
     gammaray: GammarayOptions = GammarayOptions()
 
     @field_validator("n", mode="after")
@@ -207,6 +208,19 @@ class OpenAIRequest(_Strict):
         if value is not None and not 0 <= value <= MAX_TOP_LOGPROBS:
             raise ValueError(f"an integer in [0, {MAX_TOP_LOGPROBS}]")
         return value
+
+    @field_validator("prediction", mode="plain")
+    @classmethod
+    def _check_prediction(cls, value: Any) -> str:
+        if not isinstance(value, dict):
+            raise ValueError('an object with type "content" and content')
+        if value.get("type", "content") != "content":
+            raise lasting('an object of type "content"')
+        if unknown := value.keys() - {"type", "content"}:
+            raise lasting(f"an object with type and content alone, without {min(unknown)}")
+        if not {"type", "content"} <= value.keys():
+            raise ValueError('an object with type "content" and content')
+        return _joined(value["content"])
 
     @field_validator("top_k", mode="after")
     @classmethod
@@ -268,15 +282,7 @@ class ChatMessage(BaseModel):
     @field_validator("content", mode="plain")
     @classmethod
     def _join_parts(cls, value: Any) -> str:
-        parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
-        allowed = "a string or a list of text parts (no other kind is supported)"
-        if not isinstance(parts, list):
-            raise ValueError(allowed)
-        if not all(map(_is_text_part, parts[:-1])):
-            raise lasting(allowed)
-        if not all(map(_is_text_part, parts[-1:])):
-            raise ValueError(allowed)
-        return "".join(part["text"] for part in parts)
+        return _joined(value)
 
 
 class ChatRequest(OpenAIRequest):
@@ -374,6 +380,24 @@ def _is_text(value: Any) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _joined(content: Any) -> str:
+    """Return the text of a string or of a list of text parts.
+
+    Raises:
+        ValueError: It is neither.
+        PydanticCustomError: The same, whatever follows in the list.
+    """
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    allowed = "a string or a list of text parts (no other kind is supported)"
+    if not isinstance(parts, list):
+        raise ValueError(allowed)
+    if not all(map(_is_text_part, parts[:-1])):
+        raise lasting(allowed)
+    if not all(map(_is_text_part, parts[-1:])):
+        raise ValueError(allowed)
+    return "".join(part["text"] for part in parts)
 
 
 def _is_text_part(part: Any) -> bool:

@@ -23,6 +23,7 @@ from gammaray.types import (
     MAX_KEEP_CACHE_S,
     MAX_LOGIT_BIAS,
     MAX_NODES,
+    MAX_PREDICTION,
     MAX_STOP,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
@@ -119,6 +120,21 @@ _COMMON: dict[str, Schema] = {
     "prompt_logprobs": _integer(
         0, MAX_TOP_LOGPROBS, "Return log-probabilities of the prompt's tokens and this many alternatives."
     ),
+    "prediction": {
+        "type": "object",
+        "properties": {
+            "type": {"const": "content"},
+            "content": {
+                "anyOf": [
+                    {"type": "string", "maxLength": MAX_PREDICTION},
+                    {"type": "array", "items": _PART},
+                ]
+            },
+        },
+        "required": ["type", "content"],
+        "additionalProperties": False,
+        "description": "Text that the completion is expected to resemble; it affects speed only.",
+    },
     "gammaray": {"$ref": "#/components/schemas/GammarayOptions"},
 }
 _FIELDS: dict[type[BaseModel], dict[str, Schema]] = {
@@ -134,7 +150,7 @@ _FIELDS: dict[type[BaseModel], dict[str, Schema]] = {
         "gamma": {"anyOf": [_integer(0, MAX_GAMMA), {"const": "adaptive"}]},
         "max_gamma": _integer(0, MAX_GAMMA, "Upper bound of an adaptive gamma; 0 is the server's bound."),
         "max_nodes": _integer(0, MAX_NODES, "Upper bound of a proposal's nodes; 0 is the server's choice."),
-        "drafter": {"enum": ["model", "ngram", "none"]},
+        "drafter": {"enum": ["model", "ngram", "suffix", "prediction", "none"]},
         "session_id": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{0,128}$"},
         "turn": _integer(
             0, 2**31 - 1, "Above 0, continues the session's previous turn, which must be finished."
@@ -256,11 +272,13 @@ _SUMMARY: dict[str, Schema] = {
     "acceptance_rate": _or_null(_SHARE),
     "accepted_lengths": _array(_COUNT),
     "gamma_mean": _AMOUNT,
+    "drafted_tokens": _COUNT,
+    "accepted_tokens": _COUNT,
     "origins": _array(_ORIGIN),
     "token_ids": _array(_COUNT),
     "time_ms": _object(dict.fromkeys(("draft", "verify", "other", "total"), _AMOUNT)),
     "speedup_estimate": _or_null(_AMOUNT),
-    "cycles_by_drafter": _object(dict.fromkeys(("model", "ngram", "none"), _COUNT)),
+    "cycles_by_drafter": _object(dict.fromkeys(("model", "ngram", "suffix", "prediction", "none"), _COUNT)),
     "fallback_cycles": _COUNT,
     "draft_workers": _COUNT,
 }

@@ -184,6 +184,7 @@ def _requests(
             cache_salt=options.cache_salt,
             # The samples share the prompt, so only one session scores it.
             num_prompt_logprobs=num_prompt_logprobs if sample_index == 0 else None,
+            prediction=body.prediction,
         )
         for sample_index in range(body.n)
     ]

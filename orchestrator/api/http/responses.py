@@ -212,6 +212,8 @@ class ChoiceState:
             "acceptance_rate": summary.acceptance_rate,
             "accepted_lengths": list(summary.accepted_lengths),
             "gamma_mean": summary.gamma_mean,
+            "drafted_tokens": summary.drafted_tokens,
+            "accepted_tokens": summary.accepted_tokens,
             "origins": [token.origin.value for token in self.tokens],
             "token_ids": [token.token_id for token in self.tokens],
             "time_ms": {
@@ -224,6 +226,8 @@ class ChoiceState:
             "cycles_by_drafter": {
                 "model": summary.model_cycles,
                 "ngram": summary.ngram_cycles,
+                "suffix": summary.suffix_cycles,
+                "prediction": summary.prediction_cycles,
                 "none": summary.plain_cycles,
             },
             "fallback_cycles": summary.fallback_cycles,
@@ -231,16 +235,17 @@ class ChoiceState:
         }
 
 
-def speculative_decoding(summary: SpeculationSummary, usage: Usage) -> dict[str, Any]:
+def speculative_decoding(summary: SpeculationSummary) -> dict[str, Any]:
     """Return vLLM's object `metrics.speculative_decoding` of a finished choice.
 
-    A step is a cycle with a proposal. Cycles of former owners of the session count only in `usage`, as the
-    lengths of their steps are unknown. `num_spec_tokens` is absent: proposals have no fixed length.
+    A step is a cycle with a proposal. Tokens of cycles that a former owner of the session did not report are
+    not counted, as the lengths of their steps are unknown. `num_spec_tokens` is absent: proposals have no
+    fixed length.
     """
     histogram = list(summary.accepted_lengths) or [0]
     histogram[0] -= summary.plain_cycles
     steps, accepted = sum(histogram), sum(length * count for length, count in enumerate(histogram))
-    drafted = accepted + usage.rejected_prediction_tokens
+    drafted = accepted + summary.drafted_tokens - summary.accepted_tokens
     return {
         "acceptance_histogram": histogram,
         "num_spec_steps": steps,
@@ -383,9 +388,9 @@ class Response(ABC):
     def _metrics(self) -> dict[str, Any]:
         """Return vLLM's `metrics`; as in vLLM, only a response with a single choice has it."""
         state = self.states[0]
-        if len(self.states) > 1 or state.summary is None or state.usage is None:
+        if len(self.states) > 1 or state.summary is None:
             return {}
-        return {"metrics": {"speculative_decoding": speculative_decoding(state.summary, state.usage)}}
+        return {"metrics": {"speculative_decoding": speculative_decoding(state.summary)}}
 
     def _logprobs(self, state: ChoiceState, tokens: Sequence[EmittedToken], *, told: bool) -> Any:
         """Return the log-probabilities of tokens, preceded by those of the echoed prompt if `told`."""

@@ -102,6 +102,8 @@ def test_generate_json_is_one_object(story):
             "acceptance_rate": 0.5,
             "accepted_lengths": [1, 1, 1],
             "gamma_mean": 2.5,
+            "drafted_tokens": 6,
+            "accepted_tokens": 3,
             "origins": ["accepted", "correction", "bonus", "accepted"],
             "token_ids": [1, 2, 3, 4],
             "time_ms": {"draft": 10.0, "verify": 30.0, "other": 10.0, "total": 50.0},
@@ -144,6 +146,21 @@ def test_generate_defaults_let_the_server_choose(story):
     assert request.gamma.adaptive
     assert not request.sampling.HasField("seed")
     assert request.max_tokens == 128
+
+
+def test_generate_prediction_is_the_text_of_a_file(story, tmp_path):
+    service, address = story
+    file = tmp_path / "expected.txt"
+    file.write_text("caf\u00e9\n", encoding="utf-8")
+    result = invoke("generate", "Hi", "-a", address, "--prediction", str(file))
+    assert result.exit_code == 0, result.output
+    assert service.requests[0].prediction.text == "caf\u00e9\n"
+    file.write_bytes(b"x\xff")
+    result = invoke("generate", "Hi", "-a", address, "--prediction", str(file))
+    assert result.exit_code != 0
+    assert "prediction" in result.output
+    assert "offset 1" in result.output
+    assert len(service.requests) == 1
 
 
 def test_generate_dash_reads_stdin(story):

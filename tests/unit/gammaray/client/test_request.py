@@ -47,6 +47,7 @@ def test_request_every_option_sets_its_field():
         "turn": 2,
         "keep_cache_s": 1.5,
         "cache_salt": "apart",
+        "prediction": [5, 6],
         "model": "demo",
     }
     assert options.keys() == GenerateOptions.__annotations__.keys()
@@ -68,6 +69,7 @@ def test_request_every_option_sets_its_field():
         keep_cache_s=1.5,
         cache_salt="apart",
         num_prompt_logprobs=4,
+        prediction=(5, 6),
     )
 
 
@@ -123,6 +125,12 @@ def test_request_gamma_of_every_form_is_a_policy(gamma, policy):
         ({"cache_salt": "x" * 65}, "cache_salt"),
         ({"cache_salt": "\ud800"}, "cache_salt"),
         ({"cache_salt": None}, "cache_salt"),
+        ({"prediction": None}, "prediction"),
+        ({"prediction": b"bytes"}, "prediction"),
+        ({"prediction": "\ud800"}, "prediction"),
+        ({"prediction": "x" * (2**16 + 1)}, "prediction"),
+        ({"prediction": [1] * (2**16 + 1)}, "prediction"),
+        ({"prediction": [-1]}, "prediction"),
         ({"model": 3}, "model"),
     ],
     ids=str,

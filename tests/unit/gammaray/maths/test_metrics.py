@@ -8,6 +8,7 @@ import pytest
 
 from gammaray.maths.acceptance import AcceptanceEstimator, SpeculationCounters
 from gammaray.maths.theory import expected_tokens
+from gammaray.types import DrafterKind, TokenOrigin
 
 
 def cycles(alpha_by_depth, count, seed=0):
@@ -58,6 +59,33 @@ def test_counters_small_example_by_hand():
     assert (summary.draft_ms, summary.verify_ms, summary.other_ms) == (2500.0, 10_000.0, 7500.0)
     assert summary.total_ms == 20_000.0
     assert summary.speedup_estimate is None, "nobody said what a plain cycle takes"
+
+
+def test_counters_tell_the_tokens_of_the_prediction_from_those_of_other_drafters():
+    counters = SpeculationCounters()
+    counters.catch_up([TokenOrigin.ACCEPTED, TokenOrigin.BONUS])  # whose tokens these were is unknown
+    for drafter, gamma, accepted in (
+        (DrafterKind.PREDICTION, 5, 5),
+        (DrafterKind.MODEL, 4, 3),
+        (DrafterKind.PREDICTION, 6, 2),
+        (DrafterKind.SUFFIX, 7, 1),
+        (DrafterKind.PREDICTION, 0, 0),
+    ):
+        tested = min(gamma, accepted + 1)
+        counters.observe(
+            gamma=gamma,
+            tested=tested,
+            accepted=accepted,
+            emitted=accepted + 1,
+            draft_s=0.0,
+            verify_s=0.0,
+            drafter=drafter,
+        )
+    assert (counters.prediction_drafted, counters.prediction_accepted) == (11, 7)
+    summary = counters.summary(1.0)
+    assert (summary.drafted_tokens, summary.accepted_tokens) == (23, 12)
+    cycles = (summary.prediction_cycles, summary.suffix_cycles, summary.model_cycles, summary.plain_cycles)
+    assert cycles == (2, 1, 1, 1)
 
 
 def test_counters_without_cycles_have_no_ratios():

@@ -59,6 +59,7 @@ requests = st.builds(
     gamma=gammas,
     drafter=st.sampled_from(t.DrafterKind),
     session_id=names,
+    prediction=st.text(max_size=20) | st.lists(token_ids, min_size=1, max_size=5).map(tuple),
     num_prompt_logprobs=st.none() | st.integers(0, t.MAX_TOP_LOGPROBS),
 )
 emitted = st.builds(
@@ -84,6 +85,10 @@ summaries = st.builds(
     other_ms=floats,
     total_ms=floats,
     speedup_estimate=st.none() | floats,
+    suffix_cycles=counts,
+    prediction_cycles=counts,
+    drafted_tokens=counts,
+    accepted_tokens=counts,
 )
 
 
@@ -207,6 +212,13 @@ def test_types_and_messages_have_the_same_number_of_fields(cls):
         (gen.GenerateRequest(text="Hi", sampling=pb.SamplingParams(top_p=0)), "top_p"),
         (gen.GenerateRequest(text="Hi", sampling=pb.SamplingParams(logit_bias={3: 1e9})), "logit_bias[3]"),
         (gen.GenerateRequest(text="Hi", session_id="../x"), "session_id"),
+        (gen.GenerateRequest(text="Hi", prediction=gen.Prediction(text="x" * (2**16 + 1))), "prediction"),
+        (
+            gen.GenerateRequest(
+                text="Hi", prediction=gen.Prediction(token_ids=gen.TokenIds(ids=[1] * (2**16 + 1)))
+            ),
+            "prediction",
+        ),
         (gen.GenerateRequest(text="Hi", stop=["x" * 257]), "stop"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -51,6 +51,7 @@ async def test_completion_every_option_reaches_the_orchestrator():
         logprobs=3,
         user="u",
         metadata={"k": "v"},
+        prediction={"type": "content", "content": "drawn"},
         gammaray={
             "verification": "rejection",
             "gamma": 3,
@@ -83,6 +84,18 @@ async def test_completion_every_option_reaches_the_orchestrator():
     assert request.gamma == GammaPolicy(fixed=3, max_nodes=12)
     assert request.drafter is DrafterKind.NONE
     assert (request.session_id, request.cache_salt) == ("mine", "apart")
+    assert request.prediction == "drawn"
+
+
+async def test_chat_prediction_of_text_parts_reaches_every_choice():
+    backend = ScriptedBackend()
+    parts = [{"type": "text", "text": "def f():\n"}, {"type": "text", "text": "    pass\n"}]
+    prediction = {"type": "content", "content": parts}
+    await complete(backend, "/v1/chat/completions", messages=CHAT, n=2, prediction=prediction)
+    assert [request.prediction for request in backend.requests] == ["def f():\n    pass\n"] * 2
+    for nothing in (None, {"type": "content", "content": ""}):
+        await complete(backend, "/v1/chat/completions", messages=CHAT, prediction=nothing)
+        assert backend.requests[-1].prediction == ""
 
 
 async def test_completion_defaults_are_those_of_openai():

@@ -95,6 +95,35 @@ COMPLETIONS = {
     "nothing": (b"", "body"),
 }
 
+
+def predicted(content, **more):
+    return {"prompt": "x", "prediction": {"type": "content", "content": content, **more}}
+
+
+COMPLETIONS |= {
+    "prediction a string": ({"prompt": "x", "prediction": "y"}, "prediction"),
+    "prediction of another type": (
+        {"prompt": "x", "prediction": {"type": "file", "content": "y"}},
+        "prediction",
+    ),
+    "prediction without type": ({"prompt": "x", "prediction": {"content": "y"}}, "prediction"),
+    "prediction without content": ({"prompt": "x", "prediction": {"type": "content"}}, "prediction"),
+    "prediction of a number": (predicted(1), "prediction"),
+    "prediction with more": (predicted("y", index=1), "prediction"),
+    "prediction of an image": (
+        predicted([{"type": "image_url", "image_url": {"url": "data:"}}]),
+        "prediction",
+    ),
+    "prediction of text and image": (
+        predicted([{"type": "text", "text": "y"}, {"type": "image"}]),
+        "prediction",
+    ),
+    "prediction of surrogates": (predicted("\ud800"), "prediction"),
+    "prediction too long": (predicted("y" * (2**16 + 1)), "prediction"),
+    "prediction of a megabyte": (predicted("y" * 2**20), "prediction"),
+    "prediction of many parts": (predicted([{"type": "text", "text": "y" * 2**12}] * 17), "prediction"),
+}
+
 HI = [{"role": "user", "content": "hi"}]
 IMAGE = [{"type": "image_url", "image_url": {"url": "data:"}}]
 CHATS = {
@@ -146,7 +175,6 @@ async def test_bad_chat_names_the_field(content, param):
             "store": True,
             "metadata": {},
             "service_tier": "auto",
-            "prediction": {"type": "content"},
         },
         {"tools": None, "functions": None, "audio": None, "temprature": None},
     ],

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from surface_helpers import ScriptedBackend
 
 from gammaray.maths.acceptance import SpeculationCounters
-from gammaray.types import TokenOrigin, Usage
+from gammaray.types import TokenOrigin
 from orchestrator.api.http.responses import speculative_decoding
 
 METRICS = {
@@ -61,8 +61,7 @@ def test_the_object_agrees_with_itself_whatever_the_cycles_were(cycles, before):
         counters.observe(
             gamma=gamma, tested=tested, accepted=accepted, emitted=accepted + 1, draft_s=0.0, verify_s=0.0
         )
-    usage = Usage(5, counters.emitted, counters.accepted, counters.drafted - counters.accepted)
-    found = speculative_decoding(counters.summary(1.0), usage)
+    found = speculative_decoding(counters.summary(1.0))
     histogram = found["acceptance_histogram"]
     drafted = [cycle for cycle in cycles if cycle[0] > 0]
     assert min(histogram) >= 0

@@ -1,0 +1,215 @@
+"""Past outputs of a replica's sessions, in which later sessions of the same tenant look up continuations.
+
+Text is kept apart by tenant and `cache_salt`: a session is only ever compared with text of its own key. It is
+forgotten with its session: when that is deleted, when it expires, and when the store no longer has it because
+another replica deleted it. Memory is bounded per tenant and in all; the oldest text goes first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from gammaray.types import DrafterKind
+from orchestrator.access.caller import tenant_of
+from orchestrator.cycle.session import Session
+from orchestrator.drafting.matches import Match
+from orchestrator.drafting.suffix_index import SEPARATOR, Context, SuffixIndex
+
+__all__ = ["BLOCK", "MAX_ENTRY", "MIN_ENTRY", "Corpus"]
+
+BLOCK = 16_384
+"""Tokens per block, for which memory is taken and given back; a key has at least one block."""
+
+MIN_ENTRY = 8
+"""Outputs of fewer tokens are not kept: there is nothing in them to propose."""
+
+MAX_ENTRY = 16_000
+"""Latest tokens of an output that are kept: adding them takes a few milliseconds of the event loop."""
+
+LEAD = 8
+"""Tokens of the prompt that are kept before an output, so that its start can be found."""
+
+CHECK_PAGE = 200
+"""Sessions per question to the store."""
+
+Key = tuple[str, str]
+"""Tenant and `cache_salt`."""
+
+
+@dataclass(eq=False)
+class _Shelf:
+    """The text of one key."""
+
+    key: Key
+    index: SuffixIndex = field(default_factory=lambda: SuffixIndex(BLOCK))
+    entries: deque[_Entry] = field(default_factory=deque)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.index.num_blocks * BLOCK
+
+    def drop_erased(self) -> None:
+        """Drop the blocks in which no entry is left."""
+        while self.entries and self.entries[0].is_erased:
+            self.entries.popleft()
+        while self.entries and self.index.oldest_stop <= self.entries[0].start:
+            self.index.drop_oldest()
+
+
+@dataclass(eq=False)
+class _Entry:
+    """The output of one turn: positions [start, stop) of its shelf; `number` tells the older of two."""
+
+    session_id: str
+    shelf: _Shelf
+    start: int
+    stop: int
+    number: int
+    is_erased: bool = False
+
+
+@dataclass
+class _Outputs:
+    """What is held of one session."""
+
+    expires: float
+    entries: list[_Entry] = field(default_factory=list)
+
+
+class Corpus:
+    """Past outputs, shared by the sessions of a replica; implements TextDrafter for all of them.
+
+    Args:
+        max_tokens: Upper bound of tokens in all. Memory is taken in blocks of `BLOCK` tokens of 20 bytes.
+        tenant_share: Share of these that one tenant may have, where keys name tenants.
+        ttl_s: Seconds until the outputs of a session are dropped, from its last turn on.
+        now: Clock, in seconds.
+    """
+
+    kind = DrafterKind.SUFFIX
+
+    def __init__(
+        self,
+        max_tokens: int,
+        tenant_share: float,
+        ttl_s: float,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_tokens, self._tenant_share = max_tokens, tenant_share
+        self._ttl_s, self._now = ttl_s, now
+        self._shelves: dict[Key, _Shelf] = {}
+        self._outputs: OrderedDict[str, _Outputs] = OrderedDict()  # by expiry, the next one first
+        self._numbers = itertools.count()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens for which memory is held."""
+        return sum(shelf.num_tokens for shelf in self._shelves.values())
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions of which outputs are held."""
+        return len(self._outputs)
+
+    def key_of(self, session: Session) -> Key:
+        """Return the key that separates a session's text from that of others."""
+        return tenant_of(session.session_id), session.cache_salt
+
+    def add(self, session: Session) -> None:
+        """Keep the output of a turn that has ended."""
+        self._drop_expired()
+        key, name = self.key_of(session), session.session_id
+        bound = round(self._max_tokens * self._tenant_share) if key[0] else self._max_tokens
+        if session.num_emitted < MIN_ENTRY or bound < BLOCK:
+            return
+        shelf = self._shelves.setdefault(key, _Shelf(key))
+        start = max(0, len(session.prompt) - LEAD, session.num_committed - MAX_ENTRY)
+        entry_start = shelf.index.end
+        shelf.index.extend([*session.token_ids[start:], SEPARATOR])
+        entry = _Entry(name, shelf, entry_start, shelf.index.end, next(self._numbers))
+        shelf.entries.append(entry)
+        outputs = self._outputs.setdefault(name, _Outputs(0.0))
+        outputs.entries.append(entry)
+        outputs.expires = self._now() + self._ttl_s
+        self._outputs.move_to_end(name)
+        shelves = list(self._shelves.values())
+        self._shrink([shelf for shelf in shelves if shelf.key[0] == key[0]], bound)
+        self._shrink(shelves, self._max_tokens)
+
+    def look_up(self, session: Session, depth: int, context: Context | None = None) -> Match | None:
+        """Return what followed the session's latest tokens in past outputs of its tenant and salt.
+
+        Args:
+            session: The session.
+            depth: Upper bound of tokens.
+            context: The session's latest tokens, if the caller has them.
+        """
+        self._drop_expired()
+        shelf = self._shelves.get(self.key_of(session))
+        if shelf is None:
+            return None
+        return shelf.index.look_up(context or Context.of(session.token_ids), depth)
+
+    def forget(self, session_id: str) -> None:
+        """Erase the outputs of a session, by its qualified name."""
+        outputs = self._outputs.pop(session_id, None)
+        for entry in outputs.entries if outputs else ():
+            entry.shelf.index.erase(entry.start, entry.stop)
+            entry.is_erased = True
+            self._drop_erased(entry.shelf)
+
+    async def forget_missing(self, exist: Callable[[Sequence[str]], Awaitable[Sequence[bool]]]) -> None:
+        """Erase the outputs of sessions that no longer exist.
+
+        Args:
+            exist: Returns, for each qualified name, whether there is such a session.
+
+        Raises:
+            GammarayError: As `exist` does; what is known by then is erased.
+        """
+        self._drop_expired()
+        names = list(self._outputs)
+        for start in range(0, len(names), CHECK_PAGE):
+            page = names[start : start + CHECK_PAGE]
+            for name, is_there in zip(page, await exist(page), strict=True):
+                if not is_there:
+                    self.forget(name)
+
+    def _drop_expired(self) -> None:
+        now = self._now()
+        while self._outputs:
+            name, outputs = next(iter(self._outputs.items()))
+            if outputs.expires > now:
+                return
+            self.forget(name)
+
+    def _drop_erased(self, shelf: _Shelf) -> None:
+        shelf.drop_erased()
+        if not shelf.entries:
+            self._shelves.pop(shelf.key, None)
+
+    def _shrink(self, shelves: list[_Shelf], max_tokens: int) -> None:
+        """Drop the blocks of the oldest entries until the shelves are within a bound."""
+        excess = sum(shelf.num_tokens for shelf in shelves) - max_tokens
+        while excess > 0:
+            shelf = min((shelf for shelf in shelves if shelf.entries), key=lambda one: one.entries[0].number)
+            before = shelf.num_tokens
+            shelf.index.drop_oldest()
+            for entry in self._lost_entries(shelf):
+                outputs = self._outputs[entry.session_id]
+                outputs.entries.remove(entry)
+                if not outputs.entries:
+                    del self._outputs[entry.session_id]
+            self._drop_erased(shelf)
+            excess -= before - (shelf.num_tokens if shelf.entries else 0)
+
+    def _lost_entries(self, shelf: _Shelf) -> Iterator[_Entry]:
+        """Take the entries off a shelf whose tokens are all dropped; yield those that were not erased."""
+        while shelf.entries and shelf.entries[0].stop <= shelf.index.start:
+            entry = shelf.entries.popleft()
+            if not entry.is_erased:
+                yield entry

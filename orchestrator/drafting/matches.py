@@ -1,0 +1,67 @@
+"""What drafters without a model have in common: they look the latest tokens up in text that is known.
+
+Their proposals are functions of tokens that are known before the cycle, never of the noise of a future token.
+Each token's distribution is a point mass, so every verification method stays exact: where the target samples,
+its token matches or not; rejection accepts y with probability p(y), and otherwise draws from p without y.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from gammaray.types import DrafterKind, Proposal, SparseDistribution
+from orchestrator.cycle.session import Session
+
+__all__ = ["Match", "TextDrafter", "to_proposal"]
+
+
+@dataclass(frozen=True)
+class Match:
+    """A chain of tokens that a look-up found.
+
+    Args:
+        kind: Kind of the drafter that found it.
+        token_ids: The chain, at least one token.
+        length: Latest tokens of the session that occur before the chain in the text where it was found.
+        probabilities: The drafter's own estimate, per token, that it follows the ones before; 1.0 where the
+            drafter has none.
+    """
+
+    kind: DrafterKind
+    token_ids: tuple[int, ...]
+    length: int
+    probabilities: tuple[float, ...]
+
+    @property
+    def expected_tokens(self) -> float:
+        """Expected number of accepted tokens, if the probabilities are right."""
+        paths: Iterator[float] = itertools.accumulate(self.probabilities, operator.mul)
+        return sum(paths)
+
+
+class TextDrafter(Protocol):
+    """Finds continuations in known text. A look-up runs on the event loop: it takes microseconds.
+
+    Attributes:
+        kind: Kind of the matches.
+    """
+
+    kind: DrafterKind
+
+    def look_up(self, session: Session, depth: int) -> Match | None:
+        """Return a continuation of at most `depth` tokens; None if nothing is found.
+
+        One drafter serves one session: the session's tokens are those of the last call with more appended.
+        """
+
+
+def to_proposal(match: Match, session: Session) -> Proposal:
+    """Return a match as a proposal, with the distributions that the session's verification needs."""
+    distributions = None
+    if session.needs_draft_distributions:
+        distributions = tuple(SparseDistribution((token_id,), (2,), 1) for token_id in match.token_ids)
+    return Proposal(match.token_ids, draft_distributions=distributions, drafter=match.kind)

@@ -1,0 +1,110 @@
+"""Predicted outputs: proposes the tokens of a text that the request expects the completion to resemble.
+
+A pointer follows the completion through the prediction. Where the completion deviates, the pointer is lost
+until the latest two tokens occur in the prediction again; of several places the one nearest to where the
+pointer would be is taken, as edits are mostly local.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+
+from gammaray.types import DrafterKind, GenerationRequest
+from orchestrator.cycle.session import Session
+from orchestrator.drafting.matches import Match
+from orchestrator.text.tokenizer import Tokenizer
+
+__all__ = ["MIN_MATCH", "PredictionDrafter", "prediction_ids"]
+
+MIN_MATCH = 2
+"""Tokens that must match for the pointer to be set again; a single one occurs by chance."""
+
+LONGEST = 64
+"""Upper bound of the tokens that are compared where the pointer is set again."""
+
+_TOKEN_BYTES = 4
+
+
+async def prediction_ids(request: GenerationRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the token ids of a request's prediction, empty without one; a thread encodes long texts."""
+    if not request.prediction:
+        return ()
+    return await tokenizer.ids_of(request.prediction, is_start=False)
+
+
+class PredictionDrafter:
+    """Follows the completion of one session through its prediction; implements TextDrafter.
+
+    Args:
+        prediction: Token ids of the prediction.
+    """
+
+    kind = DrafterKind.PREDICTION
+
+    def __init__(self, prediction: Sequence[int]) -> None:
+        self._prediction = tuple(prediction)
+        self._packed = _packed(self._prediction)
+        self._num_seen = 0
+        self._pointer = 0  # where the next token is expected
+        self._length = 0  # tokens before the pointer that match
+        self._is_lost = False
+
+    def look_up(self, session: Session, depth: int) -> Match | None:
+        """Return the tokens after the pointer; None while it is lost, and at the end of the prediction."""
+        start = len(session.prompt)
+        for token_id in session.token_ids[start + self._num_seen :]:
+            self._follow(token_id)
+        self._num_seen = session.num_emitted
+        if self._is_lost and session.num_emitted >= MIN_MATCH:
+            self._find(session.token_ids[max(start, session.num_committed - LONGEST) :])
+        found = self._prediction[self._pointer : self._pointer + depth]
+        if self._is_lost or not found:
+            return None
+        return Match(self.kind, found, self._length, (1.0,) * len(found))
+
+    def _follow(self, token_id: int) -> None:
+        """Advance by one token of the completion; while lost, by one of the prediction as well."""
+        matches = self._prediction[self._pointer : self._pointer + 1] == (token_id,)
+        self._is_lost = self._is_lost or not matches
+        self._length = 0 if self._is_lost else self._length + 1
+        self._pointer += 1
+
+    def _find(self, emitted: Sequence[int]) -> None:
+        """Set the pointer after the nearest occurrence of the latest tokens."""
+        wanted = _packed(emitted[-MIN_MATCH:])
+        near = max(0, self._pointer - MIN_MATCH) * _TOKEN_BYTES
+        places = [*_first(self._places_from(wanted, near)), *_first(self._places_before(wanted, near))]
+        if not places:
+            return
+        place = min(places, key=lambda at: abs(at - near))
+        self._pointer, self._is_lost = place // _TOKEN_BYTES + MIN_MATCH, False
+        limit = min(self._pointer, len(emitted))
+        self._length = MIN_MATCH
+        while self._length < limit and (
+            self._prediction[self._pointer - self._length - 1] == emitted[-self._length - 1]
+        ):
+            self._length += 1
+
+    def _places_from(self, wanted: bytes, start: int) -> Iterator[int]:
+        """Yield the byte offsets of tokens at or after `start` where the wanted ones begin, nearest first."""
+        at = self._packed.find(wanted, start)
+        while at >= 0:
+            if at % _TOKEN_BYTES == 0:
+                yield at
+            at = self._packed.find(wanted, at + 1)
+
+    def _places_before(self, wanted: bytes, stop: int) -> Iterator[int]:
+        at = self._packed.rfind(wanted, 0, stop + len(wanted) - 1)
+        while at >= 0:
+            if at % _TOKEN_BYTES == 0:
+                yield at
+            at = self._packed.rfind(wanted, 0, at + len(wanted) - 1)
+
+
+def _first(places: Iterator[int]) -> list[int]:
+    return [at for at in (next(places, None),) if at is not None]
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)

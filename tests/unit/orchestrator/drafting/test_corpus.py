@@ -1,0 +1,265 @@
+"""Past outputs: whose text is proposed to whom, when it is forgotten, and how much is held."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from gammaray.types import DrafterKind, SamplingParams, VerificationMethod
+from orchestrator.cycle.session import Session
+from orchestrator.drafting.corpus import BLOCK, CHECK_PAGE, MAX_ENTRY, MIN_ENTRY, Corpus
+from orchestrator.drafting.suffix_decoding import SuffixDrafter
+
+TTL_S = 100.0
+PROMPT = (1, 2, 3, 4)
+
+
+class NoText:
+    def push(self, token_id):
+        return False
+
+    def take(self, *, final):
+        return ""
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 1000.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def session_of(name, emitted=(), salt="", prompt=PROMPT):
+    params = SamplingParams(seed=1)
+    method = VerificationMethod.COUPLED
+    session = Session(name, tuple(prompt), params, method, 2**20, NoText(), cache_salt=salt)
+    session.commit(list(emitted))
+    return session
+
+
+def corpus_of(max_tokens=64 * BLOCK, tenant_share=0.5, clock=None, kind=Corpus):
+    return kind(max_tokens, tenant_share, TTL_S, clock or Clock())
+
+
+def text_of(seed, size=64):
+    """Return tokens that no other seed has."""
+    return [10_000 * (seed + 1) + index for index in range(size)]
+
+
+def proposed(corpus, name, text, salt=""):
+    """Return what is proposed to a session that has emitted the first half of a text."""
+    match = corpus.look_up(session_of(name, text[: len(text) // 2], salt), 4)
+    return match and list(match.token_ids)
+
+
+class BlindToTenants(Corpus):
+    """A mutant: one tenant's text is shared with the others."""
+
+    def key_of(self, session):
+        return "", session.cache_salt
+
+
+class BlindToSalts(Corpus):
+    """A mutant: the salt is ignored."""
+
+    def key_of(self, session):
+        return super().key_of(session)[0], ""
+
+
+def leaks(kind):
+    """Return the proposals to sessions of 3 tenants x 3 salts that hold a token of another one's text.
+
+    All texts have the same two tokens between any two of their own, so that contexts occur everywhere.
+    """
+    corpus, chance, found = corpus_of(kind=kind), random.Random(3), []
+    owners = list(itertools.product(("", "one:", "two:"), ("", "a", "b")))
+
+    def text(owner):
+        own = 100 * (owners.index(owner) + 1)
+        return [token for _ in range(30) for token in (7, 8, own + chance.randrange(4))]
+
+    for number in range(60):
+        owner = owners[number % len(owners)]
+        corpus.add(session_of(f"{owner[0]}{number}", text(owner), owner[1]))
+    for owner in owners:
+        for drafter in (corpus, SuffixDrafter(corpus)):
+            match = drafter.look_up(session_of(f"{owner[0]}new", [5, 7, 8], owner[1]), 6)
+            assert match is not None
+            own = {7, 8, *range(100 * (owners.index(owner) + 1), 100 * (owners.index(owner) + 2))}
+            found += [match.token_ids] if not own.issuperset(match.token_ids) else []
+    return found
+
+
+def test_no_text_reaches_another_tenant_or_salt():
+    assert leaks(Corpus) == []
+
+
+@pytest.mark.parametrize("mutant", [BlindToTenants, BlindToSalts])
+def test_text_that_reaches_another_tenant_or_salt_is_detected(mutant):
+    assert leaks(mutant)
+
+
+def test_corpus_proposes_past_outputs_with_their_counts():
+    corpus = corpus_of()
+    for name, last in (("t:1", 50), ("t:2", 51), ("t:3", 50)):
+        corpus.add(session_of(name, [*range(10, 20), last, 60, 61]))
+    match = corpus.look_up(session_of("t:new", [15, 16, 17, 18, 19]), 8)
+    assert (match.kind, match.token_ids, match.length) == (DrafterKind.SUFFIX, (50, 60, 61), 5)
+    assert match.probabilities == (2 / 3, 1.0, 1.0)
+
+
+def test_corpus_finds_the_start_of_an_output_by_the_end_of_its_prompt():
+    corpus = corpus_of()
+    corpus.add(session_of("t:1", text_of(0), prompt=range(100, 150)))
+    match = corpus.look_up(session_of("t:2", prompt=(1, 147, 148, 149)), 3)
+    assert list(match.token_ids) == text_of(0)[:3]
+
+
+def test_short_outputs_are_not_kept_and_long_ones_from_their_end():
+    corpus = corpus_of()
+    corpus.add(session_of("t:1", text_of(0, MIN_ENTRY - 1)))
+    assert (corpus.num_sessions, corpus.num_tokens) == (0, 0)
+    text = [10 + index for index in range(MAX_ENTRY + 100)]
+    corpus.add(session_of("t:2", text))
+    assert proposed(corpus, "t:3", text[:100]) is None
+    assert proposed(corpus, "t:3", text[-100:]) == text[-50:-46]
+
+
+def test_a_session_is_forgotten_with_all_its_turns():
+    corpus = corpus_of()
+    corpus.add(session_of("t:1", text_of(0)))
+    corpus.add(session_of("t:2", text_of(1)))
+    corpus.add(session_of("t:1", text_of(2)))
+    corpus.forget("t:1")
+    corpus.forget("t:unknown")
+    assert [proposed(corpus, "t:9", text_of(seed)) for seed in (0, 2)] == [None, None]
+    assert proposed(corpus, "t:9", text_of(1)) == text_of(1)[32:36]
+    corpus.forget("t:2")
+    assert (corpus.num_sessions, corpus.num_tokens) == (0, 0)
+
+
+def test_outputs_expire_with_the_last_turn_of_their_session():
+    clock = Clock()
+    corpus = corpus_of(clock=clock)
+    corpus.add(session_of("t:1", text_of(0)))
+    corpus.add(session_of("t:2", text_of(1)))
+    clock.now_s += TTL_S / 2
+    corpus.add(session_of("t:1", text_of(2)))
+    clock.now_s += TTL_S / 2
+    found = [proposed(corpus, "t:9", text_of(seed)) for seed in range(3)]
+    assert found == [text_of(0)[32:36], None, text_of(2)[32:36]]
+    clock.now_s += TTL_S / 2
+    assert proposed(corpus, "t:9", text_of(0)) is None
+    assert (corpus.num_sessions, corpus.num_tokens) == (0, 0)
+
+
+async def test_sessions_that_the_store_does_not_have_are_forgotten():
+    corpus, pages = corpus_of(), []
+    names = [f"t:{number}" for number in range(CHECK_PAGE + 50)]
+    for number, name in enumerate(names):
+        corpus.add(session_of(name, text_of(number, MIN_ENTRY)))
+
+    async def exist(page):
+        pages.append(len(page))
+        return [int(name.removeprefix("t:")) % 2 == 0 for name in page]
+
+    await corpus.forget_missing(exist)
+    assert pages == [CHECK_PAGE, 50]
+    for number in (0, 1, CHECK_PAGE, CHECK_PAGE + 49):
+        text = text_of(number, MIN_ENTRY)
+        assert proposed(corpus, "t:9", text) == (None if number % 2 else text[4:8])
+    assert corpus.num_sessions == len(names) / 2
+
+
+def test_the_oldest_text_goes_first_when_a_tenant_has_its_share():
+    corpus = corpus_of(max_tokens=8 * BLOCK, tenant_share=0.5)
+    texts = [text_of(seed, 4000) for seed in range(30)]
+    for number, text in enumerate(texts):
+        corpus.add(session_of(f"t:{number}", text, salt=str(number % 2)))
+        assert corpus.num_tokens <= 4 * BLOCK
+    kept = [proposed(corpus, "t:9", text[:100], str(n % 2)) is not None for n, text in enumerate(texts)]
+    assert kept[::2] == sorted(kept[::2])
+    assert kept[1::2] == sorted(kept[1::2])
+    assert 6 <= sum(kept) <= 16
+    assert corpus.num_sessions <= sum(kept) + 2  # of the oldest of each salt a part may be left
+
+
+def test_the_oldest_text_of_all_tenants_goes_first():
+    corpus = corpus_of(max_tokens=4 * BLOCK, tenant_share=0.5)
+    for number in range(8):
+        corpus.add(session_of(f"tenant{number}:s", text_of(number)))
+        assert corpus.num_tokens <= 4 * BLOCK
+    found = [proposed(corpus, f"tenant{number}:x", text_of(number)) is not None for number in range(8)]
+    assert found == [False] * 4 + [True] * 4
+    assert corpus.num_sessions == 4
+
+
+def test_text_of_unnamed_callers_may_take_all_memory():
+    corpus = corpus_of(max_tokens=4 * BLOCK, tenant_share=0.25)
+    for number in range(30):
+        corpus.add(session_of(str(number), text_of(number, 4000)))
+    assert corpus.num_tokens == 4 * BLOCK
+
+
+def test_a_corpus_without_memory_keeps_nothing():
+    corpus = corpus_of(max_tokens=0)
+    corpus.add(session_of("t:1", text_of(0)))
+    assert (corpus.num_tokens, proposed(corpus, "t:2", text_of(0))) == (0, None)
+
+
+def test_random_use_stays_within_bounds_and_forgets_what_it_must():
+    """Sessions come, go on, are forgotten and expire; the text of those that are gone is never proposed."""
+    clock, chance = Clock(), random.Random(11)
+    corpus = corpus_of(max_tokens=6 * BLOCK, tenant_share=0.5, clock=clock)
+    texts = {}
+    for number in range(400):
+        name = f"{chance.choice('ab')}:{chance.randrange(60)}"
+        clock.now_s += chance.random() * 5
+        if chance.random() < 0.2:
+            corpus.forget(name)
+            texts[name] = []
+        else:
+            text = text_of(number, chance.randrange(MIN_ENTRY, 6000))
+            corpus.add(session_of(name, text))
+            texts.setdefault(name, []).append((clock.now_s, text))
+        assert corpus.num_tokens <= 6 * BLOCK
+    own = [token for at in texts for _, text in texts[at] for token in text]
+    assert len(own) == len(set(own))
+    alive = 0
+    for number in range(400):
+        start = text_of(number, 8)
+        for tenant in "ab":
+            match = corpus.look_up(session_of(f"{tenant}:new", start[:4]), 4)
+            holders = [
+                name
+                for name, kept in texts.items()
+                if any(text[:8] == start for _, text in kept)
+                and max(at for at, _ in kept) + TTL_S > clock.now_s
+            ]
+            alive += match is not None
+            assert match is None or [name[0] for name in holders] == [tenant]
+    assert alive > 10
+
+
+def test_suffix_drafter_prefers_the_more_promising_continuation():
+    corpus = corpus_of()
+    corpus.add(session_of("t:1", [10, 11, 12, 13, 20, 21, 22, 23]))
+    drafter = SuffixDrafter(corpus)
+    session = session_of("t:2", [12, 13, 30, 31, 10, 11, 12, 13])
+    match = drafter.look_up(session, 4)
+    assert (match.token_ids, match.length) == ((20, 21, 22, 23), 4)
+    session.commit([30, 31])  # the session's own text goes on now
+    assert drafter.look_up(session, 2).token_ids == (10, 11)
+    assert SuffixDrafter().look_up(session, 2).token_ids == (10, 11)
+    assert SuffixDrafter(corpus).look_up(session_of("t:3", [98, 99]), 4) is None
+
+
+def test_suffix_drafter_grows_as_if_built_at_once():
+    chance = random.Random(2)
+    session, grown = session_of("t:1"), SuffixDrafter()
+    for _ in range(60):
+        session.commit([chance.randrange(6) for _ in range(chance.randrange(1, 9))])
+        assert grown.look_up(session, 5) == SuffixDrafter().look_up(session, 5)

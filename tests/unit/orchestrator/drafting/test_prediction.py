@@ -1,0 +1,139 @@
+"""Predicted outputs: where the pointer is, and that proposals leave every verification method exact."""
+
+from __future__ import annotations
+
+import pytest
+from cycle_helpers import PROMPT, make_session
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gammaray.types import DrafterKind, GenerationRequest, VerificationMethod
+from orchestrator.drafting.matches import Match, to_proposal
+from orchestrator.drafting.prediction import PredictionDrafter, prediction_ids
+from orchestrator.text.tokenizer import LONG_TEXT, Tokenizer, resolve_model
+
+TEXT = (10, 11, 12, 13, 14, 15, 16, 17)
+
+
+def session_with(emitted, **options):
+    session = make_session(**options)
+    session.token_ids = [*PROMPT, *emitted]
+    return session
+
+
+def look_up(prediction, emitted, depth=3):
+    match = PredictionDrafter(prediction).look_up(session_with(emitted), depth)
+    return match and (match.token_ids, match.length)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "emitted", "expected"),
+    [
+        pytest.param(TEXT, [], ((10, 11, 12), 0), id="start"),
+        pytest.param(TEXT, [10, 11], ((12, 13, 14), 2), id="follows"),
+        pytest.param(TEXT, TEXT, None, id="end"),
+        pytest.param(TEXT, TEXT[:-1], ((17,), 7), id="last"),
+        pytest.param((), [], None, id="no-prediction"),
+        pytest.param(TEXT, [99], None, id="lost"),
+        pytest.param(TEXT, [10, 99], None, id="lost-later"),
+        pytest.param(TEXT, [10, 99, 12], None, id="one-token-is-not-enough"),
+        pytest.param(TEXT, [10, 99, 12, 13], ((14, 15, 16), 2), id="substituted"),
+        pytest.param(TEXT, [10, 11, 98, 99, 12, 13], ((14, 15, 16), 2), id="inserted"),
+        pytest.param(TEXT, [10, 11, 14, 15], ((16, 17), 2), id="deleted"),
+        pytest.param(TEXT, [98, 99, 10, 11, 12], ((13, 14, 15), 3), id="preamble"),
+        pytest.param(TEXT, [14, 15, 10, 11], ((12, 13, 14), 2), id="moved-back"),
+        pytest.param((1, 2, 5, 3, 1, 2, 6, 3, 1, 2, 7), [1, 9, 5, 3, 1, 2], ((6, 3, 1), 4), id="nearest"),
+        pytest.param((1, 2, 5, 0, 0, 0, 0, 0, 1, 2, 7), [0, 9, 1, 2], ((5, 0, 0), 2), id="nearest-before"),
+        pytest.param((1, 2, 5, 9, 1, 2, 6), [8, 8, 1, 2], ((6,), 2), id="forward-of-equals"),
+        pytest.param((257, 1, 256, 7), [9, 1, 256], ((7,), 2), id="bytes-of-two-tokens"),
+        pytest.param((256, 65536, 256), [9, 1, 256], None, id="bytes-across-tokens-do-not-match"),
+    ],
+)
+def test_prediction_proposes_what_follows_the_pointer(prediction, emitted, expected):
+    assert look_up(prediction, emitted) == expected
+
+
+@given(st.lists(st.integers(0, 3), max_size=30), st.lists(st.integers(0, 3), max_size=40), st.integers(1, 6))
+def test_prediction_pointer_is_that_of_a_search_by_brute_force(prediction, emitted, depth):
+    """One call per emitted token, as in plain decoding."""
+    drafter, pointer, length, is_lost = PredictionDrafter(prediction), 0, 0, False
+    for end in range(len(emitted) + 1):
+        if end:
+            is_lost = is_lost or prediction[pointer : pointer + 1] != [emitted[end - 1]]
+            pointer, length = pointer + 1, 0 if is_lost else length + 1
+        if is_lost and end >= 2:
+            places = [
+                at
+                for at in range(2, len(prediction) + 1)
+                if prediction[at - 2 : at] == emitted[end - 2 : end]
+            ]
+            near = max(2, pointer)
+            if places:
+                pointer = min(places, key=lambda at: (abs(at - near), at < near))
+                is_lost, length = False, 2
+                while (
+                    length < min(pointer, end)
+                    and prediction[pointer - length - 1] == emitted[end - length - 1]
+                ):
+                    length += 1
+        found = drafter.look_up(session_with(emitted[:end]), depth)
+        wanted = tuple(prediction[pointer : pointer + depth])
+        assert found == (
+            None
+            if is_lost or not wanted
+            else Match(DrafterKind.PREDICTION, wanted, length, (1.0,) * len(wanted))
+        )
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=50), st.randoms(use_true_random=False))
+def test_prediction_that_comes_true_is_proposed_throughout(prediction, chance):
+    drafter, end = PredictionDrafter(prediction), 0
+    while end < len(prediction):
+        match = drafter.look_up(session_with(prediction[:end]), 4)
+        assert (match.token_ids, match.length) == (tuple(prediction[end : end + 4]), end)
+        end += chance.randint(1, 7)
+
+
+def test_prediction_is_found_again_after_a_long_deviation_and_a_takeover():
+    """A new drafter, as after a takeover, sees all emitted tokens at once."""
+    prediction = list(range(100, 400))
+    emitted = [*prediction[:50], *range(1000, 1200), *prediction[120:140]]
+    drafter = PredictionDrafter(prediction)
+    for end in range(len(emitted) + 1):
+        match = drafter.look_up(session_with(emitted[:end]), 5)
+    assert match.token_ids == tuple(prediction[140:145])
+    assert look_up(prediction, emitted, 5) == (match.token_ids, match.length) == (tuple(range(240, 245)), 20)
+
+
+@pytest.mark.parametrize("method", VerificationMethod)
+def test_match_becomes_a_proposal_with_the_distributions_that_verification_needs(method):
+    session = session_with([], method=method)
+    match = PredictionDrafter(TEXT).look_up(session, 2)
+    proposal = to_proposal(match, session)
+    assert (proposal.token_ids, proposal.parents, proposal.drafter) == (
+        (10, 11),
+        None,
+        DrafterKind.PREDICTION,
+    )
+    if method is VerificationMethod.REJECTION:
+        found = [(d.token_ids, d.weights, 2**d.weight_bits) for d in proposal.draft_distributions]
+        assert found == [((10,), (2,), 2), ((11,), (2,), 2)]
+    else:
+        assert proposal.draft_distributions is None
+
+
+def test_match_expects_the_tokens_of_its_probabilities():
+    assert Match(DrafterKind.SUFFIX, (1, 2, 3), 2, (0.5, 1.0, 0.5)).expected_tokens == 1.25
+
+
+async def test_prediction_ids_are_those_of_the_text_without_special_tokens():
+    tokenizer = Tokenizer(resolve_model("demo"))
+    text = "def read(path):\n"
+    expected = tuple(tokenizer.encode(text, is_start=False))
+    assert await prediction_ids(GenerationRequest("x", prediction=text), tokenizer) == expected
+    assert await prediction_ids(GenerationRequest("x", prediction=(4, 5)), tokenizer) == (4, 5)
+    assert await prediction_ids(GenerationRequest("x"), tokenizer) == ()
+    long = text * (LONG_TEXT // len(text) + 1)
+    assert await prediction_ids(GenerationRequest("x", prediction=long), tokenizer) == tuple(
+        tokenizer.encode(long, is_start=False)
+    )
