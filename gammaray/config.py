@@ -346,6 +346,12 @@ class OrchestratorSettings(_ServingSettings):
         "", description="Comma-separated host:port of draft workers, in addition to the registry's."
     )
     max_gamma: int = Field(8, ge=0, le=64, description="Upper bound of an adaptive gamma.")
+    max_text_gamma: int = Field(
+        24,
+        ge=0,
+        le=64,
+        description="Upper bound of an adaptive gamma for proposals that are looked up in text; 0: none are.",
+    )
     max_nodes: int = Field(
         32, ge=0, le=256, description="Upper bound of an adaptive proposal's nodes; up to 1: chains only."
     )

@@ -11,12 +11,14 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from gammaray.aio import end_tasks
 from gammaray.config import OrchestratorSettings
 from gammaray.errors import CancelledError, GammarayError, NotFoundError
 from gammaray.security.tls import tls_files
 from gammaray.telemetry.otel import Telemetry
 from gammaray.types import (
     Chunk,
+    DrafterKind,
     FinishReason,
     GenerationRequest,
     ProcessStatus,
@@ -26,9 +28,11 @@ from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.cycle.handover import SessionHandover
 from orchestrator.cycle.pipeline import run_cycles
 from orchestrator.cycle.types import Cycle
+from orchestrator.drafting.choice import AdaptiveChoice, FixedChoice
 from orchestrator.drafting.factory import Drafting
-from orchestrator.drafting.fallback import FallbackDrafter
-from orchestrator.sessions.leases import LeaseManager
+from orchestrator.drafting.prediction import prediction_ids
+from orchestrator.drafting.session_drafter import SessionDrafter
+from orchestrator.sessions.leases import LeaseManager, repeat
 from orchestrator.sessions.lifecycle import OpenSession, SessionManager, check_request
 from orchestrator.sessions.management import SessionCalls
 from orchestrator.sessions.progress import ChunkBuilder
@@ -52,6 +56,9 @@ _log = logging.getLogger(__name__)
 
 SETTLE_S = 3.0
 """Seconds that `start` waits for known workers to connect."""
+
+FORGET_PERIOD_S = 5.0
+"""Seconds between two checks for sessions that another replica deleted, whose outputs are forgotten."""
 
 HANDOVER_PERIOD = 4
 """Cycles between two writes of a session's handover."""
@@ -90,6 +97,7 @@ class Orchestrator:
         self.meter = OrchestratorMeter()
         self.tracing = Tracing(Telemetry("orchestrator"), records, self.model_name)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._upkeep: asyncio.Task[None] | None = None
         self.fleet = Fleet(
             RedisRegistry(redis),
             tokenizer.vocab_size,
@@ -100,9 +108,10 @@ class Orchestrator:
         )
         self._opener = SessionManager(self.store, tokenizer, self._check_model)
         self._drafting = Drafting(settings, self.fleet.drafts, tokenizer.vocab_size)
+        self.corpus = self._drafting.corpus
         self._board = StatusBoard(self.meter, self.admission, self.fleet, redis, self.model_name)
         self.leases = LeaseManager(self.store, self.fleet.release)
-        self.sessions = SessionCalls(self.store, tokenizer, self.fleet.release, records)
+        self.sessions = SessionCalls(self.store, tokenizer, self._release, records)
 
     @classmethod
     async def start(cls, settings: OrchestratorSettings) -> Orchestrator:
@@ -125,12 +134,15 @@ class Orchestrator:
             raise
         orchestrator._fit_context()
         orchestrator.leases.start()
+        orchestrator._upkeep = asyncio.create_task(
+            repeat(orchestrator._forget_missing, FORGET_PERIOD_S), name="forgetting of deleted sessions"
+        )
         return orchestrator
 
     @property
     def plain_cycle_s(self) -> float | None:
         """Estimated seconds of a cycle at gamma 0; None while unknown."""
-        return self._drafting.plain_cycle_s
+        return self._drafting.costs.plain_cycle_s
 
     @property
     def num_requests(self) -> int:
@@ -179,7 +191,8 @@ class Orchestrator:
                     yield deliver(chunk)
             if session.finish_reason is not None:
                 return
-            turn = stack.enter_context(self._turn(opened, progress, span))
+            prediction = await prediction_ids(opened.request, self.tokenizer)
+            turn = stack.enter_context(self._turn(opened, progress, span, prediction))
             cycles = await stack.enter_async_context(contextlib.aclosing(turn.run_cycles()))
             try:
                 async for cycle in cycles:
@@ -203,15 +216,17 @@ class Orchestrator:
             if opened.ended is None and not progress.has_ended:
                 self.leases.let_go(opened.session)
 
-    def _turn(self, opened: OpenSession, progress: ChunkBuilder, span: RequestSpan) -> _RunningTurn:
+    def _turn(
+        self, opened: OpenSession, progress: ChunkBuilder, span: RequestSpan, prediction: Sequence[int]
+    ) -> _RunningTurn:
         settings, session = self._settings, opened.session
         spec = session_spec(session, self.tokenizer.eos_token_ids, shares_caches=settings.prefix_caching)
-        drafter = self._drafting.ladder(session, opened.request, spec)
+        drafter, controller = self._drafting.open(session, opened.request, spec, prediction)
         verifier = RemoteVerifier(
             self.fleet.targets, spec, timeout_s=settings.verify_timeout_s, wait_s=settings.worker_wait_s
         )
         cycle_log = self.tracing.cycle_log(session, span, self._in_background)
-        return _RunningTurn(self, opened, progress, drafter, verifier, cycle_log)
+        return _RunningTurn(self, opened, progress, drafter, controller, verifier, cycle_log)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, with the special tokens that the tokenizer prepends.
@@ -247,6 +262,8 @@ class Orchestrator:
 
     async def close(self) -> None:
         """Close every connection; requests in flight fail with UnavailableError."""
+        if self._upkeep is not None:
+            await end_tasks(self._upkeep)
         await self._board.stop()
         await self.fleet.close()
         await self.leases.close()
@@ -258,6 +275,15 @@ class Orchestrator:
         if identity:
             wait_s = max(0.0, min(left_s, self._settings.worker_wait_s))
             await check_served(self.fleet.targets, session_id, identity, wait_s)
+
+    def _release(self, session_id: str, epoch: int, *, forget: bool = False) -> None:
+        """Release a session on all workers; with `forget` its outputs are no longer proposed either."""
+        if forget:
+            self.corpus.forget(session_id)
+        self.fleet.release(session_id, epoch, forget=forget)
+
+    async def _forget_missing(self) -> None:
+        await self.corpus.forget_missing(self.store.exist)
 
     def _fit_context(self) -> None:
         """Limit the context to the workers', which may be configured below the model's."""
@@ -285,7 +311,8 @@ class _RunningTurn:
         service: The orchestrator.
         opened: The session, after its replay.
         progress: Makes the chunks.
-        drafter: Proposes, and chooses gamma.
+        drafter: Proposes.
+        controller: Chooses the drafter and gamma.
         verifier: Verifies.
         cycle_log: Log of the cycles.
     """
@@ -295,16 +322,20 @@ class _RunningTurn:
         service: Orchestrator,
         opened: OpenSession,
         progress: ChunkBuilder,
-        drafter: FallbackDrafter,
+        drafter: SessionDrafter,
+        controller: AdaptiveChoice | FixedChoice,
         verifier: RemoteVerifier,
         cycle_log: CycleLog,
     ) -> None:
         self._service, self._session, self._request = service, opened.session, opened.request
         self._progress, self._cycle_log = progress, cycle_log
-        self._drafter, self._verifier = drafter, verifier
+        self._drafter, self._controller, self._verifier = drafter, controller, verifier
         self._error: BaseException | None = None
-        drafter.recall(opened.handover)
-        verifier.prefer(opened.session, opened.handover.target)
+        handover = opened.handover
+        if isinstance(controller, AdaptiveChoice) and DrafterKind.MODEL in handover.acceptance:
+            controller.recall(handover.acceptance[DrafterKind.MODEL])
+        drafter.prefer(opened.session, handover.draft)
+        verifier.prefer(opened.session, handover.target)
 
     def run_cycles(self) -> AsyncGenerator[Cycle, None]:
         """Return the iterator of the turn's cycles."""
@@ -314,7 +345,7 @@ class _RunningTurn:
             self._drafter,
             FencedVerifier(self._verifier, store.renew),
             store,
-            self._drafter,
+            self._controller,
             self._cycle_log.observe,
         )
 
@@ -325,6 +356,7 @@ class _RunningTurn:
         self._service.meter.cycle(cycle, plain_cycle_s)
         if cycle.finish_reason is not None:
             self._end_caches()
+            self._service.corpus.add(self._session)
         chunk = self._progress.chunk(cycle, plain_cycle_s)
         if self._progress.counters.cycles % HANDOVER_PERIOD == 1:
             self._session.state = self._handover()
@@ -347,12 +379,15 @@ class _RunningTurn:
             self._verifier.release(session)
 
     def _handover(self) -> bytes:
+        controller = self._controller
         return SessionHandover(
             counters=self._progress.counters,
             elapsed_s=self._progress.elapsed_s,
-            acceptance=self._drafter.acceptance,
+            acceptance={DrafterKind.MODEL: controller.acceptance}
+            if isinstance(controller, AdaptiveChoice)
+            else {},
             target=self._verifier.address,
-            draft=self._drafter.draft_address,
+            draft=self._drafter.address,
         ).to_bytes()
 
     def __enter__(self) -> _RunningTurn:

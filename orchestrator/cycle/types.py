@@ -164,6 +164,7 @@ class Shape:
         reason: Why the controller chose it.
         is_fallback: Whether the drafter that the request allows cannot propose.
         stop_threshold: A chain ends before a token whose estimated acceptance probability is lower; 0: never.
+        drafter: Kind of the drafter that proposes.
     """
 
     depth: int
@@ -171,6 +172,7 @@ class Shape:
     reason: str = field(default="", compare=False)
     is_fallback: bool = field(default=False, compare=False)
     stop_threshold: float = field(default=0.0, compare=False)
+    drafter: DrafterKind = field(default=DrafterKind.MODEL, compare=False)
 
     @property
     def is_tree(self) -> bool:

@@ -1,14 +1,22 @@
-"""Creates the drafter of a session with its gamma controllers; a replica's sessions share cost statistics."""
+"""Creates the drafters and the gamma controller of a session; a replica's sessions share their statistics."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from gammaray.config import OrchestratorSettings
 from gammaray.types import DrafterKind, GenerationRequest, VerificationMethod
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
-from orchestrator.cycle.protocols import GammaController
 from orchestrator.cycle.session import Session
-from orchestrator.drafting.fallback import FallbackDrafter
+from orchestrator.drafting.choice import AdaptiveChoice, FixedChoice
+from orchestrator.drafting.corpus import Corpus
+from orchestrator.drafting.matches import TextDrafter
+from orchestrator.drafting.prediction import PredictionDrafter
+from orchestrator.drafting.prompt_lookup import PromptLookup
+from orchestrator.drafting.session_drafter import SessionDrafter
+from orchestrator.drafting.suffix_decoding import SuffixDrafter
+from orchestrator.drafting.text_gamma import TextGamma
 from orchestrator.gamma.adaptive import AdaptiveGamma
 from orchestrator.gamma.cost_model import CostModel
 from orchestrator.gamma.fixed import FixedGamma, Reason
@@ -25,6 +33,10 @@ class Drafting:
         settings: Deadlines and bounds.
         pool: The draft workers.
         vocab_size: Vocabulary size of the target.
+
+    Attributes:
+        costs: Costs and acceptance over all sessions.
+        corpus: Past outputs, in which later sessions of the same tenant look up continuations.
     """
 
     def __init__(
@@ -34,40 +46,72 @@ class Drafting:
         vocab_size: int,
     ) -> None:
         self._settings, self._pool, self._vocab_size = settings, pool, vocab_size
-        self.costs = {DrafterKind.MODEL: CostModel(), DrafterKind.NGRAM: CostModel()}
+        self.costs = CostModel()
+        # Proposals from past outputs are a shared cache: without prefix caching nothing is shared.
+        max_tokens = settings.max_corpus_tokens if settings.prefix_caching else 0
+        self.corpus = Corpus(max_tokens, settings.max_tenant_corpus_share, settings.session_ttl_s)
 
-    @property
-    def plain_cycle_s(self) -> float | None:
-        """Estimated seconds of a cycle at gamma 0; None while unknown."""
-        found = (costs.plain_cycle_s for costs in self.costs.values())
-        return next((seconds for seconds in found if seconds is not None), None)
+    def open(
+        self,
+        session: Session,
+        request: GenerationRequest,
+        spec: pb.SessionSpec,
+        prediction: Sequence[int] = (),
+    ) -> tuple[SessionDrafter, AdaptiveChoice | FixedChoice]:
+        """Return the drafters of a session and the controller that chooses among them.
 
-    def ladder(self, session: Session, request: GenerationRequest, spec: pb.SessionSpec) -> FallbackDrafter:
-        """Return the drafter and controller of a session."""
-        remote = RemoteDrafter(
-            self._pool,
-            spec,
-            timeout_s=self._settings.propose_timeout_s,
-            prefill_timeout_s=self._settings.verify_timeout_s,
-            vocab_size=self._vocab_size,
-        )
-        if request.drafter is DrafterKind.NONE:
-            plain = FixedGamma(0, self.costs[DrafterKind.MODEL], reason=Reason.NO_DRAFTER)
-            return FallbackDrafter(session, DrafterKind.NONE, remote, {DrafterKind.NONE: plain})
-        controllers = {rung: self._controller(rung, request) for rung in self.costs}
-        return FallbackDrafter(session, request.drafter, remote, controllers)
-
-    def _controller(self, rung: DrafterKind, request: GenerationRequest) -> GammaController:
-        policy, costs = request.gamma, self.costs[rung]
+        Args:
+            session: The session.
+            request: Says which drafter is allowed, and bounds gamma.
+            spec: Session parameters for the draft worker.
+            prediction: Token ids of the request's prediction.
+        """
+        settings, policy, allowed = self._settings, request.gamma, request.drafter
+        remote = None
+        if allowed is DrafterKind.MODEL:
+            remote = RemoteDrafter(
+                self._pool,
+                spec,
+                timeout_s=settings.propose_timeout_s,
+                prefill_timeout_s=settings.verify_timeout_s,
+                vocab_size=self._vocab_size,
+            )
+        max_text = policy.fixed or policy.max_gamma or settings.max_text_gamma
+        texts = self._texts(allowed, prediction) if max_text > 0 else []
+        drafter = SessionDrafter(remote, texts, max_text)
+        if allowed is DrafterKind.NONE:
+            plain = FixedGamma(0, self.costs, reason=Reason.NO_DRAFTER)
+            return drafter, FixedChoice(session, drafter, allowed, plain)
         if policy.fixed is not None:
-            return FixedGamma(policy.fixed, costs, policy.max_nodes)
-        # Only coupled verification takes trees, at any temperature; prompt lookup proposes chains.
-        takes_trees = request.verification is VerificationMethod.COUPLED and rung is DrafterKind.MODEL
+            fixed = FixedGamma(policy.fixed, self.costs, policy.max_nodes)
+            return drafter, FixedChoice(session, drafter, allowed, fixed)
+        text = TextGamma(max_text, self.costs)
+        return drafter, AdaptiveChoice(session, drafter, allowed, self._model(request), text, self.costs)
+
+    def _texts(self, allowed: DrafterKind, prediction: Sequence[int]) -> list[TextDrafter]:
+        """Return the text drafters that a request may use; a draft model may be replaced by any of them."""
+        is_any = allowed is DrafterKind.MODEL
+        texts: list[TextDrafter] = []
+        if prediction and (is_any or allowed is DrafterKind.PREDICTION):
+            texts.append(PredictionDrafter(prediction))
+        if is_any or allowed is DrafterKind.SUFFIX:
+            texts.append(SuffixDrafter(self.corpus))
+        if is_any or allowed is DrafterKind.NGRAM:
+            texts.append(PromptLookup())
+        return texts
+
+    def _model(self, request: GenerationRequest) -> AdaptiveGamma:
+        """Return the controller of the draft model's proposals."""
+        settings, policy = self._settings, request.gamma
+        # Only coupled verification takes trees, at any temperature.
+        takes_trees = request.verification is VerificationMethod.COUPLED
         # A chain with distributions costs the same number of forward passes wherever it ends.
-        ships_laws = request.verification is VerificationMethod.REJECTION and request.sampling.temperature > 0
+        sends_distributions = (
+            request.verification is VerificationMethod.REJECTION and request.sampling.temperature > 0
+        )
         return AdaptiveGamma(
-            policy.max_gamma or self._settings.max_gamma,
-            costs,
-            (policy.max_nodes or self._settings.max_nodes) if takes_trees else 0,
-            ends_early=rung is DrafterKind.MODEL and not ships_laws,
+            policy.max_gamma or settings.max_gamma,
+            self.costs,
+            (policy.max_nodes or settings.max_nodes) if takes_trees else 0,
+            ends_early=not sends_distributions,
         )

@@ -7,13 +7,11 @@ Reference: prompt lookup decoding (Saxena, 2023), arXiv 2304.04487 ("Inference w
 
 from __future__ import annotations
 
-from gammaray.errors import UnavailableError
-from gammaray.types import DrafterKind, Proposal
+from gammaray.types import DrafterKind
 from orchestrator.cycle.session import Session
-from orchestrator.cycle.types import Shape
-from orchestrator.drafting.matches import Match, to_proposal
+from orchestrator.drafting.matches import Match
 
-__all__ = ["NgramDrafter", "PromptLookup"]
+__all__ = ["PromptLookup"]
 
 LONGEST, SHORTEST = 4, 2
 """N-gram lengths that are looked up: the longest match wins; single tokens are no evidence."""
@@ -49,26 +47,3 @@ class PromptLookup:
             for length in range(SHORTEST, min(LONGEST, end) + 1):
                 self._ends[tuple(tokens[end - length : end])] = end
         self._num_indexed = len(tokens)
-
-
-class NgramDrafter:
-    """Prompt lookup as a drafter of its own; implements the cycle's Drafter."""
-
-    def __init__(self) -> None:
-        self._lookup = PromptLookup()
-
-    async def propose(self, session: Session, shape: Shape) -> Proposal:
-        """Return at most `shape.depth` tokens that followed an earlier occurrence of the latest tokens.
-
-        Raises:
-            UnavailableError: The latest tokens have not occurred before.
-        """
-        proposal = self.look_up(session, shape.depth)
-        if not proposal:
-            raise UnavailableError("the latest tokens have not occurred before")
-        return proposal
-
-    def look_up(self, session: Session, depth: int) -> Proposal:
-        """Return what followed an earlier occurrence of the latest tokens, empty if there is none."""
-        match = self._lookup.look_up(session, depth)
-        return Proposal(drafter=DrafterKind.NGRAM) if match is None else to_proposal(match, session)

@@ -53,6 +53,7 @@ class AdaptiveGamma:
 
     Attributes:
         acceptance: Acceptance of this session, shrunk towards that of the replica.
+        speed: Expected tokens per second of the last shape, under the sample that chose it; 0 while unknown.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class AdaptiveGamma:
         self.acceptance = AcceptanceEstimator(1.0 - RATE, prior_strength=STRENGTH, fleet=costs.acceptance)
         self._reach = AcceptanceEstimator(1.0 - RATE, prior_strength=STRENGTH, fleet=costs.reach)
         self._was_plain, self._num_drafting, self._largest = True, 0, math.inf
-        self._num_cycles = 0
+        self._num_cycles, self.speed = 0, 0.0
         self._shape: Shape | None = None
         self._renewed = 0
         self._expected: dict[Shape, float] = {}
@@ -102,6 +103,11 @@ class AdaptiveGamma:
         self._num_drafting = 0 if self._was_plain else self._num_drafting + 1
         self._largest = 1.0 if cycle.gamma == 0 else max(self._largest, float(cycle.num_drafted))
 
+    def skip(self) -> None:
+        """Note a cycle with another drafter, after which the draft model has to catch up."""
+        self._num_cycles += 1
+        self._was_plain, self._num_drafting = True, 0
+
     def _best(self, by_depth: list[float]) -> Shape:
         """Return the best shape under the current posterior sample."""
         costs = self._costs
@@ -117,7 +123,7 @@ class AdaptiveGamma:
             speed = (tokens - price * rows) / seconds
             if speed > highest and rows <= 2.0 * self._largest:
                 best, highest = shape, speed
-        stop = 0.0
+        self.speed, stop = highest, 0.0
         if best.depth > 1 and not best.is_tree and self._ends_early:
             # One more token pays if its probability exceeds its cost in tokens, those of others included.
             stop = min(1.0, (forward_s + row_s) * highest + price)

@@ -13,9 +13,11 @@ from __future__ import annotations
 import math
 import operator
 import random
+from collections import defaultdict
 from collections.abc import Sequence
 
 from gammaray.maths.acceptance import AcceptanceEstimator
+from gammaray.types import DrafterKind
 from orchestrator.cycle.types import Cycle
 from orchestrator.gamma.tree_model import TreeModel
 
@@ -83,6 +85,8 @@ _VARIANCE = tuple(deviation**2 for deviation in PRIOR_SD)
 class CostModel:
     """Seconds of a cycle, and the other statistics that the sessions of a replica share.
 
+    The proposal of a text drafter has rows, but no forwards of a draft model.
+
     A session's first cycle is left out, as it contains the prefill; so are cycles whose drafter failed. The
     first proposal after plain cycles measures the catch-up of the drafter; unless it took far longer than
     expected, the coefficients do not learn from it.
@@ -91,7 +95,8 @@ class CostModel:
         rng: Source of the posterior samples.
 
     Attributes:
-        acceptance: Acceptance over all sessions.
+        acceptance: Acceptance of the draft model's proposals over all sessions.
+        text_acceptance: Acceptance of text drafters' proposals over all sessions, by kind and match length.
         reach: How far chains get before the draft ends them, over all sessions.
         trees: Expected tokens of trees, over all sessions.
         draws: Standard normal draws, times `SCALE`, by which costs (all but the last one) and acceptance (the
@@ -106,6 +111,9 @@ class CostModel:
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self.acceptance = AcceptanceEstimator(FLEET_DECAY)
+        self.text_acceptance: defaultdict[tuple[DrafterKind, int], AcceptanceEstimator] = defaultdict(
+            lambda: AcceptanceEstimator(FLEET_DECAY)
+        )
         self.reach = AcceptanceEstimator(FLEET_DECAY, prior_alpha=SURE)
         self.trees = TreeModel(FLEET_DECAY)
         self.num_waiting = self.others_rows = self._catch_up = 0.0
@@ -153,15 +161,16 @@ class CostModel:
 
         Args:
             cycle: The cycle.
-            was_plain: Whether the session's previous cycle had no proposal.
+            was_plain: Whether the session's previous cycle had no proposal of the draft model.
         """
         tested, accepted = first_children(cycle)
         share = _share(cycle)
-        if tested:
-            self.acceptance.observe(tested, accepted)
-        elif cycle.gamma == 0:
+        is_model = cycle.shape.drafter is DrafterKind.MODEL
+        if cycle.gamma == 0 or not is_model:
             self._forget(share)
-        if cycle.num_drafted > 0 and not cycle.shape.is_tree:
+        elif tested:
+            self.acceptance.observe(tested, accepted)
+        if cycle.num_drafted > 0 and is_model and not cycle.shape.is_tree:
             self.reach.observe(cycle.num_drafted + stopped_early(cycle), cycle.num_drafted)
         self._clock += share
         if self._clock >= self._renewed_at + HOLD:
@@ -175,9 +184,9 @@ class CostModel:
         if self._num_cycles <= HOLD:
             return
         forwards = 0
-        if cycle.num_drafted > 0:
+        if cycle.num_drafted > 0 and is_model:
             forwards = cycle.shape.depth if cycle.shape.is_tree else cycle.num_drafted + stopped_early(cycle)
-        own = (1.0, float(cycle.num_drafted > 0), float(forwards), float(cycle.num_drafted))
+        own = (1.0, float(forwards > 0), float(forwards), float(cycle.num_drafted))
         self._fit(cycle, (*own, num_waiting, others_rows), share, was_plain)
 
     def _forget(self, share: float) -> None:
@@ -197,7 +206,7 @@ class CostModel:
             for i, variance in enumerate(_VARIANCE):
                 self.covariance[i][i] = variance * unit**2
         expected = _dot(x, self.mean)
-        if cycle.num_drafted > 0 and was_plain and seconds < SURPRISE * expected:
+        if x[1] > 0 and was_plain and seconds < SURPRISE * expected:
             extra = max(0.0, seconds - expected) / self.mean[0]
             self._catch_up += HOLD * RATE * (extra - self._catch_up)
             return

@@ -14,7 +14,7 @@ from gammaray.errors import GammarayError, UnavailableError
 from orchestrator.cycle.session import Session
 from orchestrator.storage.session_store import LEASE_S, RedisStore
 
-__all__ = ["LeaseManager"]
+__all__ = ["LeaseManager", "repeat"]
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class LeaseManager:
         """Start periodic renewing and reaping."""
         loops = ((self._renew_all, self._lease_s / 3), (self.reap_all, self._lease_s / 2))
         self._loops = [
-            asyncio.create_task(_repeat(work, period_s), name=f"leases: {work.__name__}")
+            asyncio.create_task(repeat(work, period_s), name=f"leases: {work.__name__}")
             for work, period_s in loops
         ]
 
@@ -113,7 +113,8 @@ class LeaseManager:
         task.add_done_callback(self._tasks.discard)
 
 
-async def _repeat(work: Callable[[], Coroutine[Any, Any, None]], period_s: float) -> None:
+async def repeat(work: Callable[[], Coroutine[Any, Any, None]], period_s: float) -> None:
+    """Run `work` about every `period_s` seconds, until cancelled; a failure is logged."""
     while True:
         await asyncio.sleep(period_s * random.uniform(0.8, 1.2))
         try:

@@ -14,32 +14,41 @@ from gammaray.types import DrafterKind, Proposal, TokenOrigin
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.cycle.run import run_cycle
 from orchestrator.cycle.types import Shape, Verdict
-from orchestrator.drafting.fallback import FallbackDrafter
+from orchestrator.drafting.choice import FixedChoice
+from orchestrator.drafting.prompt_lookup import PromptLookup
+from orchestrator.drafting.session_drafter import SessionDrafter
+from orchestrator.drafting.suffix_decoding import SuffixDrafter
+from orchestrator.gamma.cost_model import CostModel
+from orchestrator.gamma.fixed import FixedGamma
 from orchestrator.workers.drafter import Readiness
 
 pytestmark = pytest.mark.integration
 
-RUNGS = (DrafterKind.MODEL, DrafterKind.NGRAM)
+TEXTS = {DrafterKind.MODEL: PromptLookup, DrafterKind.NGRAM: PromptLookup, DrafterKind.SUFFIX: SuffixDrafter}
 
 
-def ladder_of(fleet, session, top=DrafterKind.MODEL, gamma=3, **options):
-    drafter, verifier = clients(fleet, session, **options)
-    return ladder_over(drafter, session, top, gamma), verifier
+def drafting_of(fleet, session, allowed=DrafterKind.MODEL, **options):
+    """Return drafter and controller of a session, and its verifier."""
+    remote, verifier = clients(fleet, session, **options)
+    return drafting_over(remote, session, allowed), verifier
 
 
-def ladder_over(drafter, session, top=DrafterKind.MODEL, gamma=3):
-    controllers = {rung: Steady(0 if rung is DrafterKind.NONE else gamma) for rung in DrafterKind}
-    return FallbackDrafter(session, top, drafter, controllers)
+def drafting_over(remote, session, allowed=DrafterKind.MODEL, gamma=None):
+    texts = [TEXTS[allowed]()] if allowed in TEXTS else []
+    drafter = SessionDrafter(remote if allowed is DrafterKind.MODEL else None, texts, 3)
+    gamma = gamma or FixedGamma(0 if allowed is DrafterKind.NONE else 3, CostModel())
+    return drafter, FixedChoice(session, drafter, allowed, gamma)
 
 
-async def one_cycle(session, ladder, verifier):
-    return await run_cycle(session, ladder, verifier, ladder)
+async def one_cycle(session, drafting, verifier):
+    drafter, controller = drafting
+    return await run_cycle(session, drafter, verifier, controller)
 
 
-async def run(session, ladder, verifier):
+async def run(session, drafting, verifier):
     cycles = []
     while session.finish_reason is None:
-        cycles.append(await one_cycle(session, ladder, verifier))
+        cycles.append(await one_cycle(session, drafting, verifier))
     return cycles
 
 
@@ -59,7 +68,7 @@ class Repeats:
 async def test_fallback_is_lossless_for_every_requested_drafter(top):
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         session = make_session(max_tokens=60)
-        cycles = await run(session, *ladder_of(fleet, session, top))
+        cycles = await run(session, *drafting_of(fleet, session, top))
         assert emitted(session) == continuation(PROMPT, 60)
         assert (len(draft.blocks) > 0) is (top is DrafterKind.MODEL)
         assert {cycle.drafter for cycle in cycles} <= {top, DrafterKind.NONE}
@@ -69,8 +78,8 @@ async def test_fallback_is_lossless_for_every_requested_drafter(top):
 async def test_fallback_prompt_lookup_is_accepted_in_repeating_text():
     async with fleet_of() as fleet:
         session = make_session(max_tokens=60, prompt=(0, 1, 2, 0, 1, 2))
-        ladder, _ = ladder_of(fleet, session)
-        cycles = await run(session, ladder, Repeats())
+        drafting, _ = drafting_of(fleet, session)
+        cycles = await run(session, drafting, Repeats())
         assert emitted_after(session, 6) == [i % 3 for i in range(60)]
         assert all(cycle.is_fallback for cycle in cycles)
         assert sum(cycle.num_accepted for cycle in cycles) > 30
@@ -84,17 +93,17 @@ def emitted_after(session, num_prompt):
 async def test_fallback_applies_in_the_cycle_that_loses_its_drafter_and_recovers():
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         session = make_session(max_tokens=100_000)
-        ladder, verifier = ladder_of(fleet, session, propose_timeout_s=30.0)
+        drafting, verifier = drafting_of(fleet, session, propose_timeout_s=30.0)
         for _ in range(5):
-            assert (await one_cycle(session, ladder, verifier)).drafter is DrafterKind.MODEL
+            assert (await one_cycle(session, drafting, verifier)).drafter is DrafterKind.MODEL
         await draft.stop()
-        lost = [await one_cycle(session, ladder, verifier) for _ in range(20)]
+        lost = [await one_cycle(session, drafting, verifier) for _ in range(20)]
         assert all(cycle.is_fallback for cycle in lost[1:])
         assert max(cycle.total_s for cycle in lost) < 30.0, "nobody waits for one that is gone"
         assert DrafterKind.MODEL not in {cycle.drafter for cycle in lost[1:]}
         await draft.start()
         deadline = time.monotonic() + 30
-        while (cycle := await one_cycle(session, ladder, verifier)).drafter is not DrafterKind.MODEL:
+        while (cycle := await one_cycle(session, drafting, verifier)).drafter is not DrafterKind.MODEL:
             assert time.monotonic() < deadline, "it never climbed back"
             await asyncio.sleep(0.01)
         assert not cycle.is_fallback
@@ -105,17 +114,17 @@ async def test_fallback_stopped_drafter_costs_one_deadline_and_is_used_when_it_r
     stop_pauses_ending(monkeypatch)
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         session = make_session(max_tokens=100_000)
-        ladder, verifier = ladder_of(fleet, session, propose_timeout_s=2.0)
+        drafting, verifier = drafting_of(fleet, session, propose_timeout_s=2.0)
         for _ in range(5):
-            await one_cycle(session, ladder, verifier)
+            await one_cycle(session, drafting, verifier)
         draft.runs.clear()
-        lost = [await one_cycle(session, ladder, verifier) for _ in range(30)]
+        lost = [await one_cycle(session, drafting, verifier) for _ in range(30)]
         assert all(cycle.is_fallback for cycle in lost)
         # The other cycles did not call it: they began with another drafter.
         assert [cycle.shape.is_fallback for cycle in lost] == [False] + [True] * 29
         draft.runs.set()
         start = time.monotonic()
-        while (await one_cycle(session, ladder, verifier)).drafter is not DrafterKind.MODEL:
+        while (await one_cycle(session, drafting, verifier)).drafter is not DrafterKind.MODEL:
             assert time.monotonic() - start < 30.0, "its late answers say that it goes on"
             await asyncio.sleep(0.01)
 
@@ -124,7 +133,7 @@ async def test_fallback_concurrent_failures_count_as_one():
     """Eight sessions that are late at the same time are one failure, not eight in a row: 30 s without."""
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         sessions = [make_session(f"s{index}", max_tokens=100_000) for index in range(8)]
-        pairs = [ladder_of(fleet, session, propose_timeout_s=0.2) for session in sessions]
+        pairs = [drafting_of(fleet, session, propose_timeout_s=0.2) for session in sessions]
 
         async def cycle_of_all():
             cycles = [one_cycle(s, *pair) for s, pair in zip(sessions, pairs, strict=True)]
@@ -142,7 +151,7 @@ async def test_fallback_concurrent_failures_count_as_one():
 async def test_fallback_backs_off_from_a_drafter_that_is_always_late():
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         sessions = [make_session(f"s{index}", max_tokens=100_000) for index in range(4)]
-        pairs = [ladder_of(fleet, session, propose_timeout_s=0.05) for session in sessions]
+        pairs = [drafting_of(fleet, session, propose_timeout_s=0.05) for session in sessions]
         draft.delay_s = 0.5
         start, cycles = time.monotonic(), 0
         while time.monotonic() - start < 4:
@@ -159,7 +168,7 @@ async def test_fallback_error_of_one_session_does_not_stop_the_others_or_another
         for draft in drafts[:1]:
             draft.on_block = lambda b, d=draft: d.result(b, error=pb.BlockError(code=13, message="broken"))
         sessions = [make_session(f"s{index}", max_tokens=200) for index in range(4)]
-        all_cycles = await asyncio.gather(*(run(s, *ladder_of(fleet, s)) for s in sessions))
+        all_cycles = await asyncio.gather(*(run(s, *drafting_of(fleet, s)) for s in sessions))
         for cycles in all_cycles:
             workers = {cycle.draft_worker for cycle in cycles if cycle.draft_worker}
             assert workers == {drafts[1].address}
@@ -172,16 +181,16 @@ async def test_fallback_uses_prompt_lookup_while_the_drafter_prefills():
         draft.runs.clear()
         session = make_session(max_tokens=2000, prompt=prompt)
         drafter, verifier = clients(fleet, session)
-        ladder = ladder_over(drafter, session)
-        cycles = [await one_cycle(session, ladder, verifier) for _ in range(4)]
+        drafting = drafting_over(drafter, session)
+        cycles = [await one_cycle(session, drafting, verifier) for _ in range(4)]
         assert cycles[0].drafter is DrafterKind.NGRAM
         assert not any(cycle.is_fallback for cycle in cycles)
         draft.runs.set()
         await until(lambda: drafter.prepare(session) is Readiness.READY)
-        assert (await one_cycle(session, ladder, verifier)).drafter is DrafterKind.MODEL
+        assert (await one_cycle(session, drafting, verifier)).drafter is DrafterKind.MODEL
 
 
-async def test_fallback_controller_learns_only_from_cycles_of_its_drafter():
+async def test_fallback_controller_learns_nothing_from_a_cycle_whose_drafter_failed():
     class Watching(Steady):
         def __init__(self, gamma):
             super().__init__(gamma)
@@ -196,15 +205,13 @@ async def test_fallback_controller_learns_only_from_cycles_of_its_drafter():
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         session = make_session(max_tokens=100_000)
         drafter, verifier = clients(fleet, session, propose_timeout_s=1.0)
-        controllers = {rung: Watching(3) for rung in RUNGS}
-        ladder = FallbackDrafter(session, DrafterKind.MODEL, drafter, controllers)
-        for _ in range(4):
-            await one_cycle(session, ladder, verifier)
+        watching = Watching(3)
+        drafting = drafting_over(drafter, session, gamma=watching)
+        before = [await one_cycle(session, drafting, verifier) for _ in range(4)]
         draft.on_block = lambda block: None
-        fell = await one_cycle(session, ladder, verifier)
-        below = await one_cycle(session, ladder, verifier)
-        assert len(controllers[DrafterKind.MODEL].seen) == 4
-        assert controllers[DrafterKind.NGRAM].seen == [below]
+        fell = await one_cycle(session, drafting, verifier)
+        below = await one_cycle(session, drafting, verifier)
+        assert watching.seen == [*before, below]
         assert fell.is_fallback
         assert below.shape.reason == "mine"
         assert below.shape.is_fallback
@@ -214,16 +221,16 @@ async def test_draining_workers_are_replaced_without_a_failure():
     roles = ("target", "target", "draft", "draft")
     async with scripted(*roles) as workers, fleet_of(*workers) as fleet:
         session = make_session(max_tokens=100_000)
-        ladder, verifier = ladder_of(fleet, session)
+        drafting, verifier = drafting_of(fleet, session)
         for _ in range(5):
-            await one_cycle(session, ladder, verifier)
+            await one_cycle(session, drafting, verifier)
         leaving = [worker for worker in workers if worker.blocks]
         assert {worker.role for worker in leaving} == {"target", "draft"}
         for worker in leaving:
             worker.is_draining = True
-        await one_cycle(session, ladder, verifier)  # whose answers bring the notice
+        await one_cycle(session, drafting, verifier)  # whose answers bring the notice
         seen = [len(worker.blocks) for worker in leaving]
-        after = [await one_cycle(session, ladder, verifier) for _ in range(5)]
+        after = [await one_cycle(session, drafting, verifier) for _ in range(5)]
         assert [len(worker.blocks) for worker in leaving] == seen
         assert not any(cycle.is_fallback for cycle in after)
         stayed = [worker.address for worker in workers if worker.role == "draft" and worker not in leaving]
@@ -235,23 +242,23 @@ async def test_draining_workers_are_replaced_without_a_failure():
 async def test_draining_of_the_only_target_is_unavailable_after_the_wait():
     async with scripted("target") as target, fleet_of(target) as fleet:
         session = make_session(max_tokens=100_000)
-        ladder, verifier = ladder_of(fleet, session, wait_s=0.3)
-        await one_cycle(session, ladder, verifier)
+        drafting, verifier = drafting_of(fleet, session, wait_s=0.3)
+        await one_cycle(session, drafting, verifier)
         target.is_draining = True
-        await one_cycle(session, ladder, verifier)
+        await one_cycle(session, drafting, verifier)
         with pytest.raises(UnavailableError, match=r"no target worker within 0\.3 s"):
-            await one_cycle(session, ladder, verifier)
+            await one_cycle(session, drafting, verifier)
 
 
 async def test_slow_target_is_replaced_at_its_deadline():
     async with scripted("target", "target") as targets, fleet_of(*targets) as fleet:
         session = make_session(max_tokens=100_000)
-        ladder, verifier = ladder_of(fleet, session, verify_timeout_s=2.0)
-        await one_cycle(session, ladder, verifier)
+        drafting, verifier = drafting_of(fleet, session, verify_timeout_s=2.0)
+        await one_cycle(session, drafting, verifier)
         (slow,) = [worker for worker in targets if worker.blocks]
         slow.on_block = lambda block: None
         start = time.monotonic()
-        await one_cycle(session, ladder, verifier)
+        await one_cycle(session, drafting, verifier)
         assert time.monotonic() - start < 20
         assert emitted(session) == continuation(PROMPT, session.num_emitted)
 

@@ -10,12 +10,16 @@ from cycle_helpers import make_session
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gammaray.errors import UnavailableError
-from gammaray.types import DrafterKind, SamplingParams, VerificationMethod
-from orchestrator.cycle.types import Shape
-from orchestrator.drafting.prompt_lookup import LONGEST, SHORTEST, NgramDrafter
+from gammaray.types import DrafterKind, Proposal, SamplingParams, VerificationMethod
+from orchestrator.drafting.matches import to_proposal
+from orchestrator.drafting.prompt_lookup import LONGEST, SHORTEST, PromptLookup
 from services.engine.sampling.noise import Noise
 from services.target.verification import verify
+
+
+def proposed(lookup, session, depth):
+    match = lookup.look_up(session, depth)
+    return Proposal() if match is None else to_proposal(match, session)
 
 
 def session_with(tokens, **options):
@@ -38,20 +42,21 @@ def session_with(tokens, **options):
     ],
 )
 def test_ngram_proposes_what_followed(tokens, depth, expected):
-    proposal = NgramDrafter().look_up(session_with(tokens), depth)
-    assert (proposal.token_ids, proposal.drafter) == (expected, DrafterKind.NGRAM)
+    proposal = proposed(PromptLookup(), session_with(tokens), depth)
+    assert proposal.token_ids == expected
+    assert proposal.drafter is (DrafterKind.NGRAM if expected else Proposal().drafter)
     assert proposal.parents is proposal.draft_distributions is None
 
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.integers(1, 8), st.integers(0, 2**32))
 def test_ngram_index_grows_as_if_built_at_once(tokens, depth, seed):
-    grown, session, chance = NgramDrafter(), session_with([]), random.Random(seed)
+    grown, session, chance = PromptLookup(), session_with([]), random.Random(seed)
     end = 0
     while end < len(tokens):
         end = min(len(tokens), end + chance.randint(1, 5))
         session.token_ids = tokens[:end]
-        proposal = grown.look_up(session, depth)
-        assert proposal == NgramDrafter().look_up(session, depth)
+        proposal = proposed(grown, session, depth)
+        assert proposal == proposed(PromptLookup(), session, depth)
         assert proposal.token_ids == slow_lookup(tokens[:end], depth)
 
 
@@ -63,19 +68,13 @@ def slow_lookup(tokens, depth):
     return ()
 
 
-async def test_ngram_as_a_drafter_says_when_it_has_nothing():
-    with pytest.raises(UnavailableError):
-        await NgramDrafter().propose(session_with([1, 2, 3]), Shape(4))
-    assert (await NgramDrafter().propose(session_with([1, 2, 3, 1, 2]), Shape(4))).token_ids == (3, 1, 2)
-
-
 @pytest.mark.statistical
 @pytest.mark.parametrize("method", VerificationMethod)
 def test_ngram_proposals_leave_the_targets_law(method):
     """The first emitted token has the target's law, whatever prompt lookup proposed (chi square, seeded)."""
     law = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05], dtype=torch.float64)
     session = session_with([2, 1, 0, 3, 2, 1], method=method)
-    proposal = NgramDrafter().look_up(session, 2)
+    proposal = proposed(PromptLookup(), session, 2)
     assert proposal.token_ids == (0, 3)
     assert (proposal.draft_distributions is not None) is (method is VerificationMethod.REJECTION)
     counts, samples = [0] * len(law), 1500

@@ -1,0 +1,90 @@
+"""The drafters of one session: a draft worker and look-ups in known text."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gammaray.errors import GammarayError
+from gammaray.types import DrafterKind, Proposal
+from orchestrator.cycle.session import Session
+from orchestrator.cycle.types import Shape
+from orchestrator.drafting.matches import Match, TextDrafter, to_proposal
+from orchestrator.workers.drafter import Readiness, RemoteDrafter
+
+__all__ = ["SessionDrafter"]
+
+_log = logging.getLogger(__name__)
+
+
+class SessionDrafter:
+    """Proposes by the drafter that a shape names; implements the cycle's Drafter.
+
+    If a draft worker fails, the cycle continues at once with the longest match in known text. Later cycles
+    do so while no draft worker is usable, and return to draft workers as soon as one is.
+
+    Args:
+        remote: Proposes through draft workers; None if the request does not allow it.
+        texts: Text drafters, of equally long matches the first one's is preferred.
+        max_gamma: Upper bound of the tokens of a match.
+    """
+
+    def __init__(self, remote: RemoteDrafter | None, texts: Sequence[TextDrafter], max_gamma: int) -> None:
+        self._remote, self._texts, self._max_gamma = remote, texts, max_gamma
+        self._matches: list[Match] = []
+        self._position = -1
+
+    def prepare(self, session: Session) -> Readiness:
+        """Return whether a draft worker can propose now."""
+        return Readiness.ABSENT if self._remote is None else self._remote.prepare(session)
+
+    def matches(self, session: Session) -> Sequence[Match]:
+        """Return what the text drafters find after the committed tokens; at most one match of each."""
+        if self._position != session.num_committed:
+            self._position = session.num_committed
+            found = (text.look_up(session, self._max_gamma) for text in self._texts)
+            self._matches = [match for match in found if match is not None]
+        return self._matches
+
+    async def propose(self, session: Session, shape: Shape) -> Proposal:
+        """Return the proposal of the drafter that `shape` names, empty if it has none.
+
+        The choice depends on past cycles, failures and committed tokens, never on the noise of a future
+        token, so all verification methods stay exact.
+        """
+        if self._remote is not None and shape.drafter is DrafterKind.MODEL:
+            try:
+                return await self._remote.propose(session, shape)
+            except GammarayError as error:
+                _log.debug("session %s continues without its draft worker: %s", session.session_id, error)
+            match = max(self.matches(session), key=lambda match: match.length, default=None)
+            return replace(_proposal(match, session, shape), is_fallback=True)
+        matches = (match for match in self.matches(session) if match.kind is shape.drafter)
+        return _proposal(next(matches, None), session, shape)
+
+    @property
+    def address(self) -> str:
+        """host:port of the draft worker in use, "" for none."""
+        return "" if self._remote is None else self._remote.address
+
+    def prefer(self, session: Session, address: str) -> None:
+        """Use the draft worker at an address if it is usable: it may hold the session's cache."""
+        if self._remote is not None:
+            self._remote.prefer(session, address)
+
+    def leave(self, session: Session) -> None:
+        """Detach from the draft worker, which keeps the session's cache; returns at once."""
+        if self._remote is not None:
+            self._remote.leave(session)
+
+    def release(self, session: Session) -> None:
+        """Release the session's cache on the draft worker; returns at once."""
+        if self._remote is not None:
+            self._remote.release(session)
+
+
+def _proposal(match: Match | None, session: Session, shape: Shape) -> Proposal:
+    if match is None:
+        return Proposal()
+    return to_proposal(replace(match, token_ids=match.token_ids[: shape.depth]), session)

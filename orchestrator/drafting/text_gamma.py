@@ -1,0 +1,97 @@
+"""Chooses among the matches of text drafters, and how many tokens of one are proposed.
+
+A match costs no forward of a draft model, only the rows that the target verifies. Its expected tokens come
+from the acceptance of earlier matches of the same kind and of similar length: a match of sixteen tokens is
+continued as before far more often than one of two.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+
+from gammaray.maths.acceptance import AcceptanceEstimator
+from gammaray.types import DrafterKind
+from orchestrator.cycle.types import Cycle, Shape
+from orchestrator.drafting.matches import Match
+from orchestrator.gamma.adaptive import STRENGTH
+from orchestrator.gamma.cost_model import RATE, CostModel, first_children
+from orchestrator.gamma.fixed import Reason
+
+__all__ = ["TextGamma"]
+
+LENGTHS = (2, 3, 4, 8, 16, 32)
+"""Lower bounds of the match lengths that share an acceptance: doubling, except for short matches."""
+
+_Class = tuple[DrafterKind, int]
+"""Kind of a match, and the class of its length."""
+
+
+class TextGamma:
+    """The text drafters' part of an adaptive gamma.
+
+    Args:
+        max_gamma: Upper bound of the tokens that are proposed.
+        costs: Shared by the sessions of this replica.
+    """
+
+    def __init__(self, max_gamma: int, costs: CostModel) -> None:
+        self._max_gamma, self._costs = max_gamma, costs
+        self._acceptance: dict[_Class, AcceptanceEstimator] = {}
+        self._played: _Class | None = None
+
+    def best(self, matches: Sequence[Match]) -> tuple[Shape, float]:
+        """Return the shape with the most expected tokens per second, gamma 0 included, and that speed.
+
+        The speed is 0 while no costs are known; then the longest match is proposed.
+        """
+        costs = self._costs
+        if not costs.is_known:
+            longest = max(matches, key=lambda match: match.length)
+            self._played = _class_of(longest)
+            return self._shape(longest.kind, len(longest.token_ids), Reason.FIRST), 0.0
+        sampled = costs.sample()
+        row_s, other_row_s = sampled[3], sampled[5]
+        plain_s = costs.plain_s(sampled)
+        price = costs.num_waiting * costs.tokens_per_s * other_row_s
+        best, highest = Shape(0, 0, Reason.BEST.value), 1.0 / plain_s
+        for match in matches:
+            tokens = reached = 1.0
+            for depth, probability in enumerate(self._sample_acceptance(match), 1):
+                reached *= probability
+                tokens += reached
+                speed = (tokens - price * depth) / (plain_s + row_s * depth)
+                if speed > highest:
+                    best, highest = self._shape(match.kind, depth, Reason.BEST), speed
+                    self._played = _class_of(match)
+        return best, highest
+
+    def observe(self, cycle: Cycle) -> None:
+        """Learn the acceptance of a proposed match; the cost model learns from the cycle separately."""
+        tested, accepted = first_children(cycle)
+        if self._played is not None and tested:
+            self._estimator(self._played).observe(tested, accepted)
+            self._costs.text_acceptance[self._played].observe(tested, accepted)
+
+    def _estimator(self, key: _Class) -> AcceptanceEstimator:
+        if key not in self._acceptance:
+            fleet = self._costs.text_acceptance[key]
+            self._acceptance[key] = AcceptanceEstimator(1.0 - RATE, prior_strength=STRENGTH, fleet=fleet)
+        return self._acceptance[key]
+
+    def _sample_acceptance(self, match: Match) -> list[float]:
+        """Return a posterior sample of the probability of acceptance, by depth."""
+        estimator = self._estimator(_class_of(match))
+        draw = self._costs.draws[-1] / math.sqrt(STRENGTH + sum(estimator.counts[1]))
+        return [
+            min(1.0, max(0.0, p + draw * math.sqrt(p * (1.0 - p))))
+            for p in estimator.by_depth(min(len(match.token_ids), self._max_gamma))
+        ]
+
+    def _shape(self, kind: DrafterKind, depth: int, reason: Reason) -> Shape:
+        return Shape(min(depth, self._max_gamma), 0, reason.value, drafter=kind)
+
+
+def _class_of(match: Match) -> _Class:
+    return match.kind, bisect.bisect_right(LENGTHS, match.length)
