@@ -166,6 +166,8 @@ async def _running(module: str, models: Sequence[str], threads: int) -> AsyncIte
         limit=_LINE_LIMIT,
         cwd=Path(__file__).parent.parent,
         env=environment,
+        # As the cluster: Linux divides the cores between sessions first (`sched_autogroup`).
+        start_new_session=True,
     )
     try:
         baselines = Baselines(process)

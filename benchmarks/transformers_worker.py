@@ -20,25 +20,29 @@ __all__ = ["Worker"]
 
 
 class Worker:
-    """Holds target and, unless its name is empty, draft in float32 and generates with each of the peers."""
+    """Holds target and, unless its name is empty, draft in float32 and generates with each of the peers.
+
+    Attributes:
+        tokenizer: That of the target.
+    """
 
     def __init__(self, target: str, draft: str, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._tokenizer = AutoTokenizer.from_pretrained(target)
+        self.tokenizer = AutoTokenizer.from_pretrained(target)
         self._target = _load(target)
         self._draft = _load(draft) if draft else None
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return one completion and its times; `request` is made by `Baselines.generate`."""
         prompt = request["prompt"]
-        token_ids = self._tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
+        token_ids = self.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
         ids = torch.tensor([token_ids])
         options: dict[str, Any] = {"max_new_tokens": request["max_tokens"], "do_sample": False}
         if request["temperature"] > 0:
             torch.manual_seed(request["seed"])
             options |= {"do_sample": True, "temperature": request["temperature"], "top_k": 0, "top_p": 1.0}
         # Without an end-of-sequence token `generate` goes on to max_new_tokens.
-        eos = None if request["ignore_eos"] else self._tokenizer.eos_token_id
+        eos = None if request["ignore_eos"] else self.tokenizer.eos_token_id
         for model in filter(None, (self._target, self._draft)):
             model.generation_config.eos_token_id = eos
         options |= self._peer(request["system"])
