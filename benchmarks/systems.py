@@ -12,15 +12,15 @@ REFERENCE = "generate"
 
 
 class Peer:
-    """`transformers`: `generate`, `assisted-N` or `lookup-N`."""
+    """A system of `Baselines`, by the name it has there."""
 
     def __init__(self, name: str, baselines: Baselines) -> None:
         self.name = name
         self._baselines = baselines
 
     async def sample(self, ask: Ask) -> Sample:
-        """Return one completion; its time is that of the `generate` call, in the peer's own process."""
+        """Return one completion; its times are taken in the process that generates."""
         made = await self._baselines.generate(
             self.name, ask.prompt, max_tokens=ask.max_tokens, temperature=ask.temperature, seed=ask.seed
         )
-        return Sample(made.token_ids, made.seconds)
+        return Sample(made.token_ids, made.seconds, made.arrivals, target_s=made.target_s)

@@ -1,6 +1,6 @@
 """The peers from `transformers`, served over stdin and stdout to `benchmarks.baselines`; one JSON per line.
 
-A process of its own, so that the arithmetic has its own threads and nothing of the benchmark runs beside it.
+A separate process, so that its arithmetic has its own threads and shares none with the benchmark.
 """
 
 from __future__ import annotations
@@ -11,37 +11,50 @@ import time
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.generation import BaseStreamer
 from transformers.utils import logging
 
 __all__ = ["Worker"]
 
 
 class Worker:
-    """Holds target and draft in float32 and generates with each of the peers."""
+    """Holds target and, unless its name is empty, draft in float32 and generates with each of the peers.
+
+    Attributes:
+        tokenizer: That of the target.
+    """
 
     def __init__(self, target: str, draft: str, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._tokenizer = AutoTokenizer.from_pretrained(target)
+        self.tokenizer = AutoTokenizer.from_pretrained(target)
         self._target = _load(target)
-        self._draft = _load(draft)
+        self._draft = _load(draft) if draft else None
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return token ids and seconds of one completion; `request` is made by `Baselines.generate`."""
-        ids = self._tokenizer(request["prompt"], return_tensors="pt").input_ids
+        """Return one completion and its times; `request` is made by `Baselines.generate`."""
+        prompt = request["prompt"]
+        token_ids = self.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
+        ids = torch.tensor([token_ids])
         options: dict[str, Any] = {"max_new_tokens": request["max_tokens"], "do_sample": False}
         if request["temperature"] > 0:
             torch.manual_seed(request["seed"])
             options |= {"do_sample": True, "temperature": request["temperature"], "top_k": 0, "top_p": 1.0}
         # Without an end-of-sequence token `generate` goes on to max_new_tokens.
-        eos = None if request["ignore_eos"] else self._tokenizer.eos_token_id
-        for model in (self._target, self._draft):
+        eos = None if request["ignore_eos"] else self.tokenizer.eos_token_id
+        for model in filter(None, (self._target, self._draft)):
             model.generation_config.eos_token_id = eos
         options |= self._peer(request["system"])
-        started = time.perf_counter()
-        out = self._target.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        seconds = time.perf_counter() - started
-        return {"token_ids": out[0, ids.size(1) :].tolist(), "seconds": seconds}
+        stream = _Stream()
+        out = self._target.generate(ids, attention_mask=torch.ones_like(ids), streamer=stream, **options)
+        seconds = time.perf_counter() - stream.started
+        return {
+            "number": request["number"],
+            "token_ids": out[0, ids.size(1) :].tolist(),
+            "seconds": seconds,
+            "arrivals": stream.arrivals,
+        }
 
     def _peer(self, system: str) -> dict[str, Any]:
         kind, _, gamma = system.partition("-")
@@ -49,13 +62,30 @@ class Worker:
             return {}
         if kind == "lookup":
             return {"prompt_lookup_num_tokens": int(gamma)}
-        if kind == "assisted":
+        if kind == "assisted" and self._draft is not None:
             config = self._draft.generation_config
             config.num_assistant_tokens = int(gamma)
             config.num_assistant_tokens_schedule = "constant"
             config.assistant_confidence_threshold = 0.0
             return {"assistant_model": self._draft}
-        raise ValueError(f"system: got {system!r}, allowed: generate, assisted-N, lookup-N")
+        raise ValueError(f"system: got {system!r}, allowed: generate, lookup-N, with a draft assisted-N")
+
+
+class _Stream(BaseStreamer):
+    """Records when `generate` passes on tokens; it first passes on the prompt."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.arrivals: list[tuple[float, int]] = []
+        self._is_prompt = True
+
+    def put(self, value: Tensor) -> None:
+        if not self._is_prompt:
+            self.arrivals.append((time.perf_counter() - self.started, value.numel()))
+        self._is_prompt = False
+
+    def end(self) -> None:
+        pass
 
 
 def _load(name: str) -> PreTrainedModel:

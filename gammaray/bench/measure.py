@@ -7,6 +7,7 @@ ratio is computed per repetition (sum of tokens / sum of seconds over its turns)
 from __future__ import annotations
 
 import asyncio
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -66,11 +67,12 @@ async def measure(
     repetitions: int,
     advance: Callable[[], None],
     concurrency: int = 1,
+    shuffle: random.Random | None = None,
 ) -> Samples:
     """Measure all systems, interleaved, and return their samples.
 
-    Each system first completes one short prompt unmeasured. The order rotates, so that no system always runs
-    after the same other one.
+    Each system first completes one short prompt unmeasured. The order of the systems rotates, so that none is
+    always the first, or is drawn anew for each turn.
 
     Args:
         systems: Systems to compare.
@@ -78,6 +80,7 @@ async def measure(
         repetitions: Number of repetitions.
         advance: Called after each completion, for a progress bar.
         concurrency: Completions in flight.
+        shuffle: Seeded generator that draws the order of the systems in each turn; None: the order rotates.
     """
     for system in systems:
         await system.sample(replace(asks[0], max_tokens=min(_WARM_UP_TOKENS, asks[0].max_tokens)))
@@ -86,7 +89,10 @@ async def measure(
     for repetition in range(repetitions):
         for i, load in enumerate(turns):
             first = (repetition * len(turns) + i) % len(systems)
-            for system in (*systems[first:], *systems[:first]):
+            order = [*systems[first:], *systems[:first]]
+            if shuffle is not None:
+                shuffle.shuffle(order)
+            for system in order:
                 samples[system.name][repetition].append(await _turn(system, load, concurrency, advance))
     return samples
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gammaray.client.async_client import AsyncClient
+from gammaray.client.request import GenerateOptions
 from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import ADAPTIVE, Chunk, GammaPolicy, SpeculationSummary, VerificationMethod
 
@@ -19,9 +20,12 @@ Arrival = tuple[float, int]
 
 @dataclass(frozen=True)
 class Ask:
-    """A requested completion; every system ignores end-of-sequence tokens."""
+    """A requested completion; every system ignores end-of-sequence tokens.
 
-    prompt: str
+    `prompt` is text, or token ids of the target's vocabulary.
+    """
+
+    prompt: str | tuple[int, ...]
     max_tokens: int
     temperature: float = 0.0
     seed: int = 0
@@ -36,12 +40,19 @@ class Sample:
         seconds: Time from the call to the last token.
         arrivals: Chunks with tokens, in order; empty for systems that do not stream.
         summary: Speculation summary; None for systems that do not report one.
+        decode_s: Seconds from the first chunk's completion at the server to the last arrival; None for
+            systems that do not report the former.
+        target_s: Seconds that the target computed in that time; None for systems that do not report them.
+        session_id: Session of the completion; empty for systems without sessions.
     """
 
     token_ids: tuple[int, ...]
     seconds: float
     arrivals: tuple[Arrival, ...] = ()
     summary: SpeculationSummary | None = None
+    decode_s: float | None = None
+    target_s: float | None = None
+    session_id: str = ""
 
     @property
     def first_token_s(self) -> float | None:
@@ -66,6 +77,8 @@ class Stack:
         gamma: In the format of `parse_gamma`.
         client: Connected to the cluster.
         verification: How proposed tokens are tested.
+        options: Further options of each request; they replace those above.
+        name: Name in results; empty: that of the gamma policy.
 
     Raises:
         InvalidArgumentError: `gamma` is malformed.
@@ -76,11 +89,15 @@ class Stack:
         gamma: int | str,
         client: AsyncClient,
         verification: VerificationMethod = VerificationMethod.COUPLED,
+        *,
+        options: GenerateOptions | None = None,
+        name: str = "",
     ) -> None:
-        self.name = stack_name(gamma)
+        self.name = name or stack_name(gamma)
         self._policy = parse_gamma(str(gamma))
         self._client = client
         self._verification = verification
+        self._options: GenerateOptions = options or {}
 
     async def sample(self, ask: Ask) -> Sample:
         """Return one completion; its time runs from the call to the last chunk.
@@ -91,24 +108,25 @@ class Stack:
         token_ids: list[int] = []
         arrivals: list[Arrival] = []
         last: Chunk | None = None
+        options: GenerateOptions = {
+            "max_tokens": ask.max_tokens,
+            "temperature": ask.temperature,
+            "seed": ask.seed,
+            "gamma": self._policy,
+            "verification": self._verification,
+            "ignore_eos": True,
+            "cache_salt": secrets.token_hex(8),  # A fresh salt prevents prefix cache hits.
+        }
+        options.update(self._options)
         started = time.perf_counter()
-        async for last in self._client.generate(
-            ask.prompt,
-            max_tokens=ask.max_tokens,
-            temperature=ask.temperature,
-            seed=ask.seed,
-            gamma=self._policy,
-            verification=self._verification,
-            ignore_eos=True,
-            cache_salt=secrets.token_hex(8),  # A fresh salt prevents prefix cache hits.
-        ):
+        async for last in self._client.generate(ask.prompt, **options):
             if last.tokens:
                 arrivals.append((time.perf_counter() - started, len(last.tokens)))
                 token_ids += [token.token_id for token in last.tokens]
         seconds = time.perf_counter() - started
         if last is None or last.summary is None:
             raise InternalError("the stream ended without a summary")
-        return Sample(tuple(token_ids), seconds, tuple(arrivals), last.summary)
+        return Sample(tuple(token_ids), seconds, tuple(arrivals), last.summary, session_id=last.session_id)
 
 
 def parse_gamma(text: str) -> GammaPolicy:

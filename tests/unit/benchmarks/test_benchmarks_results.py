@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import benchmarks.provenance
 from benchmarks.report import COMPARISON
 from gammaray.bench.compare import compare, load_result, warnings
 from gammaray.bench.provenance import provenance, write_result
@@ -58,6 +59,16 @@ def test_write_result_puts_the_header_before_the_figures(tmp_path: Path) -> None
     path = write_result("x", {"figure": 1}, tmp_path / "deep" / "x.json")
     assert list(json.loads(path.read_text())) == ["name", "provenance", "figure"]
     assert [p.name for p in path.parent.iterdir()] == ["x.json"]
+
+
+def test_results_of_one_day_do_not_overwrite_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmarks.provenance, "RESULTS", tmp_path)
+    paths = [benchmarks.provenance.write_result("x", {"figure": number}) for number in range(3)]
+    assert len(set(paths)) == 3
+    assert [json.loads(path.read_text())["figure"] for path in paths] == [0, 1, 2]
+    assert re.fullmatch(r"x-\d{4}-\d\d-\d\d-3\.json", paths[2].name)
 
 
 def test_compare_gives_new_over_old_per_system() -> None:

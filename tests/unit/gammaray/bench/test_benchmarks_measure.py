@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import time
 from dataclasses import replace
 from typing import Any
@@ -95,6 +96,23 @@ async def test_measure_interleaves_systems_prompt_by_prompt_in_rotating_order() 
     assert measured == [("a", "p"), ("b", "p"), ("b", "q"), ("a", "q")] * 2
     assert len(ticks) == 8
     assert {name: [len(r) for r in reps] for name, reps in result.items()} == {"a": [2, 2], "b": [2, 2]}
+
+
+async def test_measure_draws_the_order_of_each_turn_from_the_seed() -> None:
+    orders = []
+    for seed in (1, 1, 2):
+        cycle_log: list[tuple[str, str]] = []
+        systems = [FakeSystem(name, cycle_log) for name in "abc"]
+        asks = [Ask("p", 8), Ask("q", 8)]
+        result = await measure(systems, asks, 4, lambda: None, shuffle=random.Random(seed))
+        turns = [cycle_log[start : start + 3] for start in range(3, len(cycle_log), 3)]
+        # Every turn holds all systems once, on the same prompt.
+        assert [{system for system, _ in turn} for turn in turns] == [set("abc")] * 8
+        assert [prompt for turn in turns for _, prompt in turn] == list("pppqqq") * 4
+        assert {name: len(repetitions) for name, repetitions in result.items()} == dict.fromkeys("abc", 4)
+        orders.append(["".join(system for system, _ in turn) for turn in turns])
+    assert orders[0] == orders[1] != orders[2]
+    assert len(set(orders[0])) > 2
 
 
 def test_row_takes_the_ratio_within_each_repetition() -> None:

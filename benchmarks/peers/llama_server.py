@@ -1,0 +1,246 @@
+"""llama.cpp's server as a measured system: starts it, waits for the model, asks its /completion endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+
+from benchmarks.cluster import ClusterError, free_ports
+from gammaray.bench.systems import Arrival, Ask, Sample
+
+__all__ = ["LLAMA", "Llama", "connected_llama", "converted", "modes", "running_llama"]
+
+LLAMA = "llama.cpp"
+"""Name of its plain decoding."""
+
+_DRAFT_TOKENS = (4, 8)
+_START_TIMEOUT_S = 180.0
+_STOP_TIMEOUT_S = 10.0
+_ATTEMPTS = 3
+_ANSWER_TIMEOUT_S = 300.0
+_CONVERT_TIMEOUT_S = 600.0
+_POLL_S = 0.1
+_HOST = "127.0.0.1"
+
+
+def modes(draft: Path | None, threads: int) -> dict[str, list[str]]:
+    """Return the server's options of each of its systems, by name; those with a draft only if there is one.
+
+    `ngram-mod` and `ngram-cache` are left out: they remember earlier requests, so that repetitions of a
+    prompt would find its answer.
+    """
+    found: dict[str, list[str]] = {LLAMA: []}
+    for kind in ("ngram-simple", "ngram-map-k"):
+        found[f"{LLAMA}-{kind}"] = ["--spec-type", kind]
+    if draft is not None:
+        for count in _DRAFT_TOKENS:
+            options = ["-md", str(draft), "-td", str(threads), "--spec-draft-n-max", str(count)]
+            found[f"{LLAMA}-draft-{count}"] = ["--spec-type", "draft-simple", *options]
+    return found
+
+
+@asynccontextmanager
+async def running_llama(
+    binary: str, model: Path, options: Sequence[str], *, threads: int, slots: int, context: int
+) -> AsyncIterator[str]:
+    """Run a server on a free loopback port until the block ends, and yield its base URL.
+
+    Args:
+        binary: Path of llama-server.
+        model: GGUF file.
+        options: Further options of its command line.
+        threads: Arithmetic threads.
+        slots: Completions that it runs at once.
+        context: Tokens of prompt and completion that each slot can hold.
+
+    Raises:
+        ClusterError: It ended, or was not ready within three minutes.
+    """
+    common = ["-m", str(model), "-t", str(threads), "-tb", str(threads), "--no-webui"]
+    common += ["-np", str(slots), "-c", str(slots * context)]
+    with tempfile.TemporaryFile("w+") as output:
+        process, url = await _start(binary, [*common, *options], output)
+        try:
+            yield url
+        finally:
+            await _stop(process)
+
+
+class Llama:
+    """Completions of one server."""
+
+    def __init__(self, name: str, client: httpx.AsyncClient) -> None:
+        self.name = name
+        self._client = client
+
+    async def sample(self, ask: Ask) -> Sample:
+        """Return one completion; its time runs from the request to the last event of the stream.
+
+        Raises:
+            ClusterError: The server refused the request, or its stream ended early.
+        """
+        token_ids: list[int] = []
+        arrivals: list[Arrival] = []
+        last: Mapping[str, Any] = {}
+        started = time.perf_counter()
+        async with self._client.stream("POST", "/completion", json=_body(ask, stream=True)) as response:
+            if response.status_code != httpx.codes.OK:
+                raise ClusterError(f"{self.name}: {response.status_code} {(await response.aread()).decode()}")
+            async for event in _events(response):
+                if "error" in event:
+                    raise ClusterError(f"{self.name}: {event['error']}")
+                if new := event.get("tokens"):
+                    arrivals.append((time.perf_counter() - started, len(new)))
+                    token_ids += new
+                last = event
+        seconds = time.perf_counter() - started
+        if not last.get("stop"):
+            raise ClusterError(f"{self.name}: the stream ended before the completion")
+        if len(token_ids) < last["tokens_predicted"]:
+            # The stream leaves out tokens that end inside a UTF-8 character: ask for all of them, unmeasured.
+            arrivals.append((seconds, last["tokens_predicted"] - len(token_ids)))
+            token_ids = await self._token_ids(ask)
+        return Sample(tuple(token_ids[: ask.max_tokens]), seconds, tuple(_within(arrivals, ask.max_tokens)))
+
+    async def _token_ids(self, ask: Ask) -> list[int]:
+        response = await self._client.post("/completion", json=_body(ask, stream=False))
+        if response.status_code != httpx.codes.OK:
+            raise ClusterError(f"{self.name}: {response.status_code} {response.text}")
+        found: list[int] = response.json()["tokens"]
+        return found
+
+
+@asynccontextmanager
+async def connected_llama(name: str, url: str) -> AsyncIterator[Llama]:
+    """Yield the system of a running server."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=_ANSWER_TIMEOUT_S, limits=limits) as client:
+        yield Llama(name, client)
+
+
+def converted(script: str, model: str, folder: Path) -> Path:
+    """Return a GGUF file of a model directory, made with llama.cpp's convert_hf_to_gguf.py.
+
+    Raises:
+        ClusterError: The script failed or took longer than ten minutes.
+    """
+    out = folder / f"{Path(model).name}.gguf"
+    command = [sys.executable, script, model, "--outfile", str(out), "--outtype", "auto"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_CONVERT_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ClusterError(f"{script}: {error}") from None
+    if done.returncode != 0 or not out.exists():
+        raise ClusterError(f"{script} ended with code {done.returncode}\n{done.stderr[-2000:]}")
+    return out
+
+
+def _body(ask: Ask, *, stream: bool) -> dict[str, Any]:
+    """Return a request that samples from the model's distribution alone, or is greedy."""
+    greedy = ask.temperature == 0
+    prompt = ask.prompt if isinstance(ask.prompt, str) else list(ask.prompt)
+    return {
+        "prompt": prompt,
+        "n_predict": ask.max_tokens,
+        "temperature": ask.temperature,
+        "samplers": ["top_k"] if greedy else ["temperature"],
+        "top_k": 1 if greedy else 0,
+        "seed": ask.seed,
+        "ignore_eos": True,
+        "cache_prompt": False,
+        "return_tokens": True,
+        "stream": stream,
+    }
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    async for line in response.aiter_lines():
+        field, _, value = line.partition(":")
+        if field in ("data", "error") and value.strip() != "[DONE]":
+            event = json.loads(value)
+            yield {"error": event} if field == "error" else event
+
+
+def _within(arrivals: Sequence[Arrival], count: int) -> list[Arrival]:
+    """Return the arrivals of the first `count` tokens; the server may send a few more."""
+    kept: list[Arrival] = []
+    for at, tokens in arrivals:
+        if count <= 0:
+            break
+        kept.append((at, min(tokens, count)))
+        count -= tokens
+    return kept
+
+
+async def _start(
+    binary: str, options: Sequence[str], output: IO[str]
+) -> tuple[asyncio.subprocess.Process, str]:
+    """Start the server; try another port when it ends early, since its port may have been taken meanwhile."""
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    for _ in range(_ATTEMPTS):
+        (port,) = free_ports(1)
+        url = f"http://{_HOST}:{port}"
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(binary, "--host", _HOST, "--port", str(port), *options),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the server.
+            )
+        except OSError as error:
+            raise ClusterError(f"{binary}: {error}") from None
+        try:
+            if await _is_ready(process, url, deadline):
+                return process, url
+        except BaseException:
+            await _stop(process)
+            raise
+        if "bind" not in _tail(output):
+            break
+    raise ClusterError(f"{binary} ended with code {process.returncode}\n{_tail(output)}")
+
+
+async def _is_ready(process: asyncio.subprocess.Process, url: str, deadline: float) -> bool:
+    """Wait until the model is loaded; return False if the process ends before.
+
+    Raises:
+        ClusterError: The deadline has passed.
+    """
+    async with httpx.AsyncClient(timeout=2.0) as client:
+        while process.returncode is None:
+            try:
+                if (await client.get(f"{url}/health")).status_code == httpx.codes.OK:
+                    return True
+            except httpx.HTTPError:
+                pass
+            if time.monotonic() > deadline:
+                raise ClusterError(f"llama-server was not ready within {_START_TIMEOUT_S:.0f} s")
+            await asyncio.sleep(_POLL_S)
+    return False
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
+    except asyncio.TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def _tail(output: IO[str], num_lines: int = 30) -> str:
+    output.seek(0)
+    return "".join(output.readlines()[-num_lines:])

@@ -1,0 +1,311 @@
+"""The comparison: what is started, in what order it is asked, and the points of the result."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.baselines import running_baselines, running_engine
+from benchmarks.cluster import ClusterError
+from benchmarks.peers.figures import equality, figures, table
+from benchmarks.peers.llama_server import LLAMA, connected_llama, converted, modes, running_llama
+from benchmarks.peers.stacks import VARIANTS, TracedStack, running_stack
+from benchmarks.prompts import Task, load_tasks
+from benchmarks.systems import REFERENCE, Peer
+from gammaray import AsyncClient
+from gammaray.bench.measure import PLAIN, Samples, measure
+from gammaray.bench.systems import Ask, Stack, System
+from gammaray.bench.workloads import fingerprint
+from gammaray.errors import InvalidArgumentError
+from orchestrator.text.tokenizer import Tokenizer
+from services.engine.core.model import resolve_model
+
+__all__ = [
+    "ENGINE",
+    "Settings",
+    "compare",
+    "encode",
+    "has_changed_tokens",
+    "parts_of",
+    "plain_of",
+    "references",
+]
+
+ENGINE = "engine"
+"""gammaray's engine in one process, plain."""
+
+_LOOKUP = 8
+"""Tokens per prompt lookup, of transformers and of the engine; both take fewer at the end."""
+
+_ASSISTED = (4, 8)
+_SPARE = 64
+"""Positions of a slot of llama.cpp beyond prompt and completion, for drafts past the end."""
+
+ALL = "all"
+"""Name of a point that holds the prompts of all categories."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured; stands in the result file.
+
+    Attributes:
+        target: Directory or hub name, or "demo".
+        draft: Likewise; None: no drafts of a model.
+        categories: Of `benchmarks.prompts`.
+        num_prompts: Prompts per category.
+        max_tokens: Tokens per completion; end-of-sequence tokens are ignored.
+        repetitions: Values per figure.
+        temperatures: Temperatures to measure.
+        streams: Numbers of completions in flight to measure.
+        threads: Arithmetic threads of each model.
+        seed: Draws the order of the systems.
+        without: Systems to leave out.
+        llama_server: Path of llama-server; None: llama.cpp is not measured.
+        llama_convert: Path of convert_hf_to_gguf.py, needed for GGUF files that are not given.
+        gguf: The target for llama.cpp.
+        draft_gguf: The draft for llama.cpp.
+
+    Raises:
+        ValueError: A setting is not allowed.
+    """
+
+    target: str
+    draft: str | None
+    categories: tuple[str, ...]
+    num_prompts: int
+    max_tokens: int
+    repetitions: int
+    temperatures: tuple[float, ...]
+    streams: tuple[int, ...]
+    threads: int = 1
+    seed: int = 0
+    without: tuple[str, ...] = ()
+    llama_server: str | None = None
+    llama_convert: str | None = None
+    gguf: Path | None = None
+    draft_gguf: Path | None = None
+
+    def __post_init__(self) -> None:
+        load_tasks(self.categories, self.num_prompts)
+        least = {"tokens": self.max_tokens - 1, "repetitions": self.repetitions, "threads": self.threads}
+        for name, value in (*least.items(), *(("streams", number) for number in self.streams)):
+            if value < 1:
+                raise ValueError(f"{name}: too small")
+        if any(temperature < 0 for temperature in self.temperatures):
+            raise ValueError("temperature: a negative one")
+        if self.llama_server and self.gguf is None and self.llama_convert is None:
+            raise ValueError("LLAMA_SERVER needs --gguf, or LLAMA_CONVERT to make the file")
+
+
+def encode(tokenizer: Tokenizer, tasks: Iterable[Task]) -> list[tuple[int, ...]]:
+    """Return the prompts as token ids: by the chat template, or as plain text for models without one."""
+    found = []
+    for task in tasks:
+        try:
+            text = tokenizer.render_chat(task.messages)
+        except InvalidArgumentError:
+            text = task.text
+        found.append(tuple(tokenizer.encode(text)))
+    return found
+
+
+def plain_of(system: str) -> str:
+    """Return the plain decoding of the software that a system belongs to."""
+    for prefix, plain in (("gammaray-", PLAIN), (ENGINE, ENGINE), (LLAMA, LLAMA)):
+        if system.startswith(prefix):
+            return plain
+    return REFERENCE
+
+
+def references(names: Sequence[str], temperature: float) -> dict[str, str]:
+    """Return whose tokens each system must or should reproduce, among systems that are measured.
+
+    Speculation must reproduce plain decoding of the same software, and gammaray's cluster its engine; above
+    temperature 0 this holds for gammaray alone, whose noise depends on the seed only. At temperature 0 the
+    plain decoding of each program is compared with that of transformers.
+    """
+    found = {}
+    for name in names:
+        reference = plain_of(name)
+        is_ours = reference in (ENGINE, PLAIN)
+        if name == PLAIN and ENGINE in names:
+            reference = ENGINE
+        elif name == reference:
+            reference = REFERENCE
+            is_ours = False
+        if reference in names and reference != name and (temperature == 0 or is_ours):
+            found[name] = reference
+    return found
+
+
+def has_changed_tokens(result: dict[str, Any]) -> bool:
+    """Return whether speculation in gammaray, or its cluster, changed a token."""
+    return any(
+        count["equal"] != count["compared"]
+        for point in result["points"]
+        for count in point["equality"]
+        if plain_of(count["system"]) in (ENGINE, PLAIN) and count["reference"] != REFERENCE
+    )
+
+
+async def compare(settings: Settings, console: Console) -> dict[str, Any]:
+    """Run the comparison and return its result, JSON-ready.
+
+    Raises:
+        ClusterError: Something could not be started, or the prompts do not fit the model's context.
+        GammarayError: A completion failed.
+    """
+    os.environ["GAMMARAY_THREADS"] = str(settings.threads)  # for the cluster's workers
+    tokenizer = Tokenizer(resolve_model(settings.target, "target"))
+    tasks = load_tasks(settings.categories, settings.num_prompts)
+    prompts = dict(zip(tasks, encode(tokenizer, tasks), strict=True))
+    room = tokenizer.max_context - settings.max_tokens - _SPARE
+    left_out = [task.id for task, token_ids in prompts.items() if len(token_ids) > room]
+    prompts = {task: token_ids for task, token_ids in prompts.items() if len(token_ids) <= room}
+    if not prompts:
+        raise ClusterError(f"no prompt leaves room for {settings.max_tokens} tokens in the model's context")
+    points: list[dict[str, Any]] = []
+    async with AsyncExitStack() as stack:
+        console.print("starting the systems ...")
+        context = max(map(len, prompts.values())) + settings.max_tokens + _SPARE
+        started = await _start(settings, context, stack)
+        for temperature in settings.temperatures:
+            for streams in settings.streams:
+                systems = started.at(streams)
+                samples = await _measure(settings, prompts, systems, temperature, streams, console)
+                for category, part in parts_of(samples, list(prompts), streams).items():
+                    point = _point(category, part, temperature, streams, tokenizer.eos_token_ids)
+                    title = f"temperature {temperature:g}, {streams} in flight, {category}"
+                    console.print(table(title, point["rows"], point["equality"]))
+                    points.append(point)
+    return {
+        "settings": {
+            name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()
+        },
+        "prompts": {task.id: len(token_ids) for task, token_ids in prompts.items()},
+        "left_out": left_out,
+        "workload_fingerprint": fingerprint([" ".join(map(str, ids)) for ids in prompts.values()]),
+        "points": points,
+    }
+
+
+class _Started:
+    """The running systems.
+
+    Args:
+        peers: Those that complete one prompt at a time.
+        batching: Those that can complete several at once, by gammaray's engine or llama.cpp.
+        stacks: gammaray's cluster; `client` is connected to it.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.peers: list[System] = []
+        self.batching: list[System] = []
+        self.client: AsyncClient | None = None
+
+    def at(self, streams: int) -> list[System]:
+        """Return the systems to measure with that many completions in flight.
+
+        `generate` of transformers completes one prompt per call, so it is measured with one only. The traces
+        of the cluster's sessions are read with one only, too: the calls would delay the other completions.
+        """
+        systems = [*(self.peers if streams == 1 else []), *self.batching]
+        kind = TracedStack if streams == 1 else Stack
+        if self.client is not None:
+            systems.append(kind(0, self.client))
+            for variant in VARIANTS:
+                if self._settings.draft or not variant.needs_draft:
+                    systems.append(kind("adaptive", self.client, options=variant.options, name=variant.name))
+        return [system for system in systems if system.name not in self._settings.without]
+
+
+async def _start(settings: Settings, context: int, stack: AsyncExitStack) -> _Started:
+    started = _Started(settings)
+    threads = settings.threads
+    baselines = await stack.enter_async_context(running_baselines(settings.target, settings.draft, threads))
+    names = [REFERENCE, f"lookup-{_LOOKUP}", *(f"assisted-{n}" for n in _ASSISTED if settings.draft)]
+    started.peers = [Peer(name, baselines) for name in names]
+    engine = await stack.enter_async_context(running_engine(settings.target, threads))
+    started.batching = [Peer(name, engine) for name in (ENGINE, f"{ENGINE}-lookup-{_LOOKUP}")]
+    started.client = await stack.enter_async_context(running_stack(settings.target, settings.draft))
+    if settings.llama_server:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gammaray-peers-")))
+        model = settings.gguf or _converted(settings, settings.target, "target", folder)
+        draft = settings.draft_gguf
+        if draft is None and settings.draft and settings.llama_convert:
+            draft = _converted(settings, settings.draft, "draft", folder)
+        for name, options in modes(draft, threads).items():
+            if name not in settings.without:
+                slots = max(settings.streams)
+                server = running_llama(
+                    settings.llama_server, model, options, threads=threads, slots=slots, context=context
+                )
+                url = await stack.enter_async_context(server)
+                started.batching.append(await stack.enter_async_context(connected_llama(name, url)))
+    return started
+
+
+def _converted(settings: Settings, model: str, role: str, folder: Path) -> Path:
+    assert settings.llama_convert is not None
+    (folder / role).mkdir()
+    return converted(settings.llama_convert, resolve_model(model, role), folder / role)
+
+
+async def _measure(
+    settings: Settings,
+    prompts: dict[Task, tuple[int, ...]],
+    systems: Sequence[System],
+    temperature: float,
+    streams: int,
+    console: Console,
+) -> Samples:
+    asks = [
+        Ask(token_ids, settings.max_tokens, temperature, seed)
+        for seed, token_ids in enumerate(prompts.values())
+    ]
+    with Progress(console=console, transient=True) as progress:
+        total = len(systems) * settings.repetitions * max(len(asks), 2 * streams if streams > 1 else 0)
+        task = progress.add_task(f"temperature {temperature:g}, {streams} in flight", total=total)
+        shuffle = random.Random(settings.seed)
+        return await measure(
+            systems, asks, settings.repetitions, lambda: progress.advance(task), streams, shuffle
+        )
+
+
+def parts_of(samples: Samples, tasks: Sequence[Task], streams: int) -> dict[str, Samples]:
+    """Return the samples of each category and of all; with several streams a turn holds all of them."""
+    parts: dict[str, Samples] = {}
+    if streams == 1:
+        for category in dict.fromkeys(task.category for task in tasks):
+            parts[category] = {
+                system: [
+                    [turn for turn, task in zip(turns, tasks, strict=True) if task.category == category]
+                    for turns in repetitions
+                ]
+                for system, repetitions in samples.items()
+            }
+    return parts | {ALL: samples}
+
+
+def _point(
+    category: str, samples: Samples, temperature: float, streams: int, eos_token_ids: frozenset[int]
+) -> dict[str, Any]:
+    return {
+        "category": category,
+        "temperature": temperature,
+        "verification": "coupled",
+        "concurrency": streams,
+        "rows": [figures(name, samples, plain_of(name)) for name in samples],
+        "equality": equality(samples, references(list(samples), temperature), eos_token_ids),
+    }

@@ -1,0 +1,127 @@
+"""gammaray's engine in one process: its tokens do not depend on lookups and batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_helpers import plain_model, random_tokens, tiny_model
+
+from benchmarks.baselines import running_engine
+from benchmarks.engine_worker import Answer, EngineWorker
+from benchmarks.systems import Peer
+from gammaray.bench.systems import Ask
+from services.engine.engine import Engine
+from services.engine.loader import load_engine
+
+TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model, on which greedy text soon repeats itself: lookups find something."""
+    return tiny_model("llama", tmp_path_factory.mktemp("engine"), gain=0.7)
+
+
+@pytest.fixture(scope="module")
+def engine(directory: Path) -> Engine:
+    return load_engine(str(directory))
+
+
+def request(number: int, system: str, temperature: float = 0.0, **changes: Any) -> dict[str, Any]:
+    """A request as of `Baselines.generate`."""
+    given = {
+        "number": number,
+        "system": system,
+        "prompt": random_tokens(12 + number, number),
+        "max_tokens": TOKENS,
+        "temperature": temperature,
+        "seed": number,
+        "ignore_eos": True,
+    }
+    return {**given, **changes}
+
+
+def answers(worker: EngineWorker, requests: list[dict[str, Any]]) -> dict[int, Answer]:
+    """Complete the requests, all in flight at once."""
+    for one in requests:
+        worker.add(one, 0.0)
+    found: dict[int, Answer] = {}
+    while not worker.is_idle:
+        found |= {answer["number"]: answer for answer in worker.step()}
+    return found
+
+
+@torch.no_grad()
+def test_plain_greedy_tokens_are_those_of_generate(directory: Path, engine: Engine) -> None:
+    model = plain_model(directory)
+    model.generation_config.eos_token_id = None
+    made = answers(EngineWorker(engine), [request(3, "engine")])[3]
+    prompt = torch.tensor([random_tokens(15, 3)])
+    expected = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=TOKENS, do_sample=False
+    )
+    assert made["token_ids"] == expected[0, 15:].tolist()
+    assert [count for _, count in made["arrivals"]] == [1] * TOKENS
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_lookup_does_not_change_the_tokens(engine: Engine, temperature: float) -> None:
+    for number in range(4):
+        plain = answers(EngineWorker(engine), [request(number, "engine", temperature)])[number]
+        found = answers(EngineWorker(engine), [request(number, "engine-lookup-8", temperature)])[number]
+        assert found["token_ids"] == plain["token_ids"]
+        assert sum(count for _, count in found["arrivals"]) == TOKENS
+
+
+def test_lookup_in_a_repetitive_text_needs_fewer_steps(engine: Engine) -> None:
+    made = answers(EngineWorker(engine), [request(0, "engine-lookup-8", max_tokens=100)])[0]
+    assert len(made["arrivals"]) < 100
+    assert max(count for _, count in made["arrivals"]) > 1
+
+
+def test_batched_completions_are_those_of_single_ones(engine: Engine) -> None:
+    requests = [request(number, "engine-lookup-8", 1.0) for number in range(5)]
+    single = {one["number"]: answers(EngineWorker(engine), [one])[one["number"]] for one in requests}
+    together = answers(EngineWorker(engine), requests)
+    assert together.keys() == single.keys()
+    for number, made in together.items():
+        assert made["token_ids"] == single[number]["token_ids"]
+
+
+def test_target_time_lies_within_the_decoding_and_leaves_out_the_prefill(engine: Engine) -> None:
+    (made,) = answers(EngineWorker(engine), [request(1, "engine")]).values()
+    decoding = made["arrivals"][-1][0] - made["arrivals"][0][0]
+    assert 0 < made["target_s"] < decoding
+
+
+def test_sessions_are_released(engine: Engine) -> None:
+    answers(EngineWorker(engine), [request(number, "engine", max_tokens=3) for number in range(3)])
+    assert all(engine.length(f"session-{number}") == 0 for number in range(3))
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"system": "generate"}, "got 'generate', allowed: engine, engine-lookup-N"),
+    ({"ignore_eos": False}, "ignore_eos"),
+])  # fmt: skip
+def test_add_what_it_cannot_do_raises(engine: Engine, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineWorker(engine).add({**request(0, "engine"), **changes}, 0.0)
+
+
+async def test_running_engine_serves_systems_over_its_pipe(directory: Path, engine: Engine) -> None:
+    prompt = tuple(random_tokens(12, 0))
+    async with running_engine(str(directory)) as process:
+        plain, lookup = Peer("engine", process), Peer("engine-lookup-8", process)
+        first = await plain.sample(Ask(prompt, TOKENS))
+        second = await lookup.sample(Ask(prompt, TOKENS))
+        with pytest.raises(RuntimeError, match="has ended"):
+            await Peer("unknown", process).sample(Ask(prompt, TOKENS))
+        with pytest.raises(RuntimeError, match="has ended"):
+            await plain.sample(Ask(prompt, TOKENS))
+    expected = answers(EngineWorker(engine), [request(0, "engine")])[0]["token_ids"]
+    assert first.token_ids == second.token_ids == tuple(expected)
+    assert first.target_s is not None
+    assert first.arrivals[-1][0] <= first.seconds
