@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from gammaray.demo_pair import DEMO_PAIR, demo_directory
 from gammaray.errors import InvalidArgumentError
+from gammaray.gguf import check_packages, is_gguf, pretrained_arguments, read_header
 from gammaray.vocabulary import vocabulary_sha256
 from orchestrator.text.cpu_threads import in_thread
 
@@ -24,7 +25,7 @@ _MANY_TOKENS = 4096
 
 
 def resolve_model(model: str) -> str:
-    """Return the directory or hub name of a target model; "demo" is the target of the demo pair.
+    """Return the directory, hub name or GGUF file of a target model; "demo" is the demo pair's target.
 
     Raises:
         InvalidArgumentError: The demo pair is requested and not installed.
@@ -33,8 +34,10 @@ def resolve_model(model: str) -> str:
 
 
 def served_name(model: str) -> str:
-    """Return the name that clients use for a model: its hub name, or the last part of its directory."""
+    """Return the name that clients use for a model: its hub name, or that of its directory or GGUF file."""
     path = Path(model)
+    if is_gguf(model):
+        return path.stem
     return path.resolve().name if model != DEMO_PAIR and path.is_dir() else model
 
 
@@ -58,17 +61,23 @@ class Tokenizer:
     """
 
     def __init__(self, model: str) -> None:
-        """Load tokenizer and configuration from a directory or, by name, from the hub's cache.
+        """Load tokenizer and configuration from a directory, a GGUF file or, by name, the hub's cache.
 
         Raises:
-            InvalidArgumentError: There is no such model, or it has no tokenizer.
+            InvalidArgumentError: There is no such model, it has no tokenizer, or a GGUF file cannot be read.
         """
+        if is_gguf(model):
+            read_header(model)
+            check_packages(model)
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
-            config = AutoConfig.from_pretrained(model).get_text_config()
-        except (OSError, ValueError) as error:
+            with pretrained_arguments(model) as (source, arguments):
+                self._tokenizer: Any = AutoTokenizer.from_pretrained(source, **arguments)
+                config = AutoConfig.from_pretrained(source, **arguments).get_text_config()
+        except (OSError, ValueError, KeyError) as error:
             raise InvalidArgumentError(
-                "model", f"{model} ({error})", "a directory or hub name of a causal LM with its tokenizer"
+                "model",
+                f"{model} ({error})",
+                "a directory, hub name or GGUF file of a causal LM with its tokenizer",
             ) from error
         self.vocab_size = int(config.vocab_size)
         self.max_context = int(getattr(config, "max_position_embeddings", None) or 2**20)
@@ -208,7 +217,12 @@ class Tokenizer:
 
 
 def _eos_token_ids(model: str, config: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the end-of-sequence tokens, looked up in the same order as `transformers`' generate."""
+    """Return the end-of-sequence tokens, looked up in the same order as `transformers`' generate.
+
+    Those of a GGUF file are in its metadata, which may name more than transformers reads.
+    """
+    if is_gguf(model):
+        return read_header(model).eos_token_ids
     try:
         found = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:  # older models have no generation config

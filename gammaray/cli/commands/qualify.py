@@ -36,7 +36,9 @@ _STDOUT = Path("-")
 
 
 @click.command()
-@click.option("--target", required=True, help='Directory or hub name; "demo" is that of the demo pair.')
+@click.option(
+    "--target", required=True, help='Directory, hub name or GGUF file; "demo" is that of the demo pair.'
+)
 @click.option("--draft", "drafts", multiple=True, required=True, help="The same of a candidate; repeatable.")
 @click.option(
     "--prompts",
@@ -147,7 +149,7 @@ def _check(given: dict[str, Any]) -> None:
         kind = TargetSettings if role == "target" else DraftSettings
         for model in models:
             if not model:
-                raise InvalidArgumentError(role, "an empty name", "a directory or hub name")
+                raise InvalidArgumentError(role, "an empty name", "a directory, hub name or GGUF file")
             try:
                 check_device(kind(model=model, **settings).device)
             except ValidationError as error:
