@@ -139,6 +139,12 @@ class GgufHeader:
         return stated if isinstance(stated, int) else self.lengths.get("tokenizer.ggml.tokens", 0)
 
     @property
+    def context_length(self) -> int:
+        """Longest sequence that the model supports, 2^20 tokens if the file does not say."""
+        stated = self.metadata.get(f"{self.architecture}.context_length")
+        return stated if isinstance(stated, int) and stated > 0 else 2**20
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end a completion: those that end a text, a turn or a message."""
         found = (self.metadata.get(f"tokenizer.ggml.{name}") for name in _END_TOKENS)

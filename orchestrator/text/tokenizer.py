@@ -66,22 +66,26 @@ class Tokenizer:
         Raises:
             InvalidArgumentError: There is no such model, it has no tokenizer, or a GGUF file cannot be read.
         """
-        if is_gguf(model):
-            read_header(model)
+        header = read_header(model) if is_gguf(model) else None
+        if header is not None:
             check_packages(model)
         try:
             with pretrained_arguments(model) as (source, arguments):
                 self._tokenizer: Any = AutoTokenizer.from_pretrained(source, **arguments)
-                config = AutoConfig.from_pretrained(source, **arguments).get_text_config()
+            config: Any = AutoConfig.from_pretrained(model).get_text_config() if header is None else None
         except (OSError, ValueError, KeyError) as error:
             raise InvalidArgumentError(
                 "model",
                 f"{model} ({error})",
                 "a directory, hub name or GGUF file of a causal LM with its tokenizer",
             ) from error
-        self.vocab_size = int(config.vocab_size)
-        self.max_context = int(getattr(config, "max_position_embeddings", None) or 2**20)
-        self.eos_token_ids = _eos_token_ids(model, config, self._tokenizer)
+        if header is not None:  # gguf takes seconds to read the metadata once more for a configuration
+            self.vocab_size, self.max_context = header.vocab_size, header.context_length
+            self.eos_token_ids = header.eos_token_ids
+        else:
+            self.vocab_size = int(config.vocab_size)
+            self.max_context = int(getattr(config, "max_position_embeddings", None) or 2**20)
+            self.eos_token_ids = _eos_token_ids(model, config, self._tokenizer)
         self.vocab_sha256 = vocabulary_sha256(self._tokenizer.get_vocab())
         self._added = dict(self._tokenizer.added_tokens_decoder)
         special = (token_id for token_id, token in self._added.items() if token.special)
@@ -217,12 +221,7 @@ class Tokenizer:
 
 
 def _eos_token_ids(model: str, config: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the end-of-sequence tokens, looked up in the same order as `transformers`' generate.
-
-    Those of a GGUF file are in its metadata, which may name more than transformers reads.
-    """
-    if is_gguf(model):
-        return read_header(model).eos_token_ids
+    """Return the end-of-sequence tokens, looked up in the same order as `transformers`' generate."""
     try:
         found = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:  # older models have no generation config

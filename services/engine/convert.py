@@ -44,8 +44,9 @@ def convert(path: str, directory: Path, dtype: str = "bfloat16") -> None:
     if directory.exists():
         raise InvalidArgumentError("directory", str(directory), "a directory that does not exist")
     header = read_header(path, "file")
-    check_config(path, load_gguf_config(path))
-    module = load_gguf_module(path, _DTYPES[dtype])
+    config = load_gguf_config(path)
+    check_config(path, config)
+    module = load_gguf_module(path, config, _DTYPES[dtype])
     if header.eos_token_ids and module.generation_config is not None:
         module.generation_config.eos_token_id = sorted(header.eos_token_ids)
     with pretrained_arguments(path) as (source, arguments):

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from gammaray.gguf import GgufHeader, check_packages, pretrained_arguments, read_header
+from gammaray.gguf import check_packages, pretrained_arguments, read_header
 from services.engine.core.errors import UnsupportedModelError
 
 __all__ = ["load_gguf_config", "load_gguf_module"]
@@ -42,14 +42,19 @@ def load_gguf_config(name: str) -> PretrainedConfig:
         except Exception as error:  # its kind depends on the file's content
             raise UnsupportedModelError(name, f"transformers cannot read it: {error}") from error
     window = header.metadata.get(f"{header.architecture}.attention.sliding_window", 0)
-    if isinstance(window, int) and 0 < window < _context(header) and window != _window(config):
+    if isinstance(window, int) and 0 < window < header.context_length and window != _window(config):
         reason = f"transformers does not read the sliding window of {window} tokens of {header.architecture}"
         raise UnsupportedModelError(name, reason)
     return config
 
 
-def load_gguf_module(name: str, dtype: torch.dtype) -> PreTrainedModel:
+def load_gguf_module(name: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model in a file, dequantised to `dtype`, on the CPU, with eager attention.
+
+    Args:
+        name: The file.
+        config: What `load_gguf_config` returned for it; gguf takes seconds to read the metadata again.
+        dtype: Type of the weights.
 
     Raises:
         InvalidArgumentError: The file is missing, truncated or corrupt, or the reader is not installed.
@@ -63,6 +68,7 @@ def load_gguf_module(name: str, dtype: torch.dtype) -> PreTrainedModel:
             result: Any = AutoModelForCausalLM.from_pretrained(
                 source,
                 **arguments,
+                config=config,
                 quantization_config=GgufConfig(dequantize=True),
                 dtype=dtype,
                 attn_implementation="eager",
@@ -89,11 +95,6 @@ def load_gguf_module(name: str, dtype: torch.dtype) -> PreTrainedModel:
             name, f"transformers uses {num_weights:,} of its {header.num_weights:,} weights"
         )
     return module
-
-
-def _context(header: GgufHeader) -> int:
-    length = header.metadata.get(f"{header.architecture}.context_length")
-    return length if isinstance(length, int) else 2**62
 
 
 def _window(config: PretrainedConfig) -> int | None:

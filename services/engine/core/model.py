@@ -158,7 +158,7 @@ def load_model(name: str, *, device: str = "auto", dtype: str = "auto", num_rank
     if is_gguf(name):
         if num_ranks > 1:
             raise UnsupportedModelError(name, "a GGUF file cannot be spread over several devices")
-        module = load_gguf_module(name, kind)
+        module = load_gguf_module(name, config, kind)
     else:
         module = _load_pretrained(name, kind, num_ranks)
     typed: nn.Module = module  # transformers overrides `to` and `eval` without types
