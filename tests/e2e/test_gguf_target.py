@@ -39,12 +39,13 @@ def test_chat_with_a_file_is_that_of_transformers(tmp_path: Path) -> None:
                 answer = client.chat.completions.create(
                     model=path.stem, messages=MESSAGES, temperature=0, max_tokens=NUM_TOKENS
                 )
-            roles = [process.role for process in cluster.status()]
+            roles = {process.role for process in cluster.status()}
         told.seek(0)
         notes = told.read()
     assert answer.gammaray["token_ids"] == expected(path)
     assert answer.gammaray["cycles_by_drafter"]["model"] == 0
-    assert sorted(roles) == ["orchestrator", "redis", "target"]
+    assert "target" in roles
+    assert "draft" not in roles
     assert f"gammaray: target {path}: llama" in notes
     assert "dequantised to " in notes
     assert "gammaray: no draft workers: speculates by prompt lookup" in notes
