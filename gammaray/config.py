@@ -238,7 +238,9 @@ class WorkerSettings(_ServingSettings, _ModelSettings):
     """Settings shared by draft and target workers."""
 
     model: str = Field(
-        DEMO_PAIR, min_length=1, description="Directory or hub name of a causal LM; 'demo' is the demo pair."
+        DEMO_PAIR,
+        min_length=1,
+        description="Directory, hub name or GGUF file of a causal LM; 'demo' is the demo pair.",
     )
     listen: str = Field("127.0.0.1:0", description="host:port of the gRPC server; port 0 uses a free port.")
     advertise: str = Field(
@@ -480,8 +482,14 @@ def at_least_one(size: PoolSize) -> PoolSize:
 class ClusterSettings(_ModelSettings):
     """A cluster on one machine, as started by `gammaray up`."""
 
-    target: str = Field(DEMO_PAIR, min_length=1, description="Target model.")
-    draft: str = Field(DEMO_PAIR, min_length=1, description="Draft model.")
+    target: str = Field(
+        DEMO_PAIR, min_length=1, description="Target model: directory, hub name or GGUF file."
+    )
+    draft: str = Field(
+        DEMO_PAIR,
+        min_length=1,
+        description="Draft model; without one, a target other than the demo pair's has no draft workers.",
+    )
     target_workers: Annotated[PoolSize, AfterValidator(at_least_one)] = Field(
         "1", validate_default=True, description="Number of target workers, N or MIN:MAX to scale between."
     )
@@ -531,6 +539,14 @@ class ClusterSettings(_ModelSettings):
     deterministic: bool = Field(
         False, description="Bit-identical logits whatever the batch and gamma (CPU float32 only; slower)."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_draft(cls, given: Any) -> Any:
+        """Start no draft workers where the only draft model would be that of another target."""
+        if given.get("target", DEMO_PAIR) != DEMO_PAIR and "draft" not in given:
+            return {"draft_workers": "0", **given}
+        return given
 
 
 def known_variables() -> frozenset[str]:

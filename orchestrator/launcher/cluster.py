@@ -29,6 +29,7 @@ from gammaray.client.sync_client import Client
 from gammaray.config import ClusterSettings, OrchestratorSettings, PoolSize, WorkerSettings, settings_error
 from gammaray.deploy.serve_config import APPLICATIONS, GRPC_SERVICERS, SERVE_ENVIRONMENT, role_settings
 from gammaray.errors import DeadlineExceededError, GammarayError, InvalidArgumentError, UnavailableError
+from orchestrator.launcher.notes import model_notes
 from orchestrator.launcher.options import LauncherOptions, announcer, parse_options
 from orchestrator.launcher.preflight import (
     check_port,
@@ -161,6 +162,8 @@ def serve_cluster(
     if settings.http_port == settings.grpc_port:
         raise InvalidArgumentError("grpc_port", settings.grpc_port, "another port than http_port")
     check_vocabularies(settings.target, settings.draft if settings.draft_workers.maximum else settings.target)
+    for note in model_notes(settings, num_gpus):
+        print(f"gammaray: {note}", file=sys.stderr, flush=True)
     # These imports are slow, so they come after the cheap checks.
     if settings.redis_url:
         from orchestrator.storage.client import check_redis

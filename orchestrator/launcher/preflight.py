@@ -22,6 +22,7 @@ from gammaray.demo_pair import DEMO_PAIR, demo_directory
 from gammaray.deploy.gpus import CudaDevices, check_device, cuda_devices
 from gammaray.deploy.serve_config import APPLICATIONS, role_settings
 from gammaray.errors import InvalidArgumentError
+from gammaray.gguf import check_packages, is_gguf, read_header
 from gammaray.security.tls import tls_files
 
 __all__ = [
@@ -221,8 +222,11 @@ def check_heads(model: str, num_ranks: int) -> None:
     """Check that a target's attention heads divide evenly over its devices.
 
     Raises:
-        InvalidArgumentError: They do not divide evenly, or there is no such model.
+        InvalidArgumentError: They do not divide evenly, there is no such model, or it is a GGUF file.
     """
+    if is_gguf(model):
+        allowed = "1 for a GGUF file; `python -m services.engine.convert` makes a directory of it"
+        raise InvalidArgumentError("tensor_parallel", num_ranks, allowed)
     config = _config("target", demo_directory("target") if model == DEMO_PAIR else model)
     text = config.get("text_config") or config
     for name in ("num_attention_heads", "num_key_value_heads"):
@@ -290,8 +294,10 @@ def gpus_by_role(num_gpus: int, num_targets: int, num_drafts: int, num_ranks: in
 
 
 def _config(role: str, model: str) -> dict[str, Any]:
+    if is_gguf(model):
+        return _gguf_config(role, model)
     folder = Path(model)
-    allowed = "a directory with a config.json, or the name of a model on the hub or in its cache"
+    allowed = "a directory with a config.json, a GGUF file, or the name of a model on the hub or in its cache"
     if folder.is_dir():
         try:
             config = json.loads((folder / "config.json").read_text())
@@ -307,3 +313,23 @@ def _config(role: str, model: str) -> dict[str, Any]:
     except Exception as error:  # the hub's client may raise anything
         reason = str(error).strip().splitlines()[0]
         raise InvalidArgumentError(role, f"{model!r} ({reason})", allowed) from None
+
+
+def _gguf_config(role: str, model: str) -> dict[str, Any]:
+    header = read_header(model, role)
+    check_packages(model, role)
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING  # slow to import, and rarely needed
+
+    # The names in files differ by their separators from those of transformers: qwen2moe, qwen2_moe.
+    known = {_plain(name): name for name in GGUF_CONFIG_MAPPING if name not in ("general", "tokenizer")}
+    if _plain(header.architecture) not in known:
+        allowed = (
+            f"a GGUF file of an architecture that transformers reads: {', '.join(sorted(known.values()))}; "
+            f"this one is of {header.architecture}"
+        )
+        raise InvalidArgumentError(role, model, allowed)
+    return {"vocab_size": header.vocab_size or None}
+
+
+def _plain(architecture: str) -> str:
+    return architecture.replace("-", "").replace("_", "")

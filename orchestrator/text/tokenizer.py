@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from gammaray.demo_pair import DEMO_PAIR, demo_directory
 from gammaray.errors import InvalidArgumentError
+from gammaray.gguf import check_packages, is_gguf, pretrained_arguments, read_header
 from gammaray.vocabulary import vocabulary_sha256
 from orchestrator.text.cpu_threads import in_thread
 
@@ -27,7 +28,7 @@ _MANY_TOKENS = 4096
 
 
 def resolve_model(model: str) -> str:
-    """Return the directory or hub name of a target model; "demo" is the target of the demo pair.
+    """Return the directory, hub name or GGUF file of a target model; "demo" is the demo pair's target.
 
     Raises:
         InvalidArgumentError: The demo pair is requested and not installed.
@@ -36,8 +37,10 @@ def resolve_model(model: str) -> str:
 
 
 def served_name(model: str) -> str:
-    """Return the name that clients use for a model: its hub name, or the last part of its directory."""
+    """Return the name that clients use for a model: its hub name, or that of its directory or GGUF file."""
     path = Path(model)
+    if is_gguf(model):
+        return path.stem
     return path.resolve().name if model != DEMO_PAIR and path.is_dir() else model
 
 
@@ -61,21 +64,31 @@ class Tokenizer:
     """
 
     def __init__(self, model: str) -> None:
-        """Load tokenizer and configuration from a directory or, by name, from the hub's cache.
+        """Load tokenizer and configuration from a directory, a GGUF file or, by name, the hub's cache.
 
         Raises:
-            InvalidArgumentError: There is no such model, or it has no tokenizer.
+            InvalidArgumentError: There is no such model, it has no tokenizer, or a GGUF file cannot be read.
         """
+        header = read_header(model) if is_gguf(model) else None
+        if header is not None:
+            check_packages(model)
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
-            config = AutoConfig.from_pretrained(model).get_text_config()
-        except (OSError, ValueError) as error:
+            with pretrained_arguments(model) as (source, arguments):
+                self._tokenizer: Any = AutoTokenizer.from_pretrained(source, **arguments)
+            config: Any = AutoConfig.from_pretrained(model).get_text_config() if header is None else None
+        except (OSError, ValueError, KeyError) as error:
             raise InvalidArgumentError(
-                "model", f"{model} ({error})", "a directory or hub name of a causal LM with its tokenizer"
+                "model",
+                f"{model} ({error})",
+                "a directory, hub name or GGUF file of a causal LM with its tokenizer",
             ) from error
-        self.vocab_size = int(config.vocab_size)
-        self.max_context = int(getattr(config, "max_position_embeddings", None) or 2**20)
-        self.eos_token_ids = _eos_token_ids(model, config, self._tokenizer)
+        if header is not None:  # gguf takes seconds to read the metadata once more for a configuration
+            self.vocab_size, self.max_context = header.vocab_size, header.context_length
+            self.eos_token_ids = header.eos_token_ids
+        else:
+            self.vocab_size = int(config.vocab_size)
+            self.max_context = int(getattr(config, "max_position_embeddings", None) or 2**20)
+            self.eos_token_ids = _eos_token_ids(model, config, self._tokenizer)
         self.vocab_sha256 = vocabulary_sha256(self._tokenizer.get_vocab())
         self._added = dict(self._tokenizer.added_tokens_decoder)
         special = (token_id for token_id, token in self._added.items() if token.special)

@@ -40,7 +40,7 @@ def load_engine(
     """Load a model and check that it can be served exactly.
 
     Args:
-        model: Directory or hub name.
+        model: Directory, hub name or GGUF file.
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto" (float32 on CPU, bfloat16 elsewhere), "float32", "bfloat16" or "float16".
         threads: Arithmetic threads of this process.
@@ -53,7 +53,7 @@ def load_engine(
     Raises:
         UnsupportedModelError: It cannot be served exactly; the reason is in the error.
         NotFoundError: There is no such model.
-        InvalidArgumentError: Unknown device or dtype.
+        InvalidArgumentError: Unknown device or dtype, or a GGUF file that cannot be read.
     """
     torch.set_num_threads(threads)
     loaded = load_model(model, device=device, dtype=dtype)
@@ -94,13 +94,13 @@ def load_worker_engine(path: str, settings: WorkerSettings) -> Engine:
     """Load a model with a worker's settings, in one process.
 
     Args:
-        path: Directory or hub name.
+        path: Directory, hub name or GGUF file.
         settings: The worker's settings.
 
     Raises:
         UnsupportedModelError: It cannot be served exactly; the reason is in the error.
         NotFoundError: There is no such model.
-        InvalidArgumentError: Unknown device or dtype.
+        InvalidArgumentError: Unknown device or dtype, or a GGUF file that cannot be read.
     """
     engine = load_engine(
         path,

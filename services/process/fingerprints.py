@@ -13,6 +13,8 @@ from typing import BinaryIO
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoTokenizer
 
+from gammaray.errors import GammarayError
+from gammaray.gguf import is_gguf, pretrained_arguments, read_header
 from gammaray.vocabulary import vocabulary_sha256
 
 __all__ = ["model_identity", "vocab_sha256"]
@@ -39,7 +41,7 @@ def model_identity(model: str, *, dtype: str, device: str, deterministic: bool) 
     """Return `sha256/dtype`, followed by `/deterministic/device` in that mode.
 
     Args:
-        model: Directory, or the name of a model in the hub's cache; it has been loaded from there.
+        model: Directory, GGUF file, or the name of a model in the hub's cache; it has been loaded from there.
         dtype: Dtype of its arithmetic, such as "float32".
         device: Type of the device, such as "cpu".
         deterministic: Whether logits do not depend on the rest of the batch.
@@ -48,17 +50,33 @@ def model_identity(model: str, *, dtype: str, device: str, deterministic: bool) 
         The identity; empty, with a warning, if the weight files cannot be found or read.
     """
     try:
-        folder = _folder(model)
-        digest = hashlib.sha256(_config(folder))
-        for part in _weights(folder):
+        digest = hashlib.sha256()
+        for part in _gguf_parts(model) if is_gguf(model) else _parts(_folder(model)):
             digest.update(part)
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+    except (GammarayError, OSError, ValueError, KeyError, TypeError, struct.error) as error:
         _log.warning(
             "%s has no model identity, so its sessions are not bound to its weights: %s", model, error
         )
         return ""
     how = f"{dtype}/deterministic/{device}" if deterministic else dtype
     return f"{digest.hexdigest()}/{how}"
+
+
+def _parts(folder: Path) -> Iterator[bytes]:
+    """Yield the bytes to digest of a model in a directory."""
+    yield _config(folder)
+    yield from _weights(folder)
+
+
+def _gguf_parts(path: str) -> Iterator[bytes]:
+    """Yield the bytes to digest of a GGUF file; its names, licence and tokenizer do not affect the model."""
+    header = read_header(path)
+    kept = {k: v for k, v in header.metadata.items() if k.startswith(f"{header.architecture}.")}
+    yield json.dumps([header.architecture, kept], sort_keys=True).encode()
+    with open(path, "rb") as source:
+        for tensor in sorted(header.tensors, key=lambda tensor: tensor.name):
+            yield f"\n{tensor.name} {tensor.type} {tensor.shape} {tensor.num_bytes}\n".encode()
+            yield from _samples(source, tensor.offset, tensor.num_bytes)
 
 
 def _folder(model: str) -> Path:
@@ -132,10 +150,11 @@ def vocab_sha256(model: str) -> str:
     """Return the fingerprint of a model's vocabulary; empty without a tokenizer.
 
     Args:
-        model: Directory or hub name.
+        model: Directory, hub name or GGUF file.
     """
     try:
-        vocabulary = AutoTokenizer.from_pretrained(model).get_vocab()
+        with pretrained_arguments(model) as (source, arguments):
+            vocabulary = AutoTokenizer.from_pretrained(source, **arguments).get_vocab()
     except Exception as error:
         # A model without a tokenizer can be served; transformers raises different errors for it.
         _log.info("no tokenizer in %s: %s", model, error)

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from gammaray.config import DraftSettings, TargetSettings, WorkerSettings
 from gammaray.errors import InvalidArgumentError, NotFoundError
+from gammaray.gguf import is_gguf, pretrained_arguments, read_header
 from gammaray.qualify.measured import ModelFacts, QualifyTask
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import check_config, load_config, resolve_model
@@ -20,7 +21,7 @@ from services.process.fingerprints import vocab_sha256
 
 __all__ = ["Loaded", "Source", "encode", "eos_token_ids", "find", "load"]
 
-_ALLOWED = "a directory with a causal LM, or the name of one on the hub or in its cache"
+_ALLOWED = "a directory or GGUF file with a causal LM, or the name of one on the hub or in its cache"
 _SETTINGS: Mapping[str, type[WorkerSettings]] = {"target": TargetSettings, "draft": DraftSettings}
 
 
@@ -31,7 +32,7 @@ class Source:
     Attributes:
         role: "target" or "draft".
         name: The name as given.
-        path: Directory or hub name.
+        path: Directory, hub name or GGUF file.
         facts: Facts read from its files.
         config: Configuration of its text part; None when transformers does not support it.
         settings: Settings that its worker would use.
@@ -67,7 +68,9 @@ def find(role: str, name: str, task: QualifyTask) -> Source:
         InvalidArgumentError: There is no such model, or a setting is wrong.
     """
     path = resolve_model(name, role)
-    if not Path(path).is_dir() and path.startswith((".", "/", "~")):
+    if is_gguf(path):
+        read_header(path, role)
+    elif not Path(path).is_dir() and path.startswith((".", "/", "~")):
         raise InvalidArgumentError(role, f"{name!r}, which does not exist", _ALLOWED)
     given = {key: getattr(task, key) for key in ("device", "dtype", "threads", "deterministic")}
     settings = _SETTINGS[role](
@@ -85,7 +88,7 @@ def find(role: str, name: str, task: QualifyTask) -> Source:
         name=name,
         architecture=str(config.model_type),
         vocab_size=getattr(text, "vocab_size", None) or 0,
-        tokenizer_size=len(AutoTokenizer.from_pretrained(path).get_vocab()) if digest else 0,
+        tokenizer_size=len(_tokenizer(path).get_vocab()) if digest else 0,
         tokenizer_sha256=digest,
         max_context=getattr(text, "max_position_embeddings", None) or 0,
     )
@@ -118,6 +121,8 @@ def load(source: Source) -> Loaded:
 
 def eos_token_ids(source: Source) -> tuple[int, ...]:
     """Return the tokens that end a completion, from the same files as `transformers` generate."""
+    if is_gguf(source.path):
+        return tuple(sorted(read_header(source.path).eos_token_ids))
     try:
         found: Any = GenerationConfig.from_pretrained(source.path).eos_token_id
     except OSError:  # no such file: older models have none
@@ -131,8 +136,13 @@ def eos_token_ids(source: Source) -> tuple[int, ...]:
 
 def encode(source: Source, texts: tuple[str, ...]) -> list[list[int]]:
     """Return the token ids of each text, with the model's tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(source.path)
+    tokenizer = _tokenizer(source.path)
     return [tokenizer(text)["input_ids"] for text in texts]
+
+
+def _tokenizer(path: str) -> Any:
+    with pretrained_arguments(path) as (source, arguments):
+        return AutoTokenizer.from_pretrained(source, **arguments)
 
 
 def _refused(facts: ModelFacts, role: str, config: PretrainedConfig) -> ModelFacts:

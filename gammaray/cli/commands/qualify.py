@@ -37,10 +37,16 @@ _STDOUT = Path("-")
 
 @click.command()
 @click.option(
-    "--target", required=True, help="Directory or hub name of the target; 'demo' is the demo pair's."
+    "--target",
+    required=True,
+    help="Directory, hub name or GGUF file of the target; 'demo' is the demo pair's.",
 )
 @click.option(
-    "--draft", "drafts", multiple=True, required=True, help="Directory or hub name of a draft; repeatable."
+    "--draft",
+    "drafts",
+    multiple=True,
+    required=True,
+    help="Directory, hub name or GGUF file of a draft; repeatable.",
 )
 @click.option(
     "--prompts",
@@ -157,7 +163,7 @@ def _check(given: dict[str, Any]) -> None:
         kind = TargetSettings if role == "target" else DraftSettings
         for model in models:
             if not model:
-                raise InvalidArgumentError(role, "an empty name", "a directory or hub name")
+                raise InvalidArgumentError(role, "an empty name", "a directory, hub name or GGUF file")
             try:
                 check_device(kind(model=model, **settings).device)
             except ValidationError as error:

@@ -11,7 +11,7 @@ class UnsupportedModelError(FailedPreconditionError):
     """The model cannot be served exactly; `reason` says why.
 
     Attributes:
-        model: Directory or hub name.
+        model: Directory, hub name or GGUF file.
         reason: One sentence for the operator.
     """
 

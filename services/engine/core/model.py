@@ -1,4 +1,4 @@
-"""Loads a causal language model by directory or hub name; refuses models that cannot be served exactly."""
+"""Loads a causal language model from a directory, the hub or a GGUF file, if it can be served exactly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from gammaray.demo_pair import DEMO_PAIR, demo_directory
 from gammaray.errors import InvalidArgumentError, NotFoundError
+from gammaray.gguf import is_gguf
 from services.engine.core.errors import UnsupportedModelError
+from services.engine.core.gguf_model import load_gguf_config, load_gguf_module
 
 __all__ = [
     "LlamaAttention",
@@ -94,7 +96,7 @@ class LoadedModel:
     """A model in evaluation mode, with its own eager attention.
 
     Attributes:
-        name: Directory or hub name.
+        name: Directory, hub name or GGUF file.
         module: The transformers model.
         config: Configuration of its text part.
         max_context: Largest number of tokens in a sequence.
@@ -122,10 +124,10 @@ class LoadedModel:
 
 
 def resolve_model(name: str, role: str) -> str:
-    """Return the directory or hub name for `name`; "demo" is the demo pair.
+    """Return the directory, hub name or GGUF file for `name`; "demo" is the demo pair.
 
     Args:
-        name: Directory, hub name or "demo".
+        name: Directory, hub name, GGUF file or "demo".
         role: "target" or "draft".
 
     Raises:
@@ -138,7 +140,7 @@ def load_model(name: str, *, device: str = "auto", dtype: str = "auto", num_rank
     """Load a model as transformers does, with eager attention.
 
     Args:
-        name: Directory or hub name.
+        name: Directory, hub name or GGUF file.
         device: "auto" (cuda if available), "cpu", "cuda" or "cuda:N".
         dtype: "auto" (float32 on CPU, bfloat16 elsewhere), "float32", "bfloat16" or "float16".
         num_ranks: Processes that share the model; each calls this after joining the process group.
@@ -146,29 +148,39 @@ def load_model(name: str, *, device: str = "auto", dtype: str = "auto", num_rank
     Raises:
         NotFoundError: There is no such model.
         UnsupportedModelError: Its configuration rules it out.
-        InvalidArgumentError: Unknown device or dtype.
+        InvalidArgumentError: Unknown device or dtype, or a GGUF file that cannot be read.
     """
     where = _device(device)
     kind = _dtype(dtype, where)
     config = load_config(name)
     check_config(name, config)
     max_context = _max_context(name, config.get_text_config())
-    how: dict[str, Any] = {"dtype": kind, "attn_implementation": "eager"}
+    if is_gguf(name):
+        if num_ranks > 1:
+            raise UnsupportedModelError(name, "a GGUF file cannot be spread over several devices")
+        module = load_gguf_module(name, config, kind)
+    else:
+        module = _load_pretrained(name, kind, num_ranks)
+    typed: nn.Module = module  # transformers overrides `to` and `eval` without types
+    if num_ranks == 1:  # else each rank's share is already on its device
+        typed.to(where)
+    typed.eval().requires_grad_(False)
+    return LoadedModel(name, module, config.get_text_config(), max_context)
+
+
+def _load_pretrained(name: str, dtype: torch.dtype, num_ranks: int) -> PreTrainedModel:
+    how: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
     if num_ranks > 1:
         how["distributed_config"] = DistributedConfig(tp_size=num_ranks)
     try:
-        module = AutoModelForCausalLM.from_pretrained(name, **how)
+        module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, **how)
     except ValueError as error:
         raise UnsupportedModelError(
             name, f"transformers cannot load it as a causal model: {error}"
         ) from error
     except OSError as error:
         raise NotFoundError(f"model {name!r}: {error}") from error
-    typed: nn.Module = module  # transformers overrides `to` and `eval` without types
-    if num_ranks == 1:  # else each rank's share is already on its device
-        typed.to(where)
-    typed.eval().requires_grad_(False)
-    return LoadedModel(name, module, config.get_text_config(), max_context)
+    return module
 
 
 def _device(name: str) -> torch.device:
@@ -197,7 +209,10 @@ def load_config(name: str) -> PretrainedConfig:
     Raises:
         NotFoundError: There is no such model.
         UnsupportedModelError: transformers does not know the architecture.
+        InvalidArgumentError: It is a GGUF file that cannot be read.
     """
+    if is_gguf(name):
+        return load_gguf_config(name)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(name)
     except ValueError as error:

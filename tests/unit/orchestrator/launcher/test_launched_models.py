@@ -1,0 +1,114 @@
+"""What the launcher checks and says about models: GGUF files, and targets without a draft model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gguf_helpers import VOCAB_SIZE, tiny_gguf
+
+import gammaray
+from gammaray.config import ClusterSettings, PoolSize
+from gammaray.errors import InvalidArgumentError
+from orchestrator.launcher.notes import model_notes
+from orchestrator.launcher.options import parse_options
+from orchestrator.launcher.preflight import check_heads, check_vocabularies, vocab_size
+
+ROOT = Path(gammaray.__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path, _ = tiny_gguf("llama", tmp_path_factory.mktemp("gguf"), quantised="Q8_0")
+    return path
+
+
+def edited(file, folder, change):
+    path = folder / "edited.gguf"
+    path.write_bytes(change(file.read_bytes()))
+    return str(path)
+
+
+BROKEN = {
+    "truncated": lambda data: data[:-1],
+    "cut in its header": lambda data: data[:200],
+    "empty": lambda data: b"",
+    "not GGUF": lambda data: b"PK" + data,
+    "unknown architecture": lambda data: data.replace(b"llama", b"lhama"),
+}
+
+
+def test_vocabulary_is_that_of_the_file(file):
+    assert vocab_size("target", str(file)) == VOCAB_SIZE
+    check_vocabularies(str(file), str(file))
+    with pytest.raises(InvalidArgumentError, match=f"{VOCAB_SIZE} tokens"):
+        check_vocabularies(str(file), "demo")
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_file_is_refused_by_its_setting(name, file, tmp_path):
+    with pytest.raises(InvalidArgumentError) as caught:
+        vocab_size("draft", edited(file, tmp_path, BROKEN[name]))
+    assert caught.value.field == "draft"
+
+
+def test_missing_reader_is_refused(file, monkeypatch):
+    monkeypatch.setattr("gammaray.gguf.find_spec", lambda name: None)
+    with pytest.raises(InvalidArgumentError, match="pip install"):
+        vocab_size("target", str(file))
+
+
+def test_file_is_not_spread_over_devices(file):
+    with pytest.raises(InvalidArgumentError, match=r"tensor_parallel.*1 for a GGUF file"):
+        check_heads(str(file), 2)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_up_ends_with_2_and_one_line_before_anything_starts(name, file, tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-m", "gammaray", "up", "--target", edited(file, tmp_path, BROKEN[name])],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+    )
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert "target: got" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_target_without_a_draft_has_no_draft_workers(monkeypatch):
+    assert parse_options(["--target", "x"]).cluster.draft_workers == PoolSize(0)
+    assert parse_options(["--target", "x", "--draft", "y"]).cluster.draft_workers == PoolSize(1)
+    assert parse_options(["--target", "x", "--draft-workers", "2"]).cluster.draft_workers == PoolSize(2)
+    assert parse_options(["--target", "demo"]).cluster.draft_workers == PoolSize(1)
+    assert parse_options([]).cluster.draft_workers == PoolSize(1)
+    monkeypatch.setenv("GAMMARAY_TARGET", "x")
+    assert parse_options([]).cluster.draft_workers == PoolSize(0)
+    monkeypatch.setenv("GAMMARAY_DRAFT", "y")
+    assert parse_options([]).cluster.draft_workers == PoolSize(1)
+
+
+def test_notes_say_how_targets_speculate_without_a_draft():
+    assert model_notes(ClusterSettings(), 0) == []
+    (note,) = model_notes(ClusterSettings(target="x"), 0)
+    assert "prompt lookup" in note
+    assert "--draft" in note
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_gpus", "told"),
+    [("auto", 0, "float32"), ("auto", 1, "bfloat16"), ("float16", 0, "float16")],
+)
+def test_notes_say_what_a_file_becomes(dtype, num_gpus, told, file):
+    settings = ClusterSettings(target=str(file), draft=str(file), dtype=dtype)
+    target, draft = model_notes(settings, num_gpus)
+    assert target.startswith(f"target {file}: llama")
+    assert draft.startswith(f"draft {file}: llama")
+    assert f"dequantised to {told} (" in target
