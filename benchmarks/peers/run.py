@@ -225,8 +225,7 @@ class _Started:
         if self.client is not None:
             systems.append(kind(0, self.client))
             for variant in VARIANTS:
-                if self._settings.draft or not variant.needs_draft:
-                    systems.append(kind("adaptive", self.client, options=variant.options, name=variant.name))
+                systems.append(kind("adaptive", self.client, options=variant.options, name=variant.name))
         return [system for system in systems if system.name not in self._settings.without]
 
 
@@ -271,15 +270,15 @@ async def _measure(
     console: Console,
 ) -> Samples:
     asks = [
-        Ask(token_ids, settings.max_tokens, temperature, seed)
-        for seed, token_ids in enumerate(prompts.values())
+        Ask(token_ids, settings.max_tokens, temperature, seed, prediction=task.prediction or "")
+        for seed, (task, token_ids) in enumerate(prompts.items())
     ]
     with Progress(console=console, transient=True) as progress:
         total = len(systems) * settings.repetitions * max(len(asks), 2 * streams if streams > 1 else 0)
-        task = progress.add_task(f"temperature {temperature:g}, {streams} in flight", total=total)
+        bar = progress.add_task(f"temperature {temperature:g}, {streams} in flight", total=total)
         shuffle = random.Random(settings.seed)
         return await measure(
-            systems, asks, settings.repetitions, lambda: progress.advance(task), streams, shuffle
+            systems, asks, settings.repetitions, lambda: progress.advance(bar), streams, shuffle
         )
 
 

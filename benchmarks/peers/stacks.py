@@ -28,19 +28,18 @@ class Variant:
     Args:
         name: Name in results; begins with "gammaray-".
         options: Options of each request, with an adaptive gamma unless they name one.
-        needs_draft: Whether it needs a draft model.
     """
 
     name: str
     options: GenerateOptions
-    needs_draft: bool = False
 
 
 VARIANTS = (
-    Variant("gammaray-model", {"drafter": "model"}, needs_draft=True),
+    Variant("gammaray-adaptive", {}),
+    Variant("gammaray-suffix", {"drafter": "suffix"}),
     Variant("gammaray-ngram", {"drafter": "ngram"}),
 )
-"""What is measured besides gamma 0: one entry for each drafter of the API."""
+"""What is measured besides gamma 0: all drafters together, with the task's prediction, and single ones."""
 
 
 class TracedStack(Stack):

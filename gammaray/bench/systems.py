@@ -22,13 +22,15 @@ Arrival = tuple[float, int]
 class Ask:
     """A requested completion; every system ignores end-of-sequence tokens.
 
-    `prompt` is text, or token ids of the target's vocabulary.
+    `prompt` is text, or token ids of the target's vocabulary. `prediction` is text that the completion may
+    resemble; systems without predicted outputs ignore it.
     """
 
     prompt: str | tuple[int, ...]
     max_tokens: int
     temperature: float = 0.0
     seed: int = 0
+    prediction: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,8 @@ class Stack:
             "ignore_eos": True,
             "cache_salt": secrets.token_hex(8),  # A fresh salt prevents prefix cache hits.
         }
+        if ask.prediction:
+            options["prediction"] = ask.prediction
         options.update(self._options)
         started = time.perf_counter()
         async for last in self._client.generate(ask.prompt, **options):
