@@ -165,7 +165,8 @@ async def test_resume_and_next_turn_after_the_target_was_replaced(redis_server):
     request, done = request_of(max_tokens=24), request_of(max_tokens=4)
     async with scripted("target", identity=OLD, **DEMO) as old:
         async with orchestrating(redis_server, old.address, "") as one:
-            whole = await complete(one, dataclasses.replace(request, session_id="whole"))
+            # A salt of its own: the next request would be proposed this output, and end within two chunks.
+            whole = await complete(one, dataclasses.replace(request, session_id="whole", cache_salt="x"))
             chunks = await first_chunks(one, request, 2)
             finished = await complete(one, done)
             await settled(one)

@@ -90,7 +90,9 @@ async def test_service_too_many_requests_are_refused_with_a_delay(redis_server, 
 async def test_service_without_a_draft_worker_decodes_plainly(redis_server, target):
     async with running(redis_server, target.address, "") as orchestrator:
         plain = [{"drafter": DrafterKind.NONE}, {"gamma": GammaPolicy(0)}]
-        for fields in (*plain, {"gamma": GammaPolicy(4)}, {"gamma": ADAPTIVE}):
+        for salt, fields in enumerate((*plain, {"gamma": GammaPolicy(4)}, {"gamma": ADAPTIVE})):
+            # Without a salt of its own, the second request on would propose the first one's output.
+            fields["cache_salt"] = str(salt)
             request = GenerationRequest(PROMPTS[0], max_tokens=10, ignore_eos=True, **fields)
             chunks = await complete(orchestrator, request)
             assert len(tokens_of(chunks)) == chunks[-1].summary.cycles == 10

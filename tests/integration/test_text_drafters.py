@@ -1,0 +1,140 @@
+"""Past outputs and predictions as drafts: the tokens stay the same, and no tenant gets another one's text."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from scripted_workers import scripted
+from service_helpers import PROMPTS, SEEDED, running, tokens_of
+
+from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, VerificationMethod
+from orchestrator.access.caller import Caller
+from orchestrator.drafting.corpus import Corpus
+
+pytestmark = pytest.mark.integration
+
+ALICE, BOB = Caller("alice"), Caller("bob")
+NUM_TOKENS = 48
+
+
+@pytest.fixture
+async def target():
+    async with scripted("target", vocab_size=2048, max_context=2048) as target:
+        yield target
+
+
+@pytest.fixture
+async def orchestrator(redis_server, target):
+    async with running(redis_server, target.address, "") as orchestrator:
+        yield orchestrator
+
+
+def request_of(**fields) -> GenerationRequest:
+    fields = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "sampling": SEEDED, **fields}
+    return GenerationRequest(PROMPTS[0], **fields)
+
+
+async def complete(orchestrator, request, caller=ALICE):
+    """Return the tokens of a completion, its summary and its usage."""
+    chunks = [chunk async for chunk in orchestrator.generate(request, caller)]
+    return tokens_of(chunks), chunks[-1].summary, chunks[-1].usage
+
+
+async def test_past_output_of_the_tenant_is_proposed_and_changes_no_token(orchestrator):
+    first, summary, _ = await complete(orchestrator, request_of())
+    assert summary.cycles == NUM_TOKENS
+    again, summary, usage = await complete(orchestrator, request_of())
+    assert again == first
+    assert summary.suffix_cycles > 0
+    assert summary.cycles < NUM_TOKENS / 2
+    assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("other", ["tenant", "salt"])
+async def test_past_output_is_not_proposed_to_another_tenant_or_salt(orchestrator, other):
+    await complete(orchestrator, request_of())
+    request, caller = request_of(), BOB
+    if other == "salt":
+        request, caller = dataclasses.replace(request, cache_salt="other"), ALICE
+    _, summary, _ = await complete(orchestrator, request, caller)
+    assert (summary.cycles, summary.suffix_cycles) == (NUM_TOKENS, 0)
+
+
+async def test_check_for_other_tenants_would_detect_a_shared_corpus(orchestrator, monkeypatch):
+    monkeypatch.setattr(Corpus, "key_of", lambda self, session: ("", ""))
+    await complete(orchestrator, request_of())
+    _, summary, _ = await complete(orchestrator, request_of(), BOB)
+    assert summary.cycles < NUM_TOKENS / 2
+
+
+async def test_past_output_is_forgotten_with_its_session(orchestrator):
+    await complete(orchestrator, request_of(session_id="mine"))
+    assert orchestrator.corpus.num_sessions == 1
+    assert await orchestrator.sessions.delete("mine", ALICE)
+    assert orchestrator.corpus.num_sessions == 0
+    _, summary, _ = await complete(orchestrator, request_of())
+    assert summary.cycles == NUM_TOKENS
+
+
+async def test_past_output_is_forgotten_when_another_replica_deleted_the_session(orchestrator, redis_server):
+    await complete(orchestrator, request_of(session_id="mine"))
+    async with running(redis_server, "", "") as other:
+        assert await other.sessions.delete("mine", ALICE)
+    assert orchestrator.corpus.num_sessions == 1
+    await orchestrator.corpus.forget_missing(orchestrator.store.exist)
+    assert orchestrator.corpus.num_sessions == 0
+
+
+async def test_past_output_is_not_kept_without_prefix_caching(redis_server, target):
+    async with running(redis_server, target.address, "", prefix_caching=False) as orchestrator:
+        await complete(orchestrator, request_of())
+        _, summary, _ = await complete(orchestrator, request_of())
+    assert summary.cycles == NUM_TOKENS
+
+
+@pytest.mark.parametrize("method", VerificationMethod)
+@pytest.mark.parametrize("drafter", [DrafterKind.MODEL, DrafterKind.PREDICTION])
+async def test_prediction_is_proposed_and_counted_and_changes_no_token(orchestrator, method, drafter):
+    plain = request_of(verification=method, drafter=DrafterKind.NONE, cache_salt="plain")
+    expected, _, _ = await complete(orchestrator, plain)
+    predicted = dataclasses.replace(plain, drafter=drafter, cache_salt="mine", prediction=tuple(expected))
+    tokens, summary, usage = await complete(orchestrator, predicted)
+    assert tokens == expected
+    assert summary.prediction_cycles > 0
+    assert summary.cycles < NUM_TOKENS / 2
+    assert usage.accepted_prediction_tokens > NUM_TOKENS / 2
+    assert usage.rejected_prediction_tokens == 0
+
+
+async def test_wrong_prediction_costs_rows_and_changes_no_token(orchestrator):
+    plain = request_of(drafter=DrafterKind.NONE, cache_salt="plain")
+    expected, _, _ = await complete(orchestrator, plain)
+    wrong = tuple((token_id + 1) % 2048 for token_id in expected)
+    request = dataclasses.replace(plain, drafter=DrafterKind.PREDICTION, prediction=wrong)
+    tokens, summary, usage = await complete(orchestrator, request)
+    assert tokens == expected
+    assert usage.accepted_prediction_tokens == 0
+    assert usage.rejected_prediction_tokens > 0
+    assert summary.cycles == NUM_TOKENS
+
+
+async def test_resumed_turn_has_its_prediction_again(redis_server, target):
+    async with running(redis_server, target.address, "") as one:
+        expected, _, _ = await complete(one, request_of(drafter=DrafterKind.NONE, cache_salt="plain"))
+        request = request_of(
+            session_id="s", prediction=tuple(expected), gamma=GammaPolicy(2), drafter=DrafterKind.PREDICTION
+        )
+        stream, head = one.generate(request, ALICE), []
+        async for chunk in stream:
+            head += [token.token_id for token in chunk.tokens]
+            if len(head) >= 6:
+                break
+        await stream.aclose()
+        await one.leases.settled()
+    async with running(redis_server, target.address, "") as other:
+        resumed = GenerationRequest("", session_id="s", resume_from=len(head))
+        tail, summary, usage = await complete(other, resumed)
+    assert head + tail == expected
+    assert summary.prediction_cycles > 4
+    assert usage.rejected_prediction_tokens == 0

@@ -1,0 +1,176 @@
+"""The choice between the draft model and matches in known text, in a simulated world."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from cycle_helpers import make_session
+
+from benchmarks.simulation import make_cycle
+from benchmarks.worlds import World
+from gammaray.errors import UnavailableError
+from gammaray.types import DrafterKind, Proposal
+from orchestrator.cycle.types import Shape
+from orchestrator.drafting.choice import AdaptiveChoice, FixedChoice
+from orchestrator.drafting.matches import Match
+from orchestrator.drafting.session_drafter import SessionDrafter
+from orchestrator.drafting.text_gamma import TextGamma
+from orchestrator.gamma.adaptive import AdaptiveGamma
+from orchestrator.gamma.cost_model import CostModel
+from orchestrator.gamma.fixed import FixedGamma
+from orchestrator.workers.drafter import Readiness
+
+MODEL, NGRAM, SUFFIX = DrafterKind.MODEL, DrafterKind.NGRAM, DrafterKind.SUFFIX
+TEXT_DEPTH = 8
+
+
+class Finds:
+    """A text drafter that always finds a match of one length."""
+
+    def __init__(self, kind=SUFFIX, length=8, num_tokens=TEXT_DEPTH):
+        self.kind, self.num_tokens = kind, num_tokens
+        self.match = Match(kind, tuple(range(num_tokens)), length, (1.0,) * num_tokens)
+
+    def look_up(self, session, depth):
+        return replace(self.match, token_ids=self.match.token_ids[:depth])
+
+
+class Worker:
+    """A draft worker that is in one state and proposes nothing."""
+
+    address = "a:1"
+
+    def __init__(self, readiness):
+        self.readiness = readiness
+
+    def prepare(self, session):
+        return self.readiness
+
+    async def propose(self, session, shape):
+        raise UnavailableError("it has gone")
+
+
+def choice_of(texts, readiness=Readiness.READY, allowed=MODEL, seed=1):
+    costs, session = CostModel(random.Random(seed)), make_session()
+    drafter = SessionDrafter(Worker(readiness), texts, TEXT_DEPTH)
+    text = TextGamma(TEXT_DEPTH, costs)
+    return AdaptiveChoice(session, drafter, allowed, AdaptiveGamma(8, costs), text, costs)
+
+
+def play(choice, num_cycles, *, model_alpha, text_alpha, world=None, seed=1):
+    """Run cycles; a match takes no draft. Return the shapes."""
+    rng, world, shapes = random.Random(seed), world or World(spikes=0.0, noise=0.1), []
+    for index in range(num_cycles):
+        shape = choice.next_shape()
+        is_text = shape.drafter is not MODEL
+        alpha, levels = text_alpha if is_text else model_alpha, []
+        for _ in range(shape.depth):
+            is_accepted = rng.random() < alpha
+            levels.append((1, 0 if is_accepted else -1))
+            if not is_accepted:
+                break
+        draft = 0.0 if is_text or shape.depth == 0 else world.draft_s(shape)
+        step = world.step_s(1 + shape.depth) * max(0.5, rng.gauss(1.0, 0.1))
+        cycle = make_cycle(
+            replace(shape, stop_threshold=0.0),
+            levels,
+            shape.depth,
+            draft=draft,
+            verify=step,
+            other=world.other,
+            is_first=index == 0,
+        )
+        choice.observe(replace(cycle, drafter=shape.drafter if shape.depth else DrafterKind.NONE))
+        shapes.append(shape)
+    return shapes
+
+
+def share(shapes, kind):
+    return sum(shape.depth > 0 and shape.drafter is kind for shape in shapes) / len(shapes)
+
+
+def test_matches_are_preferred_when_they_are_accepted_as_often_as_a_draft():
+    shapes = play(choice_of([Finds()]), 400, model_alpha=0.7, text_alpha=0.9)[200:]
+    assert share(shapes, SUFFIX) > 0.8
+    assert max(shape.depth for shape in shapes) == TEXT_DEPTH
+
+
+def test_draft_model_is_preferred_to_matches_that_are_rejected():
+    shapes = play(choice_of([Finds()]), 400, model_alpha=0.9, text_alpha=0.05)[200:]
+    assert share(shapes, MODEL) > 0.8
+
+
+def test_nothing_is_proposed_when_neither_is_accepted():
+    world = World(spikes=0.0, per_token=0.2, draft=0.3)
+    shapes = play(choice_of([Finds()]), 600, model_alpha=0.05, text_alpha=0.02, world=world)[300:]
+    assert share(shapes, MODEL) + share(shapes, SUFFIX) < 0.2
+
+
+def test_of_two_text_drafters_the_one_that_is_accepted_is_used():
+    choice = choice_of([Finds(NGRAM, length=2), Finds(SUFFIX, length=20)], Readiness.ABSENT)
+    shapes, rng = [], random.Random(1)
+    for index in range(300):
+        shape = choice.next_shape()
+        alpha = 0.9 if shape.drafter is SUFFIX else 0.05
+        levels = []
+        while len(levels) < shape.depth and (not levels or levels[-1][1] == 0):
+            levels.append((1, 0 if rng.random() < alpha else -1))
+        cycle = make_cycle(
+            shape,
+            levels,
+            shape.depth,
+            draft=0.0,
+            verify=1.0 + 0.1 * shape.depth,
+            other=0.1,
+            is_first=index == 0,
+        )
+        choice.observe(replace(cycle, drafter=shape.drafter if shape.depth else DrafterKind.NONE))
+        shapes.append(shape)
+    assert share(shapes[100:], SUFFIX) > 0.9
+    assert all(shape.is_fallback for shape in shapes), "no draft worker is there"
+
+
+def test_first_match_is_the_longest_while_no_costs_are_known():
+    choice = choice_of([Finds(NGRAM, length=2), Finds(SUFFIX, length=9, num_tokens=5)], Readiness.READING)
+    shape = choice.next_shape()
+    assert (shape.drafter, shape.depth, shape.is_fallback) == (SUFFIX, 5, False)
+
+
+def test_without_draft_worker_and_match_nothing_is_proposed():
+    shape = choice_of([], Readiness.ABSENT).next_shape()
+    assert (shape.depth, shape.is_fallback) == (0, True)
+    assert choice_of([], Readiness.ABSENT, allowed=SUFFIX).next_shape().is_fallback is False
+
+
+def test_fixed_gamma_prefers_prediction_then_model_then_the_longest_match():
+    def shape_of(texts, readiness):
+        session, drafter = make_session(), SessionDrafter(Worker(readiness), texts, TEXT_DEPTH)
+        return FixedChoice(session, drafter, MODEL, FixedGamma(3, CostModel(), 6)).next_shape()
+
+    prediction = Finds(DrafterKind.PREDICTION, length=0)
+    assert shape_of([prediction, Finds()], Readiness.READY).drafter is DrafterKind.PREDICTION
+    by_model = shape_of([Finds()], Readiness.READY)
+    assert (by_model.drafter, by_model.depth, by_model.max_nodes) == (MODEL, 3, 6)
+    by_text = shape_of([Finds(NGRAM, length=3), Finds(SUFFIX, length=4)], Readiness.ABSENT)
+    assert (by_text.drafter, by_text.depth, by_text.max_nodes, by_text.is_fallback) == (SUFFIX, 3, 0, True)
+
+
+async def test_failed_draft_worker_is_replaced_by_the_longest_match_of_the_same_cycle():
+    session = make_session()
+    drafter = SessionDrafter(Worker(Readiness.READY), [Finds(NGRAM, 2), Finds(SUFFIX, 9)], TEXT_DEPTH)
+    proposal = await drafter.propose(session, Shape(3))
+    assert proposal == Proposal((0, 1, 2))
+    assert (proposal.drafter, proposal.is_fallback) == (SUFFIX, True)
+    nothing = SessionDrafter(Worker(Readiness.READY), [], TEXT_DEPTH)
+    assert (await nothing.propose(session, Shape(3))) == Proposal()
+
+
+@pytest.mark.parametrize("kind", [NGRAM, SUFFIX])
+async def test_proposal_is_that_of_the_named_drafter_within_the_depth(kind):
+    session = make_session()
+    drafter = SessionDrafter(None, [Finds(NGRAM, 2, 4), Finds(SUFFIX, 9, 6)], TEXT_DEPTH)
+    proposal = await drafter.propose(session, Shape(2, drafter=kind))
+    assert (proposal.token_ids, proposal.drafter, proposal.is_fallback) == ((0, 1), kind, False)
+    assert await drafter.propose(session, Shape(2, drafter=DrafterKind.PREDICTION)) == Proposal()
