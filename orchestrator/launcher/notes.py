@@ -32,5 +32,5 @@ def model_notes(settings: ClusterSettings, num_gpus: int) -> list[str]:
         if is_gguf(model)
     ]
     if "draft" not in used:
-        notes.append("no draft workers: speculates by prompt lookup; --draft names a draft model")
+        notes.append("no draft workers: speculates by look-ups in the text; --draft names a draft model")
     return notes

@@ -48,4 +48,4 @@ def test_chat_with_a_file_is_that_of_transformers(tmp_path: Path) -> None:
     assert "draft" not in roles
     assert f"gammaray: target {path}: llama" in notes
     assert "dequantised to " in notes
-    assert "gammaray: no draft workers: speculates by prompt lookup" in notes
+    assert "gammaray: no draft workers: speculates by look-ups in the text" in notes

@@ -127,7 +127,7 @@ def test_architecture_that_is_not_supported_is_refused_with_the_reason(tmp_path)
     shutil.copytree(TARGET_DIR, folder)
     config = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "vocab_size": 2048}
     (folder / "config.json").write_text(json.dumps(config))
-    complaint = refuse("--target", str(folder), timeout_s=180)
+    complaint = refuse("--target", str(folder), "--draft", "demo", timeout_s=180)
     assert "cannot be served" in complaint
 
 
