@@ -77,6 +77,7 @@ class Orchestrator:
         fleet: The draft and target workers.
         leases: Renewal and reaping of session leases.
         sessions: Calls of clients about their sessions.
+        corpus: Past outputs, which are proposed to later sessions of the same tenant.
     """
 
     def __init__(self, settings: OrchestratorSettings, redis: Redis, tokenizer: Tokenizer) -> None:
