@@ -46,7 +46,7 @@ WITHOUT_A_CLUSTER: Mapping[str, str] = {
     r"(OTEL_\w+=\S+ )?gammaray up\b": "tests/e2e start clusters by it; one for each line would take an hour",
     r"export OTEL_EXPORTER_OTLP_ENDPOINT=": "only sets a variable for the next line",
     r"\. \.venv/bin/activate": "only changes the shell",
-    r"python -m services\.engine\.convert ": "needs a file, see tests/unit/services/engine/test_gguf_convert.py",
+    r"python -m services\.engine\.convert ": "see tests/unit/services/engine/test_gguf_convert.py",
     r"python -m services\.target ": "tests/integration/test_parallel.py starts ranks",
     r"make( (demo|smollm2|test|lint|bench|chaos|fuzz|soak))?( |$)": "installs into .venv, or takes minutes",
 }
