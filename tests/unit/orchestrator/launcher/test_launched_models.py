@@ -98,7 +98,7 @@ def test_target_without_a_draft_has_no_draft_workers(monkeypatch):
 def test_notes_say_how_targets_speculate_without_a_draft():
     assert model_notes(ClusterSettings(), 0) == []
     (note,) = model_notes(ClusterSettings(target="x"), 0)
-    assert "prompt lookup" in note
+    assert "look-ups in the text" in note
     assert "--draft" in note
 
 
