@@ -347,7 +347,9 @@ class OrchestratorSettings(_ServingSettings):
     draft_addresses: str = Field(
         "", description="Comma-separated host:port of draft workers, in addition to the registry's."
     )
-    max_gamma: int = Field(8, ge=0, le=64, description="Upper bound of an adaptive gamma.")
+    max_gamma: int = Field(
+        8, ge=0, le=64, description="Upper bound of an adaptive gamma; 0: nothing is proposed."
+    )
     max_text_gamma: int = Field(
         24,
         ge=0,

@@ -76,8 +76,9 @@ class Drafting:
                 prefill_timeout_s=settings.verify_timeout_s,
                 vocab_size=self._vocab_size,
             )
-        max_text = policy.fixed or policy.max_gamma or settings.max_text_gamma
-        texts = self._texts(allowed, prediction) if max_text > 0 else []
+        by_server = settings.max_text_gamma if settings.max_gamma > 0 else 0
+        max_text = policy.fixed or policy.max_gamma or by_server
+        texts = self._texts(request, prediction) if max_text > 0 else []
         drafter = SessionDrafter(remote, texts, max_text)
         if allowed is DrafterKind.NONE:
             plain = FixedGamma(0, self.costs, reason=Reason.NO_DRAFTER)
@@ -88,14 +89,20 @@ class Drafting:
         text = TextGamma(max_text, self.costs)
         return drafter, AdaptiveChoice(session, drafter, allowed, self._model(request), text, self.costs)
 
-    def _texts(self, allowed: DrafterKind, prediction: Sequence[int]) -> list[TextDrafter]:
-        """Return the text drafters that a request may use; a draft model may be replaced by any of them."""
+    def _texts(self, request: GenerationRequest, prediction: Sequence[int]) -> list[TextDrafter]:
+        """Return the text drafters that a request may use; a draft model may be replaced by any of them.
+
+        Rejection sampling is exact only if a proposal does not depend on the noise that tests it. A past
+        output of a request with the same seed does, so that method does not use past outputs.
+        """
+        allowed = request.drafter
         is_any = allowed is DrafterKind.MODEL
+        corpus = None if _draws_by_rejection(request) else self.corpus
         texts: list[TextDrafter] = []
         if prediction and (is_any or allowed is DrafterKind.PREDICTION):
             texts.append(PredictionDrafter(prediction))
         if is_any or allowed is DrafterKind.SUFFIX:
-            texts.append(SuffixDrafter(self.corpus))
+            texts.append(SuffixDrafter(corpus))
         if is_any or allowed is DrafterKind.NGRAM:
             texts.append(PromptLookup())
         return texts
@@ -106,12 +113,13 @@ class Drafting:
         # Only coupled verification takes trees, at any temperature.
         takes_trees = request.verification is VerificationMethod.COUPLED
         # A chain with distributions costs the same number of forward passes wherever it ends.
-        sends_distributions = (
-            request.verification is VerificationMethod.REJECTION and request.sampling.temperature > 0
-        )
         return AdaptiveGamma(
             policy.max_gamma or settings.max_gamma,
             self.costs,
             (policy.max_nodes or settings.max_nodes) if takes_trees else 0,
-            ends_early=not sends_distributions,
+            ends_early=not _draws_by_rejection(request),
         )
+
+
+def _draws_by_rejection(request: GenerationRequest) -> bool:
+    return request.verification is VerificationMethod.REJECTION and request.sampling.temperature > 0

@@ -1,6 +1,7 @@
 """What drafters without a model have in common: they look the latest tokens up in text that is known.
 
 Their proposals are functions of tokens that are known before the cycle, never of the noise of a future token.
+(Past outputs of the same seed depend on it, see `orchestrator.drafting.factory.Drafting`.)
 Each token's distribution is a point mass, so every verification method stays exact: where the target samples,
 its token matches or not; rejection accepts y with probability p(y), and otherwise draws from p without y.
 """

@@ -120,4 +120,4 @@ async def repeat(work: Callable[[], Coroutine[Any, Any, None]], period_s: float)
         try:
             await work()
         except GammarayError as error:
-            _log.warning("leases: %s", error)
+            _log.warning("%s: %s", work.__name__.strip("_"), error)

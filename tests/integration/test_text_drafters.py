@@ -51,6 +51,24 @@ async def test_past_output_of_the_tenant_is_proposed_and_changes_no_token(orches
     assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (0, 0)
 
 
+@pytest.mark.parametrize(("temperature", "is_proposed"), [(1.0, False), (0.0, True)])
+async def test_rejection_does_not_test_a_past_output_by_the_noise_that_made_it(
+    orchestrator, temperature, is_proposed
+):
+    sampling = dataclasses.replace(SEEDED, temperature=temperature)
+    request = request_of(verification=VerificationMethod.REJECTION, sampling=sampling)
+    await complete(orchestrator, request)
+    _, summary, _ = await complete(orchestrator, request)
+    assert (summary.suffix_cycles > 0) is is_proposed
+
+
+async def test_server_without_adaptive_gamma_proposes_nothing(redis_server, target):
+    async with running(redis_server, target.address, "", max_gamma=0) as orchestrator:
+        await complete(orchestrator, request_of())
+        _, summary, _ = await complete(orchestrator, request_of())
+    assert (summary.cycles, summary.suffix_cycles) == (NUM_TOKENS, 0)
+
+
 @pytest.mark.parametrize("other", ["tenant", "salt"])
 async def test_past_output_is_not_proposed_to_another_tenant_or_salt(orchestrator, other):
     await complete(orchestrator, request_of())
