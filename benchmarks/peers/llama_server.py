@@ -18,7 +18,7 @@ import httpx
 from benchmarks.cluster import ClusterError, free_ports
 from gammaray.bench.systems import Arrival, Ask, Sample
 
-__all__ = ["LLAMA", "Llama", "connected_llama", "converted", "modes", "running_llama"]
+__all__ = ["LLAMA", "Llama", "connected_llama", "converted", "llama_version", "modes", "running_llama"]
 
 LLAMA = "llama.cpp"
 """Name of its plain decoding."""
@@ -29,6 +29,7 @@ _STOP_TIMEOUT_S = 10.0
 _ATTEMPTS = 3
 _ANSWER_TIMEOUT_S = 300.0
 _CONVERT_TIMEOUT_S = 600.0
+_VERSION_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _HOST = "127.0.0.1"
 
@@ -47,6 +48,20 @@ def modes(draft: Path | None, threads: int) -> dict[str, list[str]]:
             options = ["-md", str(draft), "-td", str(threads), "--spec-draft-n-max", str(count)]
             found[f"{LLAMA}-draft-{count}"] = ["--spec-type", "draft-simple", *options]
     return found
+
+
+def llama_version(binary: str) -> str:
+    """Return what the program says of itself: version, compiler or processor features.
+
+    Raises:
+        ClusterError: It does not run, or does not answer within a minute.
+    """
+    try:
+        command = [binary, "--version"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ClusterError(f"{binary}: {error}") from None
+    return (done.stdout + done.stderr).strip()
 
 
 @asynccontextmanager

@@ -17,7 +17,14 @@ from rich.progress import Progress
 from benchmarks.baselines import running_baselines, running_engine
 from benchmarks.cluster import ClusterError
 from benchmarks.peers.figures import equality, figures, table
-from benchmarks.peers.llama_server import LLAMA, connected_llama, converted, modes, running_llama
+from benchmarks.peers.llama_server import (
+    LLAMA,
+    connected_llama,
+    converted,
+    llama_version,
+    modes,
+    running_llama,
+)
 from benchmarks.peers.stacks import VARIANTS, TracedStack, running_stack
 from benchmarks.prompts import Task, load_tasks
 from benchmarks.systems import REFERENCE, Peer
@@ -192,6 +199,7 @@ async def compare(settings: Settings, console: Console) -> dict[str, Any]:
         "settings": {
             name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()
         },
+        "llama_version": llama_version(settings.llama_server) if settings.llama_server else None,
         "prompts": {task.id: len(token_ids) for task, token_ids in prompts.items()},
         "left_out": left_out,
         "workload_fingerprint": fingerprint([" ".join(map(str, ids)) for ids in prompts.values()]),

@@ -1,0 +1,68 @@
+"""Writes the weights of a quantised GGUF file as bfloat16, as gammaray serves them, for llama.cpp.
+
+    python -m benchmarks.peers.bf16_gguf FILE.gguf build/models/smollm2-bf16.gguf
+    python -m benchmarks.peers.bf16_gguf smollm2 build/models/smollm2-bf16.gguf     # downloads the file first
+
+llama.cpp would otherwise compute with the quantised weights: another model, and fewer bytes per token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import gguf
+import numpy as np
+
+from benchmarks.smollm2 import download, take_gguf
+
+__all__ = ["main", "write_bf16"]
+
+_BF16 = gguf.GGMLQuantizationType.BF16
+_WRITTEN_BY_WRITER = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version")
+
+
+def write_bf16(source: Path, out: Path) -> None:
+    """Write a file with the metadata of another and its tensors in bfloat16.
+
+    Vectors (norms and biases) are rounded to bfloat16, too, but stored as float32, which llama.cpp expects.
+    """
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    for field in reader.fields.values():
+        if not field.name.startswith(_WRITTEN_BY_WRITER):
+            kind, *inner = field.types
+            writer.add_key_value(field.name, field.contents(), kind, inner[-1] if inner else None)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        packed = gguf.quants.quantize(values, _BF16)
+        if values.ndim == 1:
+            writer.add_tensor(tensor.name, gguf.quants.dequantize(packed, _BF16).astype(np.float32))
+        else:
+            writer.add_tensor(tensor.name, packed, raw_dtype=_BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def main() -> int:
+    """Write one file; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("source", help='a GGUF file, or "smollm2"')
+    parser.add_argument("out", type=Path, help="the file to write")
+    options = parser.parse_args()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        source = take_gguf(download(folder), folder) if options.source == "smollm2" else Path(options.source)
+        write_bf16(source, options.out)
+    print(options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
