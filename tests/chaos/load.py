@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -72,11 +73,13 @@ async def generate(
 ) -> Said:
     """Return one whole completion; add the arrival times of tokens to `arrivals`.
 
-    The options in `how` (gamma, drafter) change no token.
+    The options in `how` (gamma, drafter) change no token. A salt of its own keeps a completion from finding
+    its tokens in an earlier one's output, so that the draft workers are needed.
     """
     token_ids: list[int] = []
     text: list[str] = []
-    options = {"temperature": ask.temperature, "seed": ask.seed, "max_tokens": ask.max_tokens}
+    options: dict[str, Any] = {"temperature": ask.temperature, "seed": ask.seed, "max_tokens": ask.max_tokens}
+    options["cache_salt"] = secrets.token_hex(8)
     arrivals.append(time.monotonic())
     async for chunk in client.generate(ask.prompt, ignore_eos=True, **options, **how):
         if chunk.tokens:
