@@ -18,8 +18,9 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.cluster import connected, run_or_exit
+from benchmarks.cluster import run_or_exit
 from benchmarks.peers.run import encode
+from benchmarks.peers.stacks import running_stack
 from benchmarks.prompts import CATEGORIES, load_tasks
 from benchmarks.provenance import write_result
 from gammaray.bench.tables import plain_table
@@ -102,7 +103,7 @@ async def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     categories = tuple(options.categories.split(",")) if options.categories else ()
     tasks = load_tasks(categories or CATEGORIES, options.prompts)
     sums: dict[tuple[str, float], dict[bool, Replay]] = {}
-    async with connected("--target", options.target) as client:
+    async with running_stack(options.target, None) as client:
         for task, prompt in zip(tasks, encode(tokenizer, tasks), strict=True):
             for temperature in (0.0, 1.0):
                 output = await client.complete(

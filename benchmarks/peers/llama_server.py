@@ -137,8 +137,11 @@ class Llama:
 
 @asynccontextmanager
 async def connected_llama(name: str, url: str) -> AsyncIterator[Llama]:
-    """Yield the system of a running server."""
-    limits = httpx.Limits(max_connections=None)
+    """Yield the system of a running server.
+
+    Each request opens a connection: the server closes idle ones, at times while the next request is sent.
+    """
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=_ANSWER_TIMEOUT_S, limits=limits) as client:
         yield Llama(name, client)
 

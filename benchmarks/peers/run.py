@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import tempfile
@@ -11,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 from rich.console import Console
 from rich.progress import Progress
 
@@ -32,7 +34,7 @@ from gammaray import AsyncClient
 from gammaray.bench.measure import PLAIN, Samples, measure
 from gammaray.bench.systems import Ask, Stack, System
 from gammaray.bench.workloads import fingerprint
-from gammaray.errors import InvalidArgumentError
+from gammaray.errors import GammarayError, InvalidArgumentError
 from orchestrator.text.tokenizer import Tokenizer
 from services.engine.core.model import resolve_model
 
@@ -169,8 +171,8 @@ async def compare(settings: Settings, console: Console) -> dict[str, Any]:
     """Run the comparison and return its result, JSON-ready.
 
     Raises:
-        ClusterError: Something could not be started, or the prompts do not fit the model's context.
-        GammarayError: A completion failed.
+        ClusterError: Something could not be started, the prompts do not fit the model's context, or all loads
+            failed; if some of them failed, `failures` says which.
     """
     os.environ["GAMMARAY_THREADS"] = str(settings.threads)  # for the cluster's workers
     tokenizer = Tokenizer(resolve_model(settings.target, "target"))
@@ -182,19 +184,26 @@ async def compare(settings: Settings, console: Console) -> dict[str, Any]:
     if not prompts:
         raise ClusterError(f"no prompt leaves room for {settings.max_tokens} tokens in the model's context")
     points: list[dict[str, Any]] = []
+    failures: list[str] = []
     async with AsyncExitStack() as stack:
         console.print("starting the systems ...")
         context = max(map(len, prompts.values())) + settings.max_tokens + _SPARE
         started = await _start(settings, context, stack)
-        for temperature in settings.temperatures:
-            for streams in settings.streams:
-                systems = started.at(streams)
+        for temperature, streams in itertools.product(settings.temperatures, settings.streams):
+            systems = started.at(streams)
+            try:
                 samples = await _measure(settings, prompts, systems, temperature, streams, console)
-                for category, part in parts_of(samples, list(prompts), streams).items():
-                    point = _point(category, part, temperature, streams, tokenizer.eos_token_ids)
-                    title = f"temperature {temperature:g}, {streams} in flight, {category}"
-                    console.print(table(title, point["rows"], point["equality"]))
-                    points.append(point)
+            except (ClusterError, GammarayError, httpx.HTTPError) as error:
+                failures.append(f"temperature {temperature:g}, {streams} in flight: {error!r}")
+                console.print(failures[-1])
+                continue
+            for category, part in parts_of(samples, list(prompts), streams).items():
+                point = _point(category, part, temperature, streams, tokenizer.eos_token_ids)
+                title = f"temperature {temperature:g}, {streams} in flight, {category}"
+                console.print(table(title, point["rows"], point["equality"]))
+                points.append(point)
+    if not points:
+        raise ClusterError("; ".join(failures))
     return {
         "settings": {
             name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()
@@ -203,6 +212,7 @@ async def compare(settings: Settings, console: Console) -> dict[str, Any]:
         "prompts": {task.id: len(token_ids) for task, token_ids in prompts.items()},
         "left_out": left_out,
         "workload_fingerprint": fingerprint([" ".join(map(str, ids)) for ids in prompts.values()]),
+        "failures": failures,
         "points": points,
     }
 
