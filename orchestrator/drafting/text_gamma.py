@@ -21,7 +21,7 @@ from orchestrator.gamma.fixed import Reason
 
 __all__ = ["TextGamma"]
 
-LENGTHS = (2, 3, 4, 8, 16, 32)
+LENGTHS = (1, 2, 3, 4, 8, 16, 32)
 """Lower bounds of the match lengths that share an acceptance: doubling, except for short matches."""
 
 _Class = tuple[DrafterKind, int]

@@ -37,7 +37,7 @@ def session_with(tokens, **options):
         pytest.param([1, 2, 3, 9, 1, 2], 64, (3, 9, 1, 2), id="ends-with-the-sequence"),
         pytest.param([7, 7, 7], 3, (7,), id="overlap"),
         pytest.param([1, 2, 3, 4], 4, (), id="new"),
-        pytest.param([1, 2, 1], 4, (), id="one-token-says-nothing"),
+        pytest.param([1, 2, 1], 4, (2, 1), id="one-token"),
         pytest.param([1], 4, (), id="too-short"),
     ],
 )
