@@ -110,14 +110,6 @@ class FieldRule(ABC):
     def check(self, name: str, got: Any, vocab_size: int | None = None) -> None:
         """Check the value of field `name`, and token ids against `vocab_size` when it is given."""
 
-    def copied(self, name: str, value: Any) -> Any:
-        """Return a value given by a caller or a message as the field's own type, not yet checked.
-
-        Raises:
-            InvalidArgumentError: The value is of another type, or too large to be copied.
-        """
-        return value
-
     def __get_pydantic_json_schema__(self, core_schema: object, handler: object) -> dict[str, Any]:
         """Return the schema of a field of a pydantic model; pydantic calls this."""
         return {**self.schema, "description": self.meaning} if self.meaning else self.schema
@@ -184,7 +176,7 @@ class TokenIds(FieldRule):
             raise InvalidArgumentError(name, f"{len(got)} token ids", allowed)
 
     def copied(self, name: str, value: Any) -> tuple[int, ...]:
-        """Return the ids of a sequence; their number is checked before they are copied."""
+        """Return the ids of a sequence, not yet checked except for their number."""
         if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
             raise InvalidArgumentError(name, value, "a sequence of token ids")
         if len(value) > self.max_ids:
@@ -219,7 +211,7 @@ class TokenBiases(FieldRule):
         check_token_ids(name, tuple(got), vocab_size)
 
     def copied(self, name: str, value: Any) -> dict[int, float]:
-        """Return the entries of a mapping; their number is checked before they are copied."""
+        """Return the entries of a mapping, not yet checked except for their number."""
         if not isinstance(value, Mapping):
             raise InvalidArgumentError(name, value, "a mapping of token ids to numbers")
         self._check_size(name, value)

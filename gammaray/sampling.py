@@ -71,7 +71,11 @@ class SamplingParams:
         Raises:
             InvalidArgumentError: A value is no list or mapping where it must be, or has too many entries.
         """
-        return cls(**{name: SAMPLING_RULES[name].copied(name, value) for name, value in values.items()})
+        copied = dict(values)
+        for name, rule in _COLLECTIONS.items():
+            if name in copied:
+                copied[name] = rule.copied(name, copied[name])
+        return cls(**copied)
 
     def validate(self, vocab_size: int | None = None) -> None:
         """Check every field, and token ids against `vocab_size` when it is given.
@@ -108,3 +112,7 @@ SAMPLING_RULES: Mapping[str, FieldRule] = {
     name: annotated.__metadata__[0] for name, annotated in SAMPLING_TYPES.items()
 }
 """Rule of each field of `SamplingParams`, by name."""
+
+_COLLECTIONS = {
+    name: rule for name, rule in SAMPLING_RULES.items() if isinstance(rule, (TokenBiases, TokenIds))
+}
