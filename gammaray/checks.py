@@ -1,15 +1,27 @@
-"""Checks of single values; each raises InvalidArgumentError with the field, the value and what is allowed."""
+"""Checks of single values; they raise InvalidArgumentError with the field, the value and what is allowed.
+
+A `FieldRule` is a check as the annotation of a field, as in `Annotated[float, Number(0, 1, "A share.")]`. It
+also describes the field: JSON schemas and options of the command line are generated from it.
+"""
 
 from __future__ import annotations
 
 import ipaddress
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from gammaray.errors import InvalidArgumentError
 
 __all__ = [
     "MAX_TOKEN_IDS",
+    "FieldRule",
+    "Integer",
+    "Number",
+    "TokenBiases",
+    "TokenIds",
     "check_api_key",
     "check_encodable",
     "check_int",
@@ -82,6 +94,132 @@ def check_session_id(session_id: str) -> None:
     legal = all(c.isascii() and (c.isalnum() or c in "_.-") for c in session_id)
     if not legal or len(session_id) > 128:
         raise InvalidArgumentError("session_id", session_id, "at most 128 of A-Z a-z 0-9 _ . -")
+
+
+class FieldRule(ABC):
+    """The allowed values of a field, and its meaning."""
+
+    meaning: str
+
+    @property
+    @abstractmethod
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema of the allowed values, without the meaning."""
+
+    @abstractmethod
+    def check(self, name: str, got: Any, vocab_size: int | None = None) -> None:
+        """Check the value of field `name`, and token ids against `vocab_size` when it is given."""
+
+    def __get_pydantic_json_schema__(self, core_schema: object, handler: object) -> dict[str, Any]:
+        """Return the schema of a field of a pydantic model; pydantic calls this."""
+        return {**self.schema, "description": self.meaning} if self.meaning else self.schema
+
+
+@dataclass(frozen=True)
+class Number(FieldRule):
+    """A finite number in [low, high], or in (low, high] with `open_low`."""
+
+    low: float
+    high: float
+    meaning: str = ""
+    open_low: bool = False
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema."""
+        lower = "exclusiveMinimum" if self.open_low else "minimum"
+        return {"type": "number", lower: self.low, "maximum": self.high}
+
+    def check(self, name: str, got: Any, vocab_size: int | None = None) -> None:
+        """Check a value."""
+        check_number(name, got, self.low, self.high, open_low=self.open_low)
+
+
+@dataclass(frozen=True)
+class Integer(FieldRule):
+    """An integer in [low, high], or None if `is_optional`."""
+
+    low: int
+    high: int
+    meaning: str = ""
+    is_optional: bool = False
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema."""
+        return {"type": "integer", "minimum": self.low, "maximum": self.high}
+
+    def check(self, name: str, got: Any, vocab_size: int | None = None) -> None:
+        """Check a value."""
+        if got is not None or not self.is_optional:
+            check_int(name, got, self.low, self.high)
+
+
+@dataclass(frozen=True)
+class TokenIds(FieldRule):
+    """Token ids, at most `max_ids` and at most as many as the vocabulary has."""
+
+    meaning: str = ""
+    max_ids: int = MAX_TOKEN_IDS
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema."""
+        token_id = {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}
+        return {"type": "array", "items": token_id, "maxItems": self.max_ids}
+
+    def check(self, name: str, got: Any, vocab_size: int | None = None) -> None:
+        """Check a value."""
+        check_token_ids(name, got, vocab_size, self.max_ids)
+        if vocab_size is not None and len(got) > vocab_size:  # they would cost time in every cycle
+            allowed = f"at most {vocab_size}, the size of the vocabulary"
+            raise InvalidArgumentError(name, f"{len(got)} token ids", allowed)
+
+    def copied(self, name: str, value: Any) -> tuple[int, ...]:
+        """Return the ids of a sequence, not yet checked except for their number."""
+        if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+            raise InvalidArgumentError(name, value, "a sequence of token ids")
+        if len(value) > self.max_ids:
+            raise InvalidArgumentError(name, f"{len(value)} token ids", f"at most {self.max_ids}")
+        return tuple(value)
+
+
+@dataclass(frozen=True)
+class TokenBiases(FieldRule):
+    """Numbers in [low, high] by token id, at most `max_entries`."""
+
+    low: float
+    high: float
+    max_entries: int
+    meaning: str = ""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema."""
+        return {
+            "type": "object",
+            "patternProperties": {"^[0-9]{1,9}$": Number(self.low, self.high).schema},
+            "additionalProperties": False,
+            "maxProperties": self.max_entries,
+        }
+
+    def check(self, name: str, got: Any, vocab_size: int | None = None) -> None:
+        """Check a value."""
+        self._check_size(name, got)
+        for token_id, bias in got.items():
+            check_number(f"{name}[{token_id}]", bias, self.low, self.high)
+        check_token_ids(name, tuple(got), vocab_size)
+
+    def copied(self, name: str, value: Any) -> dict[int, float]:
+        """Return the entries of a mapping, not yet checked except for their number."""
+        if not isinstance(value, Mapping):
+            raise InvalidArgumentError(name, value, "a mapping of token ids to numbers")
+        self._check_size(name, value)
+        return dict(value)
+
+    def _check_size(self, name: str, value: Mapping[int, float]) -> None:
+        if len(value) > self.max_entries:
+            raise InvalidArgumentError(name, f"{len(value)} entries", f"at most {self.max_entries}")
 
 
 def is_address(host: str) -> bool:

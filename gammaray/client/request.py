@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from gammaray.checks import TokenIds
 from gammaray.errors import InvalidArgumentError
+from gammaray.sampling import SAMPLING_RULES, SamplingOptions
 from gammaray.types import (
     ADAPTIVE,
     MAX_GAMMA,
+    MAX_STOP_TOKEN_IDS,
     DrafterKind,
     GammaPolicy,
     GenerationRequest,
@@ -29,7 +31,7 @@ Prompt = str | Sequence[int] | GenerationRequest
 _Choice = TypeVar("_Choice", bound=Enum)
 
 
-class GenerateOptions(TypedDict, total=False):
+class GenerateOptions(SamplingOptions, total=False):
     """Keyword arguments of `generate` and `complete`; missing ones take the default of the field they set.
 
     The sampling options are the fields of `SamplingParams`, the others those of `GenerationRequest`, except:
@@ -43,19 +45,6 @@ class GenerateOptions(TypedDict, total=False):
     """
 
     max_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Mapping[int, float]
-    allowed_token_ids: Sequence[int]
-    banned_token_ids: Sequence[int]
-    min_tokens: int
-    seed: int | None
-    sample_index: int
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
@@ -95,13 +84,10 @@ def build_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generat
     for name, convert in _CONVERTERS.items():
         if name in given:
             given[name] = convert(name, given[name])
-    sampling = SamplingParams(**{name: given.pop(name) for name in _SAMPLING_FIELDS & given.keys()})
+    sampling = SamplingParams.of({name: given.pop(name) for name in SAMPLING_RULES.keys() & given.keys()})
     request = GenerationRequest(prompt=_text_or_ids("prompt", prompt), sampling=sampling, **given)
     request.validate()
     return request
-
-
-_SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
 
 
 def _text_or_ids(name: str, value: object) -> str | tuple[int, ...]:
@@ -118,18 +104,6 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, Sequence) and all(isinstance(text, str) for text in value):
         return tuple(value)
     raise InvalidArgumentError(name, value, "a string or a sequence of strings")
-
-
-def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return tuple(value)
-    raise InvalidArgumentError(name, value, "a sequence of token ids")
-
-
-def _biases(name: str, value: object) -> Mapping[int, float]:
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise InvalidArgumentError(name, value, "a mapping of token ids to numbers")
 
 
 def _gamma(name: str, value: object) -> GammaPolicy:
@@ -164,10 +138,7 @@ def _choice(cls: type[_Choice], name: str, value: object) -> _Choice:
 
 _CONVERTERS: dict[str, Any] = {
     "stop": _strings,
-    "stop_token_ids": _token_ids,
-    "allowed_token_ids": _token_ids,
-    "banned_token_ids": _token_ids,
-    "logit_bias": _biases,
+    "stop_token_ids": TokenIds(max_ids=MAX_STOP_TOKEN_IDS).copied,
     "gamma": _gamma,
     "ignore_eos": _flag,
     "session_id": _text,

@@ -13,17 +13,18 @@ from typing import Any
 import click
 from rich.console import Console
 
+from gammaray.checks import FieldRule, Integer, Number
 from gammaray.cli.options import Connection, connection_options
 from gammaray.cli.render import OriginPainter, paint, print_legend, print_summary
 from gammaray.client.async_client import AsyncClient
 from gammaray.client.completion import Completion, speculation_object
 from gammaray.errors import InvalidArgumentError
+from gammaray.sampling import SAMPLING_RULES, SamplingParams
 from gammaray.types import (
     MAX_GAMMA,
     Chunk,
     DrafterKind,
     GenerationRequest,
-    SamplingParams,
     VerificationMethod,
 )
 
@@ -38,17 +39,14 @@ def _gamma(value: str) -> str | int:
         raise click.BadParameter(message) from None
 
 
+_KINDS: dict[type[FieldRule], type] = {Number: float, Integer: int}
+_SAMPLING = tuple(
+    (name, _KINDS[type(rule)], rule.meaning) for name, rule in SAMPLING_RULES.items() if type(rule) in _KINDS
+)
 # name of the option of `AsyncClient.generate`, its type, its help text
 _OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("max_tokens", int, "Upper bound of emitted tokens."),
-    ("temperature", float, "Divides the logits; 0 is greedy."),
-    ("top_p", float, "Keep the most likely tokens up to this mass."),
-    ("top_k", int, "Keep this many most likely tokens; 0 is off."),
-    ("min_p", float, "Drop tokens below this fraction of the highest probability."),
-    ("repetition_penalty", float, "Applies to prompt and output; 1 is off."),
-    ("presence_penalty", float, "Over the output; 0 is off."),
-    ("frequency_penalty", float, "Over the output; 0 is off."),
-    ("seed", int, "Seed for reproducible tokens; by default the server chooses one."),
+    *_SAMPLING,
     ("gamma", _gamma, "Draft tokens per cycle: a number (0 is plain decoding), or adaptive."),
     ("verification", click.Choice([m.value for m in VerificationMethod]), "Verification method."),
     ("drafter", click.Choice([d.value for d in DrafterKind]), "Drafter to use."),

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager
 from functools import cache
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import fastapi
 from fastapi import FastAPI, Request
@@ -28,8 +28,9 @@ from orchestrator.api.http.bodies import MAX_BODY_BYTES, BodyReader
 from orchestrator.api.http.errors import as_gammaray_error, error_response, install_handlers
 from orchestrator.api.http.json_text import encode
 from orchestrator.api.http.models import ChatRequest, CompletionRequest, parse_body
-from orchestrator.api.http.openapi import add_document
+from orchestrator.api.http.openapi import PATH, document
 from orchestrator.api.http.requests import ChoicePlan, chat_choices, completion_choices
+from orchestrator.api.http.response_types import Health, MetricsTarget, Model, ModelList, Root
 from orchestrator.api.http.responses import ChatResponse, CompletionResponse, Response
 from orchestrator.api.http.sites import Hosts, SiteControl
 from orchestrator.api.http.stream import HEADER, EventId, EventStream, generate_all, recall, resumed
@@ -60,11 +61,11 @@ def add_metrics(app: FastAPI, backend: Backend) -> None:
         return fastapi.Response(vllm_metrics(processes), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/metrics/targets")
-    async def metrics_targets() -> list[dict[str, Any]]:
+    async def metrics_targets() -> list[MetricsTarget]:
         return targets(await backend.status())
 
 
-def targets(processes: list[ProcessStatus]) -> list[dict[str, Any]]:
+def targets(processes: list[ProcessStatus]) -> list[MetricsTarget]:
     """Return the processes that serve metrics, in the form of Prometheus's HTTP service discovery."""
     return [
         {
@@ -219,7 +220,6 @@ def create_app(
     _add_generation(app, backend, BodyReader(max_bodies_bytes))
     _add_information(app, backend)
     add_metrics(app, backend)
-    add_document(app)
     return app
 
 
@@ -248,7 +248,7 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
 def _add_information(app: FastAPI, backend: Backend) -> None:
     started_at = int(time.time())
 
-    def model() -> dict[str, Any]:
+    def model() -> Model:
         return {
             "id": backend.model_name,
             "object": "model",
@@ -261,16 +261,15 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
     async def root(request: Request) -> fastapi.Response:
         if "text/html" in request.headers.get("accept", ""):
             return playground()
-        return JSONResponse(
-            {"name": "gammaray", "model": backend.model_name, "endpoints": ["/v1", "/health"]}
-        )
+        told: Root = {"name": "gammaray", "model": backend.model_name, "endpoints": ["/v1", "/health"]}
+        return JSONResponse(told)
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    async def models() -> ModelList:
         return {"object": "list", "data": [model()]}
 
     @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> dict[str, Any]:
+    async def one_model(name: str) -> Model:
         if name != backend.model_name:
             raise NotFoundError(f"no model {name!r}; this server has {backend.model_name!r}", "model")
         return model()
@@ -281,9 +280,14 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
             processes = await backend.status()
             if not any(process.role == "target" and process.healthy for process in processes):
                 raise UnavailableError("no target worker is connected")
-            return JSONResponse({"status": "ok"})
+            well: Health = {"status": "ok"}
+            return JSONResponse(well)
 
         return await _guarded(answer)
+
+    @app.get(PATH)
+    async def openapi() -> JSONResponse:
+        return JSONResponse(document())
 
 
 async def _planned(

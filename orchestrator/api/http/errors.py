@@ -1,23 +1,11 @@
-"""Errors as OpenAI's error object, with their HTTP statuses.
-
-400  a field is wrong (`param` names it), malformed JSON, invalid UTF-8, a prompt that is too long
-401  no API key, or a wrong one
-403  without API keys: a page of another site sent it (`param` names the header)
-404  unknown model, path or session
-408  the body did not arrive in time
-413  a body above `MAX_BODY_BYTES`
-415  a body whose content type is not JSON's
-429  too many requests run and wait; `Retry-After` has the delay
-503  no target worker; `Retry-After` as above
-504  a deadline was exceeded
-"""
+"""Errors as OpenAI's error object, with their HTTP statuses."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import grpc
 from fastapi import FastAPI, Request
@@ -36,8 +24,10 @@ from gammaray.errors import (
     UnavailableError,
     rendering,
 )
+from orchestrator.api.http.response_types import Error, ErrorType
 
 __all__ = [
+    "STATUSES",
     "BodyTooLargeError",
     "as_gammaray_error",
     "error_body",
@@ -51,8 +41,25 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 
+STATUSES = {
+    400: "An invalid field (named by `param`), malformed JSON, or invalid UTF-8.",
+    401: "No valid API key.",
+    403: "Without API keys: a request for another host, or from a page of another site.",
+    404: "Unknown model, path or session.",
+    405: "Method not allowed for this path.",
+    408: "The body took too long to arrive.",
+    409: "The session is in another state, or its target model is no longer served.",
+    413: "The body is too large.",
+    415: "The body's content type is not application/json.",
+    429: "A limit is exceeded; `Retry-After` has the delay.",
+    500: "An internal error.",
+    503: "No target worker or Redis is available; retry after the delay in `Retry-After`.",
+    504: "The deadline is exceeded.",
+}
+"""Meaning of each status of a failed request."""
+
 _LASTING = "lasting"
-_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_TYPES: dict[int, ErrorType] = {401: "authentication_error", 429: "rate_limit_error"}
 _CODES = {
     401: "invalid_api_key",
     413: "request_too_large",
@@ -142,7 +149,7 @@ def as_gammaray_error(error: BaseException) -> GammarayError:
     return InternalError(f"internal error ({type(error).__name__})")
 
 
-def error_body(error: GammarayError) -> dict[str, Any]:
+def error_body(error: GammarayError) -> Error:
     """Return OpenAI's error object for an error."""
     message, param = str(error), None
     if isinstance(error, InvalidArgumentError):
@@ -187,8 +194,8 @@ def _headers(error: GammarayError) -> Mapping[str, str] | None:
     return None
 
 
-def _object(message: str, status: int, param: str | None, code: str | None) -> dict[str, Any]:
-    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+def _object(message: str, status: int, param: str | None, code: str | None) -> Error:
+    kind: ErrorType = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     # The message may quote lone surrogates, which UTF-8 cannot encode.
     message = message.encode("utf-8", "backslashreplace").decode("utf-8")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,24 +1,46 @@
-"""OpenAI's request bodies, validated as untrusted input.
+"""OpenAI's request bodies, validated as untrusted input. Their fields' schemas are in the OpenAPI document.
 
-Field names are OpenAI's, extensions have vLLM's names (`top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
-`ignore_eos`, `stop_token_ids`, `allowed_token_ids`, `prompt_logprobs`) and the object `gammaray` controls
-speculation. A field whose value could not change the completion (`user`, `store`, ...) is ignored; every
-other unknown field is refused, as the completion without it could differ from the requested one. null means
-absent.
+Field names are OpenAI's, extensions have vLLM's names, and the object `gammaray` controls speculation. The
+sampling parameters are those of `gammaray.sampling`. A field whose value could not change the completion
+(`user`, `store`, ...) is ignored; every other unknown field is refused, as the completion without it could
+differ from the requested one. null means absent.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import islice
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    WrapValidator,
+    create_model,
+    field_validator,
+)
+from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
-from gammaray.checks import MAX_TOKEN_IDS
+from gammaray.checks import MAX_TOKEN_IDS, Integer, Number, TokenBiases, TokenIds
 from gammaray.errors import InvalidArgumentError
-from gammaray.types import MAX_LOGIT_BIAS, MAX_STOP, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
+from gammaray.sampling import SAMPLING_RULES, SAMPLING_TYPES, SamplingParams
+from gammaray.types import (
+    MAX_CACHE_SALT,
+    MAX_GAMMA,
+    MAX_KEEP_CACHE_S,
+    MAX_NODES,
+    MAX_PREDICTION,
+    MAX_STOP,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+)
 from orchestrator.api.http.errors import (
     invalid_argument,
     invalid_beginning,
@@ -28,16 +50,17 @@ from orchestrator.api.http.errors import (
 from orchestrator.api.http.json_text import MAX_VALUES, Decoded, decode
 
 __all__ = [
-    "IGNORED",
+    "HTTP_SAMPLING",
     "MAX_CHOICES",
     "MAX_MESSAGES",
-    "NEUTRAL",
     "ChatMessage",
     "ChatRequest",
     "CompletionRequest",
     "GammarayOptions",
     "OpenAIRequest",
+    "Prediction",
     "StreamOptions",
+    "TextPart",
     "parse_body",
 ]
 
@@ -49,7 +72,7 @@ MAX_MESSAGES = 2**14
 _SMALL_BODY_BYTES = 2**16
 """Bodies up to this size hold too few values to take long."""
 
-IGNORED = frozenset(
+_IGNORED = frozenset(
     {
         "metadata",
         "parallel_tool_calls",  # no effect without tools
@@ -62,7 +85,7 @@ IGNORED = frozenset(
     }
 )
 # Unsupported fields, with the values that have no effect.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "function_call": ("none",),
@@ -78,39 +101,109 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+_TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
+_StopText = Annotated[str, Field(min_length=1, max_length=256)]
+_Stop = _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOP)]
+_Prompt = (
+    Annotated[str, Field(min_length=1, max_length=2**20)]
+    | Annotated[list[_TokenId], Field(min_length=1, max_length=MAX_TOKEN_IDS)]
+)
+_Prompts = _Prompt | Annotated[list[_Prompt], Field(min_length=1, max_length=MAX_CHOICES)]
+
+
+class TextPart(BaseModel):
+    """A part of a text; further fields are ignored."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(BaseModel):
+    """OpenAI's predicted output: text that the completion is expected to resemble. It affects speed only."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["content"]
+    content: Annotated[str, Field(max_length=MAX_PREDICTION)] | list[TextPart]
+
+
+@dataclass(frozen=True)
+class _CheckedInteger(Integer):
+    """An integer that is checked here, since later checks know it by another name or not at all."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_after_validator_function(self._checked, handler(source))
+
+    def _checked(self, value: int | None) -> int | None:
+        if value is not None and not self.low <= value <= self.high:
+            raise ValueError(f"an integer in [{self.low}, {self.high}]")
+        return value
+
+
+def _null_is_absent(schema: dict[str, Any]) -> None:
+    """Add null to the values of a schema's optional fields: `parse_body` drops such fields."""
+    for name, field in schema["properties"].items():
+        if name not in schema.get("required", ()):
+            outer = {key: field.pop(key) for key in ("default", "description") if key in field}
+            schema["properties"][name] = {"anyOf": [*field.pop("anyOf", [field]), {"type": "null"}], **outer}
+
+
+def _describe_body(schema: dict[str, Any]) -> None:
+    """Add what `parse_body` accepts besides a model's fields."""
+    _null_is_absent(schema)
+    schema["properties"] |= {name: {"description": "Ignored."} for name in sorted(_IGNORED)}
+    schema["properties"] |= {name: {"enum": [*values, None]} for name, values in _NEUTRAL.items()}
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 class GammarayOptions(_Strict):
-    """The request object `gammaray`.
+    """The request object `gammaray`, which controls speculation."""
 
-    Args:
-        verification: Verification method.
-        gamma: Draft length, 0 to 64, or "adaptive".
-        max_gamma: Upper bound of an adaptive gamma; 0 for the server's.
-        max_nodes: Upper bound of a proposal's nodes, above gamma for trees; 0 for the server's choice.
-        drafter: Which drafter may propose: "model", "ngram" (prompt lookup), "suffix" (suffix decoding),
-            "prediction" (the request's `prediction`) or "none" (gamma 0).
-        session_id: Name of the session; if empty, the server generates one. Only with one choice.
-        turn: Turn of the session; above 0 it continues the previous, finished turn. Not for chats.
-        keep_cache_s: Seconds that the workers retain their caches for the next turn.
-        cache_salt: The workers' caches are shared only with requests of the same salt.
-        stream_tokens: Whether each streamed piece includes its tokens, with their origins, under `gammaray`.
-    """
+    model_config = ConfigDict(json_schema_extra=_null_is_absent)
 
-    verification: Literal["coupled", "rejection", "naive"] = "coupled"
-    gamma: int | Literal["adaptive"] = "adaptive"
-    max_gamma: int = 0
-    max_nodes: int = 0
-    drafter: Literal["model", "ngram", "suffix", "prediction", "none"] = "model"
-    session_id: str = ""
-    turn: int = 0
-    keep_cache_s: float = 0.0
-    cache_salt: str = ""
-    stream_tokens: bool = False
+    verification: Literal["coupled", "rejection", "naive"] = Field(
+        "coupled", description="How proposed tokens are tested."
+    )
+    gamma: int | Literal["adaptive"] = Field("adaptive", description="Proposed tokens per cycle.")
+    max_gamma: Annotated[
+        int, Integer(0, MAX_GAMMA, "Upper bound of an adaptive gamma; 0 is the server's bound.")
+    ] = 0
+    max_nodes: Annotated[
+        int, Integer(0, MAX_NODES, "Upper bound of a proposal's nodes; 0 is the server's choice.")
+    ] = 0
+    drafter: Literal["model", "ngram", "suffix", "prediction", "none"] = Field(
+        "model",
+        description="What may propose: the draft model and all look-ups, prompt lookup, suffix decoding, the "
+        "request's `prediction`, or nothing (gamma 0).",
+    )
+    session_id: str = Field(
+        "",
+        description="Name of the session; if empty, the server generates one. Only with one choice.",
+        json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{0,128}$"},
+    )
+    turn: Annotated[
+        int, Integer(0, 2**31 - 1, "Above 0, continues the session's previous turn. Not for chats.")
+    ] = 0
+    keep_cache_s: Annotated[
+        float, Number(0, MAX_KEEP_CACHE_S, "Seconds for which workers keep caches for the next turn.")
+    ] = 0.0
+    cache_salt: str = Field(
+        "",
+        description="Caches are shared only with requests of the same salt.",
+        json_schema_extra={"maxLength": MAX_CACHE_SALT},
+    )
+    stream_tokens: bool = Field(
+        False, description="Whether each streamed piece contains its tokens, with their origins."
+    )
 
-    @field_validator("gamma", mode="plain")
+    @field_validator(
+        "gamma",
+        mode="plain",
+        json_schema_input_type=Annotated[int, Integer(0, MAX_GAMMA)] | Literal["adaptive"],
+    )
     @classmethod
     def _check_gamma(cls, value: Any) -> Any:
         if value == "adaptive" or (isinstance(value, int) and not isinstance(value, bool)):
@@ -119,57 +212,114 @@ class GammarayOptions(_Strict):
 
 
 class StreamOptions(_Strict):
-    """OpenAI's `stream_options`, with vLLM's `continuous_usage_stats`.
+    """OpenAI's `stream_options`, with vLLM's `continuous_usage_stats`."""
 
-    Args:
-        include_usage: Send the usage of the whole response in one more event before `[DONE]`.
-        continuous_usage_stats: With `include_usage`, each event also has the usage of its choice so far.
-        include_obfuscation: Pad each event to a multiple of `stream.EVENT_BYTES`, so that event sizes do not
-            reveal the length of the text. The default is false, unlike OpenAI's, which is true.
-    """
+    include_usage: bool = Field(
+        False,
+        description="Whether the usage of the whole response is sent in one more event before `[DONE]`.",
+    )
+    continuous_usage_stats: bool = Field(
+        False, description="With include_usage: whether each event contains its choice's usage so far."
+    )
+    include_obfuscation: bool = Field(
+        False,
+        description="Whether events are padded to multiples of 256 bytes, so that their sizes do not reveal "
+        "the length of the text. OpenAI's default is true.",
+    )
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-    include_obfuscation: bool = False
+
+def _at_most(limit: int, noun: str) -> WrapValidator:
+    """Return the validator of a list of at most `limit` items; later items are not checked."""
+
+    def bounded(value: Any, validate: Callable[[Any], list[Any]]) -> list[Any]:
+        items = validate(value[: limit + 1] if isinstance(value, list) else value)
+        if len(items) > limit:
+            raise too_many(f"{len(value)} {noun}", limit)
+        return items
+
+    return WrapValidator(bounded)
 
 
-class OpenAIRequest(_Strict):
-    """Fields common to completions and chat completions; see `SamplingParams` for the ranges."""
+def _biases(limit: int) -> WrapValidator:
+    """Return the validator of an object with token ids as keys, which JSON has as strings."""
 
+    def bounded(value: Any, validate: Callable[[Any], dict[int, float]]) -> dict[int, float]:
+        if not isinstance(value, dict):
+            raise ValueError("an object of token id to bias")
+        first = dict(islice(value.items(), limit + 1))
+        if not all(key.isascii() and key.isdigit() and len(key) <= 10 for key in first):
+            raise ValueError("an object whose keys are token ids")
+        checked = validate({int(key): bias for key, bias in first.items()})
+        if len(value) > limit:
+            raise too_many(f"{len(value)} entries", limit)
+        return checked
+
+    return WrapValidator(bounded)
+
+
+def _http_type(name: str) -> Any:
+    """Return the type of a sampling parameter in JSON; `SamplingParams.validate` checks its range."""
+    rule = SAMPLING_RULES[name]
+    if isinstance(rule, TokenIds):
+        return Annotated[list[int], FailFast(), _at_most(rule.max_ids, "token ids"), rule]
+    if isinstance(rule, TokenBiases):
+        return Annotated[dict[int, float], _biases(rule.max_entries), rule]
+    return SAMPLING_TYPES[name]
+
+
+HTTP_SAMPLING = tuple(name for name in SAMPLING_RULES if name not in ("banned_token_ids", "sample_index"))
+"""Sampling parameters that a body may have; the index of a sample follows from `n`."""
+
+if TYPE_CHECKING:
+    _SamplingFields = _Strict
+else:
+    _SamplingFields = create_model(
+        "_SamplingFields",
+        __base__=_Strict,
+        **{name: (_http_type(name), getattr(SamplingParams(), name)) for name in HTTP_SAMPLING},
+    )
+
+
+class OpenAIRequest(_SamplingFields):
+    """Fields common to completions and chat completions."""
+
+    model_config = ConfigDict(json_schema_extra=_describe_body)
     default_max_tokens: ClassVar[int | None] = None
 
-    model: str = ""
-    n: int = 1
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    stop_token_ids: Annotated[list[int], FailFast()] = []
-    allowed_token_ids: Annotated[list[int], FailFast()] = []
-    prompt_logprobs: int | None = None
-    prediction: str = ""
-    gammaray: GammarayOptions = GammarayOptions()
+    model: str = Field("", description="Name of the served model, or empty.")
+    n: Annotated[int, _CheckedInteger(1, MAX_CHOICES, "Samples per prompt; each is a separate session.")] = 1
+    stream: bool = Field(False, description="Whether to stream the response as server-sent events.")
+    stream_options: StreamOptions = Field(StreamOptions(), description="Options of a streamed response.")
+    max_tokens: Annotated[
+        int | None,
+        Integer(1, 2**31, "Upper bound of emitted tokens; by default 16, for chats the rest of the context."),
+    ] = None
+    max_completion_tokens: Annotated[
+        int | None, Integer(1, 2**31, "Same as max_tokens; if both are given they must be equal.")
+    ] = None
+    stop: tuple[str, ...] = Field((), description="The completion ends before the first of these texts.")
+    top_k: Annotated[
+        int,
+        AfterValidator(lambda value: 0 if value == -1 else value),  # off, as in vLLM
+        Integer(-1, 2**31, "Keep this many most likely tokens; 0 and -1 are off."),
+    ] = 0
+    ignore_eos: bool = Field(False, description="Continue after end-of-sequence tokens.")
+    stop_token_ids: Annotated[
+        list[int],
+        FailFast(),
+        _at_most(MAX_STOP_TOKEN_IDS, "token ids"),
+        TokenIds("Stop after one of these tokens.", MAX_STOP_TOKEN_IDS),
+    ] = Field(default=[])
+    prompt_logprobs: Annotated[
+        int | None,
+        _CheckedInteger(
+            0, MAX_TOP_LOGPROBS, "Alternatives for each token of the prompt, with log-probabilities."
+        ),
+    ] = None
+    prediction: str = Field("", description="Text that the completion is expected to resemble.")
+    gammaray: GammarayOptions = Field(GammarayOptions(), description="Options of speculation.")
 
-    @field_validator("n", mode="after")
-    @classmethod
-    def _check_n(cls, value: int) -> int:
-        if not 1 <= value <= MAX_CHOICES:
-            raise ValueError(f"an integer in [1, {MAX_CHOICES}]")
-        return value
-
-    @field_validator("stop", mode="plain")
+    @field_validator("stop", mode="plain", json_schema_input_type=_Stop)
     @classmethod
     def _check_stop(cls, value: Any) -> tuple[str, ...]:
         texts = [value] if isinstance(value, str) else value
@@ -179,37 +329,7 @@ class OpenAIRequest(_Strict):
             raise too_many(f"{len(texts)} strings", MAX_STOP)
         return tuple(texts)
 
-    @field_validator("logit_bias", mode="wrap")
-    @classmethod
-    def _check_logit_bias(cls, value: Any, validate: Callable[[Any], dict[int, float]]) -> dict[int, float]:
-        if not isinstance(value, dict):
-            raise ValueError("an object of token id to bias")
-        first = dict(islice(value.items(), MAX_LOGIT_BIAS + 1))
-        if not all(key.isascii() and key.isdigit() and len(key) <= 10 for key in first):
-            raise ValueError("an object whose keys are token ids")
-        checked = validate({int(key): bias for key, bias in first.items()})
-        if len(value) > MAX_LOGIT_BIAS:
-            raise too_many(f"{len(value)} entries", MAX_LOGIT_BIAS)
-        return checked
-
-    @field_validator("stop_token_ids", mode="wrap")
-    @classmethod
-    def _check_stop_token_ids(cls, value: Any, validate: Callable[[Any], list[int]]) -> list[int]:
-        return _bounded(value, validate, MAX_STOP_TOKEN_IDS, "token ids")
-
-    @field_validator("allowed_token_ids", mode="wrap")
-    @classmethod
-    def _check_allowed_token_ids(cls, value: Any, validate: Callable[[Any], list[int]]) -> list[int]:
-        return _bounded(value, validate, MAX_TOKEN_IDS, "token ids")
-
-    @field_validator("prompt_logprobs", mode="after")
-    @classmethod
-    def _check_prompt_logprobs(cls, value: int | None) -> int | None:
-        if value is not None and not 0 <= value <= MAX_TOP_LOGPROBS:
-            raise ValueError(f"an integer in [0, {MAX_TOP_LOGPROBS}]")
-        return value
-
-    @field_validator("prediction", mode="plain")
+    @field_validator("prediction", mode="plain", json_schema_input_type=Prediction)
     @classmethod
     def _check_prediction(cls, value: Any) -> str:
         if not isinstance(value, dict):
@@ -221,11 +341,6 @@ class OpenAIRequest(_Strict):
         if not {"type", "content"} <= value.keys():
             raise ValueError('an object with type "content" and content')
         return _joined(value["content"])
-
-    @field_validator("top_k", mode="after")
-    @classmethod
-    def _check_top_k(cls, value: int) -> int:
-        return 0 if value == -1 else value  # off, as in vLLM
 
     @property
     def asked_max_tokens(self) -> int | None:
@@ -245,18 +360,20 @@ class CompletionRequest(OpenAIRequest):
 
     default_max_tokens: ClassVar[int | None] = 16  # OpenAI's
 
-    prompt: tuple[str | tuple[int, ...], ...]
-    logprobs: int | None = None
-    echo: bool = False
+    prompt: tuple[str | tuple[int, ...], ...] = Field(description="Text or token ids, or a list of prompts.")
+    logprobs: Annotated[
+        int | None,
+        _CheckedInteger(
+            0,
+            MAX_TOP_LOGPROBS,
+            "Alternatives for each token, with log-probabilities; with echo also the prompt's.",
+        ),
+    ] = None
+    echo: bool = Field(
+        False, description="Whether the text begins with the prompt; max_tokens may then be 0 as well."
+    )
 
-    @field_validator("logprobs", mode="after")
-    @classmethod
-    def _check_logprobs(cls, value: int | None) -> int | None:
-        if value is not None and not 0 <= value <= MAX_TOP_LOGPROBS:
-            raise ValueError(f"an integer in [0, {MAX_TOP_LOGPROBS}]")
-        return value
-
-    @field_validator("prompt", mode="plain")
+    @field_validator("prompt", mode="plain", json_schema_input_type=_Prompts)
     @classmethod
     def _check_prompt(cls, value: Any) -> tuple[str | tuple[int, ...], ...]:
         if isinstance(value, str) or _is_token_ids(value):
@@ -277,9 +394,9 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str
+    content: str = Field(description="Text, or text parts.")
 
-    @field_validator("content", mode="plain")
+    @field_validator("content", mode="plain", json_schema_input_type=str | list[TextPart])
     @classmethod
     def _join_parts(cls, value: Any) -> str:
         return _joined(value)
@@ -288,20 +405,19 @@ class ChatMessage(BaseModel):
 class ChatRequest(OpenAIRequest):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], FailFast()]
-    logprobs: bool = False
-    top_logprobs: int | None = None
+    messages: Annotated[
+        list[ChatMessage],
+        FailFast(),
+        _at_most(MAX_MESSAGES, "messages"),
+        AfterValidator(_not_empty),
+        Field(json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES}, description="The conversation."),
+    ]
+    logprobs: bool = Field(False, description="Return log-probabilities of the tokens.")
+    top_logprobs: Annotated[
+        int | None, Integer(0, MAX_TOP_LOGPROBS, "Alternatives per token. Requires logprobs.")
+    ] = None
 
-    @field_validator("messages", mode="wrap")
-    @classmethod
-    def _check_messages(cls, value: Any, validate: Callable[[Any], list[ChatMessage]]) -> list[ChatMessage]:
-        messages = _bounded(value, validate, MAX_MESSAGES, "messages")
-        if not messages:
-            raise ValueError("at least one message")
-        return messages
 
-
-_Item = TypeVar("_Item")
 _Request = TypeVar("_Request", bound=OpenAIRequest)
 
 
@@ -319,8 +435,8 @@ def parse_body(model: type[_Request], body: bytes) -> _Request:
     payload = decoded.value
     if not isinstance(payload, dict):
         raise InvalidArgumentError("body", f"a JSON {type(payload).__name__}", "a JSON object")
-    fields = {name: value for name, value in payload.items() if value is not None and name not in IGNORED}
-    for name, neutral in NEUTRAL.items():
+    fields = {name: value for name, value in payload.items() if value is not None and name not in _IGNORED}
+    for name, neutral in _NEUTRAL.items():
         if name in fields and not _is_any_of(fields.pop(name), neutral):
             raise InvalidArgumentError(name, payload[name], "no value; this server does not support it")
     if isinstance(nested := fields.get("gammaray"), dict):
@@ -358,17 +474,15 @@ def _with_one_unknown(model: type[BaseModel], fields: Mapping[str, Any]) -> dict
     return known if unknown is None else {**known, unknown: fields[unknown]}
 
 
-def _bounded(value: Any, validate: Callable[[Any], list[_Item]], limit: int, noun: str) -> list[_Item]:
-    """Return the validated items of a list of at most `limit` items; later items are not checked."""
-    items = validate(value[: limit + 1] if isinstance(value, list) else value)
-    if len(items) > limit:
-        raise too_many(f"{len(value)} {noun}", limit)
-    return items
-
-
 def _is_any_of(value: Any, allowed: tuple[Any, ...]) -> bool:
     """Return whether a JSON value is one of them; unlike in Python, true does not equal 1."""
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed)
+
+
+def _not_empty(messages: list[ChatMessage]) -> list[ChatMessage]:
+    if not messages:
+        raise ValueError("at least one message")
+    return messages
 
 
 def _is_text(value: Any) -> bool:

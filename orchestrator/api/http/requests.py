@@ -15,6 +15,7 @@ from gammaray.types import (
     VerificationMethod,
 )
 from orchestrator.api.http.models import (
+    HTTP_SAMPLING,
     MAX_CHOICES,
     ChatRequest,
     CompletionRequest,
@@ -198,16 +199,4 @@ def _decoded(prompt: tuple[int, ...], max_context: int, decode: Callable[[Sequen
 
 
 def _sampling(body: OpenAIRequest) -> SamplingParams:
-    return SamplingParams(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        logit_bias=body.logit_bias,
-        allowed_token_ids=tuple(body.allowed_token_ids),
-        min_tokens=body.min_tokens,
-        seed=body.seed,
-    )
+    return SamplingParams.of({name: getattr(body, name) for name in HTTP_SAMPLING})

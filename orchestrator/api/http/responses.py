@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 from gammaray.types import Chunk, EmittedToken, FinishReason, PromptLogprobs, SpeculationSummary, Usage
+from orchestrator.api.http import response_types as types
 from orchestrator.api.http.models import StreamOptions
 from orchestrator.api.http.requests import ChoicePlan, check_told_numbers
 
@@ -33,7 +34,9 @@ _LOWEST = -9999.0
 class LogprobFormat(Protocol):
     """Renders the log-probabilities of a choice's tokens incrementally."""
 
-    def render(self, tokens: Sequence[EmittedToken], prompt: EchoedPrompt | None = None) -> dict[str, Any]:
+    def render(
+        self, tokens: Sequence[EmittedToken], prompt: EchoedPrompt | None = None
+    ) -> types.CompletionLogprobs | types.ChatLogprobs:
         """Return the JSON object for the next tokens, preceded by those of an echoed prompt."""
         ...
 
@@ -68,7 +71,9 @@ class CompletionLogprobs:
         self._echo = echo
         self._num_chars = len(echo)
 
-    def render(self, tokens: Sequence[EmittedToken], prompt: EchoedPrompt | None = None) -> dict[str, Any]:
+    def render(
+        self, tokens: Sequence[EmittedToken], prompt: EchoedPrompt | None = None
+    ) -> types.CompletionLogprobs:
         """Return the JSON object for the next tokens; a prompt's first token has no log-probability."""
         spelled: list[bytes] = []
         logprobs: list[float | None] = []
@@ -108,9 +113,11 @@ class CompletionLogprobs:
 class ChatLogprobs:
     """The format of /v1/chat/completions: one object per token."""
 
-    def render(self, tokens: Sequence[EmittedToken], prompt: EchoedPrompt | None = None) -> dict[str, Any]:
+    def render(
+        self, tokens: Sequence[EmittedToken], prompt: EchoedPrompt | None = None
+    ) -> types.ChatLogprobs:
         """Return the JSON object for the next tokens; chat prompts are never echoed."""
-        content = [
+        content: list[types.ChatTokenLogprob] = [
             {
                 **_entry(token.token_bytes, token.logprob),
                 "top_logprobs": [_entry(top.token_bytes, top.logprob) for top in token.top_logprobs],
@@ -122,12 +129,12 @@ class ChatLogprobs:
 
 def prompt_entries(
     prompt: PromptLogprobs, num_top: int, spell: Callable[[int], bytes]
-) -> list[dict[str, Any] | None]:
+) -> types.PromptLogprobs:
     """Return vLLM's `prompt_logprobs`: per position the prompt's token and the most likely ones, by token id.
 
     The first entry is null, as the first token has no preceding context.
     """
-    entries: list[dict[str, Any] | None] = [None]
+    entries: types.PromptLogprobs = [None]
     for entry, (token_id, logprob) in enumerate(zip(prompt.token_ids[1:], prompt.logprobs, strict=True)):
         top = enumerate(prompt.top(entry, num_top), start=1)
         ranked = {other: (value, rank) for rank, (other, value) in top}
@@ -145,7 +152,7 @@ def prompt_entries(
     return entries
 
 
-def _entry(token_bytes: bytes, logprob: float | None) -> dict[str, Any]:
+def _entry(token_bytes: bytes, logprob: float | None) -> types.TokenLogprob:
     return {"token": _text(token_bytes), "logprob": _finite(logprob), "bytes": list(token_bytes)}
 
 
@@ -199,7 +206,7 @@ class ChoiceState:
         self.summary = chunk.summary
         return chunk
 
-    def gammaray(self) -> dict[str, Any]:
+    def gammaray(self) -> types.GammarayResult:
         """Return the response object `gammaray`; the choice must be finished."""
         summary = self.summary
         assert summary is not None, "the last chunk carries the summary"
@@ -214,7 +221,7 @@ class ChoiceState:
             "gamma_mean": summary.gamma_mean,
             "drafted_tokens": summary.drafted_tokens,
             "accepted_tokens": summary.accepted_tokens,
-            "origins": [token.origin.value for token in self.tokens],
+            "origins": [token.origin for token in self.tokens],
             "token_ids": [token.token_id for token in self.tokens],
             "time_ms": {
                 "draft": summary.draft_ms,
@@ -235,7 +242,7 @@ class ChoiceState:
         }
 
 
-def speculative_decoding(summary: SpeculationSummary) -> dict[str, Any]:
+def speculative_decoding(summary: SpeculationSummary) -> types.SpeculativeDecoding:
     """Return vLLM's object `metrics.speculative_decoding` of a finished choice.
 
     A step is a cycle with a proposal. Tokens of cycles that a former owner of the session did not report are
@@ -415,7 +422,7 @@ class Response(ABC):
         choice = {"index": state.plan.index, **body, "logprobs": logprobs, "finish_reason": reason}
         return {"id": self._id, "object": self.chunk_object, **self._head, "choices": [choice]}
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> types.Usage:
         usages = [(state.plan.prompt_index, state.usage) for state in self.states if state.usage is not None]
         # The samples of one prompt share it, so it counts once.
         prompt_tokens = sum({index: usage.prompt_tokens for index, usage in usages}.values())
@@ -481,11 +488,11 @@ class ChatResponse(Response):
         return {"message": message}
 
 
-def _token(token: EmittedToken) -> dict[str, Any]:
-    return {"id": token.token_id, "origin": token.origin.value, "bytes": list(token.token_bytes)}
+def _token(token: EmittedToken) -> types.PieceToken:
+    return {"id": token.token_id, "origin": token.origin, "bytes": list(token.token_bytes)}
 
 
-def _token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+def _token_counts(prompt_tokens: int, completion_tokens: int) -> types.TokenCounts:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

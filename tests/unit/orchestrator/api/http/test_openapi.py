@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from http_helpers import CHAT, call, complete, events
@@ -11,8 +12,15 @@ from jsonschema import Draft202012Validator
 from openapi_helpers import validator
 from surface_helpers import ScriptedBackend
 
+from gammaray.sampling import SAMPLING_RULES
 from orchestrator.api.http.app import create_app
-from orchestrator.api.http.models import ChatRequest, CompletionRequest
+from orchestrator.api.http.models import (
+    HTTP_SAMPLING,
+    ChatRequest,
+    CompletionRequest,
+    GammarayOptions,
+    StreamOptions,
+)
 from orchestrator.api.http.openapi import PATH, document
 
 SCHEMAS = document()["components"]["schemas"]
@@ -51,6 +59,22 @@ def test_defaults_are_those_of_the_models(model):
     for name, field in model.model_fields.items():
         if isinstance(field.default, str | int | float):
             assert properties[name]["default"] == field.default
+
+
+@pytest.mark.parametrize("model", [CompletionRequest, ChatRequest])
+@pytest.mark.parametrize("name", HTTP_SAMPLING)
+def test_sampling_parameters_have_the_range_and_meaning_of_their_declaration(model, name):
+    properties, rule = SCHEMAS[model.__name__]["properties"], SAMPLING_RULES[name]
+    if name == "top_k":  # -1 is off as well, as in vLLM
+        rule = replace(rule, low=-1, meaning="Keep this many most likely tokens; 0 and -1 are off.")
+    assert properties[name]["anyOf"] == [rule.schema, {"type": "null"}]
+    assert properties[name]["description"] == rule.meaning
+
+
+@pytest.mark.parametrize("model", [CompletionRequest, ChatRequest, GammarayOptions, StreamOptions])
+def test_every_field_of_requests_is_described(model):
+    assert model.model_fields.keys() <= SCHEMAS[model.__name__]["properties"].keys()
+    assert all(SCHEMAS[model.__name__]["properties"][name]["description"] for name in model.model_fields)
 
 
 def bounded(schema):
@@ -162,6 +186,40 @@ async def test_events_match_the_document(path, tells_tokens):
     assert last == done["const"]
     for piece in pieces:
         validator(told["contentSchema"]).validate(json.loads(piece))
+
+
+def with_more(value):
+    """Yield copies of a JSON value that have one more field, each in another object of known fields."""
+    if isinstance(value, dict):
+        if not any(re.fullmatch(r"[0-9]+|bytes:.*|t[0-9]|caf", key) for key in value):  # keys that are data
+            yield {**value, "no_such_field": 1}
+        for key, entry in value.items():
+            yield from ({**value, key: more} for more in with_more(entry))
+    elif isinstance(value, list):
+        for index, entry in enumerate(value):
+            yield from ([*value[:index], more, *value[index + 1 :]] for more in with_more(entry))
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_undocumented_fields_are_detected(path, stream):
+    with_logprobs = {"logprobs": 2} if path == "/v1/completions" else {"logprobs": True, "top_logprobs": 2}
+    body = {**BODIES[path], **with_logprobs, "prompt_logprobs": 1, "n": 2}
+    content = document()["paths"][path]["post"]["responses"]["200"]["content"]
+    if stream:
+        options = {"stream_options": {"include_usage": True}, "gammaray": {"stream_tokens": True}}
+        found = [
+            json.loads(event) for event in (await events(ScriptedBackend(), path, **body, **options))[:-1]
+        ]
+        schema = content["text/event-stream"]["schema"]["properties"]["data"]["anyOf"][1]["contentSchema"]
+    else:
+        found = [(await complete(ScriptedBackend(), path, **body)).json()]
+        schema = content["application/json"]["schema"]
+    check = validator(schema)
+    changed = [more for answer in found for more in with_more(answer)]
+    assert len(changed) > 10
+    assert all(check.is_valid(answer) for answer in found)
+    assert not any(check.is_valid(answer) for answer in changed)
 
 
 @pytest.mark.parametrize(

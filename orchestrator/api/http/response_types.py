@@ -1,0 +1,366 @@
+"""Types of response objects; their schemas in the OpenAPI document are generated from them.
+
+They are TypedDicts, as responses are built as plain dicts: validation and conversion would cost time in every
+event of a stream. The schemas are closed, so that tests which validate responses detect undocumented fields.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field
+from typing_extensions import NotRequired, TypedDict
+
+from gammaray.types import FinishReason, TokenOrigin
+
+__all__ = [
+    "ChatCompletion",
+    "ChatCompletionPiece",
+    "ChatLogprobs",
+    "ChatTokenLogprob",
+    "Completion",
+    "CompletionLogprobs",
+    "CompletionPiece",
+    "Error",
+    "ErrorType",
+    "GammarayResult",
+    "Health",
+    "Metrics",
+    "MetricsTarget",
+    "Model",
+    "ModelList",
+    "PieceToken",
+    "PromptLogprob",
+    "PromptLogprobs",
+    "Root",
+    "SpeculativeDecoding",
+    "TokenCounts",
+    "TokenLogprob",
+    "Usage",
+]
+
+_Count = Annotated[int, Field(ge=0)]
+_Amount = Annotated[float, Field(ge=0)]
+_Share = Annotated[float, Field(ge=0, le=1)]
+_Bytes = list[Annotated[int, Field(ge=0, le=255)]]
+
+
+class TimeMs(TypedDict):
+    """Milliseconds of a completion."""
+
+    draft: Annotated[_Amount, Field(description="Waited for drafters.")]
+    verify: Annotated[_Amount, Field(description="Waited for targets.")]
+    other: _Amount
+    total: _Amount
+
+
+class CyclesByDrafter(TypedDict):
+    """Number of cycles by drafter."""
+
+    model: _Count
+    ngram: _Count
+    suffix: _Count
+    prediction: _Count
+    none: _Count
+
+
+class GammarayResult(TypedDict):
+    """Speculation in a finished choice."""
+
+    session_id: str
+    seed: Annotated[_Count, Field(description="Seed that was used.")]
+    cycles: _Count
+    tokens_per_cycle: _Amount
+    alpha: Annotated[_Share | None, Field(description="Accepted per tested token.")]
+    acceptance_rate: Annotated[_Share | None, Field(description="Accepted per drafted token.")]
+    accepted_lengths: Annotated[
+        list[_Count], Field(description="Entry j: number of cycles in which j tokens were accepted.")
+    ]
+    gamma_mean: _Amount
+    drafted_tokens: _Count
+    accepted_tokens: Annotated[_Count, Field(description="Drafted tokens that were accepted and emitted.")]
+    origins: Annotated[list[TokenOrigin], Field(description="Origin of each token.")]
+    token_ids: list[_Count]
+    time_ms: TimeMs
+    speedup_estimate: Annotated[
+        _Amount | None, Field(description="Decoding speed relative to gamma 0; null while unknown.")
+    ]
+    cycles_by_drafter: CyclesByDrafter
+    fallback_cycles: Annotated[
+        _Count, Field(description="Cycles whose allowed drafter was absent, failed or late.")
+    ]
+    draft_workers: Annotated[_Count, Field(description="Draft workers that proposed.")]
+
+
+class PieceToken(TypedDict):
+    """A token of a streamed piece."""
+
+    id: _Count
+    origin: TokenOrigin
+    bytes: _Bytes
+
+
+class PieceTokens(TypedDict):
+    """Tokens of a streamed piece, if the request has `gammaray.stream_tokens`."""
+
+    tokens: list[PieceToken]
+
+
+class LastPieceTokens(PieceTokens, GammarayResult):
+    """Tokens of a choice's last piece, and the speculation in the choice."""
+
+
+class SpeculativeDecoding(TypedDict):
+    """vLLM's statistics of speculation. A step is a cycle with a proposal."""
+
+    acceptance_histogram: Annotated[
+        list[_Count], Field(description="Entry j: number of steps in which j tokens were accepted.")
+    ]
+    num_spec_steps: _Count
+    mean_acceptance_length: Annotated[float, Field(ge=1, description="1 + accepted tokens per step.")]
+    draft_acceptance_rate: _Share
+    num_accepted_draft_tokens: _Count
+    num_draft_tokens: _Count
+
+
+class Metrics(TypedDict):
+    """vLLM's metrics of a response with one choice."""
+
+    speculative_decoding: SpeculativeDecoding
+
+
+class TokenCounts(TypedDict):
+    """Token counts of a choice so far."""
+
+    prompt_tokens: _Count
+    completion_tokens: _Count
+    total_tokens: _Count
+
+
+class PromptTokensDetails(TypedDict):
+    """Details of the prompt's tokens."""
+
+    cached_tokens: Annotated[_Count, Field(description="Tokens that the target worker had cached.")]
+
+
+class CompletionTokensDetails(TypedDict):
+    """Details of the emitted tokens: proposed tokens of the request's `prediction`."""
+
+    accepted_prediction_tokens: _Count
+    rejected_prediction_tokens: _Count
+
+
+class Usage(TokenCounts):
+    """Token counts of a response."""
+
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class TokenLogprob(TypedDict):
+    """A token and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: _Bytes
+
+
+class ChatTokenLogprob(TokenLogprob):
+    """A token with the most likely alternatives."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    """Log-probabilities of chats."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class CompletionLogprobs(TypedDict):
+    """Log-probabilities of completions, in parallel lists."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: Annotated[list[_Count], Field(description="Characters before each token.")]
+
+
+class PromptLogprob(TypedDict):
+    """The log-probability of a prompt's token, or of an alternative."""
+
+    logprob: float
+    rank: Annotated[int, Field(ge=1, description="1 is the most likely.")]
+    decoded_token: str
+
+
+PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
+"""vLLM's log-probabilities of a prompt: by token id for each position, null for the first."""
+
+
+class _Choice(TypedDict):
+    index: _Count
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+class _WholeChoice(_Choice):
+    finish_reason: FinishReason
+    gammaray: NotRequired[GammarayResult]
+
+
+class CompletionChoice(_WholeChoice):
+    """A choice of a completion."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class AssistantMessage(TypedDict):
+    """The message of a chat completion."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(_WholeChoice):
+    """A choice of a chat completion."""
+
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+
+
+class CompletionPieceChoice(_Choice):
+    """A streamed piece of a completion's choice."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class Delta(TypedDict, total=False):
+    """A streamed piece of a message."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatPieceChoice(_Choice):
+    """A streamed piece of a chat's choice."""
+
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class _Body(TypedDict):
+    id: str
+    created: _Count
+    model: str
+    metrics: NotRequired[Metrics]
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+class _Whole(_Body):
+    usage: Usage
+    gammaray: GammarayResult
+
+
+class _Piece(_Body):
+    usage: NotRequired[Usage | TokenCounts]
+    gammaray: NotRequired[GammarayResult | PieceTokens | LastPieceTokens]
+    obfuscation: NotRequired[str]
+
+
+class Completion(_Whole):
+    """A completion."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class ChatCompletion(_Whole):
+    """A chat completion."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class CompletionPiece(_Piece):
+    """The data of an event of a streamed completion; the last event is `[DONE]`."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionPieceChoice]
+
+
+class ChatCompletionPiece(_Piece):
+    """The data of an event of a streamed chat; the last event is `[DONE]`."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatPieceChoice]
+
+
+class Model(TypedDict):
+    """The served model."""
+
+    id: str
+    object: Literal["model"]
+    created: _Count
+    owned_by: Literal["gammaray"]
+    max_model_len: Annotated[int, Field(ge=1)]
+
+
+class ModelList(TypedDict):
+    """The served models."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Health(TypedDict):
+    """A target worker is available."""
+
+    status: Literal["ok"]
+
+
+class Root(TypedDict):
+    """The server, for clients other than browsers."""
+
+    name: Literal["gammaray"]
+    model: str
+    endpoints: list[str]
+
+
+class MetricsTargetLabels(TypedDict):
+    """Labels of a process."""
+
+    process: str
+    pid: str
+
+
+class MetricsTarget(TypedDict):
+    """A process that serves metrics, in the form of Prometheus's HTTP service discovery."""
+
+    targets: list[str]
+    labels: MetricsTargetLabels
+
+
+ErrorType: TypeAlias = Literal[
+    "invalid_request_error", "authentication_error", "rate_limit_error", "server_error"
+]
+
+
+class ErrorObject(TypedDict):
+    """OpenAI's error object."""
+
+    message: Annotated[str, Field(description="Names the field, the value and the allowed ones.")]
+    type: ErrorType
+    param: Annotated[str | None, Field(description="The invalid field.")]
+    code: str | None
+
+
+class Error(TypedDict):
+    """A failed request, or a failure after the first event of a stream."""
+
+    error: ErrorObject
