@@ -37,8 +37,8 @@ from benchmarks.regret import GRID, MAX_GAMMA
 from benchmarks.simulation import UNIT_S, Lone, crowd, drive, make_cycle
 from benchmarks.worlds import World, candidates
 from gammaray.bench.tables import plain_table
+from gammaray.blocks import VerifyTiming
 from orchestrator.cycle.protocols import GammaController
-from orchestrator.cycle.types import VerifyTiming
 from orchestrator.gamma import cost_model
 from orchestrator.gamma.adaptive import AdaptiveGamma
 from orchestrator.gamma.cost_model import CostModel

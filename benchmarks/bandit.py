@@ -6,8 +6,9 @@ import math
 import random
 from dataclasses import dataclass
 
+from gammaray.blocks import Shape
 from gammaray.maths.acceptance import AcceptanceEstimator
-from orchestrator.cycle.types import Cycle, Shape
+from orchestrator.cycle.types import Cycle
 from orchestrator.gamma.cost_model import first_children
 from orchestrator.gamma.fixed import Reason
 
@@ -99,7 +100,7 @@ class BanditGamma:
         """Return the shape of the next cycle's proposal."""
         if self._left == 0:
             self._gamma, self._left = self._arms.choose(self._max_gamma), HOLD
-        return Shape(self._gamma, 0, (Reason.BEST if self._max_gamma else Reason.OFF).value)
+        return Shape(self._gamma, reason=(Reason.BEST if self._max_gamma else Reason.OFF).value)
 
     def observe(self, cycle: Cycle) -> None:
         """Learn from a finished cycle."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gammaray.bench.systems import Arrival
-from services.engine.core.model import resolve_model
+from gammaray.demo_pair import resolve_model
 
 __all__ = ["Baselines", "Generated", "running_baselines", "running_engine"]
 

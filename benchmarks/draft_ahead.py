@@ -29,6 +29,7 @@ from transformers import AutoTokenizer
 from benchmarks.provenance import write_result
 from gammaray.bench.tables import plain_table
 from gammaray.bench.workloads import fingerprint, prompts
+from gammaray.blocks import Shape
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
@@ -150,13 +151,12 @@ class Pair:
                 "deadline": math.inf,
                 "deliver": lambda task, reply: None,
             }
-            shape = {"gamma": run.gamma, "max_nodes": run.max_nodes, "stop_threshold": 0.0}
             proposal, draft_s = Proposal(), 0.0
             if run.gamma:
-                proposal, draft_s = _ask(draft, ProposeTask(**common, **shape))
+                proposal, draft_s = _ask(draft, ProposeTask(**common, shape=Shape(run.gamma, run.max_nodes)))
             outcome, verify_s = _ask(target, VerifyTask(**common, proposal=proposal, num_top_logprobs=None))
-            path, is_first, held = outcome.verdict.accepted_path, held == 0, len(tokens)
-            tokens += [*(proposal.token_ids[node] for node in path), outcome.verdict.next_token_id]
+            path, is_first, held = outcome.accepted_path, held == 0, len(tokens)
+            tokens += [*(proposal.token_ids[node] for node in path), outcome.next_token_id]
             if not is_first:
                 run.cycles += 1
                 run.emitted += len(path) + 1

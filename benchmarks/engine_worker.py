@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gammaray.blocks import Verdict
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from orchestrator.cycle.session import Session
 from orchestrator.drafting.matches import to_proposal
@@ -24,7 +25,7 @@ from services.engine.engine import Engine, SequenceInput
 from services.engine.loader import load_engine
 from services.engine.sampling.logits import edited_logits, processed_log_probs
 from services.engine.sampling.noise import Noise
-from services.target.verification import Verdict, verify
+from services.target.verification import verify
 
 __all__ = ["EngineWorker"]
 

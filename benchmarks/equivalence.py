@@ -30,8 +30,7 @@ from gammaray import AsyncClient
 from gammaray.bench.measure import first_difference
 from gammaray.bench.tables import plain_table
 from gammaray.client.request import GenerateOptions
-from gammaray.demo_pair import DEMO_PAIR
-from services.engine.core.model import resolve_model
+from gammaray.demo_pair import DEMO_PAIR, resolve_model
 
 __all__ = ["compare_at_once", "compare_greedy", "compare_sampled", "plain_sampled"]
 

@@ -24,6 +24,7 @@ from benchmarks.peers.stacks import running_stack
 from benchmarks.prompts import CATEGORIES, load_tasks
 from benchmarks.provenance import write_result
 from gammaray.bench.tables import plain_table
+from gammaray.demo_pair import resolve_model
 from gammaray.types import SamplingParams, VerificationMethod
 from orchestrator.cycle.session import Session
 from orchestrator.drafting.matches import Match, TextDrafter
@@ -31,7 +32,6 @@ from orchestrator.drafting.prediction import PredictionDrafter
 from orchestrator.drafting.prompt_lookup import PromptLookup
 from orchestrator.drafting.suffix_decoding import SuffixDrafter
 from orchestrator.text.tokenizer import Tokenizer
-from services.engine.core.model import resolve_model
 
 __all__ = ["Replay", "nodes_of", "replay"]
 

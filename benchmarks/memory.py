@@ -12,8 +12,8 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gammaray.bench.tables import plain_table
+from gammaray.demo_pair import resolve_model
 from gammaray.types import ProcessStatus
-from services.engine.core.model import resolve_model
 from services.engine.native.library import load_kernel
 
 __all__ = ["ModelMemory", "memory_overhead", "memory_table", "model_memory"]

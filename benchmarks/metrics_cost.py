@@ -12,9 +12,10 @@ from collections.abc import Callable
 from prometheus_client import generate_latest
 
 from gammaray.bench.provenance import provenance
+from gammaray.blocks import VerifyTiming
 from gammaray.telemetry.prometheus import registry
 from gammaray.types import Chunk, DrafterKind, GenerationRequest, TokenOrigin
-from orchestrator.cycle.types import Cycle, VerifyTiming
+from orchestrator.cycle.types import Cycle
 from orchestrator.telemetry.metrics import OrchestratorMeter
 from services.scheduling.metrics import WorkerMeter
 

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.simulation import Lone, drive
 from benchmarks.worlds import World, candidates
-from orchestrator.cycle.types import Shape
+from gammaray.blocks import Shape
 from orchestrator.gamma.adaptive import AdaptiveGamma
 from orchestrator.gamma.cost_model import CostModel
 

@@ -37,8 +37,7 @@ from gammaray.bench.rows import Row, row
 from gammaray.bench.systems import Ask, Stack, System, parse_gamma
 from gammaray.bench.tables import latency_table, markdown, speed_table, split_table
 from gammaray.bench.workloads import WORKLOADS, fingerprint, prompts
-from gammaray.demo_pair import DEMO_PAIR
-from services.engine.core.model import resolve_model
+from gammaray.demo_pair import DEMO_PAIR, resolve_model
 
 __all__ = ["Settings", "run"]
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.worlds import World
+from gammaray.blocks import Shape, VerifyTiming
 from gammaray.types import TokenOrigin
 from orchestrator.cycle.protocols import GammaController
-from orchestrator.cycle.types import Cycle, Level, Shape, VerifyTiming
+from orchestrator.cycle.types import Cycle, Level
 
 __all__ = ["Lone", "Run", "crowd", "drive", "make_cycle"]
 

@@ -22,17 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from gammaray import GenerationRequest
+from gammaray.blocks import Shape
+from gammaray.demo_pair import resolve_model
 from gammaray.types import Proposal
 from orchestrator.cycle.pipeline import run_cycles
 from orchestrator.cycle.session import Session
-from orchestrator.cycle.types import Shape
 from orchestrator.gamma.fixed import FixedGamma
 from orchestrator.launcher.redis_server import RedisServer
 from orchestrator.sessions.lifecycle import open_session
 from orchestrator.storage.client import answer, connect
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.storage.session_store import RedisStore
-from orchestrator.text.tokenizer import Tokenizer, resolve_model
+from orchestrator.text.tokenizer import Tokenizer
 from orchestrator.workers.drafter import RemoteDrafter
 from orchestrator.workers.fleet import Fleet
 from orchestrator.workers.session_client import session_spec

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.engine.core.model import resolve_model
+from gammaray.demo_pair import resolve_model
 
 __all__ = ["cut", "main", "noise"]
 

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
+from gammaray.blocks import Shape
 from gammaray.maths.theory import tree_tokens
-from orchestrator.cycle.types import Level, Shape
+from orchestrator.cycle.types import Level
 
 __all__ = ["World", "candidates"]
 

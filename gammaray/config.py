@@ -35,7 +35,6 @@ __all__ = [
     "TargetSettings",
     "WorkerSettings",
     "at_least_one",
-    "flag_names",
     "known_variables",
     "settings_error",
 ]
@@ -184,12 +183,6 @@ def settings_error(
         return InvalidArgumentError(field, got, _ALLOWED[first["type"]].format(**first.get("ctx", {})))
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     return InvalidArgumentError(field, got, message)
-
-
-def flag_names(field: str) -> tuple[str, str]:
-    """Return the options that switch a boolean field on and off; field `no_x` is switched off by `--x`."""
-    name = field.replace("_", "-")
-    return f"--{name}", f"--{name.removeprefix('no-')}" if name.startswith("no-") else f"--no-{name}"
 
 
 class _ModelSettings(_Settings):

@@ -1,4 +1,4 @@
-"""Location of the demo pair's models, which the distribution gammaray-demo-pair installs."""
+"""Names of models: `demo` stands for the demo pair, which the distribution gammaray-demo-pair installs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gammaray.errors import InvalidArgumentError
 
-__all__ = ["DEMO_PAIR", "demo_directory"]
+__all__ = ["DEMO_PAIR", "resolve_model"]
 
 DEMO_PAIR = "demo"
 """Model name that stands for the demo pair: its target or its draft, by role."""
@@ -15,16 +15,19 @@ DEMO_PAIR = "demo"
 _PACKAGE = "gammaray_demo_pair"
 
 
-def demo_directory(role: str, field: str = "model") -> str:
-    """Return the directory of one of the demo pair's models.
+def resolve_model(name: str, role: str = "target", field: str = "model") -> str:
+    """Return the directory, hub name or GGUF file that a model's name stands for.
 
     Args:
+        name: Directory, hub name, GGUF file or "demo".
         role: "target" or "draft".
         field: Name of the setting, for the error.
 
     Raises:
-        InvalidArgumentError: The role is unknown, or the demo pair is not installed.
+        InvalidArgumentError: Another role, or "demo" if the demo pair is not installed.
     """
+    if name != DEMO_PAIR:
+        return name
     if role not in ("target", "draft"):
         raise InvalidArgumentError("role", role, "target or draft")
     package = importlib.util.find_spec(_PACKAGE)

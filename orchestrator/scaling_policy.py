@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from gammaray.config import ScalingSettings
+from gammaray.deploy.serve_config import SHRINK_MARGIN
 
 __all__ = ["IN_FLIGHT", "OrchestratorPolicy", "wanted_orchestrators"]
 
 IN_FLIGHT = "in_flight"
 """Metric under which a replica reports its running and waiting requests."""
-
-SHRINK_MARGIN = 0.7
-"""One orchestrator is removed only if the others would be at most at this share of their scale-up load."""
 
 
 def wanted_orchestrators(num_requests: float, num_now: int, settings: ScalingSettings) -> int:

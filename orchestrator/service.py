@@ -13,6 +13,7 @@ from typing import Any
 
 from gammaray.aio import end_tasks
 from gammaray.config import OrchestratorSettings
+from gammaray.demo_pair import resolve_model
 from gammaray.errors import CancelledError, GammarayError, NotFoundError
 from gammaray.security.tls import tls_files
 from gammaray.telemetry.otel import Telemetry
@@ -45,7 +46,7 @@ from orchestrator.storage.trace_store import RedisTraceStore
 from orchestrator.telemetry.cycle_log import CycleLog
 from orchestrator.telemetry.metrics import OrchestratorMeter
 from orchestrator.telemetry.tracing import RequestSpan, Tracing
-from orchestrator.text.tokenizer import Tokenizer, resolve_model, served_name
+from orchestrator.text.tokenizer import Tokenizer, served_name
 from orchestrator.workers.fleet import Fleet
 from orchestrator.workers.session_client import session_spec
 from orchestrator.workers.verifier import FencedVerifier, RemoteVerifier, check_served

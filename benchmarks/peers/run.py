@@ -34,9 +34,9 @@ from gammaray import AsyncClient
 from gammaray.bench.measure import PLAIN, Samples, measure
 from gammaray.bench.systems import Ask, Stack, System
 from gammaray.bench.workloads import fingerprint
+from gammaray.demo_pair import resolve_model
 from gammaray.errors import GammarayError, InvalidArgumentError
 from orchestrator.text.tokenizer import Tokenizer
-from services.engine.core.model import resolve_model
 
 __all__ = [
     "ENGINE",

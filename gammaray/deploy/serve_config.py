@@ -24,6 +24,7 @@ __all__ = [
     "APPLICATIONS",
     "GRPC_SERVICERS",
     "SERVE_ENVIRONMENT",
+    "SHRINK_MARGIN",
     "WORKER_PORT",
     "ServeApplication",
     "autoscaling_config",
@@ -38,6 +39,9 @@ _POLICIES = {
 }
 _NUM_REPORTS = 10
 """Number of load reports that a scaling decision considers."""
+
+SHRINK_MARGIN = 0.7
+"""A replica is removed only if the load per remaining one is at most this share of the wanted load."""
 
 
 def autoscaling_config(role: str, size: PoolSize, settings: ScalingSettings) -> dict[str, Any]:

@@ -1,3 +1,3 @@
-"""Checks whether a draft is fit for a target: measurements (`measured`), their evaluation (`verdict`), output
-(`tables`), and the measuring process (`process`).
+"""Checks whether a draft is fit for a target: measurements (`measured`), their `judgement`, output (`tables`)
+and the measuring process (`process`).
 """

@@ -8,8 +8,6 @@ from gammaray.types import MAX_GAMMA
 
 __all__ = ["Equality", "ModelFacts", "PairFacts", "QualifyTask", "Run"]
 
-PLAIN_GAMMA = 0
-
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

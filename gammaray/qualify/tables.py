@@ -1,4 +1,4 @@
-"""Terminal output of verdicts."""
+"""Terminal output of judgements."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from gammaray.qualify.judgement import Fitness, Judgement, Payoff
 from gammaray.qualify.measured import Equality, ModelFacts, PairFacts
-from gammaray.qualify.verdict import Fitness, Payoff, Verdict
 
 __all__ = ["print_pair", "print_ranking"]
 
 _COLOURS = {Fitness.FIT: "green", Fitness.SLOWER: "yellow", Fitness.UNFIT: "red"}
 
 
-def print_pair(console: Console, pair: PairFacts, verdict: Verdict) -> None:
-    """Print the measurements of one candidate, and its verdict."""
+def print_pair(console: Console, pair: PairFacts, judgement: Judgement) -> None:
+    """Print the measurements of one candidate, and its judgement."""
     console.print(_models(pair))
     for equality in pair.equality:
         console.print(_lossless(equality), soft_wrap=True)
-    for payoff in verdict.payoffs:
+    for payoff in judgement.payoffs:
         console.print(_gains(payoff))
         for line in _lines(payoff):
             console.print(line, soft_wrap=True)
-    for warning in verdict.warnings:
+    for warning in judgement.warnings:
         console.print(f"note: {warning}", soft_wrap=True, markup=False)
-    colour = _COLOURS[verdict.fitness]
-    console.print(f"[bold {colour}]{verdict.fitness.value}[/]")
-    for reason in verdict.reasons:
+    colour = _COLOURS[judgement.fitness]
+    console.print(f"[bold {colour}]{judgement.fitness.value}[/]")
+    for reason in judgement.reasons:
         console.print(f"  {reason}", soft_wrap=True, markup=False)
     console.print()
 
 
-def print_ranking(console: Console, pairs: Sequence[PairFacts], verdicts: Sequence[Verdict]) -> None:
+def print_ranking(console: Console, pairs: Sequence[PairFacts], judgements: Sequence[Judgement]) -> None:
     """Print the candidates, the best one first."""
     table = _table("Candidates", "draft", "verdict", "best speedup")
     order = list(Fitness)
-    both = zip(pairs, verdicts, strict=True)
-    for pair, verdict in sorted(both, key=lambda one: (order.index(one[1].fitness), -one[1].best_speedup)):
-        speedup = f"{verdict.best_speedup:.2f}x" if verdict.payoffs else ""
-        table.add_row(pair.draft.name, verdict.fitness.value, speedup)
+    both = zip(pairs, judgements, strict=True)
+    for pair, judgement in sorted(both, key=lambda one: (order.index(one[1].fitness), -one[1].best_speedup)):
+        speedup = f"{judgement.best_speedup:.2f}x" if judgement.payoffs else ""
+        table.add_row(pair.draft.name, judgement.fitness.value, speedup)
     console.print(table)
 
 

@@ -148,7 +148,7 @@ class Telemetry:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         from gammaray import __version__
-        from gammaray.telemetry.spans import Exporter
+        from gammaray.telemetry.span_exporter import Exporter
 
         resource = process_resource(self.role)
         queued = None if "OTEL_BSP_MAX_QUEUE_SIZE" in os.environ else MAX_QUEUED

@@ -7,25 +7,18 @@ directly into the OTLP message. Sampling, batching, retries and transport are th
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.common.v1 import common_pb2
-from opentelemetry.proto.resource.v1 import resource_pb2
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
-from opentelemetry.trace import SpanContext
+from gammaray.telemetry import names as t
 
-from gammaray import __version__
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+    from opentelemetry.trace import SpanContext
 
-__all__ = ["Bundle", "Exporter", "put", "set_attributes"]
+__all__ = ["Bundle", "put", "set_attributes", "set_error"]
 
-_SLICE = 4
-"""Bundles encoded before the thread yields, so that the event loop does not wait for a whole batch."""
+_STATUS_ERROR = 2
 
 
 class Bundle(Protocol):
@@ -41,10 +34,10 @@ class Bundle(Protocol):
 
 def put(processor: SpanProcessor, bundle: Bundle) -> None:
     """Queue a bundle for export; takes about a microsecond."""
-    processor.on_end(cast(ReadableSpan, bundle))
+    processor.on_end(cast("ReadableSpan", bundle))
 
 
-def set_attributes(message: Any, attributes: dict[str, str | bool | int | float]) -> None:
+def set_attributes(message: Any, attributes: Mapping[str, str | bool | int | float]) -> None:
     """Add attributes to an OTLP message; None is not an allowed value."""
     entries = message.attributes
     for key, value in attributes.items():
@@ -59,28 +52,7 @@ def set_attributes(message: Any, attributes: dict[str, str | bool | int | float]
             entry.double_value = value
 
 
-class Exporter(OTLPSpanExporter):
-    """The SDK's OTLP/gRPC exporter, which also takes bundles.
-
-    Args:
-        resource: Resource of the process.
-    """
-
-    def __init__(self, resource: Resource) -> None:
-        super().__init__()
-        self._resource = resource_pb2.Resource()
-        set_attributes(self._resource, cast(Any, resource.attributes))
-        self._scope = common_pb2.InstrumentationScope(name="gammaray", version=__version__)
-
-    def _translate_data(self, data: Sequence[ReadableSpan | Bundle]) -> ExportTraceServiceRequest:
-        request = encode_spans([span for span in data if isinstance(span, ReadableSpan)])
-        bundles = [bundle for bundle in data if not isinstance(bundle, ReadableSpan)]
-        if bundles:
-            scope_spans = request.resource_spans.add(resource=self._resource).scope_spans.add(
-                scope=self._scope
-            )
-            for number, bundle in enumerate(bundles, start=1):
-                bundle.encode(scope_spans.spans)
-                if number % _SLICE == 0:
-                    time.sleep(0)
-        return request
+def set_error(span: Any, error: str) -> None:
+    """Mark an OTLP span as failed with an error of the given class."""
+    span.status.code = _STATUS_ERROR
+    span.attributes.add(key=t.ERROR_TYPE).value.string_value = error

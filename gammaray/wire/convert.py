@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
+
+from google.protobuf.message import Message
 
 from gammaray import types as t
 from gammaray.checks import MAX_TOKEN_IDS
-from gammaray.errors import InternalError, InvalidArgumentError
+from gammaray.errors import InvalidArgumentError
 from gammaray.types import ProcessStatus, SamplingParams, SpeculationTotals, WorkerTotals
 from gammaray.v1 import generation_service_pb2 as gen
 from gammaray.v1 import types_pb2 as pb
+from gammaray.wire.blocks import fill_prompt_logprobs, prompt_logprobs_from_proto
 from gammaray.wire.enums import (
     DRAFTERS,
     DRAFTERS_BACK,
     FINISH_REASONS,
     FINISH_REASONS_BACK,
     METHODS,
-    METHODS_BACK,
     ORIGINS,
-    ORIGINS_BACK,
+    method_from_proto,
+    origin_from_proto,
 )
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "sampling_from_proto",
     "sampling_to_proto",
     "token_ids_from_proto",
+    "values_of",
     "worker_totals_from_proto",
 ]
 
@@ -48,26 +50,32 @@ def process_to_proto(process: ProcessStatus) -> gen.ProcessStatus:
 
 def process_from_proto(message: gen.ProcessStatus) -> ProcessStatus:
     """Return the process status of a wire message."""
-    values = {field.name: getattr(message, field.name) for field in fields(ProcessStatus)}
-    values["accepted_per_position"] = tuple(message.accepted_per_position)
-    values["worker_totals"] = (
-        worker_totals_from_proto(message.worker_totals) if message.HasField("worker_totals") else None
-    )
-    values["speculation_totals"] = (
-        SpeculationTotals(**_numbers(message.speculation_totals, SpeculationTotals))
-        if message.HasField("speculation_totals")
-        else None
-    )
+    values = values_of(message, ProcessStatus)
+    if message.HasField("worker_totals"):
+        values["worker_totals"] = worker_totals_from_proto(message.worker_totals)
+    if message.HasField("speculation_totals"):
+        values["speculation_totals"] = SpeculationTotals(
+            **values_of(message.speculation_totals, SpeculationTotals)
+        )
     return ProcessStatus(**values)
 
 
 def worker_totals_from_proto(message: pb.WorkerTotals) -> WorkerTotals:
     """Return the totals of a wire message."""
-    return WorkerTotals(**_numbers(message, WorkerTotals))
+    return WorkerTotals(**values_of(message, WorkerTotals))
 
 
-def _numbers(message: Any, kind: type[WorkerTotals] | type[SpeculationTotals]) -> dict[str, int]:
-    return {field.name: getattr(message, field.name) for field in fields(kind)}
+def values_of(message: Message, kind: type[Any]) -> dict[str, Any]:
+    """Return the values of a dataclass's fields in a message with the same names; None: missing."""
+    values = {}
+    for name in kind.__dataclass_fields__:
+        value = getattr(message, name)
+        if message.DESCRIPTOR.fields_by_name[name].has_presence and not message.HasField(name):
+            value = None
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            value = tuple(value)
+        values[name] = value
+    return values
 
 
 def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
@@ -93,101 +101,6 @@ def token_ids_from_proto(name: str, ids: Sequence[int]) -> tuple[int, ...]:
     if len(ids) > MAX_TOKEN_IDS:
         raise InvalidArgumentError(name, f"{len(ids)} token ids", f"at most {MAX_TOKEN_IDS}")
     return tuple(ids)
-
-
-MAX_SUPPORT = 4096
-"""Upper bound of tokens in a draft distribution, the same as of the drafter's setting: 64 distributions stay
-below a target worker's maximum frame size, so that no drafter can break the stream of all sessions."""
-
-_SLICE = 4096
-"""Numbers of a column converted per call, which holds the GIL."""
-
-
-def method_to_proto(method: t.VerificationMethod) -> pb.VerificationMethod.ValueType:
-    """Return the wire value of a verification method."""
-    return METHODS[method]
-
-
-def method_from_proto(value: int) -> t.VerificationMethod:
-    """Return the verification method of a wire value; UNSPECIFIED is the default.
-
-    Raises:
-        InvalidArgumentError: The value is unknown to this version.
-    """
-    if value == pb.VERIFICATION_METHOD_UNSPECIFIED:
-        return t.VerificationMethod.COUPLED
-    if value not in METHODS_BACK:
-        raise InvalidArgumentError("verification", value, f"one of {sorted(METHODS_BACK)}")
-    return METHODS_BACK[pb.VerificationMethod.ValueType(value)]
-
-
-def origin_to_proto(origin: t.TokenOrigin) -> pb.TokenOrigin.ValueType:
-    """Return the wire value of a token origin."""
-    return ORIGINS[origin]
-
-
-def origin_from_proto(value: pb.TokenOrigin.ValueType) -> t.TokenOrigin:
-    """Return the token origin of a wire value.
-
-    Raises:
-        InternalError: The origin is missing, or unknown to this version.
-    """
-    if value not in ORIGINS_BACK:
-        raise InternalError(f"the peer sent token origin {value}, allowed: {sorted(ORIGINS_BACK)}")
-    return ORIGINS_BACK[value]
-
-
-def proposal_to_proto(proposal: t.Proposal) -> pb.Proposal:
-    """Return the wire form of a proposal."""
-    return pb.Proposal(
-        token_ids=proposal.token_ids,
-        parents=proposal.parents or (),
-        draft_distributions=[
-            pb.SparseDistribution(token_ids=d.token_ids, weights=d.weights, weight_bits=d.weight_bits)
-            for d in proposal.draft_distributions or ()
-        ],
-    )
-
-
-def proposal_from_proto(message: pb.Proposal, vocab_size: int) -> t.Proposal:
-    """Return the proposal of a wire message, which is validated as untrusted data.
-
-    Raises:
-        InvalidArgumentError: Token ids outside the vocabulary, parents that do not precede their node, or
-            distributions that do not match their tokens.
-    """
-    token_ids = tuple(message.token_ids)
-    if any(token_id >= vocab_size for token_id in token_ids):
-        raise InvalidArgumentError("proposal.token_ids", max(token_ids), f"below {vocab_size}")
-    parents = tuple(message.parents) or None
-    if parents is not None:
-        if len(parents) != len(token_ids):
-            raise InvalidArgumentError("proposal.parents", f"{len(parents)} entries", f"{len(token_ids)}")
-        for node, parent in enumerate(parents):
-            if not -1 <= parent < node:
-                raise InvalidArgumentError(f"proposal.parents[{node}]", parent, f"-1 to {node - 1}")
-    distributions = tuple(_distribution(d, vocab_size) for d in message.draft_distributions) or None
-    if distributions is not None and len(distributions) != len(token_ids):
-        raise InvalidArgumentError("proposal.draft_distributions", len(distributions), f"{len(token_ids)}")
-    return t.Proposal(token_ids, parents, distributions)
-
-
-def _distribution(message: pb.SparseDistribution, vocab_size: int) -> t.SparseDistribution:
-    name = "proposal.draft_distributions"
-    ids, weights, bits = tuple(message.token_ids), tuple(message.weights), message.weight_bits
-    if not 1 <= bits <= 24:
-        raise InvalidArgumentError(f"{name}.weight_bits", bits, "1 to 24")
-    if len(ids) > MAX_SUPPORT:
-        raise InvalidArgumentError(f"{name}.token_ids", f"{len(ids)} ids", f"at most {MAX_SUPPORT}")
-    if len(ids) != len(weights) or len(set(ids)) != len(ids) or any(i >= vocab_size for i in ids):
-        raise InvalidArgumentError(
-            f"{name}.token_ids", f"{len(ids)} ids", f"distinct ids below {vocab_size}, one per weight"
-        )
-    if min(weights, default=0) < 1 or sum(weights) != 1 << bits:
-        raise InvalidArgumentError(
-            f"{name}.weights", f"a sum of {sum(weights)}", f"positive weights with sum {1 << bits}"
-        )
-    return t.SparseDistribution(ids, weights, bits)
 
 
 def request_to_proto(request: t.GenerationRequest) -> gen.GenerateRequest:
@@ -283,17 +196,8 @@ def chunk_to_proto(chunk: t.Chunk) -> gen.GenerateResponse:
     if chunk.summary is not None:
         message.summary.CopyFrom(gen.SpeculationSummary(**vars(chunk.summary)))
     if chunk.prompt_logprobs is not None:
-        _fill_prompt_logprobs(message.prompt_logprobs, chunk.prompt_logprobs)
+        fill_prompt_logprobs(message.prompt_logprobs, chunk.prompt_logprobs)
     return message
-
-
-def _fill_prompt_logprobs(message: pb.PromptLogprobs, prompt: t.PromptLogprobs) -> None:
-    message.SetInParent()
-    message.num_top = prompt.num_top
-    for name in ("token_ids", "logprobs", "ranks", "top_token_ids", "top_logprobs"):
-        column, values = getattr(message, name), getattr(prompt, name)
-        for start in range(0, len(values), _SLICE):  # in slices, as each call holds the GIL
-            column.extend(values[start : start + _SLICE])
 
 
 def chunk_from_proto(message: gen.GenerateResponse) -> t.Chunk:
@@ -304,8 +208,12 @@ def chunk_from_proto(message: gen.GenerateResponse) -> t.Chunk:
         tokens=tuple(token_from_proto(token) for token in message.tokens),
         seed=message.seed,
         finish_reason=FINISH_REASONS_BACK.get(message.finish_reason),
-        usage=_usage_from_proto(message.usage) if message.HasField("usage") else None,
-        summary=_summary_from_proto(message.summary) if message.HasField("summary") else None,
+        usage=t.Usage(**values_of(message.usage, t.Usage)) if message.HasField("usage") else None,
+        summary=(
+            t.SpeculationSummary(**values_of(message.summary, t.SpeculationSummary))
+            if message.HasField("summary")
+            else None
+        ),
         offset=message.offset,
         turn=message.turn,
         prompt_tokens=message.prompt_tokens,
@@ -315,29 +223,6 @@ def chunk_from_proto(message: gen.GenerateResponse) -> t.Chunk:
             else None
         ),
     )
-
-
-def prompt_logprobs_from_proto(message: pb.PromptLogprobs, token_ids: tuple[int, ...]) -> t.PromptLogprobs:
-    """Return the log-probabilities of the prompt `token_ids`.
-
-    Raises:
-        InternalError: The columns do not match the tokens, or contain invalid numbers.
-    """
-    found = t.PromptLogprobs(
-        token_ids,
-        tuple(message.logprobs),
-        tuple(message.ranks),
-        message.num_top,
-        tuple(message.top_token_ids),
-        tuple(message.top_logprobs),
-    )
-    entries = max(0, len(token_ids) - 1)
-    sizes = [len(found.logprobs), len(found.ranks), len(found.top_token_ids), len(found.top_logprobs)]
-    if sizes != [entries, entries, entries * found.num_top, entries * found.num_top]:
-        raise InternalError(f"the peer sent {sizes} log-probabilities of a prompt of {len(token_ids)} tokens")
-    if any(map(math.isnan, found.logprobs)) or any(map(math.isnan, found.top_logprobs)):
-        raise InternalError("the peer sent log-probabilities of a prompt that are not numbers")
-    return found
 
 
 def token_to_proto(token: t.EmittedToken) -> gen.EmittedToken:
@@ -359,39 +244,4 @@ def token_from_proto(message: gen.EmittedToken) -> t.EmittedToken:
         token_bytes=message.token_bytes,
         logprob=message.logprob if message.HasField("logprob") else None,
         top_logprobs=tuple(t.TopLogprob(p.token_id, p.logprob, p.token_bytes) for p in message.top_logprobs),
-    )
-
-
-def _usage_from_proto(message: gen.Usage) -> t.Usage:
-    return t.Usage(
-        message.prompt_tokens,
-        message.completion_tokens,
-        message.accepted_prediction_tokens,
-        message.rejected_prediction_tokens,
-        message.cached_tokens,
-    )
-
-
-def _summary_from_proto(message: gen.SpeculationSummary) -> t.SpeculationSummary:
-    return t.SpeculationSummary(
-        cycles=message.cycles,
-        tokens_per_cycle=message.tokens_per_cycle,
-        alpha=message.alpha if message.HasField("alpha") else None,
-        acceptance_rate=message.acceptance_rate if message.HasField("acceptance_rate") else None,
-        accepted_lengths=tuple(message.accepted_lengths),
-        gamma_mean=message.gamma_mean,
-        draft_ms=message.draft_ms,
-        verify_ms=message.verify_ms,
-        other_ms=message.other_ms,
-        total_ms=message.total_ms,
-        speedup_estimate=message.speedup_estimate if message.HasField("speedup_estimate") else None,
-        model_cycles=message.model_cycles,
-        ngram_cycles=message.ngram_cycles,
-        plain_cycles=message.plain_cycles,
-        fallback_cycles=message.fallback_cycles,
-        draft_workers=message.draft_workers,
-        suffix_cycles=message.suffix_cycles,
-        prediction_cycles=message.prediction_cycles,
-        drafted_tokens=message.drafted_tokens,
-        accepted_tokens=message.accepted_tokens,
     )

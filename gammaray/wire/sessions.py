@@ -8,6 +8,7 @@ from enum import Enum
 from gammaray.errors import InternalError
 from gammaray.types import FinishReason
 from gammaray.v1 import generation_service_pb2 as pb
+from gammaray.wire.convert import values_of
 from gammaray.wire.enums import FINISH_REASONS, FINISH_REASONS_BACK
 
 __all__ = ["SessionInfo", "SessionState", "info_from_proto", "info_to_proto"]
@@ -79,15 +80,7 @@ def info_from_proto(message: pb.SessionInfo) -> SessionInfo:
     """
     if message.state not in _STATES_BACK:
         raise InternalError(f"the server sent session state {message.state}, allowed: {sorted(_STATES_BACK)}")
-    return SessionInfo(
-        session_id=message.session_id,
-        turn=message.turn,
-        state=_STATES_BACK[message.state],
-        finish_reason=FINISH_REASONS_BACK.get(message.finish_reason),
-        prompt_tokens=message.prompt_tokens,
-        emitted_tokens=message.emitted_tokens,
-        seed=message.seed,
-        epoch=message.epoch,
-        created_ms=message.created_ms,
-        expires_in_ms=message.expires_in_ms,
-    )
+    values = values_of(message, SessionInfo)
+    values["state"] = _STATES_BACK[message.state]
+    values["finish_reason"] = FINISH_REASONS_BACK.get(message.finish_reason)
+    return SessionInfo(**values)

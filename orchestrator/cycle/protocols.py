@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
+from gammaray.blocks import Shape, TokenLogprobs, Verdict
 from gammaray.types import Proposal, TokenOrigin
 from orchestrator.cycle.session import Session
-from orchestrator.cycle.types import Cycle, Shape, TokenLogprobs, Verdict
+from orchestrator.cycle.types import Cycle
 
 __all__ = ["Drafter", "GammaController", "SessionStore", "Verifier"]
 

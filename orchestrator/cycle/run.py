@@ -10,11 +10,12 @@ import logging
 import time
 from dataclasses import replace
 
+from gammaray.blocks import Shape, Verdict
 from gammaray.errors import GammarayError, InternalError, InvalidArgumentError
 from gammaray.types import DrafterKind, Proposal, TokenOrigin
 from orchestrator.cycle.protocols import Drafter, GammaController, Verifier
 from orchestrator.cycle.session import Session
-from orchestrator.cycle.types import Cycle, Shape, Verdict, walk
+from orchestrator.cycle.types import Cycle, levels_of
 
 __all__ = ["run_cycle"]
 
@@ -69,7 +70,7 @@ async def run_cycle(
         is_first=is_first,
         draft_failed=draft_failed,
         shape=shape,
-        levels=walk(proposal, verdict.accepted_path),
+        levels=levels_of(proposal, verdict.accepted_path),
         timing=verdict.timing,
         drafter=proposal.drafter if proposal else DrafterKind.NONE,
         draft_worker=proposal.worker if proposal else "",

@@ -1,25 +1,17 @@
-"""Value types of a cycle: shape of a proposal, verdict, calls to workers, and the cycle's result."""
+"""Value types of a cycle: calls to workers, the levels that were tested, and the cycle's result."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
+from gammaray.blocks import Shape, TokenLogprobs, VerifyTiming
 from gammaray.errors import GammarayError
 from gammaray.types import DrafterKind, FinishReason, Proposal, TokenOrigin
 
-__all__ = [
-    "Call",
-    "Cycle",
-    "Level",
-    "Shape",
-    "TokenLogprobs",
-    "Verdict",
-    "VerifyTiming",
-    "walk",
-]
+__all__ = ["Call", "Cycle", "Level", "levels_of"]
 
 
 class Call:
@@ -76,62 +68,11 @@ class Call:
             self.answered(None)
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probabilities (natural log) at one position.
-
-    Args:
-        logprob: Log-probability of the emitted token.
-        top: The most likely tokens and their log-probabilities, most likely first.
-    """
-
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True)
-class VerifyTiming:
-    """Timing that the target worker reports for the step that served a block.
-
-    Args:
-        queue_s: Seconds between the block's arrival and the start of the step.
-        compute_s: Seconds of the step; the same for all sessions of the batch.
-        batch_size: Sessions in the batch.
-        batch_tokens: Tokens fed, over the whole batch.
-    """
-
-    queue_s: float
-    compute_s: float
-    batch_size: int
-    batch_tokens: int
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Which proposed tokens are accepted, and the target's next token.
-
-    Args:
-        accepted_path: Indexes of the accepted nodes, from the root down; for a chain 0, 1, ... .
-        next_token_id: The target's token after them: correction or bonus.
-        next_origin: Whether it is a correction or a bonus token.
-        num_tested: Proposed tokens that were tested.
-        logprobs: One per emitted token if requested, else empty.
-        timing: Timing of the worker's step; None if it did not report any.
-    """
-
-    accepted_path: tuple[int, ...]
-    next_token_id: int
-    next_origin: TokenOrigin
-    num_tested: int
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    timing: VerifyTiming | None = None
-
-
 Level = tuple[int, int]
-"""Number of children at one level of the walk, and the index of the accepted one; -1 if none was."""
+"""Number of children at one tested level, and the index of the accepted one; -1 if none was."""
 
 
-def walk(proposal: Proposal, accepted_path: Sequence[int]) -> tuple[Level, ...]:
+def levels_of(proposal: Proposal, accepted_path: Sequence[int]) -> tuple[Level, ...]:
     """Return the levels that verification visited, from the root down: its evidence about acceptance.
 
     Args:
@@ -154,34 +95,7 @@ def walk(proposal: Proposal, accepted_path: Sequence[int]) -> tuple[Level, ...]:
     return tuple(levels)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Bounds of a proposal.
-
-    Args:
-        depth: Upper bound of the longest path, in tokens: gamma. 0 is plain decoding.
-        max_nodes: Upper bound of nodes; up to `depth` the proposal is a chain, above it may be a tree.
-        reason: Why the controller chose it.
-        is_fallback: Whether the drafter that the request allows cannot propose.
-        stop_threshold: A chain ends before a token whose estimated acceptance probability is lower; 0: never.
-        drafter: Kind of the drafter that proposes.
-    """
-
-    depth: int
-    max_nodes: int = 0
-    reason: str = field(default="", compare=False)
-    is_fallback: bool = field(default=False, compare=False)
-    stop_threshold: float = field(default=0.0, compare=False)
-    drafter: DrafterKind = field(default=DrafterKind.MODEL, compare=False)
-
-    @property
-    def is_tree(self) -> bool:
-        """Whether a proposal of this shape may be a tree."""
-        return self.max_nodes > self.depth
-
-    def clipped(self, depth: int) -> Shape:
-        """Return the shape with at most `depth` levels."""
-        return self if self.depth <= depth else replace(self, depth=depth)
+PLAIN = Shape(0)
 
 
 @dataclass(frozen=True)
@@ -204,7 +118,7 @@ class Cycle:
         is_first: Whether it was the session's first cycle, whose waits include the prefill.
         draft_failed: Whether the drafter failed or was late.
         shape: The requested shape with the controller's reason; its depth is `gamma`.
-        levels: The levels of the proposal that verification visited, see `walk`.
+        levels: The levels of the proposal that verification visited, see `levels_of`.
         timing: Timing of the target worker's step; None if it did not report any.
         drafter: Drafter kind that proposed; NONE if nothing was proposed.
         draft_worker: Address of the draft worker that proposed, "" for none.
@@ -227,7 +141,7 @@ class Cycle:
     total_s: float
     is_first: bool
     draft_failed: bool
-    shape: Shape = Shape(0)
+    shape: Shape = PLAIN
     levels: tuple[Level, ...] = ()
     timing: VerifyTiming | None = None
     drafter: DrafterKind = DrafterKind.NONE

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gammaray.blocks import Shape
 from gammaray.types import DrafterKind
 from orchestrator.cycle.handover import Counts
 from orchestrator.cycle.session import Session
-from orchestrator.cycle.types import Cycle, Shape
+from orchestrator.cycle.types import Cycle
 from orchestrator.drafting.session_drafter import SessionDrafter
 from orchestrator.drafting.text_gamma import TextGamma
 from orchestrator.gamma.adaptive import AdaptiveGamma

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gammaray.blocks import Shape
 from gammaray.errors import GammarayError
 from gammaray.types import DrafterKind, Proposal
 from orchestrator.cycle.session import Session
-from orchestrator.cycle.types import Shape
 from orchestrator.drafting.matches import Match, TextDrafter, to_proposal
 from orchestrator.workers.drafter import Readiness, RemoteDrafter
 

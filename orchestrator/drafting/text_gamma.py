@@ -11,9 +11,10 @@ import bisect
 import math
 from collections.abc import Sequence
 
+from gammaray.blocks import Shape
 from gammaray.maths.acceptance import AcceptanceEstimator
 from gammaray.types import DrafterKind
-from orchestrator.cycle.types import Cycle, Shape
+from orchestrator.cycle.types import Cycle
 from orchestrator.drafting.matches import Match
 from orchestrator.gamma.adaptive import STRENGTH
 from orchestrator.gamma.cost_model import RATE, CostModel, first_children
@@ -55,7 +56,7 @@ class TextGamma:
         row_s, other_row_s = sampled[3], sampled[5]
         plain_s = costs.plain_s(sampled)
         price = costs.num_waiting * costs.tokens_per_s * other_row_s
-        best, highest = Shape(0, 0, Reason.BEST.value), 1.0 / plain_s
+        best, highest = Shape(0, reason=Reason.BEST.value), 1.0 / plain_s
         for match in matches:
             tokens = reached = 1.0
             for depth, probability in enumerate(self._sample_acceptance(match), 1):
@@ -90,7 +91,7 @@ class TextGamma:
         ]
 
     def _shape(self, kind: DrafterKind, depth: int, reason: Reason) -> Shape:
-        return Shape(min(depth, self._max_gamma), 0, reason.value, drafter=kind)
+        return Shape(min(depth, self._max_gamma), reason=reason.value, drafter=kind)
 
 
 def _class_of(match: Match) -> _Class:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 
+from gammaray.blocks import Shape
 from gammaray.maths.acceptance import AcceptanceEstimator
-from orchestrator.cycle.types import Cycle, Shape
+from orchestrator.cycle.types import Cycle
 from orchestrator.gamma import cost_model
 from orchestrator.gamma.cost_model import HOLD, RATE, CostModel, first_children, stopped_early
 from orchestrator.gamma.fixed import Reason
@@ -73,9 +74,9 @@ class AdaptiveGamma:
     def next_shape(self) -> Shape:
         """Return the shape of the next cycle's proposal, with the reason."""
         if self._max_gamma == 0:
-            return Shape(0, 0, Reason.OFF.value)
+            return Shape(0, reason=Reason.OFF.value)
         if not self._costs.is_known:
-            return Shape(min(FIRST_GAMMA, self._max_gamma), 0, Reason.FIRST.value)
+            return Shape(min(FIRST_GAMMA, self._max_gamma), reason=Reason.FIRST.value)
         has_begun = 0 < self._num_drafting < REFRESH  # a trial that fails ends at once
         is_renewed = self._renewed != self._costs.num_renewed
         if self._num_cycles % REFRESH == 0 or is_renewed or has_begun or self._shape is None:
@@ -127,7 +128,7 @@ class AdaptiveGamma:
         if best.depth > 1 and not best.is_tree and self._ends_early:
             # One more token pays if its probability exceeds its cost in tokens, those of others included.
             stop = min(1.0, (forward_s + row_s) * highest + price)
-        return Shape(best.depth, best.max_nodes, Reason.BEST.value, stop_threshold=stop)
+        return Shape(best.depth, best.max_nodes, stop, reason=Reason.BEST.value)
 
     def _sample_acceptance(self) -> list[float]:
         """Return a posterior sample of the probability of acceptance by depth."""

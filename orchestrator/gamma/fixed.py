@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
-from orchestrator.cycle.types import Cycle, Shape
+from gammaray.blocks import Shape
+from orchestrator.cycle.types import Cycle
 from orchestrator.gamma.cost_model import CostModel
 
 __all__ = ["FixedGamma", "Reason"]
@@ -34,7 +35,7 @@ class FixedGamma:
         self, gamma: int, costs: CostModel, max_nodes: int = 0, reason: Reason | None = None
     ) -> None:
         reason = reason or (Reason.FIXED if gamma else Reason.OFF)
-        self._shape = Shape(gamma, max_nodes, reason.value)
+        self._shape = Shape(gamma, max_nodes, reason=reason.value)
         self._costs = costs
         self._was_plain = True
 

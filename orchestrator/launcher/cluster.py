@@ -1,7 +1,7 @@
 """The launcher: starts a whole cluster on this machine, and removes all of it when it stops.
 
-`gammaray up` runs `python -m orchestrator.launcher.cluster`. It deploys workers by the names of their build
-functions, so that neither orchestrator nor workers import the other.
+`gammaray up` runs `python -m orchestrator.launcher.cluster`. It deploys workers by the name of their module,
+so that neither orchestrator nor workers import the other.
 """
 
 from __future__ import annotations
@@ -107,7 +107,6 @@ def serve_environment(directory: Path, host: str) -> dict[str, str]:
 
 
 HOST = "127.0.0.1"
-_WORKER_BUILDERS = {"target": "services.serve.app:build_target", "draft": "services.serve.app:build_draft"}
 _ESSENTIAL = ("gcs_server", "raylet")
 _RAY_TRIES = 4
 _POLL_S = 0.1
@@ -323,9 +322,8 @@ def _build(
     resources: dict[str, Any],
     scaling: dict[str, Any] | None,
 ) -> Any:
-    module, _, function = _WORKER_BUILDERS[role].partition(":")
     try:
-        return getattr(importlib.import_module(module), function)(settings, size, resources, scaling)
+        return importlib.import_module("services.serve.app").build(role, settings, size, resources, scaling)
     except ValidationError as error:  # settings from the environment that are not ClusterSettings
         raise settings_error(error) from None
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pydantic import ValidationError
-
-from gammaray.checks import check_number
-from gammaray.config import ClusterSettings, flag_names, settings_error
+from gammaray.cli.commands.up import START_OPTIONS
+from gammaray.cli.settings import parse_settings
+from gammaray.config import ClusterSettings
 
 __all__ = ["LauncherOptions", "announcer", "parse_options"]
-
-MAX_START_TIMEOUT_S = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -39,31 +35,12 @@ def parse_options(argv: Sequence[str] | None = None) -> LauncherOptions:
     """Return the options of a command line; missing ones come from the environment, else the defaults.
 
     Raises:
-        InvalidArgumentError: A setting is out of bounds.
+        InvalidArgumentError: An option is unknown, or a setting is out of bounds.
     """
-    parser = argparse.ArgumentParser(prog="python -m orchestrator.launcher.cluster", description=__doc__)
-    for name, info in ClusterSettings.model_fields.items():
-        option, text = f"--{name.replace('_', '-')}", f"{info.description} Default: {info.default!r}."
-        if info.annotation is bool:
-            on, off = flag_names(name)
-            for flag, action in ((on, "store_true"), (off, "store_false")):
-                parser.add_argument(flag, action=action, dest=name, default=argparse.SUPPRESS, help=text)
-        else:
-            parser.add_argument(option, default=argparse.SUPPRESS, help=text)
-    parser.add_argument(
-        "--wait-ready", action="store_true", help="Print `ready http=... grpc=...` once the cluster is ready."
-    )
-    parser.add_argument("--die-with-parent", action="store_true", help="Stop when the parent process ends.")
-    parser.add_argument(
-        "--start-timeout-s", type=float, default=300.0, help="Timeout of the start, in seconds."
-    )
-    flags = vars(parser.parse_args(argv))
-    own = {name: flags.pop(name) for name in ("wait_ready", "die_with_parent", "start_timeout_s")}
-    check_number("start_timeout_s", own["start_timeout_s"], 0, MAX_START_TIMEOUT_S, open_low=True)
-    try:
-        return LauncherOptions(ClusterSettings(**flags), **own)
-    except ValidationError as error:
-        raise settings_error(error) from None
+    arguments = sys.argv[1:] if argv is None else argv
+    prog = "python -m orchestrator.launcher.cluster"
+    cluster, others = parse_settings(ClusterSettings, prog, arguments, START_OPTIONS)
+    return LauncherOptions(cluster, **others)
 
 
 def announcer(options: LauncherOptions, host: str) -> Callable[[], None]:

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gammaray.config import ClusterSettings, ScalingSettings, WorkerSettings, settings_error
-from gammaray.demo_pair import DEMO_PAIR, demo_directory
+from gammaray.demo_pair import resolve_model
 from gammaray.deploy.gpus import CudaDevices, check_device, cuda_devices
 from gammaray.deploy.serve_config import APPLICATIONS, role_settings
 from gammaray.errors import InvalidArgumentError
@@ -227,7 +227,7 @@ def check_heads(model: str, num_ranks: int) -> None:
     if is_gguf(model):
         allowed = "1 for a GGUF file; `python -m services.engine.convert` makes a directory of it"
         raise InvalidArgumentError("tensor_parallel", num_ranks, allowed)
-    config = _config("target", demo_directory("target") if model == DEMO_PAIR else model)
+    config = _config("target", resolve_model(model))
     text = config.get("text_config") or config
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = text.get(name)
@@ -257,7 +257,7 @@ def vocab_size(role: str, model: str) -> int:
     Raises:
         InvalidArgumentError: There is no such model, or its configuration has no `vocab_size`.
     """
-    config = _config(role, demo_directory(role, role) if model == DEMO_PAIR else model)
+    config = _config(role, resolve_model(model, role, role))
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     if not isinstance(size, int):
         raise InvalidArgumentError(role, f"{model!r}, whose configuration has no vocab_size", "a causal LM")

@@ -16,6 +16,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from gammaray.blocks import TokenLogprobs
 from gammaray.errors import (
     CancelledError,
     FailedPreconditionError,
@@ -28,7 +29,6 @@ from gammaray.errors import (
 from gammaray.types import FinishReason, TokenOrigin
 from orchestrator.access.caller import tenant_of
 from orchestrator.cycle.session import Session
-from orchestrator.cycle.types import TokenLogprobs
 from orchestrator.storage import session_scripts as scripts
 from orchestrator.storage.client import BatchedScript, answer
 from orchestrator.storage.keys import RUNNING, StoreBounds, index_of, keys_of, request_keys

@@ -10,8 +10,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+from gammaray.blocks import TokenLogprobs
 from gammaray.types import TokenOrigin
-from orchestrator.cycle.types import TokenLogprobs
 
 __all__ = ["StoredToken", "TokenRecords"]
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 from gammaray.types import TokenOrigin
 from gammaray.v1 import generation_service_pb2 as pb
-from gammaray.wire.convert import origin_to_proto
-from gammaray.wire.enums import DRAFTERS
+from gammaray.wire.enums import DRAFTERS, ORIGINS
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Call, Cycle
 
@@ -46,7 +45,7 @@ def cycle_record(
         draft_failed=cycle.draft_failed,
     )
     if cycle.origins and cycle.origins[-1] is not TokenOrigin.ACCEPTED:
-        record.next_origin = origin_to_proto(cycle.origins[-1])
+        record.next_origin = ORIGINS[cycle.origins[-1]]
     if draft is not None and draft.blocks:
         record.draft.CopyFrom(worker_call(draft))
         answer = draft.results[-1] if draft.results else None

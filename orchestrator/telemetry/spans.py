@@ -6,6 +6,7 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from gammaray.telemetry import names as t
+from gammaray.telemetry.spans import put, set_attributes, set_error
 from gammaray.types import DrafterKind
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.enums import DRAFTERS_BACK, ORIGINS_BACK
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["CycleBundle", "ReadingBundle", "SessionTrace"]
 
 _INTERNAL, _CLIENT, _PRODUCER = 1, 3, 4
-_STATUS_ERROR = 2
 _FLAGS = 0x101
 """W3C trace flag "sampled", and OTLP's flag for a parent known not to be remote."""
 
@@ -73,8 +73,6 @@ class SessionTrace:
 
     def put(self, bundle: CycleBundle | ReadingBundle) -> None:
         """Queue spans for export."""
-        from gammaray.telemetry.spans import put
-
         put(self._processor, bundle)
 
     def parent_of(self, role: str, index: int) -> str:
@@ -136,7 +134,7 @@ class CycleBundle:
             opened = trace.add(
                 spans, t.SPAN_OPEN, -1, _COMMIT, trace.started_ns, max(start, trace.started_ns)
             )
-            _write(opened, trace.common)
+            set_attributes(opened, trace.common)
         self._encode_cycle(trace.add(spans, t.SPAN_CYCLE, self._index, _CYCLE, start, end))
         proposed = start + record.propose_us * 1000
         if record.HasField("draft") or (record.gamma and self._index not in trace.readings):
@@ -154,7 +152,7 @@ class CycleBundle:
             _write_call(span, record.target)
         if self._stored_ns:
             span = trace.add(spans, t.SPAN_COMMIT, self._index, _COMMIT, end, max(end, self._stored_ns))
-            _write(span, {t.CYCLE_INDEX: self._index, t.EMITTED: record.emitted})
+            set_attributes(span, {t.CYCLE_INDEX: self._index, t.EMITTED: record.emitted})
 
     def _encode_cycle(self, span: Any) -> None:
         trace, record = self._trace, self._record
@@ -170,13 +168,13 @@ class CycleBundle:
             t.TESTED: record.tested,
             t.ACCEPTED: record.accepted,
             t.EMITTED: record.emitted,
+            t.DRAFT_FAILED: record.draft_failed,
         }
         if record.next_origin:
             values[t.NEXT_ORIGIN] = ORIGINS_BACK[record.next_origin].value
-        _write(span, values)
-        span.attributes.add(key=t.DRAFT_FAILED).value.bool_value = record.draft_failed
+        set_attributes(span, values)
         if self._error:
-            _write_error(span, self._error)
+            set_error(span, self._error)
 
 
 class ReadingBundle:
@@ -209,17 +207,8 @@ class ReadingBundle:
         _write_call(span, worker_call(call))
 
 
-def _write(span: Any, values: dict[str, str | int]) -> None:
-    entries = span.attributes
-    for key, value in values.items():
-        if isinstance(value, str):
-            entries.add(key=key).value.string_value = value
-        else:
-            entries.add(key=key).value.int_value = value
-
-
 def _write_call(span: Any, call: pb.WorkerCall) -> None:
-    values: dict[str, str | int] = {
+    values: dict[str, str | int | float] = {
         t.WORKER_ADDRESS: call.address,
         t.BLOCKS: call.blocks,
         t.REFED_TOKENS: call.refed_tokens,
@@ -229,15 +218,8 @@ def _write_call(span: Any, call: pb.WorkerCall) -> None:
     if call.HasField("timing"):
         timing = call.timing
         values[t.BATCH_SIZE], values[t.BATCH_TOKENS] = timing.batch_size, timing.batch_tokens
-        entries = span.attributes
-        entries.add(key=t.QUEUE_MS).value.double_value = timing.queue_us / 1e3
-        entries.add(key=t.COMPUTE_MS).value.double_value = timing.compute_us / 1e3
-        entries.add(key=t.FORWARD_MS).value.double_value = timing.forward_us / 1e3
-    _write(span, values)
+        values[t.QUEUE_MS], values[t.COMPUTE_MS] = timing.queue_us / 1e3, timing.compute_us / 1e3
+        values[t.FORWARD_MS] = timing.forward_us / 1e3
+    set_attributes(span, values)
     if call.error:
-        _write_error(span, call.error)
-
-
-def _write_error(span: Any, error: str) -> None:
-    span.status.code = _STATUS_ERROR
-    span.attributes.add(key=t.ERROR_TYPE).value.string_value = error
+        set_error(span, call.error)

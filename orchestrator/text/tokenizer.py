@@ -12,28 +12,19 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from gammaray.demo_pair import DEMO_PAIR, demo_directory
+from gammaray.demo_pair import DEMO_PAIR
 from gammaray.errors import InvalidArgumentError
 from gammaray.gguf import check_packages, is_gguf, pretrained_arguments, read_header
 from gammaray.vocabulary import vocabulary_sha256
 from orchestrator.text.cpu_threads import in_thread
 
-__all__ = ["LONG_TEXT", "Tokenizer", "resolve_model", "served_name"]
+__all__ = ["LONG_TEXT", "Tokenizer", "served_name"]
 
 LONG_TEXT = 8192
 """Characters or token ids from which on they are processed in a thread, not to block other sessions."""
 
 _MANY_TOKENS = 4096
 """From this many tokens on, decoding takes more than a millisecond."""
-
-
-def resolve_model(model: str) -> str:
-    """Return the directory, hub name or GGUF file of a target model; "demo" is the demo pair's target.
-
-    Raises:
-        InvalidArgumentError: The demo pair is requested and not installed.
-    """
-    return demo_directory("target") if model == DEMO_PAIR else model
 
 
 def served_name(model: str) -> str:

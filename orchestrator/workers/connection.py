@@ -12,6 +12,7 @@ from typing import Any, Generic
 import grpc
 
 from gammaray.aio import end_tasks
+from gammaray.blocks import MAX_ANSWER_BYTES
 from gammaray.errors import DeadlineExceededError, GammarayError, UnavailableError
 from gammaray.security.tls import TlsFiles, dial
 from gammaray.v1 import draft_service_pb2 as draft_pb
@@ -33,9 +34,6 @@ ANSWER_GRACE_S = 0.25
 
 MAX_FRAME_BYTES = 2**20
 """Keeps frames well below gRPC's default receive limit of 4 MiB; a single block may be larger."""
-
-MAX_ANSWER_BYTES = 64 * 2**20
-"""Largest frame accepted from a worker; a larger one closes the connection."""
 
 _EOF: Any = vars(grpc.aio)["EOF"]  # the type stubs lack it
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 
+from gammaray.blocks import Shape
 from gammaray.errors import DeadlineExceededError, GammarayError, InternalError, UnavailableError
 from gammaray.types import Proposal
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
-from gammaray.wire.convert import proposal_from_proto
+from gammaray.wire.blocks import proposal_from_proto, shape_to_proto
 from orchestrator.cycle.session import Session
-from orchestrator.cycle.types import Shape
 from orchestrator.workers.backoff import Backoff
 from orchestrator.workers.connection import WorkerConnection
 from orchestrator.workers.pool import WorkerPool
@@ -208,12 +208,9 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
             self._pauses.setdefault(link.address, Backoff()).failed(lost_s)
 
     def _block(self, session: Session) -> draft_pb.ProposeBlock:
-        return draft_pb.ProposeBlock(
-            gamma=self._shape.depth,
-            max_nodes=self._shape.max_nodes,
-            stop_threshold=self._shape.stop_threshold,
-            wants_ahead=True,
-        )
+        block = shape_to_proto(self._shape)
+        block.wants_ahead = True
+        return block
 
 
 def _check_shape(proposal: Proposal, shape: Shape) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gammaray.blocks import Shape
 from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.types import MAX_GAMMA, MAX_NODES, Proposal
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
-from gammaray.wire.convert import proposal_from_proto
-from orchestrator.cycle.types import Shape
+from gammaray.wire.blocks import proposal_from_proto
 
 __all__ = ["ProposalCache"]
 

@@ -11,7 +11,8 @@ from google.rpc import status_pb2
 
 from gammaray.errors import GammarayError, InternalError
 from gammaray.v1 import types_pb2 as pb
-from gammaray.wire.convert import method_to_proto, sampling_to_proto
+from gammaray.wire.convert import sampling_to_proto
+from gammaray.wire.enums import METHODS
 from gammaray.wire.rpc_errors import error_from_status
 from orchestrator.access.caller import tenant_of
 from orchestrator.cycle.session import Session
@@ -146,7 +147,7 @@ def session_spec(session: Session, eos_token_ids: frozenset[int], *, shares_cach
     salt = f"{tenant_of(session.session_id)}:{session.cache_salt}"
     return pb.SessionSpec(
         sampling=sampling_to_proto(session.params),
-        verification=method_to_proto(session.method),
+        verification=METHODS[session.method],
         prompt_length=len(session.prompt),
         eos_token_ids=sorted(eos_token_ids | session.stop_token_ids),
         cache_salt=salt if shares_caches else None,

@@ -7,12 +7,12 @@ drops a session, the session's owner checks in the store that it still owns the 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+from gammaray.blocks import Verdict
 from gammaray.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -24,14 +24,9 @@ from gammaray.errors import (
 from gammaray.types import PromptLogprobs, Proposal
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
-from gammaray.wire.convert import (
-    origin_from_proto,
-    prompt_logprobs_from_proto,
-    proposal_to_proto,
-)
+from gammaray.wire.blocks import prompt_logprobs_from_proto, proposal_to_proto, verdict_from_proto
 from orchestrator.cycle.protocols import Verifier
 from orchestrator.cycle.session import Session
-from orchestrator.cycle.types import TokenLogprobs, Verdict, VerifyTiming
 from orchestrator.text.cpu_threads import INLINE_NUMBERS, in_thread
 from orchestrator.workers.connection import WorkerConnection
 from orchestrator.workers.pool import WorkerPool
@@ -144,7 +139,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
 
     def __init__(
         self,
-        pool: WorkerPool[target_pb.VerifyBlock, target_pb.VerifyResult],
+        pool: TargetPool,
         spec: pb.SessionSpec,
         *,
         timeout_s: float,
@@ -222,7 +217,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
     def _verdict(
         self,
         session: Session,
-        link: WorkerConnection[target_pb.VerifyBlock, target_pb.VerifyResult],
+        link: TargetLink,
         result: target_pb.VerifyResult,
     ) -> Verdict:
         """Return the verdict of a result after validating it.
@@ -230,18 +225,21 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
         Raises:
             InternalError: The verdict or its log-probabilities are invalid.
         """
-        message, has_logprobs = result.verdict, session.num_top_logprobs is not None
         vocab_size = link.info.vocab_size if link.info is not None else 0
-        if message.next_token_id >= vocab_size or message.num_tested > len(self._proposal):
+        try:
+            verdict = verdict_from_proto(
+                result, vocab_size, has_logprobs=session.num_top_logprobs is not None
+            )
+        except InternalError as error:
+            raise InternalError(f"target worker at {link.address}: {error}") from None
+        if verdict.num_tested > len(self._proposal):
             raise InternalError(f"the target worker at {link.address} sent a verdict that cannot be")
-        if has_logprobs and not all(_is_sound(entry, vocab_size) for entry in message.logprobs):
-            raise InternalError(f"the target worker at {link.address} sent log-probabilities that cannot be")
-        return _verdict(message, result.timing, has_logprobs=has_logprobs)
+        return verdict
 
     def _leave(
         self,
         session: Session,
-        link: WorkerConnection[target_pb.VerifyBlock, target_pb.VerifyResult],
+        link: TargetLink,
         error: GammarayError,
         lost_s: float,
     ) -> None:
@@ -282,30 +280,3 @@ def _prompt_logprobs(session: Session, link: TargetLink, verdict: target_pb.Verd
     ):
         raise InternalError(f"the target worker at {link.address} sent log-probabilities that cannot be")
     return found
-
-
-def _is_sound(entry: target_pb.TokenLogprobs, vocab_size: int) -> bool:
-    return (
-        len(entry.top_token_ids) == len(entry.top_logprobs)
-        and not math.isnan(entry.logprob)
-        and not any(map(math.isnan, entry.top_logprobs))
-        and all(token_id < vocab_size for token_id in entry.top_token_ids)
-    )
-
-
-def _verdict(message: target_pb.Verdict, timing: pb.WorkerTiming, *, has_logprobs: bool) -> Verdict:
-    return Verdict(
-        accepted_path=tuple(message.accepted_path),
-        next_token_id=message.next_token_id,
-        next_origin=origin_from_proto(message.next_origin),
-        num_tested=message.num_tested,
-        logprobs=tuple(
-            TokenLogprobs(entry.logprob, tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True)))
-            for entry in (message.logprobs if has_logprobs else ())
-        ),
-        timing=VerifyTiming(
-            timing.queue_us * 1e-6, timing.compute_us * 1e-6, timing.batch_size, timing.batch_tokens
-        )
-        if timing.batch_tokens > 0
-        else None,
-    )

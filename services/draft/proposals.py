@@ -14,14 +14,14 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from gammaray.blocks import Shape
 from gammaray.types import Proposal
 from services.draft.calibration import scales
 from services.draft.predictions import Guess, Prediction
 from services.draft.tree import Node
 
-__all__ = ["MIN_GROWN", "MIN_PROPOSED", "RUN", "RUN_TO_DOUBT", "ProposalBuilder", "Shape"]
+__all__ = ["MIN_GROWN", "MIN_PROPOSED", "RUN", "RUN_TO_DOUBT", "ProposalBuilder"]
 
 RUN = 4
 """Upper bound of single-row forwards in one call; called one by one, Python takes a third of their time."""
@@ -32,22 +32,6 @@ RUN_TO_DOUBT = 2
 MIN_PROPOSED, MIN_GROWN = 0.02, 0.05
 """Tree nodes with a lower probability of being reached are not proposed, or get no children: a node costs the
 target some hundredths of a forward and saves at most its probability of being reached."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Bounds of a proposal.
-
-    Args:
-        depth: Upper bound of the longest path, in tokens.
-        max_nodes: Upper bound of nodes; a chain is read unless it exceeds `depth`.
-        stop_threshold: Least probability of being reached. Less likely nodes of a chain are left out, except
-            the first; less likely nodes of a tree get no children.
-    """
-
-    depth: int
-    max_nodes: int = 0
-    stop_threshold: float = 0.0
 
 
 class ProposalBuilder:
@@ -70,7 +54,7 @@ class ProposalBuilder:
         self._eos = eos_token_ids
         self.nodes: list[Node] = []
         self.weights: list[float] = []
-        self.parents: list[int] | None = [] if shape.max_nodes > shape.depth else None
+        self.parents: list[int] | None = [] if shape.is_tree else None
         # With a power above 1 runners-up could outweigh the first choice, although they are offered after it.
         self._power = power if self.parents is None else min(power, 1.0)
         self._is_ended = self._is_read = False

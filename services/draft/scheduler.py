@@ -22,7 +22,7 @@ from gammaray.types import Proposal, VerificationMethod
 from services.draft.calibration import Calibration
 from services.draft.gain import GainMeter
 from services.draft.lookahead import Lookahead
-from services.draft.proposals import ProposalBuilder, Shape
+from services.draft.proposals import ProposalBuilder
 from services.draft.session import Speculation
 from services.draft.tree import Node
 from services.engine.core.errors import CacheFullError
@@ -30,7 +30,7 @@ from services.engine.engine import Engine, SequenceInput
 from services.scheduling.load import LoadCounters
 from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
-from services.scheduling.sessions import Session
+from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import ProposeTask, Reply, Timing
 
 __all__ = ["DraftScheduler"]
@@ -158,14 +158,14 @@ class DraftScheduler(Scheduler[ProposeTask]):
     def _reply(self, task: ProposeTask, outcome: object, timing: Timing | None = None) -> None:
         super()._reply(task, None if task.is_notice else outcome, timing)
 
-    def _forget(self, session: Session) -> None:
+    def _forget(self, session: SessionCopy) -> None:
         self._gain.drop(session.session_id)
         self.speculations.pop(session.session_id, None)
         if self.lookahead is not None:
             self.lookahead.drop(session.session_id)
         super()._forget(session)
 
-    def _match_cache(self, session: Session) -> None:
+    def _match_cache(self, session: SessionCopy) -> None:
         """Move the root of the session's tree to its last token; begin a new tree if it lacks that node."""
         if self.lookahead is not None:
             self.lookahead.drop(session.session_id)
@@ -178,12 +178,13 @@ class DraftScheduler(Scheduler[ProposeTask]):
             super()._match_cache(session)
             speculation.begin()
 
-    def _start(self, task: ProposeTask, session: Session) -> Running[ProposeTask] | Proposal:
+    def _start(self, task: ProposeTask, session: SessionCopy) -> Running[ProposeTask] | Proposal:
         speculation = self.speculations[task.session_id]
         self._gain.asked(task.session_id, session.tokens, task.arrived)
-        # Only coupled verification supports trees.
-        max_nodes = task.max_nodes if session.spec.method is VerificationMethod.COUPLED else 0
-        reading = speculation.read(speculation.tree.root, Shape(task.gamma, max_nodes, task.stop_threshold))
+        shape = task.shape
+        if shape.is_tree and session.spec.method is not VerificationMethod.COUPLED:
+            shape = replace(shape, max_nodes=0)  # only coupled verification supports trees
+        reading = speculation.read(speculation.tree.root, shape)
         if reading is None:
             return Proposal()
         drafting = _Drafting(

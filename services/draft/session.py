@@ -11,16 +11,17 @@ from typing import Any
 
 from torch import Tensor
 
+from gammaray.blocks import Shape
 from gammaray.types import SamplingParams, VerificationMethod
 from services.draft.calibration import Calibration
 from services.draft.outcomes import OutcomeSet
 from services.draft.predictions import Prediction, predictions
-from services.draft.proposals import ProposalBuilder, Shape
+from services.draft.proposals import ProposalBuilder
 from services.draft.tree import Node, SpeculationTree
 from services.engine.engine import Engine, SequenceInput
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.logits import processed_log_probs
-from services.scheduling.sessions import Session
+from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import SessionSpec
 
 __all__ = ["Speculation", "counts_tokens", "draft_params"]
@@ -75,7 +76,7 @@ class Speculation:
     """
 
     def __init__(
-        self, session: Session, max_context: int, top_k: int, bits: int, calibration: Calibration
+        self, session: SessionCopy, max_context: int, top_k: int, bits: int, calibration: Calibration
     ) -> None:
         self.session = session
         self._calibration = Calibration(calibration)

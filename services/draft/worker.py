@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 import grpc
 
 from gammaray.config import DraftSettings
-from gammaray.errors import InvalidArgumentError
-from gammaray.types import MAX_NODES, Proposal
+from gammaray.types import Proposal
 from gammaray.v1 import draft_service_pb2, draft_service_pb2_grpc
 from gammaray.v1 import draft_service_pb2 as pb
-from gammaray.wire import convert
+from gammaray.wire.blocks import proposal_to_proto, shape_from_proto
 from services.draft.scheduler import DraftScheduler
 from services.engine.engine import Engine
 from services.process.server import guarded
@@ -58,13 +57,9 @@ class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
         return pb.GetDraftInfoResponse(**info, is_draining=self._streams.is_leaving)
 
     def _parse(self, block: pb.ProposeBlock, deliver: Deliver) -> ProposeTask:
-        if block.max_nodes > MAX_NODES:
-            raise InvalidArgumentError("max_nodes", block.max_nodes, f"0 to {MAX_NODES}")
         task = ProposeTask(
             **task_fields(block, DEFAULT_TIMEOUT_MS, deliver),
-            gamma=block.gamma,
-            max_nodes=block.max_nodes,
-            stop_threshold=block.stop_threshold,
+            shape=shape_from_proto(block),
             wants_ahead=block.wants_ahead,
             is_notice=block.is_notice,
         )
@@ -89,8 +84,8 @@ def _ahead(prepared: Prepared) -> pb.AheadProposal:
         epoch=task.epoch,
         base_position=task.base_position,
         token_ids=prepared.token_ids,
-        gamma=task.gamma,
-        proposal=convert.proposal_to_proto(prepared.proposal),
+        gamma=task.shape.depth,
+        proposal=proposal_to_proto(prepared.proposal),
     )
 
 
@@ -99,7 +94,7 @@ def _result(reply: Reply) -> pb.ProposeResult:
     fill_result(result, reply)
     outcome: Any = reply.outcome
     if isinstance(outcome, Proposal):
-        result.proposal.CopyFrom(convert.proposal_to_proto(outcome))
+        result.proposal.CopyFrom(proposal_to_proto(outcome))
     return result
 
 

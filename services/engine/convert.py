@@ -14,17 +14,14 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
 from transformers import AutoTokenizer
 
 from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.gguf import is_gguf, pretrained_arguments, read_header
 from services.engine.core.gguf_model import load_gguf_config, load_gguf_module
-from services.engine.core.model import check_config
+from services.engine.core.model import DTYPES, check_config
 
 __all__ = ["convert", "main"]
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def convert(path: str, directory: Path, dtype: str = "bfloat16") -> None:
@@ -46,7 +43,7 @@ def convert(path: str, directory: Path, dtype: str = "bfloat16") -> None:
     header = read_header(path, "file")
     config = load_gguf_config(path)
     check_config(path, config)
-    module = load_gguf_module(path, config, _DTYPES[dtype])
+    module = load_gguf_module(path, config, DTYPES[dtype])
     if header.eos_token_ids and module.generation_config is not None:
         module.generation_config.eos_token_id = sorted(header.eos_token_ids)
     with pretrained_arguments(path) as (source, arguments):
@@ -66,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("services.engine.convert", description="Convert a GGUF file.")
     parser.add_argument("file", help="the GGUF file")
     parser.add_argument("directory", type=Path, help="the directory to create")
-    parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="type of the weights")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="type of the weights")
     options = parser.parse_args(argv)
     try:
         convert(options.file, options.directory, options.dtype)

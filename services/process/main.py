@@ -2,64 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib
 import logging
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
-from pydantic import ValidationError
-
-from gammaray.config import WorkerSettings, flag_names, settings_error
+from gammaray.cli.settings import parse_settings
+from gammaray.config import WorkerSettings
 from gammaray.errors import GammarayError, InvalidArgumentError
 
-__all__ = [
-    "EXIT_BAD_SETTINGS",
-    "EXIT_UNSUPPORTED_MODEL",
-    "parse_settings",
-    "run",
-]
+__all__ = ["EXIT_BAD_SETTINGS", "EXIT_UNSUPPORTED_MODEL", "run"]
 
 EXIT_BAD_SETTINGS = 2
 EXIT_UNSUPPORTED_MODEL = 3
-
-SettingsT = TypeVar("SettingsT", bound=WorkerSettings)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_BAD_SETTINGS, f"{self.prog}: {message}\n")
-
-
-def parse_settings(
-    settings_class: type[SettingsT], prog: str, argv: Sequence[str] | None = None
-) -> SettingsT:
-    """Return the settings of a command line; missing ones come from the environment or the defaults.
-
-    Exits with status 2 and a one-line message when a setting is invalid.
-    """
-    parser = _Parser(prog=f"python -m {prog}", description=settings_class.__doc__)
-    for name, info in settings_class.model_fields.items():
-        option = f"--{name.replace('_', '-')}"
-        text = f"{info.description} Default: {info.default!r}.".replace("%", "%%")
-        if info.annotation is bool:
-            on, off = flag_names(name)
-            parser.add_argument(on, action="store_true", dest=name, default=argparse.SUPPRESS, help=text)
-            parser.add_argument(
-                off, action="store_false", dest=name, default=argparse.SUPPRESS, help=f"Opposite of {on}."
-            )
-        else:
-            parser.add_argument(option, default=argparse.SUPPRESS, help=text, metavar=name.upper())
-    given = vars(parser.parse_args(argv))
-    try:
-        return settings_class(**given)
-    except ValidationError as error:
-        parser.error(str(settings_error(error)))
-    except InvalidArgumentError as error:  # an environment variable that is not a setting
-        parser.error(str(error))
 
 
 def run(
@@ -78,9 +36,15 @@ def run(
         used, 3 for a model that cannot be served.
 
     Raises:
-        SystemExit: With status 2, for settings that are invalid by themselves.
+        SystemExit: After `--help`.
     """
-    settings = parse_settings(settings_class, prog, argv)
+    try:
+        settings, _ = parse_settings(
+            settings_class, f"python -m {prog}", sys.argv[1:] if argv is None else argv
+        )
+    except InvalidArgumentError as error:
+        print(f"python -m {prog}: {error}", file=sys.stderr)
+        return EXIT_BAD_SETTINGS
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     module, _, name = worker.partition(":")
     worker_class = getattr(importlib.import_module(module), name)

@@ -11,6 +11,7 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
+from gammaray.blocks import MAX_ANSWER_BYTES
 from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.security.tls import TlsFiles, check_peer, server_credentials
 
@@ -18,9 +19,6 @@ __all__ = ["MAX_MESSAGE_BYTES", "GrpcServer", "guarded", "is_wildcard", "split_a
 
 MAX_MESSAGE_BYTES = 8 << 20
 """Largest frame that is read; fits the longest context (2^20 ids) and the masks of its session."""
-
-MAX_ANSWER_BYTES = 64 << 20
-"""Largest frame that is written; orchestrators read no larger ones."""
 
 MAX_RPCS = 512
 """Calls open at once, most of them streams of orchestrators; more are refused."""

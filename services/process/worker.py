@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 from transformers.utils.logging import disable_progress_bar
 
 from gammaray.config import WorkerSettings
+from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError, UnavailableError
 from gammaray.security.tls import tls_files
 from gammaray.telemetry.export import MetricsExport
 from gammaray.telemetry.otel import Telemetry
-from services.engine.core.model import resolve_model
 from services.engine.engine import Engine
 from services.engine.loader import load_worker_engine
 from services.process.fingerprints import vocab_sha256

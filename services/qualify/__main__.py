@@ -21,8 +21,8 @@ from transformers.utils import logging as transformers_logging
 
 from gammaray.config import DraftSettings
 from gammaray.errors import GammarayError, InvalidArgumentError
+from gammaray.qualify.judgement import obstacles
 from gammaray.qualify.measured import PairFacts, QualifyTask
-from gammaray.qualify.verdict import obstacles
 from services.engine.engine import Engine
 from services.qualify.loop import Ask, Pair, draft_scheduler, target_scheduler
 from services.qualify.measure import make_asks, measure

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gammaray.blocks import Shape, Verdict
 from gammaray.config import DraftSettings, WorkerSettings
 from gammaray.errors import GammarayError, InternalError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
@@ -16,9 +17,9 @@ from services.engine.engine import Engine
 from services.scheduling.planning import Limits
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.tasks import ProposeTask, Release, Reply, SessionSpec, VerifyTask
-from services.target.scheduler import TargetScheduler, VerifyOutcome
+from services.target.scheduler import TargetScheduler
 
-__all__ = ["Ask", "Cycle", "Pair", "Text", "draft_scheduler", "target_scheduler"]
+__all__ = ["Ask", "MeasuredCycle", "Pair", "Text", "draft_scheduler", "target_scheduler"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Cycle:
+class MeasuredCycle:
     """Figures of one cycle; times are those of the schedulers' steps, in milliseconds."""
 
     num_drafted: int
@@ -64,7 +65,7 @@ class Text:
     """A completion: its tokens, without the prompt, and its cycles."""
 
     token_ids: tuple[int, ...]
-    cycles: tuple[Cycle, ...]
+    cycles: tuple[MeasuredCycle, ...]
 
 
 def target_scheduler(engine: Engine, settings: WorkerSettings) -> TargetScheduler:
@@ -105,7 +106,7 @@ class Pair:
             GammarayError: A model failed.
         """
         session = _Session(next(self._names), ask)
-        cycles: list[Cycle] = []
+        cycles: list[MeasuredCycle] = []
         try:
             while not session.is_over:
                 cycles.append(self._cycle(session, min(gamma, session.remaining - 1)))
@@ -115,19 +116,19 @@ class Pair:
                 scheduler.step()
         return Text(tuple(session.output), tuple(cycles))
 
-    def _cycle(self, session: _Session, gamma: int) -> Cycle:
+    def _cycle(self, session: _Session, gamma: int) -> MeasuredCycle:
         proposal, drafted = Proposal(), None
         if gamma > 0:
             drafted = _answer(self.draft, session.propose_task(gamma))
             assert isinstance(drafted.outcome, Proposal)
             proposal = drafted.outcome
         verified = _answer(self.target, session.verify_task(proposal))
-        assert isinstance(verified.outcome, VerifyOutcome)
-        verdict = verified.outcome.verdict
+        verdict = verified.outcome
+        assert isinstance(verdict, Verdict)
         accepted = [proposal.token_ids[node] for node in verdict.accepted_path]
         is_first = not session.output
         session.commit([*accepted, verdict.next_token_id])
-        return Cycle(
+        return MeasuredCycle(
             num_drafted=len(proposal),
             num_tested=verdict.num_tested,
             num_accepted=len(accepted),
@@ -166,7 +167,7 @@ class _Session:
         self.is_over = self.remaining == 0
 
     def propose_task(self, gamma: int) -> ProposeTask:
-        return ProposeTask(**self._block("draft"), gamma=gamma, max_nodes=0, stop_threshold=0.0)
+        return ProposeTask(**self._block("draft"), shape=Shape(gamma))
 
     def verify_task(self, proposal: Proposal) -> VerifyTask:
         return VerifyTask(**self._block("target"), proposal=proposal, num_top_logprobs=None)

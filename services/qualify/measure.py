@@ -15,7 +15,7 @@ from gammaray.qualify.measured import Equality, QualifyTask, Run
 from services.engine.engine import Engine, SequenceInput
 from services.engine.sampling.logits import processed_log_probs
 from services.engine.sampling.noise import Noise
-from services.qualify.loop import Ask, Cycle, Pair, Text
+from services.qualify.loop import Ask, MeasuredCycle, Pair, Text
 
 __all__ = [
     "is_tie",
@@ -73,7 +73,7 @@ _WARM_UP_TOKENS = 24
 class _Sum:
     """The cycles at one gamma and temperature."""
 
-    cycles: list[Cycle] = field(default_factory=list)
+    cycles: list[MeasuredCycle] = field(default_factory=list)
 
     def run(self, temperature: float, gamma: int) -> Run:
         whole = [cycle for cycle in self.cycles if cycle.num_drafted == gamma]

@@ -10,11 +10,12 @@ from typing import Any
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from gammaray.config import DraftSettings, TargetSettings, WorkerSettings
+from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from gammaray.gguf import is_gguf, pretrained_arguments, read_header
 from gammaray.qualify.measured import ModelFacts, QualifyTask
 from services.engine.core.errors import UnsupportedModelError
-from services.engine.core.model import check_config, load_config, resolve_model
+from services.engine.core.model import check_config, load_config
 from services.engine.engine import Engine
 from services.engine.loader import load_worker_engine
 from services.process.fingerprints import vocab_sha256

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from gammaray.errors import InvalidArgumentError
 from services.engine.engine import SequenceInput
-from services.scheduling.sessions import Session
+from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import Task, Timing
 
 __all__ = ["Limits", "Running", "plan"]
@@ -55,7 +55,7 @@ class Running(Generic[TaskT]):
     """
 
     task: TaskT
-    session: Session
+    session: SessionCopy
     tail: list[int]
     num_logits: int
     parents: Sequence[int] | None = None

@@ -30,7 +30,7 @@ from services.engine.engine import Engine, SequenceInput
 from services.scheduling.load import LoadCounters
 from services.scheduling.metrics import WorkerMeter
 from services.scheduling.planning import Limits, Running, TaskT, plan
-from services.scheduling.sessions import Session, SessionTable
+from services.scheduling.sessions import SessionCopy, SessionTable
 from services.scheduling.tasks import NeedTokens, Release, Reply, Task, Timing
 
 __all__ = ["MAX_SESSIONS", "Scheduler"]
@@ -73,7 +73,7 @@ class Scheduler(ABC, Generic[TaskT]):
         )
 
     @abstractmethod
-    def _start(self, task: TaskT, session: Session) -> Running[TaskT] | object:
+    def _start(self, task: TaskT, session: SessionCopy) -> Running[TaskT] | object:
         """Return the work of an admitted task, or its outcome if no forward is needed."""
 
     @abstractmethod
@@ -145,7 +145,7 @@ class Scheduler(ABC, Generic[TaskT]):
             self._reply(running.task, error, running.timing)
         self.sessions.drop(session_id)
 
-    def _forget(self, session: Session) -> None:
+    def _forget(self, session: SessionCopy) -> None:
         """Release a session's cache; with a cache salt it is retained for sessions with the same prefix."""
         if session.spec.cache_salt is not None:
             self.engine.retain(session.session_id, session.spec.cache_salt)
@@ -192,7 +192,7 @@ class Scheduler(ABC, Generic[TaskT]):
         except GammarayError as error:
             return error
 
-    def _match_cache(self, session: Session) -> None:
+    def _match_cache(self, session: SessionCopy) -> None:
         """Drop cached entries that are not the committed tokens; fork a shared prefix when none is left."""
         cached = self.engine.tokens(session.session_id)
         num_cached, tokens = len(cached), session.tokens

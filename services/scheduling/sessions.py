@@ -1,4 +1,4 @@
-"""The sessions of a worker: their committed tokens, spec, epoch and noise, but not their KV cache."""
+"""A worker's copies of its sessions: committed tokens, spec, epoch and noise, but not the KV cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.noise import Noise
 from services.scheduling.tasks import NeedTokens, SessionSpec, Task
 
-__all__ = ["Session", "SessionTable"]
+__all__ = ["SessionCopy", "SessionTable"]
 
 MAX_TOKENS = 8 << 20
 """Token ids kept over all sessions, including those of their masks: about 300 MB of Python integers, and at
@@ -25,8 +25,8 @@ MIN_WITH_NOISE = 16
 _NOISE_BYTES_PER_ID = 2 * 64 * 8
 
 
-class Session:
-    """One session on one worker.
+class SessionCopy:
+    """A worker's copy of a session.
 
     Attributes:
         tokens: Committed tokens, then those that the worker itself expects to be committed next.
@@ -97,12 +97,12 @@ class SessionTable:
         vocab_size: int,
         device: str,
         is_busy: Callable[[str], bool],
-        on_drop: Callable[[Session], None],
+        on_drop: Callable[[SessionCopy], None],
     ) -> None:
         self._capacity, self._vocab_size, self._device = capacity, vocab_size, device
         self._is_busy, self._on_drop = is_busy, on_drop
-        self._sessions: OrderedDict[str, Session] = OrderedDict()
-        self._with_noise: OrderedDict[str, Session] = OrderedDict()
+        self._sessions: OrderedDict[str, SessionCopy] = OrderedDict()
+        self._with_noise: OrderedDict[str, SessionCopy] = OrderedDict()
         self._num_tokens = 0
         self._max_with_noise = max(MIN_WITH_NOISE, NOISE_BYTES // (_NOISE_BYTES_PER_ID * vocab_size))
 
@@ -112,7 +112,7 @@ class SessionTable:
     def __iter__(self) -> Iterator[str]:
         return iter(self._sessions)
 
-    def admit(self, task: Task) -> Session | NeedTokens:
+    def admit(self, task: Task) -> SessionCopy | NeedTokens:
         """Bring the session of `task` to its base position, or return which tokens are missing.
 
         Raises:
@@ -162,12 +162,12 @@ class SessionTable:
             self._num_tokens -= session.num_counted
             self._on_drop(session)
 
-    def _add(self, task: Task, spec: SessionSpec) -> Session:
-        session = Session(task.session_id, task.epoch, spec)
+    def _add(self, task: Task, spec: SessionSpec) -> SessionCopy:
+        session = SessionCopy(task.session_id, task.epoch, spec)
         self._sessions[task.session_id] = session
         return session
 
-    def _make_room(self, newest: Session) -> None:
+    def _make_room(self, newest: SessionCopy) -> None:
         """Drop the least recently used idle sessions while there are too many sessions or tokens."""
         while len(self._sessions) > self._capacity or self._num_tokens > MAX_TOKENS:
             idle = (s for s in self._sessions if s != newest.session_id and not self._is_busy(s))
@@ -176,7 +176,7 @@ class SessionTable:
                 return
             self.drop(oldest)
 
-    def _give_noise(self, session: Session) -> None:
+    def _give_noise(self, session: SessionCopy) -> None:
         """Create the session's noise if needed; past the bound, drop a least recently used idle session's."""
         params = session.spec.params
         if params.temperature == 0 or params.seed is None:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from gammaray.blocks import Shape
 from gammaray.checks import MAX_TOKEN_IDS
 from gammaray.errors import GammarayError, InvalidArgumentError
-from gammaray.types import MAX_GAMMA, Proposal, SamplingParams, VerificationMethod
+from gammaray.types import Proposal, SamplingParams, VerificationMethod
 
 __all__ = [
     "NeedTokens",
@@ -166,16 +167,15 @@ class VerifyTask(Task):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ProposeTask(Task):
-    """A proposal to draft: `gamma` levels, at most `max_nodes` nodes, ended early below `stop_threshold`.
+    """A proposal to draft.
 
     Args:
+        shape: Bounds of the proposal; its depth is 1 or more.
         wants_ahead: Whether proposals prepared to follow this one are sent when they are complete.
         is_notice: Whether the caller has the proposal already and does not wait for an answer.
     """
 
-    gamma: int
-    max_nodes: int
-    stop_threshold: float
+    shape: Shape
     wants_ahead: bool = False
     is_notice: bool = False
 
@@ -188,10 +188,6 @@ class ProposeTask(Task):
             InvalidArgumentError: Names the first wrong field.
         """
         Task.validate(self, vocab_size, max(max_context, self.base_position))
-        if not 1 <= self.gamma <= MAX_GAMMA:
-            raise InvalidArgumentError("gamma", self.gamma, f"1 to {MAX_GAMMA}")
-        if not 0 <= self.stop_threshold < 1:
-            raise InvalidArgumentError("stop_threshold", self.stop_threshold, "a number in [0, 1)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gammaray.config import ScalingSettings
+from gammaray.deploy.serve_config import SHRINK_MARGIN
 from services.scheduling.load import LoadReport
 
 __all__ = ["DraftMemory", "Pool", "wanted_drafters", "wanted_targets"]
-
-SHRINK_MARGIN = 0.7
-"""A worker is removed only if the load per remaining worker is at most this share of the wanted load."""
 
 MIN_BUSY = 0.3
 """Below this share of busy time workers are not compute-bound, and more of them would not help."""

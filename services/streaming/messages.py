@@ -9,8 +9,8 @@ from typing import Any
 
 from gammaray.errors import GammarayError
 from gammaray.v1 import types_pb2
-from gammaray.wire import convert
 from gammaray.wire.convert import sampling_from_proto
+from gammaray.wire.enums import method_from_proto
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.tasks import NeedTokens, Reply, SessionSpec
 from services.streaming.engine_thread import EngineThread
@@ -68,7 +68,7 @@ def task_fields(block: Any, default_timeout_ms: int, deliver: Deliver) -> dict[s
 def _spec(message: types_pb2.SessionSpec) -> SessionSpec:
     return SessionSpec(
         params=sampling_from_proto(message.sampling),
-        method=convert.method_from_proto(message.verification),
+        method=method_from_proto(message.verification),
         prompt_length=message.prompt_length,
         eos_token_ids=tuple(message.eos_token_ids),
         cache_salt=message.cache_salt if message.HasField("cache_salt") else None,

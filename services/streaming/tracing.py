@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry.trace import SpanContext, TraceFlags
 
+from gammaray.blocks import Verdict
 from gammaray.errors import GammarayError
 from gammaray.telemetry import names as t
+from gammaray.telemetry.spans import put, set_attributes, set_error
 from gammaray.types import Proposal
 from services.scheduling.tasks import NeedTokens, ProposeTask, Reply, Task, VerifyTask
 
@@ -22,7 +24,6 @@ __all__ = ["BlockTracer", "sampled_parent"]
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f][13579bdf]")
 _SAMPLED = SpanContext(1, 1, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 _SERVER, _CONSUMER = 2, 5
-_STATUS_ERROR = 2
 
 
 def sampled_parent(traceparent: str) -> str:
@@ -38,13 +39,11 @@ class BlockTracer:
     """
 
     def __init__(self, processor: SpanProcessor) -> None:
-        from gammaray.telemetry.spans import put
-
-        self._processor, self._put = processor, put
+        self._processor = processor
 
     def answered(self, task: Task, reply: Reply) -> None:
         """Record that a block of a sampled session was answered now."""
-        self._put(self._processor, _BlockBundle(task, reply, time.time_ns(), time.monotonic()))
+        put(self._processor, _BlockBundle(task, reply, time.time_ns(), time.monotonic()))
 
 
 class _BlockBundle:
@@ -78,30 +77,26 @@ class _BlockBundle:
             end_time_unix_nano=self._end_ns,
             flags=0x301,  # sampled, and the parent is known to be remote
         )
-        entries = span.attributes
-        entries.add(key=t.SESSION_ID).value.string_value = task.session_id
-        for key, milliseconds in (
-            (t.QUEUE_MS, timing.queue_us / 1e3),
-            (t.COMPUTE_MS, timing.compute_us / 1e3),
-            (t.FORWARD_MS, timing.forward_us / 1e3),
-        ):
-            entries.add(key=key).value.double_value = milliseconds
-        for key, number in _counts(task, self._reply).items():
-            entries.add(key=key).value.int_value = number
+        values: dict[str, str | int | float] = {
+            t.SESSION_ID: task.session_id,
+            t.QUEUE_MS: timing.queue_us / 1e3,
+            t.COMPUTE_MS: timing.compute_us / 1e3,
+            t.FORWARD_MS: timing.forward_us / 1e3,
+            **_counts(task, self._reply),
+        }
         if isinstance(task, ProposeTask):
             is_hit = isinstance(outcome, Proposal) and len(outcome) > 0 and timing.num_forwards == 0
-            entries.add(key=t.DRAFT_AHEAD_HIT).value.bool_value = is_hit or is_notice
-        elif not isinstance(outcome, (NeedTokens, GammarayError)):
-            origin = outcome.verdict.next_origin.value
-            entries.add(key=t.NEXT_ORIGIN).value.string_value = origin
+            values[t.DRAFT_AHEAD_HIT] = is_hit or is_notice
+        elif isinstance(outcome, Verdict):
+            values[t.NEXT_ORIGIN] = outcome.next_origin.value
+        set_attributes(span, values)
         if isinstance(outcome, GammarayError):
-            span.status.code = _STATUS_ERROR
-            entries.add(key=t.ERROR_TYPE).value.string_value = type(outcome).__name__
+            set_error(span, type(outcome).__name__)
 
 
-def _counts(task: Task, reply: Reply) -> dict[t.Attribute, int]:
+def _counts(task: Task, reply: Reply) -> dict[str, int]:
     timing, outcome = reply.timing, reply.outcome
-    counts = {
+    counts: dict[str, int] = {
         t.EPOCH: task.epoch,
         t.BASE_POSITION: task.base_position,
         t.STEPS: timing.num_forwards,
@@ -110,12 +105,12 @@ def _counts(task: Task, reply: Reply) -> dict[t.Attribute, int]:
         t.DRAFTED: len(outcome) if isinstance(outcome, Proposal) else 0,
     }
     if isinstance(task, ProposeTask):
-        counts[t.GAMMA] = task.gamma
+        counts[t.GAMMA] = task.shape.depth
     if isinstance(outcome, NeedTokens):
         counts[t.NEEDS_FROM] = outcome.position
     elif isinstance(task, VerifyTask):
         counts[t.DRAFTED] = len(task.proposal)
-        if not isinstance(outcome, GammarayError):
-            counts[t.TESTED] = outcome.verdict.num_tested
-            counts[t.ACCEPTED] = len(outcome.verdict.accepted_path)
+        if isinstance(outcome, Verdict):
+            counts[t.TESTED] = outcome.num_tested
+            counts[t.ACCEPTED] = len(outcome.accepted_path)
     return counts

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gammaray.errors import InternalError
+from gammaray.types import PromptLogprobs
 
-__all__ = ["PromptLogprobs", "PromptScores"]
+__all__ = ["PromptScores"]
 
 _SLICE_ROWS = 16
 """Rows converted to float64 at once: at a vocabulary of 152,000 they take 19 MB."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Columns of log-probabilities; see the proto of the same name for each field."""
-
-    logprobs: Sequence[float]
-    ranks: Sequence[int]
-    num_top: int
-    top_token_ids: Sequence[int]
-    top_logprobs: Sequence[float]
 
 
 class PromptScores:
@@ -37,6 +26,7 @@ class PromptScores:
     """
 
     def __init__(self, prompt: Sequence[int], num_top: int, vocab_size: int) -> None:
+        self._prompt = tuple(prompt)
         self._targets = torch.tensor(prompt[1:], dtype=torch.int64)
         entries, self._num_top = len(self._targets), min(num_top, vocab_size)
         self._logprobs = torch.full((entries,), torch.nan, dtype=torch.float64)
@@ -70,9 +60,10 @@ class PromptScores:
         if not bool(self._is_known.all()):
             raise InternalError(f"{int((~self._is_known).sum())} tokens of the prompt were not scored")
         return PromptLogprobs(
-            self._logprobs.tolist(),
-            self._ranks.tolist(),
+            self._prompt,
+            tuple(self._logprobs.tolist()),
+            tuple(self._ranks.tolist()),
             self._num_top,
-            self._top_ids.flatten().tolist(),
-            self._top.flatten().tolist(),
+            tuple(self._top_ids.flatten().tolist()),
+            tuple(self._top.flatten().tolist()),
         )

@@ -8,34 +8,17 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from gammaray.blocks import TokenLogprobs, Verdict
 from services.engine.sampling.edits import LogitEdits, row_paths
 from services.engine.sampling.logits import edited_logits, processed_log_probs
 from services.scheduling.planning import Running
 from services.scheduling.scheduler import Scheduler
-from services.scheduling.sessions import Session
+from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import VerifyTask
-from services.target.prompt_scores import PromptLogprobs, PromptScores
-from services.target.verification import Verdict, verify
+from services.target.prompt_scores import PromptScores
+from services.target.verification import verify
 
-__all__ = ["TargetScheduler", "TokenLogprobs", "VerifyOutcome"]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities at one position under the model's own distribution (no processing)."""
-
-    logprob: float
-    top_token_ids: Sequence[int]
-    top_logprobs: Sequence[float]
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyOutcome:
-    """The verdict on one proposal, with log-probabilities of emitted tokens and prompt if requested."""
-
-    verdict: Verdict
-    logprobs: Sequence[TokenLogprobs] = ()
-    prompt_logprobs: PromptLogprobs | None = None
+__all__ = ["TargetScheduler"]
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +33,7 @@ class TargetScheduler(Scheduler[VerifyTask]):
 
     role: ClassVar[str] = "target"
 
-    def _start(self, task: VerifyTask, session: Session) -> Running[VerifyTask]:
+    def _start(self, task: VerifyTask, session: SessionCopy) -> Running[VerifyTask]:
         proposal = task.proposal
         self.limits.check_proposal(len(proposal))
         nodes, num_top = list(proposal.token_ids), task.num_prompt_logprobs
@@ -61,7 +44,7 @@ class TargetScheduler(Scheduler[VerifyTask]):
             running.is_scored = True
         return running
 
-    def _advance(self, running: Running[VerifyTask], logits: Tensor) -> VerifyOutcome | None:
+    def _advance(self, running: Running[VerifyTask], logits: Tensor) -> Verdict | None:
         assert isinstance(running, _Verifying)
         scores = running.scores
         if scores is not None:
@@ -69,10 +52,10 @@ class TargetScheduler(Scheduler[VerifyTask]):
             if running.fed_from + len(logits) < running.num_tokens:
                 return None
             logits = logits[-running.num_logits :]
-        outcome = self._judge(running, logits)
-        return outcome if scores is None else replace(outcome, prompt_logprobs=scores.result())
+        verdict = self._judge(running, logits)
+        return verdict if scores is None else replace(verdict, prompt_logprobs=scores.result())
 
-    def _judge(self, running: Running[VerifyTask], logits: Tensor) -> VerifyOutcome:
+    def _judge(self, running: Running[VerifyTask], logits: Tensor) -> Verdict:
         task, session = running.task, running.session
         spec, proposal, base = session.spec, task.proposal, task.base_position
         edits, paths = None, list[Sequence[int]]()
@@ -93,11 +76,11 @@ class TargetScheduler(Scheduler[VerifyTask]):
         emitted = [*(proposal.token_ids[node] for node in path), verdict.next_token_id]
         session.tokens += emitted
         if task.num_top_logprobs is None:
-            return VerifyOutcome(verdict)
+            return verdict
         rows = [0, *(node + 1 for node in path)]
-        return VerifyOutcome(verdict, _logprobs(logits[rows], emitted, task.num_top_logprobs))
+        return replace(verdict, logprobs=_logprobs(logits[rows], emitted, task.num_top_logprobs))
 
-    def _edits(self, session: Session) -> LogitEdits:
+    def _edits(self, session: SessionCopy) -> LogitEdits:
         """Return the session's masks, bias and penalties, up to its committed tokens."""
         spec, engine = session.spec, self.engine
         if session.edits is None:
@@ -108,13 +91,13 @@ class TargetScheduler(Scheduler[VerifyTask]):
         return session.edits
 
 
-def _logprobs(logits: Tensor, emitted: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+def _logprobs(logits: Tensor, emitted: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:
     """Log-probabilities of `emitted[i]` under `logits[i]`; logits are [len(emitted), vocab_size]."""
     log_probs = logits.double().log_softmax(-1)
     top = log_probs.topk(min(num_top, log_probs.shape[-1]))
-    return [
-        TokenLogprobs(row[token_id].item(), token_ids, values)
+    return tuple(
+        TokenLogprobs(row[token_id].item(), tuple(zip(token_ids, values, strict=True)))
         for row, token_id, token_ids, values in zip(
             log_probs, emitted, top.indices.tolist(), top.values.tolist(), strict=True
         )
-    ]
+    )

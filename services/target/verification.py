@@ -31,34 +31,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gammaray.blocks import Verdict
 from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, TokenOrigin, VerificationMethod
 from services.engine.sampling.noise import Noise
 
-__all__ = ["Verdict", "verify"]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The accepted part of a proposal, and the target's next token.
-
-    Attributes:
-        accepted_path: Indexes of the accepted nodes from the root down.
-        next_token_id: Correction or bonus.
-        next_origin: Whether it is a correction or a bonus.
-        num_tested: Accepted tokens, plus one when a test failed.
-    """
-
-    accepted_path: tuple[int, ...]
-    next_token_id: int
-    next_origin: TokenOrigin
-    num_tested: int
+__all__ = ["verify"]
 
 
 def verify(
@@ -75,7 +58,7 @@ def verify(
         method: Verification method of the session.
         log_probs: [len(proposal) + 1, vocab_size] from `processed_log_probs`; at temperature 0
             `edited_logits` are sufficient.
-        proposal: Validated by `gammaray.wire.convert.proposal_from_proto`, but otherwise not trusted.
+        proposal: Validated by `gammaray.wire.blocks.proposal_from_proto`, but otherwise not trusted.
         params: Sampling parameters.
         noise: The session's noise; may be None at temperature 0.
         base_position: Number of committed tokens.

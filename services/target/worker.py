@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 
 import grpc
 
+from gammaray.blocks import Verdict
 from gammaray.checks import check_int
 from gammaray.config import TargetSettings
 from gammaray.errors import InvalidArgumentError, ModelChangedError
-from gammaray.types import MAX_TOP_LOGPROBS, check_prompt_logprobs
-from gammaray.v1 import target_service_pb2, target_service_pb2_grpc, types_pb2
+from gammaray.types import MAX_NODES, MAX_TOP_LOGPROBS, check_prompt_logprobs
+from gammaray.v1 import target_service_pb2, target_service_pb2_grpc
 from gammaray.v1 import target_service_pb2 as pb
-from gammaray.wire import convert
+from gammaray.wire.blocks import fill_verdict, proposal_from_proto
 from services.engine.engine import Engine
 from services.engine.loader import limit_cache
 from services.engine.tensor_parallel.engine import ParallelEngine
@@ -24,12 +25,11 @@ from services.process.worker import Worker
 from services.scheduling.tasks import Reply, VerifyTask
 from services.streaming.messages import Model, describe, fill_result, task_fields
 from services.streaming.streams import Deliver, Streams
-from services.target.scheduler import TargetScheduler, VerifyOutcome
+from services.target.scheduler import TargetScheduler
 
 __all__ = ["TargetServicer", "TargetWorker"]
 
 DEFAULT_TIMEOUT_MS = 60_000
-MAX_NODES = 256
 
 
 class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
@@ -78,7 +78,7 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
             raise InvalidArgumentError(
                 "proposal", f"{len(block.proposal.token_ids)} nodes", f"at most {MAX_NODES}"
             )
-        proposal = convert.proposal_from_proto(block.proposal, model.vocab_size)
+        proposal = proposal_from_proto(block.proposal, model.vocab_size)
         task = VerifyTask(
             **task_fields(block, DEFAULT_TIMEOUT_MS, deliver),
             proposal=proposal,
@@ -108,29 +108,8 @@ def _check_identity(block: pb.VerifyBlock, model: Model) -> None:
 def _result(reply: Reply) -> pb.VerifyResult:
     result = pb.VerifyResult()
     fill_result(result, reply)
-    outcome: Any = reply.outcome
-    if isinstance(outcome, VerifyOutcome):
-        verdict = outcome.verdict
-        result.verdict.accepted_path.extend(verdict.accepted_path)
-        result.verdict.next_token_id = verdict.next_token_id
-        result.verdict.next_origin = convert.origin_to_proto(verdict.next_origin)
-        result.verdict.num_tested = verdict.num_tested
-        for logprobs in outcome.logprobs:
-            result.verdict.logprobs.add(
-                logprob=logprobs.logprob,
-                top_token_ids=logprobs.top_token_ids,
-                top_logprobs=logprobs.top_logprobs,
-            )
-        if (prompt := outcome.prompt_logprobs) is not None:
-            result.verdict.prompt_logprobs.CopyFrom(
-                types_pb2.PromptLogprobs(
-                    logprobs=prompt.logprobs,
-                    ranks=prompt.ranks,
-                    num_top=prompt.num_top,
-                    top_token_ids=prompt.top_token_ids,
-                    top_logprobs=prompt.top_logprobs,
-                )
-            )
+    if isinstance(reply.outcome, Verdict):
+        fill_verdict(result.verdict, reply.outcome)
     return result
 
 

@@ -178,7 +178,7 @@ class Hub:
 
 
 def test_download_fetches_the_files_that_workers_read_and_then_writes_the_mark(tmp_path):
-    from services.engine.core.model import resolve_model
+    from gammaray.demo_pair import resolve_model
 
     hub = Hub(Path(resolve_model("demo", "draft")))
     values = {"modelCache": {"enabled": True}, "models": {"target": "team/small", "draft": "team/small"}}

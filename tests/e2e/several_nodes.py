@@ -116,7 +116,7 @@ def deploy(
 
     from gammaray.deploy.serve_config import APPLICATIONS, GRPC_SERVICERS
     from orchestrator.app import OrchestratorDeployment
-    from services.serve.app import build_draft, build_target
+    from services.serve.app import build
 
     serve.start(
         proxy_location="HeadOnly",
@@ -136,9 +136,11 @@ def deploy(
     )(OrchestratorDeployment)
     small, large = ({"resources": {kind: 1}} for kind in ("small_gpu", "large_gpu"))
     targets = [
-        serve.RunTarget(build_target(worker, 2, large, scaling), APPLICATIONS["target"].name, None),
+        serve.RunTarget(build("target", worker, 2, large, scaling), APPLICATIONS["target"].name, None),
         serve.RunTarget(
-            build_draft(drafter, options["draft_workers"], small, scaling), APPLICATIONS["draft"].name, None
+            build("draft", drafter, options["draft_workers"], small, scaling),
+            APPLICATIONS["draft"].name,
+            None,
         ),
         serve.RunTarget(
             orchestrator.bind(settings.model_dump(mode="json")), APPLICATIONS["orchestrator"].name, "/"

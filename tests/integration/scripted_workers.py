@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from gammaray.blocks import Shape
 from gammaray.types import SamplingParams, VerificationMethod
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import draft_service_pb2_grpc, target_service_pb2_grpc
@@ -16,7 +17,7 @@ from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.cycle.run import run_cycle
 from orchestrator.cycle.session import Session
-from orchestrator.cycle.types import Cycle, Shape
+from orchestrator.cycle.types import Cycle
 
 VOCAB = 50
 PROMPT = (1, 2, 3)

@@ -9,11 +9,11 @@ import pytest
 from fleet_helpers import clients, emitted, fleet_of, stop_pauses_ending
 from scripted_workers import PROMPT, VOCAB, Steady, continuation, make_session, scripted, until
 
+from gammaray.blocks import Shape, Verdict
 from gammaray.errors import UnavailableError
 from gammaray.types import DrafterKind, Proposal, TokenOrigin
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.cycle.run import run_cycle
-from orchestrator.cycle.types import Shape, Verdict
 from orchestrator.drafting.choice import FixedChoice
 from orchestrator.drafting.prompt_lookup import PromptLookup
 from orchestrator.drafting.session_drafter import SessionDrafter

@@ -12,14 +12,14 @@ from fleet_helpers import ListRegistry
 from scripted_workers import NoText, Steady
 from workers_helpers import running
 
+from gammaray.blocks import Shape
 from gammaray.config import DraftSettings
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, VerificationMethod
 from gammaray.v1 import draft_service_pb2 as draft_pb
-from gammaray.wire.convert import MAX_SUPPORT, proposal_from_proto, proposal_to_proto
+from gammaray.wire.blocks import MAX_SUPPORT, proposal_from_proto, proposal_to_proto
 from orchestrator.cycle.run import run_cycle
 from orchestrator.cycle.session import Session
-from orchestrator.cycle.types import Shape
 from orchestrator.workers import drafter as remote_draft
 from orchestrator.workers.drafter import RemoteDrafter
 from orchestrator.workers.fleet import Fleet

@@ -14,8 +14,8 @@ from engine_helpers import random_tokens, tiny_model
 import gammaray
 from gammaray.config import DraftSettings, TargetSettings
 from gammaray.errors import InvalidArgumentError
+from gammaray.qualify.judgement import Fitness, judge
 from gammaray.qualify.measured import PairFacts, QualifyTask
-from gammaray.qualify.verdict import Fitness, judge
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.engine.engine import SequenceInput
 from services.engine.loader import load_engine
@@ -266,5 +266,5 @@ def test_measurements_of_a_pair_that_never_agrees_are_judged(schedulers):
         Pair(target, draft), make_asks(task(), PROMPTS, (), 128), (2,), lambda done: None
     )
     facts = find("target", "demo", task()).facts
-    verdict = judge(PairFacts(target=facts, draft=facts, runs=runs, equality=equality), min_speedup=50.0)
-    assert verdict.fitness is Fitness.SLOWER
+    judgement = judge(PairFacts(target=facts, draft=facts, runs=runs, equality=equality), min_speedup=50.0)
+    assert judgement.fitness is Fitness.SLOWER

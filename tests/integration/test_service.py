@@ -13,6 +13,7 @@ import pytest
 from scripted_workers import until, until_so
 from service_helpers import PROMPTS, SEEDED, complete, running, text_of, tokens_of, worker_process
 
+from gammaray.demo_pair import resolve_model
 from gammaray.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -29,7 +30,6 @@ from gammaray.types import (
 )
 from orchestrator.storage.session_store import RedisStore
 from orchestrator.text.cpu_threads import INLINE_NUMBERS
-from orchestrator.text.tokenizer import resolve_model
 from orchestrator.workers.protocol import DRAFT, TARGET
 
 pytestmark = pytest.mark.integration

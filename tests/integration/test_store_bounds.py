@@ -9,6 +9,7 @@ import pytest
 from redis_helpers import running_redis
 from scripted_workers import make_session
 
+from gammaray.demo_pair import resolve_model
 from gammaray.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -24,7 +25,7 @@ from orchestrator.storage.keys import DEFAULT_TOTAL, StoreBounds
 from orchestrator.storage.session_scripts import REQUEST_OVERHEAD, SESSION_OVERHEAD
 from orchestrator.storage.session_store import RedisStore
 from orchestrator.storage.trace_store import RedisTraceStore
-from orchestrator.text.tokenizer import Tokenizer, resolve_model
+from orchestrator.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.integration
 

@@ -10,11 +10,11 @@ import pytest
 from redis_helpers import running_redis
 from scripted_workers import make_session
 
+from gammaray.blocks import TokenLogprobs
 from gammaray.errors import NotFoundError
 from gammaray.types import FinishReason, TokenOrigin
 from gammaray.wire.sessions import SessionState
 from orchestrator.access.caller import Caller
-from orchestrator.cycle.types import TokenLogprobs
 from orchestrator.sessions.management import SessionCalls
 from orchestrator.storage.client import connect
 from orchestrator.storage.session_store import RedisStore

@@ -9,7 +9,7 @@ from workers_helpers import ANSWER_TIMEOUT_S, propose_block, running, spec_messa
 
 from gammaray.types import SamplingParams, VerificationMethod
 from gammaray.v1 import types_pb2 as types
-from gammaray.wire import convert
+from gammaray.wire.blocks import proposal_from_proto
 
 pytestmark = pytest.mark.integration
 
@@ -99,7 +99,7 @@ async def test_stop_threshold_ends_the_chain_early_and_changes_no_token(draft, m
 async def test_rejection_sends_the_distribution_of_each_token(draft):
     spec = spec_message(WARM, VerificationMethod.REJECTION)
     result = await draft.ask(propose_block(PROMPT, 5, spec=spec))
-    proposal = convert.proposal_from_proto(result.proposal, 97)
+    proposal = proposal_from_proto(result.proposal, 97)
     assert len(proposal.draft_distributions) == 5
     for token_id, law in zip(proposal.token_ids, proposal.draft_distributions, strict=True):
         assert token_id in law.token_ids

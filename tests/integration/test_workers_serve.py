@@ -7,19 +7,14 @@ from serve_helpers import deployment_of, schema_of
 
 from gammaray.config import DraftSettings, TargetSettings
 from gammaray.errors import InvalidArgumentError, UnavailableError
-from services.serve.app import (
-    DraftWorkerReplica,
-    TargetWorkerReplica,
-    build_draft,
-    build_target,
-)
+from services.serve.app import WorkerReplica, build
 
 pytestmark = pytest.mark.integration
 
 
-@pytest.mark.parametrize(("build", "name"), [(build_draft, "DraftWorker"), (build_target, "TargetWorker")])
-def test_build_binds_a_deployment_without_cpus_that_drains(build, name):
-    application = build({"drain_timeout_s": 3.0}, num_replicas=2)
+@pytest.mark.parametrize(("role", "name"), [("draft", "DraftWorker"), ("target", "TargetWorker")])
+def test_build_binds_a_deployment_without_cpus_that_drains(role, name):
+    application = build(role, {"drain_timeout_s": 3.0}, num_replicas=2)
     deployment = deployment_of(application)
     assert deployment.name == name
     assert deployment.num_replicas == 2
@@ -29,28 +24,26 @@ def test_build_binds_a_deployment_without_cpus_that_drains(build, name):
 
 def test_build_takes_resources():
     options = {"num_gpus": 1, "resources": {"large_gpu": 1}}
-    deployment = deployment_of(build_target({}, ray_actor_options=options))
+    deployment = deployment_of(build("target", {}, ray_actor_options=options))
     assert deployment.ray_actor_options == {"num_cpus": 0, **options}
 
 
-@pytest.mark.parametrize("build", [build_draft, build_target])
-def test_build_refuses_bad_settings_and_several_workers_on_one_port(build):
+@pytest.mark.parametrize("role", ["draft", "target"])
+def test_build_refuses_bad_settings_and_several_workers_on_one_port(role):
     with pytest.raises(ValidationError, match="threads"):
-        build({"threads": 0})
+        build(role, {"threads": 0})
     with pytest.raises(ValidationError, match="no_such"):
-        build({"no_such": 1})
+        build(role, {"no_such": 1})
     with pytest.raises(InvalidArgumentError, match="port 0 with 2"):
-        build({"listen": "127.0.0.1:5000"}, num_replicas=2)
+        build(role, {"listen": "127.0.0.1:5000"}, num_replicas=2)
 
 
-@pytest.mark.parametrize(
-    ("replica_class", "settings_class"),
-    [(DraftWorkerReplica, DraftSettings), (TargetWorkerReplica, TargetSettings)],
-)
-async def test_replica_starts_reports_health_and_drains(replica_class, settings_class, tmp_path):
+@pytest.mark.parametrize(("role", "settings_class"), [("draft", DraftSettings), ("target", TargetSettings)])
+async def test_replica_starts_reports_health_and_drains(role, settings_class, tmp_path):
     settings = settings_class(model=str(tiny_model("llama", tmp_path)), device="cpu")
-    replica = replica_class.__new__(replica_class)
-    await replica.__init__(settings)
+    replica = WorkerReplica.__new__(WorkerReplica)
+    await replica.__init__(role, settings)
+    assert replica.worker.role == role
     assert (await replica.address()).startswith("127.0.0.1:")
     await replica.check_health()
     worker = replica.worker

@@ -18,8 +18,9 @@ from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import draft_service_pb2_grpc, target_service_pb2_grpc
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as types
-from gammaray.wire import convert
+from gammaray.wire.blocks import proposal_from_proto, proposal_to_proto
 from gammaray.wire.convert import sampling_to_proto
+from gammaray.wire.enums import METHODS
 from services.draft.worker import DraftWorker
 from services.target.worker import TargetWorker
 
@@ -157,14 +158,14 @@ class Driver:
             stop_threshold=self.stop_threshold,
         )
         assert result.WhichOneof("outcome") == "proposal", result
-        proposal = convert.proposal_from_proto(result.proposal, 2**31)
+        proposal = proposal_from_proto(result.proposal, 2**31)
         if self.keep_proposals:
             self.proposals.append(proposal)
         return proposal
 
     async def verify(self, proposal: Proposal) -> Any:
         """Run the second half of a cycle, commit, and return the verdict."""
-        message = convert.proposal_to_proto(proposal)
+        message = proposal_to_proto(proposal)
         result = await self._feed(self.target, target_pb.VerifyBlock, proposal=message)
         assert result.WhichOneof("outcome") == "verdict", result
         verdict = result.verdict
@@ -207,7 +208,7 @@ def spec_message(
     """Return a session spec."""
     return types.SessionSpec(
         sampling=sampling_to_proto(params),
-        verification=convert.method_to_proto(method),
+        verification=METHODS[method],
         prompt_length=prompt_length,
         eos_token_ids=eos_token_ids,
         cache_salt=cache_salt,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from gammaray.blocks import Shape, TokenLogprobs, Verdict
 from gammaray.types import Proposal, SamplingParams, TokenOrigin, VerificationMethod
 from orchestrator.cycle.run import run_cycle
 from orchestrator.cycle.session import Session
-from orchestrator.cycle.types import Cycle, Shape, TokenLogprobs, Verdict
+from orchestrator.cycle.types import Cycle
 from orchestrator.text.detokenizer import Detokenizer
 
 PROMPT = (0, 1, 2)

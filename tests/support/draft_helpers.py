@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gammaray.blocks import Shape
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.draft.lookahead import Throttle
@@ -197,9 +198,7 @@ class Drafter:
             spec=spec,
             deadline=time.monotonic() + 1e6,
             deliver=lambda task, reply: None,
-            gamma=gamma,
-            max_nodes=max_nodes,
-            stop_threshold=stop_threshold,
+            shape=Shape(gamma, max_nodes, stop_threshold),
         )
 
     def ask(self, tokens: Sequence[int], gamma: int, **fields: Any) -> Reply:

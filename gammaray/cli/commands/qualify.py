@@ -24,10 +24,10 @@ from gammaray.cli.values import FloatRange, IntRange, list_of, temperature
 from gammaray.config import DraftSettings, TargetSettings, settings_error
 from gammaray.deploy.gpus import check_device
 from gammaray.errors import InvalidArgumentError
+from gammaray.qualify.judgement import Fitness, Judgement, judge
 from gammaray.qualify.measured import PairFacts, QualifyTask, check_gamma
 from gammaray.qualify.process import measure_pairs
 from gammaray.qualify.tables import print_pair, print_ranking
-from gammaray.qualify.verdict import Fitness, Verdict, judge
 
 __all__ = ["qualify"]
 
@@ -111,20 +111,20 @@ def qualify(
     task = _task(given)
     with Console(stderr=True).status("starting") as status:
         pairs = measure_pairs(task, lambda text: status.update(text))
-    verdicts = [judge(pair, rtt_ms, min_speedup) for pair in pairs]
+    judgements = [judge(pair, rtt_ms, min_speedup) for pair in pairs]
     if out != _STDOUT:
         console = output_console()
-        for pair, verdict in zip(pairs, verdicts, strict=True):
-            print_pair(console, pair, verdict)
+        for pair, judgement in zip(pairs, judgements, strict=True):
+            print_pair(console, pair, judgement)
         if len(pairs) > 1:
-            print_ranking(console, pairs, verdicts)
+            print_ranking(console, pairs, judgements)
     if out is not None:
-        result = _result(task, {"rtt_ms": rtt_ms, "min_speedup": min_speedup}, pairs, verdicts)
+        result = _result(task, {"rtt_ms": rtt_ms, "min_speedup": min_speedup}, pairs, judgements)
         if out == _STDOUT:
             click.echo(json.dumps({"name": "qualify", "provenance": provenance(), **result}, indent=1))
         else:
             click.echo(f"written: {write_result('qualify', result, out)}")
-    context.exit(min(EXIT_CODES[verdict.fitness] for verdict in verdicts))
+    context.exit(min(EXIT_CODES[judgement.fitness] for judgement in judgements))
 
 
 def _task(given: dict[str, Any]) -> QualifyTask:
@@ -171,12 +171,12 @@ def _check(given: dict[str, Any]) -> None:
 
 
 def _result(
-    task: QualifyTask, limits: dict[str, float], pairs: Sequence[PairFacts], verdicts: Sequence[Verdict]
+    task: QualifyTask, limits: dict[str, float], pairs: Sequence[PairFacts], judgements: Sequence[Judgement]
 ) -> dict[str, Any]:
     candidates = []
-    for pair, verdict in zip(pairs, verdicts, strict=True):
-        best = {"best_speedup": verdict.best_speedup if verdict.payoffs else None}
+    for pair, judgement in zip(pairs, judgements, strict=True):
+        best = {"best_speedup": judgement.best_speedup if judgement.payoffs else None}
         candidates.append(
-            {"draft": pair.draft.name, **asdict(verdict), **best, "measured": pair.model_dump()}
+            {"draft": pair.draft.name, **asdict(judgement), **best, "measured": pair.model_dump()}
         )
     return {"settings": task.model_dump() | limits, "candidates": candidates}

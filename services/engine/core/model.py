@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from gammaray.demo_pair import DEMO_PAIR, demo_directory
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from gammaray.gguf import is_gguf
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.gguf_model import load_gguf_config, load_gguf_module
 
 __all__ = [
+    "DTYPES",
+    "LLAMA_TYPES",
     "LlamaAttention",
     "LlamaLayer",
     "LlamaModel",
@@ -26,12 +27,14 @@ __all__ = [
     "head_norms",
     "load_config",
     "load_model",
-    "resolve_model",
 ]
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 """Layer types of a configuration that can be served."""
+
+LLAMA_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Model types with the layers of `LlamaModel`, which the CPU kernel and the CUDA graphs support."""
 
 
 class _Norm(Protocol):
@@ -123,19 +126,6 @@ class LoadedModel:
         return cast(LlamaModel, self.module)
 
 
-def resolve_model(name: str, role: str) -> str:
-    """Return the directory, hub name or GGUF file for `name`; "demo" is the demo pair.
-
-    Args:
-        name: Directory, hub name, GGUF file or "demo".
-        role: "target" or "draft".
-
-    Raises:
-        InvalidArgumentError: Another role, or "demo" if the demo pair is not installed.
-    """
-    return demo_directory(role) if name == DEMO_PAIR else name
-
-
 def load_model(name: str, *, device: str = "auto", dtype: str = "auto", num_ranks: int = 1) -> LoadedModel:
     """Load a model as transformers does, with eager attention.
 
@@ -198,9 +188,9 @@ def _device(name: str) -> torch.device:
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
-    if name not in _DTYPES:
-        raise InvalidArgumentError("dtype", name, f"auto, {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    if name not in DTYPES:
+        raise InvalidArgumentError("dtype", name, f"auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def load_config(name: str) -> PretrainedConfig:

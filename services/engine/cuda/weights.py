@@ -12,11 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from services.engine.core.model import LlamaLayer, LoadedModel, head_norms
+from services.engine.core.model import LLAMA_TYPES, LlamaLayer, LoadedModel, head_norms
 
 __all__ = ["GraphLayer", "GraphModel", "GraphShape", "build_graph_model", "has_graph_path", "prefers_graphs"]
-
-_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class GraphModel:
 def has_graph_path(loaded: LoadedModel) -> bool:
     """Whether `build_graph_model` covers it: Llama, Mistral, Qwen2 or Qwen3 with full attention."""
     config = loaded.config
-    if config.model_type not in _MODEL_TYPES or config.hidden_act != "silu":
+    if config.model_type not in LLAMA_TYPES or config.hidden_act != "silu":
         return False
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sizes = (config.hidden_size, config.intermediate_size, config.num_attention_heads * head_dim)

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from services.engine.core.model import LlamaLayer, LoadedModel, head_norms
+from services.engine.core.model import LLAMA_TYPES, LlamaLayer, LoadedModel, head_norms
 from services.engine.native.bindings import LayerWeights, MatrixWeights, ModelWeights
 from services.engine.native.library import load_kernel
 
 __all__ = ["NativeModel", "build_native", "native_obstacle", "pack_panels"]
 
-_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 # Largest head dimension that the kernel keeps in registers and on its stack.
 _MAX_HEAD_DIM = 256
 
@@ -70,7 +69,7 @@ def native_obstacle(loaded: LoadedModel, kernel_cache: str = "") -> str:
         return f"the model is on {loaded.device.type}"
     if loaded.dtype != torch.float32:
         return f"{str(loaded.dtype).removeprefix('torch.')} is not covered"
-    if config.model_type not in _MODEL_TYPES:
+    if config.model_type not in LLAMA_TYPES:
         return f"{config.model_type} is not covered"
     if config.hidden_act != "silu":
         return f"the activation {config.hidden_act} is not covered"

@@ -6,7 +6,8 @@ import pytest
 from click.testing import CliRunner
 
 from gammaray.cli import main
-from gammaray.config import ClusterSettings, OrchestratorSettings, TargetSettings, flag_names
+from gammaray.cli.settings import flag_names
+from gammaray.config import ClusterSettings, OrchestratorSettings, TargetSettings
 from gammaray.errors import InvalidArgumentError
 
 RAW = re.compile(r"Input should|String should|Value error|validation error|pydantic|got .*got |integer range")

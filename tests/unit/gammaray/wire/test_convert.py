@@ -121,29 +121,6 @@ chunks = st.builds(
 )
 
 
-@st.composite
-def distributions(draw):
-    bits = draw(st.integers(1, 12))
-    size = draw(st.integers(1, min(6, 2**bits)))
-    ids = draw(st.lists(token_ids, min_size=size, max_size=size, unique=True))
-    inner = st.integers(1, 2**bits - 1)
-    cuts = sorted(draw(st.lists(inner, min_size=size - 1, max_size=size - 1, unique=True)))
-    edges = [0, *cuts, 2**bits]
-    weights = tuple(edges[i + 1] - edges[i] for i in range(size))
-    return t.SparseDistribution(tuple(ids), weights, bits)
-
-
-@st.composite
-def proposals(draw):
-    ids = draw(st.lists(token_ids, max_size=8))
-    shape, laws = None, None
-    if ids and draw(st.booleans()):
-        shape = tuple(draw(st.integers(-1, node - 1)) for node in range(len(ids)))
-    elif ids and draw(st.booleans()):
-        laws = tuple(draw(distributions()) for _ in ids)
-    return t.Proposal(tuple(ids), shape, laws)
-
-
 def over_the_wire(message):
     return type(message).FromString(message.SerializeToString())
 
@@ -156,11 +133,6 @@ def test_request_round_trip(request):
 @given(chunks)
 def test_chunk_round_trip(chunk):
     assert convert.chunk_from_proto(over_the_wire(convert.chunk_to_proto(chunk))) == chunk
-
-
-@given(proposals())
-def test_proposal_round_trip(proposal):
-    assert convert.proposal_from_proto(over_the_wire(convert.proposal_to_proto(proposal)), VOCAB) == proposal
 
 
 def totals(kind):
@@ -246,75 +218,3 @@ def test_chunk_with_an_unknown_origin_is_a_peer_error(origin):
     assert message.tokens[0].origin == origin
     with pytest.raises(InternalError, match=f"origin {origin}"):
         convert.chunk_from_proto(message)
-
-
-def law(ids=(1, 2), weights=(3, 5), bits=3):
-    return pb.SparseDistribution(token_ids=ids, weights=weights, weight_bits=bits)
-
-
-@pytest.mark.parametrize(
-    ("proposal", "field"),
-    [
-        (pb.Proposal(token_ids=[1, VOCAB]), "proposal.token_ids"),
-        (pb.Proposal(token_ids=[2**32 - 1]), "proposal.token_ids"),
-        (pb.Proposal(token_ids=[1, 2], parents=[-1]), "proposal.parents"),
-        (pb.Proposal(token_ids=[], parents=[-1]), "proposal.parents"),
-        (pb.Proposal(token_ids=[1, 2], parents=[-1, 1]), "proposal.parents[1]"),
-        (pb.Proposal(token_ids=[1, 2], parents=[1, 0]), "proposal.parents[0]"),
-        (pb.Proposal(token_ids=[1], parents=[-2]), "proposal.parents[0]"),
-        (pb.Proposal(token_ids=[1, 2], draft_distributions=[law()]), "proposal.draft_distributions"),
-        (pb.Proposal(draft_distributions=[law()]), "proposal.draft_distributions"),
-        (
-            pb.Proposal(token_ids=[1], draft_distributions=[law(bits=0)]),
-            "proposal.draft_distributions.weight_bits",
-        ),
-        (
-            pb.Proposal(token_ids=[1], draft_distributions=[law(bits=25)]),
-            "proposal.draft_distributions.weight_bits",
-        ),
-        (
-            pb.Proposal(token_ids=[1], draft_distributions=[law(ids=(1, 1))]),
-            "proposal.draft_distributions.token_ids",
-        ),
-        (
-            pb.Proposal(token_ids=[1], draft_distributions=[law(ids=(1, VOCAB))]),
-            "proposal.draft_distributions.token_ids",
-        ),
-        (
-            pb.Proposal(token_ids=[1], draft_distributions=[law(ids=(1,))]),
-            "proposal.draft_distributions.token_ids",
-        ),
-        (
-            pb.Proposal(token_ids=[1], draft_distributions=[law(weights=(3, 4))]),
-            "proposal.draft_distributions.weights",
-        ),
-        (
-            pb.Proposal(token_ids=[1], draft_distributions=[law(weights=(0, 8))]),
-            "proposal.draft_distributions.weights",
-        ),
-        (
-            pb.Proposal(token_ids=[1], draft_distributions=[law(ids=(), weights=())]),
-            "proposal.draft_distributions.weights",
-        ),
-    ],
-)
-def test_proposal_of_a_hostile_drafter_is_refused(proposal, field):
-    with pytest.raises(InvalidArgumentError) as caught:
-        convert.proposal_from_proto(over_the_wire(proposal), VOCAB)
-    assert caught.value.field == field
-
-
-@given(
-    st.builds(
-        pb.Proposal,
-        token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=4),
-        parents=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4),
-    )
-)
-def test_proposal_of_any_shape_is_rejected_or_a_valid_tree(message):
-    try:
-        proposal = convert.proposal_from_proto(message, VOCAB)
-    except InvalidArgumentError:
-        return
-    assert 0 <= proposal.depth <= len(proposal)
-    assert all(token_id < VOCAB for token_id in proposal.token_ids)

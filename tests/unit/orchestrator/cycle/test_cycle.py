@@ -16,10 +16,10 @@ from cycle_helpers import (
     run_to_end,
 )
 
+from gammaray.blocks import Verdict
 from gammaray.errors import DeadlineExceededError, InternalError, InvalidArgumentError, UnavailableError
 from gammaray.types import FinishReason, Proposal, SparseDistribution, TokenOrigin, VerificationMethod
 from orchestrator.cycle.run import run_cycle
-from orchestrator.cycle.types import Verdict
 
 ACCEPTED, CORRECTION, BONUS = TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS
 TOKENS = tuple(range(3, 23))

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from gammaray.blocks import TokenLogprobs
 from gammaray.errors import CancelledError, FailedPreconditionError, UnavailableError
 from gammaray.maths.acceptance import AcceptanceEstimator, SpeculationCounters
 from gammaray.types import DrafterKind, Proposal, TokenOrigin
 from orchestrator.cycle.handover import SessionHandover
-from orchestrator.cycle.types import TokenLogprobs
 from orchestrator.storage.token_records import TokenRecords
 from orchestrator.workers.verifier import TRIES, FencedVerifier
 

@@ -10,9 +10,9 @@ from cycle_helpers import make_session
 
 from benchmarks.simulation import make_cycle
 from benchmarks.worlds import World
+from gammaray.blocks import Shape
 from gammaray.errors import UnavailableError
 from gammaray.types import DrafterKind, Proposal
-from orchestrator.cycle.types import Shape
 from orchestrator.drafting.choice import AdaptiveChoice, FixedChoice
 from orchestrator.drafting.matches import Match
 from orchestrator.drafting.session_drafter import SessionDrafter

@@ -7,10 +7,11 @@ from cycle_helpers import PROMPT, make_session
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gammaray.demo_pair import resolve_model
 from gammaray.types import DrafterKind, GenerationRequest, VerificationMethod
 from orchestrator.drafting.matches import Match, to_proposal
 from orchestrator.drafting.prediction import PredictionDrafter, prediction_ids
-from orchestrator.text.tokenizer import LONG_TEXT, Tokenizer, resolve_model
+from orchestrator.text.tokenizer import LONG_TEXT, Tokenizer
 
 TEXT = (10, 11, 12, 13, 14, 15, 16, 17)
 

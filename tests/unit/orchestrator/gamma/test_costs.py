@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.simulation import UNIT_S, Lone, crowd, drive, make_cycle
 from benchmarks.worlds import World
-from orchestrator.cycle.types import Shape
+from gammaray.blocks import Shape
 from orchestrator.gamma.adaptive import AdaptiveGamma
 from orchestrator.gamma.cost_model import HOLD, CostModel
 from orchestrator.gamma.fixed import FixedGamma

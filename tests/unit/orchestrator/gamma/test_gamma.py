@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.simulation import UNIT_S, Lone, crowd, drive
 from benchmarks.worlds import World, candidates
-from orchestrator.cycle.types import Shape
+from gammaray.blocks import Shape
 from orchestrator.gamma.adaptive import AdaptiveGamma
 from orchestrator.gamma.cost_model import CostModel
 from orchestrator.gamma.fixed import FixedGamma, Reason

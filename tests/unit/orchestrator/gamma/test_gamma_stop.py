@@ -6,8 +6,9 @@ import random
 
 import pytest
 
+from gammaray.blocks import Shape, VerifyTiming
 from gammaray.types import DrafterKind, TokenOrigin
-from orchestrator.cycle.types import Cycle, Shape, VerifyTiming
+from orchestrator.cycle.types import Cycle
 from orchestrator.gamma.adaptive import AdaptiveGamma
 from orchestrator.gamma.cost_model import CostModel, first_children
 
@@ -64,7 +65,7 @@ def play(row_s: float, *, uses_stops: bool, seed: int = 3, num_cycles: int = 300
     for _ in range(num_cycles):
         shape = controller.next_shape()
         if not uses_stops:
-            shape = Shape(shape.depth, shape.max_nodes, shape.reason)
+            shape = Shape(shape.depth, shape.max_nodes, reason=shape.reason)
         believed = [rng.choice((0.97, 0.97, 0.4)) for _ in range(shape.depth)]
         drafted, weight = 0, 1.0
         for confidence in believed:

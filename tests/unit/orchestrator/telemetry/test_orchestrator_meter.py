@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from gammaray.blocks import VerifyTiming
 from gammaray.errors import InvalidArgumentError, UnavailableError
 from gammaray.telemetry.meter import Counter, Histogram
 from gammaray.types import (
@@ -16,7 +17,7 @@ from gammaray.types import (
     TokenOrigin,
     Usage,
 )
-from orchestrator.cycle.types import Cycle, VerifyTiming
+from orchestrator.cycle.types import Cycle
 from orchestrator.telemetry.metrics import OrchestratorMeter
 
 ACCEPTED, CORRECTION, BONUS = TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS

@@ -10,9 +10,10 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from orchestrator.text.detokenizer import Detokenizer
-from orchestrator.text.tokenizer import Tokenizer, resolve_model, served_name
+from orchestrator.text.tokenizer import Tokenizer, served_name
 
 TEXTS = [
     "def read(path):\n    return 'x'\n",

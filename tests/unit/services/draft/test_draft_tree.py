@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from gammaray.blocks import Shape
 from gammaray.types import Proposal, SparseDistribution
 from services.draft.predictions import Guess
-from services.draft.proposals import MIN_GROWN, MIN_PROPOSED, ProposalBuilder, Shape
+from services.draft.proposals import MIN_GROWN, MIN_PROPOSED, ProposalBuilder
 from services.draft.tree import IN_CHAIN, Node, SpeculationTree
 
 EOS = (0,)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from engine_helpers import LEAN, SUPPORTED, random_tokens, tiny_model
 
+from gammaray.demo_pair import resolve_model
 from services.engine import loader as loading
 from services.engine.core.errors import UnsupportedModelError
-from services.engine.core.model import resolve_model
 from services.engine.engine import Engine, SequenceInput
 from services.engine.loader import load_engine
 

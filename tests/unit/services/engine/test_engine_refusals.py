@@ -12,10 +12,10 @@ from engine_helpers import tiny_model
 from transformers import T5Config
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.engine.core.errors import UnsupportedModelError
-from services.engine.core.model import resolve_model
 from services.engine.hf import probe
 from services.engine.hf.attention import LayerInput
 from services.engine.loader import load_engine

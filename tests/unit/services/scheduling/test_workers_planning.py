@@ -6,7 +6,7 @@ from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from gammaray.types import SamplingParams, VerificationMethod
 from services.scheduling import sessions
 from services.scheduling.planning import Limits, Running, plan
-from services.scheduling.sessions import Session, SessionTable
+from services.scheduling.sessions import SessionCopy, SessionTable
 from services.scheduling.tasks import NeedTokens, SessionSpec, Task
 
 SPEC = SessionSpec(SamplingParams(seed=1), VerificationMethod.COUPLED, 1, ())
@@ -28,7 +28,7 @@ def task(session_id="s", tokens=(1, 2, 3), start=0, epoch=1, spec=SPEC):
 
 def block(name, num_committed, num_nodes=0):
     tokens = list(range(num_committed))
-    session = Session(name, 1, SPEC)
+    session = SessionCopy(name, 1, SPEC)
     session.tokens = tokens
     nodes = [1000 + node for node in range(num_nodes)]
     return Running(task(name, tokens), session, nodes, num_logits=num_nodes + 1)
@@ -155,7 +155,7 @@ def table():
     ids=["append", "overlap", "differ", "same", "shorter", "only truncate"],
 )
 def test_session_merge_keeps_what_agrees(start, context, expected, changed_from):
-    session = Session("s", 1, SPEC)
+    session = SessionCopy("s", 1, SPEC)
     session.tokens = [1, 2, 3]
     session.merge(start, context)
     assert session.tokens == expected

@@ -8,10 +8,11 @@ import pytest
 import torch
 from maths_helpers import GREEDY, SAMPLED, ScriptedNoise, TinyModel, rows_of
 
+from gammaray.blocks import Verdict
 from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import Proposal, SparseDistribution, TokenOrigin, VerificationMethod
 from services.engine.sampling.noise import Noise
-from services.target.verification import Verdict, is_accepted, verify
+from services.target.verification import is_accepted, verify
 
 COUPLED, REJECTION, NAIVE = VerificationMethod
 METHODS = list(VerificationMethod)

@@ -15,6 +15,7 @@ from loop_helpers import MAX_TURN_S, watching
 from surface_helpers import ScriptedBackend
 from transformers import AutoTokenizer
 
+from gammaray.demo_pair import resolve_model
 from gammaray.types import FinishReason, GenerationRequest, SamplingParams, TokenOrigin
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.api.grpc_handlers import add_generation_service
@@ -23,7 +24,7 @@ from orchestrator.api.http.app import MAX_BODY_BYTES, create_app
 from orchestrator.sessions.lifecycle import OpenSession, check_request, make_session, open_session
 from orchestrator.sessions.progress import ChunkBuilder
 from orchestrator.text.cpu_threads import NUM_THREADS
-from orchestrator.text.tokenizer import Tokenizer, resolve_model
+from orchestrator.text.tokenizer import Tokenizer
 
 JSON = {"content-type": "application/json"}
 MAX_MEMORY_MIB = 200

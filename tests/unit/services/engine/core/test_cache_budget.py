@@ -90,7 +90,7 @@ def test_worker_uses_the_free_memory_or_its_setting():
 
 
 def load_engine_of(settings):
-    from services.engine.core.model import resolve_model
+    from gammaray.demo_pair import resolve_model
 
     return load_worker_engine(resolve_model("demo", "draft"), settings)
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 from engine_helpers import MAX_CONTEXT, CheckedEngine, plain_model, random_tokens, tiny_model
 
+from gammaray.demo_pair import resolve_model
 from services.engine import loader as loading
 from services.engine.core.errors import CacheGapError
-from services.engine.core.model import LoadedModel, resolve_model
+from services.engine.core.model import LoadedModel
 from services.engine.engine import SequenceInput
 from services.engine.hf.runner import TransformersRunner
 from services.engine.loader import load_engine

@@ -1,4 +1,4 @@
-"""The verdict on a measured pair: whether it can be served, is lossless and is faster.
+"""The judgement on a measured pair: whether it can be served, is lossless and is faster.
 
 A *cycle* here is one proposal and its verification by the two models, plus a given network time; speedups are
 over plain decoding with the same target. Measured speedups use the measured tokens per cycle and times,
@@ -15,17 +15,17 @@ from gammaray.bench.optimum import CURVE_GAMMAS, Costs
 from gammaray.maths.theory import optimal_gamma, speedup
 from gammaray.qualify.measured import ModelFacts, PairFacts, Run
 
-__all__ = ["Depth", "Fitness", "Payoff", "Verdict", "judge", "obstacles"]
+__all__ = ["Depth", "Fitness", "Judgement", "Payoff", "judge", "obstacles"]
 
 MIN_TESTED = 100
-"""With fewer tested tokens the verdict warns that alpha is uncertain."""
+"""With fewer tested tokens the judgement warns that alpha is uncertain."""
 
 MIN_TESTED_AT = 10
 """Tested tokens required to report alpha at one position in the proposal."""
 
 
 class Fitness(str, Enum):
-    """The verdict, best first."""
+    """The judgement, best first."""
 
     FIT = "FIT"
     SLOWER = "FIT BUT SLOWER"
@@ -88,8 +88,8 @@ class Payoff:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The verdict on a pair.
+class Judgement:
+    """The judgement on a pair.
 
     Args:
         fitness: The result.
@@ -109,8 +109,8 @@ class Verdict:
         return max((payoff.best.speedup for payoff in self.payoffs), default=0.0)
 
 
-def judge(pair: PairFacts, rtt_ms: float = 0.0, min_speedup: float = 1.0) -> Verdict:
-    """Return the verdict on a pair.
+def judge(pair: PairFacts, rtt_ms: float = 0.0, min_speedup: float = 1.0) -> Judgement:
+    """Return the judgement on a pair.
 
     Args:
         pair: The measurements.
@@ -118,7 +118,7 @@ def judge(pair: PairFacts, rtt_ms: float = 0.0, min_speedup: float = 1.0) -> Ver
         min_speedup: Smallest speedup at which speculation pays.
     """
     if found := obstacles(pair.target, pair.draft):
-        return Verdict(Fitness.UNFIT, tuple(found))
+        return Judgement(Fitness.UNFIT, tuple(found))
     warnings = _caveats(pair)
     payoffs = tuple(
         payoff
@@ -131,17 +131,17 @@ def judge(pair: PairFacts, rtt_ms: float = 0.0, min_speedup: float = 1.0) -> Ver
         if not equality.is_lossless
     ]
     if losses:
-        return Verdict(Fitness.UNFIT, tuple(losses), tuple(warnings), payoffs)
+        return Judgement(Fitness.UNFIT, tuple(losses), tuple(warnings), payoffs)
     if not payoffs:
         reason = "no proposal had full length, so the speed is unknown: use more tokens"
-        return Verdict(Fitness.SLOWER, (reason,), tuple(warnings))
+        return Judgement(Fitness.SLOWER, (reason,), tuple(warnings))
     paying = [payoff for payoff in payoffs if payoff.best.speedup >= min_speedup]
     other = [_sentence(payoff, min_speedup) for payoff in payoffs if payoff not in paying]
     warnings += [_few(payoff) for payoff in payoffs if payoff.tested < MIN_TESTED]
     if not paying:
-        return Verdict(Fitness.SLOWER, tuple(other), tuple(warnings), payoffs)
+        return Judgement(Fitness.SLOWER, tuple(other), tuple(warnings), payoffs)
     reasons = tuple(_sentence(payoff, min_speedup) for payoff in paying)
-    return Verdict(Fitness.FIT, reasons, tuple(warnings + other), payoffs)
+    return Judgement(Fitness.FIT, reasons, tuple(warnings + other), payoffs)
 
 
 def obstacles(target: ModelFacts, draft: ModelFacts) -> list[str]:

@@ -1,4 +1,4 @@
-"""From measurements to a verdict: obstacles, losses, gains, and their messages."""
+"""From measurements to a judgement: obstacles, losses, gains, and their messages."""
 
 import math
 
@@ -7,8 +7,8 @@ from qualify_helpers import facts, pair, plain_run, run, same
 
 from gammaray.bench.optimum import CURVE_GAMMAS
 from gammaray.maths import theory
+from gammaray.qualify.judgement import Fitness, judge
 from gammaray.qualify.measured import check_gamma
-from gammaray.qualify.verdict import Fitness, judge
 
 
 @pytest.mark.parametrize(
@@ -23,18 +23,18 @@ from gammaray.qualify.verdict import Fitness, judge
     ids=["target", "draft", "vocabulary", "tokenizer", "both"],
 )
 def test_pair_that_cannot_be_served_is_unfit_for_every_reason(target, draft, words):
-    verdict = judge(pair(target=target, draft=draft, equality=()))
-    assert verdict.fitness is Fitness.UNFIT
-    assert verdict.payoffs == ()
-    assert verdict.best_speedup == 0
-    assert all(word in " / ".join(verdict.reasons) for word in words)
+    judgement = judge(pair(target=target, draft=draft, equality=()))
+    assert judgement.fitness is Fitness.UNFIT
+    assert judgement.payoffs == ()
+    assert judgement.best_speedup == 0
+    assert all(word in " / ".join(judgement.reasons) for word in words)
 
 
 def test_pair_that_pays_is_fit_and_its_figures_are_those_of_the_theory():
-    verdict = judge(pair([plain_run(), run(2), run(4), run(8)]), min_speedup=1.5)
-    assert verdict.fitness is Fitness.FIT
-    assert verdict.warnings == ()
-    (payoff,) = verdict.payoffs
+    judgement = judge(pair([plain_run(), run(2), run(4), run(8)]), min_speedup=1.5)
+    assert judgement.fitness is Fitness.FIT
+    assert judgement.warnings == ()
+    (payoff,) = judgement.payoffs
     assert math.isclose(payoff.alpha, 0.8, rel_tol=1e-2)
     assert payoff.by_position == pytest.approx([0.8] * 8, rel=1e-2)
     assert (payoff.plain_ms, payoff.draft_step_ms) == (10.0, 1.0)
@@ -44,8 +44,8 @@ def test_pair_that_pays_is_fit_and_its_figures_are_those_of_the_theory():
         assert depth.predicted == payoff.speedup_predicted[depth.gamma]
     assert payoff.best.gamma == 8
     assert payoff.gamma_predicted == theory.optimal_gamma(0.8, 0.1, max_gamma=CURVE_GAMMAS)
-    assert verdict.best_speedup == payoff.best.speedup
-    assert "pays" in verdict.reasons[0]
+    assert judgement.best_speedup == payoff.best.speedup
+    assert "pays" in judgement.reasons[0]
 
 
 def test_network_slows_measured_and_predicted_alike():
@@ -65,10 +65,10 @@ def test_verification_that_grows_with_gamma_counts_as_cost():
 
 
 def test_pair_that_does_not_pay_is_slower():
-    verdict = judge(pair([plain_run(), run(2, alpha=0.2, step_ms=6.0), run(4, alpha=0.2, step_ms=6.0)]))
-    assert verdict.fitness is Fitness.SLOWER
-    assert "does not pay" in verdict.reasons[0]
-    assert verdict.payoffs[0].gamma_predicted == 0
+    judgement = judge(pair([plain_run(), run(2, alpha=0.2, step_ms=6.0), run(4, alpha=0.2, step_ms=6.0)]))
+    assert judgement.fitness is Fitness.SLOWER
+    assert "does not pay" in judgement.reasons[0]
+    assert judgement.payoffs[0].gamma_predicted == 0
 
 
 def test_pair_that_pays_at_one_temperature_is_fit_with_a_warning_about_the_other():
@@ -76,12 +76,12 @@ def test_pair_that_pays_at_one_temperature_is_fit_with_a_warning_about_the_other
         *(plain_run(), run(4)),
         *(plain_run(1.0), run(4, alpha=0.2, temperature=1.0, step_ms=6.0)),
     ]
-    verdict = judge(pair(runs, [same(), same(1.0)]))
-    assert verdict.fitness is Fitness.FIT
-    assert len(verdict.reasons) == 1
-    assert verdict.reasons[0].startswith("temperature 0:")
-    assert len(verdict.warnings) == 1
-    assert verdict.warnings[0].startswith("temperature 1: speculation does not pay")
+    judgement = judge(pair(runs, [same(), same(1.0)]))
+    assert judgement.fitness is Fitness.FIT
+    assert len(judgement.reasons) == 1
+    assert judgement.reasons[0].startswith("temperature 0:")
+    assert len(judgement.warnings) == 1
+    assert judgement.warnings[0].startswith("temperature 1: speculation does not pay")
 
 
 def test_verdict_follows_the_minimum_speedup():
@@ -92,23 +92,23 @@ def test_verdict_follows_the_minimum_speedup():
 
 def test_different_tokens_make_a_pair_unfit_at_any_speed():
     lossy = same(equal=6, ties=1, first="with gamma 4 prompt 2 diverges from plain decoding at token 7")
-    verdict = judge(pair([plain_run(), run(4)], [lossy]))
-    assert verdict.fitness is Fitness.UNFIT
-    assert verdict.reasons == (f"not lossless at temperature 0: {lossy.first}",)
-    assert verdict.payoffs  # what was measured is shown all the same
+    judgement = judge(pair([plain_run(), run(4)], [lossy]))
+    assert judgement.fitness is Fitness.UNFIT
+    assert judgement.reasons == (f"not lossless at temperature 0: {lossy.first}",)
+    assert judgement.payoffs  # what was measured is shown all the same
 
 
 def test_ties_missing_tokenizer_and_short_context_are_warnings():
     draft = facts(tokenizer_sha256="", tokenizer_size=0, max_context=64)
-    verdict = judge(pair([plain_run(), run(4)], [same(equal=7, ties=1)], draft=draft))
-    assert verdict.fitness is Fitness.FIT
-    text = " / ".join(verdict.warnings)
+    judgement = judge(pair([plain_run(), run(4)], [same(equal=7, ties=1)], draft=draft))
+    assert judgement.fitness is Fitness.FIT
+    text = " / ".join(judgement.warnings)
     assert all(word in text for word in ("no tokenizer", "64 tokens", "1 of 8 completions diverge"))
 
 
 def test_few_tested_tokens_are_a_warning():
-    verdict = judge(pair([plain_run(), run(2, cycles=20)]))
-    assert any("tested tokens only" in warning for warning in verdict.warnings)
+    judgement = judge(pair([plain_run(), run(2, cycles=20)]))
+    assert any("tested tokens only" in warning for warning in judgement.warnings)
 
 
 @pytest.mark.parametrize(
@@ -121,10 +121,10 @@ def test_few_tested_tokens_are_a_warning():
     ids=["no plain time", "no speculation", "no whole proposal"],
 )
 def test_pair_without_timings_is_not_fit(runs):
-    verdict = judge(pair(runs))
-    assert verdict.fitness is Fitness.SLOWER
-    assert verdict.payoffs == ()
-    assert "no proposal had full length" in verdict.reasons[0]
+    judgement = judge(pair(runs))
+    assert judgement.fitness is Fitness.SLOWER
+    assert judgement.payoffs == ()
+    assert "no proposal had full length" in judgement.reasons[0]
 
 
 def test_gamma_out_of_bounds_is_refused():

@@ -1,0 +1,106 @@
+"""Command-line options made from a settings class: of `gammaray up`, of its launcher and of worker processes.
+
+Omitted options come from the environment variables GAMMARAY_<OPTION>, then from the defaults.
+
+NOTE: pydantic-settings can make a command line, too, but only with argparse: `gammaray up` could not be a
+command of `gammaray` then, and a field `no_auth` would get the option `--no-no-auth`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import click
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings
+
+from gammaray.cli.values import IntRange
+from gammaray.config import settings_error
+from gammaray.errors import InvalidArgumentError
+
+__all__ = ["checked_settings", "flag_names", "parse_settings", "settings_options"]
+
+SettingsT = TypeVar("SettingsT", bound=BaseSettings)
+
+
+def settings_options(settings: type[BaseSettings], *, has_types: bool) -> list[click.Option]:
+    """Return one option per field, None if omitted.
+
+    Args:
+        settings: The settings class.
+        has_types: Whether click checks numbers and choices and shows them in the help; if not, options are
+            texts, which only the settings class checks.
+    """
+    return [_option(name, info, has_types) for name, info in settings.model_fields.items()]
+
+
+def parse_settings(
+    settings: type[SettingsT], prog: str, argv: Sequence[str], others: Sequence[click.Parameter] = ()
+) -> tuple[SettingsT, dict[str, Any]]:
+    """Return the settings of a process's command line, and the values of its other options.
+
+    Args:
+        settings: The settings class.
+        prog: Name of the process in the help.
+        argv: The command line, without the name.
+        others: Options that are no settings.
+
+    Raises:
+        InvalidArgumentError: An option is unknown or a setting is invalid.
+        SystemExit: After `--help`.
+    """
+    command = click.Command(
+        prog, params=[*settings_options(settings, has_types=False), *others], help=settings.__doc__
+    )
+    try:
+        given = command.make_context(prog, list(argv)).params
+    except click.exceptions.Exit as end:
+        raise SystemExit(end.exit_code) from None
+    except click.NoSuchOption as error:
+        raise InvalidArgumentError(error.option_name, "an unknown option", "the options of --help") from None
+    except click.UsageError as error:
+        told = error.format_message().rstrip(".")
+        raise InvalidArgumentError("command line", told, "the values of --help") from None
+    values = {option.name: given[option.name] for option in others if option.name}
+    return checked_settings(settings, given), values
+
+
+def checked_settings(settings: type[SettingsT], given: dict[str, Any]) -> SettingsT:
+    """Return settings from the values of options; other values in `given` are ignored.
+
+    Raises:
+        InvalidArgumentError: A setting is out of bounds, or two exclude each other.
+    """
+    try:
+        return settings(
+            **{name: given[name] for name in settings.model_fields if given.get(name) is not None}
+        )
+    except ValidationError as error:
+        raise settings_error(error) from None
+
+
+def flag_names(field: str) -> tuple[str, str]:
+    """Return the options that switch a boolean field on and off; field `no_x` is switched off by `--x`."""
+    name = field.replace("_", "-")
+    return f"--{name}", f"--{name.removeprefix('no-')}" if name.startswith("no-") else f"--no-{name}"
+
+
+def _option(name: str, info: FieldInfo, has_types: bool) -> click.Option:
+    is_flag = info.annotation is bool
+    return click.Option(
+        ["/".join(flag_names(name)) if is_flag else f"--{name.replace('_', '-')}", name],
+        type=None if is_flag else _type(info) if has_types else click.STRING,
+        default=None,
+        help=f"{info.description}  [default: {info.default if info.default != '' else 'empty'}]",
+    )
+
+
+def _type(info: FieldInfo) -> Any:
+    if get_origin(info.annotation) is Literal:
+        return click.Choice(get_args(info.annotation))
+    if info.annotation is int:
+        bounds = {name: getattr(m, name) for m in info.metadata for name in ("ge", "le") if hasattr(m, name)}
+        return IntRange(bounds.get("ge"), bounds.get("le"))
+    return click.STRING

@@ -1,0 +1,207 @@
+"""Conversion between messages of the block protocol and its types, for orchestrator and workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from gammaray.blocks import Shape, TokenLogprobs, Verdict, VerifyTiming
+from gammaray.errors import InternalError, InvalidArgumentError
+from gammaray.types import MAX_GAMMA, MAX_NODES, PromptLogprobs, Proposal, SparseDistribution
+from gammaray.v1 import draft_service_pb2 as draft_pb
+from gammaray.v1 import target_service_pb2 as target_pb
+from gammaray.v1 import types_pb2 as pb
+from gammaray.wire.enums import ORIGINS, origin_from_proto
+
+__all__ = [
+    "MAX_SUPPORT",
+    "fill_prompt_logprobs",
+    "fill_verdict",
+    "prompt_logprobs_from_proto",
+    "proposal_from_proto",
+    "proposal_to_proto",
+    "shape_from_proto",
+    "shape_to_proto",
+    "verdict_from_proto",
+]
+
+MAX_SUPPORT = 4096
+"""Upper bound of tokens in a draft distribution, the same as of the drafter's setting: 64 distributions stay
+below a target worker's maximum frame size, so that no drafter can break the stream of all sessions."""
+
+_SLICE = 4096
+"""Numbers of a column converted per call, which holds the GIL."""
+
+
+def shape_to_proto(shape: Shape) -> draft_pb.ProposeBlock:
+    """Return a block that asks for a proposal of a shape; its other fields are missing."""
+    return draft_pb.ProposeBlock(
+        gamma=shape.depth, max_nodes=shape.max_nodes, stop_threshold=shape.stop_threshold
+    )
+
+
+def shape_from_proto(block: draft_pb.ProposeBlock) -> Shape:
+    """Return the shape that a block asks for.
+
+    Raises:
+        InvalidArgumentError: A bound is out of range.
+    """
+    if not 1 <= block.gamma <= MAX_GAMMA:
+        raise InvalidArgumentError("gamma", block.gamma, f"1 to {MAX_GAMMA}")
+    if block.max_nodes > MAX_NODES:
+        raise InvalidArgumentError("max_nodes", block.max_nodes, f"0 to {MAX_NODES}")
+    if not 0 <= block.stop_threshold < 1:
+        raise InvalidArgumentError("stop_threshold", block.stop_threshold, "a number in [0, 1)")
+    return Shape(block.gamma, block.max_nodes, block.stop_threshold)
+
+
+def proposal_to_proto(proposal: Proposal) -> pb.Proposal:
+    """Return the wire form of a proposal."""
+    return pb.Proposal(
+        token_ids=proposal.token_ids,
+        parents=proposal.parents or (),
+        draft_distributions=[
+            pb.SparseDistribution(token_ids=d.token_ids, weights=d.weights, weight_bits=d.weight_bits)
+            for d in proposal.draft_distributions or ()
+        ],
+    )
+
+
+def proposal_from_proto(message: pb.Proposal, vocab_size: int) -> Proposal:
+    """Return the proposal of a wire message, which is validated as untrusted data.
+
+    Raises:
+        InvalidArgumentError: Token ids outside the vocabulary, parents that do not precede their node, or
+            distributions that do not match their tokens.
+    """
+    token_ids = tuple(message.token_ids)
+    if any(token_id >= vocab_size for token_id in token_ids):
+        raise InvalidArgumentError("proposal.token_ids", max(token_ids), f"below {vocab_size}")
+    parents = tuple(message.parents) or None
+    if parents is not None:
+        if len(parents) != len(token_ids):
+            raise InvalidArgumentError("proposal.parents", f"{len(parents)} entries", f"{len(token_ids)}")
+        for node, parent in enumerate(parents):
+            if not -1 <= parent < node:
+                raise InvalidArgumentError(f"proposal.parents[{node}]", parent, f"-1 to {node - 1}")
+    distributions = tuple(_distribution(d, vocab_size) for d in message.draft_distributions) or None
+    if distributions is not None and len(distributions) != len(token_ids):
+        raise InvalidArgumentError("proposal.draft_distributions", len(distributions), f"{len(token_ids)}")
+    return Proposal(token_ids, parents, distributions)
+
+
+def _distribution(message: pb.SparseDistribution, vocab_size: int) -> SparseDistribution:
+    name = "proposal.draft_distributions"
+    ids, weights, bits = tuple(message.token_ids), tuple(message.weights), message.weight_bits
+    if not 1 <= bits <= 24:
+        raise InvalidArgumentError(f"{name}.weight_bits", bits, "1 to 24")
+    if len(ids) > MAX_SUPPORT:
+        raise InvalidArgumentError(f"{name}.token_ids", f"{len(ids)} ids", f"at most {MAX_SUPPORT}")
+    if len(ids) != len(weights) or len(set(ids)) != len(ids) or any(i >= vocab_size for i in ids):
+        raise InvalidArgumentError(
+            f"{name}.token_ids", f"{len(ids)} ids", f"distinct ids below {vocab_size}, one per weight"
+        )
+    if min(weights, default=0) < 1 or sum(weights) != 1 << bits:
+        raise InvalidArgumentError(
+            f"{name}.weights", f"a sum of {sum(weights)}", f"positive weights with sum {1 << bits}"
+        )
+    return SparseDistribution(ids, weights, bits)
+
+
+def fill_verdict(message: target_pb.Verdict, verdict: Verdict) -> None:
+    """Write a verdict, without its timing, into an empty message."""
+    message.accepted_path.extend(verdict.accepted_path)
+    message.next_token_id = verdict.next_token_id
+    message.next_origin = ORIGINS[verdict.next_origin]
+    message.num_tested = verdict.num_tested
+    for entry in verdict.logprobs:
+        message.logprobs.add(
+            logprob=entry.logprob,
+            top_token_ids=[token_id for token_id, _ in entry.top],
+            top_logprobs=[logprob for _, logprob in entry.top],
+        )
+    if verdict.prompt_logprobs is not None:
+        fill_prompt_logprobs(message.prompt_logprobs, verdict.prompt_logprobs, has_token_ids=False)
+
+
+def verdict_from_proto(result: target_pb.VerifyResult, vocab_size: int, *, has_logprobs: bool) -> Verdict:
+    """Return the verdict and timing of a worker's answer, without log-probabilities of the prompt.
+
+    Args:
+        result: The answer.
+        vocab_size: Vocabulary size of the target.
+        has_logprobs: Whether log-probabilities of the emitted tokens were requested; others are ignored.
+
+    Raises:
+        InternalError: A token is outside the vocabulary, the origin is unknown, or log-probabilities are
+            invalid.
+    """
+    message, timing = result.verdict, result.timing
+    if message.next_token_id >= vocab_size:
+        raise InternalError(f"the peer sent token {message.next_token_id}, allowed: below {vocab_size}")
+    return Verdict(
+        accepted_path=tuple(message.accepted_path),
+        next_token_id=message.next_token_id,
+        next_origin=origin_from_proto(message.next_origin),
+        num_tested=message.num_tested,
+        logprobs=tuple(_logprobs(entry, vocab_size) for entry in message.logprobs) if has_logprobs else (),
+        timing=VerifyTiming(
+            timing.queue_us * 1e-6, timing.compute_us * 1e-6, timing.batch_size, timing.batch_tokens
+        )
+        if timing.batch_tokens > 0
+        else None,
+    )
+
+
+def _logprobs(message: target_pb.TokenLogprobs, vocab_size: int) -> TokenLogprobs:
+    if (
+        len(message.top_token_ids) != len(message.top_logprobs)
+        or math.isnan(message.logprob)
+        or any(map(math.isnan, message.top_logprobs))
+        or any(token_id >= vocab_size for token_id in message.top_token_ids)
+    ):
+        raise InternalError("the peer sent log-probabilities that cannot be")
+    return TokenLogprobs(
+        message.logprob, tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
+    )
+
+
+def fill_prompt_logprobs(
+    message: pb.PromptLogprobs, prompt: PromptLogprobs, *, has_token_ids: bool = True
+) -> None:
+    """Write log-probabilities of a prompt into an empty message, with or without its token ids."""
+    message.SetInParent()
+    message.num_top = prompt.num_top
+    if has_token_ids:
+        _extend(message.token_ids, prompt.token_ids)
+    for name in ("logprobs", "ranks", "top_token_ids", "top_logprobs"):
+        _extend(getattr(message, name), getattr(prompt, name))
+
+
+def _extend(column: Any, values: Sequence[float]) -> None:
+    for start in range(0, len(values), _SLICE):  # in slices, as each call holds the GIL
+        column.extend(values[start : start + _SLICE])
+
+
+def prompt_logprobs_from_proto(message: pb.PromptLogprobs, token_ids: tuple[int, ...]) -> PromptLogprobs:
+    """Return the log-probabilities of the prompt `token_ids`.
+
+    Raises:
+        InternalError: The columns do not match the tokens, or contain invalid numbers.
+    """
+    found = PromptLogprobs(
+        token_ids,
+        tuple(message.logprobs),
+        tuple(message.ranks),
+        message.num_top,
+        tuple(message.top_token_ids),
+        tuple(message.top_logprobs),
+    )
+    entries = max(0, len(token_ids) - 1)
+    sizes = [len(found.logprobs), len(found.ranks), len(found.top_token_ids), len(found.top_logprobs)]
+    if sizes != [entries, entries, entries * found.num_top, entries * found.num_top]:
+        raise InternalError(f"the peer sent {sizes} log-probabilities of a prompt of {len(token_ids)} tokens")
+    if any(map(math.isnan, found.logprobs)) or any(map(math.isnan, found.top_logprobs)):
+        raise InternalError("the peer sent log-probabilities of a prompt that are not numbers")
+    return found
