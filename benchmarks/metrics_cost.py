@@ -2,9 +2,9 @@
 
     python -m benchmarks.metrics_cost
 
-The same updates are made with counters and histograms of prometheus_client, in turn; the least of several
-runs counts. The shares are of a cycle (`--cycle-ms`): updates of the orchestrator and of one step in each of
-two workers.
+The same updates are made with counters and histograms of prometheus_client, in turn. Times are CPU times of
+the thread; the least of several runs counts. The shares are of a cycle (`--cycle-ms`): updates of the
+orchestrator and of one step in each of two workers.
 """
 
 from __future__ import annotations
@@ -125,13 +125,13 @@ class PrometheusMeter:
 
 
 def microseconds(calls: dict[str, Callable[[], object]], count: int = CALLS) -> dict[str, float]:
-    """Return the time of one call of each: the least of several runs, since others use the machine too."""
+    """Return the CPU time of one call of each, the least of several runs."""
 
     def run(call: Callable[[], object]) -> float:
-        began = time.perf_counter()
+        began = time.thread_time()
         for _ in range(count):
             call()
-        return time.perf_counter() - began
+        return time.thread_time() - began
 
     runs = [{name: run(call) for name, call in calls.items()} for _ in range(REPEATS)]
     return {name: round(min(run[name] for run in runs) / count * 1e6, 2) for name in calls}

@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, default=8, help="runs per world")
+    parser.add_argument("--seeds", type=int, default=4, help="runs per world")
     parser.add_argument("--out", type=Path, help="result file (default: in benchmarks/results)")
     options = parser.parse_args(argv)
     rows = measure(options.seeds)
