@@ -48,7 +48,6 @@ from orchestrator.workers.verifier import RemoteVerifier
 
 _START_TIMEOUT_S = 90.0
 NEW_IN_FLIGHT, TAKEOVERS_IN_FLIGHT = 4, 2
-CACHE_MB = 1024
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,7 @@ class Settings:
         takeovers: Sessions that get another owner.
         emitted_tokens: Tokens that each session emits.
         rounds: Rounds of each variant.
+        cache_mb: Cache budget of each worker.
     """
 
     documents: int
@@ -72,6 +72,7 @@ class Settings:
     takeovers: int
     emitted_tokens: int
     rounds: int
+    cache_mb: int
 
 
 @dataclass
@@ -238,7 +239,7 @@ async def measure(settings: Settings) -> dict[str, Any]:
     text = "\n".join(document.text for document in documents() if document.is_held_out)
     tokens = tokenizer.encode(text)
     points = []
-    with _two_targets() as addresses:
+    with _two_targets(settings.cache_mb) as addresses:
         for name, (run, routed) in EXPERIMENTS.items():
             found: dict[str, list[Sums]] = {routed: [], OTHER: []}
             for number in range(-1, settings.rounds):  # the first is a warm-up
@@ -258,8 +259,8 @@ async def measure(settings: Settings) -> dict[str, Any]:
 
 
 @contextmanager
-def _two_targets() -> Iterator[str]:
-    options = ("--cache-budget-mb", str(CACHE_MB))
+def _two_targets(cache_mb: int) -> Iterator[str]:
+    options = ("--cache-budget-mb", str(cache_mb))
     with worker_process("target", *options) as (one, _), worker_process("target", *options) as (other, _):
         yield f"{one},{other}"
 
@@ -297,6 +298,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         takeovers=12,
         emitted_tokens=16,
         rounds=options.rounds,
+        cache_mb=options.cache_mb,
     )
 
 
@@ -305,6 +307,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each variant")
     parser.add_argument("--per-document", type=int, default=6, help="new sessions per document")
+    parser.add_argument("--cache-mb", type=int, default=1024, help="cache budget of each worker")
     parser.add_argument("--out", type=Path, help="result file (default: in benchmarks/results)")
     options = parser.parse_args(argv)
     result = run_or_exit(measure(_settings(options)))
