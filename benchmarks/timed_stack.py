@@ -39,7 +39,15 @@ from orchestrator.workers.fleet import Fleet
 from orchestrator.workers.session_client import session_spec
 from orchestrator.workers.verifier import RemoteVerifier
 
-__all__ = ["SKIPPED_CYCLES", "Asked", "Cycle", "Stack", "running_stack"]
+__all__ = [
+    "SKIPPED_CYCLES",
+    "Asked",
+    "Cycle",
+    "Stack",
+    "connected_stack",
+    "running_stack",
+    "worker_process",
+]
 
 _START_TIMEOUT_S = 90.0
 _STOP_TIMEOUT_S = 20.0
@@ -153,8 +161,15 @@ class Stack:
 
 
 @contextmanager
-def _worker(role: str, redis_url: str, cores: str) -> Iterator[tuple[str, int]]:
-    command = [sys.executable, "-m", f"services.{role}", "--redis-url", redis_url, "--cpu-affinity", cores]
+def worker_process(role: str, *options: str, module: str = "") -> Iterator[tuple[str, int]]:
+    """Run a draft or target worker of the demo pair; yields its address and pid.
+
+    Args:
+        role: draft or target.
+        options: Its options.
+        module: Module that is run; empty: `services.<role>`.
+    """
+    command = [sys.executable, "-m", module or f"services.{role}", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -174,24 +189,39 @@ async def running_stack(pinned: bool) -> AsyncIterator[Stack]:
     with (
         tempfile.TemporaryDirectory() as directory,
         RedisServer.start(Path(directory)) as server,
-        _worker("target", server.url, target_cores) as (target_address, target_pid),
-        _worker("draft", server.url, draft_cores) as (draft_address, draft_pid),
+        worker_process("target", "--redis-url", server.url, "--cpu-affinity", target_cores) as (
+            target_address,
+            target_pid,
+        ),
+        worker_process("draft", "--redis-url", server.url, "--cpu-affinity", draft_cores) as (
+            draft_address,
+            draft_pid,
+        ),
     ):
-        redis = connect(server.url)
-        await answer(redis.ping())
-        tokenizer = Tokenizer(resolve_model("demo"))
-        fleet = Fleet(
-            RedisRegistry(redis),
-            tokenizer.vocab_size,
-            target_addresses=target_address,
-            draft_addresses=draft_address,
-        )
-        await fleet.start(_START_TIMEOUT_S)
-        store = TimedStore(redis, 600)
-        store.waits = []
         pids = {"orchestrator": os.getpid(), "target": target_pid, "draft": draft_pid, "redis": server.pid}
-        try:
-            yield Stack(fleet, store, tokenizer, pids)
-        finally:
-            await fleet.close()
-            await redis.aclose()
+        async with connected_stack(server.url, target_address, draft_address, pids) as stack:
+            yield stack
+
+
+@asynccontextmanager
+async def connected_stack(
+    redis_url: str, target_address: str, draft_address: str, pids: dict[str, int]
+) -> AsyncIterator[Stack]:
+    """Connect to a Redis and to two workers."""
+    redis = connect(redis_url)
+    await answer(redis.ping())
+    tokenizer = Tokenizer(resolve_model("demo"))
+    fleet = Fleet(
+        RedisRegistry(redis),
+        tokenizer.vocab_size,
+        target_addresses=target_address,
+        draft_addresses=draft_address,
+    )
+    await fleet.start(_START_TIMEOUT_S)
+    store = TimedStore(redis, 600)
+    store.waits = []
+    try:
+        yield Stack(fleet, store, tokenizer, pids)
+    finally:
+        await fleet.close()
+        await redis.aclose()

@@ -9,16 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 import uuid
 from collections.abc import Awaitable
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gammaray.aio import end_tasks
 from gammaray.deploy.redis_connection import connect
 
-__all__ = ["Announcer", "WorkerEntry"]
+__all__ = ["Announcer"]
 
 ENTRY_MS = 5000
 REFRESH_S = 1.0
@@ -27,34 +25,21 @@ CALL_TIMEOUT_S = 0.5
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class WorkerEntry:
-    """A worker's registry entry; `started_at` is in seconds since the epoch."""
-
-    role: str
-    address: str
-    model: str
-    pid: int
-    vocab_size: int
-    max_context: int
-    metrics_address: str = ""
-    started_at: float = field(default_factory=time.time)
-
-
 class Announcer:
     """Keeps one worker's registry entry alive.
 
     Args:
         redis_url: URL of the registry.
-        entry: The entry to announce.
+        role: draft or target.
+        address: host:port at which orchestrators reach the worker; its info call returns the rest.
 
     Raises:
         InvalidArgumentError: The URL is not a Redis URL.
     """
 
-    def __init__(self, redis_url: str, entry: WorkerEntry) -> None:
-        self.key = f"gammaray:worker:{entry.role}:{uuid.uuid4().hex[:12]}"
-        self._value = json.dumps(asdict(entry))
+    def __init__(self, redis_url: str, role: str, address: str) -> None:
+        self.key = f"gammaray:worker:{role}:{uuid.uuid4().hex[:12]}"
+        self._value = json.dumps({"address": address})
         # The next refresh is the retry: a longer timeout would only delay it.
         self._redis = connect(redis_url, timeout_s=CALL_TIMEOUT_S, num_retries=1)
         self._task: asyncio.Task[None] | None = None

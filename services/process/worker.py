@@ -21,7 +21,7 @@ from gammaray.telemetry.otel import Telemetry
 from services.engine.engine import Engine
 from services.engine.loader import load_worker_engine
 from services.process.fingerprints import vocab_sha256
-from services.process.registry import Announcer, WorkerEntry
+from services.process.registry import Announcer
 from services.process.server import GrpcServer, is_wildcard, split_address
 from services.scheduling.load import LoadReport, LoadReporter
 from services.scheduling.metrics import WorkerMeter
@@ -114,7 +114,7 @@ class Worker(ABC, Generic[SettingsT]):
         self._add_servicer(self._server.server, self.streams, self._model)
         self.address = await self._server.start(settings.listen)
         if settings.redis_url:
-            self._announcer = Announcer(settings.redis_login_url, self._entry(self._model))
+            self._announcer = Announcer(settings.redis_login_url, self.role, self._advertised())
             await self._announcer.start()
         self._watcher = asyncio.create_task(self._watch(), name=f"{self.role} watcher")
         return self.address
@@ -199,17 +199,6 @@ class Worker(ABC, Generic[SettingsT]):
         scheduler = self._scheduler(engine)
         self._meter = scheduler.meter
         return scheduler
-
-    def _entry(self, model: Model) -> WorkerEntry:
-        return WorkerEntry(
-            role=self.role,
-            address=self._advertised(),
-            model=model.name,
-            pid=os.getpid(),
-            vocab_size=model.vocab_size,
-            max_context=model.max_context,
-            metrics_address=model.metrics_address,
-        )
 
     def _advertised(self) -> str:
         host, port = split_address("listen", self.address)

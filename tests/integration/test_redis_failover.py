@@ -19,7 +19,7 @@ from gammaray.types import TokenOrigin
 from orchestrator.storage.client import address_of, answer, check_redis, connect
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.storage.session_store import RedisStore
-from services.process.registry import Announcer, WorkerEntry
+from services.process.registry import Announcer
 
 pytestmark = pytest.mark.integration
 
@@ -85,7 +85,7 @@ async def test_commit_under_way_waits_for_the_new_primary():
 async def test_worker_announces_itself_at_the_new_primary():
     with replicated() as (old, new):
         async with redis_name(old) as (name, url):
-            announcer = Announcer(url, WorkerEntry("target", "h:1", "m", 1, 50, 100))
+            announcer = Announcer(url, "target", "h:1")
             await announcer.start()
             fresh = connect(new.url)
             promote(new)
@@ -167,9 +167,9 @@ async def test_sentinel_that_demotes_a_living_primary_is_followed():
 async def test_worker_announces_itself_despite_an_unresponsive_sentinel():
     silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     port = silent.sockets[0].getsockname()[1]
-    entry = WorkerEntry("target", "127.0.0.1:1", "m", 1, 10, 20)
     with replicated() as (primary, _), sentinel_of(primary) as url:
-        announcer = Announcer(url.replace("127.0.0.1:1,", f"127.0.0.1:{port},"), entry)
+        registry_url = url.replace("127.0.0.1:1,", f"127.0.0.1:{port},")
+        announcer = Announcer(registry_url, "target", "127.0.0.1:1")
         await announcer.start()
         with sync_redis.Redis.from_url(primary.url) as redis:
             await asyncio.to_thread(wait_until, lambda: redis.exists(announcer.key))

@@ -21,7 +21,7 @@ from orchestrator.storage.client import (
 )
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.workers.fleet import Fleet
-from services.process.registry import Announcer, WorkerEntry
+from services.process.registry import Announcer
 
 pytestmark = pytest.mark.integration
 
@@ -70,7 +70,7 @@ async def test_error_replies_do_not_end_background_tasks(server, reply):
             Presence(RedisRegistry(redis), lambda: state),
             Presence(RedisRegistry(direct), lambda: state),
         )
-        announcer = Announcer(url, WorkerEntry("draft", "h:1", "m", 1, 50, 100))
+        announcer = Announcer(url, "draft", "h:1")
         await fleet.start(0.0)
         await presence.start()
         await announcer.start()

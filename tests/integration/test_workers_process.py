@@ -173,16 +173,7 @@ async def test_registry_entry_appears_is_renewed_and_disappears(model, redis_por
         ((key, entry),) = (await entries(redis_port)).items()
         port = worker.address.rpartition(":")[2]
         assert key.startswith("gammaray:worker:draft:")
-        assert entry.pop("started_at") == pytest.approx(time.time(), abs=60)
-        assert entry == {
-            "role": "draft",
-            "address": f"worker.example:{port}",
-            "model": str(model),
-            "pid": os.getpid(),
-            "vocab_size": 97,
-            "max_context": 1024,
-            "metrics_address": (await link.info()).metrics_address,
-        }
+        assert entry == {"address": f"worker.example:{port}"}
         async with Redis(port=redis_port) as redis:
             assert 0 < await redis.pttl(key) <= 5000
             await redis.delete(key)
