@@ -425,6 +425,7 @@ def _summary_from_proto(message: gen.SpeculationSummary) -> t.SpeculationSummary
         draft_workers=message.draft_workers,
         suffix_cycles=message.suffix_cycles,
         prediction_cycles=message.prediction_cycles,
+        server_cycles=message.server_cycles,
         drafted_tokens=message.drafted_tokens,
         accepted_tokens=message.accepted_tokens,
     )

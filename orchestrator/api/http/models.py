@@ -90,8 +90,9 @@ class GammarayOptions(_Strict):
         gamma: Draft length, 0 to 64, or "adaptive".
         max_gamma: Upper bound of an adaptive gamma; 0 for the server's.
         max_nodes: Upper bound of a proposal's nodes, above gamma for trees; 0 for the server's choice.
-        drafter: Which drafter may propose: "model", "ngram" (prompt lookup), "suffix" (suffix decoding),
-            "prediction" (the request's `prediction`) or "none" (gamma 0).
+        drafter: Which drafter may propose: "model", "server" (the server that drafts, without look-ups),
+            "ngram" (prompt lookup), "suffix" (suffix decoding), "prediction" (the request's `prediction`) or
+            "none" (gamma 0).
         session_id: Name of the session; if empty, the server generates one. Only with one choice.
         turn: Turn of the session; above 0 it continues the previous, finished turn. Not for chats.
         keep_cache_s: Seconds that the workers retain their caches for the next turn.
@@ -103,7 +104,7 @@ class GammarayOptions(_Strict):
     gamma: int | Literal["adaptive"] = "adaptive"
     max_gamma: int = 0
     max_nodes: int = 0
-    drafter: Literal["model", "ngram", "suffix", "prediction", "none"] = "model"
+    drafter: Literal["model", "server", "ngram", "suffix", "prediction", "none"] = "model"
     session_id: str = ""
     turn: int = 0
     keep_cache_s: float = 0.0

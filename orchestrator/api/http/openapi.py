@@ -150,7 +150,7 @@ _FIELDS: dict[type[BaseModel], dict[str, Schema]] = {
         "gamma": {"anyOf": [_integer(0, MAX_GAMMA), {"const": "adaptive"}]},
         "max_gamma": _integer(0, MAX_GAMMA, "Upper bound of an adaptive gamma; 0 is the server's bound."),
         "max_nodes": _integer(0, MAX_NODES, "Upper bound of a proposal's nodes; 0 is the server's choice."),
-        "drafter": {"enum": ["model", "ngram", "suffix", "prediction", "none"]},
+        "drafter": {"enum": ["model", "server", "ngram", "suffix", "prediction", "none"]},
         "session_id": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{0,128}$"},
         "turn": _integer(
             0, 2**31 - 1, "Above 0, continues the session's previous turn, which must be finished."
@@ -278,7 +278,9 @@ _SUMMARY: dict[str, Schema] = {
     "token_ids": _array(_COUNT),
     "time_ms": _object(dict.fromkeys(("draft", "verify", "other", "total"), _AMOUNT)),
     "speedup_estimate": _or_null(_AMOUNT),
-    "cycles_by_drafter": _object(dict.fromkeys(("model", "ngram", "suffix", "prediction", "none"), _COUNT)),
+    "cycles_by_drafter": _object(
+        dict.fromkeys(("model", "server", "ngram", "suffix", "prediction", "none"), _COUNT)
+    ),
     "fallback_cycles": _COUNT,
     "draft_workers": _COUNT,
 }
