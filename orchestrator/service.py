@@ -79,6 +79,7 @@ class Orchestrator:
         leases: Renewal and reaping of session leases.
         sessions: Calls of clients about their sessions.
         corpus: Past outputs, which are proposed to later sessions of the same tenant.
+        draft_server: The server that drafts in place of draft workers; None without one.
     """
 
     def __init__(self, settings: OrchestratorSettings, redis: Redis, tokenizer: Tokenizer) -> None:
@@ -109,11 +110,11 @@ class Orchestrator:
             tls=tls_files(settings),
         )
         self._opener = SessionManager(self.store, tokenizer, self._check_model)
-        self._draft_server = self._make_draft_server()
-        self._drafting = Drafting(settings, self.fleet.drafts, tokenizer.vocab_size, self._draft_server)
+        self.draft_server = self._make_draft_server()
+        self._drafting = Drafting(settings, self.fleet.drafts, tokenizer.vocab_size, self.draft_server)
         self.corpus = self._drafting.corpus
         self._board = StatusBoard(
-            self.meter, self.admission, self.fleet, redis, self.model_name, self._draft_server
+            self.meter, self.admission, self.fleet, redis, self.model_name, self.draft_server
         )
         self.leases = LeaseManager(self.store, self.fleet.release)
         self.sessions = SessionCalls(self.store, tokenizer, self._release, records)
@@ -132,8 +133,8 @@ class Orchestrator:
         try:
             tokenizer = await asyncio.to_thread(Tokenizer, resolve_model(settings.model))
             orchestrator = cls(settings, redis, tokenizer)
-            if orchestrator._draft_server is not None:
-                await orchestrator._draft_server.start(SETTLE_S)
+            if orchestrator.draft_server is not None:
+                await orchestrator.draft_server.start(SETTLE_S)
             await orchestrator.fleet.start(SETTLE_S)
             await orchestrator._board.start(settings.metrics_listen)
         except BaseException:
@@ -274,8 +275,8 @@ class Orchestrator:
         if self._upkeep is not None:
             await end_tasks(self._upkeep)
         await self._board.stop()
-        if self._draft_server is not None:
-            await self._draft_server.close()
+        if self.draft_server is not None:
+            await self.draft_server.close()
         await self.fleet.close()
         await self.leases.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Drafting of one session by a server, without HTTP: context, chains, health, and what the server is asked."""
+"""Drafting of one session by a server, without HTTP: context, chains, health, what the server is asked."""
 
 from __future__ import annotations
 
@@ -108,6 +108,12 @@ def session_of(num_tokens=3, **fields):
         **fields,
     }
     return Session(**fields)
+
+
+async def settled():
+    """Let a prefill end."""
+    for _ in range(8):
+        await asyncio.sleep(0)
 
 
 async def chain_of(server, depth=4, session=None):
@@ -250,8 +256,7 @@ async def test_long_prompt_is_prefilled_in_the_background():
     drafter = drafter_of(server)
     assert drafter.prepare(session) is Readiness.READING
     assert await drafter.propose(session, Shape(4)) == await drafter.propose(session, Shape(4))
-    while drafter.prepare(session) is Readiness.READING:
-        await asyncio.sleep(0)
+    await settled()
     assert drafter.prepare(session) is Readiness.READY
     assert len((await drafter.propose(session, Shape(4))).token_ids) == 4
     assert [ask.depth for ask in server.asks] == [1, 4]
@@ -260,8 +265,9 @@ async def test_long_prompt_is_prefilled_in_the_background():
 async def test_prompt_is_prefilled_again_by_a_server_that_was_restarted():
     server, session = Answers(), session_of(LONG_CONTEXT)
     drafter = drafter_of(server)
-    while drafter.prepare(session) is not Readiness.READY:
-        await asyncio.sleep(0)
+    assert drafter.prepare(session) is Readiness.READING
+    await settled()
+    assert drafter.prepare(session) is Readiness.READY
     server.number += 1
     assert drafter.prepare(session) is Readiness.READING
     drafter.release(session)
