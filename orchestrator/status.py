@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -167,10 +168,10 @@ class StatusBoard:
         self._presence = Presence(RedisRegistry(redis), self.own)
         self._export: MetricsExport | None = None
         meter.watch(admission, fleet)
-        if draft_server is not None:
-            for failure in Failure:
-                read = partial(draft_server.failures.__getitem__, failure)
-                meter.meter.observed("gammaray.draft_server.failures", read, reason=failure.value)
+        failures = Counter[Failure]() if draft_server is None else draft_server.failures
+        for failure in Failure:
+            read = partial(failures.__getitem__, failure)
+            meter.meter.observed("gammaray.draft_server.failures", read, reason=failure.value)
 
     async def start(self, metrics_listen: str) -> None:
         """Start serving metrics, and announce this orchestrator.
