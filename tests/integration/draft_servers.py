@@ -140,6 +140,7 @@ class FakeServer:
             return answering.result()
         self.num_closed += 1
         answering.cancel()
+        await asyncio.gather(answering, return_exceptions=True)
         return None
 
 

@@ -96,8 +96,11 @@ async def endless(call, writer):
         await asyncio.sleep(0)
 
 
+BOMB = gzip.compress(b" " * 20 * MB)
+
+
 async def gzip_bomb(call, writer):
-    return http(gzip.compress(b" " * 50 * MB), 200, "content-encoding: gzip\r\n")
+    return http(BOMB, 200, "content-encoding: gzip\r\n")
 
 
 async def huge_header(call, writer):

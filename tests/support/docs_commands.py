@@ -44,7 +44,7 @@ WITHOUT_A_CLUSTER: Mapping[str, str] = {
     r"docker (build|push|run) ": "needs Docker, a registry, or the network",
     r"serve run serve\.yaml": "tests/e2e/served_chart.py runs it, on a Ray of its own",
     r"llama-server ": "tests/integration/test_llama_server.py starts one where LLAMA_SERVER names it",
-    r"((OTEL|GAMMARAY)_\w+=\S+ )?gammaray up\b": "tests/e2e start clusters by it; one per line would take hours",
+    r"((OTEL|GAMMARAY)_\w+=\S+ )?gammaray up\b": "tests/e2e start clusters by it; each takes a minute",
     r"export OTEL_EXPORTER_OTLP_ENDPOINT=": "only sets a variable for the next line",
     r"\. \.venv/bin/activate": "only changes the shell",
     r"python -m services\.engine\.convert ": "see tests/unit/services/engine/test_gguf_convert.py",
