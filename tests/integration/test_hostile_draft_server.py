@@ -307,13 +307,13 @@ async def test_late_call_is_closed(redis_server, target, server):
 
 
 async def test_proposals_end_with_the_context_of_the_server(redis_server, target, server):
-    server.max_model_len = 20
+    server.max_model_len = 21
     async with drafting(redis_server, target, server) as orchestrator:
         plain = tokens_of(await complete(orchestrator, of_gamma(0)))
         chunks = await complete(orchestrator, of_gamma(GAMMA))
         assert tokens_of(chunks) == plain
         assert not failures_of(orchestrator)
-    assert max(len(call.json["prompt"]) + call.json["max_tokens"] for call in server.calls[1:]) == 20
+    assert max(len(call.json["prompt"]) + call.json["max_tokens"] for call in server.calls[1:]) == 21
 
 
 @pytest.mark.parametrize("drafter", [DrafterKind.MODEL, SERVER])

@@ -58,12 +58,12 @@ class DraftServerError(UnavailableError):
 
     Attributes:
         failure: Why.
-        status: The HTTP status, 0 without an answer.
+        code: The HTTP status, 0 without an answer.
     """
 
-    def __init__(self, failure: Failure, message: str, status: int = 0) -> None:
+    def __init__(self, failure: Failure, message: str, code: int = 0) -> None:
         super().__init__(message)
-        self.failure, self.status = failure, status
+        self.failure, self.code = failure, code
 
 
 def read_key(file: str) -> str:

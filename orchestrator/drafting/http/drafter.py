@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gammaray.errors import GammarayError, InvalidArgumentError
@@ -28,7 +29,7 @@ class _Sent:
     """A call as the cycle log records it, with the attributes of a ProposeBlock that it reads."""
 
     gamma: int
-    size: int = 0
+    size: int
     trace: pb.TraceContext = field(default_factory=pb.TraceContext)
 
     def ByteSize(self) -> int:
@@ -210,13 +211,16 @@ class ServerDrafter:
         )
         left_s = session.left_s(timeout_s)
         call = None if session.calls is None else session.calls.call("draft", self.address)
-        sent = _Sent(depth)
-        if call is not None:
-            call.sent(sent)
-        headers = {"traceparent": sent.trace.traceparent} if sent.trace.traceparent else {}
+
+        def on_body(body: bytes) -> Mapping[str, str]:
+            sent = _Sent(depth, len(body))
+            if call is not None:
+                call.sent(sent)
+            return {"traceparent": sent.trace.traceparent} if sent.trace.traceparent else {}
+
         received = server.traffic.received
         try:
-            reply, sent.size, _ = await server.ask(ask, left_s, headers)
+            reply = await server.ask(ask, left_s, on_body)
             chain = self._chain(session, reply, depth)
         except GammarayError as error:
             if call is not None:
@@ -260,7 +264,7 @@ class ServerDrafter:
         if session.is_overdue:
             return  # the caller's deadline left it too little time
         self._server.note_failure(error)
-        if error.status in (400, 413, 422):
+        if error.code in (400, 413, 422):
             self._pause.failed(lost_s)  # it refuses this session's request
             return
         self._server.backoff.failed(lost_s)

@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,6 +47,7 @@ BASE_ANSWER_BYTES, BYTES_PER_TOKEN = 2**16, 16
 
 _PROBE_TEXT = "The cat sat on the mat. The dog sat on the mat. The cat sat on the"
 _PROBE_DEPTH = 8
+_NO_HEADERS: Mapping[str, str] = {}
 
 
 class Vocabulary(Protocol):
@@ -186,8 +187,18 @@ class DraftServer:
             await end_tasks(self._task)
         await self._client.close()
 
-    async def ask(self, ask: Ask, timeout_s: float, headers: Mapping[str, str]) -> tuple[Reply, int, float]:
-        """Return the reply of the server, the bytes that were sent, and the seconds that it took.
+    async def ask(
+        self,
+        ask: Ask,
+        timeout_s: float,
+        on_body: Callable[[bytes], Mapping[str, str]] = lambda _: _NO_HEADERS,
+    ) -> Reply:
+        """Return the reply of the server.
+
+        Args:
+            ask: What it is asked for.
+            timeout_s: Deadline of the call.
+            on_body: Called with the body before it is sent; returns further headers.
 
         Raises:
             DraftServerError: There is none.
@@ -197,14 +208,13 @@ class DraftServer:
             raise DraftServerError(Failure.CONNECTION, "it has not answered yet")
         body = json.dumps(identity.dialect.body(ask), separators=(",", ":")).encode()
         max_bytes = BASE_ANSWER_BYTES + BYTES_PER_TOKEN * len(ask.prompt)
-        start = time.monotonic()
-        answer = await self._client.post(identity.dialect.path, body, timeout_s, max_bytes, headers)
-        return identity.dialect.reply(answer), len(body), time.monotonic() - start
+        answer = await self._client.post(identity.dialect.path, body, timeout_s, max_bytes, on_body(body))
+        return identity.dialect.reply(answer)
 
     def note_failure(self, error: DraftServerError) -> None:
         """Count a failed call, and log the first one of a period."""
         self.failures[error.failure] += 1
-        if error.failure is Failure.CONNECTION or error.status in (401, 403, 404):
+        if error.failure is Failure.CONNECTION or error.code in (401, 403, 404):
             self.is_up = False
             self._lost.set()
         self._log(error)
@@ -290,9 +300,9 @@ class DraftServer:
         """
         ask = Ask(self.vocabulary.encode(_PROBE_TEXT), _PROBE_DEPTH, identity.model, ignores_eos=True)
         try:
-            reply, _, _ = await self.ask(ask, IDENTIFY_S, {})
+            reply = await self.ask(ask, IDENTIFY_S)
         except DraftServerError as error:
-            is_refusal = 400 <= error.status < 500 and error.status not in (401, 403, 404, 408, 429)
+            is_refusal = 400 <= error.code < 500 and error.code not in (401, 403, 404, 408, 429)
             if is_refusal or error.failure is Failure.CONTENT:
                 return False  # it may refuse token ids that it does not know
             raise
