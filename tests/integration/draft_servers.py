@@ -185,12 +185,10 @@ class Served:
         """Serve; on the same port as before when it was stopped."""
         listener = socket.create_server(("127.0.0.1", self.port))
         self.port = listener.getsockname()[1]
-
-        async def keep() -> None:
-            """Leave the orchestrator running: the test closes it."""
-
-        app = create_app(self._orchestrator, close=keep)
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=0))
+        app = create_app(self._orchestrator, close=self._orchestrator.close)
+        # Without a lifespan the orchestrator stays open: the test closes it.
+        config = uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=0)
+        self._server = uvicorn.Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         server = self._server
         await until(lambda: server.started)

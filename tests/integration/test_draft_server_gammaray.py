@@ -60,7 +60,7 @@ def request_of(gamma, temperature, prompt=PROMPTS[0], **fields):
     [
         (VerificationMethod.COUPLED, 0.0, 0.5),
         (VerificationMethod.COUPLED, 1.0, 0.5),
-        (VerificationMethod.NAIVE, 1.0, 0.1),
+        (VerificationMethod.NAIVE, 1.0, 0.0),
     ],
 )
 async def test_tokens_equal_those_of_gamma_0(redis_server, targets, method, temperature, least, prompt):

@@ -54,7 +54,7 @@ class Llama:
             self.port = probe.getsockname()[1]
         self.url = f"openai:http://127.0.0.1:{self.port}/v1"
         self._command = [BINARY, "-m", str(model), "--host", "127.0.0.1", "--port", str(self.port)]
-        self._command += ["--threads", "1", "-np", "2", "-c", "4096"]
+        self._command += ["-t", "1", "-np", "2", "-c", "4096"]
         self._log, self._process = log, None
 
     def _spawn(self):
@@ -63,9 +63,12 @@ class Llama:
 
     async def start(self):
         self._spawn()
-        assert await until_so(lambda: asyncio.to_thread(self._answers), 120.0), self._log.read_text()[-2000:]
+        answers = await until_so(lambda: asyncio.to_thread(self._answers), 120.0)
+        assert answers and self._process.poll() is None, self._log.read_text()[-2000:]
 
     def _answers(self):
+        if self._process.poll() is not None:
+            return True  # nothing will answer
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as answer:
                 return answer.status == 200
