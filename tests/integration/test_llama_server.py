@@ -63,8 +63,8 @@ class Llama:
 
     async def start(self):
         self._spawn()
-        answers = await until_so(lambda: asyncio.to_thread(self._answers), 120.0)
-        assert answers and self._process.poll() is None, self._log.read_text()[-2000:]
+        assert await until_so(lambda: asyncio.to_thread(self._answers), 120.0), self._log.read_text()[-2000:]
+        assert self._process.poll() is None, self._log.read_text()[-2000:]
 
     def _answers(self):
         if self._process.poll() is not None:
