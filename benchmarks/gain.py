@@ -22,8 +22,8 @@ from benchmarks.provenance import write_result
 from benchmarks.regret import GRID
 from benchmarks.worlds import World
 from gammaray.bench.tables import plain_table
+from gammaray.blocks import Shape
 from gammaray.types import Proposal
-from orchestrator.cycle.types import Shape
 from services.draft.gain import GainMeter
 
 SHAPE, PLAIN = Shape(4), Shape(0)

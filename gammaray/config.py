@@ -18,6 +18,7 @@ from pydantic_core import core_schema
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gammaray.demo_pair import DEMO_PAIR
+from gammaray.draft_server import check_draft, check_draft_server, is_draft_server
 from gammaray.environment import OTHER_VARIABLES, PREFIX, check_environment
 from gammaray.errors import InvalidArgumentError
 
@@ -140,6 +141,12 @@ METRICS_PORT = 9464
 
 _HOST_NAMES = r"^( *(\*|\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*) *(,|$))*$"
 """Comma-separated host names without ports; a leading dot matches all subdomains, an asterisk everything."""
+
+
+_DRAFT_KEY_FILE = "File with the API key of the server that drafts; empty: it needs none."
+_DRAFT_CA_FILE = (
+    "PEM file of the CA that signed the certificate of the server that drafts; empty: the system's."
+)
 
 
 class _Settings(BaseSettings):
@@ -340,6 +347,13 @@ class OrchestratorSettings(_ServingSettings):
     draft_addresses: str = Field(
         "", description="Comma-separated host:port of draft workers, in addition to the registry's."
     )
+    draft_server: Annotated[str, AfterValidator(check_draft_server)] = Field(
+        "",
+        description="openai:URL of a server that drafts in place of draft workers: llama.cpp, vLLM, SGLang, "
+        "Ollama or gammaray. #MODEL at the end names one of its models. Empty: none.",
+    )
+    draft_key_file: str = Field("", description=_DRAFT_KEY_FILE)
+    draft_ca_file: str = Field("", description=_DRAFT_CA_FILE)
     max_gamma: int = Field(
         8, ge=0, le=64, description="Upper bound of an adaptive gamma; 0: nothing is proposed."
     )
@@ -480,11 +494,14 @@ class ClusterSettings(_ModelSettings):
     target: str = Field(
         DEMO_PAIR, min_length=1, description="Target model: directory, hub name or GGUF file."
     )
-    draft: str = Field(
+    draft: Annotated[str, AfterValidator(check_draft)] = Field(
         DEMO_PAIR,
         min_length=1,
-        description="Draft model; without one, a target other than the demo pair's has no draft workers.",
+        description="Draft model, or openai:URL of a server that drafts (llama.cpp, vLLM, SGLang, Ollama or "
+        "gammaray); without one, a target other than the demo pair's has no draft workers.",
     )
+    draft_key_file: str = Field("", description=_DRAFT_KEY_FILE)
+    draft_ca_file: str = Field("", description=_DRAFT_CA_FILE)
     target_workers: Annotated[PoolSize, AfterValidator(at_least_one)] = Field(
         "1", validate_default=True, description="Number of target workers, N or MIN:MAX to scale between."
     )
@@ -538,10 +555,18 @@ class ClusterSettings(_ModelSettings):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_draft(cls, given: Any) -> Any:
-        """Start no draft workers where the only draft model would be that of another target."""
-        if given.get("target", DEMO_PAIR) != DEMO_PAIR and "draft" not in given:
+        """Start no draft workers where a server drafts, or the only draft model would be another target's."""
+        is_foreign = given.get("target", DEMO_PAIR) != DEMO_PAIR and "draft" not in given
+        if is_foreign or is_draft_server(str(given.get("draft", ""))):
             return {"draft_workers": "0", **given}
         return given
+
+    @model_validator(mode="after")
+    def _check_draft_workers(self) -> Self:
+        if is_draft_server(self.draft) and self.draft_workers.maximum:
+            field = "draft_workers"
+            raise InvalidArgumentError(field, str(self.draft_workers), f"0 with draft {self.draft}")
+        return self
 
 
 def known_variables() -> frozenset[str]:

@@ -63,13 +63,19 @@ class FinishReason(str, Enum):
 
 
 class DrafterKind(str, Enum):
-    """Kind of drafter: draft model, prompt lookup, suffix decoding, predicted output, none."""
+    """Kind of drafter: draft model, server, prompt lookup, suffix decoding, predicted output, none."""
 
     MODEL = "model"
+    SERVER = "server"
     NGRAM = "ngram"
     SUFFIX = "suffix"
     PREDICTION = "prediction"
     NONE = "none"
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a model proposes, in another process, rather than a look-up in text."""
+        return self in (DrafterKind.MODEL, DrafterKind.SERVER)
 
 
 @dataclass(frozen=True)
@@ -419,6 +425,7 @@ class SpeculationSummary:
     draft_workers: int = 0
     suffix_cycles: int = 0
     prediction_cycles: int = 0
+    server_cycles: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 

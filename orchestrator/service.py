@@ -14,12 +14,12 @@ from typing import Any
 from gammaray.aio import end_tasks
 from gammaray.config import OrchestratorSettings
 from gammaray.demo_pair import resolve_model
+from gammaray.draft_server import DraftServerUrl
 from gammaray.errors import CancelledError, GammarayError, NotFoundError
 from gammaray.security.tls import tls_files
 from gammaray.telemetry.otel import Telemetry
 from gammaray.types import (
     Chunk,
-    DrafterKind,
     FinishReason,
     GenerationRequest,
     ProcessStatus,
@@ -31,6 +31,7 @@ from orchestrator.cycle.pipeline import run_cycles
 from orchestrator.cycle.types import Cycle
 from orchestrator.drafting.choice import AdaptiveChoice, FixedChoice
 from orchestrator.drafting.factory import Drafting
+from orchestrator.drafting.http.server import DraftServer
 from orchestrator.drafting.prediction import prediction_ids
 from orchestrator.drafting.session_drafter import SessionDrafter
 from orchestrator.sessions.leases import LeaseManager, repeat
@@ -79,6 +80,7 @@ class Orchestrator:
         leases: Renewal and reaping of session leases.
         sessions: Calls of clients about their sessions.
         corpus: Past outputs, which are proposed to later sessions of the same tenant.
+        draft_server: The server that drafts in place of draft workers; None without one.
     """
 
     def __init__(self, settings: OrchestratorSettings, redis: Redis, tokenizer: Tokenizer) -> None:
@@ -109,9 +111,12 @@ class Orchestrator:
             tls=tls_files(settings),
         )
         self._opener = SessionManager(self.store, tokenizer, self._check_model)
-        self._drafting = Drafting(settings, self.fleet.drafts, tokenizer.vocab_size)
+        self.draft_server = self._make_draft_server()
+        self._drafting = Drafting(settings, self.fleet.drafts, tokenizer.vocab_size, self.draft_server)
         self.corpus = self._drafting.corpus
-        self._board = StatusBoard(self.meter, self.admission, self.fleet, redis, self.model_name)
+        self._board = StatusBoard(
+            self.meter, self.admission, self.fleet, redis, self.model_name, self.draft_server
+        )
         self.leases = LeaseManager(self.store, self.fleet.release)
         self.sessions = SessionCalls(self.store, tokenizer, self._release, records)
 
@@ -129,6 +134,8 @@ class Orchestrator:
         try:
             tokenizer = await asyncio.to_thread(Tokenizer, resolve_model(settings.model))
             orchestrator = cls(settings, redis, tokenizer)
+            if orchestrator.draft_server is not None:
+                await orchestrator.draft_server.start(SETTLE_S)
             await orchestrator.fleet.start(SETTLE_S)
             await orchestrator._board.start(settings.metrics_listen)
         except BaseException:
@@ -182,6 +189,8 @@ class Orchestrator:
                 max_prompt_bytes=self._settings.max_prompt_bytes,
                 max_context=self.tokenizer.max_context,
             )
+            if request.resume_from is None:
+                self._drafting.check(request)
             await stack.enter_async_context(self.admission.place(caller))
             self._fit_context()
             opened = await self._opener.open(request, self.max_context, caller)
@@ -267,11 +276,20 @@ class Orchestrator:
         if self._upkeep is not None:
             await end_tasks(self._upkeep)
         await self._board.stop()
+        if self.draft_server is not None:
+            await self.draft_server.close()
         await self.fleet.close()
         await self.leases.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.tracing.shutdown()
         await self._redis.aclose()
+
+    def _make_draft_server(self) -> DraftServer | None:
+        settings = self._settings
+        if not settings.draft_server:
+            return None
+        url = DraftServerUrl.parse(settings.draft_server)
+        return DraftServer(url, self.tokenizer, settings.draft_key_file, settings.draft_ca_file)
 
     async def _check_model(self, session_id: str, identity: str, left_s: float) -> None:
         if identity:
@@ -334,8 +352,8 @@ class _RunningTurn:
         self._drafter, self._controller, self._verifier = drafter, controller, verifier
         self._error: BaseException | None = None
         handover = opened.handover
-        if isinstance(controller, AdaptiveChoice) and DrafterKind.MODEL in handover.acceptance:
-            controller.recall(handover.acceptance[DrafterKind.MODEL])
+        if isinstance(controller, AdaptiveChoice) and controller.kind in handover.acceptance:
+            controller.recall(handover.acceptance[controller.kind])
         drafter.prefer(opened.session, handover.draft)
         verifier.prefer(opened.session, handover.target)
 
@@ -385,7 +403,7 @@ class _RunningTurn:
         return SessionHandover(
             counters=self._progress.counters,
             elapsed_s=self._progress.elapsed_s,
-            acceptance={DrafterKind.MODEL: controller.acceptance}
+            acceptance={controller.kind: controller.acceptance}
             if isinstance(controller, AdaptiveChoice)
             else {},
             target=self._verifier.address,

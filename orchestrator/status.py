@@ -8,7 +8,9 @@ import logging
 import os
 import re
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +24,8 @@ from gammaray.types import ProcessStatus
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.convert import process_from_proto, process_to_proto
 from orchestrator.access.admission import Admission
+from orchestrator.drafting.http.client import Failure
+from orchestrator.drafting.http.server import DraftServer
 from orchestrator.storage.client import Redis, address_of, answer
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.telemetry.metrics import OrchestratorMeter
@@ -146,16 +150,28 @@ class StatusBoard:
         fleet: The draft and target workers.
         redis: A connected client.
         model_name: Name under which the target model is served.
+        draft_server: The server that drafts, if any.
     """
 
     def __init__(
-        self, meter: OrchestratorMeter, admission: Admission, fleet: Fleet, redis: Redis, model_name: str
+        self,
+        meter: OrchestratorMeter,
+        admission: Admission,
+        fleet: Fleet,
+        redis: Redis,
+        model_name: str,
+        draft_server: DraftServer | None = None,
     ) -> None:
+        self._draft_server = draft_server
         self._meter, self._admission, self._fleet = meter, admission, fleet
         self._redis, self._model_name = redis, model_name
         self._presence = Presence(RedisRegistry(redis), self.own)
         self._export: MetricsExport | None = None
         meter.watch(admission, fleet)
+        failures = Counter[Failure]() if draft_server is None else draft_server.failures
+        for failure in Failure:
+            read = partial(failures.__getitem__, failure)
+            meter.meter.observed("gammaray.draft_server.failures", read, reason=failure.value)
 
     async def start(self, metrics_listen: str) -> None:
         """Start serving metrics, and announce this orchestrator.
@@ -193,7 +209,8 @@ class StatusBoard:
         _, others, redis = await asyncio.gather(
             self._presence.announce(), self._presence.others(), self._redis_status()
         )
-        return [own, *others, *self._fleet.status(), redis]
+        server = self._draft_server.status() if self._draft_server is not None else []
+        return [own, *others, *server, *self._fleet.status(), redis]
 
     async def stop(self) -> None:
         """Withdraw the announcement, send the last metrics and stop serving them."""

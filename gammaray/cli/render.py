@@ -107,6 +107,7 @@ def print_summary(console: Console, completion: Completion) -> None:
 def _drafters(summary: SpeculationSummary) -> str:
     parts = [
         f"{summary.model_cycles} model" + (f" ({n} workers)" if (n := summary.draft_workers) > 1 else ""),
+        f"{summary.server_cycles} server",
         f"{summary.ngram_cycles} prompt lookup",
         f"{summary.suffix_cycles} suffix decoding",
         f"{summary.prediction_cycles} prediction",

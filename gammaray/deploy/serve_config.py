@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from gammaray.config import (
@@ -18,6 +19,7 @@ from gammaray.config import (
     TargetSettings,
     WorkerSettings,
 )
+from gammaray.draft_server import is_draft_server
 from gammaray.wire.metadata import APPLICATION
 
 __all__ = [
@@ -160,6 +162,12 @@ APPLICATIONS: Final[Mapping[str, ServeApplication]] = {
 def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
     """Return what a cluster's settings determine per role; the rest is left to environment and defaults."""
     worker: dict[str, Any] = {"device": cluster.device, "dtype": cluster.dtype}
+    is_server = is_draft_server(cluster.draft)
+    server = {
+        "draft_server": cluster.draft,
+        "draft_key_file": _absolute(cluster.draft_key_file),
+        "draft_ca_file": _absolute(cluster.draft_ca_file),
+    }
     return {
         "target": {
             "model": cluster.target,
@@ -167,9 +175,13 @@ def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
             "tensor_parallel": cluster.tensor_parallel,
             **worker,
         },
-        "draft": {"model": cluster.draft, **worker},
-        "orchestrator": {"model": cluster.target},
+        "draft": worker if is_server else {"model": cluster.draft, **worker},
+        "orchestrator": {"model": cluster.target, **(server if is_server else {})},
     }
+
+
+def _absolute(file: str) -> str:
+    return str(Path(file).absolute()) if file else ""
 
 
 def serve_document(cluster: ClusterSettings) -> dict[str, Any]:

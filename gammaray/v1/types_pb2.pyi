@@ -129,6 +129,10 @@ class _DrafterKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DrafterKi
     """
     DRAFTER_KIND_PREDICTION: _DrafterKind.ValueType  # 5
     """The prediction of the request, where the completion follows it."""
+    DRAFTER_KIND_SERVER: _DrafterKind.ValueType  # 6
+    """A server with an HTTP API of its own (`draft_server`), in place of a draft model. As the drafter that a request
+    allows: this server alone, without the look-ups.
+    """
 
 class DrafterKind(_DrafterKind, metaclass=_DrafterKindEnumTypeWrapper):
     """Drafter that proposed, or that a request allows."""
@@ -147,6 +151,10 @@ tenant (arXiv 2411.04975).
 """
 DRAFTER_KIND_PREDICTION: DrafterKind.ValueType  # 5
 """The prediction of the request, where the completion follows it."""
+DRAFTER_KIND_SERVER: DrafterKind.ValueType  # 6
+"""A server with an HTTP API of its own (`draft_server`), in place of a draft model. As the drafter that a request
+allows: this server alone, without the look-ups.
+"""
 Global___DrafterKind: _TypeAlias = DrafterKind  # noqa: Y015
 
 @_typing.final

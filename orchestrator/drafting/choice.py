@@ -50,7 +50,7 @@ class FixedChoice:
         if any(match.kind is DrafterKind.PREDICTION for match in matches):
             return replace(shape, max_nodes=0, drafter=DrafterKind.PREDICTION)
         is_fallback = False
-        if self._allowed is DrafterKind.MODEL:
+        if self._allowed.is_remote:
             readiness = self._drafter.prepare(session)
             if readiness is Readiness.READY:
                 return shape
@@ -72,7 +72,7 @@ class AdaptiveChoice:
         session: The session.
         drafter: Its drafters.
         allowed: The drafter that the request allows; MODEL allows the text drafters too.
-        model: Chooses the shape of the draft model's proposals.
+        model: Chooses the shape of the proposals of the draft model, or of the server in its place.
         text: Chooses among matches.
         costs: Shared by the sessions of this replica.
     """
@@ -92,7 +92,7 @@ class AdaptiveChoice:
     def next_shape(self) -> Shape:
         """Return the shape of the next cycle's proposal, which names its drafter."""
         readiness = Readiness.ABSENT
-        if self._allowed is DrafterKind.MODEL:
+        if self._allowed.is_remote:
             readiness = self._drafter.prepare(self._session)
         shape = self._model.next_shape() if readiness is Readiness.READY else None
         matches = self._drafter.matches(self._session)
@@ -102,14 +102,14 @@ class AdaptiveChoice:
                 shape = by_text
         if shape is None:
             shape = Shape(0, drafter=DrafterKind.NGRAM)
-        is_fallback = self._allowed is DrafterKind.MODEL and readiness is Readiness.ABSENT
+        is_fallback = self._allowed.is_remote and readiness is Readiness.ABSENT
         return replace(shape, is_fallback=True) if is_fallback else shape
 
     def observe(self, cycle: Cycle) -> None:
         """Learn from a finished cycle; one whose draft worker failed is evidence for no drafter."""
         if _has_fallen_back(cycle):
             return
-        if cycle.shape.drafter is DrafterKind.MODEL:
+        if cycle.shape.drafter.is_remote:
             self._model.observe(cycle)
         else:
             self._text.observe(cycle)
@@ -120,6 +120,11 @@ class AdaptiveChoice:
     def acceptance(self) -> Counts:
         """Acceptance counts of the draft model's proposals, for the session's next owner."""
         return self._model.acceptance.counts
+
+    @property
+    def kind(self) -> DrafterKind:
+        """Kind of the drafter to which these counts belong."""
+        return self._model.drafter
 
     def recall(self, acceptance: Counts) -> None:
         """Restore the acceptance counts of the session's previous owner."""

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 from gammaray.config import OrchestratorSettings
+from gammaray.errors import InvalidArgumentError
 from gammaray.types import DrafterKind, GenerationRequest, VerificationMethod
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.cycle.session import Session
 from orchestrator.drafting.choice import AdaptiveChoice, FixedChoice
 from orchestrator.drafting.corpus import Corpus
+from orchestrator.drafting.http.drafter import ServerDrafter
+from orchestrator.drafting.http.server import DraftServer
 from orchestrator.drafting.matches import TextDrafter
 from orchestrator.drafting.prediction import PredictionDrafter
 from orchestrator.drafting.prompt_lookup import PromptLookup
-from orchestrator.drafting.session_drafter import SessionDrafter
+from orchestrator.drafting.session_drafter import ModelDrafter, SessionDrafter
 from orchestrator.drafting.suffix_decoding import SuffixDrafter
 from orchestrator.drafting.text_gamma import TextGamma
 from orchestrator.gamma.adaptive import AdaptiveGamma
@@ -33,6 +37,7 @@ class Drafting:
         settings: Deadlines and bounds.
         pool: The draft workers.
         vocab_size: Vocabulary size of the target.
+        server: The server that drafts in place of draft workers, if any.
 
     Attributes:
         costs: Costs and acceptance over all sessions.
@@ -44,8 +49,10 @@ class Drafting:
         settings: OrchestratorSettings,
         pool: WorkerPool[draft_pb.ProposeBlock, draft_pb.ProposeResult],
         vocab_size: int,
+        server: DraftServer | None = None,
     ) -> None:
         self._settings, self._pool, self._vocab_size = settings, pool, vocab_size
+        self._server = server
         self.costs = CostModel()
         # Proposals from past outputs are a shared cache: without prefix caching nothing is shared.
         max_tokens = settings.max_corpus_tokens if settings.prefix_caching else 0
@@ -67,15 +74,8 @@ class Drafting:
             prediction: Token ids of the request's prediction.
         """
         settings, policy, allowed = self._settings, request.gamma, request.drafter
-        remote = None
-        if allowed is DrafterKind.MODEL:
-            remote = RemoteDrafter(
-                self._pool,
-                spec,
-                timeout_s=settings.propose_timeout_s,
-                prefill_timeout_s=settings.verify_timeout_s,
-                vocab_size=self._vocab_size,
-            )
+        remote = self._remote(session, request, spec)
+        kind = DrafterKind.MODEL if self._server is None else DrafterKind.SERVER
         by_server = settings.max_text_gamma if settings.max_gamma > 0 else 0
         max_text = policy.fixed or policy.max_gamma or by_server
         texts = self._texts(request, prediction) if max_text > 0 else []
@@ -84,10 +84,45 @@ class Drafting:
             plain = FixedGamma(0, self.costs, reason=Reason.NO_DRAFTER)
             return drafter, FixedChoice(session, drafter, allowed, plain)
         if policy.fixed is not None:
-            fixed = FixedGamma(policy.fixed, self.costs, policy.max_nodes)
+            max_nodes = policy.max_nodes if self._server is None else 0
+            fixed = FixedGamma(policy.fixed, self.costs, max_nodes, drafter=kind)
             return drafter, FixedChoice(session, drafter, allowed, fixed)
         text = TextGamma(max_text, self.costs)
         return drafter, AdaptiveChoice(session, drafter, allowed, self._model(request), text, self.costs)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Check that a new request can use the drafter that it allows.
+
+        Raises:
+            InvalidArgumentError: It allows a server and there is none, or rejection verification would need
+                the distributions from which a server draws, which no server sends.
+        """
+        if self._server is None and request.drafter is DrafterKind.SERVER:
+            allowed = "another drafter: this cluster has no server that drafts (draft_server)"
+            raise InvalidArgumentError("drafter", request.drafter.value, allowed)
+        if self._server is not None and request.drafter.is_remote and _draws_by_rejection(request):
+            allowed = (
+                "coupled or naive: a server drafts for this cluster and sends no draft distribution, without "
+                "which rejection is not exact; or rejection with drafter ngram, suffix, prediction or none"
+            )
+            raise InvalidArgumentError("verification", request.verification.value, allowed)
+
+    def _remote(
+        self, session: Session, request: GenerationRequest, spec: pb.SessionSpec
+    ) -> ModelDrafter | None:
+        """Return the drafter that has a model, if the request allows one."""
+        settings = self._settings
+        bounds = {"timeout_s": settings.propose_timeout_s, "prefill_timeout_s": settings.verify_timeout_s}
+        if self._server is not None:
+            if not request.drafter.is_remote or _draws_by_rejection(request):
+                return None
+            # Names of tenants and of sessions are not for the server: it only compares the salts.
+            salt = spec.cache_salt if spec.HasField("cache_salt") else session.session_id
+            hashed = hashlib.sha256(salt.encode()).hexdigest()[:32]
+            return ServerDrafter(self._server, hashed, **bounds)
+        if request.drafter is not DrafterKind.MODEL:
+            return None
+        return RemoteDrafter(self._pool, spec, vocab_size=self._vocab_size, **bounds)
 
     def _texts(self, request: GenerationRequest, prediction: Sequence[int]) -> list[TextDrafter]:
         """Return the text drafters that a request may use; a draft model may be replaced by any of them.
@@ -108,8 +143,12 @@ class Drafting:
         return texts
 
     def _model(self, request: GenerationRequest) -> AdaptiveGamma:
-        """Return the controller of the draft model's proposals."""
+        """Return the controller of the proposals of the draft model, or of the server in its place."""
         settings, policy = self._settings, request.gamma
+        if self._server is not None:  # it returns one chain, and ends it where its text ends
+            kind = DrafterKind.SERVER
+            max_gamma = policy.max_gamma or settings.max_gamma
+            return AdaptiveGamma(max_gamma, self.costs, ends_early=False, drafter=kind)
         # Only coupled verification takes trees, at any temperature.
         takes_trees = request.verification is VerificationMethod.COUPLED
         # A chain with distributions costs the same number of forward passes wherever it ends.

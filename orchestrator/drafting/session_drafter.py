@@ -1,42 +1,70 @@
-"""The drafters of one session: a draft worker and look-ups in known text."""
+"""The drafters of one session: a draft worker or a server, and look-ups in known text."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from gammaray.blocks import Shape
 from gammaray.errors import GammarayError
-from gammaray.types import DrafterKind, Proposal
+from gammaray.types import Proposal
 from orchestrator.cycle.session import Session
 from orchestrator.drafting.matches import Match, TextDrafter, to_proposal
-from orchestrator.workers.drafter import Readiness, RemoteDrafter
+from orchestrator.workers.drafter import Readiness
 
-__all__ = ["SessionDrafter"]
+__all__ = ["ModelDrafter", "SessionDrafter"]
 
 _log = logging.getLogger(__name__)
+
+
+class ModelDrafter(Protocol):
+    """Proposes for one session by a model in another process: `RemoteDrafter` and `ServerDrafter`."""
+
+    @property
+    def address(self) -> str:
+        """Address of the process in use, "" for none."""
+
+    def prepare(self, session: Session) -> Readiness:
+        """Start what a proposal needs, and return whether there can be one now."""
+
+    async def propose(self, session: Session, shape: Shape) -> Proposal:
+        """Return a proposal within `shape`.
+
+        Raises:
+            GammarayError: There is none.
+        """
+
+    def prefer(self, session: Session, address: str) -> None:
+        """Use the process at an address if it is usable: it may hold the session's cache."""
+
+    def leave(self, session: Session) -> None:
+        """Detach from the process, which keeps the session's cache; returns at once."""
+
+    def release(self, session: Session) -> None:
+        """Release the session's cache; returns at once."""
 
 
 class SessionDrafter:
     """Proposes by the drafter that a shape names; implements the cycle's Drafter.
 
-    If a draft worker fails, the cycle continues at once with the longest match in known text. Later cycles
-    do so while no draft worker is usable, and return to draft workers as soon as one is.
+    If the draft model fails, the cycle continues at once with the longest match in known text. Later cycles
+    do so while no draft worker, or not the server, is usable, and return to it as soon as one is.
 
     Args:
-        remote: Proposes through draft workers; None if the request does not allow it.
+        remote: Proposes by a model, through draft workers or a server; None if the request does not allow it.
         texts: Text drafters, of equally long matches the first one's is preferred.
         max_gamma: Upper bound of the tokens of a match.
     """
 
-    def __init__(self, remote: RemoteDrafter | None, texts: Sequence[TextDrafter], max_gamma: int) -> None:
+    def __init__(self, remote: ModelDrafter | None, texts: Sequence[TextDrafter], max_gamma: int) -> None:
         self._remote, self._texts, self._max_gamma = remote, texts, max_gamma
         self._matches: list[Match] = []
         self._position = -1
 
     def prepare(self, session: Session) -> Readiness:
-        """Return whether a draft worker can propose now."""
+        """Return whether the draft model can propose now."""
         return Readiness.ABSENT if self._remote is None else self._remote.prepare(session)
 
     def matches(self, session: Session) -> Sequence[Match]:
@@ -53,11 +81,11 @@ class SessionDrafter:
         The choice depends on past cycles, failures and committed tokens, never on the noise of a future
         token, so all verification methods stay exact.
         """
-        if self._remote is not None and shape.drafter is DrafterKind.MODEL:
+        if self._remote is not None and shape.drafter.is_remote:
             try:
                 return await self._remote.propose(session, shape)
             except GammarayError as error:
-                _log.debug("session %s continues without its draft worker: %s", session.session_id, error)
+                _log.debug("session %s continues without its draft model: %s", session.session_id, error)
             match = max(self.matches(session), key=lambda match: match.length, default=None)
             return replace(_proposal(match, session, shape), is_fallback=True)
         matches = (match for match in self.matches(session) if match.kind is shape.drafter)
@@ -65,21 +93,21 @@ class SessionDrafter:
 
     @property
     def address(self) -> str:
-        """host:port of the draft worker in use, "" for none."""
+        """Address of the draft worker or server in use, "" for none."""
         return "" if self._remote is None else self._remote.address
 
     def prefer(self, session: Session, address: str) -> None:
-        """Use the draft worker at an address if it is usable: it may hold the session's cache."""
+        """Use the process at an address if it is usable: it may hold the session's cache."""
         if self._remote is not None:
             self._remote.prefer(session, address)
 
     def leave(self, session: Session) -> None:
-        """Detach from the draft worker, which keeps the session's cache; returns at once."""
+        """Detach from the draft model's process, which keeps the session's cache; returns at once."""
         if self._remote is not None:
             self._remote.leave(session)
 
     def release(self, session: Session) -> None:
-        """Release the session's cache on the draft worker; returns at once."""
+        """Release the session's cache of the draft model; returns at once."""
         if self._remote is not None:
             self._remote.release(session)
 

@@ -11,6 +11,7 @@ import math
 
 from gammaray.blocks import Shape
 from gammaray.maths.acceptance import AcceptanceEstimator
+from gammaray.types import DrafterKind
 from orchestrator.cycle.types import Cycle
 from orchestrator.gamma import cost_model
 from orchestrator.gamma.cost_model import HOLD, RATE, CostModel, first_children, stopped_early
@@ -51,15 +52,24 @@ class AdaptiveGamma:
         costs: Shared by the sessions of this replica.
         max_nodes: Upper bound of the nodes; up to 1 for chains only.
         ends_early: Whether the drafter ends chains by `Shape.stop_threshold`.
+        drafter: Kind of the drafter, a draft model or a server.
 
     Attributes:
+        drafter: As given.
         acceptance: Acceptance of this session, shrunk towards that of the replica.
         speed: Expected tokens per second of the last shape, under the sample that chose it; 0 while unknown.
     """
 
     def __init__(
-        self, max_gamma: int, costs: CostModel, max_nodes: int = 0, *, ends_early: bool = True
+        self,
+        max_gamma: int,
+        costs: CostModel,
+        max_nodes: int = 0,
+        *,
+        ends_early: bool = True,
+        drafter: DrafterKind = DrafterKind.MODEL,
     ) -> None:
+        self.drafter = drafter
         self._max_gamma, self._max_nodes, self._ends_early = max_gamma, max_nodes, ends_early
         self._costs = costs
         self.acceptance = AcceptanceEstimator(1.0 - RATE, prior_strength=STRENGTH, fleet=costs.acceptance)
@@ -74,9 +84,10 @@ class AdaptiveGamma:
     def next_shape(self) -> Shape:
         """Return the shape of the next cycle's proposal, with the reason."""
         if self._max_gamma == 0:
-            return Shape(0, reason=Reason.OFF.value)
+            return Shape(0, reason=Reason.OFF.value, drafter=self.drafter)
         if not self._costs.is_known:
-            return Shape(min(FIRST_GAMMA, self._max_gamma), reason=Reason.FIRST.value)
+            depth = min(FIRST_GAMMA, self._max_gamma)
+            return Shape(depth, reason=Reason.FIRST.value, drafter=self.drafter)
         has_begun = 0 < self._num_drafting < REFRESH  # a trial that fails ends at once
         is_renewed = self._renewed != self._costs.num_renewed
         if self._num_cycles % REFRESH == 0 or is_renewed or has_begun or self._shape is None:
@@ -128,7 +139,8 @@ class AdaptiveGamma:
         if best.depth > 1 and not best.is_tree and self._ends_early:
             # One more token pays if its probability exceeds its cost in tokens, those of others included.
             stop = min(1.0, (forward_s + row_s) * highest + price)
-        return Shape(best.depth, best.max_nodes, stop, reason=Reason.BEST.value)
+        reason = Reason.BEST.value
+        return Shape(best.depth, best.max_nodes, stop, reason=reason, drafter=self.drafter)
 
     def _sample_acceptance(self) -> list[float]:
         """Return a posterior sample of the probability of acceptance by depth."""

@@ -165,7 +165,7 @@ class CostModel:
         """
         tested, accepted = first_children(cycle)
         share = _share(cycle)
-        is_model = cycle.shape.drafter is DrafterKind.MODEL
+        is_model = cycle.shape.drafter.is_remote
         if cycle.gamma == 0 or not is_model:
             self._forget(share)
         elif tested:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from gammaray.blocks import Shape
+from gammaray.types import DrafterKind
 from orchestrator.cycle.types import Cycle
 from orchestrator.gamma.cost_model import CostModel
 
@@ -29,13 +30,19 @@ class FixedGamma:
         costs: Shared by the sessions of this replica; learns from these cycles too.
         max_nodes: Above `gamma` for trees.
         reason: Reason to report; by default `FIXED`, or `OFF` for gamma 0.
+        drafter: Kind of the drafter.
     """
 
     def __init__(
-        self, gamma: int, costs: CostModel, max_nodes: int = 0, reason: Reason | None = None
+        self,
+        gamma: int,
+        costs: CostModel,
+        max_nodes: int = 0,
+        reason: Reason | None = None,
+        drafter: DrafterKind = DrafterKind.MODEL,
     ) -> None:
         reason = reason or (Reason.FIXED if gamma else Reason.OFF)
-        self._shape = Shape(gamma, max_nodes, reason=reason.value)
+        self._shape = Shape(gamma, max_nodes, reason=reason.value, drafter=drafter)
         self._costs = costs
         self._was_plain = True
 

@@ -89,6 +89,7 @@ def worker_call(call: Call) -> pb.WorkerCall:
     )
     if len(call.blocks) > 1:
         record.refed_tokens = sum(len(block.context.token_ids) for block in call.blocks[1:])
-    if call.results and call.results[-1] is not None:
-        record.timing.CopyFrom(call.results[-1].timing)
+    answer = call.results[-1] if call.results else None
+    if answer is not None and answer.timing is not None:  # a server that drafts does not say how long it took
+        record.timing.CopyFrom(answer.timing)
     return record

@@ -2,6 +2,7 @@
 
 import importlib
 
+import helm_python
 import pytest
 import yaml
 from chart_helpers import (
@@ -234,3 +235,41 @@ def test_applications_are_all_known():
     assert {entry["name"] for entry in serve_config()["applications"]} == {
         a.name for a in APPLICATIONS.values()
     }
+
+
+DRAFT_SERVER = {
+    "draftServer": {"url": "openai:http://llama.models:8080/v1#m", "keySecret": {"name": "llama-key"}},
+    "draft": {"workers": "0"},
+}
+
+
+def test_server_that_drafts_is_a_setting_and_its_key_a_file():
+    shown = effective_of_serve(serve_config(DRAFT_SERVER))
+    assert "draft" not in shown
+    own = shown["orchestrator"]["settings"]
+    assert own["draft_server"] == DRAFT_SERVER["draftServer"]["url"]
+    template = groups(DRAFT_SERVER)["orchestrator"]["template"]
+    mount = next(m for m in container(template)["volumeMounts"] if m["name"] == "draft-server-key")
+    volume = next(v for v in template["spec"]["volumes"] if v["name"] == "draft-server-key")
+    assert own["draft_key_file"] == f"{mount['mountPath']}/key"
+    assert volume["secret"]["secretName"] == "llama-key"
+    assert not any(
+        volume["name"] == "draft-server-key"
+        for volume in groups(DRAFT_SERVER)["target"]["template"]["spec"]["volumes"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ({"draftServer": DRAFT_SERVER["draftServer"]}, "draft.workers: must be"),
+        ({**DRAFT_SERVER, "draftServer": {"url": "openai:http://user:hunter2@llama"}}, "draftServer"),
+        (
+            {**DRAFT_SERVER, "networkPolicy": {"egress": {"enabled": True}}},
+            "to reach the server of draftServer.url",
+        ),
+    ],
+)
+def test_server_that_drafts_is_refused_where_it_cannot_be_reached_or_has_a_password(values, error):
+    with pytest.raises(helm_python.HelmRenderError, match=error):
+        render(values)

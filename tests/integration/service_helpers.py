@@ -43,9 +43,9 @@ def text_of(chunks) -> str:
 
 
 @contextmanager
-def worker_process(role: str):
-    """Run a worker with the demo pair; yields its process and address."""
-    command = [sys.executable, "-m", f"services.{role}", "--model", "demo", "--listen", "127.0.0.1:0"]
+def worker_process(role: str, model: str = "demo"):
+    """Run a worker, by default with the demo pair; yields its process and address."""
+    command = [sys.executable, "-m", f"services.{role}", "--model", model, "--listen", "127.0.0.1:0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

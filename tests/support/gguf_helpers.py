@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +59,32 @@ def tiny_gguf(
     return path, model
 
 
-def write_gguf(model: PreTrainedModel, path: Path, *, quantised: str = "F32", change: Any = None) -> None:
-    """Write a model as llama.cpp's converter would."""
+def write_gguf(
+    model: PreTrainedModel,
+    path: Path,
+    *,
+    quantised: str = "F32",
+    change: Any = None,
+    tokenizer: Path | None = None,
+) -> None:
+    """Write a model as llama.cpp's converter would, with the tokenizer of a tokenizer.json or a tiny one."""
     config, name = model.config, model.config.model_type.removesuffix("_text")
     arch = next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
     writer = gguf.GGUFWriter(path, name)
     _write_metadata(writer, config)
+    if tokenizer is None:
+        _write_tokenizer(writer, TOKENS, MERGES, VOCAB_SIZE)
+        writer.add_bos_token_id(START)
+        writer.add_eos_token_id(END)
+        writer.add_pad_token_id(END)
+        writer.add_chat_template(TEMPLATE)
+    else:
+        stored = json.loads(tokenizer.read_text())
+        control = {entry["id"] for entry in stored["added_tokens"] if entry["special"]}
+        vocabulary = sorted(stored["model"]["vocab"].items(), key=lambda entry: int(entry[1]))
+        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in stored["model"]["merges"]]
+        _write_tokenizer(writer, [token for token, _ in vocabulary], merges, config.vocab_size, control)
+        writer.add_eos_token_id(config.eos_token_id)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tensors = {}
     for key, weight in model.state_dict().items():
@@ -114,17 +136,24 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_key_length(head_dim)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
+
+
+def _write_tokenizer(
+    writer: gguf.GGUFWriter,
+    tokens: Sequence[str],
+    merges: Sequence[str],
+    vocab_size: int,
+    control: Collection[int] = (START, END),
+) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    unused = [f"[unused{number}]" for number in range(VOCAB_SIZE - len(TOKENS))]
-    control = [gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.UNUSED] * len(unused)
-    writer.add_token_list([*TOKENS, *unused])
-    writer.add_token_types([*[gguf.TokenType.NORMAL] * (len(TOKENS) - 2), *control])
-    writer.add_token_merges(MERGES)
-    writer.add_bos_token_id(START)
-    writer.add_eos_token_id(END)
-    writer.add_pad_token_id(END)
-    writer.add_chat_template(TEMPLATE)
+    unused = [f"[unused{number}]" for number in range(vocab_size - len(tokens))]
+    kinds = [
+        gguf.TokenType.CONTROL if id_ in control else gguf.TokenType.NORMAL for id_ in range(len(tokens))
+    ]
+    writer.add_token_list([*tokens, *unused])
+    writer.add_token_types([*kinds, *[gguf.TokenType.UNUSED] * len(unused)])
+    writer.add_token_merges(list(merges))
 
 
 def _permuted(weight: np.ndarray, heads: int) -> np.ndarray:

@@ -58,6 +58,7 @@ class CyclesByDrafter(TypedDict):
     """Number of cycles by drafter."""
 
     model: _Count
+    server: _Count
     ngram: _Count
     suffix: _Count
     prediction: _Count

@@ -233,6 +233,7 @@ class ChoiceState:
             "cycles_by_drafter": {
                 "model": summary.model_cycles,
                 "ngram": summary.ngram_cycles,
+                "server": summary.server_cycles,
                 "suffix": summary.suffix_cycles,
                 "prediction": summary.prediction_cycles,
                 "none": summary.plain_cycles,
