@@ -1,7 +1,8 @@
 """Types of response objects; their schemas in the OpenAPI document are generated from them.
 
-They are TypedDicts, as responses are built as plain dicts: validation and conversion would cost time in every
-event of a stream. The schemas are closed, so that tests which validate responses detect undocumented fields.
+They are TypedDicts: responses are built as plain dicts, which the type checker compares with them; nothing is
+validated or converted for each event of a stream. The schemas are closed, so that tests which validate
+responses detect undocumented fields.
 """
 
 from __future__ import annotations
