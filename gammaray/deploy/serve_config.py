@@ -163,9 +163,14 @@ def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
             "tensor_parallel": cluster.tensor_parallel,
             **worker,
         },
-        "draft": {"model": cluster.draft, **worker},
+        "draft": {"model": cluster.draft, **worker, **_mapped(cluster)},
         "orchestrator": {"model": cluster.target},
     }
+
+
+def _mapped(cluster: ClusterSettings) -> dict[str, Any]:
+    """Return the setting by which draft workers propose in the target's vocabulary if theirs differs."""
+    return {} if cluster.draft == cluster.target else {"target_tokenizer": cluster.target}
 
 
 def serve_document(cluster: ClusterSettings) -> dict[str, Any]:
@@ -174,6 +179,8 @@ def serve_document(cluster: ClusterSettings) -> dict[str, Any]:
     The URL of Redis comes from the environment (GAMMARAY_REDIS_URL), since it may contain a password.
     """
     own = role_settings(cluster)
+    # Draft workers may lack the target's files; where they need them, their environment names them.
+    own["draft"].pop("target_tokenizer", None)
     if cluster.dtype == "auto":
         # Not included: the workers read it from their environment, which may differ by role.
         own = {role: {k: v for k, v in settings.items() if k != "dtype"} for role, settings in own.items()}
