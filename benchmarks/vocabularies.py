@@ -48,8 +48,12 @@ _WARM_UP_TOKENS = 16
 
 @dataclass
 class Sums:
-    """Completions of one mapping, verification, temperature and gamma."""
+    """Completions of one mapping, verification, temperature and gamma.
 
+    With rejection the text depends on gamma, so it is not compared with that of plain decoding.
+    """
+
+    method: VerificationMethod
     cycles: list[Cycle] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     plain_seconds: list[float] = field(default_factory=list)
@@ -63,7 +67,7 @@ class Sums:
         ratios = [plain / own for plain, own in zip(self.plain_seconds, self.seconds, strict=True)]
         return {
             "completions": len(self.seconds),
-            "equal": self.num_equal,
+            "equal": self.num_equal if self.method is not VerificationMethod.REJECTION else None,
             "alpha": sum(cycle.num_accepted for cycle in drafted) / max(1, tested),
             "tested": tested,
             "drafted_per_cycle": statistics.fmean(cycle.num_drafted for cycle in self.cycles),
@@ -104,7 +108,7 @@ def measure(
                     continue  # by tokens there
                 for gamma in gammas:
                     text, seconds = _timed(pairs[mapping], ask, gamma)
-                    one = sums.setdefault((mapping, method, temperature, gamma), Sums())
+                    one = sums.setdefault((mapping, method, temperature, gamma), Sums(method))
                     one.cycles += text.cycles
                     one.seconds.append(seconds)
                     one.plain_seconds.append(plain_s)
@@ -173,7 +177,7 @@ def main() -> None:
             *(row["mapping"], row["verification"], f"{row['temperature']:g}", str(row["gamma"])),
             *(f"{row['alpha']:.3f}", f"{row['tokens_per_cycle']:.2f}", f"{row['speed']:.2f}"),
             "{:.2f}-{:.2f}".format(*row["speed_range"]),
-            f"{row['equal']} of {row['completions']}",
+            "" if row["equal"] is None else f"{row['equal']} of {row['completions']}",
         )
     console.print(table)
     result = {

@@ -88,7 +88,7 @@ class Translation:
         return self.target.encode(added)  # the committed tokens stay, whatever the tokenizer would make now
 
     def num_stable(self, token_ids: Sequence[int]) -> int:
-        """Return how many of a continuation's tokens are before its last word, so that more text keeps them."""
+        """Return how many tokens of a continuation are before its last word: more text keeps them."""
         for index in range(len(token_ids) - 1, 0, -1):
             before = _kind(self.target.spellings[token_ids[index - 1]][-1:])
             # A space belongs to the word after it.

@@ -4,9 +4,12 @@ import pytest
 from vocabulary_helpers import CODE, byte_level
 
 from benchmarks.vocabularies import Sums, share_of_common
+from gammaray.types import VerificationMethod
 from services.qualify.loop import Cycle
 from services.vocabulary.spelling import Vocabulary
 from services.vocabulary.translation import Translation
+
+COUPLED, REJECTION, _ = VerificationMethod
 
 
 def cycle(drafted, accepted):
@@ -15,13 +18,16 @@ def cycle(drafted, accepted):
 
 
 def test_row_has_acceptance_of_drafted_cycles_and_the_speed_over_plain_decoding():
-    sums = Sums([cycle(4, 4), cycle(4, 1), cycle(0, 0)], [2.0, 1.0], [3.0, 3.0], num_tokens=8, num_equal=2)
+    sums = Sums(
+        COUPLED, [cycle(4, 4), cycle(4, 1), cycle(0, 0)], [2.0, 1.0], [3.0, 3.0], num_tokens=8, num_equal=2
+    )
     row = sums.row()
     assert (row["completions"], row["equal"], row["tested"]) == (2, 2, 6)
     assert row["alpha"] == pytest.approx(5 / 6)
     assert row["tokens_per_cycle"] == pytest.approx(8 / 3)
     assert row["drafted_per_cycle"] == pytest.approx(8 / 3)
     assert (row["speed"], row["speed_range"]) == (2.0, [1.5, 3.0])
+    assert Sums(REJECTION, [cycle(4, 4)], [2.0], [3.0], 5, 0).row()["equal"] is None
     assert row["tokens_per_s"] == pytest.approx(8 / 3)
 
 
