@@ -329,7 +329,8 @@ class DraftSettings(WorkerSettings):
     vocabulary_mapping: Literal["auto", "tokens", "text"] = Field(
         "auto",
         description="How a draft with another vocabulary proposes: tokens that both models have, or the "
-        "target's tokens of its text; auto is text at temperature 0, else tokens.",
+        "target's tokens of its text; auto is text at temperature 0 and with naive verification, else "
+        "tokens.",
     )
 
 

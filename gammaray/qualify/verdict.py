@@ -190,7 +190,7 @@ def _caveats(pair: PairFacts) -> list[str]:
 def _mapped(overlap: Overlap, target: ModelFacts, draft: ModelFacts) -> str:
     bound = f"alpha there is {overlap.prompt_share:.2f} at most on such text"
     how = {
-        "auto": f"by text at temperature 0, else token by token: {bound}",
+        "auto": f"by text at temperature 0, token by token above: {bound}",
         "text": "by text",
         "tokens": f"token by token: {bound}",
     }

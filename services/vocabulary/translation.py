@@ -64,11 +64,13 @@ class Translation:
 
         Rejection verification above temperature 0 tests tokens by the distribution that they were drawn from,
         which a text does not have. Above temperature 0, coupled verification accepts a token if both models
-        draw it with the same noise; text has no noise of the target's tokens.
+        draw it with the same noise; text has no noise of the target's tokens. Naive verification shares none
+        either, and its target draws the likeliest text more often than a draw of the draft's.
         """
         if temperature > 0 and method is VerificationMethod.REJECTION:
             return False
-        return self.method == "text" or (self.method == "auto" and temperature == 0)
+        is_shared = temperature > 0 and method is VerificationMethod.COUPLED
+        return self.method == "text" or (self.method == "auto" and not is_shared)
 
     def continuation(self, committed: Sequence[int], added: bytes) -> list[int]:
         """Return the target's tokens for bytes that follow committed tokens.

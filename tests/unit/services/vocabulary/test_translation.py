@@ -113,6 +113,8 @@ def test_more_text_keeps_the_tokens_before_the_last_word():
         ("auto", COUPLED, 0.0, True),
         ("auto", COUPLED, 1.0, False),
         ("auto", REJECTION, 0.0, True),
+        ("auto", REJECTION, 1.0, False),
+        ("auto", NAIVE, 1.0, True),
         ("text", COUPLED, 1.0, True),
         ("text", NAIVE, 1.0, True),
         ("text", REJECTION, 0.0, True),
