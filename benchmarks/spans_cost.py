@@ -28,6 +28,7 @@ from rich.console import Console
 
 from benchmarks.provenance import write_result
 from gammaray.bench.tables import plain_table
+from gammaray.blocks import Shape
 from gammaray.telemetry.otel import process_resource
 from gammaray.types import Proposal, SamplingParams, TokenOrigin, VerificationMethod
 from gammaray.v1 import generation_service_pb2 as pb
@@ -36,7 +37,6 @@ from orchestrator.cycle.session import Session
 from orchestrator.telemetry.spans import CycleBundle, SessionTrace
 from services.scheduling.tasks import ProposeTask, Reply, Task, Timing, VerifyTask
 from services.streaming.tracing import BlockTracer
-from services.target.scheduler import VerifyOutcome
 from services.target.verification import Verdict
 
 CYCLES, REPEATS = 1000, 7
@@ -130,9 +130,9 @@ def _blocks(traceparent: str) -> list[tuple[Task, Reply]]:
     }
     timing = Timing(40, 1900, 1700, 1, 5, 1)
     proposal = Proposal(token_ids=(1, 2, 3, 4))
-    verdict = VerifyOutcome(Verdict((0, 1), 9, TokenOrigin.CORRECTION, 3))
+    verdict = Verdict((0, 1), 9, TokenOrigin.CORRECTION, 3)
     return [
-        (ProposeTask(gamma=4, max_nodes=0, stop_threshold=0.1, **common), Reply(1, "s", proposal, timing)),
+        (ProposeTask(shape=Shape(4, 0, 0.1), **common), Reply(1, "s", proposal, timing)),
         (VerifyTask(proposal=proposal, num_top_logprobs=None, **common), Reply(1, "s", verdict, timing)),
     ]
 

@@ -321,6 +321,17 @@ class DraftSettings(WorkerSettings):
     ahead_rows: int = Field(
         4, ge=1, le=64, description="Upper bound of tokens in one forward of draft-ahead, over all sessions."
     )
+    target_tokenizer: str = Field(
+        "",
+        description="The target: directory, hub name or GGUF file. A draft with another vocabulary then "
+        "proposes the target's tokens; empty: the vocabularies are equal.",
+    )
+    vocabulary_mapping: Literal["auto", "tokens", "text"] = Field(
+        "auto",
+        description="How a draft with another vocabulary proposes: tokens that both models have, or the "
+        "target's tokens of its text; auto is text at temperature 0 and with naive verification, else "
+        "tokens.",
+    )
 
 
 class OrchestratorSettings(_ServingSettings):

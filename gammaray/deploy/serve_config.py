@@ -175,7 +175,7 @@ def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
             "tensor_parallel": cluster.tensor_parallel,
             **worker,
         },
-        "draft": worker if is_server else {"model": cluster.draft, **worker},
+        "draft": worker if is_server else {"model": cluster.draft, **worker, **_mapped(cluster)},
         "orchestrator": {"model": cluster.target, **(server if is_server else {})},
     }
 
@@ -184,12 +184,19 @@ def _absolute(file: str) -> str:
     return str(Path(file).absolute()) if file else ""
 
 
+def _mapped(cluster: ClusterSettings) -> dict[str, Any]:
+    """Return the setting by which draft workers propose in the target's vocabulary if theirs differs."""
+    return {} if cluster.draft == cluster.target else {"target_tokenizer": cluster.target}
+
+
 def serve_document(cluster: ClusterSettings) -> dict[str, Any]:
     """Return the Serve configuration of a cluster of several machines, each dedicated to one role.
 
     The URL of Redis comes from the environment (GAMMARAY_REDIS_URL), since it may contain a password.
     """
     own = role_settings(cluster)
+    # Draft workers may lack the target's files; where they need them, their environment names them.
+    own["draft"].pop("target_tokenizer", None)
     if cluster.dtype == "auto":
         # Not included: the workers read it from their environment, which may differ by role.
         own = {role: {k: v for k, v in settings.items() if k != "dtype"} for role, settings in own.items()}

@@ -13,9 +13,9 @@ from enum import Enum
 
 from gammaray.bench.optimum import CURVE_GAMMAS, Costs
 from gammaray.maths.theory import optimal_gamma, speedup
-from gammaray.qualify.measured import ModelFacts, PairFacts, Run
+from gammaray.qualify.measured import ModelFacts, Overlap, PairFacts, Run
 
-__all__ = ["Depth", "Fitness", "Judgement", "Payoff", "judge", "obstacles"]
+__all__ = ["Depth", "Fitness", "Judgement", "Payoff", "has_other_vocabulary", "judge", "obstacles"]
 
 MIN_TESTED = 100
 """With fewer tested tokens the judgement warns that alpha is uncertain."""
@@ -151,22 +151,26 @@ def obstacles(target: ModelFacts, draft: ModelFacts) -> list[str]:
         for role, facts in (("target", target), ("draft", draft))
         if facts.refusal
     ]
-    if target.vocab_size and draft.vocab_size and target.vocab_size != draft.vocab_size:
+    if has_other_vocabulary(target, draft) and not draft.tokenizer_sha256:
         found.append(
-            f"the vocabularies differ: {target.vocab_size} token ids of the target, "
-            f"{draft.vocab_size} of the draft"
-        )
-    if target.tokenizer_sha256 and draft.tokenizer_sha256 not in ("", target.tokenizer_sha256):
-        found.append(
-            f"the tokenizers differ: {target.tokenizer_size} tokens of the target, "
-            f"{draft.tokenizer_size} of the draft, with different tokens"
+            f"the vocabularies differ ({target.vocab_size} token ids of the target, {draft.vocab_size} of "
+            "the draft) and the draft has no tokenizer to map its tokens with"
         )
     return found
+
+
+def has_other_vocabulary(target: ModelFacts, draft: ModelFacts) -> bool:
+    """Return whether the draft's tokens must be mapped to the target's."""
+    if target.vocab_size and draft.vocab_size and target.vocab_size != draft.vocab_size:
+        return True
+    return bool(target.tokenizer_sha256) and draft.tokenizer_sha256 not in ("", target.tokenizer_sha256)
 
 
 def _caveats(pair: PairFacts) -> list[str]:
     target, draft = pair.target, pair.draft
     found = []
+    if pair.overlap is not None:
+        found.append(_mapped(pair.overlap, target, draft))
     if not draft.tokenizer_sha256:
         found.append("the draft has no tokenizer, so its tokens could not be compared with the target's")
     if draft.max_context < target.max_context:
@@ -181,6 +185,20 @@ def _caveats(pair: PairFacts) -> list[str]:
         if equality.ties
     ]
     return found
+
+
+def _mapped(overlap: Overlap, target: ModelFacts, draft: ModelFacts) -> str:
+    bound = f"alpha there is {overlap.prompt_share:.2f} at most on such text"
+    how = {
+        "auto": f"by text at temperature 0, token by token above: {bound}",
+        "text": "by text",
+        "tokens": f"token by token: {bound}",
+    }
+    return (
+        f"the vocabularies differ ({target.vocab_size} token ids of the target, {draft.vocab_size} of the "
+        f"draft): the draft has {overlap.shared} of the target's tokens, {overlap.prompt_share:.0%} of those "
+        f"of the prompts. Its proposals are mapped {how[overlap.mapping]}"
+    )
 
 
 def _payoff(runs: Sequence[Run], temperature: float, rtt_ms: float) -> Payoff | None:

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 from gammaray.types import MAX_GAMMA
 
-__all__ = ["Equality", "ModelFacts", "PairFacts", "QualifyTask", "Run"]
+__all__ = ["Equality", "ModelFacts", "Overlap", "PairFacts", "QualifyTask", "Run"]
 
 
 class _Frozen(BaseModel):
@@ -121,18 +121,34 @@ class Equality(_Frozen):
         return self.equal + self.ties == self.compared
 
 
+class Overlap(_Frozen):
+    """What two different vocabularies share.
+
+    Attributes:
+        shared: Tokens of the target that the draft can propose one by one.
+        prompt_share: Their share of the prompts' tokens, in [0, 1].
+        mapping: The draft's setting `vocabulary_mapping`.
+    """
+
+    shared: int
+    prompt_share: float
+    mapping: str
+
+
 class PairFacts(_Frozen):
     """Measurements of a target and one candidate.
 
     Attributes:
         target: The target.
         draft: The candidate.
+        overlap: Of the vocabularies; None if they are equal, or the pair cannot be served.
         runs: Empty when the pair cannot be served.
         equality: One per temperature; empty when the pair cannot be served.
     """
 
     target: ModelFacts
     draft: ModelFacts
+    overlap: Overlap | None = None
     runs: tuple[Run, ...] = ()
     equality: tuple[Equality, ...] = ()
 

@@ -32,8 +32,8 @@ from gammaray.errors import DeadlineExceededError, GammarayError, InvalidArgumen
 from orchestrator.launcher.notes import model_notes
 from orchestrator.launcher.options import LauncherOptions, announcer, parse_options
 from orchestrator.launcher.preflight import (
+    check_models,
     check_port,
-    check_vocabularies,
     check_workers,
     free_ports,
     gpus_by_role,
@@ -160,8 +160,8 @@ def serve_cluster(
     check_port("grpc_port", settings.host, settings.grpc_port)
     if settings.http_port == settings.grpc_port:
         raise InvalidArgumentError("grpc_port", settings.grpc_port, "another port than http_port")
-    check_vocabularies(settings.target, settings.draft if settings.draft_workers.maximum else settings.target)
-    for note in model_notes(settings, num_gpus):
+    draft = settings.draft if settings.draft_workers.maximum else settings.target
+    for note in [*check_models(settings.target, draft), *model_notes(settings, num_gpus)]:
         print(f"gammaray: {note}", file=sys.stderr, flush=True)
     # These imports are slow, so they come after the cheap checks.
     if settings.redis_url:

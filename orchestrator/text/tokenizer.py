@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from gammaray.demo_pair import DEMO_PAIR
 from gammaray.errors import InvalidArgumentError
 from gammaray.gguf import check_packages, is_gguf, pretrained_arguments, read_header
-from gammaray.vocabulary import vocabulary_sha256
+from gammaray.vocabulary import decoder_kind, spell, vocabulary_sha256
 from orchestrator.text.cpu_threads import in_thread
 
 __all__ = ["LONG_TEXT", "Tokenizer", "served_name"]
@@ -204,26 +203,12 @@ class Tokenizer:
         token: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
         if token is None:  # the model's vocabulary is often padded beyond the tokenizer's
             return b""
-        if self._decoder_kind == "byte_level" and all(c in _BYTE_OF for c in token):
-            return bytes(_BYTE_OF[c] for c in token)
-        if self._decoder_kind == "byte_fallback":
-            if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-                return bytes([int(token[3:5], 16)])
-            return token.replace("▁", " ").encode()
-        return self.decode([token_id]).encode()
+        spelling = spell(token, self._decoder_kind)
+        return self.decode([token_id]).encode() if spelling is None else spelling
 
     @cached_property
     def _decoder_kind(self) -> str:
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        decoder = json.loads(backend.to_str())["decoder"] if backend is not None else None
-        kinds = {step["type"] for step in _steps(decoder)}
-        if kinds == {"ByteLevel"}:
-            return "byte_level"
-        # Llama 2, Gemma, Phi 3: "▁" is a space, <0x..> is a byte; Strip only drops a leading space of the
-        # whole text, which a completion of a prompt must keep.
-        if "ByteFallback" in kinds and kinds <= {"ByteFallback", "Replace", "Fuse", "Strip", "Metaspace"}:
-            return "byte_fallback"
-        return "other"
+        return decoder_kind(self._tokenizer)
 
 
 def _eos_token_ids(model: str, config: Any, tokenizer: Any) -> frozenset[int]:
@@ -236,22 +221,3 @@ def _eos_token_ids(model: str, config: Any, tokenizer: Any) -> frozenset[int]:
         if candidate is not None:
             return frozenset(candidate if isinstance(candidate, (list, tuple)) else (candidate,))
     return frozenset()
-
-
-def _steps(decoder: Mapping[str, Any] | None) -> Iterable[Mapping[str, Any]]:
-    if decoder is None:
-        return []
-    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each character of GPT-2's byte-level alphabet.
-
-    Printable Latin-1 characters map to themselves; the other bytes, in order, to the characters from U+0100.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_level_alphabet()

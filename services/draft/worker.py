@@ -9,17 +9,21 @@ from typing import Any, ClassVar
 import grpc
 
 from gammaray.config import DraftSettings
+from gammaray.demo_pair import resolve_model
 from gammaray.types import Proposal
 from gammaray.v1 import draft_service_pb2, draft_service_pb2_grpc
 from gammaray.v1 import draft_service_pb2 as pb
 from gammaray.wire.blocks import proposal_to_proto, shape_from_proto
-from services.draft.scheduler import DraftScheduler
+from services.draft.translated import make_draft_scheduler
 from services.engine.engine import Engine
+from services.process.fingerprints import vocab_sha256
 from services.process.server import guarded
 from services.process.worker import Worker
+from services.scheduling.scheduler import Scheduler
 from services.scheduling.tasks import Prepared, ProposeTask, Reply
 from services.streaming.messages import Model, describe, fill_result, task_fields
 from services.streaming.streams import Deliver, Streams
+from services.vocabulary.translation import Translation, load_translation, target_size
 
 __all__ = ["DraftServicer", "DraftWorker"]
 
@@ -104,14 +108,24 @@ class DraftWorker(Worker[DraftSettings]):
     role: ClassVar[str] = "draft"
     service_name: ClassVar[str] = draft_service_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 
-    def _scheduler(self, engine: Engine) -> DraftScheduler:
-        return DraftScheduler(
-            engine,
-            self._limits,
-            draft_top_k=self.settings.draft_top_k,
-            weight_bits=self.settings.weight_bits,
-            ahead_rows=self.settings.ahead_rows if self.settings.draft_ahead else 0,
-        )
+    def __init__(self, settings: DraftSettings) -> None:
+        super().__init__(settings)
+        self._translation: Translation | None = None
+
+    def _vocabulary(self, path: str, engine: Engine) -> tuple[int, str]:
+        """Return size and fingerprint of the target's vocabulary, if the settings name it."""
+        size, digest = super()._vocabulary(path, engine)
+        if not self.settings.target_tokenizer:
+            return size, digest
+        target = resolve_model(self.settings.target_tokenizer, "target")
+        target_digest = vocab_sha256(target)
+        if target_digest and digest in ("", target_digest) and target_size(target) in (0, size):
+            return size, digest
+        self._translation = load_translation(path, size, target, self.settings.vocabulary_mapping)
+        return self._translation.target_size, target_digest
+
+    def _scheduler(self, engine: Engine) -> Scheduler[ProposeTask]:
+        return make_draft_scheduler(engine, self._limits, self.settings, self._translation)
 
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:
         draft_service_pb2_grpc.add_DraftServiceServicer_to_server(DraftServicer(streams, model), server)

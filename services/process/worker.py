@@ -184,15 +184,20 @@ class Worker(ABC, Generic[SettingsT]):
         """Return the model identity that sessions are bound to; empty except for targets."""
         return ""
 
+    def _vocabulary(self, path: str, engine: Engine) -> tuple[int, str]:
+        """Return size and fingerprint of the vocabulary of the worker's messages."""
+        return engine.vocab_size, vocab_sha256(path)
+
     def _load(self) -> Scheduler[Any]:
         disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers has no types here
         path = resolve_model(self.settings.model, self.role)
         engine = self._load_engine(path)
+        vocab_size, digest = self._vocabulary(path, engine)
         self._model = Model(
             self.settings.model,
-            engine.vocab_size,
+            vocab_size,
             engine.max_context,
-            vocab_sha256(path),
+            digest,
             kernel=engine.kernel,
             identity=self._identity(path, engine),
         )

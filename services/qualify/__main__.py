@@ -13,7 +13,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 import torch
@@ -21,12 +21,12 @@ from transformers.utils import logging as transformers_logging
 
 from gammaray.config import DraftSettings
 from gammaray.errors import GammarayError, InvalidArgumentError
-from gammaray.qualify.judgement import obstacles
-from gammaray.qualify.measured import PairFacts, QualifyTask
-from services.engine.engine import Engine
-from services.qualify.loop import Ask, Pair, draft_scheduler, target_scheduler
+from gammaray.qualify.judgement import has_other_vocabulary, obstacles
+from gammaray.qualify.measured import Overlap, PairFacts, QualifyTask
+from services.qualify.loop import Pair, draft_scheduler, target_scheduler
 from services.qualify.measure import make_asks, measure
 from services.qualify.models import Loaded, Source, encode, eos_token_ids, find, load
+from services.vocabulary.translation import Translation, load_translation
 
 __all__ = ["main"]
 
@@ -86,10 +86,20 @@ def _candidate(task: QualifyTask, source: Source, target: Loaded, draft: Source,
     if loaded.engine is None or obstacles(target.facts, loaded.facts):
         return facts
     assert isinstance(loaded.settings, DraftSettings)
+    translation, prompts = None, encode(source, task.prompts)
+    if has_other_vocabulary(target.facts, loaded.facts):
+        mapping = loaded.settings.vocabulary_mapping
+        try:
+            translation = load_translation(draft.path, loaded.engine.vocab_size, source.path, mapping)
+        except InvalidArgumentError as error:
+            refused = loaded.facts.model_copy(update={"refusal": str(error)})
+            return PairFacts(target=target.facts, draft=refused)
+        facts = facts.model_copy(update={"overlap": _overlap(translation, prompts)})
     pair = Pair(
-        target_scheduler(target.engine, target.settings), draft_scheduler(loaded.engine, loaded.settings)
+        target_scheduler(target.engine, target.settings),
+        draft_scheduler(loaded.engine, loaded.settings, translation),
     )
-    asks = _asks(task, source, target.engine)
+    asks = make_asks(task, prompts, eos_token_ids(source), target.engine.max_context)
     runs, equality = measure(
         pair,
         asks,
@@ -99,8 +109,13 @@ def _candidate(task: QualifyTask, source: Source, target: Loaded, draft: Source,
     return facts.model_copy(update={"runs": runs, "equality": equality})
 
 
-def _asks(task: QualifyTask, source: Source, engine: Engine) -> list[Ask]:
-    return make_asks(task, encode(source, task.prompts), eos_token_ids(source), engine.max_context)
+def _overlap(translation: Translation, prompts: Sequence[Sequence[int]]) -> Overlap:
+    shared, used = set(translation.common.target_ids), [token for prompt in prompts for token in prompt]
+    return Overlap(
+        shared=len(shared),
+        prompt_share=sum(token in shared for token in used) / max(1, len(used)),
+        mapping=translation.method,
+    )
 
 
 def _described(error: GammarayError) -> dict[str, str]:

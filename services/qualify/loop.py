@@ -12,12 +12,13 @@ from gammaray.blocks import Shape, Verdict
 from gammaray.config import DraftSettings, WorkerSettings
 from gammaray.errors import GammarayError, InternalError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from services.draft.scheduler import DraftScheduler
+from services.draft.translated import make_draft_scheduler
 from services.engine.engine import Engine
 from services.scheduling.planning import Limits
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.tasks import ProposeTask, Release, Reply, SessionSpec, VerifyTask
 from services.target.scheduler import TargetScheduler
+from services.vocabulary.translation import Translation
 
 __all__ = ["Ask", "MeasuredCycle", "Pair", "Text", "draft_scheduler", "target_scheduler"]
 
@@ -32,6 +33,7 @@ class Ask:
         temperature: 0 is greedy.
         seed: Seed of the session's noise.
         eos_token_ids: Tokens that end it.
+        method: Verification method.
     """
 
     prompt: tuple[int, ...]
@@ -39,6 +41,7 @@ class Ask:
     temperature: float
     seed: int
     eos_token_ids: tuple[int, ...]
+    method: VerificationMethod = VerificationMethod.COUPLED
 
     @property
     def params(self) -> SamplingParams:
@@ -73,17 +76,21 @@ def target_scheduler(engine: Engine, settings: WorkerSettings) -> TargetSchedule
     return TargetScheduler(engine, Limits(settings.max_batch_tokens, settings.prefill_chunk))
 
 
-def draft_scheduler(engine: Engine, settings: DraftSettings) -> DraftScheduler:
+def draft_scheduler(
+    engine: Engine, settings: DraftSettings, translation: Translation | None = None
+) -> Scheduler[ProposeTask]:
     """Return the scheduler of a draft worker with these settings, without draft-ahead.
 
     Draft-ahead runs while the target verifies; here draft and target run in turn.
+
+    Args:
+        engine: The draft.
+        settings: Settings of its worker.
+        translation: The vocabularies if they differ, else None.
     """
-    return DraftScheduler(
-        engine,
-        Limits(settings.max_batch_tokens, settings.prefill_chunk),
-        draft_top_k=settings.draft_top_k,
-        weight_bits=settings.weight_bits,
-        ahead_rows=0,
+    limits = Limits(settings.max_batch_tokens, settings.prefill_chunk)
+    return make_draft_scheduler(
+        engine, limits, settings.model_copy(update={"draft_ahead": False}), translation
     )
 
 
@@ -95,7 +102,7 @@ class Pair:
         draft: The draft's.
     """
 
-    def __init__(self, target: TargetScheduler, draft: DraftScheduler) -> None:
+    def __init__(self, target: TargetScheduler, draft: Scheduler[ProposeTask]) -> None:
         self.target, self.draft = target, draft
         self._names = map(str, itertools.count())
 
@@ -175,7 +182,7 @@ class _Session:
     def _block(self, role: str) -> dict[str, Any]:
         told, self._told[role] = self._told[role], len(self._tokens)
         ask = self._ask
-        spec = SessionSpec(ask.params, VerificationMethod.COUPLED, len(ask.prompt), ask.eos_token_ids)
+        spec = SessionSpec(ask.params, ask.method, len(ask.prompt), ask.eos_token_ids)
         return {
             "request_id": 0,
             "session_id": self.name,

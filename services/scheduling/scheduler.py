@@ -10,7 +10,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import ClassVar, Generic
@@ -50,6 +50,7 @@ class Scheduler(ABC, Generic[TaskT]):
     Args:
         engine: The model and its cache.
         limits: Bounds of one forward.
+        vocab_size: Number of token ids of the sessions; None: that of the engine's model.
 
     Attributes:
         meter: The worker's metrics.
@@ -58,7 +59,7 @@ class Scheduler(ABC, Generic[TaskT]):
 
     role: ClassVar[str]
 
-    def __init__(self, engine: Engine, limits: Limits) -> None:
+    def __init__(self, engine: Engine, limits: Limits, vocab_size: int | None = None) -> None:
         scored_rows = max(1, MAX_SCORED_BYTES // (4 * engine.vocab_size))
         self.engine, self.limits = engine, replace(limits, max_scored_rows=scored_rows)
         self._waiting: dict[str, deque[TaskT]] = {}
@@ -69,7 +70,11 @@ class Scheduler(ABC, Generic[TaskT]):
         self.meter = WorkerMeter(self.role)
         self.meter.watch(self)
         self.sessions = SessionTable(
-            MAX_SESSIONS, engine.vocab_size, str(engine.device), self._running.__contains__, self._forget
+            MAX_SESSIONS,
+            vocab_size or engine.vocab_size,
+            str(engine.device),
+            self._running.__contains__,
+            self._forget,
         )
 
     @abstractmethod
@@ -194,9 +199,13 @@ class Scheduler(ABC, Generic[TaskT]):
 
     def _match_cache(self, session: SessionCopy) -> None:
         """Drop cached entries that are not the committed tokens; fork a shared prefix when none is left."""
+        self._match_tokens(session, session.tokens, session.changed_from)
+
+    def _match_tokens(self, session: SessionCopy, tokens: Sequence[int], changed_from: int) -> None:
+        """Do so for the model's tokens of a session, which are as cached before `changed_from`."""
         cached = self.engine.tokens(session.session_id)
-        num_cached, tokens = len(cached), session.tokens
-        same, end = min(session.changed_from, num_cached), min(num_cached, len(tokens))
+        num_cached = len(cached)
+        same, end = min(changed_from, num_cached), min(num_cached, len(tokens))
         while same < end and cached[same] == tokens[same]:
             same += 1
         if same < num_cached:

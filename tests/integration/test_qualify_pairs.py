@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_helpers import random_tokens, tiny_model
+from vocabulary_helpers import byte_fallback
 
 import gammaray
 from gammaray.config import DraftSettings, TargetSettings
@@ -94,7 +95,7 @@ def test_random_draft_with_the_right_vocabulary_is_slower(tmp_path):
     assert "the draft's context is 128 tokens, the target's 2048" in done.stdout
 
 
-def test_other_tokenizer_of_the_same_size_is_unfit(tmp_path):
+def test_other_tokenizer_of_the_same_size_is_mapped(tmp_path):
     draft = with_demo_tokenizer(tiny_model("llama", tmp_path, vocab_size=2048))
     text = json.loads((draft / "tokenizer.json").read_text())
     vocabulary = text["model"]["vocab"]
@@ -102,8 +103,18 @@ def test_other_tokenizer_of_the_same_size_is_unfit(tmp_path):
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (draft / "tokenizer.json").write_text(json.dumps(text))
     done = qualify("--target", "demo", "--draft", draft, *SMALL)
+    assert done.returncode == 4, done.stderr
+    assert "4 of 4 completions have the tokens of plain decoding" in done.stdout
+    assert "the draft has 2048 of the target's tokens, 100% of those of the prompts" in done.stdout
+
+
+def test_draft_without_a_common_token_is_unfit(tmp_path):
+    tokenizer = byte_fallback(["αβγ"], num_bytes=0)
+    draft = tiny_model("llama", tmp_path, vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(draft)
+    done = qualify("--target", "demo", "--draft", draft, *SMALL)
     assert done.returncode == 5, done.stderr
-    assert "the tokenizers differ" in done.stdout
+    assert "shares no token with the draft's" in done.stdout
 
 
 def test_target_without_a_tokenizer_is_unfit(tmp_path):

@@ -85,6 +85,7 @@ def exponential(
     sample_index: int = 0,
     stream: int = _SHARED,
     device: torch.device | str = "cpu",
+    token_ids: Tensor | None = None,
 ) -> Tensor:
     """Return standard exponential noise E(t, v) = -log1p(-u), precise for small values, which decide draws.
 
@@ -96,15 +97,19 @@ def exponential(
         sample_index: Index among several samples for one seed.
         stream: 0 or 3, see the table above.
         device: Where to compute. Devices may differ in the last bit of the logarithm.
+        token_ids: Compute only the noise of these `vocab_size` ids, on `device`; None for all ids in order.
 
     Returns:
         [count, vocab_size] float64.
     """
-    groups = -(-vocab_size // 4)
+    if token_ids is None:
+        groups = torch.arange(-(-vocab_size // 4), device=device)
+    else:
+        groups, places = torch.unique(token_ids // 4, return_inverse=True)
     scalar = torch.tensor([[sample_index], [stream]], dtype=torch.int64, device=device)
     words = philox4x32(
         (
-            torch.arange(groups, device=device)[None, :],
+            groups[None, :],
             # A block may begin before position 0; those rows are never used.
             torch.arange(start, start + count, device=device)[:, None] & _MASK,
             scalar[:1],
@@ -112,10 +117,11 @@ def exponential(
         ),
         seed,
     )
-    noise = torch.empty(count, groups, 4, dtype=torch.float64, device=device)
+    noise = torch.empty(count, len(groups), 4, dtype=torch.float64, device=device)
     for lane, word in enumerate(words):
         noise[:, :, lane] = word
-    noise = noise.view(count, groups * 4)[:, :vocab_size]
+    noise = noise.view(count, len(groups) * 4)
+    noise = noise[:, :vocab_size] if token_ids is None else noise[:, places * 4 + token_ids % 4]
     return noise.add_(0.5).mul_(-(2.0**-32)).log1p_().neg_()
 
 
@@ -127,14 +133,20 @@ class Noise:
         sample_index: Index among several samples for one prompt and seed, in [0, 2^24).
         vocab_size: Number of token ids.
         device: Device of the rows.
+        token_ids: If given, rows have only the noise of these `vocab_size` ids, on `device`.
     """
 
     def __init__(
-        self, seed: int, sample_index: int, vocab_size: int, device: torch.device | str = "cpu"
+        self,
+        seed: int,
+        sample_index: int,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        token_ids: Tensor | None = None,
     ) -> None:
         self.seed, self.sample_index = seed, sample_index
-        self._shared = _GumbelRows(seed, sample_index, _SHARED, vocab_size, device)
-        self._residual = _GumbelRows(seed, sample_index, _RESIDUAL, vocab_size, device)
+        self._shared = _GumbelRows(seed, sample_index, _SHARED, vocab_size, device, token_ids)
+        self._residual = _GumbelRows(seed, sample_index, _RESIDUAL, vocab_size, device, token_ids)
 
     @property
     def num_bytes(self) -> int:
@@ -176,10 +188,16 @@ class _GumbelRows:
     """Rows of one stream, computed in blocks of positions and cached up to a number of bytes."""
 
     def __init__(
-        self, seed: int, sample_index: int, stream: int, vocab_size: int, device: torch.device | str
+        self,
+        seed: int,
+        sample_index: int,
+        stream: int,
+        vocab_size: int,
+        device: torch.device | str,
+        token_ids: Tensor | None,
     ) -> None:
         self._seed, self._sample_index, self._stream = seed, sample_index, stream
-        self._vocab_size, self._device = vocab_size, device
+        self._vocab_size, self._device, self._token_ids = vocab_size, device, token_ids
         kept_rows = max(1, _CACHE_BYTES // (8 * vocab_size))
         self._block_rows = min(_MAX_BLOCK_ROWS, max(1, kept_rows // 4))
         self._max_blocks = min(4, max(1, kept_rows // self._block_rows))
@@ -214,6 +232,7 @@ class _GumbelRows:
                 sample_index=self._sample_index,
                 stream=self._stream,
                 device=self._device,
+                token_ids=self._token_ids,
             )
             block.log_().neg_()
         self._blocks[index] = block

@@ -50,6 +50,7 @@ FLOORS = {
     "services/engine/cuda": 3,
     "services/engine/hf": 3,
     "services/engine/native": 3,
+    "services/vocabulary": 3,
     "services/engine": 4,
     "services/engine/tensor_parallel": 5,
     "services/scheduling": 5,

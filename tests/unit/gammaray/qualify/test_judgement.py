@@ -7,8 +7,8 @@ from qualify_helpers import facts, pair, plain_run, run, same
 
 from gammaray.bench.optimum import CURVE_GAMMAS
 from gammaray.maths import theory
-from gammaray.qualify.judgement import Fitness, judge
-from gammaray.qualify.measured import check_gamma
+from gammaray.qualify.judgement import Fitness, has_other_vocabulary, judge
+from gammaray.qualify.measured import Overlap, check_gamma
 
 
 @pytest.mark.parametrize(
@@ -16,11 +16,18 @@ from gammaray.qualify.measured import check_gamma
     [
         (facts(refusal="it flies"), facts(), ["the target cannot be served: it flies"]),
         (facts(), facts(refusal="it swims"), ["the draft cannot be served: it swims"]),
-        (facts(), facts(vocab_size=97), ["100 token ids of the target, 97 of the draft"]),
-        (facts(), facts(tokenizer_sha256="other", tokenizer_size=98), ["100 tokens", "98 of the draft"]),
-        (facts(refusal="it flies"), facts(vocab_size=97), ["it flies", "97 of the draft"]),
+        (
+            facts(),
+            facts(vocab_size=97, tokenizer_sha256=""),
+            ["100 token ids of the target, 97 of the draft", "no tokenizer"],
+        ),
+        (
+            facts(refusal="it flies"),
+            facts(vocab_size=97, tokenizer_sha256=""),
+            ["it flies", "97 of the draft"],
+        ),
     ],
-    ids=["target", "draft", "vocabulary", "tokenizer", "both"],
+    ids=["target", "draft", "vocabulary", "both"],
 )
 def test_pair_that_cannot_be_served_is_unfit_for_every_reason(target, draft, words):
     judgement = judge(pair(target=target, draft=draft, equality=()))
@@ -28,6 +35,35 @@ def test_pair_that_cannot_be_served_is_unfit_for_every_reason(target, draft, wor
     assert judgement.payoffs == ()
     assert judgement.best_speedup == 0
     assert all(word in " / ".join(judgement.reasons) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, False),
+        ({"tokenizer_sha256": ""}, False),
+        ({"vocab_size": 0}, False),
+        ({"vocab_size": 97}, True),
+        ({"tokenizer_sha256": "other"}, True),
+    ],
+)
+def test_vocabularies_differ_by_size_or_by_tokens(changed, expected):
+    assert has_other_vocabulary(facts(), facts(**changed)) is expected
+
+
+@pytest.mark.parametrize(
+    ("mapping", "words"),
+    [("auto", "alpha there is 0.40 at most"), ("tokens", "alpha there is 0.40 at most"), ("text", "by text")],
+)
+def test_pair_with_another_vocabulary_is_judged_with_a_note_on_the_overlap(mapping, words):
+    overlap = Overlap(shared=60, prompt_share=0.4, mapping=mapping)
+    measured = pair([plain_run(), run(4)], draft=facts("d", vocab_size=97, tokenizer_sha256="other"))
+    judgement = judge(measured.model_copy(update={"overlap": overlap}))
+    assert judgement.fitness is Fitness.FIT
+    (note,) = judgement.warnings
+    assert "100 token ids of the target, 97 of the draft" in note
+    assert "60 of the target's tokens, 40% of those of the prompts" in note
+    assert words in note
 
 
 def test_pair_that_pays_is_fit_and_its_figures_are_those_of_the_theory():

@@ -14,14 +14,15 @@ from functools import partial
 import psutil
 import pytest
 
-from gammaray.config import PoolSize
+from gammaray.config import ClusterSettings, PoolSize
+from gammaray.deploy.serve_config import role_settings, serve_document
 from gammaray.errors import InvalidArgumentError, UnavailableError
 from orchestrator.launcher import cluster
 from orchestrator.launcher.cluster import private_directory, serve_environment
 from orchestrator.launcher.options import parse_options
 from orchestrator.launcher.preflight import (
+    check_models,
     check_port,
-    check_vocabularies,
     free_ports,
     gpu_share,
     gpus_by_role,
@@ -94,12 +95,20 @@ def test_port_that_is_taken_is_refused_by_number():
     check_port("grpc_port", "127.0.0.1", port)
 
 
-def test_vocabularies_that_differ_are_refused_with_both_sizes(tmp_path):
+def test_vocabularies_that_differ_are_noted_with_both_sizes(tmp_path):
     target, draft = model(tmp_path / "t", vocab_size=2048), model(tmp_path / "d", vocab_size=500)
-    check_vocabularies(target, target)
-    with pytest.raises(InvalidArgumentError, match=r"500 tokens.*2048 tokens") as caught:
-        check_vocabularies(target, draft)
-    assert caught.value.field == "draft"
+    assert check_models(target, target) == []
+    (note,) = check_models(target, draft)
+    assert "500 token ids and the target 2048" in note
+
+
+def test_draft_workers_know_the_target_where_it_is_another_model():
+    assert "target_tokenizer" not in role_settings(ClusterSettings())["draft"]
+    other = ClusterSettings(target="t", draft="demo")
+    assert role_settings(other)["draft"]["target_tokenizer"] == "t"
+    document = serve_document(other)
+    (args,) = (app["args"] for app in document["applications"] if "draft" in app["import_path"])
+    assert "target_tokenizer" not in args["settings"]
 
 
 def test_vocabulary_of_a_multimodal_model_is_that_of_its_text(tmp_path):
@@ -107,7 +116,7 @@ def test_vocabulary_of_a_multimodal_model_is_that_of_its_text(tmp_path):
 
 
 def test_vocabularies_of_the_demo_pair_agree():
-    check_vocabularies("demo", "demo")
+    assert check_models("demo", "demo") == []
 
 
 @pytest.mark.parametrize("name", ["missing", "empty", "broken", "other"])

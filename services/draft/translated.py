@@ -1,0 +1,236 @@
+"""Drafts with a model whose vocabulary differs from the target's.
+
+Sessions, proposals, noise and positions are those of the target; only the draft's cache holds its own tokens,
+which are those of the committed text. After a verification the text is tokenised again from its last segment
+on, and the cache is cut where the tokens differ. Proposals are chains; nothing is drafted ahead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gammaray.blocks import Shape
+from gammaray.config import DraftSettings
+from gammaray.types import Proposal, VerificationMethod
+from services.draft.calibration import Calibration
+from services.draft.gain import GainMeter
+from services.draft.scheduler import DraftScheduler
+from services.draft.translated_chains import Chain, SharedLogits, TextChain, TokenChain
+from services.engine.engine import Engine, SequenceInput
+from services.engine.sampling.noise import Noise
+from services.scheduling.load import LoadCounters
+from services.scheduling.planning import Limits, Running
+from services.scheduling.scheduler import Scheduler
+from services.scheduling.sessions import SessionCopy
+from services.scheduling.tasks import ProposeTask, Timing
+from services.vocabulary.translation import Translation
+
+__all__ = ["TranslatedDraftScheduler", "make_draft_scheduler"]
+
+
+@dataclass(slots=True, eq=False)
+class _Drafting(Running[ProposeTask]):
+    """A proposal being drafted.
+
+    Args:
+        chain: The proposal so far.
+        context: The draft's tokens of the committed text; `tail` has those fed after them.
+    """
+
+    chain: Chain = field(kw_only=True)
+    context: Sequence[int] = field(kw_only=True)
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the context and the tail."""
+        return len(self.context) + len(self.tail)
+
+    def feed(self, start: int, size: int, *, is_last: bool) -> SequenceInput:
+        """Return the feed of `size` draft tokens from `start`; the last feed requests the logits."""
+        size_of_context = len(self.context)
+        token_ids = list(self.context[start : start + size])
+        first = max(0, start - size_of_context)
+        token_ids += self.tail[first : first + size - len(token_ids)]
+        return SequenceInput(self.task.session_id, start, token_ids, self.num_logits if is_last else 0)
+
+
+class _Translated:
+    """What is kept of one session.
+
+    Args:
+        session: The session, in the target's tokens.
+        translation: The vocabularies.
+        shared: The shared tokens.
+        limit: Context length of the draft.
+        common: Calibration of all sessions.
+    """
+
+    def __init__(
+        self,
+        session: SessionCopy,
+        translation: Translation,
+        shared: SharedLogits,
+        limit: int,
+        common: Calibration,
+    ) -> None:
+        self.session, self.context = session, translation.context(limit)
+        self.calibration = Calibration(common)
+        self._shared = shared
+        self._sent: tuple[int, tuple[int, ...], list[float]] | None = None
+        self._source: Noise | None = None
+        self._noise: Noise | None = None
+
+    @property
+    def is_race(self) -> bool:
+        """Whether the draft's choice is its prediction of the target's token, not an independent draw."""
+        spec = self.session.spec
+        return spec.method is VerificationMethod.COUPLED or spec.params.temperature == 0
+
+    @property
+    def noise(self) -> Noise | None:
+        """The session's noise, for the shared tokens only."""
+        source = self.session.noise
+        if source is not self._source:
+            self._source, ids = source, self._shared.on_device
+            self._noise = source and Noise(source.seed, source.sample_index, len(ids), ids.device, ids)
+        return self._noise
+
+    def sent(self, proposal: Proposal, confidences: list[float]) -> None:
+        """Note a proposal that was sent."""
+        self._sent = len(self.session.tokens), proposal.token_ids, confidences
+
+    def note_outcome(self) -> None:
+        """Learn from the committed tokens how likely the draft's tokens are accepted."""
+        if self._sent is None or not self.is_race:
+            return
+        (base, token_ids, confidences), self._sent = self._sent, None
+        emitted = self.session.tokens[base : base + len(token_ids)]
+        if self.session.changed_from < base or not emitted:
+            return
+        same = 0
+        while same < len(emitted) and emitted[same] == token_ids[same]:
+            same += 1
+        is_rejected = same < len(emitted)
+        self.calibration.observe(confidences[: same + is_rejected], is_rejected=is_rejected)
+
+
+class TranslatedDraftScheduler(Scheduler[ProposeTask]):
+    """Schedules drafting for sessions of another vocabulary.
+
+    Args:
+        engine: The draft model and its cache.
+        limits: Bounds of one forward.
+        translation: The vocabularies.
+        draft_top_k: Largest support of a shipped distribution.
+        weight_bits: Its weights' sum is 2^weight_bits.
+    """
+
+    role: ClassVar[str] = "draft"
+
+    def __init__(
+        self,
+        engine: Engine,
+        limits: Limits,
+        translation: Translation,
+        *,
+        draft_top_k: int,
+        weight_bits: int,
+    ) -> None:
+        super().__init__(engine, limits, translation.target_size)
+        self._translation, self._top_k, self._bits = translation, draft_top_k, weight_bits
+        self._shared = SharedLogits(translation.common, engine.device)
+        self._masked = _masked(translation, engine)
+        self._open = partial(
+            _Translated,
+            translation=translation,
+            shared=self._shared,
+            limit=engine.max_context,
+            common=Calibration(),
+        )
+        self._sessions: dict[str, _Translated] = {}
+        self._gain = GainMeter()
+
+    def load(self) -> LoadCounters:
+        """Return the load counters so far, including tokens gained."""
+        return replace(super().load(), gained=self._gain.gained)
+
+    def _reply(self, task: ProposeTask, outcome: object, timing: Timing | None = None) -> None:
+        super()._reply(task, None if task.is_notice else outcome, timing)
+
+    def _forget(self, session: SessionCopy) -> None:
+        self._gain.drop(session.session_id)
+        self._sessions.pop(session.session_id, None)
+        super()._forget(session)
+
+    def _match_cache(self, session: SessionCopy) -> None:
+        """Translate what was committed; drop cached tokens that are no longer those of the text."""
+        translated = self._sessions.get(session.session_id)
+        if translated is None:
+            translated = self._sessions[session.session_id] = self._open(session)
+        translated.note_outcome()
+        kept = translated.context.follow(session.tokens, session.changed_from)
+        self._match_tokens(session, translated.context.tokens, kept)
+
+    def _start(self, task: ProposeTask, session: SessionCopy) -> Running[ProposeTask] | Proposal:
+        self._gain.asked(task.session_id, session.tokens, task.arrived)
+        translated = self._sessions[task.session_id]
+        context = translated.context.tokens
+        if not 0 < len(context) < self.engine.max_context:
+            return Proposal()
+        chain = self._chain(translated, replace(task.shape, max_nodes=0))
+        return _Drafting(task, session, [], num_logits=1, chain=chain, context=context)
+
+    def _chain(self, translated: _Translated, shape: Shape) -> Chain:
+        session, spec = translated.session, translated.session.spec
+        power = translated.calibration.power if translated.is_race else 1.0
+        if self._translation.by_text(spec.method, spec.params.temperature):
+            return TextChain(session, self._translation, self._masked, shape, power)
+        return TokenChain(
+            session, self._shared, translated.noise, shape, power, top_k=self._top_k, bits=self._bits
+        )
+
+    def _advance(self, running: Running[ProposeTask], logits: Tensor) -> Proposal | None:
+        assert isinstance(running, _Drafting)
+        token_id = running.chain.take(logits)
+        if token_id is not None and running.num_tokens < self.engine.max_context:
+            running.tail.append(token_id)
+            return None
+        proposal, confidences = running.chain.finish()
+        task = running.task
+        self._sessions[task.session_id].sent(proposal, confidences)
+        self._gain.sent(task.session_id, proposal, task.base_position, task.arrived, time.monotonic())
+        return proposal
+
+
+def make_draft_scheduler(
+    engine: Engine, limits: Limits, settings: DraftSettings, translation: Translation | None
+) -> Scheduler[ProposeTask]:
+    """Return the scheduler of a draft worker.
+
+    Args:
+        engine: The draft model and its cache.
+        limits: Bounds of one forward.
+        settings: The worker's settings.
+        translation: The vocabularies if they differ, else None.
+    """
+    top_k, bits = settings.draft_top_k, settings.weight_bits
+    if translation is not None:
+        return TranslatedDraftScheduler(engine, limits, translation, draft_top_k=top_k, weight_bits=bits)
+    ahead_rows = settings.ahead_rows if settings.draft_ahead else 0
+    return DraftScheduler(engine, limits, draft_top_k=top_k, weight_bits=bits, ahead_rows=ahead_rows)
+
+
+def _masked(translation: Translation, engine: Engine) -> Tensor:
+    """Return [vocab_size] -inf for draft tokens without bytes other than the end of sequence, else 0."""
+    draft, end = translation.draft, translation.common.end
+    spelled = [token_id for token_id, spelling in enumerate(draft.spellings[: engine.vocab_size]) if spelling]
+    masked = torch.full((engine.vocab_size,), -torch.inf, device=engine.device)
+    masked[[*spelled, *(() if end is None else end[:1])]] = 0.0
+    return masked

@@ -1,0 +1,253 @@
+"""Chains of a draft model with another vocabulary than the target's: by shared tokens, or by text.
+
+A chain takes the draft's logits, one row per forward, and returns the draft token to feed next, until its
+proposal is complete. Proposals have the target's token ids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gammaray.blocks import Shape
+from gammaray.types import Proposal, SamplingParams, SparseDistribution
+from services.draft.predictions import Guess, Prediction, predictions, race_temperature
+from services.draft.proposals import ProposalBuilder
+from services.draft.session import draft_params
+from services.draft.tree import Node
+from services.engine.native.library import top_k_tokens
+from services.engine.sampling.edits import LogitEdits
+from services.engine.sampling.logits import processed_log_probs
+from services.engine.sampling.noise import Noise
+from services.scheduling.sessions import SessionCopy
+from services.vocabulary.intersection import Intersection
+from services.vocabulary.translation import Translation
+
+__all__ = ["Chain", "SharedLogits", "TextChain", "TokenChain"]
+
+FORWARDS_PER_TOKEN = 4
+"""Upper bound of the draft's forwards per proposed token where the proposal is made by text."""
+
+
+class Chain(Protocol):
+    """A proposal that is being drafted."""
+
+    def take(self, logits: Tensor) -> int | None:
+        """Take the logits [1, vocab_size] after the last draft token; return the next one to feed.
+
+        None: the proposal is complete.
+        """
+
+    def finish(self) -> tuple[Proposal, list[float]]:
+        """Return the proposal, and the draft's confidence in each token."""
+
+
+class SharedLogits:
+    """The draft's logits of the tokens that it shares with the target, in order of the target's ids.
+
+    Args:
+        common: The shared tokens.
+        device: Device of the logits.
+
+    Attributes:
+        target_ids: The target's id of each column.
+        on_device: The same as a tensor.
+        draft_id_of: Draft token that is fed for a target token.
+        target_size: Number of token ids of the target.
+    """
+
+    def __init__(self, common: Intersection, device: torch.device | str) -> None:
+        self.target_ids, self.on_device = common.target_ids, torch.tensor(common.target_ids, device=device)
+        self.draft_id_of = dict(zip(common.target_ids, common.draft_ids, strict=True))
+        self.target_size = common.target_size
+        self._columns = torch.tensor(common.draft_ids, device=device)
+        self._rounds = [torch.tensor(pairs, device=device).T for pairs in common.duplicates]
+
+    def of(self, logits: Tensor) -> Tensor:
+        """Return [rows, shared tokens]; probabilities of draft tokens with the same bytes are added."""
+        shared = logits[:, self._columns]
+        for indexes, draft_ids in self._rounds:
+            shared[:, indexes] = torch.logaddexp(shared[:, indexes], logits[:, draft_ids])
+        return shared
+
+    def edited(self, shared: Tensor, edits: LogitEdits, path: Sequence[int]) -> Tensor:
+        """Return a row [1, shared tokens] after masks, bias and penalties of the target's ids."""
+        row = torch.full((1, self.target_size), -torch.inf, device=shared.device)
+        row[:, self.on_device] = shared.float()
+        return edits.apply(row, [path])[:, self.on_device]
+
+
+class TokenChain:
+    """A chain of shared tokens, each drawn from the draft's distribution over them (TLI).
+
+    The tokens are those that the target would draw with the same distribution: noise, masks, bias and
+    penalties are those of the target's ids and positions.
+
+    Args:
+        session: The session, in the target's tokens.
+        shared: The shared tokens.
+        noise: Noise of the shared tokens; None at temperature 0.
+        shape: Depth and threshold of the proposal.
+        power: Exponent of confidences, see `services.draft.calibration`.
+        top_k: Rejection: largest support of a shipped distribution.
+        bits: Rejection: its weights' sum is 2^bits.
+    """
+
+    def __init__(
+        self,
+        session: SessionCopy,
+        shared: SharedLogits,
+        noise: Noise | None,
+        shape: Shape,
+        power: float,
+        *,
+        top_k: int,
+        bits: int,
+    ) -> None:
+        self._session, self._shared, self._noise = session, shared, noise
+        self._top_k, self._bits = top_k, bits
+        self._params = draft_params(session.spec)
+        self._root = self._tip = Node(session.tokens[-1], len(session.tokens) - 1, None)
+        shape = replace(shape, max_nodes=0)
+        self._builder = ProposalBuilder(self._root, shape, session.spec.eos_token_ids, power)
+
+    def take(self, logits: Tensor) -> int | None:
+        """Draw the next token; None when the proposal is complete."""
+        scores = self._processed(self._shared.of(logits))
+        if not bool((scores > -torch.inf).any()):
+            return None  # the sampling parameters allow none of the shared tokens
+        spec, tip = self._session.spec, self._tip
+        (prediction,) = predictions(
+            spec.method,
+            scores,
+            self._noise,
+            [tip.position + 1],
+            temperature=spec.params.temperature,
+            top_k=self._top_k,
+            bits=self._bits,
+        )
+        tip.prediction = _Mapped(prediction, self._shared.target_ids)
+        following = self._builder.go_on()
+        if not following:
+            return None
+        (self._tip,) = following
+        return self._shared.draft_id_of[self._tip.token_id]
+
+    def finish(self) -> tuple[Proposal, list[float]]:
+        """Return the proposal, and the draft's confidence in each token."""
+        proposal, base = self._builder.proposal(), len(self._session.tokens)
+        predicted = [node.prediction for node in (self._root, *self._builder.nodes[:-1]) if node.prediction]
+        confidences = [prediction.confidence(base) for prediction in predicted]
+        for node in [self._root, *self._root.below()]:
+            node.clear()  # break the reference cycles, so that the memory is freed at once
+        return proposal, confidences[: len(proposal)]
+
+    def _processed(self, shared: Tensor) -> Tensor:
+        params = self._params
+        if params is None:
+            return shared
+        if LogitEdits.needed(params):
+            path = [node.token_id for node in self._tip.path()]
+            shared = self._shared.edited(shared, self._edits(params, shared.device), path)
+        if not bool((shared > -torch.inf).any()):
+            return shared
+        return processed_log_probs(shared, params)
+
+    def _edits(self, params: SamplingParams, device: torch.device) -> LogitEdits:
+        session = self._session
+        if session.edits is None:
+            spec, size = session.spec, self._shared.target_size
+            session.edits = LogitEdits(params, spec.eos_token_ids, spec.prompt_length, size, device)
+        session.edits.follow(session.tokens)
+        return session.edits
+
+
+class _Mapped:
+    """A prediction over the shared tokens, in the target's ids."""
+
+    __slots__ = ("_prediction", "_target_ids", "law")
+
+    def __init__(self, prediction: Prediction, target_ids: Sequence[int]) -> None:
+        self._prediction, self._target_ids = prediction, target_ids
+        law = prediction.law
+        self.law: SparseDistribution | None = None
+        if law is not None:
+            token_ids = tuple(target_ids[index] for index in law.token_ids)
+            self.law = SparseDistribution(token_ids, law.weights, law.weight_bits)
+
+    def choose(self, base: int) -> int:
+        return self._target_ids[self._prediction.choose(base)]
+
+    def confidence(self, base: int) -> float:
+        return self._prediction.confidence(base)
+
+    def guesses(self, base: int | None) -> Sequence[Guess]:
+        return [(self._target_ids[index], share) for index, share in self._prediction.guesses(base)]
+
+
+class TextChain:
+    """The draft's likeliest text, tokenised by the target's tokenizer (SLEM).
+
+    Sampling parameters are ignored: they apply to the target's tokens. Not for rejection verification above
+    temperature 0: the text has no distribution over the target's tokens.
+
+    Args:
+        session: The session, in the target's tokens.
+        translation: The vocabularies.
+        masked: [vocab_size] -inf for draft tokens without bytes other than its end of sequence, else 0.
+        shape: Depth and threshold of the proposal.
+        power: Exponent of confidences.
+    """
+
+    def __init__(
+        self, session: SessionCopy, translation: Translation, masked: Tensor, shape: Shape, power: float
+    ) -> None:
+        self._session, self._translation, self._masked = session, translation, masked
+        self._shape, self._power = shape, power
+        self._text, self._found = b"", list[int]()
+        self._reached, self._ends, self._shares = 1.0, list[int](), list[float]()
+        self._is_ended = False
+
+    def take(self, logits: Tensor) -> int | None:
+        """Append the likeliest token; None when the proposal is complete."""
+        (guess,) = top_k_tokens(logits[0] + self._masked, 1, race_temperature(0.0))
+        token_id, share = guess[0], min(1.0, guess[1])
+        self._reached *= share**self._power
+        if self._found and self._reached < self._shape.stop_threshold:
+            return None
+        end, translation = self._translation.common.end, self._translation
+        if end is not None and token_id == end[0]:
+            self._is_ended = True
+            return None
+        self._text += translation.draft.spellings[token_id]
+        self._ends.append(len(self._text))
+        self._shares.append(share)
+        self._found, depth = translation.continuation(self._session.tokens, self._text), self._shape.depth
+        is_late = len(self._ends) >= FORWARDS_PER_TOKEN * (depth + 1)
+        return None if is_late or translation.num_stable(self._found) >= depth else token_id
+
+    def finish(self) -> tuple[Proposal, list[float]]:
+        """Return the proposal, and the draft's confidence in each token."""
+        translation, spec = self._translation, self._session.spec
+        # More text may change the last word, but a guess of one token costs little.
+        token_ids = self._found if self._is_ended else self._found[: translation.num_stable(self._found) or 1]
+        spelled = [len(translation.target.bytes_of([token_id])) for token_id in token_ids]
+        reached = [self._reached_at(start) for start in accumulate(spelled, initial=0)]
+        confidences = [after / before for before, after in pairwise(reached)]
+        end = translation.common.end
+        if self._is_ended and end is not None and end[1] in spec.eos_token_ids:
+            token_ids = [*token_ids, end[1]]
+            confidences.append(1.0)
+        depth = self._shape.depth
+        return Proposal(tuple(token_ids[:depth])), confidences[:depth]
+
+    def _reached_at(self, end: int) -> float:
+        """Return the probability of the draft tokens that begin before a byte of the text."""
+        starts = [0, *self._ends]
+        return math.prod(share for start, share in zip(starts, self._shares, strict=False) if start < end)

@@ -1,0 +1,72 @@
+"""Tokens that two vocabularies share, by their bytes (token-level intersection, arXiv 2502.05202)."""
+
+from __future__ import annotations
+
+from services.vocabulary.spelling import Vocabulary
+
+__all__ = ["Intersection"]
+
+
+class Intersection:
+    """The tokens that draft and target share.
+
+    Tokens match if their bytes are equal. Special tokens match by their content, never by text; the draft's
+    end of sequence stands for the target's.
+
+    Args:
+        draft: The draft's vocabulary.
+        target: The target's.
+        draft_size: Number of logits of the draft model; tokens past them cannot be drafted.
+        target_size: Number of token ids of the target model.
+
+    Attributes:
+        target_ids: Target ids that the draft can propose, ascending.
+        draft_ids: For each of them the draft token that is fed for it.
+        duplicates: Rounds of (index into `target_ids`, further draft token with the same bytes); an index
+            occurs once per round.
+        to_draft: Draft token of each shared target token, special tokens included, for the context.
+        end: The draft's and the target's end of sequence; None if one has none.
+        num_text_tokens: Shared tokens that are not special.
+    """
+
+    def __init__(self, draft: Vocabulary, target: Vocabulary, draft_size: int, target_size: int) -> None:
+        size, self.target_size = min(draft_size, len(draft)), target_size
+        fed: dict[int, int] = {}
+        others: list[tuple[int, int]] = []
+        for draft_id in range(size):
+            spelling = draft.spellings[draft_id]
+            target_id = target.id_of(spelling) if spelling else None
+            if target_id is None or target_id >= target_size:
+                continue
+            if draft.id_of(spelling) == draft_id:
+                fed[target_id] = draft_id
+            else:
+                others.append((target_id, draft_id))
+        self.to_draft = dict(fed)
+        proposed = dict(fed)
+        for content, target_id in target.specials.items():
+            draft_special = draft.specials.get(content)
+            if draft_special is not None and draft_special < size and target_id < target_size:
+                self.to_draft[target_id] = draft_special
+                if draft_special != draft.eos_token_id:
+                    proposed[target_id] = draft_special
+        self.end: tuple[int, int] | None = None
+        if draft.eos_token_id is not None and target.eos_token_id is not None and draft.eos_token_id < size:
+            self.end = draft.eos_token_id, target.eos_token_id
+            self.to_draft.setdefault(target.eos_token_id, draft.eos_token_id)
+            proposed[target.eos_token_id] = draft.eos_token_id
+        self.num_text_tokens = len(fed)
+        self.target_ids = sorted(proposed)
+        self.draft_ids = [proposed[target_id] for target_id in self.target_ids]
+        index_of = {target_id: index for index, target_id in enumerate(self.target_ids)}
+        self.duplicates: list[list[tuple[int, int]]] = []
+        seen: dict[int, int] = {}
+        for target_id, draft_id in others:
+            if target_id not in index_of:
+                continue
+            index = index_of[target_id]
+            number = seen.get(index, 0)
+            seen[index] = number + 1
+            if number == len(self.duplicates):
+                self.duplicates.append([])
+            self.duplicates[number].append((index, draft_id))

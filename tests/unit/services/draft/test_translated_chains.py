@@ -1,0 +1,255 @@
+"""Proposals in the target's tokens from a draft with other tokens: which noise, which distribution."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+import torch
+from maths_loop_helpers import g_test
+from vocabulary_helpers import CODE, byte_fallback, byte_level
+
+from gammaray.blocks import Shape
+from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from services.draft.translated_chains import SharedLogits, TextChain, TokenChain
+from services.engine.sampling.noise import Noise
+from services.scheduling.tasks import SessionSpec
+from services.target.verification import verify
+from services.vocabulary.intersection import Intersection
+from services.vocabulary.spelling import Vocabulary
+from services.vocabulary.translation import Translation
+
+COUPLED, REJECTION, NAIVE = VerificationMethod
+TARGET = Vocabulary(byte_fallback(["abcd"], num_bytes=0x65))
+"""Has the characters a to d, and <0x61> to <0x64> for them; the draft has x and no d."""
+DRAFT = Vocabulary(byte_fallback(["abcx"], num_bytes=0x62))
+COMMON = Intersection(DRAFT, TARGET, len(DRAFT), len(TARGET))
+PROMPT = TARGET.encode(b"ab")
+BASE = len(PROMPT)
+FAIR, BIASED = 1e-3, 1e-6
+
+
+def session_of(method=COUPLED, noise=None, eos=(), **params):
+    spec = SessionSpec(SamplingParams(seed=1, **params), method, BASE, eos)
+    session = SessionCopy("s", 1, spec)
+    session.merge(0, list(PROMPT))
+    session.noise = noise
+    return session
+
+
+def logits_of(vocabulary, probs):
+    """Logits of a vocabulary in which each text has a probability, and every other token almost none."""
+    row = torch.full((1, len(vocabulary)), -40.0)
+    for text, prob in probs.items():
+        row[0, vocabulary.id_of(text.encode())] = torch.tensor(prob).log()
+    return row
+
+
+def shared_noise(noise):
+    ids = torch.tensor(COMMON.target_ids)
+    return noise and Noise(noise.seed, noise.sample_index, len(ids), token_ids=ids)
+
+
+def chain_of(session, depth=1, threshold=0.0, shared=None, bits=12):
+    shared = shared or SharedLogits(COMMON, "cpu")
+    shape = Shape(depth, 0, threshold)
+    return TokenChain(session, shared, shared_noise(session.noise), shape, 1.0, top_k=64, bits=bits)
+
+
+def proposal_of(chain, *rows):
+    fed = [chain.take(row) for row in rows]
+    return chain.finish()[0], fed
+
+
+# ALGORITHMS: p(a, b, c, d) = (.5, .2, .1, .2), q(a, b, c, x) = (.3, .2, .1, .4) have an overlap of .6;
+# restricted to the shared tokens, q is (.5, 1/3, 1/6) and the overlap is .8.
+P = {"a": 0.5, "b": 0.2, "c": 0.1, "d": 0.2}
+Q = {"a": 0.3, "b": 0.2, "c": 0.1, "x": 0.4}
+SHARED_OVERLAP = 0.8
+
+
+def first_tokens(method, samples, params=None, bias=0.0):
+    """Emitted first tokens and the share of accepted proposals, over seeds."""
+    moved = P | {"a": P["a"] + bias, "d": P["d"] - bias}
+    log_p = logits_of(TARGET, moved).log_softmax(-1).repeat(2, 1)
+    counts, accepted = Counter(), 0
+    for seed in range(samples):
+        noise = Noise(seed, 0, len(TARGET))
+        session = session_of(method, noise, **params or {})
+        proposal, _ = proposal_of(chain_of(session, bits=16), logits_of(DRAFT, Q))
+        verdict = verify(method, log_p, proposal, session.spec.params, noise, BASE)
+        emitted = [*(proposal.token_ids[node] for node in verdict.accepted_path), verdict.next_token_id]
+        counts[TARGET.spellings[emitted[0]].decode()] += 1
+        accepted += len(verdict.accepted_path)
+    assert set(counts) <= set(P)
+    return [counts[text] for text in P], accepted / samples
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("method", list(VerificationMethod))
+def test_emitted_tokens_follow_the_target_distribution(method):
+    counts, _ = first_tokens(method, 1200)
+    assert g_test(counts, list(P.values())) > FAIR
+    biased, _ = first_tokens(method, 500, bias=0.2)
+    assert g_test(biased, list(P.values())) < BIASED  # a bias would be seen
+
+
+@pytest.mark.statistical
+def test_rejection_accepts_the_overlap_of_the_shared_tokens():
+    _, accepted = first_tokens(REJECTION, 2000)
+    # Four standard deviations of a binomial; the overlap of the unrestricted distributions, .6, is far off.
+    assert abs(accepted - SHARED_OVERLAP) < 0.036
+
+
+def test_coupled_choice_is_the_targets_own_where_the_distributions_agree():
+    """The noise is that of the target's ids and positions: the same distribution draws the same tokens."""
+    shared_only = {"a": 0.5, "b": 0.3, "c": 0.2}
+    log_p = logits_of(TARGET, shared_only).log_softmax(-1)
+    drawn = Counter()
+    for seed in range(200):
+        noise = Noise(seed, 0, len(TARGET))
+        session = session_of(COUPLED, noise)
+        (token_id,) = proposal_of(chain_of(session), logits_of(DRAFT, shared_only))[0].token_ids
+        assert token_id == int((log_p + noise.gumbel(BASE, 1)).argmax())
+        drawn[token_id] += 1
+    assert len(drawn) == 3
+
+
+def test_noise_of_some_ids_is_a_part_of_the_noise_of_all():
+    whole, part = Noise(7, 2, 1000), Noise(7, 2, 5, token_ids=torch.tensor([3, 4, 5, 500, 999]))
+    for rows in ("gumbel", "independent_gumbel"):
+        expected = getattr(whole, rows)(40, 9)[:, [3, 4, 5, 500, 999]]
+        assert torch.allclose(getattr(part, rows)(40, 9), expected, rtol=1e-12)
+    assert part.draft_bits(3, 4, 12) == whole.draft_bits(3, 4, 12)
+
+
+def test_probabilities_of_draft_tokens_with_the_same_bytes_are_added():
+    byte_a = DRAFT.spellings.index(b"a")
+    assert DRAFT.id_of(b"a") != byte_a
+    row = logits_of(DRAFT, {"a": 0.2, "b": 0.3, "c": 0.5})
+    row[0, byte_a] = torch.tensor(0.4).log()
+    shared = SharedLogits(COMMON, "cpu").of(row).exp()
+    found = {
+        TARGET.spellings[token_id].decode(): round(float(prob), 6)
+        for token_id, prob in zip(COMMON.target_ids, shared[0], strict=True)
+        if prob > 1e-6
+    }
+    assert found == {"a": 0.6, "b": 0.3, "c": 0.5}
+
+
+def test_shipped_distribution_has_the_targets_ids_and_is_that_of_the_draw():
+    noise = Noise(3, 0, len(TARGET))
+    session = session_of(REJECTION, noise)
+    row = logits_of(DRAFT, Q)
+    proposal, fed = proposal_of(chain_of(session, depth=2), row, row)
+    assert len(proposal) == 2
+    assert fed[1] is None
+    assert DRAFT.spellings[fed[0]] == TARGET.spellings[proposal.token_ids[0]]
+    ids = [TARGET.id_of(text.encode()) for text in "abc"]
+    for law, token_id in zip(proposal.draft_distributions, proposal.token_ids, strict=True):
+        assert law.token_ids == tuple(sorted(ids))
+        shares = dict(zip(law.token_ids, law.weights, strict=True))
+        assert [round(shares[one] / 2**12, 2) for one in ids] == [0.5, 0.33, 0.17]
+        assert token_id in ids
+
+
+def test_masks_bias_and_penalties_are_those_of_the_targets_ids():
+    a, b, d = (TARGET.id_of(text.encode()) for text in "abd")
+    row = logits_of(DRAFT, Q)
+
+    def greedy(**params):
+        return proposal_of(chain_of(session_of(temperature=0.0, **params)), row)[0].token_ids
+
+    assert greedy() == (a,)
+    assert greedy(banned_token_ids=(a,)) == (b,)
+    assert greedy(logit_bias={b: 5.0}) == (b,)
+    assert greedy(repetition_penalty=1.0, presence_penalty=2.0) != ()
+    assert greedy(allowed_token_ids=(d,)) == ()  # the draft has no such token
+
+
+def test_penalties_count_the_tokens_of_the_proposal():
+    row = logits_of(DRAFT, {"a": 0.5, "b": 0.4, "c": 0.1})
+    session = session_of(temperature=0.0, frequency_penalty=1.5)
+    proposal, _ = proposal_of(chain_of(session, depth=3), row, row, row)
+    # The prompt does not count; each proposed token lowers its own score.
+    assert [TARGET.spellings[one].decode() for one in proposal.token_ids] == ["a", "b", "a"]
+
+
+def test_chain_ends_below_the_threshold_and_after_the_end():
+    row = logits_of(DRAFT, {"a": 0.5, "b": 0.3, "c": 0.2})
+    long = chain_of(session_of(temperature=0.0), depth=8, threshold=0.6)
+    proposal, fed = proposal_of(long, *[row] * 8)
+    assert 1 <= len(proposal) < 8
+    assert fed[len(proposal)] is None
+    end = TARGET.eos_token_id
+    row = torch.full((1, len(DRAFT)), -9.0)
+    row[0, DRAFT.eos_token_id] = 9.0
+    proposal, fed = proposal_of(chain_of(session_of(temperature=0.0, eos=(end,)), depth=4), row)
+    assert (proposal.token_ids, fed) == ((end,), [None])
+
+
+def test_all_confidences_are_probabilities_one_for_each_token():
+    row = logits_of(DRAFT, Q)
+    for method in VerificationMethod:
+        chain = chain_of(session_of(method, Noise(2, 0, len(TARGET))), depth=3)
+        for _ in range(3):
+            chain.take(row)
+        proposal, confidences = chain.finish()
+        assert len(confidences) == len(proposal) == 3
+        assert all(0 <= one <= 1 for one in confidences)
+
+
+WIDE = Vocabulary(byte_level(CODE, 400, specials=("<|im_end|>",)))
+NARROW = Vocabulary(byte_level(CODE, 270))
+BY_TEXT = Translation(NARROW, WIDE, len(NARROW), len(WIDE), "text")
+
+
+def text_chain(committed, depth, threshold=0.0, eos=()):
+    session = session_of(temperature=0.0, eos=eos)
+    session.merge(0, list(committed))
+    masked = torch.zeros(len(NARROW))
+    return TextChain(session, BY_TEXT, masked, Shape(depth, 0, threshold), 1.0)
+
+
+def drafted(chain, text, score=30.0):
+    """Run a chain on a draft that continues with `text`, one of its tokens after the other."""
+    for token_id in [*NARROW.encode(text), NARROW.eos_token_id]:
+        row = torch.zeros(1, len(NARROW))
+        row[0, token_id] = score
+        if chain.take(row) is None:
+            break
+    return chain.finish()
+
+
+def test_text_is_proposed_in_the_targets_own_tokens():
+    token_ids = WIDE.encode(CODE.encode())
+    for cut in (3, 8, 20):
+        added = WIDE.bytes_of(token_ids[cut:])
+        proposal, confidences = drafted(text_chain(token_ids[:cut], 5), added)
+        assert proposal == Proposal(tuple(token_ids[cut : cut + 5]))
+        assert confidences == pytest.approx([1.0] * 5, abs=1e-3)
+
+
+def test_last_word_waits_for_more_text_unless_the_draft_ends_it():
+    prompt, end = WIDE.encode(b"def "), WIDE.eos_token_id
+    token_ids = WIDE.encode(b"def fib(n):")[len(prompt) - 1 :]
+    ended, _ = drafted(text_chain(WIDE.encode(b"def"), 9, eos=(end,)), b" fib(n):")
+    assert ended.token_ids == (*token_ids, end)
+    not_an_end, _ = drafted(text_chain(WIDE.encode(b"def"), 9), b" fib(n):")
+    assert not_an_end.token_ids == tuple(token_ids)
+
+
+def test_unsure_text_is_cut():
+    proposal, confidences = drafted(
+        text_chain(WIDE.encode(b"def"), 6, threshold=0.5), b" fib(n): return", 2.0
+    )
+    whole, _ = drafted(text_chain(WIDE.encode(b"def"), 6), b" fib(n): return", 2.0)
+    assert 1 <= len(proposal) < len(whole)
+    assert len(confidences) == len(proposal)
+
+
+def test_spec_of_the_session_is_not_changed():
+    session = session_of(REJECTION, Noise(2, 0, len(TARGET)), top_k=2)
+    before = dataclasses.replace(session.spec)
+    proposal, _ = proposal_of(chain_of(session), logits_of(DRAFT, Q))
+    assert session.spec == before
+    assert len(proposal.draft_distributions[0].token_ids) == 2

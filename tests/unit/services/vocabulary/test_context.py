@@ -1,0 +1,100 @@
+"""The draft's tokens of the committed text: exact, independent of how the text arrived, and bounded work."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vocabulary_helpers import CODE, PROSE, byte_fallback, byte_level
+
+from services.vocabulary.context import MAX_SEGMENT, ContextTranslation
+from services.vocabulary.spelling import Vocabulary
+from services.vocabulary.translation import Translation
+
+TARGET = Vocabulary(byte_level(CODE + PROSE, 400, specials=("<|im_end|>", "<|im_start|>", "<|end|>")))
+SAME_END = Vocabulary(byte_level(CODE, 300))
+PIECES = Vocabulary(byte_fallback(["▁the", "▁def", "return", "▁self"]))
+DRAFTS = pytest.mark.parametrize("draft", [SAME_END, PIECES], ids=["byte level", "byte fallback"])
+TOKENS = st.lists(st.integers(0, len(TARGET) - 1), max_size=120)
+NO_LIMIT = 2**20
+
+
+def translation(draft):
+    return Translation(draft, TARGET, len(draft), len(TARGET))
+
+
+def from_scratch(draft, token_ids):
+    context = translation(draft).context(NO_LIMIT)
+    context.follow(token_ids, 0)
+    return context.tokens
+
+
+@DRAFTS
+@given(token_ids=TOKENS)
+def test_text_of_the_context_is_that_of_the_committed_tokens(draft, token_ids):
+    assert draft.bytes_of(from_scratch(draft, token_ids)) == TARGET.bytes_of(token_ids)
+
+
+CHANGES = st.lists(st.tuples(st.integers(0, 40), st.lists(st.integers(0, len(TARGET) - 1), max_size=40)))
+
+
+@DRAFTS
+@given(changes=CHANGES)
+def test_translation_does_not_depend_on_how_the_tokens_arrive(draft, changes):
+    context, held = translation(draft).context(NO_LIMIT), []
+    for dropped, added in changes:  # a new owner of a session may replace tokens
+        common = max(0, len(held) - dropped)
+        held = [*held[:common], *added]
+        before = list(context.tokens)
+        kept = context.follow(held, common)
+        assert context.tokens[:kept] == before[:kept]
+        assert context.tokens == from_scratch(draft, held)
+
+
+def test_only_the_last_segment_is_tokenised_again():
+    token_ids = TARGET.encode((CODE + PROSE).encode() * 20)
+    context = translation(SAME_END).context(NO_LIMIT)
+    context.follow(token_ids, 0)
+    num_tokens = len(context.tokens)
+    assert context.follow([*token_ids, token_ids[0]], len(token_ids)) > num_tokens - MAX_SEGMENT
+    whole = SAME_END.encode(TARGET.bytes_of(token_ids))
+    # Segments end before words, where the tokenizer never joins: few tokens differ from those of the whole.
+    assert abs(num_tokens - len(whole)) <= 0.01 * len(whole)
+
+
+def test_text_without_words_is_cut():
+    context = translation(SAME_END).context(NO_LIMIT)
+    token_ids = TARGET.encode(b"x" * 4096)
+    context.follow(token_ids, 0)
+    assert SAME_END.bytes_of(context.tokens) == b"x" * 4096
+    assert context.follow([*token_ids, token_ids[0]], len(token_ids)) >= len(context.tokens) - 2 * MAX_SEGMENT
+
+
+def test_special_tokens_map_by_content_or_role_and_others_are_left_out():
+    im_end, im_start, end = (TARGET.specials[one] for one in ("<|im_end|>", "<|im_start|>", "<|end|>"))
+    hello = TARGET.encode(b"the dog")
+    shared = from_scratch(SAME_END, [im_start, *hello, end, *hello, im_end])
+    dog, draft_end = SAME_END.encode(b"the dog"), SAME_END.eos_token_id
+    # <|end|> by its content; <|im_end|> is the end of sequence, which the draft calls <|end|>.
+    assert shared == [*dog, draft_end, *dog, draft_end]
+    pieces = from_scratch(PIECES, [im_start, *hello, end, *hello, im_end])
+    dog = PIECES.encode(b"the dog")
+    assert pieces == [*PIECES.prefix, *dog, *dog, PIECES.eos_token_id]
+
+
+def test_translation_stops_past_its_limit():
+    token_ids = TARGET.encode((CODE + PROSE).encode() * 50)
+    context = translation(SAME_END).context(200)
+    context.follow(token_ids, 0)
+    assert context.is_full
+    assert 200 < len(context.tokens) <= 200 + MAX_SEGMENT
+    kept = context.follow([*token_ids, 5], len(token_ids))
+    assert context.is_full
+    assert kept <= len(context.tokens) <= 200 + 2 * MAX_SEGMENT
+    context.follow(token_ids[:20], 20)
+    assert not context.is_full
+    assert context.tokens == from_scratch(SAME_END, token_ids[:20])
+
+
+def test_ids_outside_the_tokenizer_are_left_out():
+    context = ContextTranslation(SAME_END, TARGET, {}, NO_LIMIT)
+    context.follow([len(TARGET) + 5, *TARGET.encode(b"fox")], 0)
+    assert SAME_END.bytes_of(context.tokens) == b"fox"

@@ -1,0 +1,147 @@
+"""Which tokens two vocabularies share, and the target's tokens of a continuation."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vocabulary_helpers import CODE, PROSE, byte_fallback, byte_level
+
+from gammaray.errors import InvalidArgumentError
+from gammaray.types import VerificationMethod
+from services.demo_pair import DRAFT_DIR, TARGET_DIR
+from services.vocabulary.intersection import Intersection
+from services.vocabulary.spelling import Vocabulary, incomplete_tail
+from services.vocabulary.translation import Translation, load_translation, target_size
+
+COUPLED, REJECTION, NAIVE = VerificationMethod
+TARGET = Vocabulary(byte_level(CODE + PROSE, 400, specials=("<|im_end|>", "<|end|>")))
+DRAFT = Vocabulary(byte_level(CODE, 300, specials=("<|end|>", "<|pad|>"), specials_last=True))
+PIECES = Vocabulary(byte_fallback(["▁the", "▁def", "return", "▁self"]))
+PAIRS = pytest.mark.parametrize(
+    ("draft", "target"), [(DRAFT, TARGET), (PIECES, TARGET), (TARGET, PIECES)], ids=["bpe", "pieces", "wide"]
+)
+
+
+def common(draft, target):
+    return Intersection(draft, target, len(draft), len(target))
+
+
+@PAIRS
+def test_shared_tokens_have_equal_bytes_and_ascending_ids(draft, target):
+    shared = common(draft, target)
+    assert shared.target_ids == sorted(set(shared.target_ids))
+    end = shared.end
+    assert end == (draft.eos_token_id, target.eos_token_id)
+    for target_id, draft_id in zip(shared.target_ids, shared.draft_ids, strict=True):
+        if target_id == end[1]:
+            assert draft_id == end[0]
+        else:
+            assert target.spellings[target_id] == draft.spellings[draft_id] != b""
+    expected = {spelling for spelling in target.spellings if spelling} & set(draft.spellings)
+    assert shared.num_text_tokens == len(expected)
+    assert len(shared.target_ids) == len(expected) + 1
+
+
+@PAIRS
+def test_each_draft_token_with_a_targets_bytes_counts_once(draft, target):
+    """Many-to-one: a character's own token and its byte fallback add up, neither replaces the other."""
+    shared = common(draft, target)
+    found = [draft_id for draft_id in shared.draft_ids if draft_id != draft.eos_token_id]
+    for pairs in shared.duplicates:
+        assert len({index for index, _ in pairs}) == len(pairs)
+        for index, draft_id in pairs:
+            assert draft.spellings[draft_id] == target.spellings[shared.target_ids[index]]
+            found.append(draft_id)
+    assert sorted(found) == [
+        draft_id
+        for draft_id, spelling in enumerate(draft.spellings)
+        if spelling and target.id_of(spelling) is not None
+    ]
+    if draft is PIECES:
+        assert shared.duplicates
+
+
+def test_special_tokens_are_never_matched_by_text():
+    shared = common(DRAFT, TARGET)
+    pad = DRAFT.specials["<|pad|>"]
+    assert pad not in shared.draft_ids
+    # By content for the context, where <|end|> is a token of both; proposals end with the target's own end.
+    assert shared.to_draft[TARGET.specials["<|end|>"]] == DRAFT.specials["<|end|>"]
+    assert TARGET.specials["<|end|>"] not in shared.target_ids
+    assert TARGET.specials["<|im_end|>"] in shared.target_ids
+
+
+def test_tokens_past_the_models_sizes_are_not_shared():
+    shared = Intersection(DRAFT, TARGET, 100, 150)
+    assert max(shared.draft_ids) < 100
+    assert max(shared.target_ids) < 150
+    assert shared.end is None  # the draft's is its last token
+
+
+@given(
+    committed=st.lists(st.integers(0, len(TARGET) - 1), max_size=20),
+    added=st.one_of(st.text(max_size=20).map(str.encode), st.binary(max_size=20)),
+)
+def test_continuation_has_the_bytes_that_were_added(committed, added):
+    pair = Translation(DRAFT, TARGET, len(DRAFT), len(TARGET))
+    token_ids = pair.continuation(committed, added)
+    assert TARGET.bytes_of(token_ids) == added[: len(added) - incomplete_tail(added)]
+
+
+def test_continuation_joins_the_word_that_was_begun():
+    pair = Translation(DRAFT, TARGET, len(DRAFT), len(TARGET))
+    text = CODE.encode()
+    token_ids = TARGET.encode(text)
+    for cut in range(1, len(token_ids)):
+        added = TARGET.bytes_of(token_ids[cut:])
+        assert pair.continuation(token_ids[:cut], added) == token_ids[cut:]
+
+
+def test_more_text_keeps_the_tokens_before_the_last_word():
+    pair, text = Translation(DRAFT, TARGET, len(DRAFT), len(TARGET)), CODE.encode()
+    whole, num_kept = TARGET.encode(text), 0
+    for size in range(1, len(text)):
+        begun = pair.continuation([], text[:size])
+        stable = pair.num_stable(begun)
+        assert begun[:stable] == whole[:stable]
+        num_kept += len(begun) - stable <= 4
+    assert num_kept > 0.8 * len(text)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "method", "temperature", "expected"),
+    [
+        ("auto", COUPLED, 0.0, True),
+        ("auto", COUPLED, 1.0, False),
+        ("auto", REJECTION, 0.0, True),
+        ("auto", REJECTION, 1.0, False),
+        ("auto", NAIVE, 1.0, True),
+        ("text", COUPLED, 1.0, True),
+        ("text", NAIVE, 1.0, True),
+        ("text", REJECTION, 0.0, True),
+        ("text", REJECTION, 1.0, False),
+        ("tokens", COUPLED, 0.0, False),
+    ],
+)
+def test_text_is_not_used_where_a_distribution_is_tested(mapping, method, temperature, expected):
+    pair = Translation(DRAFT, TARGET, len(DRAFT), len(TARGET), mapping)
+    assert pair.by_text(method, temperature) is expected
+
+
+def test_vocabularies_without_a_common_token_are_refused():
+    greek = Vocabulary(byte_fallback(["αβγ"], num_bytes=0))
+    latin = Vocabulary(byte_fallback(["abc"], num_bytes=0))
+    with pytest.raises(InvalidArgumentError, match="shares no token") as caught:
+        Translation(greek, latin, len(greek), len(latin))
+    assert caught.value.field == "target_tokenizer"
+
+
+def test_translation_of_directories_uses_the_models_sizes(tmp_path):
+    tokenizer = byte_level(CODE, 300)
+    tokenizer.save_pretrained(tmp_path)
+    pair = load_translation(str(DRAFT_DIR), 2048, str(tmp_path), "auto")
+    assert (pair.target_size, target_size(str(tmp_path))) == (300, 0)
+    back = load_translation(str(tmp_path), 300, str(TARGET_DIR), "text")
+    assert (back.target_size, back.method) == (2048, "text")
+    with pytest.raises(InvalidArgumentError) as caught:
+        load_translation(str(tmp_path / "none"), 300, str(TARGET_DIR), "auto")
+    assert caught.value.field == "model"
