@@ -1,5 +1,8 @@
 """A certificate authority for development: `gammaray certs`, and `gammaray up --worker-tls`.
 
+`trustme` would save a third of these lines, but its certificates are valid for signing code, too, and it
+leaves no choice of key usages or of the authority's validity.
+
 In production, have your own authority (cert-manager, Vault, ...) issue certificates with the names of
 `gammaray.security.tls`. Needs the `cryptography` package, which comes with `gammaray[orchestrator]`.
 """
