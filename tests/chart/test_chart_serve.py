@@ -271,5 +271,6 @@ def test_server_that_drafts_is_a_setting_and_its_key_a_file():
     ],
 )
 def test_server_that_drafts_is_refused_where_it_cannot_be_reached_or_has_a_password(values, error):
-    with pytest.raises(helm_python.HelmRenderError, match=error):
+    refusals = helm_python.HelmRenderError, helm_python.HelmValuesError
+    with pytest.raises(refusals, match=error):
         render(values)

@@ -232,8 +232,8 @@ class ChoiceState:
             "speedup_estimate": summary.speedup_estimate,
             "cycles_by_drafter": {
                 "model": summary.model_cycles,
-                "ngram": summary.ngram_cycles,
                 "server": summary.server_cycles,
+                "ngram": summary.ngram_cycles,
                 "suffix": summary.suffix_cycles,
                 "prediction": summary.prediction_cycles,
                 "none": summary.plain_cycles,

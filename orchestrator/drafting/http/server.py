@@ -24,7 +24,7 @@ __all__ = ["DraftServer", "Identity", "Vocabulary", "identify"]
 
 _log = logging.getLogger(__name__)
 
-WATCH_S = 5.0
+WATCH_S = 2.0
 """Seconds between two checks that the server answers."""
 
 RECONNECT_BASE_S, RECONNECT_CAP_S = 0.25, 5.0
