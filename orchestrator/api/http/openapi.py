@@ -27,6 +27,7 @@ from gammaray.types import (
     MAX_STOP,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
+    DrafterKind,
 )
 from gammaray.wire.metadata import MAX_TIMEOUT_MS, TIMEOUT_HEADER
 from orchestrator.access.caller import MAX_PRIORITY, PRIORITY_HEADER
@@ -239,6 +240,7 @@ _AMOUNT: Schema = {"type": "number", "minimum": 0}
 _SHARE: Schema = {"type": "number", "minimum": 0, "maximum": 1}
 _BYTES: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 255}}
 _ORIGIN: Schema = {"enum": ["accepted", "correction", "bonus"]}
+_DRAFTER: Schema = {"enum": [*(kind.value for kind in DrafterKind if kind is not DrafterKind.NONE), None]}
 _FINISH: Schema = {"enum": ["stop", "length", "cancelled"]}
 
 
@@ -296,7 +298,7 @@ _METRICS = _object(
         )
     }
 )
-_PIECE_TOKEN = _object({"id": _COUNT, "origin": _ORIGIN, "bytes": _BYTES})
+_PIECE_TOKEN = _object({"id": _COUNT, "origin": _ORIGIN, "drafter": _DRAFTER, "bytes": _BYTES})
 _CHAT_ENTRY: dict[str, Schema] = {"token": _STRING, "logprob": _NUMBER, "bytes": _BYTES}
 _CHAT_LOGPROBS = _object(
     {

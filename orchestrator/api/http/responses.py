@@ -482,7 +482,13 @@ class ChatResponse(Response):
 
 
 def _token(token: EmittedToken) -> dict[str, Any]:
-    return {"id": token.token_id, "origin": token.origin.value, "bytes": list(token.token_bytes)}
+    drafter = None if token.drafter is None else token.drafter.value
+    return {
+        "id": token.token_id,
+        "origin": token.origin.value,
+        "drafter": drafter,
+        "bytes": list(token.token_bytes),
+    }
 
 
 def _token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
