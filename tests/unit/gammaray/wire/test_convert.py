@@ -137,12 +137,12 @@ def distributions(draw):
 @st.composite
 def proposals(draw):
     ids = draw(st.lists(token_ids, max_size=8))
-    shape, laws = None, None
+    shape, drawn = None, None
     if ids and draw(st.booleans()):
         shape = tuple(draw(st.integers(-1, node - 1)) for node in range(len(ids)))
     elif ids and draw(st.booleans()):
-        laws = tuple(draw(distributions()) for _ in ids)
-    return t.Proposal(tuple(ids), shape, laws)
+        drawn = tuple(draw(distributions()) for _ in ids)
+    return t.Proposal(tuple(ids), shape, drawn)
 
 
 def over_the_wire(message):
@@ -256,7 +256,7 @@ def test_token_of_a_drafter_that_this_version_does_not_know_has_none():
     assert convert.token_from_proto(message).drafter is None
 
 
-def law(ids=(1, 2), weights=(3, 5), bits=3):
+def distribution(ids=(1, 2), weights=(3, 5), bits=3):
     return pb.SparseDistribution(token_ids=ids, weights=weights, weight_bits=bits)
 
 
@@ -270,38 +270,38 @@ def law(ids=(1, 2), weights=(3, 5), bits=3):
         (pb.Proposal(token_ids=[1, 2], parents=[-1, 1]), "proposal.parents[1]"),
         (pb.Proposal(token_ids=[1, 2], parents=[1, 0]), "proposal.parents[0]"),
         (pb.Proposal(token_ids=[1], parents=[-2]), "proposal.parents[0]"),
-        (pb.Proposal(token_ids=[1, 2], draft_distributions=[law()]), "proposal.draft_distributions"),
-        (pb.Proposal(draft_distributions=[law()]), "proposal.draft_distributions"),
+        (pb.Proposal(token_ids=[1, 2], draft_distributions=[distribution()]), "proposal.draft_distributions"),
+        (pb.Proposal(draft_distributions=[distribution()]), "proposal.draft_distributions"),
         (
-            pb.Proposal(token_ids=[1], draft_distributions=[law(bits=0)]),
+            pb.Proposal(token_ids=[1], draft_distributions=[distribution(bits=0)]),
             "proposal.draft_distributions.weight_bits",
         ),
         (
-            pb.Proposal(token_ids=[1], draft_distributions=[law(bits=25)]),
+            pb.Proposal(token_ids=[1], draft_distributions=[distribution(bits=25)]),
             "proposal.draft_distributions.weight_bits",
         ),
         (
-            pb.Proposal(token_ids=[1], draft_distributions=[law(ids=(1, 1))]),
+            pb.Proposal(token_ids=[1], draft_distributions=[distribution(ids=(1, 1))]),
             "proposal.draft_distributions.token_ids",
         ),
         (
-            pb.Proposal(token_ids=[1], draft_distributions=[law(ids=(1, VOCAB))]),
+            pb.Proposal(token_ids=[1], draft_distributions=[distribution(ids=(1, VOCAB))]),
             "proposal.draft_distributions.token_ids",
         ),
         (
-            pb.Proposal(token_ids=[1], draft_distributions=[law(ids=(1,))]),
+            pb.Proposal(token_ids=[1], draft_distributions=[distribution(ids=(1,))]),
             "proposal.draft_distributions.token_ids",
         ),
         (
-            pb.Proposal(token_ids=[1], draft_distributions=[law(weights=(3, 4))]),
+            pb.Proposal(token_ids=[1], draft_distributions=[distribution(weights=(3, 4))]),
             "proposal.draft_distributions.weights",
         ),
         (
-            pb.Proposal(token_ids=[1], draft_distributions=[law(weights=(0, 8))]),
+            pb.Proposal(token_ids=[1], draft_distributions=[distribution(weights=(0, 8))]),
             "proposal.draft_distributions.weights",
         ),
         (
-            pb.Proposal(token_ids=[1], draft_distributions=[law(ids=(), weights=())]),
+            pb.Proposal(token_ids=[1], draft_distributions=[distribution(ids=(), weights=())]),
             "proposal.draft_distributions.weights",
         ),
     ],
