@@ -152,8 +152,8 @@ class Chat:
             failure = error.reason if isinstance(error, urllib.error.URLError) else error
             if cause := self._tls_cause(failure):
                 raise cause from None
-            told = str(failure) or type(failure).__name__
-            raise UnavailableError(f"{self._url}: {told}") from None
+            reason = str(failure) or type(failure).__name__
+            raise UnavailableError(f"{self._url}: {reason}") from None
         raise UnavailableError(f"{self._url}: the response ended early")
 
     def _tls_cause(self, failure: BaseException | str | None) -> GammarayError | None:

@@ -59,7 +59,9 @@ def chat(url, said, *options):
 
 def test_chat_keeps_the_conversation_until_it_is_reset(serve):
     backend = Recording()
-    result = chat(serve(backend), "hi\n\nand?\n/reset\nagain\n/exit\nnever\n", "--system", "be", "--seed", "7")
+    result = chat(
+        serve(backend), "hi\n\nand?\n/reset\nagain\n/exit\nnever\n", "--system", "be", "--seed", "7"
+    )
     assert result.exit_code == 0
     assert result.stdout == "café\n" * 3
     system, hi, cafe = ("system", "be"), ("user", "hi"), ("assistant", "café")
