@@ -342,9 +342,9 @@ def _whole(kind: str, choice: Schema) -> Schema:
 def _piece(kind: str, choice: Schema) -> Schema:
     """Return the schema of an event; `gammaray` may have the tokens, the summary, both, or be absent."""
     piece = _whole(kind, choice)
-    told = _object({**_SUMMARY, "tokens": _array(_PIECE_TOKEN)}, optional=(*_SUMMARY, "tokens"))
+    own = _object({**_SUMMARY, "tokens": _array(_PIECE_TOKEN)}, optional=(*_SUMMARY, "tokens"))
     usage = {"anyOf": [_ref("Usage"), _TOKEN_COUNTS]}
-    piece["properties"] |= {"gammaray": told, "usage": usage, "obfuscation": _STRING}
+    piece["properties"] |= {"gammaray": own, "usage": usage, "obfuscation": _STRING}
     piece["required"] = [name for name in piece["required"] if name not in ("usage", "gammaray")]
     return piece
 
@@ -468,14 +468,14 @@ def document() -> dict[str, Any]:
 def _generation(request: str, response: str) -> Schema:
     """Return the path item of a kind of completions."""
     body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
-    told = {
+    data = {
         "type": "string",
         "contentMediaType": "application/json",
         "contentSchema": {"anyOf": [_ref(f"{response}Piece"), _ref("Error")]},
     }
     event = {  # one object per event, as tools expect for this media type
         "type": "object",
-        "properties": {"id": {"type": "string"}, "data": {"anyOf": [{"const": "[DONE]"}, told]}},
+        "properties": {"id": {"type": "string"}, "data": {"anyOf": [{"const": "[DONE]"}, data]}},
         "required": ["data"],
     }
     answer = {
