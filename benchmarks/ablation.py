@@ -47,7 +47,7 @@ from orchestrator.gamma.fixed import FixedGamma
 __all__ = ["CONTROLLERS", "SETS", "ablation", "main"]
 
 FIRST, THEN = 200, 400
-"""Cycles of a fresh replica, and those after them, whose shares are told apart."""
+"""Cycles of a fresh replica, and those after them; their shares are reported separately."""
 
 MAX_NODES = 32
 LOADS = (1, 8, 64, 8, 1)

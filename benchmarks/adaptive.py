@@ -1,4 +1,4 @@
-"""Adaptive gamma beside every fixed one, chains and trees, on three workloads in one run.
+"""Adaptive gamma compared with every fixed one, chains and trees, on three workloads in one run.
 
     python -m benchmarks.adaptive            # about twenty minutes
     python -m benchmarks.adaptive --quick    # about a minute, to see that it works
@@ -58,7 +58,7 @@ async def run(settings: Settings, console: Console) -> dict[str, Any]:
     """Run the three workloads and return the result, JSON-ready.
 
     Raises:
-        ClusterError: The cluster did not start, or left processes behind.
+        ClusterError: The cluster did not start, or did not end all of its processes.
         GammarayError: A completion failed.
     """
     texts = {name: prompts(source, settings.num_prompts) for name, (source, _) in WORKLOADS.items()}
@@ -132,7 +132,7 @@ def _table(points: Sequence[dict[str, Any]]) -> Table:
         "adaptive / best",
         "held out",
     )
-    table = plain_table("Adaptive gamma beside the best fixed shape", columns)
+    table = plain_table("Adaptive gamma and the best fixed shape", columns)
     for point in points:
         rows = {row["system"]: row for row in point["rows"]}
         found = point["adaptive"]
@@ -162,7 +162,7 @@ def _settings(options: argparse.Namespace) -> Settings:
 
 def main() -> None:
     """Command line of this module."""
-    parser = argparse.ArgumentParser(description="Adaptive gamma beside every fixed one.")
+    parser = argparse.ArgumentParser(description="Adaptive gamma compared with every fixed one.")
     parser.add_argument("--quick", action="store_true", help="a small run")
     parser.add_argument("--target", default=DEMO_PAIR, help="directory or hub name")
     parser.add_argument("--draft", default=DEMO_PAIR, help="directory or hub name")

@@ -58,7 +58,7 @@ def bounds(rows: Sequence[Row], costs: Sequence[dict[str, Any]]) -> list[Bound]:
 def bounds_table(found: Sequence[Bound]) -> Table:
     """Return the bounds as a table for the terminal."""
     columns = ("system", "cycle", "draft", "verify", "rho", "% of sum", "% of larger", "max speedup")
-    table = plain_table("A cycle (ms) beside its forwards", columns)
+    table = plain_table("A cycle and its forwards (ms)", columns)
     for bound in found:
         times = (f"{bound[part]:.2f}" for part in ("cycle_ms", "draft_ms", "verify_ms"))
         shares = (f"{100 * bound[f'{kind}_share']:.0f}" for kind in ("sequential", "overlapped"))

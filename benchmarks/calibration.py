@@ -26,7 +26,7 @@ from gammaray.bench.tables import plain_table
 from gammaray.bench.workloads import prompts
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.draft.calibration import Calibration
-from services.draft.predictions import race_temperature
+from services.draft.predictions import draw_temperature
 from services.engine.engine import Engine, SequenceInput
 from services.engine.loader import load_engine
 from services.engine.sampling.noise import Noise
@@ -47,7 +47,7 @@ def confidences(
 ) -> tuple[list[float], list[bool]]:
     """Return, for each token of the target's, the draft's confidence in its own and whether both agree."""
     tokens, noise = list(prompt), Noise(seed, 0, target.vocab_size)
-    session_id, scale = f"{seed}-{temperature}", race_temperature(temperature)
+    session_id, scale = f"{seed}-{temperature}", draw_temperature(temperature)
     believed, is_right = list[float](), list[bool]()
     for fed in (0, *range(len(prompt), len(prompt) + num_tokens - 1)):
         feed = SequenceInput(session_id, fed, tokens[fed:], 1)
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--target", type=Path, default=TARGET_DIR)
     parser.add_argument("--draft", type=Path, default=DRAFT_DIR)
     parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=192, help="that the target writes behind each")
+    parser.add_argument("--tokens", type=int, default=192, help="that the target writes after each")
     parser.add_argument("--length", type=int, default=4, help="of the chains, in tokens")
     parser.add_argument("--out", type=Path, help="result file (default: in benchmarks/results)")
     options = parser.parse_args()

@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 
 
 class ClusterError(RuntimeError):
-    """The cluster did not start, or left processes behind."""
+    """The cluster did not start, or did not end all of its processes."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ async def _ready_line(process: asyncio.subprocess.Process) -> re.Match[str] | No
 
 
 async def _drain(process: asyncio.subprocess.Process) -> None:
-    """Read on, lest the cluster stand still at a full pipe."""
+    """Read the output, since the cluster would block at a full pipe."""
     assert process.stdout is not None
     while await process.stdout.read(2**16):
         pass
@@ -140,7 +140,7 @@ async def stop(process: asyncio.subprocess.Process) -> None:
     """Stop `gammaray up` and wait until all of its processes have ended.
 
     Raises:
-        ClusterError: Some were left behind; they were killed.
+        ClusterError: Some outlived it; they were killed.
     """
     try:
         family = psutil.Process(process.pid).children(recursive=True)
@@ -156,7 +156,7 @@ async def stop(process: asyncio.subprocess.Process) -> None:
         names = [f"{p.pid} {p.name()}" for p in left if p.is_running()]
         for p in left:
             _kill(p)
-        raise ClusterError(f"left behind by `gammaray up`, now killed: {', '.join(names)}")
+        raise ClusterError(f"not ended by `gammaray up`, now killed: {', '.join(names)}")
 
 
 async def _has_ended(process: asyncio.subprocess.Process, timeout_s: float) -> bool:
@@ -191,7 +191,7 @@ def _kill(process: psutil.Process) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return loopback ports nobody listens on, below those that the system and Ray hand out."""
+    """Return unused loopback ports, below those that the system and Ray assign."""
     found: list[int] = []
     while len(found) < count:
         port = random.randint(10_000, 29_000)

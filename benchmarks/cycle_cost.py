@@ -45,7 +45,7 @@ def _cpu_us(pid: int) -> float:
 def _row(
     gamma: int, cycles: Sequence[Cycle], cpu_us: dict[str, float], writes: Sequence[float]
 ) -> dict[str, Any]:
-    """Return medians in milliseconds; `beside` is the median of what each cycle had beyond its forwards."""
+    """Return medians in milliseconds; `overhead_ms` is the median time of a cycle without its forwards."""
 
     def median(values: Iterator[float] | Sequence[float]) -> float:
         return round(statistics.median(values) / 1e3, 3)
@@ -59,7 +59,7 @@ def _row(
         "cycle_ms": median([c.period_us for c in cycles]),
         "draft_forwards_ms": median([c.draft.forward_us if c.draft else 0.0 for c in cycles]),
         "verify_forward_ms": median([float(c.verify.forward_us) for c in cycles]),
-        "beside_ms": median([c.period_us - f for c, f in zip(cycles, forwards, strict=True)]),
+        "overhead_ms": median([c.period_us - f for c, f in zip(cycles, forwards, strict=True)]),
         "queue_ms": median([float(sum(one.queue_us for one in calls)) for calls in asked]),
         "worker_ms": median(
             [float(sum(one.compute_us - one.forward_us for one in calls)) for calls in asked]

@@ -3,9 +3,9 @@
     python -m benchmarks.draft_ahead
 
 Draft and target scheduler of the demo pair run in one thread, in turn: propose, verify, and then draft-ahead
-for as long as the verification took (`--window` times that), as it would beside it on a core of its own. All
-times are CPU times of the thread, so the figures do not depend on what else the machine does. The throttle,
-which looks at contention, is open. A hit is a proposal that was ready without a forward.
+for as long as the verification took (`--window` times that), as it would do at the same time on another core.
+All times are CPU times of the thread, so the figures do not depend on what else the machine does. The
+throttle, which looks at contention, is open. A hit is a proposal that was ready without a forward.
 
 The claim to check: with coupled verification draft and target share their noise, so that the draft foresees
 the target's tokens at temperature 1 nearly as well as at 0; with rejection sampling it does not.

@@ -33,7 +33,7 @@ class ReceivedSpan:
     Args:
         start_ns: Nanoseconds since 1970.
         end_ns: The same.
-        links: Span ids that it links to, each behind its trace id and a colon.
+        links: Spans that it links to, each as trace id, colon, span id.
         resource: What the process says of itself.
     """
 

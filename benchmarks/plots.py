@@ -2,7 +2,7 @@
 
     python -m benchmarks.plots benchmarks/results/run-2026-01-31.json
 
-Draws what each file holds, as PNG and SVG: the speedup beside the theory's curve where gammas were measured,
+Draws what each file holds, as PNG and SVG: the speedup with the theory's curve where gammas were measured,
 throughput where there were several numbers of completions in flight, and the time split of a cycle.
 """
 
@@ -110,9 +110,9 @@ def _speedup_panel(axes: Axes, point: Point) -> None:
     trees = [row for row in rows if "x" in row["system"].removeprefix(stack_name(""))]
     if trees:
         depths = [float(row["system"].removeprefix(stack_name("")).partition("x")[0]) for row in trees]
-        beside = [depth + _TREE_SHIFT for depth in depths]
-        _ratios(axes, beside, trees, color=_GREEN, marker="^", label="trees, measured (depth × nodes)")
-        for at, row in zip(beside, trees, strict=True):
+        shifted = [depth + _TREE_SHIFT for depth in depths]
+        _ratios(axes, shifted, trees, color=_GREEN, marker="^", label="trees, measured (depth × nodes)")
+        for at, row in zip(shifted, trees, strict=True):
             text = row["system"].removeprefix(stack_name("")).replace("x", "×")
             place = (at, row["over_plain"]["median"])
             axes.annotate(text, place, (7, 3), textcoords="offset points", color=_GREEN, fontsize=8)

@@ -41,7 +41,7 @@ class ProbedCycle:
         compute_ms: Of these, spent by the workers.
         draft_ms: Of these, in the draft's forwards.
         verify_ms: Of these, in the target's forward.
-        is_ahead: Whether the proposal was at hand before it was asked for.
+        is_ahead: Whether the proposal had arrived before it was requested.
     """
 
     wait_ms: float
@@ -73,7 +73,7 @@ class WorkerProbe:
         self._request_id = 0
 
     async def run(self, prompt: Sequence[int], policy: GammaPolicy, num_cycles: int) -> list[ProbedCycle]:
-        """Return the cycles behind the first one, whose times contain the prefill; the gamma is fixed.
+        """Return the cycles after the first one, whose times contain the prefill; the gamma is fixed.
 
         Raises:
             InternalError: A worker refused a block.
@@ -169,7 +169,7 @@ async def running_probe(client: AsyncClient) -> AsyncIterator[WorkerProbe]:
 
 
 def cycle_cost(gamma: str, stack_cycle_ms: Sequence[float], probed: Sequence[ProbedCycle]) -> dict[str, Any]:
-    """Return medians that tell a cycle's time apart, in milliseconds, and the share beside the forwards.
+    """Return medians of the parts of a cycle, in milliseconds, and the share of the overhead.
 
     `draft_ms` is of proposals that were made when asked for, if there were any.
 
@@ -192,6 +192,6 @@ def cycle_cost(gamma: str, stack_cycle_ms: Sequence[float], probed: Sequence[Pro
         "worker_ms": compute - forward,
         "wire_ms": wait - compute,
         "orchestrator_ms": cycle - wait,
-        "beside_ms": cycle - forward,
-        "beside_percent": 100 * (cycle - forward) / cycle,
+        "overhead_ms": cycle - forward,
+        "overhead_percent": 100 * (cycle - forward) / cycle,
     }

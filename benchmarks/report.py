@@ -1,4 +1,4 @@
-"""Tables of `benchmarks.run` beside those of `gammaray bench`."""
+"""Tables of `benchmarks.run` in addition to those of `gammaray bench`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ COMPARISON: Columns = {
 
 def cycle_cost_table(costs: Sequence[dict[str, Any]]) -> Table:
     """Return where the time of a cycle goes, one row per gamma."""
-    columns = ("gamma", "cycle", "forwards", "workers", "gRPC", "orchestrator, Redis", "beside", "%")
-    table = plain_table("Cost of a cycle beside the model forwards (median ms)", columns)
+    columns = ("gamma", "cycle", "forwards", "workers", "gRPC", "orchestrator, Redis", "overhead", "%")
+    table = plain_table("Overhead of a cycle over the model forwards (median ms)", columns)
     for cost in costs:
-        parts = ("cycle_ms", "forward_ms", "worker_ms", "wire_ms", "orchestrator_ms", "beside_ms")
+        parts = ("cycle_ms", "forward_ms", "worker_ms", "wire_ms", "orchestrator_ms", "overhead_ms")
         cells = [f"{cost[part]:.2f}" for part in parts]
-        table.add_row(str(cost["gamma"]), *cells, f"{cost['beside_percent']:.1f}")
+        table.add_row(str(cost["gamma"]), *cells, f"{cost['overhead_percent']:.1f}")
     return table

@@ -3,7 +3,7 @@
     python -m benchmarks.rows
 
 Verification pays by the difference: a proposal of gamma tokens is one forward of gamma + 1 rows. The rows'
-turns alternate, so that a change of the clock touches all; the least time and the median are told.
+turns alternate, so that a change of the clock touches all; the least time and the median are reported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROWS = (1, 2, 3, 4, 5, 6, 9, 12)
 
 
 def measure(model: Path, context: int, turns: int) -> list[dict[str, Any]]:
-    """Return the times of each number of rows behind `context` tokens."""
+    """Return the times of each number of rows after `context` tokens."""
     engine = load_engine(str(model), threads=1)
     tokens = [1 + index % 1000 for index in range(context)]
     engine.step([SequenceInput("s", 0, tokens, 1)])
@@ -52,7 +52,7 @@ def main() -> None:
     options = parser.parse_args()
     points = measure(options.model, options.context, options.turns)
     table = plain_table(
-        f"Forwards behind {options.context} tokens", ("rows", "least (ms)", "median (ms)", "over one row")
+        f"Forwards after {options.context} tokens", ("rows", "least (ms)", "median (ms)", "over one row")
     )
     for point in points:
         table.add_row(

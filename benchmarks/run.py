@@ -65,7 +65,7 @@ async def run(settings: Settings, console: Console) -> dict[str, Any]:
     """Run the whole comparison and return its result, JSON-ready.
 
     Raises:
-        ClusterError: The cluster did not start, or left processes behind.
+        ClusterError: The cluster did not start, or did not end all of its processes.
         GammarayError: A completion failed.
     """
     texts = prompts(settings.workload, settings.num_prompts)
@@ -189,7 +189,7 @@ def _settings(options: argparse.Namespace) -> Settings:
 
 def main() -> None:
     """Command line of this module."""
-    parser = argparse.ArgumentParser(description="gammaray beside plain decoding and the peers.")
+    parser = argparse.ArgumentParser(description="gammaray compared with plain decoding and transformers.")
     parser.add_argument("--quick", action="store_true", help="a small run")
     parser.add_argument("--target", default=DEMO_PAIR, help="directory or hub name")
     parser.add_argument("--draft", default=DEMO_PAIR, help="directory or hub name")

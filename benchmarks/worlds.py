@@ -30,8 +30,8 @@ class World:
         draft: A forward of the draft model: rho.
         network: One way, to each worker.
         per_token: Further cost of each proposed token in the target's forward.
-        per_draft_node: Cost of each node beside the longest path in drafting, in draft forwards.
-        other: What a cycle costs beside.
+        per_draft_node: Cost of each node off the longest path in drafting, in draft forwards.
+        other: Further cost of a cycle.
         ahead: Probability that a proposal was prepared, when the cycle before had one too.
         catch_up: Cost of feeding what the drafter missed.
         noise: Relative standard deviation of each wait.
@@ -95,8 +95,8 @@ class World:
         """Return the mean of drafting a proposal that was not prepared, in units."""
         # That a chain should end is known by the forward over its last token.
         forwards = min(shape.depth, self.ended(shape).depth + 1)
-        beside = max(0, self.num_nodes(shape) - shape.depth)
-        return (forwards + beside * self.per_draft_node) * self.draft * self.slow_draft
+        off_path = max(0, self.num_nodes(shape) - shape.depth)
+        return (forwards + off_path * self.per_draft_node) * self.draft * self.slow_draft
 
     def step_s(self, num_tokens: int) -> float:
         """Return the mean of the target's step, in units."""

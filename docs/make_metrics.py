@@ -27,7 +27,7 @@ Prometheus at `/metrics` on an address of its own. Where, the setting `metrics_l
 `0.0.0.0:{METRICS_PORT}-{METRICS_PORT + 15}` gives each process of a machine the first free port, empty
 switches the endpoint off. `gammaray status` lists the addresses, the registry has them, and so has any
 orchestrator's `GET /metrics/targets` in the form of Prometheus's HTTP service discovery, so that one entry
-scrapes all of a cluster, whatever ports its processes have and whoever joins it later:
+scrapes all of a cluster, whatever ports its processes have, later processes included:
 [prometheus.yml](prometheus.yml). The Helm chart has them on port {METRICS_PORT} of each pod, named
 `gm-metrics`; `metrics` is Ray's own.
 
@@ -49,7 +49,7 @@ Counting takes 5 us per cycle in an orchestrator, 1.4 us per step and block in a
 (2026-11-21, one AMD EPYC core of a busy machine, `python -m benchmarks.metrics_cost`).
 
 The counters `gammaray_spec_decode_*` are vLLM's, with its definitions and our prefix, but for one thing: an
-accepted token that stood behind the end of a completion was not emitted and is not counted. So over any set
+accepted token after the end of a completion was not emitted and is not counted. So over any set
 of completions they are the sums of what the API's own summaries say.
 
 ## By vLLM's names

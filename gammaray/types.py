@@ -383,13 +383,17 @@ class TopLogprob:
 
 @dataclass(frozen=True)
 class EmittedToken:
-    """One emitted token, its origin and, if requested, its log-probability."""
+    """One emitted token, its origin and, if requested, its log-probability.
+
+    `drafter` proposed the token; None for the target's own tokens, and for replayed tokens of a resumed turn.
+    """
 
     token_id: int
     origin: TokenOrigin
     token_bytes: bytes = b""
     logprob: float | None = None
     top_logprobs: tuple[TopLogprob, ...] = ()
+    drafter: DrafterKind | None = None
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a table in Markdown."""
     lines = ["| client | version | works | what it reports |", "|---|---|---|---|"]
     for row in rows:
-        told = "; ".join(f"{name} {_short(value)}" for name, value in row["figures"].items())
+        figures = "; ".join(f"{name} {_short(value)}" for name, value in row["figures"].items())
         works = f"{row['succeeded']}/{row['total']}" if "error" not in row else "fails"
-        lines.append(f"| {row['name']} | {row['version']} | {works} | {row.get('error', told)} |")
+        lines.append(f"| {row['name']} | {row['version']} | {works} | {row.get('error', figures)} |")
     return "\n".join(lines)
 
 

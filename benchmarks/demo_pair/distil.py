@@ -46,7 +46,7 @@ _VARIATION_FROM = 0.6
 
 @dataclass(frozen=True)
 class Lessons:
-    """Windows and what the target expects behind each of their tokens.
+    """Windows and what the target expects after each of their tokens.
 
     `windows` is `[num_windows, length]` token ids; `ids` and `logs` are `[num_windows, length, kept]`: the
     target's likeliest tokens at each position and their log-probabilities (float16).
@@ -81,7 +81,7 @@ def write_samples(engine: Engine, train: Tensor, num_windows: int, batch: int = 
 
 @torch.no_grad()
 def read_lessons(target: LlamaForCausalLM, windows: Tensor, batch: int = 16) -> Lessons:
-    """Return what `target` expects behind each token of `windows`, `[num_windows, length]`.
+    """Return what `target` expects after each token of `windows`, `[num_windows, length]`.
 
     Raises:
         ValueError: Its vocabulary is too large for the 16 bits that hold a token id here.
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--target", type=Path, default=TARGET_DIR)
     parser.add_argument("--blocks", type=int, default=4, help="depth of the draft")
     parser.add_argument("--draft", type=Path, help="a draft to start from, instead of blocks of the target")
-    parser.add_argument("--out", type=Path, help="default: `draft` beside the corpus")
+    parser.add_argument("--out", type=Path, help="default: `draft` next to the corpus")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=800, help="batches of 32 windows")

@@ -92,7 +92,7 @@ def agreement(target: LlamaForCausalLM, draft: LlamaForCausalLM, windows: Tensor
 
 
 def step_times(target: Path, draft: Path, context: list[int], num_steps: int = 200) -> dict[str, float]:
-    """Return the median times of one-token steps behind `context`, in milliseconds, and the ratios' medians.
+    """Return the median times of one-token steps after `context`, in milliseconds, and the ratios' medians.
 
     Runs of draft and of target steps alternate, so that a change of the clock touches both: runs of eight, as
     a chain is drafted, and of one step, where each model finds the other's weights in the processor's cache.

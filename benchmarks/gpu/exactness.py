@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.gpu.pair import TINY, Pair, random_tokens
 from services.engine.core.batch import SequenceInput
-from services.engine.cuda.tables import Race
+from services.engine.cuda.tables import GumbelDraw
 from services.engine.cuda.torch_kernels import TorchKernels
 from services.engine.device_drafting import GraphEngine
 
@@ -37,12 +37,13 @@ def exactness(device: str) -> dict[str, Any]:
     feeds = [SequenceInput("a", 290, nodes, len(nodes), _TREE), SequenceInput("b", 0, other, 3)]
     plain.step([SequenceInput("a", 0, text[:290], 0)])
     pairs = zip(engine.step(feeds), plain.step(feeds), strict=True)
-    races = [Race(5), Race(6, 1, 0.8)]
+    gumbel_draws = [GumbelDraw(5), GumbelDraw(6, 1, 0.8)]
     again = [SequenceInput("a", 290, text[290:292], 1), SequenceInput("b", 20, [7], 1)]
     return {
         "chain_against_transformers": (torch.cat(chain) - reference).abs().max().item(),
         "tree_against_torch": max((one - two).abs().max().item() for one, two in pairs),
-        "same_chains": engine.draft_chains(again, races, 6) == plain.draft_chains(again, races, 6),
+        "same_chains": engine.draft_chains(again, gumbel_draws, 6)
+        == plain.draft_chains(again, gumbel_draws, 6),
         "kernels": type(engine.runner.kernels).__name__,
         "captured": engine.runner.kernels.capturable,
     }

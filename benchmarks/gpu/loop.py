@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.gpu.pair import random_tokens
 from services.engine.core.batch import SequenceInput
-from services.engine.cuda.tables import Race
+from services.engine.cuda.tables import GumbelDraw
 from services.engine.device_drafting import GraphEngine, TreeShape
 
 __all__ = ["Session", "Trace", "decode", "new_sessions", "release", "speculate"]
@@ -24,7 +24,7 @@ class Session:
 
     name: str
     text: list[int]
-    race: Race
+    gumbel_draw: GumbelDraw
     num_prompt: int
 
     @property
@@ -70,7 +70,7 @@ def new_sessions(
         Session(
             f"session-{index}",
             random_tokens(num_prompt, index, engines[0].vocab_size),
-            Race(seed=1000 + index, temperature=temperature),
+            GumbelDraw(seed=1000 + index, temperature=temperature),
             num_prompt,
         )
         for index in range(count)
@@ -89,11 +89,11 @@ def release(engines: Sequence[GraphEngine], sessions: Sequence[Session]) -> None
 
 def decode(target: GraphEngine, sessions: Sequence[Session], num_steps: int) -> Trace:
     """Plain decoding: one token per session and step."""
-    races = [session.race for session in sessions]
+    gumbel_draws = [session.gumbel_draw for session in sessions]
     trace, began = Trace(), time.perf_counter()
     for _ in range(num_steps):
         feeds = [SequenceInput(s.name, len(s.text) - 1, s.text[-1:], 1) for s in sessions]
-        for session, tokens in zip(sessions, target.choose(feeds, races), strict=True):
+        for session, tokens in zip(sessions, target.choose(feeds, gumbel_draws), strict=True):
             session.text.extend(tokens)
     trace.seconds = trace.target_seconds = time.perf_counter() - began
     trace.cycles, trace.emitted = num_steps, num_steps * len(sessions)
@@ -116,17 +116,17 @@ def speculate(
         num_cycles: Cycles.
         shape: gamma for chains, or the shape of trees.
     """
-    races = [session.race for session in sessions]
+    gumbel_draws = [session.gumbel_draw for session in sessions]
     trace, began = Trace(), time.perf_counter()
     for _ in range(num_cycles):
         started = time.perf_counter()
-        proposals = _propose(draft, sessions, races, shape)
+        proposals = _propose(draft, sessions, gumbel_draws, shape)
         proposed = time.perf_counter()
         feeds = [
             SequenceInput(s.name, len(s.text) - 1, [s.text[-1], *tokens], len(tokens) + 1, parents)
             for s, (tokens, parents) in zip(sessions, proposals, strict=True)
         ]
-        choices = target.choose(feeds, races)
+        choices = target.choose(feeds, gumbel_draws)
         trace.draft_seconds += proposed - started
         trace.target_seconds += time.perf_counter() - proposed
         for session, proposal, chosen in zip(sessions, proposals, choices, strict=True):
@@ -136,13 +136,16 @@ def speculate(
 
 
 def _propose(
-    draft: GraphEngine, sessions: Sequence[Session], races: Sequence[Race], shape: int | TreeShape
+    draft: GraphEngine,
+    sessions: Sequence[Session],
+    gumbel_draws: Sequence[GumbelDraw],
+    shape: int | TreeShape,
 ) -> list[tuple[list[int], list[int] | None]]:
     # Two tokens always, although one is often cached: then the batch is always of the same size.
     feeds = [SequenceInput(s.name, len(s.text) - 2, s.text[-2:], 1) for s in sessions]
     if isinstance(shape, TreeShape):
-        return list(draft.draft_trees(feeds, races, shape))
-    return [(tokens, None) for tokens in draft.draft_chains(feeds, races, shape)]
+        return list(draft.draft_trees(feeds, gumbel_draws, shape))
+    return [(tokens, None) for tokens in draft.draft_chains(feeds, gumbel_draws, shape)]
 
 
 def _commit(

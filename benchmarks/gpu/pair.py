@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from services.engine.core.batch import SequenceInput
 from services.engine.core.model import LoadedModel
-from services.engine.cuda.tables import Race
+from services.engine.cuda.tables import GumbelDraw
 from services.engine.cuda.torch_kernels import TorchKernels
 from services.engine.cuda.weights import GraphModel, build_graph_model
 from services.engine.device_drafting import GraphEngine
@@ -54,7 +54,7 @@ class Agreement:
     """How well a draft foresees its target on the target's own samples at temperature 1.
 
     Attributes:
-        coupled: Probability that both races have the same winner: alpha of coupled verification.
+        coupled: Probability that both Gumbel-max draws give the same token: alpha of coupled verification.
         overlap: Mean of 1 - total variation: alpha of rejection sampling.
         greedy: Share of positions with the same argmax.
     """
@@ -181,25 +181,25 @@ _BUDGET = 24 * 2**30
 def agreement(
     target: GraphEngine, draft: GraphEngine, num_sessions: int, num_tokens: int, *, seed: int
 ) -> Agreement:
-    """Measure a pair on text that the target samples behind random prompts."""
+    """Measure a pair on text that the target samples after random prompts."""
     vocab, names = target.vocab_size, [f"agreement-{index}" for index in range(num_sessions)]
     texts = [random_tokens(8, seed * num_sessions + index, vocab) for index in range(num_sessions)]
-    races = [Race(seed * num_sessions + index) for index in range(num_sessions)]
+    gumbel_draws = [GumbelDraw(seed * num_sessions + index) for index in range(num_sessions)]
     chosen = target.choose(
-        [SequenceInput(n, 0, text, 1) for n, text in zip(names, texts, strict=True)], races
+        [SequenceInput(n, 0, text, 1) for n, text in zip(names, texts, strict=True)], gumbel_draws
     )
     for _ in range(num_tokens):
         feeds = [SequenceInput(n, len(t), c, 1) for n, t, c in zip(names, texts, chosen, strict=True)]
         for text, tokens in zip(texts, chosen, strict=True):
             text.extend(tokens)
-        chosen = target.choose(feeds, races)
-    laws = []
+        chosen = target.choose(feeds, gumbel_draws)
+    distributions = []
     for engine in (target, draft):
         feeds = [SequenceInput(n, 0, text, num_tokens) for n, text in zip(names, texts, strict=True)]
-        laws.append(torch.cat(engine.step(feeds)).log_softmax(-1))
+        distributions.append(torch.cat(engine.step(feeds)).log_softmax(-1))
         for name in names:
             engine.release(name)
-    return _agreement_of(laws[0], laws[1], seed)
+    return _agreement_of(distributions[0], distributions[1], seed)
 
 
 def _agreement_of(target: Tensor, draft: Tensor, seed: int) -> Agreement:

@@ -112,9 +112,10 @@ def verify_costs(context: Context, expired: Expired) -> Iterator[dict[str, Any]]
             for size in plan.verify_sizes:
                 if expired():
                     return
-                races = [session.race for session in sessions]
+                gumbel_draws = [session.gumbel_draw for session in sessions]
                 target.choose(
-                    [SequenceInput(s.name, len(s.text) - 1, s.text[:size], size) for s in sessions], races
+                    [SequenceInput(s.name, len(s.text) - 1, s.text[:size], size) for s in sessions],
+                    gumbel_draws,
                 )
                 device_s = replay_time(target)
                 one_s = one_s or device_s
@@ -136,10 +137,10 @@ def draft_costs(context: Context, expired: Expired) -> Iterator[dict[str, Any]]:
                 for gamma in (2, 8):
                     if expired():
                         return
-                    races = [session.race for session in sessions]
+                    gumbel_draws = [session.gumbel_draw for session in sessions]
                     draft.draft_chains(
                         [SequenceInput(s.name, len(s.text) - 2, s.text[-2:], 1) for s in sessions],
-                        races,
+                        gumbel_draws,
                         gamma,
                     )
                     times[gamma] = replay_time(draft)

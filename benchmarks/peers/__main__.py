@@ -7,7 +7,7 @@
 Measured are gammaray's engine in one process and its whole cluster, `generate` of transformers, and, if the
 environment variable LLAMA_SERVER names a llama-server, llama.cpp: each plain and with its own speculation.
 The prompts are the chat tasks of `benchmarks/prompts`, rendered by the model's chat template and sent as
-token ids to every system. Each prompt is completed by every system, in an order drawn anew, before the next.
+token ids to every system. Each prompt is completed by every system, in a random order, before the next.
 
 Exits with 1 when speculation in gammaray changed a token, or a load failed, whose points are then missing.
 Differences between the programs are reported only: their arithmetic is not the same to the last bit.

@@ -108,8 +108,8 @@ def equality(
 ) -> list[dict[str, Any]]:
     """Compare the tokens of systems with those of their reference, completion by completion.
 
-    Tokens after the reference's first end-of-sequence token are not compared: llama.cpp never emits one when
-    told to ignore it, the other systems emit it and continue.
+    Tokens after the reference's first end-of-sequence token are not compared: llama.cpp never emits one with
+    `ignore_eos`, the other systems emit it and continue.
 
     Returns:
         For each system its reference, the number of completions, how many are equal, and for the first ten

@@ -84,7 +84,7 @@ async def running_stack(target: str, draft: str | None) -> AsyncIterator[AsyncCl
     """Run `gammaray up` until the block ends, without draft workers if `draft` is None; yield its client.
 
     Raises:
-        ClusterError: It did not start, or left processes behind.
+        ClusterError: It did not start, or did not end all of its processes.
         DeadlineExceededError: A worker did not come up within two minutes.
     """
     pair = ("--draft", draft) if draft else ("--draft-workers", "0")

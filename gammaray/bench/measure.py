@@ -72,7 +72,7 @@ async def measure(
     """Measure all systems, interleaved, and return their samples.
 
     Each system first completes one short prompt unmeasured. The order of the systems rotates, so that none is
-    always the first, or is drawn anew for each turn.
+    always the first, or is drawn again for each turn.
 
     Args:
         systems: Systems to compare.

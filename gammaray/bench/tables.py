@@ -93,8 +93,8 @@ def latency_table(rows: Sequence[Row]) -> Table:
 
 def split_table(rows: Sequence[Row]) -> Table:
     """Return a table of the time per phase of a cycle, as reported by the orchestrator."""
-    told = [row for row in rows if row["speculation"] is not None]
-    return _table("A cycle as the orchestrator sees it, prefill included (mean ms)", told, _SPLIT)
+    speculative = [row for row in rows if row["speculation"] is not None]
+    return _table("A cycle as the orchestrator sees it, prefill included (mean ms)", speculative, _SPLIT)
 
 
 def markdown(rows: Sequence[Row], columns: Columns = SPEED) -> str:

@@ -1,84 +1,110 @@
-"""Rendering of a completion: text coloured by token origin, and a summary of its speculation."""
+"""Rendering of a completion: text coloured by origin and drafter, and a summary of its speculation."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator
 from itertools import groupby
+from typing import TypeAlias
 
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
 from gammaray.client.completion import Completion
-from gammaray.types import Chunk, SpeculationSummary, TokenOrigin
+from gammaray.types import Chunk, DrafterKind, EmittedToken, SpeculationSummary, TokenOrigin
 
 __all__ = [
     "OriginPainter",
+    "Source",
+    "is_colored",
     "paint",
     "print_legend",
     "print_summary",
+    "source_of",
+    "style_of",
 ]
+
+Source: TypeAlias = DrafterKind | TokenOrigin
+"""Where a token comes from: its drafter if it was accepted and the drafter is known, else its origin."""
+
+
+def source_of(token: EmittedToken) -> Source:
+    """Return where a token comes from."""
+    return token.origin if token.drafter is None else token.drafter
 
 
 class OriginPainter:
-    """Splits the text of one completion's chunks into runs of one origin."""
+    """Splits the text of one completion's chunks into runs of one source."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._text = ""
-        self._origins: list[TokenOrigin] = []
-        self._last = TokenOrigin.BONUS
+        self._sources: list[Source] = []
+        self._last: Source = TokenOrigin.BONUS
 
-    def runs(self, chunk: Chunk) -> Iterator[tuple[str, TokenOrigin]]:
-        """Yield the chunk's exact text in pieces, as (characters, origin)."""
+    def runs(self, chunk: Chunk) -> Iterator[tuple[str, Source]]:
+        """Yield the chunk's exact text in pieces, as (characters, source)."""
         for token in chunk.tokens:
-            self._push(self._decoder.decode(token.token_bytes), token.origin)
+            self._push(self._decoder.decode(token.token_bytes), source_of(token))
         if chunk.finish_reason is not None:
             self._push(self._decoder.decode(b"", final=True), self._last)
         tagged = zip(chunk.text, self._take(chunk.text), strict=True)
-        for origin, run in groupby(tagged, key=lambda pair: pair[1]):
-            yield "".join(character for character, _ in run), origin
+        for source, run in groupby(tagged, key=lambda pair: pair[1]):
+            yield "".join(character for character, _ in run), source
 
-    def _push(self, text: str, origin: TokenOrigin) -> None:
+    def _push(self, text: str, source: Source) -> None:
         self._text += text
-        self._origins += [origin] * len(text)
-        self._last = origin
+        self._sources += [source] * len(text)
+        self._last = source
 
-    def _take(self, text: str) -> list[TokenOrigin]:
+    def _take(self, text: str) -> list[Source]:
         # Special tokens have bytes but no text: skip the bytes before the text. If the text does not occur in
         # the bytes (a tokenizer that changes what it joins), take the tags in order.
         start = max(0, self._text.find(text))
         end = start + len(text)
-        taken = self._origins[start:end]
-        self._text, self._origins = self._text[end:], self._origins[end:]
+        taken = self._sources[start:end]
+        self._text, self._sources = self._text[end:], self._sources[end:]
         return taken + [self._last] * (len(text) - len(taken))
 
 
-STYLES = {
-    TokenOrigin.ACCEPTED: Style(color="green"),
-    TokenOrigin.CORRECTION: Style(color="red"),
-    TokenOrigin.BONUS: Style(color="cyan"),
+_LOOKS: dict[Source, tuple[str, str]] = {
+    DrafterKind.MODEL: ("green", "proposed by the draft model, accepted"),
+    DrafterKind.NGRAM: ("bright_blue", "proposed by prompt lookup, accepted"),
+    DrafterKind.SUFFIX: ("magenta", "proposed by suffix decoding, accepted"),
+    DrafterKind.PREDICTION: ("cyan", "proposed from the request's prediction, accepted"),
+    TokenOrigin.CORRECTION: ("red", "sampled by the target in place of a rejected token"),
+    TokenOrigin.BONUS: ("yellow", "sampled by the target after a completely accepted draft"),
 }
-_MEANINGS = {
-    TokenOrigin.ACCEPTED: "drafted and accepted by the target",
-    TokenOrigin.CORRECTION: "sampled by the target in place of a rejected token",
-    TokenOrigin.BONUS: "sampled by the target after a completely accepted draft",
-}
+_ACCEPTED = ("bright_green", "proposed and accepted; the drafter is not known")
+_STYLES = {source: Style(color=color) for source, (color, _) in _LOOKS.items()}
+_ACCEPTED_STYLE = Style(color=_ACCEPTED[0])
 _BAR_WIDTH = 30
 # A model's text may contain control characters; on a terminal they are replaced by their Unicode symbols.
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 
 
-def paint(text: str, origin: TokenOrigin) -> str:
-    """Return `text` with the terminal colour of its origin."""
-    return STYLES[origin].render(text.translate(_VISIBLE))
+def is_colored(color: bool | None) -> bool:
+    """Return whether to colour standard output; None, no option: on a terminal, unless NO_COLOR is set."""
+    console = Console(force_terminal=color)
+    return color is not False and console.color_system is not None and bool(color or not console.no_color)
+
+
+def style_of(source: Source) -> Style:
+    """Return the terminal style of a source."""
+    return _STYLES.get(source, _ACCEPTED_STYLE)
+
+
+def paint(text: str, source: Source) -> str:
+    """Return `text` with the terminal colour of its source."""
+    return style_of(source).render(text.translate(_VISIBLE))
 
 
 def print_legend(console: Console) -> None:
     """Print the legend of the colours."""
-    for origin, style in STYLES.items():
-        console.print(Text.assemble((f"{origin.value:<10}", style), f"  {_MEANINGS[origin]}"))
+    rows = [*((source.value, *look) for source, look in _LOOKS.items()), ("accepted", *_ACCEPTED)]
+    for name, color, meaning in rows:
+        console.print(Text.assemble((f"{name:<10}", color), f"  {meaning}"))
     console.print()
 
 

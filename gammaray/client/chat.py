@@ -33,7 +33,7 @@ from gammaray.security.client_tls import (
     refused_certificate,
     tls_error,
 )
-from gammaray.types import EmittedToken, TokenOrigin
+from gammaray.types import DrafterKind, EmittedToken, TokenOrigin
 
 __all__ = ["Chat", "ChatPiece"]
 
@@ -152,8 +152,8 @@ class Chat:
             failure = error.reason if isinstance(error, urllib.error.URLError) else error
             if cause := self._tls_cause(failure):
                 raise cause from None
-            told = str(failure) or type(failure).__name__
-            raise UnavailableError(f"{self._url}: {told}") from None
+            reason = str(failure) or type(failure).__name__
+            raise UnavailableError(f"{self._url}: {reason}") from None
         raise UnavailableError(f"{self._url}: the response ended early")
 
     def _tls_cause(self, failure: BaseException | str | None) -> GammarayError | None:
@@ -203,10 +203,20 @@ def _piece(event: dict[str, Any]) -> ChatPiece:
         return ChatPiece("")
     (choice,), own = event["choices"], event.get("gammaray", {})
     tokens = tuple(
-        EmittedToken(token["id"], TokenOrigin(token["origin"]), bytes(token["bytes"]))
+        EmittedToken(
+            token["id"], TokenOrigin(token["origin"]), bytes(token["bytes"]), drafter=_drafter(token)
+        )
         for token in own.get("tokens", ())
     )
     return ChatPiece(choice["delta"].get("content", ""), tokens, choice["finish_reason"], own)
+
+
+def _drafter(token: dict[str, Any]) -> DrafterKind | None:
+    """Return the drafter of a token; None for a missing one, and for a kind of a later version."""
+    try:
+        return DrafterKind(token.get("drafter"))
+    except ValueError:
+        return None
 
 
 def _error(error: urllib.error.HTTPError, page: bytes) -> GammarayError:

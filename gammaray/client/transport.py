@@ -153,8 +153,8 @@ class Transport:
         """
         left_s = deadline - time.monotonic()
         # Ray Serve does not pass the call's deadline on to its replicas.
-        told = (TIMEOUT_HEADER, str(min(max(1, round(left_s * 1000)), MAX_TIMEOUT_MS)))
-        metadata = [*self._metadata, told, *trace_metadata()]
+        timeout = (TIMEOUT_HEADER, str(min(max(1, round(left_s * 1000)), MAX_TIMEOUT_MS)))
+        metadata = [*self._metadata, timeout, *trace_metadata()]
         call = self._rpc(method)(request, timeout=left_s, metadata=metadata)
         try:
             async for message in _only(call) if isinstance(call, grpc.aio.UnaryUnaryCall) else call:

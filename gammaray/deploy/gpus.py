@@ -68,8 +68,8 @@ def cuda_devices(driver: str = _DRIVER, build: TorchBuild | None = None) -> Cuda
     if library.cuDriverGetVersion(ctypes.byref(version)) == _SUCCESS:
         newest, needed = version.value // 1000, int(build.cuda.partition(".")[0])
         if newest < needed:
-            told = f"the NVIDIA driver is for CUDA {newest}, torch {build.version} needs CUDA {needed}"
-            return CudaDevices(0, told)
+            reason = f"the NVIDIA driver is for CUDA {newest}, torch {build.version} needs CUDA {needed}"
+            return CudaDevices(0, reason)
     if (status := library.cuDeviceGetCount(ctypes.byref(count))) != _SUCCESS or count.value < 1:
         return CudaDevices(0, "the NVIDIA driver shows no device")
     return CudaDevices(count.value)

@@ -374,6 +374,7 @@ class EmittedToken(_message.Message):
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     TOKEN_BYTES_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token."""
     origin: _types_pb2.TokenOrigin.ValueType
@@ -382,6 +383,10 @@ class EmittedToken(_message.Message):
     """Its log-probability (natural log), if requested."""
     token_bytes: _builtins.bytes
     """The text of the token alone (bytes, since it may be part of a character)."""
+    drafter: _types_pb2.DrafterKind.ValueType
+    """Drafter that proposed an accepted token. Unset for the target's own tokens, and for replayed tokens of a
+    resumed turn, whose drafter is not stored.
+    """
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
         """The most likely tokens at its position, if requested."""
@@ -394,10 +399,11 @@ class EmittedToken(_message.Message):
         logprob: _builtins.float | None = ...,
         top_logprobs: _abc.Iterable[Global___TopLogprob] | None = ...,
         token_bytes: _builtins.bytes = ...,
+        drafter: _types_pb2.DrafterKind.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob", "origin", b"origin", "token_bytes", b"token_bytes", "token_id", b"token_id", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "drafter", b"drafter", "logprob", b"logprob", "origin", b"origin", "token_bytes", b"token_bytes", "token_id", b"token_id", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
     _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015

@@ -233,6 +233,7 @@ def token_to_proto(token: t.EmittedToken) -> gen.EmittedToken:
         logprob=token.logprob,
         top_logprobs=[gen.TopLogprob(**vars(top)) for top in token.top_logprobs],
         token_bytes=token.token_bytes,
+        drafter=pb.DRAFTER_KIND_UNSPECIFIED if token.drafter is None else DRAFTERS[token.drafter],
     )
 
 
@@ -244,4 +245,5 @@ def token_from_proto(message: gen.EmittedToken) -> t.EmittedToken:
         token_bytes=message.token_bytes,
         logprob=message.logprob if message.HasField("logprob") else None,
         top_logprobs=tuple(t.TopLogprob(p.token_id, p.logprob, p.token_bytes) for p in message.top_logprobs),
+        drafter=DRAFTERS_BACK.get(message.drafter),  # None also for a kind that a later version added
     )

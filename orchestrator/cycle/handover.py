@@ -47,8 +47,8 @@ class SessionHandover:
             "draft_workers": sorted(self.counters.draft_workers),
         }
         acceptance = {
-            rung.value: [[round(count, 4) for count in side] for side in counts]
-            for rung, counts in self.acceptance.items()
+            kind.value: [[round(count, 4) for count in side] for side in counts]
+            for kind, counts in self.acceptance.items()
         }
         body = {"counters": counters, "elapsed_s": self.elapsed_s, "acceptance": acceptance}
         return json.dumps({**body, "target": self.target, "draft": self.draft}).encode()
@@ -61,8 +61,8 @@ class SessionHandover:
         try:
             body = json.loads(data)
             acceptance = {
-                DrafterKind(rung): ([float(x) for x in accepted], [float(x) for x in tested])
-                for rung, (accepted, tested) in body["acceptance"].items()
+                DrafterKind(kind): ([float(x) for x in accepted], [float(x) for x in tested])
+                for kind, (accepted, tested) in body["acceptance"].items()
                 if len(accepted) == len(tested)
             }
             return cls(

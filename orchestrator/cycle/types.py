@@ -50,7 +50,7 @@ class Call:
             self.began = self.began or time.perf_counter()
         self.blocks.append(block)
 
-    def told(self, notice: Any) -> None:
+    def notified(self, notice: Any) -> None:
         """Record a block that gets no answer."""
         self.sent(notice)
         self.is_notice = True

@@ -167,8 +167,8 @@ def _check_devices(
         return 0
     for role, worker in workers.items():
         if found.count and worker.deterministic:
-            told = f"cpu with deterministic: the {role} would run on a GPU of this machine"
-            raise InvalidArgumentError("device", settings.device, told)
+            reason = f"cpu with deterministic: the {role} would run on a GPU of this machine"
+            raise InvalidArgumentError("device", settings.device, reason)
     return found.count
 
 

@@ -7,7 +7,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from gammaray.maths.acceptance import SpeculationCounters
-from gammaray.types import Chunk, EmittedToken, FinishReason, TokenOrigin, TopLogprob, Usage
+from gammaray.types import (
+    Chunk,
+    DrafterKind,
+    EmittedToken,
+    FinishReason,
+    TokenOrigin,
+    TopLogprob,
+    Usage,
+)
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Cycle
 from orchestrator.storage.token_records import StoredToken
@@ -57,13 +65,20 @@ class ChunkBuilder:
         self._count(cycle, plain_cycle_s)
         logprobs = cycle.logprobs or (None,) * len(cycle.token_ids)
         tokens = zip(cycle.token_ids, cycle.origins, logprobs, strict=True)
-        return self.piece(tokens, cycle.text, cycle.finish_reason)
+        return self.piece(tokens, cycle.text, cycle.finish_reason, cycle.drafter)
 
     def piece(
-        self, tokens: Iterable[StoredToken], text: str, finish_reason: FinishReason | None = None
+        self,
+        tokens: Iterable[StoredToken],
+        text: str,
+        finish_reason: FinishReason | None = None,
+        drafter: DrafterKind | None = None,
     ) -> Chunk:
-        """Return the chunk of the next tokens without counting them; the last chunk has usage and summary."""
-        emitted = tuple(emitted_token(token, self._tokenizer) for token in tokens)
+        """Return the chunk of the next tokens without counting them; the last chunk has usage and summary.
+
+        `drafter` proposed the accepted ones; None: unknown.
+        """
+        emitted = tuple(emitted_token(token, self._tokenizer, drafter) for token in tokens)
         session, offset = self._session, self._offset
         self._offset += len(emitted)
         piece = Chunk(
@@ -107,11 +122,14 @@ class ChunkBuilder:
         )
 
 
-def emitted_token(token: StoredToken, tokenizer: Tokenizer) -> EmittedToken:
-    """Return a committed token in the form that clients receive."""
+def emitted_token(
+    token: StoredToken, tokenizer: Tokenizer, drafter: DrafterKind | None = None
+) -> EmittedToken:
+    """Return a committed token in the form that clients receive; `drafter` proposed it if it was accepted."""
     token_id, origin, logprobs = token
     token_bytes = tokenizer.token_bytes
+    proposed_by = drafter if origin is TokenOrigin.ACCEPTED else None
     if logprobs is None:
-        return EmittedToken(token_id, origin, token_bytes(token_id))
+        return EmittedToken(token_id, origin, token_bytes(token_id), drafter=proposed_by)
     top = tuple(TopLogprob(other, logprob, token_bytes(other)) for other, logprob in logprobs.top)
-    return EmittedToken(token_id, origin, token_bytes(token_id), logprobs.logprob, top)
+    return EmittedToken(token_id, origin, token_bytes(token_id), logprobs.logprob, top, proposed_by)

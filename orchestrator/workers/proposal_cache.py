@@ -128,7 +128,9 @@ class ProposalCache:
 def _cut(chain: Proposal, depth: int) -> Proposal:
     if len(chain) <= depth:
         return chain
-    laws = chain.draft_distributions
+    distributions = chain.draft_distributions
     return replace(
-        chain, token_ids=chain.token_ids[:depth], draft_distributions=None if laws is None else laws[:depth]
+        chain,
+        token_ids=chain.token_ids[:depth],
+        draft_distributions=None if distributions is None else distributions[:depth],
     )

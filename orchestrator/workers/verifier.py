@@ -189,8 +189,8 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             verdict = self._verdict(session, link, result)
             session.model_identity = self._identity
             if session.lacks_prompt_logprobs:
-                told = result.verdict.prompt_logprobs
-                if len(told.logprobs) + len(told.top_logprobs) <= INLINE_NUMBERS:
+                prompt = result.verdict.prompt_logprobs
+                if len(prompt.logprobs) + len(prompt.top_logprobs) <= INLINE_NUMBERS:
                     session.prompt_logprobs = _prompt_logprobs(session, link, result.verdict)
                 else:
                     session.prompt_logprobs = await in_thread(_prompt_logprobs, session, link, result.verdict)

@@ -293,7 +293,7 @@ class Lookahead:
     def _wanted(self, speculation: Speculation) -> list[tuple[float, Node, int]]:
         """A session's nodes to feed; none if its cache was evicted or feeding would evict other sessions."""
         engine, tree, session_id = self._engine, speculation.tree, speculation.session.session_id
-        num_slots = tree.chain_length + len(tree.beside) + max(self._max_rows, RUN)
+        num_slots = tree.chain_length + len(tree.off_chain) + max(self._max_rows, RUN)
         if not (
             speculation.has_noise and speculation.is_held(engine) and engine.has_room(session_id, num_slots)
         ):

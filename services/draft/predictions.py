@@ -21,10 +21,10 @@ __all__ = [
     "NUM_GUESSES",
     "Guess",
     "Prediction",
+    "draw_temperature",
     "entropy_estimate",
     "predictions",
     "quantise",
-    "race_temperature",
     "sample_dense",
     "sample_sparse",
 ]
@@ -98,7 +98,7 @@ Guess = tuple[int, float]
 class Prediction(Protocol):
     """The draft's prediction of the token after one node."""
 
-    law: SparseDistribution | None
+    distribution: SparseDistribution | None
     """Distribution that `choose` draws from, where verification needs it."""
 
     def choose(self, base: int) -> int:
@@ -111,7 +111,7 @@ class Prediction(Protocol):
         """Return the target's likely tokens, best first, if `choose(base)` is tested; base None: no test."""
 
 
-def race_temperature(temperature: float) -> float:
+def draw_temperature(temperature: float) -> float:
     """Return the softmax temperature that turns Gumbel-max scores into probabilities of the target's draw.
 
     The draft's logits are off by some scale, and the Gumbel-max draw divides them by the temperature. Maximum
@@ -145,7 +145,7 @@ def predictions(
         bits: Rejection: the weights' sum is 2^bits.
     """
     if noise is None:
-        rows = _GumbelBatch(log_probs, race_temperature(0.0))
+        rows = _GumbelBatch(log_probs, draw_temperature(0.0))
     elif method is VerificationMethod.REJECTION:
         probs = log_probs.double().exp()
         return [
@@ -157,7 +157,7 @@ def predictions(
             _NaivePrediction(row, noise, position) for row, position in zip(log_probs, positions, strict=True)
         ]
     else:
-        rows = _GumbelBatch(log_probs + _gumbel(noise, positions), race_temperature(temperature))
+        rows = _GumbelBatch(log_probs + _gumbel(noise, positions), draw_temperature(temperature))
     return [_CoupledPrediction(rows, index) for index in range(len(positions))]
 
 
@@ -192,54 +192,56 @@ class _GumbelBatch:
 class _CoupledPrediction:
     """Coupled and greedy: the choice is the best guess and does not depend on the base."""
 
-    __slots__ = ("_index", "_race")
+    __slots__ = ("_batch", "_index")
 
-    law: SparseDistribution | None = None
+    distribution: SparseDistribution | None = None
 
-    def __init__(self, race: _GumbelBatch, index: int) -> None:
-        self._race, self._index = race, index
+    def __init__(self, batch: _GumbelBatch, index: int) -> None:
+        self._batch, self._index = batch, index
 
     def choose(self, base: int) -> int:
-        return self._race.winners[self._index]
+        return self._batch.winners[self._index]
 
     def confidence(self, base: int) -> float:
-        return min(1.0, self._race.guesses(self._index)[0][1])
+        return min(1.0, self._batch.guesses(self._index)[0][1])
 
     def guesses(self, base: int | None) -> Sequence[Guess]:
-        return self._race.guesses(self._index)
+        return self._batch.guesses(self._index)
 
 
 class _RejectionPrediction:
     """Rejection: a draw from the shipped distribution, independent for each base."""
 
-    __slots__ = ("_choice", "_noise", "_position", "law")
+    __slots__ = ("_choice", "_noise", "_position", "distribution")
 
-    def __init__(self, law: SparseDistribution, noise: Noise, position: int) -> None:
-        self.law: SparseDistribution | None = law
+    def __init__(self, distribution: SparseDistribution, noise: Noise, position: int) -> None:
+        self.distribution: SparseDistribution | None = distribution
         self._noise, self._position = noise, position
         self._choice: tuple[int, int] = (-1, -1)
 
     def choose(self, base: int) -> int:
-        assert self.law is not None
+        assert self.distribution is not None
         if self._choice[0] != base:
-            bits = self._noise.draft_bits(base, self._position, self.law.weight_bits)
-            self._choice = base, sample_sparse(self.law, bits)
+            bits = self._noise.draft_bits(base, self._position, self.distribution.weight_bits)
+            self._choice = base, sample_sparse(self.distribution, bits)
         return self._choice[1]
 
     def confidence(self, base: int) -> float:
-        assert self.law is not None
-        return entropy_estimate(self.law)
+        assert self.distribution is not None
+        return entropy_estimate(self.distribution)
 
     def guesses(self, base: int | None) -> Sequence[Guess]:
         """A bonus is drawn from p, which q estimates; a correction from (p - q)+: any other token."""
-        assert self.law is not None
-        scale = 2.0**-self.law.weight_bits
-        likely = heapq.nlargest(NUM_GUESSES, zip(self.law.weights, self.law.token_ids, strict=True))
+        assert self.distribution is not None
+        scale = 2.0**-self.distribution.weight_bits
+        likely = heapq.nlargest(
+            NUM_GUESSES, zip(self.distribution.weights, self.distribution.token_ids, strict=True)
+        )
         if base is None:
             return [(token_id, weight * scale) for weight, token_id in likely]
         chosen, accepted = self.choose(base), self.confidence(base)
         others = [(token_id, weight * scale) for weight, token_id in likely if token_id != chosen]
-        rest = 1.0 - scale * self.law.weights[self.law.token_ids.index(chosen)]
+        rest = 1.0 - scale * self.distribution.weights[self.distribution.token_ids.index(chosen)]
         scaled = [(token_id, (1.0 - accepted) * prob / rest) for token_id, prob in others] if rest > 0 else []
         return sorted([(chosen, accepted), *scaled], key=_probability, reverse=True)
 
@@ -249,7 +251,7 @@ class _NaivePrediction:
 
     __slots__ = ("_choice", "_log_probs", "_noise", "_position")
 
-    law: SparseDistribution | None = None
+    distribution: SparseDistribution | None = None
 
     def __init__(self, log_probs: Tensor, noise: Noise, position: int) -> None:
         self._log_probs, self._noise, self._position = log_probs, noise, position

@@ -86,12 +86,12 @@ class ProposalBuilder:
         token_ids = tuple(node.token_id for node in self.nodes)
         if self.parents is not None:
             return Proposal(token_ids, tuple(self.parents))
-        laws = []
+        distributions = []
         for node in (self.root, *self.nodes[:-1]):
-            if node.prediction is None or node.prediction.law is None:
+            if node.prediction is None or node.prediction.distribution is None:
                 return Proposal(token_ids)
-            laws.append(node.prediction.law)
-        return Proposal(token_ids, None, tuple(laws))
+            distributions.append(node.prediction.distribution)
+        return Proposal(token_ids, None, tuple(distributions))
 
     def outcomes(self) -> tuple[list[tuple[float, Node, int]], list[tuple[float, Node]]]:
         """Return the likely outcomes of verifying this proposal.
@@ -162,7 +162,7 @@ class ProposalBuilder:
             else:
                 self.nodes.append(following)
                 self._is_ended = following.token_id in self._eos
-            self._is_read = self._is_ended and prediction.law is None
+            self._is_read = self._is_ended and prediction.distribution is None
         return []
 
     def _read_tree(self) -> list[Node]:

@@ -113,7 +113,7 @@ class Speculation:
         return (
             tree.root.place is not None
             and engine.length(session_id) == tree.chain_length
-            and engine.num_nodes(session_id) == len(tree.beside)
+            and engine.num_nodes(session_id) == len(tree.off_chain)
         )
 
     def foresee(self) -> float | None:
@@ -126,7 +126,7 @@ class Speculation:
         """Note how far the session's tokens match the draft's choices; call before the root moves."""
         self._learn()
         sent, tokens = self.sent, self.session.tokens
-        if sent is None or self.session.changed_from < self.tree.base or not self._is_race:
+        if sent is None or self.session.changed_from < self.tree.base or not self._is_gumbel_max:
             return
         node, base = sent.root, sent.root.position + 1
         for token_id in tokens[base : base + sent.depth]:
@@ -184,11 +184,11 @@ class Speculation:
             return None
         if depth < shape.depth:
             shape = replace(shape, depth=depth)
-        power = self._calibration.power if self._is_race else 1.0
+        power = self._calibration.power if self._is_gumbel_max else 1.0
         return ProposalBuilder(root, shape, self.session.spec.eos_token_ids, power)
 
     @property
-    def _is_race(self) -> bool:
+    def _is_gumbel_max(self) -> bool:
         """Whether the draft's choice is its prediction of the target's token, not an independent draw.
 
         Only then do the committed tokens show whether each choice was right, tested or not.
@@ -210,12 +210,14 @@ class Speculation:
         if tree.feeds_chain(nodes):
             return SequenceInput(session_id, tree.chain_length, token_ids, 1)
         parents = tree.parents_of(nodes)
-        return SequenceInput(session_id, tree.chain_length, token_ids, len(nodes), parents, len(tree.beside))
+        return SequenceInput(
+            session_id, tree.chain_length, token_ids, len(nodes), parents, len(tree.off_chain)
+        )
 
     def can_run(self, engine: Engine, nodes: Sequence[Node]) -> bool:
         """Whether `run` can feed these open nodes: one, at the end of the engine's chain."""
         is_tip = nodes[0] is self.tree.root or self.tree.feeds_chain(nodes)
-        has_largest = self._is_race and not self._counts_tokens and self._cut_share <= MOST_CUT
+        has_largest = self._is_gumbel_max and not self._counts_tokens and self._cut_share <= MOST_CUT
         return is_tip and engine.can_chain and has_largest
 
     def run(

@@ -88,7 +88,7 @@ class _Translated:
         self._noise: Noise | None = None
 
     @property
-    def is_race(self) -> bool:
+    def is_coupled_draw(self) -> bool:
         """Whether the draft's choice is its prediction of the target's token, not an independent draw."""
         spec = self.session.spec
         return spec.method is VerificationMethod.COUPLED or spec.params.temperature == 0
@@ -108,7 +108,7 @@ class _Translated:
 
     def note_outcome(self) -> None:
         """Learn from the committed tokens how likely the draft's tokens are accepted."""
-        if self._sent is None or not self.is_race:
+        if self._sent is None or not self.is_coupled_draw:
             return
         (base, token_ids, confidences), self._sent = self._sent, None
         emitted = self.session.tokens[base : base + len(token_ids)]
@@ -189,7 +189,7 @@ class TranslatedDraftScheduler(Scheduler[ProposeTask]):
 
     def _chain(self, translated: _Translated, shape: Shape) -> Chain:
         session, spec = translated.session, translated.session.spec
-        power = translated.calibration.power if translated.is_race else 1.0
+        power = translated.calibration.power if translated.is_coupled_draw else 1.0
         if self._translation.by_text(spec.method, spec.params.temperature):
             return TextChain(session, self._translation, self._masked, shape, power)
         return TokenChain(

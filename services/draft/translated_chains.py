@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gammaray.blocks import Shape
 from gammaray.types import Proposal, SamplingParams, SparseDistribution
-from services.draft.predictions import Guess, Prediction, predictions, race_temperature
+from services.draft.predictions import Guess, Prediction, draw_temperature, predictions
 from services.draft.proposals import ProposalBuilder
 from services.draft.session import draft_params
 from services.draft.tree import Node
@@ -171,15 +171,15 @@ class TokenChain:
 class _Mapped:
     """A prediction over the shared tokens, in the target's ids."""
 
-    __slots__ = ("_prediction", "_target_ids", "law")
+    __slots__ = ("_prediction", "_target_ids", "distribution")
 
     def __init__(self, prediction: Prediction, target_ids: Sequence[int]) -> None:
         self._prediction, self._target_ids = prediction, target_ids
-        law = prediction.law
-        self.law: SparseDistribution | None = None
-        if law is not None:
-            token_ids = tuple(target_ids[index] for index in law.token_ids)
-            self.law = SparseDistribution(token_ids, law.weights, law.weight_bits)
+        of_draft = prediction.distribution
+        self.distribution: SparseDistribution | None = None
+        if of_draft is not None:
+            token_ids = tuple(target_ids[index] for index in of_draft.token_ids)
+            self.distribution = SparseDistribution(token_ids, of_draft.weights, of_draft.weight_bits)
 
     def choose(self, base: int) -> int:
         return self._target_ids[self._prediction.choose(base)]
@@ -216,7 +216,7 @@ class TextChain:
 
     def take(self, logits: Tensor) -> int | None:
         """Append the likeliest token; None when the proposal is complete."""
-        (guess,) = top_k_tokens(logits[0] + self._masked, 1, race_temperature(0.0))
+        (guess,) = top_k_tokens(logits[0] + self._masked, 1, draw_temperature(0.0))
         token_id, share = guess[0], min(1.0, guess[1])
         self._reached *= share**self._power
         if self._found and self._reached < self._shape.stop_threshold:

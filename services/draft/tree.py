@@ -88,7 +88,7 @@ class SpeculationTree:
     def __init__(self, root: Node) -> None:
         self.root = root
         self.chain_length = 0
-        self.beside: list[Node] = []
+        self.off_chain: list[Node] = []
 
     @property
     def base(self) -> int:
@@ -107,14 +107,14 @@ class SpeculationTree:
 
     def root_fed(self) -> None:
         """Note that the committed tokens were fed, and nothing after them."""
-        self.root.place, self.chain_length, self.beside = IN_CHAIN, self.base, []
+        self.root.place, self.chain_length, self.off_chain = IN_CHAIN, self.base, []
 
     def feeds_chain(self, nodes: Sequence[Node]) -> bool:
         """Whether feeding these nodes extends the engine's chain, which is the cheapest feed."""
         parent = nodes[0].parent
         assert parent is not None
         is_tip = parent.place == IN_CHAIN and parent.position == self.chain_length - 1
-        return len(nodes) == 1 and not self.beside and is_tip
+        return len(nodes) == 1 and not self.off_chain and is_tip
 
     def parents_of(self, nodes: Sequence[Node]) -> list[int]:
         """Return the engine's index of each node's parent: a tree index, or negative from the chain's end."""
@@ -134,8 +134,8 @@ class SpeculationTree:
             self.chain_length += 1
             return
         for node in nodes:
-            node.place = len(self.beside)
-            self.beside.append(node)
+            node.place = len(self.off_chain)
+            self.off_chain.append(node)
 
     def move_root(self, root: Node) -> tuple[int, list[int], list[int]] | None:
         """Make a fed node the root; nodes not below it are dropped.
@@ -148,7 +148,7 @@ class SpeculationTree:
         is_in_chain = root.place == IN_CHAIN
         root.parent, self.root = None, root
         _forget(dropped, root)
-        if not self.beside:
+        if not self.off_chain:
             return None
         line += _main_line(root)
         moving = [node for node in line if node.place != IN_CHAIN]
@@ -159,10 +159,10 @@ class SpeculationTree:
             moving = []  # the chain continues past the start of the line: both stay
         path = _places(moving)
         kept = sorted(set(_places(root.below())) - set(path))
-        self.beside = [self.beside[place] for place in kept]
+        self.off_chain = [self.off_chain[place] for place in kept]
         for node in moving:
             node.place = IN_CHAIN
-        for place, node in enumerate(self.beside):
+        for place, node in enumerate(self.off_chain):
             node.place = place
         self.chain_length = base + len(path)
         return base, path, kept

@@ -86,12 +86,12 @@ def _in_company(engine: Engine, text: list[int]) -> Tensor:
         feeds = [
             SequenceInput("before", 0, others, len(others)),
             SequenceInput(_SESSION, start, chunk, len(chunk)),
-            SequenceInput("behind", 0, text[:turn] or text[:1], 1),
+            SequenceInput("after", 0, text[:turn] or text[:1], 1),
         ]
         got.append(engine.step(feeds)[1])
         start, turn = start + len(chunk), turn + 1
     engine.release("before")
-    engine.release("behind")
+    engine.release("after")
     return torch.cat(got)
 
 

@@ -27,7 +27,7 @@ from services.engine.cuda.runner import Buffers, Capture, GraphRunner, run_forwa
 from services.engine.cuda.tables import (
     NO_TREE,
     Bucket,
-    Race,
+    GumbelDraw,
     Tables,
     bucket_of,
     fill,
@@ -88,24 +88,24 @@ class Drafter:
         self._programs: dict[tuple[Bucket, int | TreeShape], _Proposals] = {}
 
     @torch.inference_mode()
-    def chains(self, batch: Batch, races: Sequence[Race], gamma: int) -> list[list[int]]:
+    def chains(self, batch: Batch, gumbel_draws: Sequence[GumbelDraw], gamma: int) -> list[list[int]]:
         """Return `gamma` tokens per segment; the caches need room for all but the last."""
         program = self._program(batch, gamma, gamma)
-        result = self._run(program, batch, races)
+        result = self._run(program, batch, gumbel_draws)
         return [list(tokens) for tokens in zip(*result.tolist(), strict=True)]
 
     @torch.inference_mode()
     def trees(
-        self, batch: Batch, races: Sequence[Race], shape: TreeShape
+        self, batch: Batch, gumbel_draws: Sequence[GumbelDraw], shape: TreeShape
     ) -> list[tuple[list[int], list[int]]]:
         """Return tokens and parents of each segment's nodes; the caches need room for all fed ones."""
         program = self._program(batch, shape, shape.width * (shape.depth - 1))
-        tokens, parents = self._run(program, batch, races).tolist()
+        tokens, parents = self._run(program, batch, gumbel_draws).tolist()
         return list(zip(tokens, parents, strict=True))
 
-    def _run(self, program: _Proposals, batch: Batch, races: Sequence[Race]) -> Tensor:
+    def _run(self, program: _Proposals, batch: Batch, gumbel_draws: Sequence[GumbelDraw]) -> Tensor:
         """Return the result [gamma, sessions] of chains or [2, sessions, nodes] of trees."""
-        fill(program.tables, program.bucket, batch, races, self._runner.kernels.anchor.data_ptr())
+        fill(program.tables, program.bucket, batch, gumbel_draws, self._runner.kernels.anchor.data_ptr())
         program.capture.run()
         self._runner.last = program.capture
         return program.result[:, : len(batch.segments)]  # without the spare sessions
@@ -330,23 +330,23 @@ class GraphEngine(Engine):
             raise UnsupportedModelError(loaded.name, f"{loaded.config.model_type} has no captured path")
         return cls.of(build_graph_model(loaded, loaded.config.vocab_size), name=loaded.name, kernels=kernels)
 
-    def choose(self, feeds: Sequence[SequenceInput], races: Sequence[Race]) -> list[list[int]]:
+    def choose(self, feeds: Sequence[SequenceInput], gumbel_draws: Sequence[GumbelDraw]) -> list[list[int]]:
         """Like `step`, but return a drawn token for each wanted row instead of logits.
 
         Args:
             feeds: As for `step`.
-            races: Gumbel-max draw parameters, one per feed.
+            gumbel_draws: Parameters of the Gumbel-max draw, one per feed.
 
         Returns:
             For each feed its `num_logits` tokens.
         """
         batch = self._plan(feeds)
-        tokens = iter(self.runner.choose(batch, races))
+        tokens = iter(self.runner.choose(batch, gumbel_draws))
         self._commit(feeds, batch)
         return [[next(tokens) for _ in range(feed.num_logits)] for feed in feeds]
 
     def draft_chains(
-        self, feeds: Sequence[SequenceInput], races: Sequence[Race], gamma: int
+        self, feeds: Sequence[SequenceInput], gumbel_draws: Sequence[GumbelDraw], gamma: int
     ) -> list[list[int]]:
         """Feed the missing tokens and draft `gamma` tokens after them, all in one graph.
 
@@ -354,7 +354,7 @@ class GraphEngine(Engine):
 
         Args:
             feeds: Committed tokens that are not cached, with `num_logits` 1; at least one per session.
-            races: Gumbel-max draw parameters, one per feed.
+            gumbel_draws: Parameters of the Gumbel-max draw, one per feed.
             gamma: At least 1.
 
         Returns:
@@ -365,14 +365,14 @@ class GraphEngine(Engine):
         """
         self._make_room(feeds, gamma - 1)
         batch = self._plan(feeds)
-        chains = self._drafter.chains(batch, races, gamma)
+        chains = self._drafter.chains(batch, gumbel_draws, gamma)
         self._commit(feeds, batch)
         for segment, tokens in zip(batch.segments, chains, strict=True):
             segment.cache.tokens.extend(tokens[:-1])
         return chains
 
     def draft_trees(
-        self, feeds: Sequence[SequenceInput], races: Sequence[Race], shape: TreeShape
+        self, feeds: Sequence[SequenceInput], gumbel_draws: Sequence[GumbelDraw], shape: TreeShape
     ) -> list[tuple[list[int], list[int]]]:
         """Feed the missing tokens and grow a tree after them, all in one graph.
 
@@ -380,7 +380,7 @@ class GraphEngine(Engine):
 
         Args:
             feeds: As for `draft_chains`.
-            races: Gumbel-max draw parameters, one per feed.
+            gumbel_draws: Parameters of the Gumbel-max draw, one per feed.
             shape: Shape of the trees.
 
         Returns:
@@ -392,7 +392,7 @@ class GraphEngine(Engine):
         num_cached = shape.width * (shape.depth - 1)
         self._make_room(feeds, num_cached)
         batch = self._plan(feeds)
-        trees = self._drafter.trees(batch, races, shape)
+        trees = self._drafter.trees(batch, gumbel_draws, shape)
         self._commit(feeds, batch)
         for segment, (tokens, parents) in zip(batch.segments, trees, strict=True):
             segment.cache.tree_tokens.extend(tokens[:num_cached])

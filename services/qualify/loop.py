@@ -153,7 +153,7 @@ class _Session:
     def __init__(self, name: str, ask: Ask) -> None:
         self.name, self._ask = name, ask
         self._tokens = list(ask.prompt)
-        self._told = {"target": 0, "draft": 0}
+        self._sent = {"target": 0, "draft": 0}
         self.is_over = False
 
     @property
@@ -180,7 +180,7 @@ class _Session:
         return VerifyTask(**self._block("target"), proposal=proposal, num_top_logprobs=None)
 
     def _block(self, role: str) -> dict[str, Any]:
-        told, self._told[role] = self._told[role], len(self._tokens)
+        sent, self._sent[role] = self._sent[role], len(self._tokens)
         ask = self._ask
         spec = SessionSpec(ask.params, ask.method, len(ask.prompt), ask.eos_token_ids)
         return {
@@ -188,9 +188,9 @@ class _Session:
             "session_id": self.name,
             "epoch": 1,
             "base_position": len(self._tokens),
-            "context_start": told,
-            "context": self._tokens[told:],
-            "spec": spec if told == 0 else None,
+            "context_start": sent,
+            "context": self._tokens[sent:],
+            "spec": spec if sent == 0 else None,
             "deadline": math.inf,
             "deliver": lambda task, reply: None,
         }

@@ -44,8 +44,8 @@ class SessionCopy:
         "edits",
         "epoch",
         "noise",
+        "num_confirmed",
         "num_counted",
-        "num_told",
         "session_id",
         "spec",
         "tokens",
@@ -56,7 +56,7 @@ class SessionCopy:
         self.noise: Noise | None = None
         self.tokens: list[int] = []
         self.num_counted = 0
-        self.num_told = 0
+        self.num_confirmed = 0
         self.changed_from = 0
         self.edits: LogitEdits | None = None
 
@@ -77,7 +77,7 @@ class SessionCopy:
         self.changed_from = start + same
         self.truncate(start + same)
         held += context[same:]
-        self.num_told = len(held)
+        self.num_confirmed = len(held)
 
 
 class SessionTable:
@@ -131,7 +131,7 @@ class SessionTable:
         self._sessions.move_to_end(task.session_id)
         if task.epoch > session.epoch:
             session.epoch = task.epoch
-            session.truncate(session.num_told)
+            session.truncate(session.num_confirmed)
         if task.spec is not None and task.spec != session.spec:
             session.spec, session.noise, session.edits = task.spec, None, None
         if task.context_start > len(session.tokens):

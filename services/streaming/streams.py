@@ -119,7 +119,7 @@ class BlockStream:
         self._pending: set[Task] = set()
         self._outbox: list[Reply] = []
         self._ready, self._written = asyncio.Event(), asyncio.Event()
-        self._is_read = self._is_told = False
+        self._is_read = self._is_announced = False
         self._failure: GammarayError | None = None
 
     def wake(self) -> None:
@@ -142,9 +142,9 @@ class BlockStream:
                 await self._ready.wait()
                 self._ready.clear()
                 replies, self._outbox = self._outbox, []
-                must_tell = self._streams.is_leaving and not self._is_told
-                if replies or must_tell:
-                    self._is_told = self._streams.is_leaving
+                must_announce = self._streams.is_leaving and not self._is_announced
+                if replies or must_announce:
+                    self._is_announced = self._streams.is_leaving
                     yield replies
                     self._written.set()
             if self._failure is not None:

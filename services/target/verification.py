@@ -100,18 +100,20 @@ def _verify_rejection(log_probs: Tensor, proposal: Proposal, noise: Noise, base_
     token_log_probs = log_probs[: num_rows - 1].gather(1, tokens[:, None]).flatten().tolist()
     for node, log_prob in enumerate(token_log_probs):
         position = base_position + node
-        draft = _draft_law(proposal, node)
+        draft = _draft_distribution(proposal, node)
         weight = weight_of(draft, proposal.token_ids[node])
         if not is_accepted(noise.accept_uniform(position), math.exp(log_prob), weight, draft.weight_bits):
             # A token outside the shipped support was not drawn from q: ignore q, since p alone is exact.
-            law = residual_law(log_probs[node], draft) if weight else log_probs[node].double().exp()
-            token_id = _draw(law, noise, position)
+            distribution = (
+                residual_distribution(log_probs[node], draft) if weight else log_probs[node].double().exp()
+            )
+            token_id = _draw(distribution, noise, position)
             return make_verdict(list(range(node)), token_id, failed=True)
     bonus = _draw(log_probs[-1].double().exp(), noise, base_position + num_rows - 1)
     return make_verdict(list(range(num_rows - 1)), bonus, failed=False)
 
 
-def _draft_law(proposal: Proposal, node: int) -> SparseDistribution:
+def _draft_distribution(proposal: Proposal, node: int) -> SparseDistribution:
     """Return the distribution that a node's token was drawn from; without one, all mass is on that token."""
     if proposal.draft_distributions is None:
         return SparseDistribution((proposal.token_ids[node],), (1,), 0)
@@ -128,7 +130,7 @@ def is_accepted(uniform: float, target_prob: float, weight: int, weight_bits: in
     return weight > 0 and int(uniform * 2**33) * weight < math.ldexp(target_prob, 33 + weight_bits)
 
 
-def residual_law(log_probs_row: Tensor, draft: SparseDistribution) -> Tensor:
+def residual_distribution(log_probs_row: Tensor, draft: SparseDistribution) -> Tensor:
     """Return the unnormalised (p - q)+ over the whole vocabulary, [vocab_size] float64."""
     probs = log_probs_row.double().exp()
     support = torch.tensor(draft.token_ids, dtype=torch.int64, device=probs.device)

@@ -2,7 +2,7 @@
 
 Kubernetes' own kinds come from the `kubernetes-validate` package. Those of operators are checked against the
 small schemas in schemas/, which allow what the chart uses, and RayService also against KubeRay's own where
-that is at hand (../shared/kuberay beside this repository, or the file that KUBERAY_CRD_FILE names).
+if there is one (../shared/kuberay next to this repository, or the file that KUBERAY_CRD_FILE names).
 """
 
 from __future__ import annotations

@@ -223,12 +223,12 @@ def references(node):
 
 
 def test_references_helper_finds_missing_resources():
-    manifests = [{"spec": {"volumes": [{"configMap": {"name": "gone"}}], "serviceAccountName": "nobody"}}]
-    assert set(references(manifests)) == {("ConfigMap", "gone"), ("ServiceAccount", "nobody")}
+    manifests = [{"spec": {"volumes": [{"configMap": {"name": "gone"}}], "serviceAccountName": "missing"}}]
+    assert set(references(manifests)) == {("ConfigMap", "gone"), ("ServiceAccount", "missing")}
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "reason"),
     [
         ({"gateway": {"enabled": True}}, "gateway.parentRefs"),
         ({"gateway": {"enabled": True, "className": "c"}}, "tls.secretName"),
@@ -249,8 +249,8 @@ def test_references_helper_finds_missing_resources():
         ),
     ],
 )
-def test_contradicting_values_are_rejected_with_the_reason(values, told):
-    with pytest.raises(helm_python.HelmRenderError, match=told.replace(".", "[.]")):
+def test_contradicting_values_are_rejected_with_the_reason(values, reason):
+    with pytest.raises(helm_python.HelmRenderError, match=reason.replace(".", "[.]")):
         render_texts(values)
 
 

@@ -156,7 +156,7 @@ def test_without_policies_all_connections_are_allowed():
         (lambda spec: spec["podSelector"]["matchLabels"].update(typo="x"), WORKER),
         (lambda spec: spec["ingress"][2]["from"][0].pop("podSelector"), METRICS),
     ],
-    ids=["no source", "any pod", "any port", "wide range", "selects nobody", "any pod anywhere"],
+    ids=["no source", "any pod", "any port", "wide range", "selects nothing", "any pod anywhere"],
 )
 def test_reachability_check_finds_planted_holes(spoil, port):
     rules, everybody = policies({}), sources({})

@@ -69,7 +69,7 @@ def test_schema_takes_every_variant(values):
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "reason"),
     [
         ({"modles": {}}, "modles"),
         ({"models": {"target": ""}}, "target"),
@@ -93,8 +93,8 @@ def test_schema_takes_every_variant(values):
         ({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
     ],
 )
-def test_schema_rejects_values_and_names_them(values, told):
-    with pytest.raises(helm_python.HelmValuesError, match=told):
+def test_schema_rejects_values_and_names_them(values, reason):
+    with pytest.raises(helm_python.HelmValuesError, match=reason):
         chart().validate_schema(values)
 
 

@@ -48,7 +48,7 @@ def test_http_accepts_a_drafter_and_reports_its_cycles(cluster):
 
     plain, ngram = run("none"), run("ngram")
     assert plain.choices[0].text == ngram.choices[0].text
-    told = ngram.gammaray["cycles_by_drafter"]
-    assert told["ngram"] > 0
-    assert told["model"] == 0
-    assert sum(told.values()) == ngram.gammaray["cycles"]
+    cycles = ngram.gammaray["cycles_by_drafter"]
+    assert cycles["ngram"] > 0
+    assert cycles["model"] == 0
+    assert sum(cycles.values()) == ngram.gammaray["cycles"]

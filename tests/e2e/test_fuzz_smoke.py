@@ -113,9 +113,9 @@ def test_census_reports_leftovers_and_growth():
         ({"cache_bytes": 1}, "cache_bytes"),
     ):
         new = Holding(**{**vars(old), **change})
-        (told,) = growth({("proxy", 1): old}, {("proxy", 1): new})
-        assert word in told
-    for grown_mb, num_told in ((300, 0), (350, 1)):  # a worker's caches fill
+        (complaint,) = growth({("proxy", 1): old}, {("proxy", 1): new})
+        assert word in complaint
+    for grown_mb, num_reported in ((300, 0), (350, 1)):  # a worker's caches fill
         new = Holding(**{**vars(old), "rss_mb": 100 + grown_mb})
-        assert len(growth({("target", 1): old}, {("target", 1): new})) == num_told
+        assert len(growth({("target", 1): old}, {("target", 1): new})) == num_reported
     assert growth({("target", 1): old}, {}) == ["target (process 1) is gone"]

@@ -33,15 +33,15 @@ def expected(path: Path) -> list[int]:
 
 def test_chat_with_a_file_is_that_of_transformers(tmp_path: Path) -> None:
     path, _ = tiny_gguf("llama", tmp_path, quantised="Q8_0")
-    with open(tmp_path / "stderr", "w+") as told:
-        with running_cluster("--target", str(path), stderr=told.fileno()) as cluster:
+    with open(tmp_path / "stderr", "w+") as log:
+        with running_cluster("--target", str(path), stderr=log.fileno()) as cluster:
             with cluster.openai() as client:
                 answer = client.chat.completions.create(
                     model=path.stem, messages=MESSAGES, temperature=0, max_tokens=NUM_TOKENS
                 )
             roles = {process.role for process in cluster.status()}
-        told.seek(0)
-        notes = told.read()
+        log.seek(0)
+        notes = log.read()
     assert answer.gammaray["token_ids"] == expected(path)
     assert answer.gammaray["cycles_by_drafter"]["model"] == 0
     assert "target" in roles

@@ -48,8 +48,8 @@ def check_summary(summary, usage):
     assert len(summary["token_ids"]) == len(summary["origins"]) == usage.completion_tokens
     assert set(summary["origins"]) <= {"accepted", "correction", "bonus"}
     assert summary["origins"].count("accepted") == summary["accepted_tokens"] <= summary["drafted_tokens"]
-    told = usage.completion_tokens_details
-    assert (told.accepted_prediction_tokens, told.rejected_prediction_tokens) == (0, 0)
+    reported = usage.completion_tokens_details
+    assert (reported.accepted_prediction_tokens, reported.rejected_prediction_tokens) == (0, 0)
     assert summary["tokens_per_cycle"] == pytest.approx(usage.completion_tokens / summary["cycles"])
     assert sum(summary["accepted_lengths"]) == summary["cycles"]
 
@@ -244,16 +244,16 @@ def test_echo_with_logprobs_returns_prompt_logprobs_as_lm_eval_requests(client):
     options = {"max_tokens": 1, "temperature": 0, "logprobs": 1, "seed": 1234}
     answer = complete(client, prompt=prompts, echo=True, **options)
     for choice, prompt in zip(answer.choices, prompts, strict=True):
-        told = choice.logprobs
-        assert len(told.tokens) == len(told.token_logprobs) == len(prompt) + 1
-        assert told.token_logprobs[0] is told.top_logprobs[0] is None
+        reported = choice.logprobs
+        assert len(reported.tokens) == len(reported.token_logprobs) == len(prompt) + 1
+        assert reported.token_logprobs[0] is reported.top_logprobs[0] is None
         # Token by token the same: each prefix is completed by one token whose alternatives are known.
         for place in (1, len(prompt) - 1):
             asked = {"logit_bias": {str(prompt[place]): 100}}
             forced = complete(client, prompt=prompt[:place], **options, **asked)
             assert forced.gammaray["token_ids"] == [prompt[place]]
             (logprob,) = forced.choices[0].logprobs.token_logprobs
-            assert told.token_logprobs[place] == pytest.approx(logprob, abs=1e-4)
+            assert reported.token_logprobs[place] == pytest.approx(logprob, abs=1e-4)
 
 
 def test_metrics_by_vllms_names_move_with_completions(cluster, client):
@@ -269,12 +269,12 @@ def test_metrics_by_vllms_names_move_with_completions(cluster, client):
     before = counters()
     answer = complete(client, max_tokens=24, temperature=0, gammaray={"gamma": 4})
     after = counters()
-    told = answer.metrics["speculative_decoding"]
+    reported = answer.metrics["speculative_decoding"]
     grown = {name.split("spec_decode_num_")[1]: after[name] - before[name] for name in after}
-    assert grown["drafts_total"] >= told["num_spec_steps"] > 0
-    assert grown["draft_tokens_total"] >= told["num_draft_tokens"]
-    assert grown["accepted_tokens_total"] >= told["num_accepted_draft_tokens"]
-    assert sum(told["acceptance_histogram"]) == told["num_spec_steps"]
+    assert grown["drafts_total"] >= reported["num_spec_steps"] > 0
+    assert grown["draft_tokens_total"] >= reported["num_draft_tokens"]
+    assert grown["accepted_tokens_total"] >= reported["num_accepted_draft_tokens"]
+    assert sum(reported["acceptance_histogram"]) == reported["num_spec_steps"]
 
 
 def test_continuous_usage_and_obfuscation_of_streams(client):

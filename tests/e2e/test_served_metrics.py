@@ -96,9 +96,9 @@ def test_counters_are_the_sums_of_the_summaries(cluster):
     assert emitted == sum(usage.completion_tokens for usage in usages)
     assert samples["gammaray_prompt_tokens_total",] == sum(usage.prompt_tokens for usage in usages)
     kinds = ("model", "ngram", "suffix", "prediction", "plain")
-    rungs = [samples["gammaray_cycles_total", ("rung", kind.replace("plain", "none"))] for kind in kinds]
-    assert rungs == [total(f"{kind}_cycles") for kind in kinds]
-    assert sum(rungs) == total("cycles")
+    by_drafter = [samples["gammaray_cycles_total", ("rung", kind.replace("plain", "none"))] for kind in kinds]
+    assert by_drafter == [total(f"{kind}_cycles") for kind in kinds]
+    assert sum(by_drafter) == total("cycles")
     assert samples["gammaray_cycle_fallbacks_total",] == total("fallback_cycles")
     lengths = [list(completion.summary.accepted_lengths) for completion in completions]
     for position in range(4):

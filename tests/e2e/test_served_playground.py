@@ -83,12 +83,38 @@ def test_page_streams_the_text_of_the_api_coloured_by_origin(page, cluster, tmp_
     texts = page.locator("#output span:not(.prompt)").all_text_contents()
     assert "".join(texts) == answer.choices[0].text
     origins = page.locator("#output span").evaluate_all("spans => spans.map(span => span.className)")
-    assert set(origins) >= {"accepted", "correction", "prompt"}
+    assert set(origins) >= {"model", "correction", "prompt"}
+    expect(page.locator("#accepted")).to_contain_text("model ")
     expect(page.locator("#used_seed")).to_have_text("3")
     expect(page.locator("#tokens")).to_have_text(str(answer.usage.completion_tokens))
     expect(page.locator("#alpha")).to_have_text(f"{answer.gammaray['alpha']:.3f}")
     assert number(page, "gamma_mean") == pytest.approx(summary["gamma_mean"], abs=0.005)
     assert len(page.screenshot(path=tmp_path / "playground.png", full_page=True)) > MIN_PICTURE_BYTES
+
+
+def test_page_sends_a_prediction_and_colours_what_is_taken_from_it(page, cluster):
+    prompt, options = "def read_lines(path):\n", {"max_tokens": 48, "temperature": 0, "seed": 3}
+    with cluster.openai() as client:
+        plain = {"extra_body": {"gammaray": {"gamma": 0}}}
+        answer = client.completions.create(model="demo", prompt=prompt, **options, **plain)
+    text = answer.choices[0].text
+    summary = generate(page, prompt=prompt, prediction=text, drafter="prediction", gamma=4, **options)
+    assert summary["cycles_by_drafter"]["prediction"] > 0
+    texts = page.locator("#output span:not(.prompt)").all_text_contents()
+    assert "".join(texts) == text
+    assert page.locator("#output .prediction").count() > 0
+    accepted = summary["accepted_tokens"]
+    expect(page.locator("#accepted")).to_have_text(f"prediction {accepted}")
+
+
+def test_page_sends_a_chat_message(page):
+    with page.expect_response("**/v1/chat/completions") as answer:
+        start(page, prompt="a list of numbers", mode="chat", max_tokens=8, seed=1)
+    expect(page.locator("body")).to_have_attribute("data-state", "idle")
+    expect(page.locator("#error")).to_be_empty()
+    expect(page.locator("#tokens")).to_have_text("8")
+    assert json.loads(answer.value.request.post_data)["messages"][0]["content"] == "a list of numbers"
+    assert page.locator("#output span:not(.prompt)").count() > 0
 
 
 def test_page_keeps_every_digit_of_a_large_seed(page):

@@ -58,8 +58,8 @@ def orchestrators(cluster: Cluster) -> list[psutil.Process]:
         try:
             for _ in range(4):  # a new connection goes to the next one
                 with Client(cluster.grpc) as client:
-                    told = client.status(timeout_s=30)
-                views.append({p.pid for p in told if p.role == "orchestrator" and p.healthy})
+                    streamed = client.status(timeout_s=30)
+                views.append({p.pid for p in streamed if p.role == "orchestrator" and p.healthy})
         except GammarayError:
             return False
         found = views[0]
@@ -78,11 +78,11 @@ def is_running(pid: int) -> bool:
 
 def kill(processes: list[psutil.Process], number: int) -> None:
     for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):  # one that was replaced meanwhile disturbs nobody
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that was replaced in the meantime
             process.send_signal(number)
 
 
-async def told(client: AsyncClient, fields, note) -> tuple[list[int], str]:
+async def streamed(client: AsyncClient, fields, note) -> tuple[list[int], str]:
     tokens, text = [], []
     async for chunk in client.generate(**fields, **COMMON):
         assert chunk.offset == len(tokens)
@@ -92,15 +92,15 @@ async def told(client: AsyncClient, fields, note) -> tuple[list[int], str]:
     return tokens, "".join(text)
 
 
-async def all_told(client: AsyncClient, note) -> list[tuple[list[int], str]]:
-    return list(await asyncio.gather(*(told(client, fields, note) for fields in STREAMS)))
+async def all_streamed(client: AsyncClient, note) -> list[tuple[list[int], str]]:
+    return list(await asyncio.gather(*(streamed(client, fields, note) for fields in STREAMS)))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_sdk_streams_survive_the_loss_of_every_orchestrator(replicas, number):
     serving = await asyncio.to_thread(orchestrators, replicas)
     async with AsyncClient(replicas.grpc, retry=PATIENT) as client:
-        undisturbed = await all_told(client, lambda name: None)
+        undisturbed = await all_streamed(client, lambda name: None)
         pieces: set[str] = set()
         all_begun = asyncio.Event()
 
@@ -109,7 +109,7 @@ async def test_sdk_streams_survive_the_loss_of_every_orchestrator(replicas, numb
             if len(pieces) == len(STREAMS):
                 all_begun.set()
 
-        running = asyncio.create_task(all_told(client, note))
+        running = asyncio.create_task(all_streamed(client, note))
         await asyncio.wait_for(all_begun.wait(), RECOVERY_S)
         kill(serving, number)
         assert not running.done(), "too late to disturb anything"

@@ -1,6 +1,6 @@
 """Fuzzes a cluster of its own: `python tests/fuzz --seconds 600 --seed 0`, or `make fuzz`.
 
-The HTTP API gets bodies, headers and connections that nobody should send, and whatever schemathesis makes of
+The HTTP API gets malformed bodies, headers and connections, and whatever schemathesis makes of
 its OpenAPI document; the gRPC API and the workers' own
 ports get messages that were tampered with; a real orchestrator gets drafters and targets that break their
 contract. Exits with 1 when anything was refused without a type, hung, crashed, changed a token, or when a

@@ -79,6 +79,6 @@ class Campaign:
         lines = []
         for surface in surfaces:
             found = sorted((n, result) for (its, result), n in self.counts.items() if its == surface)
-            told = ", ".join(f"{result} {n}" for n, result in reversed(found))
-            lines.append(f"{surface:14} {sum(n for n, _ in found):6}  {told}")
+            results = ", ".join(f"{result} {n}" for n, result in reversed(found))
+            lines.append(f"{surface:14} {sum(n for n, _ in found):6}  {results}")
         return "\n".join(lines)

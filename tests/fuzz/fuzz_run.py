@@ -59,12 +59,12 @@ class Report:
             for role, pid in self.before
         ]
         complaints = [*self.grown, *self.campaign.wrong]
-        told = (
+        outcome = (
             [f"WRONG ({self.campaign.num_wrong + len(self.grown)}):", *complaints]
             if complaints
             else ["clean"]
         )
-        return "\n".join([self.campaign.table(), "", *held, "", *told])
+        return "\n".join([self.campaign.table(), "", *held, "", *outcome])
 
 
 def run(cluster: Cluster, seconds: float, seed: int, say: Callable[[str], None]) -> Report:

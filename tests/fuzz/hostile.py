@@ -1,4 +1,4 @@
-"""Workers that break their contract, behind a real orchestrator: drafters can only cost speed, targets only
+"""Workers that break their contract, with a real orchestrator: drafters can only cost speed, targets only
 their own requests."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _wrong_parents(worker: ScriptedWorker, block: Any, rng: random.Random) -> An
     return worker.result(block, proposal=pb.Proposal(token_ids=ids, parents=parents))
 
 
-def _wrong_laws(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
+def _wrong_distributions(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
     proposal = pb.Proposal(token_ids=[1, 2, 3])
     for _ in range(rng.choice([1, 3, 5])):
         ids = [rng.choice(NUMBERS) for _ in range(rng.choice([0, 1, 5, 64]))]
@@ -104,7 +104,7 @@ def _bad_verdict(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
 DRAFTERS: list[Answer] = [
     _garbage_ids,
     _wrong_parents,
-    _wrong_laws,
+    _wrong_distributions,
     _far_too_many,
     _any_need,
     _any_error,

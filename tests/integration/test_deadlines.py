@@ -15,15 +15,15 @@ from gammaray.errors import DeadlineExceededError
 pytestmark = pytest.mark.integration
 
 
-async def test_workers_are_told_no_more_time_than_the_caller_has():
+async def test_workers_get_no_more_time_than_the_caller_has():
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         session = make_session(max_tokens=10)
         session.deadline = time.monotonic() + 20
         await finish(session, *clients(fleet, session), 2)
         assert emitted(session) == continuation(PROMPT, 10)
-        told = [block.timeout_ms for worker in (target, draft) for block in worker.blocks]
-        assert told
-        assert all(0 < timeout_ms <= 20_000 for timeout_ms in told)
+        timeouts = [block.timeout_ms for worker in (target, draft) for block in worker.blocks]
+        assert timeouts
+        assert all(0 < timeout_ms <= 20_000 for timeout_ms in timeouts)
 
 
 @pytest.mark.parametrize("silent", ["target", "draft"])

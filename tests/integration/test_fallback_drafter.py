@@ -99,7 +99,7 @@ async def test_fallback_applies_in_the_cycle_that_loses_its_drafter_and_recovers
         await draft.stop()
         lost = [await one_cycle(session, drafting, verifier) for _ in range(20)]
         assert all(cycle.is_fallback for cycle in lost[1:])
-        assert max(cycle.total_s for cycle in lost) < 30.0, "nobody waits for one that is gone"
+        assert max(cycle.total_s for cycle in lost) < 30.0, "no cycle waits for a drafter that is gone"
         assert DrafterKind.MODEL not in {cycle.drafter for cycle in lost[1:]}
         await draft.start()
         deadline = time.monotonic() + 30

@@ -69,8 +69,8 @@ def thousands(block, tokens, outcome):
 
 
 def as_many_as_allowed_and_large(block, tokens, outcome):
-    law = pb.SparseDistribution(token_ids=range(2000), weights=[1] * 2000, weight_bits=11)
-    proposal = pb.Proposal(token_ids=[1] * 64, draft_distributions=[law] * 8)
+    distribution = pb.SparseDistribution(token_ids=range(2000), weights=[1] * 2000, weight_bits=11)
+    proposal = pb.Proposal(token_ids=[1] * 64, draft_distributions=[distribution] * 8)
     return [ahead(block, [2047, token], proposal) for token in range(MAX_SEEN)]
 
 
@@ -94,9 +94,9 @@ def garbage_parents(block, tokens, outcome):
     return [ahead(block, outcome, pb.Proposal(token_ids=[1, 2], parents=[1, 0]))]
 
 
-def garbage_laws(block, tokens, outcome):
-    law = pb.SparseDistribution(token_ids=[1, 1], weights=[0, 9], weight_bits=99)
-    return [ahead(block, outcome, pb.Proposal(token_ids=[1], draft_distributions=[law]))]
+def garbage_distributions(block, tokens, outcome):
+    distribution = pb.SparseDistribution(token_ids=[1, 1], weights=[0, 9], weight_bits=99)
+    return [ahead(block, outcome, pb.Proposal(token_ids=[1], draft_distributions=[distribution]))]
 
 
 def other_sessions(block, tokens, outcome):
@@ -127,7 +127,7 @@ LEFT = [
     no_outcome,
     garbage_tokens,
     garbage_parents,
-    garbage_laws,
+    garbage_distributions,
 ]
 BORNE = [
     as_many_as_allowed_and_large,

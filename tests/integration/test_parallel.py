@@ -240,17 +240,17 @@ def test_architecture_without_a_plan_is_refused(tmp_path):
 def test_rank_survives_rejected_steps_but_not_failures():
     class Refusing:
         def __init__(self, error):
-            self.error, self.told = error, []
+            self.error, self.calls = error, []
 
         def truncate(self, *arguments):
-            self.told.append(arguments)
+            self.calls.append(arguments)
 
         def step(self, feeds):
             raise self.error
 
     engine = Refusing(CacheGapError("a", 1))
     follow(engine, [("truncate", ("a", 3))], [])
-    assert engine.told == [("a", 3)]
+    assert engine.calls == [("a", 3)]
     with pytest.raises(RuntimeError, match="out of memory"):
         follow(Refusing(RuntimeError("out of memory")), [], [])
 

@@ -71,10 +71,10 @@ def test_prepared_for_another_cycle_is_dropped(stale):
 def test_prepared_chain_is_cut_with_its_distributions_and_too_large_trees_are_skipped():
     prepared = ProposalCache(VOCAB)
     prepared.expect(1, 4)
-    laws = tuple(SparseDistribution((token, token + 1), (3, 1), 2) for token in (1, 2, 3))
-    prepared.put(message([7], Proposal((1, 2, 3), None, laws)))
+    distributions = tuple(SparseDistribution((token, token + 1), (3, 1), 2) for token in (1, 2, 3))
+    prepared.put(message([7], Proposal((1, 2, 3), None, distributions)))
     prepared.put(message([8], Proposal((1, 2, 3), (-1, -1, 0))))
-    assert prepared.take([0] * 4 + [7], Shape(2)) == Proposal((1, 2), None, laws[:2])
+    assert prepared.take([0] * 4 + [7], Shape(2)) == Proposal((1, 2), None, distributions[:2])
     assert prepared.take([0] * 4 + [8], Shape(2)) is None
     assert prepared.take([0] * 4 + [8], Shape(2, 3)) == Proposal((1, 2, 3), (-1, -1, 0))
     assert prepared.take([0] * 4 + [8], Shape(1, 3)) is None
@@ -120,9 +120,9 @@ def test_invalid_prepared_proposal_fails_the_cycle_and_is_dropped(outcome, propo
 def test_prepared_bytes_are_bounded_and_excess_proposals_are_dropped():
     prepared = ProposalCache(VOCAB)
     prepared.expect(1, 4)
-    law = SparseDistribution(tuple(range(64)), (64,) * 64, 12)
+    distribution = SparseDistribution(tuple(range(64)), (64,) * 64, 12)
     for token in range(MAX_KEPT):
-        prepared.put(message([token], Proposal((1,) * 256, None, (law,) * 256)))
+        prepared.put(message([token], Proposal((1,) * 256, None, (distribution,) * 256)))
     assert 0 < prepared.num_bytes <= MAX_KEPT_BYTES
     assert prepared.take([0] * 4 + [0], Shape(3)) is not None
     assert prepared.take([0] * 4 + [MAX_KEPT - 1], Shape(3)) is None
@@ -153,8 +153,8 @@ def test_distributions_may_have_the_largest_configurable_support():
     assert MAX_SUPPORT in [getattr(bound, "le", None) for bound in bounds]
 
     def parsed(size):
-        law = SparseDistribution(tuple(range(size)), (1,) * (size - 1) + (2**13 - size + 1,), 13)
-        return proposal_from_proto(proposal_to_proto(Proposal((1,), None, (law,))), 10**6)
+        distribution = SparseDistribution(tuple(range(size)), (1,) * (size - 1) + (2**13 - size + 1,), 13)
+        return proposal_from_proto(proposal_to_proto(Proposal((1,), None, (distribution,))), 10**6)
 
     assert len(parsed(MAX_SUPPORT).draft_distributions[0].token_ids) == MAX_SUPPORT
     with pytest.raises(GammarayError, match="4097 ids, allowed: at most 4096"):

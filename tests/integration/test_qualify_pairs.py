@@ -182,7 +182,7 @@ def test_any_draft_is_lossless(schedulers):
         assert all(a <= t for a, t in zip(run.accepted, run.tested, strict=True))
         # Everything but the target's own token of each cycle was accepted.
         assert run.emitted == run.cycles + sum(run.accepted)
-    assert schedulers[0].engine.stats().num_sessions == 0  # and nothing is left behind
+    assert schedulers[0].engine.stats().num_sessions == 0  # and nothing is left
 
 
 def test_draft_like_the_target_is_always_accepted(models):

@@ -26,7 +26,7 @@ def test_redis_url_of_another_kind_is_refused():
 
 
 def test_missing_redis_is_reported_quickly_without_the_password():
-    with socket.socket() as taken:  # and nobody listens
+    with socket.socket() as taken:  # and not listening
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         began = time.monotonic()

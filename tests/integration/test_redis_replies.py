@@ -38,7 +38,7 @@ REPLIES = (
     "MOVED 3999 127.0.0.1:6381",
     "NOAUTH Authentication required.",
     "ERR unknown command",
-    "SOMETHING nobody knows",
+    "SOMETHING unknown",
 )
 WRITE = "return redis.call('SET', KEYS[1], ARGV[1])"
 

@@ -59,14 +59,14 @@ async def test_resume_on_another_orchestrator_changes_nothing(pair, fields):
         chunks += rest
     assert turn > 2
     assert text_of(chunks) == text_of(whole)
-    told, wanted = ([token for chunk in c for token in chunk.tokens] for c in (chunks, whole))
-    assert [token.token_id for token in told] == [token.token_id for token in wanted]
-    assert [token.token_bytes for token in told] == [token.token_bytes for token in wanted]
+    received, wanted = ([token for chunk in c for token in chunk.tokens] for c in (chunks, whole))
+    assert [token.token_id for token in received] == [token.token_id for token in wanted]
+    assert [token.token_bytes for token in received] == [token.token_bytes for token in wanted]
     if "num_top_logprobs" in fields:
-        assert [t.logprob for t in told] == pytest.approx([t.logprob for t in wanted], abs=1e-4)
-        assert all(len(token.top_logprobs) == 2 for token in told)
-    assert chunks[-1].usage.completion_tokens == len(told)
-    assert chunks[-1].summary.accepted_tokens == sum(t.origin is TokenOrigin.ACCEPTED for t in told)
+        assert [t.logprob for t in received] == pytest.approx([t.logprob for t in wanted], abs=1e-4)
+        assert all(len(token.top_logprobs) == 2 for token in received)
+    assert chunks[-1].usage.completion_tokens == len(received)
+    assert chunks[-1].summary.accepted_tokens == sum(t.origin is TokenOrigin.ACCEPTED for t in received)
     assert chunks[-1].seed == whole[-1].seed
 
 
@@ -157,9 +157,9 @@ async def test_invalid_resume_is_rejected(pair):
         with pytest.raises(FailedPreconditionError, match=match):
             await complete(other, bad)
     with pytest.raises(NotFoundError):
-        await complete(other, dataclasses.replace(request, session_id="nobody", resume_from=1))
+        await complete(other, dataclasses.replace(request, session_id="unknown", resume_from=1))
     with pytest.raises(NotFoundError):
-        await complete(other, dataclasses.replace(request, session_id="nobody", prompt="", resume_from=0))
+        await complete(other, dataclasses.replace(request, session_id="unknown", prompt="", resume_from=0))
     with pytest.raises(InvalidArgumentError, match="session_id"):
         await complete(other, dataclasses.replace(request, session_id="", resume_from=0))
     rest = await complete(other, GenerationRequest("", session_id=request.session_id, resume_from=3))
@@ -211,7 +211,7 @@ async def test_cancel_ends_the_stream_permanently(pair):
     rest = await complete(other, resumed(request, chunks[:2]))
     assert rest[-1].finish_reason is FinishReason.CANCELLED
     with pytest.raises(NotFoundError):
-        await other.sessions.cancel("nobody", ANONYMOUS)
+        await other.sessions.cancel("unknown", ANONYMOUS)
 
 
 async def test_delete_ends_the_stream_and_frees_everything(pair, redis):

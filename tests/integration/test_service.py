@@ -220,7 +220,7 @@ async def test_service_prompt_logprobs_of_too_long_a_prompt_are_refused(orchestr
 
 
 async def test_service_sends_prompt_logprobs_once(orchestrator):
-    options = {"sampling": SEEDED, "max_tokens": 6, "num_prompt_logprobs": 1, "session_id": "told"}
+    options = {"sampling": SEEDED, "max_tokens": 6, "num_prompt_logprobs": 1, "session_id": "reported"}
     request = GenerationRequest(PROMPTS[0], **options)
     first, *_ = await complete(orchestrator, request)
     assert first.prompt_logprobs is not None

@@ -126,13 +126,13 @@ async def test_store_stale_owner_is_refused(store):
     assert (stored.token_ids, stored.finish_reason, stored.epoch) == ((1, 2), None, epoch)
     assert stored.is_running
 
-    heir = make_session(epoch=epoch)
-    heir.digest = stored.digest
-    heir.token_ids += [1, 2]
-    await commit(store, heir, [3])
+    successor = make_session(epoch=epoch)
+    successor.digest = stored.digest
+    successor.token_ids += [1, 2]
+    await commit(store, successor, [3])
     assert (await store.read("s")).token_ids == (1, 2, 3)
     with pytest.raises(NotFoundError):
-        await store.take_over("nobody")
+        await store.take_over("unknown")
 
 
 async def test_store_replay_of_the_last_commit_changes_nothing(store):
@@ -168,12 +168,12 @@ async def test_store_commit_at_the_wrong_place_is_refused(store, emitted, token_
 async def test_store_only_one_of_two_concurrent_owners_commits(store):
     session = make_session(max_tokens=1000)
     await store.create(session, b"")
-    racers = []
+    writers = []
     for token in range(20):
-        racer = make_session(max_tokens=1000, epoch=session.epoch)
-        racer.commit([token])
-        racers.append(store.append(racer, [token], [BONUS]))
-    results = await asyncio.gather(*racers, return_exceptions=True)
+        writer = make_session(max_tokens=1000, epoch=session.epoch)
+        writer.commit([token])
+        writers.append(store.append(writer, [token], [BONUS]))
+    results = await asyncio.gather(*writers, return_exceptions=True)
     assert sum(result is None for result in results) == 1
     assert len((await store.read("s")).token_ids) == 1
 
@@ -193,7 +193,7 @@ async def test_store_rejects_commits_to_a_cancelled_turn(store):
     assert not stored.is_running
     assert await store.cancel("s") == epoch
     with pytest.raises(NotFoundError):
-        await store.cancel("nobody")
+        await store.cancel("unknown")
 
 
 async def test_store_epochs_never_decrease_after_expiry(redis):
@@ -253,15 +253,15 @@ async def test_store_owner_of_an_earlier_session_records_no_trace(redis, store):
     for _ in range(2):  # sent again after a lost answer, it changes nothing
         assert await traces.append("s", session.epoch, cycle)
         assert await traces.serve("s", session.epoch, "first") == ""
-    heir = await store.take_over("s")
+    successor = await store.take_over("s")
     assert await traces.append("s", session.epoch, late)  # what its former owner did is part of its trace
-    assert await traces.append("s", heir, last)
-    assert await traces.serve("s", heir, "second") == "first"
+    assert await traces.append("s", successor, last)
+    assert await traces.serve("s", successor, "second") == "first"
     assert [cycle.start_us for cycle in (await traces.read("s")).cycles] == [1, 2, 3]
     assert await store.delete("s")
     for _ in range(2):
-        assert not await traces.append("s", heir, cycle)  # it learns of the deletion a cycle later
-        assert await traces.serve("s", heir, "third") == ""
+        assert not await traces.append("s", successor, cycle)  # it learns of the deletion a cycle later
+        assert await traces.serve("s", successor, "third") == ""
         assert (await traces.read("s")).cycles == []
         assert await traces.serving("s") == ""
         if not await redis.exists("gammaray:session:{s}"):

@@ -132,20 +132,20 @@ async def test_another_orchestrator_can_take_over_a_choice(redis, server, tokeni
     other_redis = connect(server.url)
     other = opener_of(store_of(other_redis), tokenizer)
     for prompt in ("def main():", ""):
-        heir = await other.open(replace(asked, prompt=prompt, resume_from=0), 2048, ALICE)
-        assert heir.session.prompt == opened.session.prompt
-        assert heir.session.params == opened.session.params
-        assert heir.request.stop == ("zz",)
-        assert heir.session.epoch > opened.session.epoch
+        successor = await other.open(replace(asked, prompt=prompt, resume_from=0), 2048, ALICE)
+        assert successor.session.prompt == opened.session.prompt
+        assert successor.session.params == opened.session.params
+        assert successor.request.stop == ("zz",)
+        assert successor.session.epoch > opened.session.epoch
     for changed in (replace(asked, prompt="def main(): "), replace(asked, stop=())):
         with pytest.raises(FailedPreconditionError, match="another request"):
             await other.open(replace(changed, resume_from=0), 2048, ALICE)
     ids = tuple(tokenizer.encode("def main():"))
     with pytest.raises(FailedPreconditionError, match="another request"):
         await other.open(replace(asked, prompt=ids[:-1], resume_from=0), 2048, ALICE)
-    heir.session.commit([5])
+    successor.session.commit([5])
     store = store_of(other_redis)
-    await store.append(heir.session, [5], [BONUS])
+    await store.append(successor.session, [5], [BONUS])
     again = await other.open(replace(asked, prompt="", resume_from=0), 2048, ALICE)
     assert [chunk async for chunk in again.replay(ChunkBuilder(again.session, tokenizer, 0))]
     assert again.session.token_ids[-1] == 5

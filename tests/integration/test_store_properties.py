@@ -1,4 +1,4 @@
-"""The session store driven by owners that race, lag, repeat commits and lose replies: nothing stale
+"""The session store driven by concurrent owners that lag, repeat commits and lose replies: nothing stale
 gets in.
 
 A model holds what the store must say. Every step runs on a real Redis; its times are moved instead of its

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import pytest
 from scripted_workers import scripted
 from service_helpers import PROMPTS, SEEDED, running, tokens_of
 
-from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, VerificationMethod
+from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, TokenOrigin, VerificationMethod
 from orchestrator.access.caller import Caller
 from orchestrator.drafting.corpus import Corpus
 
@@ -123,6 +124,20 @@ async def test_prediction_is_proposed_and_counted_and_changes_no_token(orchestra
     assert summary.cycles < NUM_TOKENS / 2
     assert usage.accepted_prediction_tokens > NUM_TOKENS / 2
     assert usage.rejected_prediction_tokens == 0
+
+
+async def test_tokens_name_the_drafter_that_proposed_them_until_they_are_replayed(orchestrator):
+    plain = request_of(drafter=DrafterKind.NONE, cache_salt="plain")
+    expected, _, _ = await complete(orchestrator, plain)
+    request = dataclasses.replace(plain, drafter=DrafterKind.PREDICTION, prediction=tuple(expected))
+    request = dataclasses.replace(request, session_id="mine")
+    tokens = [token async for chunk in orchestrator.generate(request, ALICE) for token in chunk.tokens]
+    by_drafter = Counter((token.origin, token.drafter) for token in tokens)
+    assert by_drafter[TokenOrigin.ACCEPTED, DrafterKind.PREDICTION] > NUM_TOKENS / 2
+    assert {drafter for origin, drafter in by_drafter if origin is not TokenOrigin.ACCEPTED} == {None}
+    again = dataclasses.replace(request, resume_from=0)
+    replayed = [token async for chunk in orchestrator.generate(again, ALICE) for token in chunk.tokens]
+    assert replayed == [dataclasses.replace(token, drafter=None) for token in tokens]
 
 
 async def test_wrong_prediction_costs_rows_and_changes_no_token(orchestrator):

@@ -31,7 +31,7 @@ REQUEST = GenerationRequest(
     stop=("\x00",),
     ignore_eos=True,
     gamma=GammaPolicy(fixed=2),
-    session_id="told",
+    session_id="reported",
 )
 
 
@@ -74,9 +74,9 @@ async def _survive_a_target_and_resume(redis, survivor, draft):
                     received += tokens_of([chunk])
                     if len(received) > 48:
                         break
-    async with running(redis, survivor, draft) as heir:
+    async with running(redis, survivor, draft) as successor:
         rest = dataclasses.replace(REQUEST, resume_from=len(received))
-        async for _ in heir.generate(rest, caller):
+        async for _ in successor.generate(rest, caller):
             pass
 
 

@@ -234,8 +234,8 @@ async def test_trace_resumed_by_another_orchestrator_is_one_trace_and_linked(
             if len(received) > 20:
                 break
         await stream.aclose()
-    async with running(redis_server, *workers) as heir:
-        rest = await generate(heir, dataclasses.replace(first, resume_from=len(received)), Caller())
+    async with running(redis_server, *workers) as successor:
+        rest = await generate(successor, dataclasses.replace(first, resume_from=len(received)), Caller())
     assert len(received) + len(tokens_of(rest)) == 96
     spans = await asyncio.to_thread(
         exporting.wait, lambda spans: len(named(spans, t.SPAN_GENERATE)) == 2, TIMEOUT_S
@@ -275,7 +275,7 @@ async def test_records_of_a_session_are_those_of_its_cycles(redis_server, worker
             assert time.monotonic() < deadline
             await asyncio.sleep(0.05)
         with pytest.raises(NotFoundError):
-            await orchestrator.sessions.trace("nobody", ANONYMOUS)
+            await orchestrator.sessions.trace("unknown", ANONYMOUS)
     assert [sum(cycle.emitted for cycle in records), records[-1].base_position + records[-1].emitted] == [
         96,
         chunks[-1].usage.prompt_tokens + 96,

@@ -101,10 +101,10 @@ async def test_rejection_sends_the_distribution_of_each_token(draft):
     result = await draft.ask(propose_block(PROMPT, 5, spec=spec))
     proposal = proposal_from_proto(result.proposal, 97)
     assert len(proposal.draft_distributions) == 5
-    for token_id, law in zip(proposal.token_ids, proposal.draft_distributions, strict=True):
-        assert token_id in law.token_ids
-        assert law.weight_bits == 12
-        assert len(law.token_ids) <= 64
+    for token_id, distribution in zip(proposal.token_ids, proposal.draft_distributions, strict=True):
+        assert token_id in distribution.token_ids
+        assert distribution.weight_bits == 12
+        assert len(distribution.token_ids) <= 64
 
 
 @pytest.mark.parametrize("method", list(VerificationMethod))

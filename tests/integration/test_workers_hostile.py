@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 
 PROMPT = random_tokens(12, seed=3)
 INVALID_ARGUMENT, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED = 3, 4, 8
-LAW = types.SparseDistribution(token_ids=[1, 2], weights=[1, 3], weight_bits=2)
+DISTRIBUTION = types.SparseDistribution(token_ids=[1, 2], weights=[1, 3], weight_bits=2)
 
 
 def sampling(**fields):
@@ -34,7 +34,7 @@ def tree(*parents, method=VerificationMethod.COUPLED):
     return verify_block(PROMPT, proposal, spec=spec_message(params, method))
 
 
-def laws(*distributions):
+def with_distributions(*distributions):
     params = SamplingParams(temperature=1.0, seed=1)
     proposal = types.Proposal(token_ids=[1] * len(distributions), draft_distributions=distributions)
     return verify_block(PROMPT, proposal, spec=spec_message(params, VerificationMethod.REJECTION))
@@ -54,13 +54,21 @@ BAD_VERIFIES = {
     "parents of another length": verify_block(PROMPT, types.Proposal(token_ids=[1, 2], parents=[-1])),
     "tree with rejection": tree(-1, -1, method=VerificationMethod.REJECTION),
     "tree with naive": tree(-1, -1, method=VerificationMethod.NAIVE),
-    "weights of a wrong sum": laws(types.SparseDistribution(token_ids=[1, 2], weights=[1, 2], weight_bits=2)),
-    "weight 0": laws(types.SparseDistribution(token_ids=[1, 2], weights=[0, 4], weight_bits=2)),
-    "weight bits 60": laws(types.SparseDistribution(token_ids=[1], weights=[1], weight_bits=60)),
-    "law with an id twice": laws(types.SparseDistribution(token_ids=[1, 1], weights=[1, 3], weight_bits=2)),
-    "law out of vocabulary": laws(types.SparseDistribution(token_ids=[1, 97], weights=[1, 3], weight_bits=2)),
-    "fewer laws than tokens": verify_block(
-        PROMPT, types.Proposal(token_ids=[1, 2], draft_distributions=[LAW])
+    "weights of a wrong sum": with_distributions(
+        types.SparseDistribution(token_ids=[1, 2], weights=[1, 2], weight_bits=2)
+    ),
+    "weight 0": with_distributions(types.SparseDistribution(token_ids=[1, 2], weights=[0, 4], weight_bits=2)),
+    "weight bits 60": with_distributions(
+        types.SparseDistribution(token_ids=[1], weights=[1], weight_bits=60)
+    ),
+    "distribution with an id twice": with_distributions(
+        types.SparseDistribution(token_ids=[1, 1], weights=[1, 3], weight_bits=2)
+    ),
+    "distribution out of vocabulary": with_distributions(
+        types.SparseDistribution(token_ids=[1, 97], weights=[1, 3], weight_bits=2)
+    ),
+    "fewer distributions than tokens": verify_block(
+        PROMPT, types.Proposal(token_ids=[1, 2], draft_distributions=[DISTRIBUTION])
     ),
     "proposal of 10^6 tokens": verify_block(PROMPT, [1] * 10**6),
     "proposal of 257 tokens": verify_block(PROMPT, [1] * 257),

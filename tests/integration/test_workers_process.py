@@ -132,10 +132,10 @@ async def test_draining_worker_sends_a_notice_and_then_rejects_new_blocks(model)
             blocks = [verify_block(random_tokens(900, seed=i), session_id=f"long{i}") for i in range(3)]
             pending = await link.send(blocks)
             await engine.waits()
-            assert not link.is_told_to_leave
+            assert not link.is_asked_to_leave
             stopping = asyncio.create_task(worker.stop())
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-            await until(lambda: link.is_told_to_leave and worker.streams.is_draining)
+            await until(lambda: link.is_asked_to_leave and worker.streams.is_draining)
             late = await link.ask(verify_block(PROMPT))
             assert late.error.code == UNAVAILABLE
         answers = await asyncio.wait_for(asyncio.gather(*pending), EXIT_TIMEOUT_S)

@@ -130,10 +130,10 @@ async def test_stale_epoch_is_refused_and_a_newer_one_wins(target, reference):
 @pytest.mark.parametrize("method", list(VerificationMethod))
 async def test_same_block_again_gives_the_same_answer(target, method):
     params = SamplingParams(temperature=1.0, seed=11)
-    law = types.SparseDistribution(token_ids=[4, 9], weights=[1, 3], weight_bits=2)
+    distribution = types.SparseDistribution(token_ids=[4, 9], weights=[1, 3], weight_bits=2)
     proposal = types.Proposal(token_ids=[9, 4, 9])
     if method is VerificationMethod.REJECTION:
-        proposal.draft_distributions.extend([law] * 3)
+        proposal.draft_distributions.extend([distribution] * 3)
     block = verify_block(PROMPT, proposal, spec=spec_message(params, method))
     first = await target.ask(block)
     again = await target.ask(block)
@@ -276,7 +276,7 @@ async def test_deterministic_mode_is_bit_identical_alone_and_in_a_batch(model):
 async def test_target_release_of_a_former_owner_is_ignored(target):
     await target.ask(verify_block(PROMPT, session_id="mine", epoch=3))
     await target.release("mine", epoch=2)
-    await target.ask(verify_block(PROMPT, session_id="other", epoch=1))  # behind the release
+    await target.ask(verify_block(PROMPT, session_id="other", epoch=1))  # after the release
     assert (await target.info()).num_sessions == 2
     await target.release("mine", epoch=3)
     await target.until(lambda info: info.num_sessions == 1)

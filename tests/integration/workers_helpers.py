@@ -51,7 +51,7 @@ class Link:
         self._writing = asyncio.Lock()
         self._reader = asyncio.create_task(self._read())
         self.frame_sizes: list[int] = []
-        self.is_told_to_leave = False
+        self.is_asked_to_leave = False
 
     async def send(
         self, blocks: Iterable[Any] = (), releases: Iterable[str] = (), epoch: int = 0
@@ -101,7 +101,7 @@ class Link:
     async def _read(self) -> None:
         async for frame in self.call:
             self.frame_sizes.append(len(frame.results))
-            self.is_told_to_leave |= frame.is_draining
+            self.is_asked_to_leave |= frame.is_draining
             for result in frame.results:
                 self._answers.pop(result.request_id).set_result(result)
 

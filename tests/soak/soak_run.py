@@ -201,5 +201,5 @@ def _line(census: Census, campaign: Campaign) -> str:
     ]
     if (keys := census.figures.get(("redis", "keys"))) is not None:
         shown.append(f"{keys:.0f} keys")
-    told = f"{sum(campaign.counts.values())} done, {campaign.num_wrong} wrong"
-    return f"{census.at_s:6.0f} s, at rest after {census.rest_s:4.1f} s: {', '.join(shown)}; {told}"
+    counts = f"{sum(campaign.counts.values())} done, {campaign.num_wrong} wrong"
+    return f"{census.at_s:6.0f} s, at rest after {census.rest_s:4.1f} s: {', '.join(shown)}; {counts}"

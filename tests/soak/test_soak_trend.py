@@ -148,7 +148,7 @@ def outcome(growth_mb: float, last_pid: int = 7) -> Outcome:
     ],
 )
 def test_report_names_growth_and_dead_processes(found, words):
-    assert [words] * (words is not None) == [told[: len(words)] for told in found.complaints()]
+    assert [words] * (words is not None) == [complaint[: len(words)] for complaint in found.complaints()]
     assert (words or "nothing grew, nothing differed") in table(found)
     result = json.loads(json.dumps(figures(found, Options())))
     assert len(result["censuses"]) == len(AT_S)

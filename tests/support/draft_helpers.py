@@ -14,7 +14,7 @@ from gammaray.blocks import Shape
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.draft.lookahead import Throttle
-from services.draft.predictions import race_temperature
+from services.draft.predictions import draw_temperature
 from services.draft.scheduler import DraftScheduler
 from services.engine.core.session_cache import SessionCache
 from services.engine.engine import SequenceInput
@@ -243,7 +243,7 @@ def outcome(
         scores = engine.table[before, last]
         if params.temperature > 0 and method is VerificationMethod.COUPLED:
             noise = Noise(params.seed or 0, 0, VOCAB).gumbel(len(context) + len(tokens), 1)[0]
-            scores = (scores / params.temperature + noise) / race_temperature(params.temperature)
+            scores = (scores / params.temperature + noise) / draw_temperature(params.temperature)
         (token,) = rng.choices(range(VOCAB), scores.softmax(-1).tolist())
         if children and method is not VerificationMethod.COUPLED and rng.random() < 0.7:
             token = next(iter(children))

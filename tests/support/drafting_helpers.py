@@ -22,4 +22,4 @@ def propose_token(
     (prediction,) = predictions(
         method, log_probs_row[None], noise, [position], temperature=1.0, top_k=top_k, bits=bits
     )
-    return prediction.choose(base), prediction.law, prediction.confidence(base)
+    return prediction.choose(base), prediction.distribution, prediction.confidence(base)

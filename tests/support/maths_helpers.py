@@ -1,9 +1,9 @@
 """Small language models with exact distributions, and exact integration of draft and verify over their noise.
 
-`cycle_law` turns one cycle into its exact law by probing the real functions as black boxes: acceptance
-thresholds are checked on both sides of the claimed value, draws are checked by the noise at which the
-winner changes. So a law with a total variation of 1e-12 is a statement about the code, not about the
-formulas of the test.
+`rejection_distribution` and `matched_distribution` compute the exact distribution of one cycle by probing the
+real functions as black boxes: acceptance thresholds are checked on both sides of the claimed value, draws are
+checked by the noise at which the winner changes. So a total variation of 1e-12 is a statement about the code,
+not about the formulas of the test.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from services.target.verification import verify
 
 SAMPLED = SamplingParams()
 GREEDY = SamplingParams(temperature=0.0)
-Law = Mapping[tuple[int, ...], float]
+Distribution = Mapping[tuple[int, ...], float]
 Context = tuple[int, ...]
-DrafterLaw = Callable[[Context], SparseDistribution]
+DrafterDistribution = Callable[[Context], SparseDistribution]
 
 
 class TinyModel:
@@ -34,20 +34,20 @@ class TinyModel:
 
     def __init__(self, vocab_size: int, seed: int, zeros: float = 0.0, spread: float = 1.0) -> None:
         self.vocab_size, self._seed, self._zeros, self._spread = vocab_size, seed, zeros, spread
-        self._laws: dict[Context, list[float]] = {}
+        self._distributions: dict[Context, list[float]] = {}
 
-    def law(self, context: Sequence[int]) -> list[float]:
+    def distribution(self, context: Sequence[int]) -> list[float]:
         context = tuple(context)
-        if context not in self._laws:
+        if context not in self._distributions:
             rng = random.Random(f"{self._seed} {context}")
             weights = [math.exp(self._spread * rng.gauss(0, 1)) for _ in range(self.vocab_size)]
             keep = rng.randrange(self.vocab_size)
             weights = [0.0 if i != keep and rng.random() < self._zeros else w for i, w in enumerate(weights)]
-            self._laws[context] = [w / math.fsum(weights) for w in weights]
-        return self._laws[context]
+            self._distributions[context] = [w / math.fsum(weights) for w in weights]
+        return self._distributions[context]
 
     def log_probs(self, contexts: Sequence[Context]) -> Tensor:
-        return torch.tensor([self.law(context) for context in contexts], dtype=torch.float64).log()
+        return torch.tensor([self.distribution(context) for context in contexts], dtype=torch.float64).log()
 
 
 class Blend(TinyModel):
@@ -57,11 +57,11 @@ class Blend(TinyModel):
         super().__init__(target.vocab_size, seed)
         self._target, self._share = target, share
 
-    def law(self, context: Sequence[int]) -> list[float]:
-        own = super().law(context)
+    def distribution(self, context: Sequence[int]) -> list[float]:
+        own = super().distribution(context)
         return [
             (1 - self._share) * p + self._share * q
-            for p, q in zip(self._target.law(context), own, strict=True)
+            for p, q in zip(self._target.distribution(context), own, strict=True)
         ]
 
 
@@ -117,25 +117,27 @@ def assert_draws_from(draw: Callable[[Tensor], int], weights: Sequence[float]) -
             assert draw(noise) == winner, f"weights of {v} and {other} are not as {weights}"
 
 
-def quantised_drafter(model: TinyModel, top_k: int, bits: int) -> DrafterLaw:
+def quantised_drafter(model: TinyModel, top_k: int, bits: int) -> DrafterDistribution:
     """Return the sent distribution per context, by the real quantisation."""
 
-    def law(context: Context) -> SparseDistribution:
-        return quantise(torch.tensor(model.law(context), dtype=torch.float64), top_k, bits)
+    def distribution(context: Context) -> SparseDistribution:
+        return quantise(torch.tensor(model.distribution(context), dtype=torch.float64), top_k, bits)
 
-    return law
+    return distribution
 
 
 def drawn_tokens(distribution: SparseDistribution) -> dict[int, float]:
     """Return the exact distribution of `sample_sparse`, over all its integers."""
     total = 1 << distribution.weight_bits
-    law: dict[int, float] = defaultdict(float)
+    drawn: dict[int, float] = defaultdict(float)
     for bits in range(total):
-        law[sample_sparse(distribution, bits)] += 1 / total
-    return dict(law)
+        drawn[sample_sparse(distribution, bits)] += 1 / total
+    return dict(drawn)
 
 
-def chain_proposals(shipped: DrafterLaw, context: Context, gamma: int) -> Iterator[tuple[float, Proposal]]:
+def chain_proposals(
+    shipped: DrafterDistribution, context: Context, gamma: int
+) -> Iterator[tuple[float, Proposal]]:
     """Yield every chain a faithful sampling drafter can propose, with its probability."""
     if gamma == 0:
         yield 1.0, Proposal()
@@ -151,33 +153,35 @@ def chain_proposals(shipped: DrafterLaw, context: Context, gamma: int) -> Iterat
             )
 
 
-def rejection_law(target: TinyModel, context: Context, proposal: Proposal) -> Law:
+def rejection_distribution(target: TinyModel, context: Context, proposal: Proposal) -> Distribution:
     """Return the exact distribution of the tokens that rejection verification emits for a proposal."""
     rows = rows_of(target, context, proposal)
-    law: dict[tuple[int, ...], float] = defaultdict(float)
+    distribution: dict[tuple[int, ...], float] = defaultdict(float)
     alive, uniforms = 1.0, dict[int, float]()
     for node in range(len(proposal) + 1):
-        target_law = target.law(context + proposal.token_ids[:node])
+        target_distribution = target.distribution(context + proposal.token_ids[:node])
         is_bonus = node == len(proposal)
-        accept, after = (0.0, target_law) if is_bonus else _test(target_law, proposal, node)
+        accept, after = (0.0, target_distribution) if is_bonus else _test(target_distribution, proposal, node)
         if accept < 1:
             uniforms[node] = _grid(accept, above=True)
             _assert_stops_at(node, after, rows, proposal, uniforms)
             total = math.fsum(after)
             for token_id, weight in enumerate(after):
-                law[(*proposal.token_ids[:node], token_id)] += alive * (1 - accept) * weight / total
+                distribution[(*proposal.token_ids[:node], token_id)] += alive * (1 - accept) * weight / total
         if accept == 0:
             break
         uniforms[node] = _grid(accept, above=False)
         alive *= accept
-    return law
+    return distribution
 
 
-def matched_law(method: VerificationMethod, target: TinyModel, context: Context, proposal: Proposal) -> Law:
+def matched_distribution(
+    method: VerificationMethod, target: TinyModel, context: Context, proposal: Proposal
+) -> Distribution:
     """Return the exact distribution of the tokens that coupled or naive verification emits for a proposal."""
     rows = rows_of(target, context, proposal)
     vocab_size = target.vocab_size
-    law: dict[tuple[int, ...], float] = defaultdict(float)
+    distribution: dict[tuple[int, ...], float] = defaultdict(float)
 
     def explore(tokens: Context, alive: float) -> None:
         forced = torch.zeros(proposal.depth + 1, vocab_size, dtype=torch.float64)
@@ -197,21 +201,21 @@ def matched_law(method: VerificationMethod, target: TinyModel, context: Context,
                 return path[len(tokens)]
             return verdict.next_token_id
 
-        target_law = target.law(context + tokens)
-        assert_draws_from(draw, target_law)
-        for token_id, prob in enumerate(target_law):
+        target_distribution = target.distribution(context + tokens)
+        assert_draws_from(draw, target_distribution)
+        for token_id, prob in enumerate(target_distribution):
             if token_id in entered:
                 explore((*tokens, token_id), alive * prob)
             else:
-                law[(*tokens, token_id)] += alive * prob
+                distribution[(*tokens, token_id)] += alive * prob
 
     explore((), 1.0)
-    return law
+    return distribution
 
 
-def _test(target_law: Sequence[float], proposal: Proposal, node: int) -> tuple[float, list[float]]:
+def _test(target_distribution: Sequence[float], proposal: Proposal, node: int) -> tuple[float, list[float]]:
     """Return the textbook acceptance probability of a node and the distribution of the correction."""
-    draft = [0.0] * len(target_law)
+    draft = [0.0] * len(target_distribution)
     if proposal.draft_distributions is None:
         draft[proposal.token_ids[node]] = 1.0
     else:
@@ -220,9 +224,9 @@ def _test(target_law: Sequence[float], proposal: Proposal, node: int) -> tuple[f
             draft[token_id] = weight / 2**shipped.weight_bits
     token_id = proposal.token_ids[node]
     if draft[token_id] == 0:
-        return 0.0, list(target_law)
-    accept = min(1.0, target_law[token_id] / draft[token_id])
-    return accept, [max(0.0, p - q) for p, q in zip(target_law, draft, strict=True)]
+        return 0.0, list(target_distribution)
+    accept = min(1.0, target_distribution[token_id] / draft[token_id])
+    return accept, [max(0.0, p - q) for p, q in zip(target_distribution, draft, strict=True)]
 
 
 def _grid(accept: float, *, above: bool) -> float:
@@ -252,33 +256,35 @@ def _assert_stops_at(
     assert_draws_from(draw, after)
 
 
-def completed(law: Law, target: TinyModel, context: Context, length: int) -> Law:
+def completed(distribution: Distribution, target: TinyModel, context: Context, length: int) -> Distribution:
     """Return the distribution of the first `length` tokens if the target continues alone."""
     done: dict[tuple[int, ...], float] = defaultdict(float)
-    todo = list(law.items())
+    todo = list(distribution.items())
     while todo:
         tokens, prob = todo.pop()
         if len(tokens) >= length:
             done[tokens[:length]] += prob
             continue
-        todo += [((*tokens, v), prob * p) for v, p in enumerate(target.law(context + tokens)) if p > 0]
+        todo += [
+            ((*tokens, v), prob * p) for v, p in enumerate(target.distribution(context + tokens)) if p > 0
+        ]
     return done
 
 
-def plain_law(target: TinyModel, context: Context, length: int) -> Law:
+def plain_distribution(target: TinyModel, context: Context, length: int) -> Distribution:
     """Return the distribution of `length` tokens of plain decoding."""
     return completed({(): 1.0}, target, context, length)
 
 
-def mixed(parts: Iterator[tuple[float, Law]]) -> Law:
+def mixed(parts: Iterator[tuple[float, Distribution]]) -> Distribution:
     """Return the mixture of distributions."""
-    law: dict[tuple[int, ...], float] = defaultdict(float)
+    distribution: dict[tuple[int, ...], float] = defaultdict(float)
     for weight, part in parts:
         for tokens, prob in part.items():
-            law[tokens] += weight * prob
-    return law
+            distribution[tokens] += weight * prob
+    return distribution
 
 
-def distance(left: Law, right: Law) -> float:
+def distance(left: Distribution, right: Distribution) -> float:
     """Return the total variation between two distributions."""
     return 0.5 * math.fsum(abs(left.get(k, 0.0) - right.get(k, 0.0)) for k in {*left, *right})

@@ -79,15 +79,17 @@ class Speculator:
         return self.known[key]
 
     def propose(self, context: Context, gamma: int) -> Proposal:
-        tokens, laws, base = list[int](), [], self.offset + len(context)
+        tokens, distributions, base = list[int](), [], self.offset + len(context)
         for index in range(gamma):
             row = self.rows(self.draft, (*context, *tokens), Proposal())[0]
-            token_id, law, _ = propose_token(
+            token_id, distribution, _ = propose_token(
                 self.method, row, self.noise, base, base + index, self.top_k, BITS
             )
             tokens.append(token_id)
-            laws.append(law)
-        return Proposal(tuple(tokens), None, tuple(laws) if laws and laws[0] else None)
+            distributions.append(distribution)
+        return Proposal(
+            tuple(tokens), None, tuple(distributions) if distributions and distributions[0] else None
+        )
 
     def cycle(self, context: Context, proposal: Proposal) -> Context:
         """Verify a proposal and return the emitted tokens."""
@@ -120,12 +122,12 @@ def chain_of(gamma: int) -> Drafter:
 
 def exact_joint(speculator: Speculator) -> list[float]:
     """Return the target's distribution of the first two tokens, flattened, from plain rows."""
-    law = list[float]()
+    distribution = list[float]()
     for first, prob in enumerate(_probs(speculator, speculator.prompt)):
         # An impossible first token has no rows after it; any distribution will do at weight 0.
         context = (*speculator.prompt, first) if prob else speculator.prompt
-        law += [prob * other for other in _probs(speculator, context)]
-    return law
+        distribution += [prob * other for other in _probs(speculator, context)]
+    return distribution
 
 
 def _probs(speculator: Speculator, context: Context) -> list[float]:
@@ -133,16 +135,18 @@ def _probs(speculator: Speculator, context: Context) -> list[float]:
     return [prob / math.fsum(probs) for prob in probs]
 
 
-def g_test(counts: Sequence[int], law: Sequence[float]) -> float:
+def g_test(counts: Sequence[int], distribution: Sequence[float]) -> float:
     """Return the p-value of the counts under a distribution; 0 if an impossible token occurred."""
-    if any(count and not prob for count, prob in zip(counts, law, strict=True)):
+    if any(count and not prob for count, prob in zip(counts, distribution, strict=True)):
         return 0.0
     total = sum(counts)
     # Cells below 5 expected are put together, as the test's approximation wants it.
-    small = [index for index, prob in enumerate(law) if prob * total < 5]
-    large = [index for index, prob in enumerate(law) if prob * total >= 5]
+    small = [index for index, prob in enumerate(distribution) if prob * total < 5]
+    large = [index for index, prob in enumerate(distribution) if prob * total >= 5]
     observed = [counts[index] for index in large] + [sum(counts[index] for index in small)]
-    expected = [law[index] * total for index in large] + [sum(law[index] for index in small) * total]
+    expected = [distribution[index] * total for index in large] + [
+        sum(distribution[index] for index in small) * total
+    ]
     pairs = [(o, e) for o, e in zip(observed, expected, strict=True) if e > 0]
     g = 2 * math.fsum(o * math.log(o / e) for o, e in pairs if o)
     return float(stats.chi2.sf(g, len(pairs) - 1))

@@ -21,6 +21,6 @@ def check_answer(path, answer):
 def check_events(path, events):
     """Check the data of a stream's events, without the last one."""
     content = document()["paths"][path]["post"]["responses"]["200"]["content"]
-    _, told = content["text/event-stream"]["schema"]["properties"]["data"]["anyOf"]
+    _, piece = content["text/event-stream"]["schema"]["properties"]["data"]["anyOf"]
     for event in events:
-        validator(told["contentSchema"]).validate(json.loads(event))
+        validator(piece["contentSchema"]).validate(json.loads(event))

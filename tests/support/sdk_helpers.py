@@ -162,7 +162,7 @@ class ScriptedService(GenerationServiceServicer):
             ended = True
             await context.abort_with_status(rpc_status.to_status(error_to_status(error)))
         finally:
-            # Cancelled while it slept, or by a write that nobody read any more: gRPC tells the two apart.
+            # Cancelled while it slept, or by a write that was not read any more: gRPC distinguishes the two.
             if not ended:
                 self.cancelled.set()
 

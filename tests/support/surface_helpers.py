@@ -9,6 +9,7 @@ from typing import Any
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from gammaray.types import (
     Chunk,
+    DrafterKind,
     EmittedToken,
     FinishReason,
     GenerationRequest,
@@ -83,7 +84,7 @@ class ScriptedBackend:
             TopLogprob(rank, -1.0 - rank, b"t%d" % rank) for rank in range(request.num_top_logprobs or 0)
         )
         logprob = None if request.num_top_logprobs is None else -0.5
-        token = EmittedToken(number + 1, TokenOrigin.ACCEPTED, piece, logprob, top)
+        token = EmittedToken(number + 1, TokenOrigin.ACCEPTED, piece, logprob, top, DrafterKind.SUFFIX)
         last = number == len(pieces) - 1
         reason = FinishReason.LENGTH if request.max_tokens <= len(self._pieces) else FinishReason.STOP
         return Chunk(

@@ -7,10 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 import click
-from rich.console import Console
 
 from gammaray.cli.options import Connection, connection_options
-from gammaray.cli.render import OriginPainter, paint
+from gammaray.cli.render import OriginPainter, is_colored, paint
 from gammaray.client.chat import Chat, ChatPiece
 from gammaray.errors import GammarayError, TlsError, UnavailableError
 from gammaray.types import Chunk, DrafterKind, FinishReason, VerificationMethod
@@ -31,7 +30,9 @@ _HELP = "/reset starts a new chat, /exit quits, Ctrl-C stops a response."
 @click.option("--verification", type=click.Choice([m.value for m in VerificationMethod]))
 @click.option("--drafter", type=click.Choice([d.value for d in DrafterKind]), help="Drafter to use.")
 @click.option("--gamma", type=int, help="Draft tokens per cycle.  [default: adaptive]")
-@click.option("--color/--no-color", default=None, help="Colour tokens by origin.  [default: on a terminal]")
+@click.option(
+    "--color/--no-color", default=None, help="Colour tokens by drafter and origin.  [default: on a terminal]"
+)
 def chat(connection: Connection, system: str, color: bool | None, **options: Any) -> None:
     """Chat with the model; /reset starts a new chat, /exit quits, Ctrl-C stops a response.
 
@@ -41,7 +42,7 @@ def chat(connection: Connection, system: str, color: bool | None, **options: Any
     own = {name: given.pop(name) for name in ("verification", "drafter", "gamma") if name in given}
     how = asdict(connection)
     conversation = Chat(how.pop("address"), system=system, options={**given, "gammaray": own}, **how)
-    colored = Console(force_terminal=color).color_system is not None and color is not False
+    colored = is_colored(color)
     if sys.stdin.isatty():
         click.echo(_HELP, err=True)
     while (text := _read()) is not None:
@@ -97,7 +98,7 @@ def _painted(piece: ChatPiece, painter: OriginPainter | None) -> str:
         return piece.text
     reason = None if piece.finish_reason is None else FinishReason(piece.finish_reason)
     chunk = Chunk("", piece.text, piece.tokens, finish_reason=reason)
-    return "".join(paint(run, origin) for run, origin in painter.runs(chunk))
+    return "".join(paint(run, source) for run, source in painter.runs(chunk))
 
 
 def _summary(speculation: dict[str, Any]) -> None:

@@ -51,5 +51,5 @@ def _parsed(file: TextIO) -> Any:
     try:
         return yaml.safe_load(file)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        told = " ".join(str(error).split())
-        raise InvalidArgumentError("FILE", file.name, f"YAML or JSON ({told})") from None
+        reason = " ".join(str(error).split())
+        raise InvalidArgumentError("FILE", file.name, f"YAML or JSON ({reason})") from None

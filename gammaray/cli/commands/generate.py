@@ -1,4 +1,4 @@
-"""`gammaray generate`: stream one completion, coloured by token origin."""
+"""`gammaray generate`: stream one completion, coloured by origin and drafter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.console import Console
 
 from gammaray.checks import FieldRule, Integer, Number
 from gammaray.cli.options import Connection, connection_options
-from gammaray.cli.render import OriginPainter, paint, print_legend, print_summary
+from gammaray.cli.render import OriginPainter, is_colored, paint, print_legend, print_summary
 from gammaray.client.async_client import AsyncClient
 from gammaray.client.completion import Completion, speculation_object
 from gammaray.errors import InvalidArgumentError
@@ -68,7 +68,9 @@ _OPTIONS: tuple[tuple[str, Any, str], ...] = (
 )
 @click.option("--ignore-eos", is_flag=True, help="Continue after end-of-sequence tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
-@click.option("--color/--no-color", default=None, help="Colour tokens by origin.  [default: on a terminal]")
+@click.option(
+    "--color/--no-color", default=None, help="Colour tokens by drafter and origin.  [default: on a terminal]"
+)
 def generate(
     prompt: str,
     connection: Connection,
@@ -86,13 +88,15 @@ def generate(
     if prediction is not None:
         given["prediction"] = _decoded("prediction", prediction.read_bytes())
     timeout_s = connection.timeout_s
-    notes = Console(stderr=True, no_color=color is False, force_terminal=color, highlight=False)
+    notes = Console(
+        stderr=True, no_color=None if color is None else not color, force_terminal=color, highlight=False
+    )
     client = connection.client()
     if as_json:
         completion = asyncio.run(_run(client, text, timeout_s, given))
         click.echo(json.dumps(_json(completion, "logprobs" in given), ensure_ascii=False))
         return
-    colored = Console(force_terminal=color).color_system is not None and color is not False
+    colored = is_colored(color)
     if colored:
         print_legend(notes)
     completion = asyncio.run(_run(client, text, timeout_s, given, _Stream(colored).show))
@@ -100,7 +104,7 @@ def generate(
 
 
 class _Stream:
-    """Writes text as it arrives, plain or coloured by origin."""
+    """Writes text as it arrives, plain or coloured by drafter and origin."""
 
     def __init__(self, colored: bool) -> None:
         self._painter = OriginPainter() if colored else None
@@ -109,7 +113,7 @@ class _Stream:
         """Write the chunk's text immediately, and a newline after the last chunk."""
         text = chunk.text
         if self._painter is not None:
-            text = "".join(paint(run, origin) for run, origin in self._painter.runs(chunk))
+            text = "".join(paint(run, source) for run, source in self._painter.runs(chunk))
         # Without `color`, echo strips the escape sequences when the output is not a terminal.
         click.echo(text, nl=chunk.finish_reason is not None, color=True)
 

@@ -23,7 +23,7 @@ from orchestrator.api.http.models import (
 )
 from orchestrator.sessions.lifecycle import check_prompt_length
 
-__all__ = ["ChoicePlan", "chat_choices", "check_told_numbers", "completion_choices"]
+__all__ = ["ChoicePlan", "chat_choices", "check_num_logprobs", "completion_choices"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ChoicePlan:
     prompt_logprobs: int | None = None
     is_prompt_only: bool = False
 
-    def num_told(self, num_tokens: int) -> int:
+    def num_logprobs(self, num_tokens: int) -> int:
         """Return how many log-probabilities of a prompt of `num_tokens` the choice returns."""
         num_top = _larger(self.echo_logprobs, self.prompt_logprobs)
         return 0 if num_top is None else num_tokens * (num_top + 1)
@@ -73,7 +73,7 @@ def completion_choices(
     if num_choices > MAX_CHOICES:
         raise InvalidArgumentError("n", f"{body.n} for {len(body.prompt)} prompts", f"{MAX_CHOICES} in all")
     plans: list[ChoicePlan] = []
-    num_told = 0
+    num_logprobs = 0
     for prompt_index, prompt in enumerate(body.prompt):
         requests = _requests(
             *(body, prompt, num_choices, body.logprobs, max_context),
@@ -96,22 +96,22 @@ def completion_choices(
                 is_prompt_only=is_prompt_only,
             )
             if not isinstance(prompt, str):
-                num_told += plan.num_told(len(prompt))
-                check_told_numbers(plan, num_told)
+                num_logprobs += plan.num_logprobs(len(prompt))
+                check_num_logprobs(plan, num_logprobs)
             plans.append(plan)
     return plans
 
 
-def check_told_numbers(plan: ChoicePlan, num_told: int) -> None:
+def check_num_logprobs(plan: ChoicePlan, num_logprobs: int) -> None:
     """Check that the number of prompt log-probabilities in one response is within the limit.
 
     Raises:
         InvalidArgumentError: The limit is exceeded; the error names the field that requests those of `plan`.
     """
-    if num_told > MAX_PROMPT_LOGPROBS:
+    if num_logprobs > MAX_PROMPT_LOGPROBS:
         raise InvalidArgumentError(
             "echo" if plan.prompt_logprobs is None else "prompt_logprobs",
-            f"{num_told} or more log-probabilities of prompts in one response",
+            f"{num_logprobs} or more log-probabilities of prompts in one response",
             f"(alternatives + 1) x prompt tokens, summed over the choices, up to {MAX_PROMPT_LOGPROBS}",
         )
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
-from gammaray.types import FinishReason, TokenOrigin
+from gammaray.types import DrafterKind, FinishReason, TokenOrigin
 
 __all__ = [
     "ChatCompletion",
@@ -99,6 +99,7 @@ class PieceToken(TypedDict):
 
     id: _Count
     origin: TokenOrigin
+    drafter: DrafterKind | None
     bytes: _Bytes
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 from gammaray.types import Chunk, EmittedToken, FinishReason, PromptLogprobs, SpeculationSummary, Usage
 from orchestrator.api.http import response_types as types
 from orchestrator.api.http.models import StreamOptions
-from orchestrator.api.http.requests import ChoicePlan, check_told_numbers
+from orchestrator.api.http.requests import ChoicePlan, check_num_logprobs
 
 __all__ = [
     "ChatLogprobs",
@@ -79,12 +79,12 @@ class CompletionLogprobs:
         logprobs: list[float | None] = []
         top: list[dict[str, float] | None] = []
         if prompt is not None:
-            told, spell = prompt.logprobs, prompt.spell
-            spelled += map(spell, told.token_ids)
-            logprobs += [None, *map(_finite, told.logprobs)]
+            found, spell = prompt.logprobs, prompt.spell
+            spelled += map(spell, found.token_ids)
+            logprobs += [None, *map(_finite, found.logprobs)]
             top.append(None)
-            for entry, logprob in enumerate(told.logprobs):
-                others = {_text(spell(i)): _finite(p) for i, p in told.top(entry, prompt.num_top)}
+            for entry, logprob in enumerate(found.logprobs):
+                others = {_text(spell(i)): _finite(p) for i, p in found.top(entry, prompt.num_top)}
                 top.append({**others, _text(spelled[entry + 1]): _finite(logprob)})
         offsets = [] if prompt is None else self._echoed_offsets(prompt)
         for token in tokens:
@@ -289,7 +289,7 @@ class Response(ABC):
         """
         self._spell, self._is_special = spell, is_special
         self.states = [ChoiceState(plan, self.new_logprobs(plan)) for plan in plans]
-        self._num_told = 0
+        self._num_logprobs = 0
         self._head = {"created": int(time.time()), "model": model}
         self._id = f"{self.id_prefix}-{uuid.uuid4().hex}"
 
@@ -331,10 +331,10 @@ class Response(ABC):
         state, prompt = self.states[index], chunk.prompt_logprobs
         if prompt is not None:
             for other in self.states:
-                num_told = other.plan.num_told(len(prompt.token_ids))
-                if num_told and other.plan.prompt_index == state.plan.prompt_index:
-                    self._num_told += num_told
-                    check_told_numbers(other.plan, self._num_told)
+                num_logprobs = other.plan.num_logprobs(len(prompt.token_ids))
+                if num_logprobs and other.plan.prompt_index == state.plan.prompt_index:
+                    self._num_logprobs += num_logprobs
+                    check_num_logprobs(other.plan, self._num_logprobs)
                     other.prompt_logprobs = prompt
         return state.add(chunk)
 
@@ -342,21 +342,22 @@ class Response(ABC):
         """Add a piece of choice `index`; return its event, None if there is nothing to send yet."""
         state = self.states[index]
         chunk = self.add(index, chunk)
-        told = chunk.prompt_logprobs is not None
-        logprobs = self._logprobs(state, chunk.tokens, told=told) if chunk.tokens or told else None
-        tells_tokens = state.plan.stream_tokens and bool(chunk.tokens)
-        if not (chunk.text or logprobs or told or tells_tokens or chunk.finish_reason):
+        has_prompt = chunk.prompt_logprobs is not None
+        has_logprobs = has_prompt or bool(chunk.tokens)
+        logprobs = self._logprobs(state, chunk.tokens, with_prompt=has_prompt) if has_logprobs else None
+        shows_tokens = state.plan.stream_tokens and bool(chunk.tokens)
+        if not (chunk.text or logprobs or has_prompt or shows_tokens or chunk.finish_reason):
             return None
         event = self._event(state, self.delta(chunk.text), logprobs, chunk.finish_reason)
-        if told:
-            self._tell_prompt(state, event, event["choices"][0])
+        if has_prompt:
+            self._add_prompt_logprobs(state, event, event["choices"][0])
         if options.include_usage and options.continuous_usage_stats:
             event["usage"] = _token_counts(chunk.prompt_tokens, chunk.offset + len(chunk.tokens))
         if chunk.finish_reason is not None:
             event["gammaray"] = state.gammaray()
             if not options.include_usage:  # else only the last event has it: clients read it once
                 event |= self._metrics()
-        if tells_tokens:
+        if shows_tokens:
             event["gammaray"] = {**event.get("gammaray", {}), "tokens": [_token(t) for t in chunk.tokens]}
         return event
 
@@ -370,15 +371,15 @@ class Response(ABC):
         """Number of tokens and alternatives in the whole response."""
         tokens = [token for state in self.states for token in state.tokens]
         prompts = [state.prompt_logprobs for state in self.states if state.prompt_logprobs is not None]
-        told = sum(1 + len(token.top_logprobs) for token in tokens)
-        return told + sum(len(prompt.token_ids) + len(prompt.top_token_ids) for prompt in prompts)
+        count = sum(1 + len(token.top_logprobs) for token in tokens)
+        return count + sum(len(prompt.token_ids) + len(prompt.top_token_ids) for prompt in prompts)
 
     def whole(self) -> dict[str, Any]:
         """Return the whole response; with several choices each also has its own `gammaray`."""
         choices = []
         for state in self.states:
             assert state.finish_reason is not None, "whole() comes after the last chunk of every choice"
-            logprobs = self._logprobs(state, state.tokens, told=state.prompt_logprobs is not None)
+            logprobs = self._logprobs(state, state.tokens, with_prompt=state.prompt_logprobs is not None)
             choice = {"index": state.plan.index, **self.content(state), "logprobs": logprobs}
             choice["finish_reason"] = state.finish_reason.value
             if len(self.states) > 1:
@@ -386,7 +387,7 @@ class Response(ABC):
             choices.append(choice)
         body = {"id": self._id, "object": self.whole_object, **self._head, "choices": choices}
         for state, choice in zip(self.states, choices, strict=True):
-            self._tell_prompt(state, body, choice)
+            self._add_prompt_logprobs(state, body, choice)
         return {**body, **self._results()}
 
     def _results(self) -> dict[str, Any]:
@@ -400,16 +401,16 @@ class Response(ABC):
             return {}
         return {"metrics": {"speculative_decoding": speculative_decoding(state.summary)}}
 
-    def _logprobs(self, state: ChoiceState, tokens: Sequence[EmittedToken], *, told: bool) -> Any:
-        """Return the log-probabilities of tokens, preceded by those of the echoed prompt if `told`."""
+    def _logprobs(self, state: ChoiceState, tokens: Sequence[EmittedToken], *, with_prompt: bool) -> Any:
+        """Return the log-probabilities of tokens, preceded by those of the echoed prompt if `with_prompt`."""
         if state.logprobs is None:
             return None
         num_top, prompt = state.plan.echo_logprobs, state.prompt_logprobs
-        if not told or num_top is None or prompt is None:
+        if not with_prompt or num_top is None or prompt is None:
             return state.logprobs.render(tokens)
         return state.logprobs.render(tokens, EchoedPrompt(prompt, num_top, self._spell, self._is_special))
 
-    def _tell_prompt(self, state: ChoiceState, body: dict[str, Any], choice: dict[str, Any]) -> None:
+    def _add_prompt_logprobs(self, state: ChoiceState, body: dict[str, Any], choice: dict[str, Any]) -> None:
         """Set vLLM's `prompt_logprobs` if it was requested."""
         num_top, prompt = state.plan.prompt_logprobs, state.prompt_logprobs
         if num_top is not None and prompt is not None:
@@ -490,7 +491,12 @@ class ChatResponse(Response):
 
 
 def _token(token: EmittedToken) -> types.PieceToken:
-    return {"id": token.token_id, "origin": token.origin, "bytes": list(token.token_bytes)}
+    return {
+        "id": token.token_id,
+        "origin": token.origin,
+        "drafter": token.drafter,
+        "bytes": list(token.token_bytes),
+    }
 
 
 def _token_counts(prompt_tokens: int, completion_tokens: int) -> types.TokenCounts:

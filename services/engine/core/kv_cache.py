@@ -199,7 +199,7 @@ class CacheStore:
             return
         if isinstance(source, int):
             self._retained.touch(source)
-            if not self._has_room_beside(origin, copy, length):
+            if not self._has_room_keeping(origin, copy, length):
                 self._retained.pop(source)
                 if origin.capacity <= 2 * _round_up(length, BLOCK):
                     self._drop(copy)
@@ -212,7 +212,7 @@ class CacheStore:
         target.data[:, :, :length] = origin.data[:, :, :length]
         target.tokens.extend(origin.tokens[:length])
 
-    def _has_room_beside(self, retained: SessionCache, session_id: str, num_slots: int) -> bool:
+    def _has_room_keeping(self, retained: SessionCache, session_id: str, num_slots: int) -> bool:
         """Whether a session can have the slots without dropping `retained` or another session."""
         missing = self._missing_slots(session_id, num_slots) + retained.capacity
         return self.used_bytes + missing * self.shape.slot_bytes <= self.budget_bytes

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from services.engine.core.batch import Batch
-from services.engine.cuda.tables import Bucket, Race, Tables, bucket_of, fill, new_tables
+from services.engine.cuda.tables import Bucket, GumbelDraw, Tables, bucket_of, fill, new_tables
 from services.engine.cuda.torch_kernels import Stripes, TorchKernels
 from services.engine.cuda.weights import GraphModel
 
@@ -184,21 +184,21 @@ class GraphRunner:
         return program.buffers.logits[:wanted]
 
     @torch.inference_mode()
-    def choose(self, batch: Batch, races: Sequence[Race]) -> list[int]:
+    def choose(self, batch: Batch, gumbel_draws: Sequence[GumbelDraw]) -> list[int]:
         """Return the token drawn in each wanted row; one small copy comes back.
 
         Args:
             batch: As for `forward`.
-            races: One per segment.
+            gumbel_draws: One per segment.
         """
-        program = self._run(batch, races)
+        program = self._run(batch, gumbel_draws)
         wanted = len(batch.token_ids) if batch.logit_rows is None else len(batch.logit_rows)
         return program.buffers.tokens[:wanted].tolist()
 
-    def _run(self, batch: Batch, races: Sequence[Race]) -> Program:
+    def _run(self, batch: Batch, gumbel_draws: Sequence[GumbelDraw]) -> Program:
         bucket = bucket_of(batch)
-        program = self.program(bucket, draws=bool(races))
-        fill(program.tables, bucket, batch, races, self.kernels.anchor.data_ptr())
+        program = self.program(bucket, draws=bool(gumbel_draws))
+        fill(program.tables, bucket, batch, gumbel_draws, self.kernels.anchor.data_ptr())
         program.capture.run()
         self.last = program.capture
         return program

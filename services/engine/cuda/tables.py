@@ -18,17 +18,17 @@ from torch import Tensor
 from services.engine.core.batch import Batch, Segment, node_path
 from services.engine.core.session_cache import SessionCache
 
-__all__ = ["GREEDY", "NO_TREE", "Bucket", "Race", "Tables", "bucket_of", "fill", "new_tables"]
+__all__ = ["GREEDY", "NO_TREE", "Bucket", "GumbelDraw", "Tables", "bucket_of", "fill", "new_tables"]
 
 NO_TREE = 1 << 40
 _MASK_BITS = 64
 _SIGN = 1 << (_MASK_BITS - 1)
 # Rows beyond these come in multiples of 32; up to 8 rows every number has its bucket.
-_LADDER: tuple[int, ...] = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96)
+_ROW_BUCKETS: tuple[int, ...] = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96)
 
 
 @dataclass(frozen=True)
-class Race:
+class GumbelDraw:
     """How a session's tokens are drawn: argmax(logits / temperature + gumbel), or argmax at temperature 0.
 
     The noise is that of `services.engine.sampling.noise`, stream 0, at the drawn token's absolute position.
@@ -39,7 +39,7 @@ class Race:
     temperature: float = 1.0
 
 
-GREEDY = Race(seed=0, temperature=0.0)
+GREEDY = GumbelDraw(seed=0, temperature=0.0)
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ def bucket_of(batch: Batch) -> Bucket:
     most_nodes = max(segment.num_kept + len(segment.parents or ()) for segment in segments)
     return Bucket(
         sessions=_power(len(segments)),
-        rows=_rung(rows),
-        wanted=_rung(wanted) if wanted else 0,
+        rows=_row_bucket(rows),
+        wanted=_row_bucket(wanted) if wanted else 0,
         words=max(1, -(-most_nodes // _MASK_BITS)),
         max_rows=_power(max(segment.count for segment in segments)),
         max_slots=_power(max(2048, *(segment.slot + segment.count for segment in segments))),
@@ -138,14 +138,16 @@ def new_tables(bucket: Bucket, device: torch.device) -> Tables:
     return Tables(**views, flat=flat, caches=[])
 
 
-def fill(tables: Tables, bucket: Bucket, batch: Batch, races: Sequence[Race], anchor: int) -> None:
+def fill(
+    tables: Tables, bucket: Bucket, batch: Batch, gumbel_draws: Sequence[GumbelDraw], anchor: int
+) -> None:
     """Write a step's inputs: one copy to the device.
 
     Args:
         tables: Of `bucket`.
         bucket: That the batch fits.
         batch: The step.
-        races: One per segment, or none when nothing is drawn.
+        gumbel_draws: One per segment, or none when nothing is drawn.
         anchor: Address that cache addresses are counted from.
     """
     segments = batch.segments
@@ -173,10 +175,12 @@ def fill(tables: Tables, bucket: Bucket, batch: Batch, races: Sequence[Race], an
         _padded([s.row for s in segments], sessions),
         _padded([s.count for s in segments], sessions),
         _padded([_tree_base(s) for s in segments], sessions, NO_TREE),
-        _padded([_signed(race.seed) for race in races], sessions),
-        _padded([race.sample_index for race in races], sessions),
-        _padded([int(race.temperature > 0) for race in races], sessions),
-        _padded([_float_bits(1.0 / (race.temperature or 1.0)) for race in races], sessions),
+        _padded([_signed(gumbel_draw.seed) for gumbel_draw in gumbel_draws], sessions),
+        _padded([gumbel_draw.sample_index for gumbel_draw in gumbel_draws], sessions),
+        _padded([int(gumbel_draw.temperature > 0) for gumbel_draw in gumbel_draws], sessions),
+        _padded(
+            [_float_bits(1.0 / (gumbel_draw.temperature or 1.0)) for gumbel_draw in gumbel_draws], sessions
+        ),
     )
     numbers = [number for column in columns for number in column]
     # A fresh pinned block each time: torch keeps it until the copy is through.
@@ -228,8 +232,8 @@ def _power(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _rung(rows: int) -> int:
-    for size in _LADDER:
+def _row_bucket(rows: int) -> int:
+    for size in _ROW_BUCKETS:
         if rows <= size:
             return size
     return -(-rows // 32) * 32

@@ -70,7 +70,7 @@ class TorchKernels:
         self.max_rows = 0
 
     def new_scratch(self, bucket: Bucket, device: torch.device) -> list[Tensor]:
-        """Memory that `attend` needs beside its output, the same for all layers."""
+        """Memory that `attend` needs in addition to its output, the same for all layers."""
         return []
 
     def norm(self, x: Tensor, weight: Tensor, out: Tensor, rows: Tensor | None = None) -> None:
@@ -140,7 +140,7 @@ class TorchKernels:
             mixed[own] = output.transpose(0, 1).flatten(1)
 
     def stripes(self, logits: Tensor, tables: Tables, sharpness: Tensor | None, out: Stripes) -> None:
-        """Perturb logits [wanted, vocab_size] float32 by each session's race and find the stripes' best.
+        """Perturb logits [wanted, vocab_size] float32 by the sessions' Gumbel noise, find each stripe's best.
 
         Args:
             logits: Of the wanted rows.

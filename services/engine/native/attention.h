@@ -1,8 +1,8 @@
 /* Attention of the kernel, a part of kernel.c.
  *
  * The rows of a segment and the query heads of a group see mostly the same keys: these are read once for all
- * of them. Every query still sums in one order, whoever is computed with it: over a key's numbers as `dots`
- * does, over values from its first position to its last.
+ * of them. Every query still sums in one order, whatever other queries are computed with it: over a key's
+ * numbers as `dots` does, over values from its first position to its last.
  */
 
 #define KEYS 4 /* whose products with a query are added up together */

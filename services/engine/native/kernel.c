@@ -294,7 +294,7 @@ EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
     product(&m->head, b->wanted, h, hidden, b->logits, m->head.outputs, 0);
 }
 
-/* Feeds the rows of `b` one after another. All are wanted, in one segment that is a chain; behind each, the
+/* Feeds the rows of `b` one after another. All are wanted, in one segment that is a chain; after each, the
  * token with the largest score is the next row's: its logit, or where there is noise [rows, vocab] the logit
  * times `scale` plus the noise. Returns the number of rows that were fed: all, or up to the one during which
  * `*stop` was set. */

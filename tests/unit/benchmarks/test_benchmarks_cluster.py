@@ -38,7 +38,7 @@ async def test_stop_kills_and_names_processes_that_survive_the_cluster(
     assert process.stdout is not None
     await asyncio.wait_for(process.stdout.readline(), 100)
     (grandchild,) = psutil.Process(process.pid).children()
-    with pytest.raises(ClusterError, match=f"left behind(.|\n)*{grandchild.pid}"):
+    with pytest.raises(ClusterError, match=f"not ended(.|\n)*{grandchild.pid}"):
         await cluster.stop(process)
     assert process.returncode == 0
     assert not cluster.is_alive(grandchild) or not psutil.wait_procs([grandchild], timeout=30)[1]

@@ -49,10 +49,10 @@ def test_header_has_the_facts_of_the_model(file):
     assert header.eos_token_ids == {END}
     assert header.types == ("Q8_0", "F32")
     assert header.num_weights == sum(tensor.n_elements for tensor in gguf.GGUFReader(file).tensors)
-    told = header.summary("float32", 4)
-    assert "llama" in told
-    assert "Q8_0 and F32" in told
-    assert "dequantised to float32" in told
+    reported = header.summary("float32", 4)
+    assert "llama" in reported
+    assert "Q8_0 and F32" in reported
+    assert "dequantised to float32" in reported
 
 
 def test_ends_of_turns_end_a_completion(tmp_path):

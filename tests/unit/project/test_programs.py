@@ -100,12 +100,12 @@ def test_one_that_fails_is_reported_and_the_others_are_installed(debian):
     debian.add("google-chrome", "#!/bin/sh\n")
     done = debian.packages()
     assert done.returncode == 1
-    told = dict(line.removeprefix("packages: ").split(": ", 1) for line in done.stdout.splitlines())
-    assert set(told) == set(PROGRAMS)
-    assert "E: Unable to locate package prometheus" in told["prometheus"]
-    assert "skipped" in told["prometheus"]
-    assert told["chromium"].endswith("google-chrome")
-    assert told["redis-server"].endswith("redis-server")
+    reported = dict(line.removeprefix("packages: ").split(": ", 1) for line in done.stdout.splitlines())
+    assert set(reported) == set(PROGRAMS)
+    assert "E: Unable to locate package prometheus" in reported["prometheus"]
+    assert "skipped" in reported["prometheus"]
+    assert reported["chromium"].endswith("google-chrome")
+    assert reported["redis-server"].endswith("redis-server")
 
 
 def test_package_without_its_command_is_a_failure(debian):
@@ -150,8 +150,8 @@ def test_run_of_tests_ends_with_what_was_skipped_and_the_command_that_enables_it
         timeout=250,
     )
     assert done.returncode == 0, done.stdout
-    _, _, told = done.stdout.partition("skipped tests, and how to enable them")
-    reason, file, command = told.splitlines()[1:4]
+    _, _, reported = done.stdout.partition("skipped tests, and how to enable them")
+    reason, file, command = reported.splitlines()[1:4]
     assert "skipped: prometheus is not installed" in reason
     assert file.strip() == "tests/unit/gammaray/telemetry/test_dashboards.py"
     assert command.strip() == "to enable: make test-programs"

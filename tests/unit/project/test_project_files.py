@@ -98,9 +98,9 @@ def test_workflow_runs_the_projects_own_script():
 
 
 def test_make_help_lists_every_target():
-    told = subprocess.run(
+    reported = subprocess.run(
         ["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
     )
     targets = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[1].split()
-    listed = dict(line.split(maxsplit=1) for line in told.stdout.splitlines())
+    listed = dict(line.split(maxsplit=1) for line in reported.stdout.splitlines())
     assert set(listed) == set(targets)

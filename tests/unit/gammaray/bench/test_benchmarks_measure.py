@@ -35,7 +35,7 @@ SUMMARY = SpeculationSummary(
 )
 
 
-def told(**fields: Any) -> SpeculationSummary:
+def summary_of(**fields: Any) -> SpeculationSummary:
     """Return the summary with other fields."""
     return replace(SUMMARY, **fields)
 
@@ -155,7 +155,7 @@ def test_row_joins_summaries_as_ratios_of_sums() -> None:
 
 
 def test_row_nothing_accepted_is_alpha_zero_and_nothing_drafted_is_none() -> None:
-    wrong = told(alpha=0.0, accepted_lengths=(4,), tokens_per_cycle=1.0)
+    wrong = summary_of(alpha=0.0, accepted_lengths=(4,), tokens_per_cycle=1.0)
     plain = replace(wrong, alpha=None, acceptance_rate=None, gamma_mean=0.0)
     for summary, alpha in ((wrong, 0.0), (plain, None)):
         figures = row("gammaray-4", {"gammaray-4": [[turn(Sample((1,), 1.0, (), summary))]]})
@@ -189,8 +189,8 @@ def test_cycle_cost_parts_add_up_to_the_cycle() -> None:
     parts = ("forward_ms", "worker_ms", "wire_ms", "orchestrator_ms")
     assert math.isclose(sum(cost[part] for part in parts), cost["cycle_ms"])
     assert (cost["draft_ms"], cost["verify_ms"]) == (5.0, 12.0)
-    assert cost["beside_ms"] == 5.0
-    assert cost["beside_percent"] == pytest.approx(100 * 5 / 22)
+    assert cost["overhead_ms"] == 5.0
+    assert cost["overhead_percent"] == pytest.approx(100 * 5 / 22)
 
 
 def test_cycle_cost_proposals_made_ahead_do_not_make_drafting_look_free() -> None:

@@ -1,6 +1,7 @@
 """The `gammaray` command against a scripted server: what it prints, and how it ends."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from sdk_helpers import (
 
 import gammaray
 from gammaray import (
+    DrafterKind,
     InternalError,
     InvalidArgumentError,
     NotFoundError,
@@ -29,11 +31,19 @@ from gammaray import (
 from gammaray.cli import main
 
 ROOT = Path(gammaray.__file__).parents[1]
-GREEN, RED, CYAN, RESET = "\x1b[32m", "\x1b[31m", "\x1b[36m", "\x1b[0m"
+GREEN, MAGENTA, YELLOW, RESET = "\x1b[32m", "\x1b[35m", "\x1b[33m", "\x1b[0m"
 SMILE = "🙂".encode()
 STORY = (
-    piece("one", token("one", TokenOrigin.ACCEPTED, 1), token(SMILE[:2], TokenOrigin.CORRECTION, 2)),
-    last("🙂 two", token(SMILE[2:], TokenOrigin.BONUS, 3), token(" two", TokenOrigin.ACCEPTED, 4)),
+    piece(
+        "one",
+        token("one", TokenOrigin.ACCEPTED, 1, drafter=DrafterKind.MODEL),
+        token(SMILE[:2], TokenOrigin.CORRECTION, 2),
+    ),
+    last(
+        "🙂 two",
+        token(SMILE[2:], TokenOrigin.BONUS, 3),
+        token(" two", TokenOrigin.ACCEPTED, 4, drafter=DrafterKind.SUFFIX),
+    ),
 )
 
 
@@ -64,12 +74,12 @@ def test_generate_streams_text_on_stdout_and_summary_on_stderr(story):
         assert words in result.stderr
 
 
-def test_generate_color_shows_origins_and_a_legend(story):
+def test_generate_color_shows_drafters_and_a_legend(story):
     _, address = story
     result = invoke("generate", "Hi", "-a", address, "--color", env={"TERM": "xterm", "NO_COLOR": None})
-    assert result.stdout == f"{GREEN}one{RESET}{CYAN}🙂{RESET}{GREEN} two{RESET}\n"
-    for origin in TokenOrigin:
-        assert origin.value in result.stderr
+    assert result.stdout == f"{GREEN}one{RESET}{YELLOW}🙂{RESET}{MAGENTA} two{RESET}\n"
+    for source in ({*DrafterKind} - {DrafterKind.NONE}) | {*TokenOrigin}:
+        assert re.search(rf"^\S*{source.value}\s*\x1b\[0m", result.stderr, re.MULTILINE), source
 
 
 @pytest.mark.parametrize("arguments", [(), ("--no-color",)], ids=["no terminal", "no color"])

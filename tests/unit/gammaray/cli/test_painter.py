@@ -1,4 +1,4 @@
-"""Characters have the origin of the token that completed them, at any chunk boundaries."""
+"""Characters have the drafter or origin of the token that completed them, at any chunk boundaries."""
 
 from itertools import pairwise
 
@@ -7,10 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sdk_helpers import last, piece, token
 
-from gammaray import TokenOrigin
-from gammaray.cli.render import OriginPainter, paint
+from gammaray import DrafterKind, TokenOrigin
+from gammaray.cli.render import OriginPainter, is_colored, paint, style_of
 
 ACCEPTED, CORRECTION, BONUS = TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS
+
+DRAFTERS = [kind for kind in DrafterKind if kind is not DrafterKind.NONE]
 
 
 def runs_of(*chunks):
@@ -87,6 +89,34 @@ def test_painter_any_cut_into_tokens_and_chunks_shows_the_text(text, cuts, origi
         chunks.append(piece(complete[shown:], *group))
         shown = len(complete)
     assert "".join(part for part, _ in runs_of(*chunks, last("", token("")))) == text
+
+
+def test_painter_distinguishes_accepted_tokens_by_drafter():
+    tokens = [token(kind.value, ACCEPTED, drafter=kind) for kind in DRAFTERS]
+    chunk = piece("".join(kind.value for kind in DRAFTERS), *tokens)
+    assert runs_of(chunk) == [(kind.value, kind) for kind in DRAFTERS]
+
+
+def test_every_source_has_a_style_of_its_own():
+    assert len({style_of(source) for source in [*DRAFTERS, *TokenOrigin]}) == len(DRAFTERS) + len(TokenOrigin)
+
+
+@pytest.mark.parametrize(
+    ("color", "no_color", "expected"),
+    [(None, "", True), (None, "1", False), (True, "1", True), (False, "", False)],
+)
+def test_terminal_is_coloured_unless_no_color_is_set_or_an_option_decides(
+    monkeypatch, color, no_color, expected
+):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # pytest's standard output is no terminal
+    monkeypatch.setenv("NO_COLOR", no_color)
+    assert is_colored(color) is expected
+
+
+def test_pipe_is_not_coloured(monkeypatch):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    assert not is_colored(None)
 
 
 def test_paint_control_characters_become_visible():

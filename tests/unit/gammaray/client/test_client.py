@@ -83,10 +83,10 @@ async def test_calls_send_their_timeout():
         await client.complete("Hi")
         await client.complete("Hi", timeout_s=2.5)
         await client.complete("Hi", timeout_s=1e9)
-    told = [int(call["gammaray-timeout-ms"]) for call in service.metadata]
-    assert 19_000 < told[0] <= 20_000
-    assert 1500 < told[1] <= 2500
-    assert told[2] == 7 * 24 * 3600 * 1000
+    reported = [int(call["gammaray-timeout-ms"]) for call in service.metadata]
+    assert 19_000 < reported[0] <= 20_000
+    assert 1500 < reported[1] <= 2500
+    assert reported[2] == 7 * 24 * 3600 * 1000
 
 
 async def test_complete_joins_text_and_tokens():

@@ -58,7 +58,7 @@ def test_counters_small_example_by_hand():
     assert summary.tokens_per_cycle == 12 / 5
     assert (summary.draft_ms, summary.verify_ms, summary.other_ms) == (2500.0, 10_000.0, 7500.0)
     assert summary.total_ms == 20_000.0
-    assert summary.speedup_estimate is None, "nobody said what a plain cycle takes"
+    assert summary.speedup_estimate is None, "the time of a plain cycle is not known"
 
 
 def test_counters_tell_the_tokens_of_the_prediction_from_those_of_other_drafters():

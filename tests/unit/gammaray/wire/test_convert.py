@@ -71,6 +71,7 @@ emitted = st.builds(
     top_logprobs=st.lists(st.builds(t.TopLogprob, token_ids, floats, st.binary(max_size=4)), max_size=3).map(
         tuple
     ),
+    drafter=st.none() | st.sampled_from(t.DrafterKind),
 )
 summaries = st.builds(
     t.SpeculationSummary,
@@ -218,3 +219,10 @@ def test_chunk_with_an_unknown_origin_is_a_peer_error(origin):
     assert message.tokens[0].origin == origin
     with pytest.raises(InternalError, match=f"origin {origin}"):
         convert.chunk_from_proto(message)
+
+
+def test_token_of_a_drafter_that_this_version_does_not_know_has_none():
+    message = gen.EmittedToken(token_id=1, origin=pb.TOKEN_ORIGIN_ACCEPTED)
+    number = gen.EmittedToken.DESCRIPTOR.fields_by_name["drafter"].number
+    message.MergeFromString(bytes([number << 3, 99]))
+    assert convert.token_from_proto(message).drafter is None

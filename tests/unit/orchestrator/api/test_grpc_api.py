@@ -27,11 +27,11 @@ async def test_generate_returns_thousands_of_prompt_logprobs():
     request = {"token_ids": pb.TokenIds(ids=prompt), "num_prompt_logprobs": 2}
     (first, *_), context = await generate(ScriptedBackend(), **request)
     assert context.code is None
-    told = first.prompt_logprobs
-    assert list(told.token_ids) == prompt
-    assert len(told.logprobs) == len(prompt) - 1
-    assert len(told.top_logprobs) == 2 * (len(prompt) - 1)
-    assert told.logprobs[-1] == -(len(prompt) - 1) / 10
+    reported = first.prompt_logprobs
+    assert list(reported.token_ids) == prompt
+    assert len(reported.logprobs) == len(prompt) - 1
+    assert len(reported.top_logprobs) == 2 * (len(prompt) - 1)
+    assert reported.logprobs[-1] == -(len(prompt) - 1) / 10
 
 
 async def test_generate_yields_chunks_and_leaves_the_status_alone():

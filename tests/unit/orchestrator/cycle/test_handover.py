@@ -37,10 +37,10 @@ def test_heritage_there_and_back():
     again = SessionHandover.from_bytes(handover.to_bytes())
     assert vars(again.counters) == vars(handover.counters)
     assert (again.elapsed_s, again.target, again.draft) == (1.5, "host:2", "host:1")
-    heir = AcceptanceEstimator()
-    heir.recall(*again.acceptance[DrafterKind.MODEL])
-    assert heir.by_depth(4) == pytest.approx(estimator.by_depth(4), abs=1e-3)
-    assert heir.by_depth(4) != pytest.approx(AcceptanceEstimator().by_depth(4), abs=1e-3)
+    successor = AcceptanceEstimator()
+    successor.recall(*again.acceptance[DrafterKind.MODEL])
+    assert successor.by_depth(4) == pytest.approx(estimator.by_depth(4), abs=1e-3)
+    assert successor.by_depth(4) != pytest.approx(AcceptanceEstimator().by_depth(4), abs=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -70,21 +70,23 @@ def slow_lookup(tokens, depth):
 
 @pytest.mark.statistical
 @pytest.mark.parametrize("method", VerificationMethod)
-def test_ngram_proposals_leave_the_targets_law(method):
-    """The first emitted token has the target's law, whatever prompt lookup proposed (chi square, seeded)."""
-    law = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05], dtype=torch.float64)
+def test_ngram_proposals_leave_the_targets_distribution(method):
+    """The first emitted token has the target's distribution, whatever was proposed (chi square, seeded)."""
+    distribution = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05], dtype=torch.float64)
     session = session_with([2, 1, 0, 3, 2, 1], method=method)
     proposal = proposed(PromptLookup(), session, 2)
     assert proposal.token_ids == (0, 3)
     assert (proposal.draft_distributions is not None) is (method is VerificationMethod.REJECTION)
-    counts, samples = [0] * len(law), 1500
+    counts, samples = [0] * len(distribution), 1500
     for seed in range(samples):
         params = SamplingParams(seed=seed)
-        noise = Noise(seed, 0, len(law))
-        verdict = verify(method, law.log().expand(3, -1), proposal, params, noise, len(session.token_ids))
+        noise = Noise(seed, 0, len(distribution))
+        verdict = verify(
+            method, distribution.log().expand(3, -1), proposal, params, noise, len(session.token_ids)
+        )
         accepted = [proposal.token_ids[node] for node in verdict.accepted_path]
         counts[[*accepted, verdict.next_token_id][0]] += 1
     chi_square = sum(
-        (n - samples * p) ** 2 / (samples * p) for n, p in zip(counts, law.tolist(), strict=True)
+        (n - samples * p) ** 2 / (samples * p) for n, p in zip(counts, distribution.tolist(), strict=True)
     )
     assert chi_square < 18.5  # 4 degrees of freedom: passed by chance once in a thousand seeds

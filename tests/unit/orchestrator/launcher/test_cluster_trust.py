@@ -82,8 +82,8 @@ def test_reachable_is_the_address_for_local_connections(host, address):
 def test_certs_command_prints_the_settings_of_each_role(tmp_path):
     done = CliRunner().invoke(main, ["certs", str(tmp_path / "new"), "--days", "30", "--host", "redis"])
     assert done.exit_code == 0, done.output
-    told = dict(line.split("=", 1) for line in done.output.splitlines() if "=" in line)
-    assert told.keys() == {"GAMMARAY_TLS_CA", "GAMMARAY_TLS_CERT", "GAMMARAY_TLS_KEY"}
+    reported = dict(line.split("=", 1) for line in done.output.splitlines() if "=" in line)
+    assert reported.keys() == {"GAMMARAY_TLS_CA", "GAMMARAY_TLS_CERT", "GAMMARAY_TLS_KEY"}
     assert [line for line in done.output.splitlines() if line.startswith("#")] == [
         "# orchestrator",
         "# worker",

@@ -103,12 +103,12 @@ def test_notes_say_how_targets_speculate_without_a_draft():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "num_gpus", "told"),
+    ("dtype", "num_gpus", "reported"),
     [("auto", 0, "float32"), ("auto", 1, "bfloat16"), ("float16", 0, "float16")],
 )
-def test_notes_say_what_a_file_becomes(dtype, num_gpus, told, file):
+def test_notes_say_what_a_file_becomes(dtype, num_gpus, reported, file):
     settings = ClusterSettings(target=str(file), draft=str(file), dtype=dtype)
     target, draft = model_notes(settings, num_gpus)
     assert target.startswith(f"target {file}: llama")
     assert draft.startswith(f"draft {file}: llama")
-    assert f"dequantised to {told} (" in target
+    assert f"dequantised to {reported} (" in target

@@ -108,7 +108,7 @@ def test_settings_of_the_roles_that_fit_pass(monkeypatch):
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "nowhere.invalid"])
-def test_address_of_another_machine_is_told_as_the_host(host):
+def test_address_of_another_machine_is_reported_as_the_host(host):
     with pytest.raises(InvalidArgumentError, match=f"host: got {host}"):
         check_port("http_port", host, 8000)
 
@@ -118,9 +118,9 @@ def test_dtype_reaches_both_roles():
     assert own["target"]["dtype"] == own["draft"]["dtype"] == "bfloat16"
     assert "dtype" not in own["orchestrator"]
     documents = {dtype: serve_document(ClusterSettings(dtype=dtype)) for dtype in ("auto", "float16")}
-    told = {dtype: document["applications"][0]["args"] for dtype, document in documents.items()}
-    assert told["float16"]["settings"]["dtype"] == "float16"
-    assert "dtype" not in told["auto"]["settings"]
+    printed = {dtype: document["applications"][0]["args"] for dtype, document in documents.items()}
+    assert printed["float16"]["settings"]["dtype"] == "float16"
+    assert "dtype" not in printed["auto"]["settings"]
 
 
 def modules_at_the_refusal(*arguments):
@@ -150,10 +150,10 @@ def modules_at_the_refusal(*arguments):
     ],
 )
 def test_launcher_refuses_before_anything_slow_is_imported(line):
-    status, modules, told = modules_at_the_refusal(*line.split())
+    status, modules, printed = modules_at_the_refusal(*line.split())
     assert status == 2
-    assert told.startswith("gammaray: ")
-    assert told.count("\n") == 1
+    assert printed.startswith("gammaray: ")
+    assert printed.count("\n") == 1
     assert not modules & {"ray", "torch", "transformers", "fastapi", "redis"}
 
 
@@ -161,7 +161,7 @@ def test_launcher_refuses_cuda_as_torch_would():
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
-    status, modules, told = modules_at_the_refusal("--device", "cuda")
+    status, modules, printed = modules_at_the_refusal("--device", "cuda")
     assert status == 2
-    assert told.startswith("gammaray: device: got cuda, allowed: auto or cpu: ")
+    assert printed.startswith("gammaray: device: got cuda, allowed: auto or cpu: ")
     assert not modules & {"ray", "torch"}

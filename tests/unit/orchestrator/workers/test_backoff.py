@@ -68,7 +68,7 @@ def test_backoff_lets_one_try_for_all(clock):
     pauses.trying(2.0)
     assert not pauses.ready
     clock.now += 2.0
-    assert pauses.ready, "whoever tried has been forgotten"
+    assert pauses.ready, "former attempts are forgotten"
 
 
 def test_backoff_sign_of_life_ends_a_first_pause_only(clock):

@@ -48,7 +48,7 @@ def test_memory_is_bounded_and_keeps_the_latest(monkeypatch):
 
 @pytest.fixture
 def pool(monkeypatch):
-    """A pool of three connected workers, without processes behind them."""
+    """A pool of three connected workers, without their processes."""
     monkeypatch.setattr(WorkerConnection, "start", lambda link: None)
     pool = WorkerPool(TARGET, (), lambda info: None)
     pool.announce({"a:1", "b:1", "c:1"})

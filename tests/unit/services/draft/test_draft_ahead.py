@@ -227,9 +227,12 @@ def test_ahead_nothing_follows_the_end_of_sequence_or_of_the_context(monkeypatch
 
 
 def test_rejection_predictions_follow_the_distribution():
-    noise, law_row = Noise(5, 0, VOCAB), torch.randn(VOCAB, generator=torch.Generator().manual_seed(1))
+    noise, distribution_row = (
+        Noise(5, 0, VOCAB),
+        torch.randn(VOCAB, generator=torch.Generator().manual_seed(1)),
+    )
     (prediction,) = predictions(
-        REJECTION, law_row.log_softmax(-1)[None], noise, [9], temperature=1.0, top_k=8, bits=10
+        REJECTION, distribution_row.log_softmax(-1)[None], noise, [9], temperature=1.0, top_k=8, bits=10
     )
     bonus = dict(prediction.guesses(None))
     assert sum(bonus.values()) <= 1

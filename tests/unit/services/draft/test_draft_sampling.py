@@ -10,7 +10,7 @@ from drafting_helpers import propose_token
 from maths_helpers import drawn_tokens
 
 from gammaray.types import SparseDistribution, VerificationMethod
-from services.draft.predictions import quantise, race_temperature, sample_sparse
+from services.draft.predictions import draw_temperature, quantise, sample_sparse
 from services.engine.sampling.noise import Noise
 
 COUPLED, REJECTION, NAIVE = VerificationMethod
@@ -38,12 +38,12 @@ def oracle_quantise(probs, top_k, bits):
 def test_quantise_equals_rational_oracle(top_k, bits):
     for seed in range(10):
         probs = row(seed).double().exp()
-        law = quantise(probs, top_k, bits)
-        assert dict(zip(law.token_ids, law.weights, strict=True)) == oracle_quantise(
+        distribution = quantise(probs, top_k, bits)
+        assert dict(zip(distribution.token_ids, distribution.weights, strict=True)) == oracle_quantise(
             probs.tolist(), top_k, bits
         )
-        assert sum(law.weights) == 1 << bits
-        assert law.weight_bits == bits
+        assert sum(distribution.weights) == 1 << bits
+        assert distribution.weight_bits == bits
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_quantise_equals_rational_oracle(top_k, bits):
     ids=["ties", "ties_below_the_top", "remainder_ties", "zeros", "certain", "dropped", "unnormalised"],
 )
 def test_quantise_edge_cases(probs, top_k, bits, expected):
-    law = quantise(torch.tensor(probs, dtype=torch.float64), top_k, bits)
-    assert dict(zip(law.token_ids, law.weights, strict=True)) == expected
+    distribution = quantise(torch.tensor(probs, dtype=torch.float64), top_k, bits)
+    assert dict(zip(distribution.token_ids, distribution.weights, strict=True)) == expected
 
 
 def test_quantise_loss_of_acceptance_is_bounded():
@@ -69,37 +69,37 @@ def test_quantise_loss_of_acceptance_is_bounded():
     for seed in range(30):
         target, draft = row(seed).double().exp(), row(seed + 1).double().exp()
         for top_k, bits in ((4, 4), (16, 8), (32, 12)):
-            law = quantise(draft, top_k, bits)
+            distribution = quantise(draft, top_k, bits)
             shipped = torch.zeros(VOCAB, dtype=torch.float64)
-            shipped[list(law.token_ids)] = torch.tensor(law.weights).double() / 2**bits
+            shipped[list(distribution.token_ids)] = torch.tensor(distribution.weights).double() / 2**bits
             tail = 1 - float(draft.topk(top_k).values.sum())
             loss = float(torch.minimum(target, draft).sum() - torch.minimum(target, shipped).sum())
             assert loss <= tail + top_k / 2 ** (bits + 2) + 1e-6
 
 
 def test_sample_sparse_over_all_integers_gives_the_exact_distribution():
-    law = SparseDistribution((3, 9, 4), (5, 1, 10), 4)
-    assert drawn_tokens(law) == {3: 5 / 16, 9: 1 / 16, 4: 10 / 16}
-    assert [sample_sparse(law, bits) for bits in (0, 4, 5, 6, 15)] == [3, 3, 9, 4, 4]
+    distribution = SparseDistribution((3, 9, 4), (5, 1, 10), 4)
+    assert drawn_tokens(distribution) == {3: 5 / 16, 9: 1 / 16, 4: 10 / 16}
+    assert [sample_sparse(distribution, bits) for bits in (0, 4, 5, 6, 15)] == [3, 3, 9, 4, 4]
 
 
 def test_propose_rejection_samples_from_the_sent_distribution():
     noise, log_probs = Noise(5, 0, VOCAB), row()
     for base in range(50):
-        token_id, law, _ = propose_token(REJECTION, log_probs, noise, base, 80, 8, 10)
-        assert law == quantise(log_probs.double().exp(), 8, 10)
-        assert token_id == sample_sparse(law, noise.draft_bits(base, 80, 10))
+        token_id, distribution, _ = propose_token(REJECTION, log_probs, noise, base, 80, 8, 10)
+        assert distribution == quantise(log_probs.double().exp(), 8, 10)
+        assert token_id == sample_sparse(distribution, noise.draft_bits(base, 80, 10))
 
 
 def test_propose_coupled_is_the_gumbel_max_draw_with_shared_noise():
     noise = Noise(5, 0, VOCAB)
     for position in range(100):
         log_probs = row(position)
-        token_id, law, confidence = propose_token(COUPLED, log_probs, noise, 0, position, 8, 10)
+        token_id, distribution, confidence = propose_token(COUPLED, log_probs, noise, 0, position, 8, 10)
         scores = log_probs + noise.gumbel(position, 1)[0]
-        assert law is None
+        assert distribution is None
         assert token_id == int(scores.argmax())
-        assert confidence == pytest.approx(float((scores / race_temperature(1.0)).softmax(-1)[token_id]))
+        assert confidence == pytest.approx(float((scores / draw_temperature(1.0)).softmax(-1)[token_id]))
 
 
 def test_propose_naive_samples_the_draft_without_shared_noise():
@@ -124,9 +124,9 @@ def test_propose_naive_never_draws_a_zero():
 @pytest.mark.parametrize("method", list(VerificationMethod))
 def test_propose_greedy_takes_raw_logits(method):
     logits = torch.tensor([0.0, 3.0, 3.0, -1.0])
-    token_id, law, confidence = propose_token(method, logits, None, 0, 0, 8, 10)
-    assert (token_id, law) == (1, None)
-    assert confidence == pytest.approx(float((logits / race_temperature(0.0)).softmax(-1)[1]))
+    token_id, distribution, confidence = propose_token(method, logits, None, 0, 0, 8, 10)
+    assert (token_id, distribution) == (1, None)
+    assert confidence == pytest.approx(float((logits / draw_temperature(0.0)).softmax(-1)[1]))
 
 
 @pytest.mark.parametrize("method", list(VerificationMethod))
@@ -157,12 +157,12 @@ def test_propose_coupled_confidence_predicts_the_match():
     assert overlap == pytest.approx(0.7, abs=0.03)
     for position in range(count):
         token_id, _, confidence = propose_token(COUPLED, draft[position], noise, 0, position, 8, 10)
-        matched = token_id == int((target[position] + noise.gumbel(position, 1)[0]).argmax())
-        bins[max(low for low in bins if low <= confidence)].append((confidence, matched))
+        matches = token_id == int((target[position] + noise.gumbel(position, 1)[0]).argmax())
+        bins[max(low for low in bins if low <= confidence)].append((confidence, matches))
     rates = []
     for pairs in bins.values():
-        told, matched = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
+        expected_share, matches = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
         assert len(pairs) > 200
-        assert told == pytest.approx(matched, abs=0.15)
-        rates.append(matched)
+        assert expected_share == pytest.approx(matches, abs=0.15)
+        rates.append(matches)
     assert rates[0] + 0.15 < rates[1] < rates[2] - 0.15

@@ -15,13 +15,13 @@ from services.draft.proposals import MIN_GROWN, MIN_PROPOSED, ProposalBuilder
 from services.draft.tree import IN_CHAIN, Node, SpeculationTree
 
 EOS = (0,)
-LAW = SparseDistribution((0, 1, 2), (2, 1, 1), 2)
+DISTRIBUTION = SparseDistribution((0, 1, 2), (2, 1, 1), 2)
 
 
 class Fixed:
     """A prediction with given guesses, whose choice for odd bases is the second."""
 
-    law: SparseDistribution | None = None
+    distribution: SparseDistribution | None = None
 
     def __init__(self, *guesses: Guess) -> None:
         self._guesses = guesses
@@ -108,7 +108,7 @@ def test_duration_of_a_rejection_chain_does_not_depend_on_its_tokens(
         (tip,) = reading.go_on()
         assert tip.position == root.position + num_opened
         tip.prediction = Fixed((token_id, 0.9 if token_id == 1 else 0.5))
-        tip.prediction.law = LAW
+        tip.prediction.distribution = DISTRIBUTION
     assert reading.go_on() == []
     proposal = reading.proposal()
     length, weight = 3, 1.0
@@ -188,31 +188,31 @@ class Cache:
 
     def __init__(self, tree: SpeculationTree) -> None:
         self.chain: list[object] = [None] * tree.root.position + [tree.root]
-        self.beside: list[Node] = []
+        self.off_chain: list[Node] = []
 
     def feed(self, tree: SpeculationTree, nodes: list[Node]) -> None:
         if tree.feeds_chain(nodes):
             self.chain.append(nodes[0])
         else:
             for node, parent in zip(nodes, tree.parents_of(nodes), strict=True):
-                held = self.beside[parent] if parent >= 0 else self.chain[parent]
+                held = self.off_chain[parent] if parent >= 0 else self.chain[parent]
                 assert held is node.parent
-                self.beside.append(node)
+                self.off_chain.append(node)
         tree.fed(nodes)
 
     def move(self, base: int, path: list[int], keep: list[int]) -> None:
-        self.chain[base:] = [self.beside[place] for place in path]
-        self.beside = [self.beside[place] for place in keep]
+        self.chain[base:] = [self.off_chain[place] for place in path]
+        self.off_chain = [self.off_chain[place] for place in keep]
 
     def check(self, tree: SpeculationTree) -> None:
         """Every fed node below the root is where the tree says, and every slot that counts is known."""
         assert len(self.chain) == tree.chain_length
-        assert self.beside == tree.beside
+        assert self.off_chain == tree.off_chain
         for node in (tree.root, *tree.root.below()):
             if node.place == IN_CHAIN:
                 assert self.chain[node.position] is node
             elif node.place is not None:
-                assert self.beside[node.place] is node
+                assert self.off_chain[node.place] is node
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -12,6 +12,7 @@ from gammaray.blocks import Shape
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.draft.translated_chains import SharedLogits, TextChain, TokenChain
 from services.engine.sampling.noise import Noise
+from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import SessionSpec
 from services.target.verification import verify
 from services.vocabulary.intersection import Intersection

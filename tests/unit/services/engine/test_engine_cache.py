@@ -75,7 +75,7 @@ def test_truncate_shortens_and_ignores_what_is_longer(engine: Engine) -> None:
     engine.truncate("a", 20)
     assert engine.length("a") == 9
     engine.truncate("a", 3)
-    engine.truncate("nobody", 3)
+    engine.truncate("unknown", 3)
     assert engine.tokens("a") == tokens[:3]
     with pytest.raises(ValueError, match="length"):
         engine.truncate("a", -1)
@@ -107,7 +107,7 @@ def test_keep_path_after_a_chain_cuts_it(engine: Engine) -> None:
     with pytest.raises(ValueError, match="path"):
         engine.keep_path("a", 5, [1])
     with pytest.raises(CacheGapError):
-        engine.keep_path("nobody", 0, [])
+        engine.keep_path("unknown", 0, [])
 
 
 def test_fork_copies_and_is_independent(engine: Engine, directory: Path) -> None:
@@ -125,7 +125,7 @@ def test_fork_copies_and_is_independent(engine: Engine, directory: Path) -> None
     with pytest.raises(CacheGapError):
         engine.fork("a", "c", 11)
     with pytest.raises(CacheGapError):
-        engine.fork("nobody", "c", 0)
+        engine.fork("unknown", "c", 0)
 
 
 def test_longest_prefix_finds_the_best_session(engine: Engine) -> None:
@@ -211,7 +211,7 @@ WRONG_FEEDS = {
     "past the context": SequenceInput("a", 5, [1] * (MAX_CONTEXT - 4), 1),
     "tree past the context": SequenceInput("a", 5, [1] * (MAX_CONTEXT - 5) + [2, 3], 1, [-1, 0]),
     "more parents than tokens": SequenceInput("a", 5, [1], 1, [-1, 0]),
-    "parent behind its child": SequenceInput("a", 5, [1, 2], 1, [1, -1]),
+    "parent after its child": SequenceInput("a", 5, [1, 2], 1, [1, -1]),
     "own parent": SequenceInput("a", 5, [1, 2], 1, [-1, 1]),
     "parent before the first token": SequenceInput("a", 5, [1, 2], 1, [-6, -1]),
     "nodes kept that are not there": SequenceInput("a", 7, [1], 1, [-1], 1),

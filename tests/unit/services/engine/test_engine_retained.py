@@ -76,7 +76,7 @@ def test_a_session_shares_later_cached_tokens(engine: Engine) -> None:
 
 def test_short_chains_and_unknown_sessions_are_not_retained(engine: Engine) -> None:
     leave(engine, random_tokens(MIN_PREFIX - 1, 1))
-    engine.retain("nobody", "us")
+    engine.retain("unknown", "us")
     assert engine.stats().retained_bytes == 0
 
 

@@ -14,7 +14,7 @@ from services.engine import loader as loading
 from services.engine.core.errors import CacheGapError, UnsupportedModelError
 from services.engine.core.model import load_model
 from services.engine.cuda.runner import Capture, GraphRunner
-from services.engine.cuda.tables import GREEDY, Race
+from services.engine.cuda.tables import GREEDY, GumbelDraw
 from services.engine.cuda.weights import has_graph_path
 from services.engine.device_drafting import GraphEngine, TreeShape
 from services.engine.engine import SequenceInput
@@ -24,7 +24,7 @@ from services.engine.sampling.noise import Noise
 
 TOLERANCE = 1e-4
 TREE = (-1, -1, 0, 0, 1, 3)
-RACES = (Race(7), Race(2**64 - 3, sample_index=2, temperature=0.7))
+GUMBEL_DRAWS = (GumbelDraw(7), GumbelDraw(2**64 - 3, sample_index=2, temperature=0.7))
 
 
 def graph_engine(arch: str, path: Path) -> tuple[GraphEngine, Path]:
@@ -112,25 +112,25 @@ def test_choose_is_the_gumbel_max_draw(engine: GraphEngine) -> None:
         SequenceInput("b", 0, text[:4], 2),
         SequenceInput("c", 0, text[:3], 1),
     ]
-    chosen = engine.choose(feeds, [*RACES, GREEDY])
+    chosen = engine.choose(feeds, [*GUMBEL_DRAWS, GREEDY])
     logits = engine.step(feeds)
-    for index, race in enumerate(RACES):
-        noise = Noise(race.seed, race.sample_index, engine.vocab_size)
+    for index, gumbel_draw in enumerate(GUMBEL_DRAWS):
+        noise = Noise(gumbel_draw.seed, gumbel_draw.sample_index, engine.vocab_size)
         first = len(feeds[index].token_ids) - feeds[index].num_logits + 1
-        scores = logits[index] / race.temperature + noise.gumbel(first, feeds[index].num_logits)
+        scores = logits[index] / gumbel_draw.temperature + noise.gumbel(first, feeds[index].num_logits)
         assert chosen[index] == scores.argmax(-1).tolist()
     assert chosen[2] == logits[2].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("races", [RACES, (GREEDY, GREEDY)], ids=["sampled", "greedy"])
-def test_draft_chains_equal_single_steps(engine: GraphEngine, races: tuple[Race, ...]) -> None:
+@pytest.mark.parametrize("gumbel_draws", [GUMBEL_DRAWS, (GREEDY, GREEDY)], ids=["sampled", "greedy"])
+def test_draft_chains_equal_single_steps(engine: GraphEngine, gumbel_draws: tuple[GumbelDraw, ...]) -> None:
     text = random_tokens(20, 3)
     feeds = [
         SequenceInput("a", 0, text, 1),
         SequenceInput("b", 0, text[:2], 1),
         SequenceInput("c", 0, text[:7], 1),
     ]
-    draws = [*races, races[0]]
+    draws = [*gumbel_draws, gumbel_draws[0]]
     chains = engine.draft_chains(feeds, draws, 5)
     assert [engine.length(name) for name in "abc"] == [24, 6, 11]
     assert list(engine.tokens("a")) == text + chains[0][:-1]
@@ -146,15 +146,15 @@ def test_draft_chains_equal_single_steps(engine: GraphEngine, races: tuple[Race,
     assert chains == expected
 
 
-@pytest.mark.parametrize("races", [RACES, (GREEDY, GREEDY)], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("gumbel_draws", [GUMBEL_DRAWS, (GREEDY, GREEDY)], ids=["sampled", "greedy"])
 def test_draft_trees_contain_the_chain_and_keep_their_cache(
-    engine: GraphEngine, races: tuple[Race, ...]
+    engine: GraphEngine, gumbel_draws: tuple[GumbelDraw, ...]
 ) -> None:
     text = random_tokens(9, 4)
     feeds = [SequenceInput("a", 0, text, 1), SequenceInput("b", 0, text[:5], 1)]
-    chains = engine.draft_chains(feeds, races, 4)
+    chains = engine.draft_chains(feeds, gumbel_draws, 4)
     shape = TreeShape(width=3, depth=4, sharpness=2.0)
-    trees = engine.draft_trees(feeds, races, shape)
+    trees = engine.draft_trees(feeds, gumbel_draws, shape)
     for name, chain, (tokens, parents), base in zip("ab", chains, trees, (9, 5), strict=True):
         assert len(tokens) == len(parents) == shape.num_nodes
         assert all(-1 <= parent < node // 3 * 3 for node, parent in enumerate(parents))
@@ -179,12 +179,12 @@ def test_draft_trees_contain_the_chain_and_keep_their_cache(
 def test_draft_tree_children_follow_the_gumbel_max_order(engine: GraphEngine) -> None:
     """The children of a node are the best of their stripes in the order of the Gumbel-max draw."""
     text = random_tokens(6, 5)
-    (tokens, parents), race = (
-        engine.draft_trees([SequenceInput("a", 0, text, 1)], RACES[:1], TreeShape(2, 3))[0],
-        RACES[0],
+    (tokens, parents), gumbel_draw = (
+        engine.draft_trees([SequenceInput("a", 0, text, 1)], GUMBEL_DRAWS[:1], TreeShape(2, 3))[0],
+        GUMBEL_DRAWS[0],
     )
     logits = engine.step([SequenceInput("b", 0, text, 1)])[0][0]
-    scores = logits + Noise(race.seed, race.sample_index, engine.vocab_size).gumbel(6, 1)[0]
+    scores = logits + Noise(gumbel_draw.seed, gumbel_draw.sample_index, engine.vocab_size).gumbel(6, 1)[0]
     assert tokens[0] == int(scores.argmax())
     assert scores[tokens[0]] > scores[tokens[1]]
     assert int((scores > scores[tokens[1]]).sum()) < 8
@@ -193,7 +193,7 @@ def test_draft_tree_children_follow_the_gumbel_max_order(engine: GraphEngine) ->
 
 def test_draft_past_the_context_is_refused(engine: GraphEngine) -> None:
     with pytest.raises(ValueError, match="reach position"):
-        engine.draft_chains([SequenceInput("a", 0, random_tokens(126, 1), 1)], RACES[:1], 4)
+        engine.draft_chains([SequenceInput("a", 0, random_tokens(126, 1), 1)], GUMBEL_DRAWS[:1], 4)
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (9, 9)])

@@ -160,7 +160,7 @@ def test_session_merge_keeps_what_agrees(start, context, expected, changed_from)
     session.merge(start, context)
     assert session.tokens == expected
     assert session.changed_from == changed_from
-    assert session.num_told == len(expected)
+    assert session.num_confirmed == len(expected)
 
 
 def test_table_admits_asks_and_fences(table):

@@ -13,11 +13,11 @@ from maths_helpers import (
     completed,
     distance,
     drawn_tokens,
-    matched_law,
+    matched_distribution,
     mixed,
-    plain_law,
+    plain_distribution,
     quantised_drafter,
-    rejection_law,
+    rejection_distribution,
 )
 
 from gammaray.types import Proposal, SparseDistribution, VerificationMethod
@@ -31,12 +31,12 @@ COUPLED = VerificationMethod.COUPLED
 class Fixed(TinyModel):
     """The same distribution in every context."""
 
-    def __init__(self, *law):
-        super().__init__(len(law), 0)
-        self._law = list(law)
+    def __init__(self, *distribution):
+        super().__init__(len(distribution), 0)
+        self._distribution = list(distribution)
 
-    def law(self, context):
-        return self._law
+    def distribution(self, context):
+        return self._distribution
 
 
 def check_rejection():
@@ -44,15 +44,15 @@ def check_rejection():
     for seed, zeros in itertools.product(range(3), (0.0, 0.5)):
         target, draft = TinyModel(4, seed, zeros), TinyModel(4, seed + 50)
         for _, proposal in chain_proposals(quantised_drafter(draft, 3, 5), START, 2):
-            rejection_law(target, START, proposal)
+            rejection_distribution(target, START, proposal)
 
 
 def bias_of(target, cycle):
     """The check of the drafter: total variation of a cycle's tokens from the target's."""
     parts = list(cycle)
     length = 1 + max(len(proposal) for _, proposal in parts)
-    law = mixed((prob, rejection_law(target, START, proposal)) for prob, proposal in parts)
-    return distance(completed(law, target, START, length), plain_law(target, START, length))
+    distribution = mixed((prob, rejection_distribution(target, START, proposal)) for prob, proposal in parts)
+    return distance(completed(distribution, target, START, length), plain_distribution(target, START, length))
 
 
 def accept_at_most(uniform, target_prob, weight, bits):
@@ -94,12 +94,12 @@ def residual_absolute(row, draft):
 CODE_MUTANTS = {
     "accept_with_p_zero": ("is_accepted", accept_at_most),
     "accept_always": ("is_accepted", lambda *_: True),
-    "accept_against_another_law": ("is_accepted", accept_without_quantisation),
+    "accept_against_another_distribution": ("is_accepted", accept_without_quantisation),
     "accept_if_more_likely": ("is_accepted", lambda _, p, w, bits: p * 2**bits >= w),
-    "residual_of_the_top_k_only": ("residual_law", residual_of_draft_support),
-    "residual_forgotten": ("residual_law", residual_forgotten),
-    "residual_badly_scaled": ("residual_law", residual_renormalised_first),
-    "residual_absolute": ("residual_law", residual_absolute),
+    "residual_of_the_top_k_only": ("residual_distribution", residual_of_draft_support),
+    "residual_forgotten": ("residual_distribution", residual_forgotten),
+    "residual_badly_scaled": ("residual_distribution", residual_renormalised_first),
+    "residual_absolute": ("residual_distribution", residual_absolute),
 }
 
 
@@ -134,15 +134,15 @@ MATCH_MUTANTS = {
 @pytest.mark.parametrize(("name", "mutant"), MATCH_MUTANTS.values(), ids=MATCH_MUTANTS)
 def test_mutant_of_matching_is_caught(monkeypatch, name, mutant):
     target, proposal = TinyModel(3, 2), Proposal((0, 1, 0, 2, 1), (-1, -1, 0, 1, 2))
-    plain = plain_law(target, START, 4)
-    law = matched_law(COUPLED, target, START, proposal)
-    assert distance(completed(law, target, START, 4), plain) < 1e-12
+    plain = plain_distribution(target, START, 4)
+    distribution = matched_distribution(COUPLED, target, START, proposal)
+    assert distance(completed(distribution, target, START, 4), plain) < 1e-12
     monkeypatch.setattr(verification, name, mutant)
     try:
-        law = matched_law(COUPLED, target, START, proposal)
+        distribution = matched_distribution(COUPLED, target, START, proposal)
     except AssertionError:
         return
-    assert distance(completed(law, target, START, 4), plain) > CLEAR
+    assert distance(completed(distribution, target, START, 4), plain) > CLEAR
 
 
 P, Q = (0.5, 0.3, 0.2), (0.2, 0.2, 0.6)
@@ -154,25 +154,27 @@ def proposals_of(draft, shipped, keep=lambda token_id: True, choose=None):
         yield prob, Proposal((token_id,), None, (shipped,)) if keep(token_id) else Proposal()
 
 
-def shipped_law(*probs):
+def shipped_distribution(*probs):
     return quantised_drafter(Fixed(*probs), len(probs), 10)(START)
 
 
 def test_mutant_dropping_a_sampled_token_of_low_confidence_is_caught():
     """Drop y when q(y) < .5 and take a bonus: the distribution becomes (.5, .22, .28)."""
-    shipped = shipped_law(*Q)
+    shipped = shipped_distribution(*Q)
     drawn = drawn_tokens(shipped)
     assert bias_of(Fixed(*P), proposals_of(drawn, shipped)) < 1e-12
     dropping = list(proposals_of(drawn, shipped, keep=lambda token_id: drawn[token_id] >= 0.5))
-    law = mixed((prob, rejection_law(Fixed(*P), START, proposal)) for prob, proposal in dropping)
-    first = [sum(prob for tokens, prob in law.items() if tokens[0] == v) for v in range(3)]
+    distribution = mixed(
+        (prob, rejection_distribution(Fixed(*P), START, proposal)) for prob, proposal in dropping
+    )
+    first = [sum(prob for tokens, prob in distribution.items() if tokens[0] == v) for v in range(3)]
     assert first == pytest.approx([0.5, 0.22, 0.28], abs=1e-3)
     assert bias_of(Fixed(*P), dropping) > 0.05
 
 
 def test_mutant_ratio_test_on_a_deterministic_token_is_caught():
     """p = q = (.51, .49), the top token proposed as if sampled from q: the distribution becomes (1, 0)."""
-    target, shipped = Fixed(0.51, 0.49), shipped_law(0.51, 0.49)
+    target, shipped = Fixed(0.51, 0.49), shipped_distribution(0.51, 0.49)
     assert bias_of(target, proposals_of({0: 1.0}, shipped)) > 0.4
     assert bias_of(target, [(1.0, Proposal((0,)))]) < 1e-12
 
@@ -206,7 +208,7 @@ def test_mutant_weight_off_by_one_is_caught(change):
 
 def test_mutant_choosing_between_drafts_by_their_tokens_is_caught():
     """Two drafts sample from the same distribution and the more likely token is sent."""
-    shipped = shipped_law(*Q)
+    shipped = shipped_distribution(*Q)
     drawn = drawn_tokens(shipped)
     best = dict.fromkeys(drawn, 0.0)
     for (left, p), (right, q) in itertools.product(drawn.items(), repeat=2):
@@ -217,5 +219,8 @@ def test_mutant_choosing_between_drafts_by_their_tokens_is_caught():
 def test_mutant_choosing_by_tokens_is_lossless_when_matching():
     """The same choices are lossless if the target samples by itself, for any proposal."""
     for token_id in range(3):
-        law = matched_law(COUPLED, Fixed(*P), START, Proposal((token_id,)))
-        assert distance(completed(law, Fixed(*P), START, 2), plain_law(Fixed(*P), START, 2)) < 1e-12
+        distribution = matched_distribution(COUPLED, Fixed(*P), START, Proposal((token_id,)))
+        assert (
+            distance(completed(distribution, Fixed(*P), START, 2), plain_distribution(Fixed(*P), START, 2))
+            < 1e-12
+        )

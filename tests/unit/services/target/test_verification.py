@@ -130,29 +130,38 @@ def test_is_accepted_zero_probability_fails_even_at_uniform_zero():
 
 
 def test_verify_rejection_equal_distributions_accepts_everything():
-    law = SparseDistribution((0, 2, 3), (4, 8, 4), 4)
+    distribution = SparseDistribution((0, 2, 3), (4, 8, 4), 4)
     rows = torch.tensor([[0.25, 0.0, 0.5, 0.25]] * 3, dtype=torch.float64).log()
     for seed in range(200):
-        verdict = verify(REJECTION, rows, Proposal((0, 2), None, (law, law)), SAMPLED, Noise(seed, 0, 4), 5)
+        verdict = verify(
+            REJECTION,
+            rows,
+            Proposal((0, 2), None, (distribution, distribution)),
+            SAMPLED,
+            Noise(seed, 0, 4),
+            5,
+        )
         assert verdict.accepted_path == (0, 1)
 
 
 def test_verify_rejection_empty_residual_uses_the_target_distribution():
     # p is a rounding error below q at y and nowhere above it: the test can fail, and then (p - q)+ is zero.
-    law = SparseDistribution((1,), (1 << 12,), 12)
+    distribution = SparseDistribution((1,), (1 << 12,), 12)
     rows = torch.tensor([[-math.inf, -1e-9, -math.inf]], dtype=torch.float64).repeat(2, 1)
     noise = ScriptedNoise({5: 1 - 2**-33}, torch.zeros(3, dtype=torch.float64))
-    verdict = verify(REJECTION, rows, Proposal((1,), None, (law,)), SAMPLED, noise, 5)
+    verdict = verify(REJECTION, rows, Proposal((1,), None, (distribution,)), SAMPLED, noise, 5)
     assert verdict == Verdict((), 1, CORRECTION, 1)
 
 
 def test_verify_rejection_token_outside_its_distribution_is_resampled_from_the_target():
     """A draft that lies about where its token came from must not choose the output."""
-    law = SparseDistribution((0,), (16,), 4)
+    distribution = SparseDistribution((0,), (16,), 4)
     rows = torch.tensor([[0.4, 0.3, 0.2, 0.1]] * 3, dtype=torch.float64).log()
     noise = Noise(1, 0, 4)
     for base in range(100):
-        verdict = verify(REJECTION, rows, Proposal((2, 1), None, (law, law)), SAMPLED, noise, base)
+        verdict = verify(
+            REJECTION, rows, Proposal((2, 1), None, (distribution, distribution)), SAMPLED, noise, base
+        )
         expected = int((rows[0] + noise.residual_gumbel(base)).argmax())
         assert verdict == Verdict((), expected, CORRECTION, 1)
 
@@ -186,9 +195,9 @@ def test_verify_any_wellformed_proposal_makes_progress_within_the_support(method
         parent = -1
         for node in verdict.accepted_path:
             assert (node - 1 if proposal.parents is None else proposal.parents[node]) == parent
-            assert target.law(context)[proposal.token_ids[node]] > 0
+            assert target.distribution(context)[proposal.token_ids[node]] > 0
             context, parent = (*context, proposal.token_ids[node]), node
-        assert target.law(context)[verdict.next_token_id] > 0
+        assert target.distribution(context)[verdict.next_token_id] > 0
         is_failed = verdict.next_origin is CORRECTION
         assert verdict.num_tested == len(verdict.accepted_path) + is_failed
 

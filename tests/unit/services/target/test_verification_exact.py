@@ -1,5 +1,5 @@
 """Losslessness by enumeration: cycles of the real draft and verify code, then plain decoding, give the
-target's law.
+target's distribution.
 
 Every total variation below is exact up to floating point; nothing is sampled.
 """
@@ -15,11 +15,11 @@ from maths_helpers import (
     chain_proposals,
     completed,
     distance,
-    matched_law,
+    matched_distribution,
     mixed,
-    plain_law,
+    plain_distribution,
     quantised_drafter,
-    rejection_law,
+    rejection_distribution,
 )
 
 from gammaray.types import Proposal, VerificationMethod
@@ -31,12 +31,15 @@ START = (0,)
 EXACT = 1e-12
 
 
-def assert_lossless(law, target, length):
-    assert distance(completed(law, target, START, length), plain_law(target, START, length)) < EXACT
+def assert_lossless(distribution, target, length):
+    assert (
+        distance(completed(distribution, target, START, length), plain_distribution(target, START, length))
+        < EXACT
+    )
 
 
 def rejection_cycle(target, proposals):
-    return mixed((prob, rejection_law(target, START, proposal)) for prob, proposal in proposals)
+    return mixed((prob, rejection_distribution(target, START, proposal)) for prob, proposal in proposals)
 
 
 @pytest.mark.parametrize("gamma", range(5))
@@ -53,22 +56,24 @@ def test_rejection_cycle_is_lossless(gamma, top_k, bits, zeros):
 def test_rejection_without_distributions_is_lossless_for_any_token(gamma):
     target = TinyModel(3, 7, zeros=0.2)
     for tokens in itertools.product(range(3), repeat=gamma):
-        assert_lossless(rejection_law(target, START, Proposal(tokens)), target, gamma + 1)
+        assert_lossless(rejection_distribution(target, START, Proposal(tokens)), target, gamma + 1)
 
 
 def test_rejection_stopping_before_the_draw_is_lossless():
     """The end of the chain depends only on the distribution of the next token, as the prediction reports."""
 
     def proposals(context, gamma):
-        law = shipped(context)
-        if gamma == 0 or max(law.weights) < 0.55 * (1 << law.weight_bits):
+        distribution = shipped(context)
+        if gamma == 0 or max(distribution.weights) < 0.55 * (1 << distribution.weight_bits):
             yield 1.0, Proposal()
             return
-        for weight, token_id in zip(law.weights, law.token_ids, strict=True):
+        for weight, token_id in zip(distribution.weights, distribution.token_ids, strict=True):
             for prob, rest in proposals((*context, token_id), gamma - 1):
                 yield (
-                    prob * weight / (1 << law.weight_bits),
-                    Proposal((token_id, *rest.token_ids), None, (law, *(rest.draft_distributions or ()))),
+                    prob * weight / (1 << distribution.weight_bits),
+                    Proposal(
+                        (token_id, *rest.token_ids), None, (distribution, *(rest.draft_distributions or ()))
+                    ),
                 )
 
     lengths = set()
@@ -85,13 +90,13 @@ def test_rejection_acceptance_and_corrections_are_golden():
     """p = (.5, .2, .1, .2), q = (.4, .3, .2, .1): alpha .8 and corrections (.5, 0, 0, .5)."""
 
     class Fixed(TinyModel):
-        def law(self, context):
+        def distribution(self, context):
             return [0.5, 0.2, 0.1, 0.2]
 
     shipped = quantise(torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64), 4, 24)
     alpha, corrections = 0.0, [0.0] * 4
     for token_id, weight in zip(shipped.token_ids, shipped.weights, strict=True):
-        emitted = rejection_law(Fixed(4, 0), START, Proposal((token_id,), None, (shipped,)))
+        emitted = rejection_distribution(Fixed(4, 0), START, Proposal((token_id,), None, (shipped,)))
         for tokens, prob in emitted.items():
             if len(tokens) == 2:
                 alpha += weight / 2**24 * prob
@@ -106,7 +111,7 @@ def test_rejection_acceptance_and_corrections_are_golden():
 def test_matching_cycle_is_lossless_for_every_chain(method, gamma):
     target = TinyModel(3, 11, zeros=0.2)
     for tokens in itertools.product(range(3), repeat=gamma):
-        assert_lossless(matched_law(method, target, START, Proposal(tokens)), target, gamma + 1)
+        assert_lossless(matched_distribution(method, target, START, Proposal(tokens)), target, gamma + 1)
 
 
 TREES = [
@@ -121,7 +126,7 @@ TREES = [
 @pytest.mark.parametrize("seed", range(3))
 def test_coupled_tree_is_lossless(tokens, parents, seed):
     target, proposal = TinyModel(3, seed), Proposal(tokens, parents)
-    assert_lossless(matched_law(COUPLED, target, START, proposal), target, proposal.depth + 1)
+    assert_lossless(matched_distribution(COUPLED, target, START, proposal), target, proposal.depth + 1)
 
 
 def test_rejection_confidence_depends_on_the_distribution_only():
@@ -129,8 +134,8 @@ def test_rejection_confidence_depends_on_the_distribution_only():
     drawn = [propose_token(REJECTION, row, noise, base, 200, 16, 12) for base in range(100)]
     assert len({token_id for token_id, _, _ in drawn}) > 5
     assert len({confidence for _, _, confidence in drawn}) == 1
-    law = drawn[0][1]
-    probs = torch.tensor(law.weights).double() / 4096
+    distribution = drawn[0][1]
+    probs = torch.tensor(distribution.weights).double() / 4096
     entropy = float(-(probs * probs.log()).sum())
     assert drawn[0][2] == pytest.approx(max(0.0, 1 - (ENTROPY_FACTOR * entropy) ** 0.5))
 
@@ -140,7 +145,7 @@ def test_rejection_emits_more_with_a_better_draft():
     accepted = []
     for share in (0.0, 0.3, 1.0):
         shipped = quantised_drafter(Blend(target, 9, share), 3, 10)
-        law = rejection_cycle(target, chain_proposals(shipped, START, 1))
-        accepted.append(sum(prob for tokens, prob in law.items() if len(tokens) == 2))
+        distribution = rejection_cycle(target, chain_proposals(shipped, START, 1))
+        accepted.append(sum(prob for tokens, prob in distribution.items() if len(tokens) == 2))
     assert accepted[0] > 0.999
     assert accepted == sorted(accepted, reverse=True)

@@ -14,7 +14,7 @@ from gammaray.client.chat import Chat
 from gammaray.errors import GammarayError, UnavailableError
 from orchestrator.api.http.app import create_app
 
-GREEN, RESET = "\x1b[32m", "\x1b[0m"
+MAGENTA, RESET = "\x1b[35m", "\x1b[0m"
 
 
 class Recording(ScriptedBackend):
@@ -59,22 +59,24 @@ def chat(url, said, *options):
 
 def test_chat_keeps_the_conversation_until_it_is_reset(serve):
     backend = Recording()
-    result = chat(serve(backend), "hi\n\nand?\n/reset\nanew\n/exit\nnever\n", "--system", "be", "--seed", "7")
+    result = chat(
+        serve(backend), "hi\n\nand?\n/reset\nagain\n/exit\nnever\n", "--system", "be", "--seed", "7"
+    )
     assert result.exit_code == 0
     assert result.stdout == "café\n" * 3
     system, hi, cafe = ("system", "be"), ("user", "hi"), ("assistant", "café")
     assert backend.conversations == [
         [system, hi],
         [system, hi, cafe, ("user", "and?")],
-        [system, ("user", "anew")],
+        [system, ("user", "again")],
     ]
     assert {request.sampling.seed for request in backend.requests} == {7}
     assert result.stderr.count("1.50 per cycle, alpha 0.50, seed 7") == 3
 
 
-def test_chat_colours_tokens_by_origin(serve):
+def test_chat_colours_tokens_by_drafter(serve):
     result = chat(serve(Recording()), "hi\n", "--color")
-    assert result.stdout == f"{GREEN}caf{RESET}{GREEN}é{RESET}\n"
+    assert result.stdout == f"{MAGENTA}caf{RESET}{MAGENTA}é{RESET}\n"
 
 
 def test_chat_options_reach_the_request(serve):

@@ -96,7 +96,7 @@ def first_application(config):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "reason"),
     [
         (lambda c: first_application(c)["args"]["settings"].update(modle="x"), "modle"),
         (lambda c: first_application(c)["args"]["settings"].update(threads=0), "threads"),
@@ -111,12 +111,12 @@ def first_application(config):
         (lambda c: c.pop("http_options"), "http_options"),
     ],
 )
-def test_serve_configuration_with_an_error_is_refused_by_name(spoil, told):
+def test_serve_configuration_with_an_error_is_refused_by_name(spoil, reason):
     config = document()
     spoil(config)
     result = invoke("-", input=yaml.safe_dump(config))
     assert result.exit_code == 2
-    assert told in result.output
+    assert reason in result.output
 
 
 @pytest.mark.parametrize("text", ["", "just text", "a: [", "[1]"])

@@ -44,7 +44,7 @@ def invoke(monkeypatch):
 @pytest.mark.parametrize(
     ("pairs", "code"),
     [([FIT], 0), ([SLOWER], 4), ([UNFIT], 5), ([LOSSY], 5), ([UNFIT, SLOWER], 4), ([UNFIT, FIT, SLOWER], 0)],
-    ids=["fit", "slower", "unfit", "lossy", "slower beside unfit", "fit beside others"],
+    ids=["fit", "slower", "unfit", "lossy", "slower and unfit", "fit and others"],
 )
 def test_exit_code_is_that_of_the_best_candidate(invoke, pairs, code):
     result, _ = invoke(pairs)

@@ -227,7 +227,7 @@ async def test_unknown_path_or_method_is_an_error_object(method, path, status):
         (FailedPreconditionError("it exists"), 409, "invalid_request_error", None),
         (ResourceExhaustedError("full", retry_after_s=2.5), 429, "rate_limit_error", "3"),
         (InternalError("bug"), 500, "server_error", None),
-        (UnavailableError("nobody"), 503, "server_error", "1"),
+        (UnavailableError("unknown"), 503, "server_error", "1"),
         (DeadlineExceededError("slow"), 504, "server_error", None),
         (ZeroDivisionError("secret"), 500, "server_error", None),
     ],

@@ -10,7 +10,7 @@ from surface_helpers import ScriptedBackend
 from gammaray.types import MAX_PROMPT_LOGPROBS
 
 PROMPT = [7, 8, 9]
-TOLD = {
+LOGPROBS = {
     "tokens": ["<7>", "<8>", "<9>"],
     "token_logprobs": [None, -0.1, -0.2],
     "top_logprobs": [None, {"<9>": -0.01, "<8>": -0.1}, {"<10>": -0.01, "<9>": -0.2}],
@@ -35,10 +35,10 @@ async def test_echo_with_logprobs_covers_the_prompt_and_then_the_completion():
     (choice,) = answer.json()["choices"]
     assert choice["text"] == "<7><8><9>caf"
     assert choice["logprobs"] == {
-        "tokens": [*TOLD["tokens"], "caf"],
-        "token_logprobs": [*TOLD["token_logprobs"], -0.5],
-        "top_logprobs": [*TOLD["top_logprobs"], {"t0": -1.0, "caf": -0.5}],
-        "text_offset": [*TOLD["text_offset"], 9],
+        "tokens": [*LOGPROBS["tokens"], "caf"],
+        "token_logprobs": [*LOGPROBS["token_logprobs"], -0.5],
+        "top_logprobs": [*LOGPROBS["top_logprobs"], {"t0": -1.0, "caf": -0.5}],
+        "text_offset": [*LOGPROBS["text_offset"], 9],
     }
     assert "prompt_logprobs" not in choice
 
@@ -49,8 +49,8 @@ async def test_lists_of_prompts_have_logprobs_in_the_form_of_lm_eval():
     answer = await complete(ScriptedBackend(), **body)
     choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
     for prompt, choice in zip(prompts, choices, strict=True):
-        told, top = (choice["logprobs"][name][1:-1] for name in ("token_logprobs", "top_logprobs"))
-        assert told == [-number / 10 for number in range(1, len(prompt))]
+        logprobs, top = (choice["logprobs"][name][1:-1] for name in ("token_logprobs", "top_logprobs"))
+        assert logprobs == [-number / 10 for number in range(1, len(prompt))]
         assert [max(entry.values()) for entry in top] == [-0.01] * (len(prompt) - 1)
 
 
@@ -60,7 +60,7 @@ async def test_echo_of_no_tokens_is_the_prompt_alone():
     check_answer("/v1/completions", answer.json())
     (choice,) = answer.json()["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("<7><8><9>", "length")
-    assert choice["logprobs"] == TOLD
+    assert choice["logprobs"] == LOGPROBS
     assert answer.json()["usage"]["completion_tokens"] == 0
     assert answer.json()["usage"]["total_tokens"] == answer.json()["usage"]["prompt_tokens"]
     assert backend.requests[0].max_tokens == 1
@@ -83,7 +83,7 @@ async def test_prompt_logprobs_have_vllms_form_in_the_choices():
 async def test_prompt_logprobs_and_echo_have_each_their_own_number():
     body = {"prompt": PROMPT, "echo": True, "logprobs": 1, "prompt_logprobs": 0, "max_tokens": 0}
     (choice,) = (await complete(ScriptedBackend(), **body)).json()["choices"]
-    assert choice["logprobs"] == TOLD
+    assert choice["logprobs"] == LOGPROBS
     own = [None, {"8": RANKED[1]["8"]}, {"9": RANKED[2]["9"]}]
     assert choice["prompt_logprobs"] == own
 
@@ -114,8 +114,8 @@ async def test_the_first_sample_of_a_prompt_scores_it_for_all_its_samples(prompt
     for choice in choices[:3]:
         assert choice["text"] == "<7><8><9>caf"
         assert choice["prompt_logprobs"] == RANKED
-        assert choice["logprobs"]["tokens"] == [*TOLD["tokens"], "caf"]
-        assert choice["logprobs"]["top_logprobs"][:3] == TOLD["top_logprobs"]
+        assert choice["logprobs"]["tokens"] == [*LOGPROBS["tokens"], "caf"]
+        assert choice["logprobs"]["top_logprobs"][:3] == LOGPROBS["top_logprobs"]
     for choice in choices[3:]:
         assert choice["logprobs"]["tokens"] == ["<4>", "<5>", "caf"]
         assert list(choice["prompt_logprobs"][1]) == ["6", "5"]
@@ -140,7 +140,7 @@ async def test_streams_of_samples_contain_prompt_logprobs_once():
     own, other = ([c for c in choices if c["index"] == index] for index in (0, 1))
     assert [choice["text"] for choice in own] == [choice["text"] for choice in other] == ["<7><8><9>", "caf"]
     assert own[1]["prompt_logprobs"] == RANKED
-    assert own[1]["logprobs"]["tokens"] == [*TOLD["tokens"], "caf"]
+    assert own[1]["logprobs"]["tokens"] == [*LOGPROBS["tokens"], "caf"]
     assert "prompt_logprobs" not in other[1]
     assert other[1]["logprobs"]["tokens"] == ["caf"]
     assert other[1]["logprobs"]["text_offset"] == [9]
@@ -193,7 +193,7 @@ async def test_streams_contain_prompt_logprobs_in_their_first_piece():
     check_events("/v1/completions", chunks)
     opening, first, *later = [json.loads(chunk)["choices"][0] for chunk in chunks]
     assert (opening["text"], opening["logprobs"]) == ("<7><8><9>", None)
-    assert first["logprobs"]["tokens"] == [*TOLD["tokens"], "caf"]
+    assert first["logprobs"]["tokens"] == [*LOGPROBS["tokens"], "caf"]
     assert first["prompt_logprobs"] == RANKED
     assert not any("prompt_logprobs" in choice for choice in later)
     assert later[0]["logprobs"]["text_offset"] == [12]

@@ -88,7 +88,8 @@ async def test_stream_contains_requested_tokens():
     *chunks, _ = await events(ScriptedBackend(), prompt="x", gammaray={"stream_tokens": True})
     parsed = [json.loads(chunk) for chunk in chunks]
     assert [token for event in parsed for token in event["gammaray"]["tokens"]] == [
-        {"id": number + 1, "origin": "accepted", "bytes": list(piece)} for number, piece in enumerate(PIECES)
+        {"id": number + 1, "origin": "accepted", "drafter": "suffix", "bytes": list(piece)}
+        for number, piece in enumerate(PIECES)
     ]
     assert {name: value for name, value in parsed[-1]["gammaray"].items() if name != "tokens"} == GAMMARAY
 

@@ -39,8 +39,8 @@ def test_document_has_the_paths_and_methods_that_the_application_has():
         for route in app.routes
         for method in route.methods - {"HEAD"}
     }
-    told = {(path, method) for path, methods in document()["paths"].items() for method in methods}
-    assert told == served
+    described = {(path, method) for path, methods in document()["paths"].items() for method in methods}
+    assert described == served
 
 
 async def test_document_is_served_as_it_is():
@@ -109,7 +109,7 @@ async def test_numbers_are_accepted_only_within_their_bounds(path, holder, field
     inside = [low + step * ("exclusiveMinimum" in number), number["maximum"]]
     outside = [low - step * ("minimum" in number), number["maximum"] + step]
     if (path, field) == ("/v1/chat/completions", "turn"):
-        inside, outside = [0], [1, *outside]  # told in words: a chat has no turns
+        inside, outside = [0], [1, *outside]  # described in words: a chat has no turns
     for value in inside:
         body = body_with(path, holder, field, value)
         answer = await complete(ScriptedBackend(), path, **body)
@@ -180,12 +180,12 @@ async def test_events_match_the_document(path, tells_tokens):
     found = await events(ScriptedBackend(), path, **BODIES[path], **with_logprobs, **options)
     answered = document()["paths"][path]["post"]["responses"]["200"]["content"]
     data = answered["text/event-stream"]["schema"]["properties"]["data"]
-    done, told = data["anyOf"]
+    done, described = data["anyOf"]
     *pieces, last = found
     assert len(pieces) >= 4
     assert last == done["const"]
     for piece in pieces:
-        validator(told["contentSchema"]).validate(json.loads(piece))
+        validator(described["contentSchema"]).validate(json.loads(piece))
 
 
 def with_more(value):
@@ -228,6 +228,6 @@ async def test_undocumented_fields_are_detected(path, stream):
 )
 async def test_information_responses_match_the_document(path, is_healthy):
     answer = await call(ScriptedBackend(healthy=is_healthy), "GET", path)
-    told = document()["paths"][path]["get"]["responses"][str(answer.status_code)]
-    validator(told["content"]["application/json"]["schema"]).validate(answer.json())
-    assert all(name in answer.headers for name in told.get("headers", ()))
+    described = document()["paths"][path]["get"]["responses"][str(answer.status_code)]
+    validator(described["content"]["application/json"]["schema"]).validate(answer.json())
+    assert all(name in answer.headers for name in described.get("headers", ()))

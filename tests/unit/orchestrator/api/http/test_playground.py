@@ -7,6 +7,8 @@ import re
 from http_helpers import call
 from surface_helpers import ScriptedBackend
 
+from gammaray.types import DrafterKind, TokenOrigin
+
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 
 
@@ -40,3 +42,11 @@ async def test_policy_names_the_hash_of_each_inline_block():
 
 async def test_page_has_no_inline_handlers_or_styles_which_the_policy_forbids():
     assert re.findall(r"<[^>]+\s(?:on\w+|style)=", (await page()).text) == []
+
+
+async def test_every_drafter_and_origin_has_a_colour_in_both_schemes_and_a_place_in_the_legend():
+    text = (await page()).text
+    for source in [*(kind for kind in DrafterKind if kind is not DrafterKind.NONE), *TokenOrigin]:
+        assert text.count(f"--{source.value}: #") == 2, source
+        assert f".{source.value} {{ background: var(--{source.value}); }}" in text
+        assert f'<span class="{source.value}">' in text

@@ -333,8 +333,8 @@ async def test_large_answer_is_rendered_off_the_loop():
         async with watching() as watch:
             answer = await client.post("/v1/completions", json=body)
     assert answer.status_code == 200
-    told = [choice["logprobs"]["top_logprobs"] for choice in answer.json()["choices"]]
-    assert [[len(top) for top in tops] for tops in told] == [
+    alternatives = [choice["logprobs"]["top_logprobs"] for choice in answer.json()["choices"]]
+    assert [[len(top) for top in tops] for tops in alternatives] == [
         [21] * 60
     ] * 64  # the token itself is not among 20
     assert watch.longest_s < MAX_TURN_S

@@ -92,7 +92,7 @@ def test_load_logs_the_type_and_the_memory(tmp_path, caplog):
     assert "dequantised to bfloat16" in caplog.text
 
 
-def test_files_beside_it_do_not_count(tmp_path):
+def test_files_next_to_it_do_not_count(tmp_path):
     path, model = tiny_gguf("llama", tmp_path)
     for name in ("config.json", "adapter_config.json"):
         (path.parent / name).write_text("{}")

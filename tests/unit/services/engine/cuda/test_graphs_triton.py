@@ -19,7 +19,7 @@ import torch
 from engine_helpers import random_tokens, tiny_model
 
 from services.engine.core.model import load_model
-from services.engine.cuda.tables import GREEDY, Race
+from services.engine.cuda.tables import GREEDY, GumbelDraw
 from services.engine.cuda.torch_kernels import Stripes, TorchKernels
 from services.engine.device_drafting import GraphEngine, TreeShape
 from services.engine.engine import SequenceInput
@@ -31,7 +31,7 @@ interpreted = pytest.mark.skipif(
     not INTERPRETS, reason="the first test runs it in Triton's interpreter" if HAS_TRITON else NO_TRITON
 )
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-RACES = (Race(2**63 + 11), GREEDY)
+GUMBEL_DRAWS = (GumbelDraw(2**63 + 11), GREEDY)
 TOLERANCE = 1e-4
 
 
@@ -53,7 +53,7 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Gr
     plain = GraphEngine.build(load_model(str(directory), device="cpu"))
     model = plain.runner.model
     with warnings.catch_warnings():
-        # numpy's remarks on infinities behind masks.
+        # numpy warns about infinities under masks.
         warnings.simplefilter("ignore")
         yield GraphEngine.of(model, name="triton", kernels=TritonKernels(model)), plain
 
@@ -86,10 +86,10 @@ def test_ragged_steps_and_trees_match_torch(engines: tuple[GraphEngine, GraphEng
 def test_proposals_match_torch(engines: tuple[GraphEngine, GraphEngine]) -> None:
     text = random_tokens(9, 2)
     feeds = [SequenceInput("a", 0, text, 1), SequenceInput("b", 0, text[:4], 1)]
-    chains = [engine.draft_chains(feeds, RACES, 3) for engine in engines]
+    chains = [engine.draft_chains(feeds, GUMBEL_DRAWS, 3) for engine in engines]
     assert chains[0] == chains[1]
     again = [SequenceInput("a", 9, [5], 1), SequenceInput("b", 3, text[3:5], 1)]
-    trees = [engine.draft_trees(again, RACES, TreeShape(2, 3)) for engine in engines]
+    trees = [engine.draft_trees(again, GUMBEL_DRAWS, TreeShape(2, 3)) for engine in engines]
     assert trees[0] == trees[1]
 
 

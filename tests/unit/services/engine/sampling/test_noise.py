@@ -72,7 +72,7 @@ def test_gumbel_max_consecutive_positions_are_independent():
 
 
 def test_exponential_smallest_and_largest_are_finite():
-    # The smallest u is 2^-33 and decides races, the largest is 1 - 2^-33.
+    # The smallest u is 2^-33 and decides draws, the largest is 1 - 2^-33.
     assert -math.log1p(-(2.0**-33)) > 0
     noise = exponential(1, 0, 200, 2048)
     assert bool((noise > 0).all())

@@ -45,9 +45,9 @@ def counts_of(speculation, drafter=FAITHFUL, samples=SAMPLES):
 @pytest.mark.parametrize("method", list(VerificationMethod))
 def test_generation_follows_the_target_distribution(method, params):
     speculation = speculator(method, params)
-    law = exact_joint(speculation)
+    distribution = exact_joint(speculation)
     counts = counts_of(speculation)
-    assert g_test(counts, law) > FAIR
+    assert g_test(counts, distribution) > FAIR
     # Power: distributions that differ by two per cent are distinguished.
     moved = exact_joint(with_bias(speculation, 0.02))
     assert g_test(counts, moved) < BIASED
@@ -106,9 +106,9 @@ NOISE_MUTANTS = {
 @pytest.mark.parametrize(("method", "mutant", "drafter"), NOISE_MUTANTS.values(), ids=NOISE_MUTANTS)
 def test_noise_used_twice_is_caught(method, mutant, drafter):
     speculation = speculator(method, SETTINGS["temperature_1"])
-    law = exact_joint(speculation)
+    distribution = exact_joint(speculation)
     speculation.noise = mutant(13, 0, VOCAB)
-    assert g_test(counts_of(speculation, drafter, 2000), law) < BIASED
+    assert g_test(counts_of(speculation, drafter, 2000), distribution) < BIASED
 
 
 def test_shared_noise_with_rejection_has_the_published_bias():
@@ -120,5 +120,5 @@ def test_shared_noise_with_rejection_has_the_published_bias():
     uniform = 1 - (-exponential(43, 0, 200_000, 1)[:, 0]).exp()
     correction = (noise / (target - draft).clamp(min=0)).argmin(-1)
     emitted = torch.where(uniform * draft[drawn] < target[drawn], drawn, correction)
-    law = emitted.bincount(minlength=4).double() / 200_000
-    assert law.tolist() == pytest.approx([0.477, 0.200, 0.100, 0.223], abs=0.004)
+    distribution = emitted.bincount(minlength=4).double() / 200_000
+    assert distribution.tolist() == pytest.approx([0.477, 0.200, 0.100, 0.223], abs=0.004)

@@ -1,0 +1,118 @@
+"""The demo: which model it serves, what it asks, and what its table says."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from sdk_helpers import SUMMARY, USAGE
+
+from benchmarks.demo import (
+    Comparison,
+    Scene,
+    compare,
+    default_model,
+    demo_pair,
+    real_model,
+    results_table,
+)
+from gammaray.bench.systems import Ask, Sample
+from gammaray.demo_pair import demo_directory
+from gammaray.errors import InvalidArgumentError
+from gammaray.types import Chunk, EmittedToken, FinishReason, TokenOrigin
+
+PLAIN = replace(SUMMARY, alpha=None, plain_cycles=3)
+SPECULATIVE = replace(SUMMARY, cycles=4, prediction_cycles=3, plain_cycles=1, tokens_per_cycle=2.5)
+
+
+class ScriptedClient:
+    """Answers with the token ids that `answer` returns for a prompt and gamma, and keeps what was asked."""
+
+    def __init__(self, answer=lambda prompt, gamma: (1, 2, 3)):
+        self.answer, self.asked = answer, []
+
+    async def generate(self, prompt, **options):
+        self.asked.append((prompt, options))
+        gamma = options["gamma"].fixed
+        tokens = tuple(EmittedToken(token, TokenOrigin.BONUS, b"x") for token in self.answer(prompt, gamma))
+        summary = PLAIN if gamma == 0 else SPECULATIVE
+        yield Chunk("s", "x" * len(tokens), tokens, 1, FinishReason.LENGTH, USAGE, summary)
+
+
+def sample(seconds, *token_ids, summary=None):
+    return Sample(token_ids, seconds, summary=summary)
+
+
+@pytest.fixture
+def model(tmp_path):
+    """The demo pair's target in place of the real model: a directory with a tokenizer and a chat template."""
+    directory = tmp_path / "model"
+    directory.symlink_to(demo_directory("target"))
+    return directory
+
+
+def test_real_model_is_served_if_it_is_there(tmp_path, model):
+    assert default_model(model) == "smollm2"
+    assert default_model(tmp_path / "missing") == "demo-pair"
+    with pytest.raises(InvalidArgumentError, match="make smollm2"):
+        real_model(8, tmp_path / "missing")
+
+
+def test_real_model_has_no_draft_and_one_task_with_a_prediction(model):
+    scene = real_model(40, model)
+    assert (scene.target, scene.draft) == (str(model), None)
+    asks = list(itertools.chain.from_iterable(scene.tasks.values()))
+    assert [bool(ask.prediction) for ask in asks] == [False, False, True]
+    assert all(isinstance(ask.prompt, tuple) and ask.max_tokens == 40 for ask in asks)
+    assert len({ask.seed for ask in asks}) == len(asks)
+    text, streamed = scene.streamed
+    assert streamed.prediction in text
+    assert scene.options == {"ignore_eos": False}
+    assert "SmolLM2" in scene.about
+    assert "without a draft model" in scene.about
+
+
+def test_demo_pair_names_the_command_for_the_real_model():
+    scene = demo_pair(3, 20)
+    assert (scene.target, scene.draft) == ("demo", "demo")
+    assert [len(asks) for asks in scene.tasks.values()] == [3]
+    assert "make smollm2" in scene.about
+
+
+async def test_compare_asks_plainly_and_adaptively_with_the_scenes_options():
+    client = ScriptedClient()
+    asks = [Ask("a", 3, 0.7, 1, "text"), Ask("b", 3, 0.7, 2)]
+    advances = []
+    comparison = await compare(client, asks, lambda: advances.append(1), options={"ignore_eos": False})
+    assert comparison.num_different == 0
+    assert len(advances) == 2
+    gammas = [options["gamma"].fixed for prompt, options in client.asked]
+    assert gammas.count(0) == gammas.count(None) == 2 + 2 * 2
+    assert {options["ignore_eos"] for _, options in client.asked} == {False}
+    assert {options.get("prediction") for prompt, options in client.asked if prompt == "a"} == {"text"}
+
+
+async def test_changed_token_is_counted():
+    client = ScriptedClient(lambda prompt, gamma: (1, 2, 3) if gamma == 0 or prompt == "a" else (1, 2, 4))
+    comparison = await compare(client, [Ask("a", 3), Ask("b", 3)], lambda: None)
+    assert comparison.num_different == 1
+    assert comparison.part(0, 1).num_different == 0
+    assert comparison.part(1, 2).num_different == 1
+
+
+def test_table_has_a_row_per_task_and_temperature_with_its_drafters():
+    slow, fast = sample(2.0, 1, 2, 3, 4), sample(0.5, 1, 2, 3, 4, summary=SPECULATIVE)
+    scene = Scene(
+        "", "", None, {"an edit": [Ask("a", 4)], "code": [Ask("b", 4), Ask("c", 4)]}, ("", Ask("a", 4))
+    )
+    even = sample(2.0, 1, 2, 3, 4, summary=replace(PLAIN, cycles=4, plain_cycles=4))
+    comparisons = [Comparison(t, [[slow]] * 3, [[fast], [even], [even]]) for t in (0.0, 0.7)]
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(results_table(scene, comparisons))
+    rows = [line.split() for line in captured.get().splitlines() if line.strip().startswith("0")]
+    assert [row[0] for row in rows] == ["0", "0", "0.7", "0.7"]
+    assert rows[0][-3:] == ["2", "8", "4.00x"]
+    assert " ".join(rows[0]).startswith("0 an edit 0.75 2.50 prediction 75%, none 25% ")
+    assert rows[1][-3:] == ["2", "2", "1.00x"]
+    assert "code, 2 prompts" in " ".join(rows[1])
