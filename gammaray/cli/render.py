@@ -70,6 +70,7 @@ class OriginPainter:
 
 _LOOKS: dict[Source, tuple[str, str]] = {
     DrafterKind.MODEL: ("green", "proposed by the draft model, accepted"),
+    DrafterKind.SERVER: ("bright_cyan", "proposed by the server that drafts, accepted"),
     DrafterKind.NGRAM: ("bright_blue", "proposed by prompt lookup, accepted"),
     DrafterKind.SUFFIX: ("magenta", "proposed by suffix decoding, accepted"),
     DrafterKind.PREDICTION: ("cyan", "proposed from the request's prediction, accepted"),
