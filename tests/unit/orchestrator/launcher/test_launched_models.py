@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -112,3 +113,17 @@ def test_notes_say_what_a_file_becomes(dtype, num_gpus, reported, file):
     assert target.startswith(f"target {file}: llama")
     assert draft.startswith(f"draft {file}: llama")
     assert f"dequantised to {reported} (" in target
+
+
+def test_launcher_says_why_a_server_does_not_draft():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    (note,) = model_notes(ClusterSettings(draft=f"openai:http://127.0.0.1:{port}/v1"), 0)
+    assert note.startswith(f"the server at 127.0.0.1:{port} does not draft: ")
+    assert note.endswith("look-ups in the text do until it does")
+
+
+def test_launcher_refuses_a_key_file_that_cannot_be_read(tmp_path):
+    settings = ClusterSettings(draft="openai:http://127.0.0.1:1", draft_key_file=str(tmp_path / "absent"))
+    with pytest.raises(InvalidArgumentError, match="draft_key_file"):
+        model_notes(settings, 0)
