@@ -16,7 +16,8 @@ take turns, and must emit the same tokens.
 from __future__ import annotations
 
 # First of all: the orchestrator's package sets what gRPC reads when it is imported.
-from orchestrator.text.tokenizer import Tokenizer, resolve_model
+from gammaray.demo_pair import resolve_model
+from orchestrator.text.tokenizer import Tokenizer
 
 # isort: split
 import argparse

@@ -29,7 +29,7 @@ from gammaray.config import DraftSettings, TargetSettings
 from gammaray.demo_pair import resolve_model
 from gammaray.types import VerificationMethod
 from services.engine.loader import load_worker_engine
-from services.qualify.loop import Ask, Cycle, Pair, draft_scheduler, target_scheduler
+from services.qualify.loop import Ask, MeasuredCycle, Pair, draft_scheduler, target_scheduler
 from services.vocabulary.translation import MappingMethod, Translation, load_translation
 
 WORKLOAD = "code"
@@ -54,7 +54,7 @@ class Sums:
     """
 
     method: VerificationMethod
-    cycles: list[Cycle] = field(default_factory=list)
+    cycles: list[MeasuredCycle] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     plain_seconds: list[float] = field(default_factory=list)
     num_tokens: int = 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import uvicorn
 from scripted_workers import next_token, until
 
-from gammaray.demo_pair import demo_directory
+from gammaray.demo_pair import resolve_model
 from orchestrator.api.http.app import create_app
 from orchestrator.text.tokenizer import Tokenizer
 
@@ -66,7 +66,7 @@ class FakeServer:
     max_model_len: int | None = None
 
     def __post_init__(self):
-        self.tokenizer = Tokenizer(demo_directory("target"))
+        self.tokenizer = Tokenizer(resolve_model("demo", "target"))
         self.answer: Callable[[Call, asyncio.StreamWriter], Awaitable[bytes | None]] = self.good
         self.models: Callable[[], bytes | None] = self.good_models
         self._server: asyncio.Server | None = None

@@ -10,7 +10,7 @@ from draft_servers import served
 from scripted_workers import until
 from service_helpers import PROMPTS, complete, running, tokens_of, worker_process
 
-from gammaray.demo_pair import demo_directory
+from gammaray.demo_pair import resolve_model
 from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, SamplingParams, VerificationMethod
 
 pytestmark = pytest.mark.integration
@@ -25,7 +25,7 @@ def targets():
     """Addresses of a target worker with the demo pair's target, and of one with its draft model."""
     with (
         worker_process("target") as (_, target),
-        worker_process("target", demo_directory("draft")) as (_, small),
+        worker_process("target", resolve_model("demo", "draft")) as (_, small),
     ):
         yield target, small
 
@@ -35,7 +35,7 @@ async def pair(redis_server, targets):
     """Yield an orchestrator, and the API of the second gammaray, which drafts for it."""
     target, small = targets
     async with (
-        running(redis_server, small, "", model=demo_directory("draft")) as second,
+        running(redis_server, small, "", model=resolve_model("demo", "draft")) as second,
         served(second) as api,
     ):
         settings = {"draft_server": api.url, "propose_timeout_s": 30.0}

@@ -16,7 +16,7 @@ from scripted_workers import until, until_so
 from service_helpers import PROMPTS, complete, running, tokens_of, worker_process
 from transformers import AutoModelForCausalLM
 
-from gammaray.demo_pair import demo_directory
+from gammaray.demo_pair import resolve_model
 from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, SamplingParams
 
 BINARY = os.environ.get("LLAMA_SERVER", "")
@@ -34,7 +34,7 @@ NUM_TOKENS = 48
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """The demo pair's draft model as a GGUF file."""
-    folder, path = Path(demo_directory("draft")), tmp_path_factory.mktemp("gguf") / "draft.gguf"
+    folder, path = Path(resolve_model("demo", "draft")), tmp_path_factory.mktemp("gguf") / "draft.gguf"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     write_gguf(model, path, tokenizer=folder / "tokenizer.json")
     return path

@@ -17,7 +17,7 @@ from benchmarks.demo import (
     results_table,
 )
 from gammaray.bench.systems import Ask, Sample
-from gammaray.demo_pair import demo_directory
+from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import Chunk, EmittedToken, FinishReason, TokenOrigin
 
@@ -47,7 +47,7 @@ def sample(seconds, *token_ids, summary=None):
 def model(tmp_path):
     """The demo pair's target in place of the real model: a directory with a tokenizer and a chat template."""
     directory = tmp_path / "model"
-    directory.symlink_to(demo_directory("target"))
+    directory.symlink_to(resolve_model("demo", "target"))
     return directory
 
 

@@ -5,7 +5,7 @@ from vocabulary_helpers import CODE, byte_level
 
 from benchmarks.vocabularies import Sums, share_of_common
 from gammaray.types import VerificationMethod
-from services.qualify.loop import Cycle
+from services.qualify.loop import MeasuredCycle
 from services.vocabulary.spelling import Vocabulary
 from services.vocabulary.translation import Translation
 
@@ -14,7 +14,7 @@ COUPLED, REJECTION, _ = VerificationMethod
 
 def cycle(drafted, accepted):
     tested = min(drafted, accepted + 1)
-    return Cycle(drafted, tested, accepted, accepted + 1, 1.0, drafted, 10.0, False)
+    return MeasuredCycle(drafted, tested, accepted, accepted + 1, 1.0, drafted, 10.0, False)
 
 
 def test_row_has_acceptance_of_drafted_cycles_and_the_speed_over_plain_decoding():

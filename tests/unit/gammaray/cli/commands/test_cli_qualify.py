@@ -15,7 +15,7 @@ from gammaray.qualify.process import measure_pairs
 
 FIT = pair([plain_run(), run(4)], draft=facts("good"))
 SLOWER = pair([plain_run(), run(4, alpha=0.1, step_ms=9.0)], draft=facts("slow"))
-UNFIT = pair(draft=facts("other", vocab_size=97), equality=())
+UNFIT = pair(draft=facts("other", refusal="it flies"), equality=())
 LOSSY = pair([plain_run(), run(4)], [same(equal=7, first="it parts")], draft=facts("lossy"))
 
 TASK = QualifyTask(target="t", drafts=("d",), prompts=("p",), max_tokens=8, gammas=(1,), temperatures=(0.0,))
@@ -58,7 +58,7 @@ def test_tables_name_the_verdict_and_rank_the_candidates(invoke):
     for words in (
         "FIT BUT SLOWER",
         "UNFIT",
-        "97 of the draft",
+        "it flies",
         "best gamma by theory",
         "alpha 0.8",
         "<- best",
