@@ -28,7 +28,7 @@ __all__ = [
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "helm" / "gammaray" / "README.md"]
 
-HERE = r"gammaray (size|qualify|keys|certs|config)\b"
+HERE = r"gammaray (size|qualify|keys|certs|config)\b(?!.*build/models)"
 """Run as they stand, in a folder of their own."""
 RENDERED = r"helm (install|upgrade|diff upgrade) "
 """Rendered with the chart and the values that they name, by Helm's own code."""
@@ -45,6 +45,7 @@ WITHOUT_A_CLUSTER: Mapping[str, str] = {
     r"serve run serve\.yaml": "tests/e2e/served_chart.py runs it, on a Ray of its own",
     r"llama-server ": "tests/integration/test_llama_server.py starts one where LLAMA_SERVER names it",
     r"((OTEL|GAMMARAY)_\w+=\S+ )?gammaray up\b": "tests/e2e start clusters by it; each takes a minute",
+    r"gammaray qualify --target build/models/smollm2": "needs make smollm2, see test_qualify_pairs.py",
     r"export OTEL_EXPORTER_OTLP_ENDPOINT=": "only sets a variable for the next line",
     r"\. \.venv/bin/activate": "only changes the shell",
     r"python -m services\.engine\.convert ": "see tests/unit/services/engine/test_gguf_convert.py",
