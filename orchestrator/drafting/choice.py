@@ -46,15 +46,15 @@ class FixedChoice:
         shape, session = self._gamma.next_shape(), self._session
         if shape.depth == 0:
             return shape
+        readiness = self._drafter.prepare(session) if self._allowed.is_remote else None
+        if readiness is Readiness.READY and not self._drafter.has_prediction:
+            return shape  # look-ups would not be used
         matches = self._drafter.matches(session)
         if any(match.kind is DrafterKind.PREDICTION for match in matches):
             return replace(shape, max_nodes=0, drafter=DrafterKind.PREDICTION)
-        is_fallback = False
-        if self._allowed.is_remote:
-            readiness = self._drafter.prepare(session)
-            if readiness is Readiness.READY:
-                return shape
-            is_fallback = readiness is Readiness.ABSENT
+        if readiness is Readiness.READY:
+            return shape
+        is_fallback = readiness is Readiness.ABSENT
         match = max(matches, key=lambda match: match.length, default=None)
         kind = DrafterKind.NGRAM if match is None else match.kind
         return replace(shape, max_nodes=0, drafter=kind, is_fallback=is_fallback)

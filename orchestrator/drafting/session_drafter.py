@@ -9,7 +9,7 @@ from typing import Protocol
 
 from gammaray.blocks import Shape
 from gammaray.errors import GammarayError
-from gammaray.types import Proposal
+from gammaray.types import DrafterKind, Proposal
 from orchestrator.cycle.session import Session
 from orchestrator.drafting.matches import Match, TextDrafter, to_proposal
 from orchestrator.workers.drafter import Readiness
@@ -56,10 +56,14 @@ class SessionDrafter:
         remote: Proposes by a model, through draft workers or a server; None if the request does not allow it.
         texts: Text drafters, of equally long matches the first one's is preferred.
         max_gamma: Upper bound of the tokens of a match.
+
+    Attributes:
+        has_prediction: Whether one of the text drafters follows a prediction.
     """
 
     def __init__(self, remote: ModelDrafter | None, texts: Sequence[TextDrafter], max_gamma: int) -> None:
         self._remote, self._texts, self._max_gamma = remote, texts, max_gamma
+        self.has_prediction = any(text.kind is DrafterKind.PREDICTION for text in texts)
         self._matches: list[Match] = []
         self._position = -1
 

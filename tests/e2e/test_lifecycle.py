@@ -22,11 +22,13 @@ from cluster_helpers import (
     started_with,
     wait_until_gone,
 )
+from transformers import LlamaConfig, LlamaForCausalLM
+from vocabulary_helpers import CODE, byte_level
 
 from gammaray import Client
 from orchestrator.launcher.preflight import free_ports
 from orchestrator.launcher.reaper import MARK
-from services.demo_pair import DRAFT_DIR, TARGET_DIR
+from services.demo_pair import TARGET_DIR
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -102,14 +104,28 @@ def test_signal_stops_everything(number):
         assert len(cluster.output) == 1  # the ready line, and nothing after it
 
 
-def test_draft_with_another_vocabulary_is_refused_with_both_sizes(tmp_path):
-    other = tmp_path / "draft"
-    shutil.copytree(DRAFT_DIR, other)
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "vocab_size": 1000}))
-    complaint = refuse("--draft", str(other))
-    assert "1000" in complaint
-    assert "2048" in complaint
+def test_draft_with_another_vocabulary_serves_and_changes_no_token(tmp_path):
+    tokenizer = byte_level(CODE, 400)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "draft")
+    tokenizer.save_pretrained(tmp_path / "draft")
+    with running_cluster("--draft", str(tmp_path / "draft")) as cluster:
+        with Client(cluster.grpc) as client:
+            assert eventually(lambda: workers(client) == (1, 1)), client.status()
+            for temperature in (0.0, 1.0):
+                options = {"max_tokens": 24, "temperature": temperature, "seed": 1, "ignore_eos": True}
+                plain = client.complete(CODE, gamma=0, cache_salt="plain", **options)
+                drafted = client.complete(CODE, gamma=4, cache_salt="drafted", **options)
+                assert [t.token_id for t in drafted.tokens] == [t.token_id for t in plain.tokens]
+                assert drafted.summary.model_cycles > 0
+        assert cluster.stop(signal.SIGTERM) == 0
 
 
 def test_model_that_is_missing_is_refused():
