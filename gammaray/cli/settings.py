@@ -61,8 +61,8 @@ def parse_settings(
     except click.NoSuchOption as error:
         raise InvalidArgumentError(error.option_name, "an unknown option", "the options of --help") from None
     except click.UsageError as error:
-        told = error.format_message().rstrip(".")
-        raise InvalidArgumentError("command line", told, "the values of --help") from None
+        message = error.format_message().rstrip(".")
+        raise InvalidArgumentError("command line", message, "the values of --help") from None
     values = {option.name: given[option.name] for option in others if option.name}
     return checked_settings(settings, given), values
 

@@ -261,8 +261,8 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
     async def root(request: Request) -> fastapi.Response:
         if "text/html" in request.headers.get("accept", ""):
             return playground()
-        told: Root = {"name": "gammaray", "model": backend.model_name, "endpoints": ["/v1", "/health"]}
-        return JSONResponse(told)
+        body: Root = {"name": "gammaray", "model": backend.model_name, "endpoints": ["/v1", "/health"]}
+        return JSONResponse(body)
 
     @app.get("/v1/models")
     async def models() -> ModelList:

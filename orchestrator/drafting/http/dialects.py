@@ -153,8 +153,8 @@ class Gammaray(OpenAI):
 
     def reply(self, body: Any) -> Reply:
         """Return what the body of an answer proposes."""
-        told = super().reply(body)
-        return Reply(_ids(_field(body, "gammaray", dict), "token_ids"), told.text, told.is_end)
+        reply = super().reply(body)
+        return Reply(_ids(_field(body, "gammaray", dict), "token_ids"), reply.text, reply.is_end)
 
 
 class SGLang(Dialect):

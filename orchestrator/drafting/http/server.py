@@ -309,8 +309,8 @@ class DraftServer:
         ids = reply.token_ids or ()
         if not ids or not all(0 <= token_id < self.vocabulary.vocab_size for token_id in ids):
             return False
-        own, told = self.vocabulary.decode(ids).strip(" \ufffd"), reply.text.strip(" \ufffd")
-        return bool(own) and (own.startswith(told) or told.startswith(own)) and bool(told)
+        own, given = self.vocabulary.decode(ids).strip(" \ufffd"), reply.text.strip(" \ufffd")
+        return bool(own) and (own.startswith(given) or given.startswith(own)) and bool(given)
 
     def _log(self, error: Exception) -> None:
         now = time.monotonic()
