@@ -27,18 +27,20 @@ from services.engine.sampling.logits import edited_logits, processed_log_probs
 from services.engine.sampling.noise import Noise
 from services.target.verification import verify
 
-__all__ = ["EngineWorker"]
+__all__ = ["EngineWorker", "NoText"]
 
 Answer = dict[str, Any]
 
 
-class _NoText:
+class NoText:
     """The text of a session of which only the tokens are wanted."""
 
     def push(self, token_id: int) -> bool:
+        """Return that no stop string ends here."""
         return False
 
     def take(self, *, final: bool) -> str:
+        """Return no text."""
         return ""
 
 
@@ -110,7 +112,7 @@ class EngineWorker:
             params=params,
             method=VerificationMethod.COUPLED,
             max_tokens=request["max_tokens"],
-            text=_NoText(),
+            text=NoText(),
         )
         noise = Noise(request["seed"], 0, self._engine.vocab_size, self._engine.device)
         self._running.append(_Running(request["number"], session, int(depth or 0), noise, received))

@@ -19,10 +19,12 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.cluster import run_or_exit
+from benchmarks.engine_worker import NoText
 from benchmarks.peers.run import encode
 from benchmarks.peers.stacks import running_stack
 from benchmarks.prompts import CATEGORIES, load_tasks
 from benchmarks.provenance import write_result
+from gammaray.bench.measure import first_difference
 from gammaray.bench.tables import plain_table
 from gammaray.demo_pair import resolve_model
 from gammaray.types import SamplingParams, VerificationMethod
@@ -37,18 +39,6 @@ __all__ = ["Replay", "nodes_of", "replay"]
 
 ROW_COSTS = (0.005, 0.05, 0.2)
 """Of a forward: about an H100's, a small GPU's, and this project's test machines'."""
-
-
-class _NoText:
-    """A TextStream without text: a replay ends by length alone."""
-
-    def push(self, token_id: int) -> bool:
-        """Return that no stop string ends here."""
-        return False
-
-    def take(self, *, final: bool) -> str:
-        """Return no text."""
-        return ""
 
 
 @dataclass
@@ -74,7 +64,7 @@ def replay(
 ) -> Replay:
     """Commit an output cycle by cycle with the longest match of each cycle, or with all of them as a tree."""
     params, coupled = SamplingParams(seed=0), VerificationMethod.COUPLED
-    session = Session("replay", tuple(prompt), params, coupled, len(output), _NoText())
+    session = Session("replay", tuple(prompt), params, coupled, len(output), NoText())
     done, found = 0, Replay()
     while done < len(output):
         room = min(depth, len(output) - done - 1)
@@ -92,10 +82,8 @@ def replay(
 
 
 def _agreeing(proposed: Sequence[int], output: Sequence[int]) -> int:
-    for index, (one, other) in enumerate(zip(proposed, output, strict=False)):
-        if one != other:
-            return index
-    return min(len(proposed), len(output))
+    first = first_difference(proposed, output[: len(proposed)])
+    return len(proposed) if first is None else first
 
 
 async def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
