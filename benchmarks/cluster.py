@@ -57,13 +57,23 @@ class Cluster:
 
 def run_or_exit(work: Coroutine[Any, Any, Result]) -> Result:
     """Run `work` and return its result; what commonly fails ends the program with a message and code 1."""
+
+    async def stopped_by_sigterm() -> Result:
+        task = asyncio.current_task()
+        assert task is not None
+        # As SIGINT does; otherwise the cluster, in a session of its own, would outlive this process.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await work
+
     try:
-        return asyncio.run(work)
+        return asyncio.run(stopped_by_sigterm())
     except (ClusterError, GammarayError) as error:
         print(f"failed: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+    except asyncio.CancelledError:
+        sys.exit(143)
 
 
 @asynccontextmanager

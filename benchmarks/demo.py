@@ -283,7 +283,7 @@ def _median_speed(per_prompt: Sequence[Sequence[Sample]]) -> float:
 
 async def _main(options: argparse.Namespace) -> int:
     if options.model == "smollm2":
-        scene = real_model(options.tokens or 128)
+        scene = real_model(options.tokens or 64)
     else:
         scene = demo_pair(options.prompts, options.tokens or 192)
     return await demo(Console(), scene)
@@ -300,7 +300,7 @@ def main() -> None:
     )
     parser.add_argument("--prompts", type=int, default=6, help="number of prompts for the demo pair")
     parser.add_argument(
-        "--tokens", type=int, help="tokens per completion; default: 128, or 192 for the demo pair"
+        "--tokens", type=int, help="tokens per completion; default: 64, or 192 for the demo pair"
     )
     sys.exit(run_or_exit(_main(parser.parse_args())))
 
