@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,9 @@ def test_make_help_lists_every_target():
     targets = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[1].split()
     listed = dict(line.split(maxsplit=1) for line in reported.stdout.splitlines())
     assert set(listed) == set(targets)
+
+
+def test_test_modules_have_names_of_their_own():
+    """Pytest imports them without packages, so that two with one name cannot be collected in one run."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert {name for name, count in names.items() if count > 1} == set()
