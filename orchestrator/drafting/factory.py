@@ -87,7 +87,7 @@ class Drafting:
             max_nodes = policy.max_nodes if self._server is None else 0
             fixed = FixedGamma(policy.fixed, self.costs, max_nodes, drafter=kind)
             return drafter, FixedChoice(session, drafter, allowed, fixed)
-        text = TextGamma(max_text, self.costs)
+        text = TextGamma(max_text, self.costs, request.sampling.temperature)
         return drafter, AdaptiveChoice(session, drafter, allowed, self._model(request), text, self.costs)
 
     def check(self, request: GenerationRequest) -> None:

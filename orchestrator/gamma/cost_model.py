@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import operator
 import random
-from collections import defaultdict
 from collections.abc import Sequence
 
 from gammaray.maths.acceptance import AcceptanceEstimator
@@ -96,7 +95,8 @@ class CostModel:
 
     Attributes:
         acceptance: Acceptance of the draft model's proposals over all sessions.
-        text_acceptance: Acceptance of text drafters' proposals over all sessions, by kind and match length.
+        text_acceptance: Acceptance of text drafters' proposals over all sessions, by kind, match
+            length and temperature, in classes (`orchestrator.drafting.text_gamma`).
         reach: How far chains get before the draft ends them, over all sessions.
         trees: Expected tokens of trees, over all sessions.
         draws: Standard normal draws, times `SCALE`, by which costs (all but the last one) and acceptance (the
@@ -111,9 +111,7 @@ class CostModel:
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self.acceptance = AcceptanceEstimator(FLEET_DECAY)
-        self.text_acceptance: defaultdict[tuple[DrafterKind, int], AcceptanceEstimator] = defaultdict(
-            lambda: AcceptanceEstimator(FLEET_DECAY)
-        )
+        self.text_acceptance: dict[tuple[DrafterKind, int, int], AcceptanceEstimator] = {}
         self.reach = AcceptanceEstimator(FLEET_DECAY, prior_alpha=SURE)
         self.trees = TreeModel(FLEET_DECAY)
         self.num_waiting = self.others_rows = self._catch_up = 0.0

@@ -52,10 +52,10 @@ class Worker:
         raise UnavailableError("it has gone")
 
 
-def choice_of(texts, readiness=Readiness.READY, allowed=MODEL, seed=1):
-    costs, session = CostModel(random.Random(seed)), make_session()
+def choice_of(texts, readiness=Readiness.READY, allowed=MODEL, seed=1, costs=None, temperature=0.0):
+    costs, session = costs or CostModel(random.Random(seed)), make_session()
     drafter = SessionDrafter(Worker(readiness), texts, TEXT_DEPTH)
-    text = TextGamma(TEXT_DEPTH, costs)
+    text = TextGamma(TEXT_DEPTH, costs, temperature)
     return AdaptiveChoice(session, drafter, allowed, AdaptiveGamma(8, costs), text, costs)
 
 
@@ -106,6 +106,22 @@ def test_nothing_is_proposed_when_neither_is_accepted():
     world = World(spikes=0.0, per_token=0.2, draft=0.3)
     shapes = play(choice_of([Finds()]), 600, model_alpha=0.05, text_alpha=0.02, world=world)[300:]
     assert share(shapes, MODEL) + share(shapes, SUFFIX) < 0.2
+
+
+@pytest.mark.parametrize(("others", "least", "most"), [(0.0, 0.0, 0.2), (1.0, 0.8, 1.0)])
+def test_acceptance_at_another_temperature_is_no_evidence(others, least, most):
+    costs, world = CostModel(random.Random(1)), World(spikes=0.0, noise=0.1, per_token=0.6)
+    rejected = choice_of([Finds()], Readiness.ABSENT, costs=costs, temperature=1.0)
+    play(rejected, 300, model_alpha=0.0, text_alpha=0.0, world=world)
+    for seed in range(4):
+        accepted = choice_of([Finds()], Readiness.ABSENT, costs=costs, temperature=others)
+        play(accepted, 200, model_alpha=0.0, text_alpha=0.95, world=world, seed=seed)
+    first_shapes = []
+    for _ in range(20):
+        costs.renew()
+        fresh = choice_of([Finds()], Readiness.ABSENT, costs=costs, temperature=1.0)
+        first_shapes.append(fresh.next_shape())
+    assert least <= share(first_shapes, SUFFIX) <= most
 
 
 def test_of_two_text_drafters_the_one_that_is_accepted_is_used():
