@@ -26,9 +26,13 @@ __all__ = ["TextGamma"]
 LENGTHS = (1, 2, 3, 4, 8, 16, 32)
 """Lower bounds of the match lengths that share an acceptance: doubling, except for short matches."""
 
-PRIORS = (0.2, 0.5, 0.7, 0.7, 0.7, 0.7, 0.7)
-"""Acceptance by class of length before any proposal. On SmolLM2's greedy text the token after an earlier single
-token agrees in 22 % of the cases, after two in 51 %, after four or more in 88 % (docs/performance.md)."""
+PRIORS = {1: 0.2, 2: 0.5}
+"""Acceptance after short matches before any proposal, by length. On SmolLM2's greedy text the token after an
+earlier single token agrees in 22 % of the cases, after two in 51 %, after four or more in 88 %
+(docs/performance.md). A prediction has no such prior: its first tokens are as likely as its others."""
+
+PRIOR = 0.7
+"""Acceptance of other proposals before any."""
 
 TEMPERATURES = (0.0, 0.5)
 """Upper bounds of the temperatures that share an acceptance; higher ones share the last class. On SmolLM2
@@ -96,7 +100,9 @@ class TextGamma:
         """Return the acceptance over all sessions."""
         known = self._costs.text_acceptance
         if key not in known:
-            known[key] = AcceptanceEstimator(FLEET_DECAY, prior_alpha=PRIORS[key[1]])
+            kind, length, _ = key
+            prior = PRIOR if kind is DrafterKind.PREDICTION else PRIORS.get(length, PRIOR)
+            known[key] = AcceptanceEstimator(FLEET_DECAY, prior_alpha=prior)
         return known[key]
 
     def _sample_acceptance(self, match: Match) -> list[float]:
@@ -112,4 +118,4 @@ class TextGamma:
         return Shape(min(depth, self._max_gamma), reason=reason.value, drafter=kind)
 
     def _class_of(self, match: Match) -> _Class:
-        return match.kind, bisect.bisect_right(LENGTHS, match.length) - 1, self._temperature
+        return match.kind, bisect.bisect_right(LENGTHS, match.length), self._temperature
