@@ -153,11 +153,10 @@ INLINE void panel_product(const int rows, const int is_bfloat16, const void *pan
 #pragma GCC unroll 8
         for (int j = 0; j < PANEL_VECTORS; j++) sum[r][j] = splat(0);
     for (int64_t k = 0; k < m->inputs; k++) {
-        if (rows > 2) { /* arithmetic would wait for memory; with fewer rows the hardware's own fetching does */
-            const char *ahead = (const char *)panel + (k + 24) * PANEL * (is_bfloat16 ? 2 : 4);
-            __builtin_prefetch(ahead);
-            __builtin_prefetch(ahead + 64);
-        }
+        /* Arithmetic would wait for memory: what the hardware fetches by itself comes too late. */
+        const char *ahead = (const char *)panel + (k + 48) * PANEL * (is_bfloat16 ? 2 : 4);
+        __builtin_prefetch(ahead);
+        __builtin_prefetch(ahead + 64);
         weights_at(panel, k, is_bfloat16, w);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
