@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import re
 import signal
@@ -12,6 +13,7 @@ import tempfile
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import psutil
@@ -77,21 +79,28 @@ def run_or_exit(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 @asynccontextmanager
-async def connected(*options: str) -> AsyncIterator[AsyncClient]:
+async def connected(*options: str, source: Path | None = None) -> AsyncIterator[AsyncClient]:
     """Run a cluster as `running_cluster` does, and yield a client once draft and target workers are there.
 
     Raises:
         ClusterError: As `running_cluster`.
         DeadlineExceededError: A worker did not come up within a minute.
     """
-    async with running_cluster(*options) as cluster, AsyncClient(cluster.grpc_address) as client:
+    async with (
+        running_cluster(*options, source=source) as cluster,
+        AsyncClient(cluster.grpc_address) as client,
+    ):
         await client.wait_ready(_WORKERS_TIMEOUT_S, roles=("target", "draft"))
         yield client
 
 
 @asynccontextmanager
-async def running_cluster(*options: str) -> AsyncIterator[Cluster]:
+async def running_cluster(*options: str, source: Path | None = None) -> AsyncIterator[Cluster]:
     """Run `gammaray up` on free loopback ports with further `options` until the block ends.
+
+    Args:
+        *options: Options of `gammaray up`.
+        source: Source tree whose code runs, with the packages of this environment; None: the installed one.
 
     Raises:
         ClusterError: It did not become ready within three minutes, or processes outlived it (they are
@@ -105,6 +114,8 @@ async def running_cluster(*options: str) -> AsyncIterator[Cluster]:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
+            cwd=source,
+            env=None if source is None else {**os.environ, "PYTHONPATH": str(source)},
             # Ctrl-C of a terminal reaches this process alone, which then stops the cluster in order.
             start_new_session=True,
         )
