@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 
@@ -60,12 +61,12 @@ def load_engine(
     if deterministic:
         check_covered(loaded)
     layout = probe_model(loaded)
-    runner, kernel = _choose_runner(
+    runner, shape, kernel = _choose_runner(
         loaded, layout, deterministic=deterministic, fast_kernels=fast_kernels, kernel_cache=kernel_cache
     )
     engine = Engine(
         runner,
-        CacheStore(_cache_shape(runner, loaded, layout), cache_budget_bytes),
+        CacheStore(shape, cache_budget_bytes),
         model_name=model,
         vocab_size=layout.vocab_size,
         max_context=loaded.max_context,
@@ -112,23 +113,17 @@ def limit_cache(engine: Engine, settings: WorkerSettings) -> None:
 
 def _choose_runner(
     loaded: LoadedModel, layout: ModelLayout, *, deterministic: bool, fast_kernels: bool, kernel_cache: str
-) -> tuple[Runner, str]:
-    """Return the fastest runner that covers a model, and the description of its kernel for `Engine`."""
+) -> tuple[Runner, CacheShape, str]:
+    """Return the fastest runner that covers a model, its cache's shape, and its kernel for `Engine`."""
+    joined = CacheShape(layout.num_layers, layout.kv_heads, layout.kv_dim, loaded.dtype, loaded.device)
+    apart = replace(joined, rows=2 * joined.rows, dim=joined.dim // 2)  # keys of all heads, then values
     obstacle = native_obstacle(loaded, kernel_cache) if fast_kernels else "fast_kernels is off"
     if not obstacle:
         kernel = load_kernel().variant
-        return NativeRunner(build_native(loaded, layout.windows, layout.vocab_size)), kernel
+        return NativeRunner(build_native(loaded, layout.windows, layout.vocab_size)), apart, kernel
     if fast_kernels and not deterministic and prefers_graphs(loaded):
-        return GraphRunner(build_graph_model(loaded, layout.vocab_size)), "CUDA graphs"
-    return TransformersRunner(loaded, layout, fixed_shapes=deterministic), f"none: {obstacle}"
-
-
-def _cache_shape(runner: Runner, loaded: LoadedModel, layout: ModelLayout) -> CacheShape:
-    """Return the cache entry of a runner: transformers' joins a head's key and value, the others do not."""
-    rows, dim = layout.kv_heads, layout.kv_dim
-    if not isinstance(runner, TransformersRunner):
-        rows, dim = 2 * rows, dim // 2
-    return CacheShape(layout.num_layers, rows, dim, loaded.dtype, loaded.device)
+        return GraphRunner(build_graph_model(loaded, layout.vocab_size)), apart, "CUDA graphs"
+    return TransformersRunner(loaded, layout, fixed_shapes=deterministic), joined, f"none: {obstacle}"
 
 
 def _log_kernel(engine: Engine) -> None:
