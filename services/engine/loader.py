@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 
@@ -10,12 +11,12 @@ from gammaray.config import WorkerSettings
 from services.engine.checks import check_deterministic, check_model
 from services.engine.core.cache_budget import DEFAULT_CACHE_BUDGET_BYTES, CacheBudget
 from services.engine.core.kv_cache import CacheShape, CacheStore
-from services.engine.core.model import load_model
+from services.engine.core.model import LoadedModel, load_model
 from services.engine.cuda.runner import GraphRunner
 from services.engine.cuda.weights import build_graph_model, prefers_graphs
 from services.engine.engine import Engine, Runner
 from services.engine.hf.deterministic import check_covered
-from services.engine.hf.probe import probe_model
+from services.engine.hf.probe import ModelLayout, probe_model
 from services.engine.hf.runner import TransformersRunner
 from services.engine.native.library import load_kernel
 from services.engine.native.runner import NativeRunner
@@ -60,21 +61,9 @@ def load_engine(
     if deterministic:
         check_covered(loaded)
     layout = probe_model(loaded)
-    rows, dim = layout.kv_heads, layout.kv_dim
-    runner: Runner
-    obstacle = native_obstacle(loaded, kernel_cache) if fast_kernels else "fast_kernels is off"
-    if not obstacle:
-        kernel = load_kernel().variant
-        runner = NativeRunner(build_native(loaded, layout.windows, layout.vocab_size))
-        rows, dim = 2 * rows, dim // 2
-    elif fast_kernels and not deterministic and prefers_graphs(loaded):
-        kernel = "CUDA graphs"
-        runner = GraphRunner(build_graph_model(loaded, layout.vocab_size))
-        rows, dim = 2 * rows, dim // 2
-    else:
-        kernel = f"none: {obstacle}"
-        runner = TransformersRunner(loaded, layout, fixed_shapes=deterministic)
-    shape = CacheShape(layout.num_layers, rows, dim, loaded.dtype, loaded.device)
+    runner, shape, kernel = _choose_runner(
+        loaded, layout, deterministic=deterministic, fast_kernels=fast_kernels, kernel_cache=kernel_cache
+    )
     engine = Engine(
         runner,
         CacheStore(shape, cache_budget_bytes),
@@ -120,6 +109,21 @@ def limit_cache(engine: Engine, settings: WorkerSettings) -> None:
     given = settings.cache_budget_mb
     budget = CacheBudget(None if given is None else given << 20, settings.cache_memory_share)
     engine.limit_cache(budget.on(engine.device))
+
+
+def _choose_runner(
+    loaded: LoadedModel, layout: ModelLayout, *, deterministic: bool, fast_kernels: bool, kernel_cache: str
+) -> tuple[Runner, CacheShape, str]:
+    """Return the fastest runner that covers a model, its cache's shape, and its kernel for `Engine`."""
+    joined = CacheShape(layout.num_layers, layout.kv_heads, layout.kv_dim, loaded.dtype, loaded.device)
+    apart = replace(joined, rows=2 * joined.rows, dim=joined.dim // 2)  # keys of all heads, then values
+    obstacle = native_obstacle(loaded, kernel_cache) if fast_kernels else "fast_kernels is off"
+    if not obstacle:
+        kernel = load_kernel().variant
+        return NativeRunner(build_native(loaded, layout.windows, layout.vocab_size)), apart, kernel
+    if fast_kernels and not deterministic and prefers_graphs(loaded):
+        return GraphRunner(build_graph_model(loaded, layout.vocab_size)), apart, "CUDA graphs"
+    return TransformersRunner(loaded, layout, fixed_shapes=deterministic), joined, f"none: {obstacle}"
 
 
 def _log_kernel(engine: Engine) -> None:

@@ -94,7 +94,6 @@ def split_kernel(
     The heads of a group are stacked: stacked row i is head i % group of the session's row i // group.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    BLOCK: tl.constexpr = 64
     session, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     stacked = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     count = tl.load(count_of + session)
@@ -113,50 +112,108 @@ def split_kernel(
     prefix = tl.load(prefix_of + row, mask=is_row, other=0)
     tree_base = tl.load(tree_base_of + session)
     end = tl.max(last, 0) + 1
-    capacity = tl.load(capacity_of + session)
-    # Buffers start at multiples of 16 numbers; the compiler cannot know.
-    address = tl.multiple_of(tl.load(address_of + session), 16)
-    place = (layer.to(tl.int64) * 2 * KV_HEADS + kv_head) * capacity * DIM
-    keys = anchor + address + tl.multiple_of(place, DIM)
-    values = keys + tl.multiple_of(KV_HEADS * capacity * DIM, DIM)
+    keys, values = _cache_of(anchor, address_of, capacity_of, session, kv_head, layer, KV_HEADS, DIM)
     split = tl.program_id(2)
     while split * SPLIT < end:
-        peak = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-        total = tl.zeros([ROWS], dtype=tl.float32)
-        mixed = tl.zeros([ROWS, DIM], dtype=tl.float32)
-        # A fixed number of blocks, so that the loads of the next ones are under way early.
-        for block in range(0, SPLIT // BLOCK):
-            first = split * SPLIT + block * BLOCK
-            slot = first + tl.arange(0, BLOCK)
-            held = (slot < end)[:, None]
-            key = tl.load(keys + slot[:, None] * DIM + column[None, :], mask=held, other=0.0)
-            value = tl.load(values + slot[:, None] * DIM + column[None, :], mask=held, other=0.0)
-            scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scaling
-            seen = slot[None, :] < prefix[:, None]
-            if first + BLOCK > tree_base:
-                node = slot - tree_base
-                is_node = (node >= 0) & (node < WORDS * 64)
-                word = tl.load(
-                    bits_of + row[:, None] * WORDS + (node // 64)[None, :],
-                    mask=is_row[:, None] & is_node[None, :],
-                    other=0,
-                )
-                seen = seen | (((word >> (node % 64)[None, :]) & 1) == 1)
-            scores = tl.where(seen & is_row[:, None], scores, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(scores, 1))
-            # Rows that have seen nothing yet stay at zero instead of becoming no number.
-            origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            weight = tl.exp(scores - origin[:, None])
-            decay = tl.exp(peak - origin)
-            total = total * decay + tl.sum(weight, 1)
-            mixed = mixed * decay[:, None]
-            mixed = tl.dot(weight.to(value.dtype), value, mixed, input_precision="ieee")
-            peak = new_peak
+        peak, total, mixed = _attend_split(
+            query, keys, values, bits_of, row, is_row, prefix, tree_base, end, split, scaling,
+            DIM, WORDS, SPLIT, ROWS,
+        )  # fmt: skip
         part = (row * HEADS + head) * MAX_SPLITS + split
         tl.store(largest + part, peak, mask=is_row)
         tl.store(sums + part, total, mask=is_row)
         tl.store(outputs + part[:, None] * DIM + column[None, :], mixed, mask=is_row[:, None])
         split += tl.num_programs(2)
+
+
+@triton.jit
+def _cache_of(
+    anchor: tl.tensor,
+    address_of: tl.tensor,
+    capacity_of: tl.tensor,
+    session: tl.tensor,
+    kv_head: tl.tensor,
+    layer: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return where the keys and the values of a session's key head in a layer start."""
+    capacity = tl.load(capacity_of + session)
+    # Buffers start at multiples of 16 numbers; the compiler cannot know.
+    address = tl.multiple_of(tl.load(address_of + session), 16)
+    place = (layer.to(tl.int64) * 2 * KV_HEADS + kv_head) * capacity * DIM
+    keys = anchor + address + tl.multiple_of(place, DIM)
+    return keys, keys + tl.multiple_of(KV_HEADS * capacity * DIM, DIM)
+
+
+@triton.jit
+def _attend_split(
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    bits_of: tl.tensor,
+    row: tl.tensor,
+    is_row: tl.tensor,
+    prefix: tl.tensor,
+    tree_base: tl.tensor,
+    end: tl.tensor,
+    split: tl.tensor,
+    scaling: tl.tensor,
+    DIM: tl.constexpr,
+    WORDS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return the rows' largest score, sum of weights and weighted values of one split."""
+    BLOCK: tl.constexpr = 64
+    column = tl.arange(0, DIM)
+    peak = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    mixed = tl.zeros([ROWS, DIM], dtype=tl.float32)
+    # A fixed number of blocks, so that the loads of the next ones are under way early.
+    for block in range(0, SPLIT // BLOCK):
+        first = split * SPLIT + block * BLOCK
+        slot = first + tl.arange(0, BLOCK)
+        held = (slot < end)[:, None]
+        key = tl.load(keys + slot[:, None] * DIM + column[None, :], mask=held, other=0.0)
+        value = tl.load(values + slot[:, None] * DIM + column[None, :], mask=held, other=0.0)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scaling
+        seen = slot[None, :] < prefix[:, None]
+        if first + BLOCK > tree_base:
+            seen = seen | _seen_nodes(bits_of, row, is_row, slot - tree_base, WORDS)
+        scores = tl.where(seen & is_row[:, None], scores, float("-inf"))
+        peak, total, mixed = _add_block(scores, value, peak, total, mixed)
+    return peak, total, mixed
+
+
+@triton.jit
+def _seen_nodes(
+    bits_of: tl.tensor, row: tl.tensor, is_row: tl.tensor, node: tl.tensor, WORDS: tl.constexpr
+) -> tl.tensor:
+    """Return whether each row sees each node of its session's tree, [rows, nodes]."""
+    is_node = (node >= 0) & (node < WORDS * 64)
+    word = tl.load(
+        bits_of + row[:, None] * WORDS + (node // 64)[None, :],
+        mask=is_row[:, None] & is_node[None, :],
+        other=0,
+    )
+    return ((word >> (node % 64)[None, :]) & 1) == 1
+
+
+@triton.jit
+def _add_block(
+    scores: tl.tensor, value: tl.tensor, peak: tl.tensor, total: tl.tensor, mixed: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return `peak`, `total` and `mixed` with the scores and values of one more block."""
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    # Rows that have seen nothing yet stay at zero instead of becoming no number.
+    origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weight = tl.exp(scores - origin[:, None])
+    decay = tl.exp(peak - origin)
+    total = total * decay + tl.sum(weight, 1)
+    mixed = mixed * decay[:, None]
+    mixed = tl.dot(weight.to(value.dtype), value, mixed, input_precision="ieee")
+    return new_peak, total, mixed
 
 
 @triton.jit
