@@ -54,13 +54,18 @@ chart: install  ## regenerate the chart's schema, defaults and README from the p
 protos: install  ## regenerate gammaray/v1 from protos/
 	$(BIN)/python protos/generate.py
 
-bench: install  ## plain decoding, gammaray, transformers generate, assisted and prompt lookup in one run
-	$(BIN)/python -m benchmarks.run
+# The real model if `make smollm2` made it, with llama.cpp if `make llama-server` did; else the demo pair's gammas.
+SMOLLM2 := build/models/smollm2
+BENCH_LLAMA = $(if $(wildcard build/llama-server),LLAMA_SERVER=build/llama-server)
+BENCH_GGUF = $(if $(BENCH_LLAMA),--gguf $(SMOLLM2)-bf16.gguf)
+bench: install  ## SmolLM2 compared with transformers and llama.cpp, if it is there, else the demo pair; ARGS="--prompts N ..."
+	$(if $(wildcard $(SMOLLM2)/config.json),$(BENCH_LLAMA) $(BIN)/python -m benchmarks.peers --target $(SMOLLM2) \
+	  $(BENCH_GGUF) --prompts 1 --tokens 64 $(ARGS),$(BIN)/python -m benchmarks.run $(ARGS))
 
 clients: install  ## GuideLLM, AIPerf, EvalScope and lm-eval against a cluster, each in an environment of its own; ARGS="NAME ..."
 	$(BIN)/python -m benchmarks.clients $(ARGS)
 
-chaos: install  ## kill and stop every kind of process under load for five minutes; ARGS="--minutes N --seed S"
+chaos: install  ## kill and stop every kind of process under load for five minutes; ARGS="--minutes N --seed S --drafters all"
 	$(BIN)/python tests/chaos $(ARGS)
 
 fuzz: install  ## hostile requests, frames, drafters and targets for ten minutes; ARGS="--seconds N --seed S"

@@ -16,11 +16,26 @@ from typing import Any
 from gammaray.bench.systems import Arrival
 from gammaray.demo_pair import resolve_model
 
-__all__ = ["Baselines", "Generated", "running_baselines", "running_engine"]
+__all__ = ["Baselines", "Gaps", "Generated", "running_baselines", "running_engine"]
 
 _START_TIMEOUT_S = 120.0
 _GENERATE_TIMEOUT_S = 300.0
 _LINE_LIMIT = 2**24
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """How clearly each token of a greedy completion was chosen.
+
+    Attributes:
+        gaps: By token, the largest logit minus the second largest one.
+        runners_up: By token, the token with the second largest logit.
+        noise: Largest difference to the same gaps if one forward computes them instead of one per token.
+    """
+
+    gaps: tuple[float, ...]
+    runners_up: tuple[int, ...]
+    noise: float
 
 
 @dataclass(frozen=True)
@@ -32,12 +47,14 @@ class Generated:
         seconds: Time of the completion in the process that made it, without the pipe.
         arrivals: When tokens were known, by the same clock.
         target_s: Seconds that the target computed after the first of them; None if that is not reported.
+        gaps: Of its tokens, if requested.
     """
 
     token_ids: tuple[int, ...]
     seconds: float
     arrivals: tuple[Arrival, ...]
     target_s: float | None = None
+    gaps: Gaps | None = None
 
 
 class Baselines:
@@ -58,6 +75,7 @@ class Baselines:
         temperature: float = 0.0,
         seed: int = 0,
         ignore_eos: bool = True,
+        with_gaps: bool = False,
     ) -> Generated:
         """Return one completion. `transformers` completes one request at a time, the engine all in a batch.
 
@@ -69,6 +87,7 @@ class Baselines:
             temperature: 0 is greedy.
             seed: Seed of the sampling; only used above temperature 0.
             ignore_eos: Continue after end-of-sequence tokens. The engine always does.
+            with_gaps: Return the gaps between logits, too. Only `transformers` does.
 
         Raises:
             RuntimeError: The process ended.
@@ -83,6 +102,7 @@ class Baselines:
             "temperature": temperature,
             "seed": seed,
             "ignore_eos": ignore_eos,
+            "with_gaps": with_gaps,
         }
         if self._has_ended:
             raise RuntimeError(_ENDED)
@@ -96,7 +116,14 @@ class Baselines:
         finally:
             del self._waiting[number]
         arrivals = tuple((at, count) for at, count in answer["arrivals"])
-        return Generated(tuple(answer["token_ids"]), answer["seconds"], arrivals, answer.get("target_s"))
+        gaps = answer.get("gaps")
+        return Generated(
+            tuple(answer["token_ids"]),
+            answer["seconds"],
+            arrivals,
+            answer.get("target_s"),
+            gaps and Gaps(tuple(gaps["gaps"]), tuple(gaps["runners_up"]), gaps["noise"]),
+        )
 
     async def wait_ready(self) -> None:
         """Wait for the process's first line, which says that the models are loaded.

@@ -1,10 +1,20 @@
 """Losslessness, token for token, through the whole cluster.
 
-    python -m benchmarks.equivalence
+    python -m benchmarks.equivalence                                     # the demo pair
+    python -m benchmarks.equivalence --target build/models/smollm2 --ignore-eos --at-once 4
 
 - Temperature 0: the tokens equal those of `transformers` `generate(do_sample=False)` on the same target.
-- Temperature 1, coupled: for one seed the tokens are the same with gamma 0, 3, 8 and adaptive, without a
-  drafter, with another drafter, and with eight requests at once.
+- Temperature 1, coupled: for one seed the tokens are those of gamma 0, with every gamma and drafter. With a
+  draft model these are gamma 3, 8 and adaptive, no drafter, another drafter, and eight requests at once;
+  without one prompt lookup, suffix decoding, a prediction, and all of them, also with past outputs.
+
+Models other than the demo pair complete the chat tasks of `benchmarks/prompts`, rendered by their chat
+template, whose token ids are compared with those of transformers' `apply_chat_template`.
+
+The arithmetic of two programs differs in the last bits. Where the two largest logits of `generate` are nearer
+to each other than its own noise, and gammaray took the second one, a completion counts as tied, and the rest
+of it is not compared. The noise is the largest difference between `generate`, which computes one token after
+the other, and one forward of `transformers` over all of them.
 
 Prints counts and the first difference (prompt:token), writes them with their provenance; exits with 1 when a
 token differs.
@@ -15,153 +25,343 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoTokenizer
 
-from benchmarks.baselines import Baselines, running_baselines
-from benchmarks.cluster import connected, run_or_exit
+from benchmarks.baselines import Baselines, Gaps, Generated, running_baselines
+from benchmarks.cluster import run_or_exit
+from benchmarks.peers.stacks import running_stack
+from benchmarks.prompts import CATEGORIES, load_tasks
 from benchmarks.provenance import write_result
 from benchmarks.workloads import WORKLOADS, fingerprint, prompts
-from gammaray import AsyncClient
+from gammaray import AsyncClient, Completion
 from gammaray.bench.measure import first_difference
 from gammaray.bench.tables import plain_table
 from gammaray.client.request import GenerateOptions
 from gammaray.demo_pair import DEMO_PAIR, resolve_model
+from gammaray.errors import GammarayError
+from gammaray.types import SpeculationSummary
+from orchestrator.text.tokenizer import Tokenizer
 
-__all__ = ["compare_at_once", "compare_greedy", "compare_sampled", "plain_sampled"]
+__all__ = ["Asks", "Made", "chat_prompts", "count", "noise_of"]
 
-Tokens = tuple[int, ...]
-Variants = dict[str, GenerateOptions]
+TASKS = "tasks"
+"""Workload of chat tasks."""
 
 _AT_ONCE = 8
-_VARIANTS: Variants = {
+_WITH_DRAFT: dict[str, GenerateOptions] = {
     "gamma 3": {"gamma": 3},
     "gamma 8": {"gamma": 8},
-    "adaptive": {"gamma": "adaptive"},
+    "adaptive": {},
     "no drafter": {"drafter": "none"},
 }
+_WITHOUT_DRAFT: dict[str, GenerateOptions] = {
+    "default": {},
+    "default, with past outputs": {"cache_salt": "default"},
+    "prompt lookup, gamma 8": {"drafter": "ngram", "gamma": 8},
+    "suffix decoding, gamma 8": {"drafter": "suffix", "gamma": 8},
+}
+_BY_PREDICTION: GenerateOptions = {"drafter": "prediction", "gamma": 8}
+
+Result = TypeVar("Result")
+Prompt = str | tuple[int, ...]
 
 
-async def compare_greedy(
-    client: AsyncClient, baselines: Baselines, texts: Sequence[str], max_tokens: int
-) -> list[dict[str, Any]]:
-    """Compare greedy completions, gamma adaptive and 8, with those of `generate`."""
-    expected = []
-    for text in texts:
-        made = await baselines.generate("generate", text, max_tokens=max_tokens, ignore_eos=False)
-        expected.append(made.token_ids)
-    counts = []
-    for name in ("adaptive", "gamma 8"):
-        got = [await _tokens(client, t, max_tokens, temperature=0.0, **_VARIANTS[name]) for t in texts]
-        counts.append(_count(f"temperature 0, {name} = generate", got, expected))
-    return counts
+@dataclass(frozen=True)
+class Asks:
+    """Completions to request.
+
+    Attributes:
+        prompts: Text or token ids; the number of each is its seed.
+        max_tokens: Upper bound per completion.
+        ignore_eos: Continue after end-of-sequence tokens.
+        at_once: Requests in flight.
+    """
+
+    prompts: tuple[Prompt, ...]
+    max_tokens: int
+    ignore_eos: bool
+    at_once: int
 
 
-async def plain_sampled(client: AsyncClient, texts: Sequence[str], max_tokens: int) -> list[Tokens]:
-    """Return the completions of gamma 0 at temperature 1, each prompt with its own seed."""
-    return [await _sampled(client, texts, i, max_tokens, gamma=0) for i in range(len(texts))]
+@dataclass(frozen=True)
+class Made:
+    """Tokens of a completion, and how they were drafted."""
+
+    token_ids: tuple[int, ...]
+    summary: SpeculationSummary | None = None
+
+    @classmethod
+    def of(cls, completion: Completion) -> Made:
+        """Return those of a completion by gammaray."""
+        return cls(tuple(token.token_id for token in completion.tokens), completion.summary)
 
 
-async def compare_sampled(
-    client: AsyncClient, texts: Sequence[str], max_tokens: int, expected: Sequence[Tokens], variants: Variants
-) -> list[dict[str, Any]]:
-    """Compare completions at temperature 1 under several options with `expected`."""
-    counts = []
-    for name, options in variants.items():
-        got = [await _sampled(client, texts, i, max_tokens, **options) for i in range(len(texts))]
-        counts.append(_count(f"temperature 1, {name} = gamma 0", got, expected))
-    return counts
+def chat_prompts(
+    model: str, categories: Sequence[str], number: int
+) -> tuple[list[tuple[int, ...]], dict[str, Any]]:
+    """Return chat tasks as token ids, and their comparison with transformers' own.
+
+    Args:
+        model: Directory of the target, whose chat template renders the tasks.
+        categories: Of `benchmarks.prompts`.
+        number: Tasks per category.
+
+    Raises:
+        ValueError: An unknown category, or more tasks than it has.
+        InvalidArgumentError: The model has no chat template.
+    """
+    ours, theirs = Tokenizer(model), AutoTokenizer.from_pretrained(model)
+    tasks = load_tasks(categories, number)
+    own = [tuple(ours.encode(ours.render_chat(task.messages))) for task in tasks]
+    options = {"add_generation_prompt": True, "return_dict": False}
+    expected = [tuple(theirs.apply_chat_template(list(task.messages), **options)) for task in tasks]
+    compared = count("prompts by the chat template = apply_chat_template", _made(own), _made(expected))
+    return own, compared
 
 
-async def compare_at_once(
-    client: AsyncClient, texts: Sequence[str], max_tokens: int, expected: Sequence[Tokens]
+async def _transformers(baselines: Baselines, asks: Asks) -> list[Generated]:
+    """Return the greedy completions of `generate`, with gaps."""
+    options = {"max_tokens": asks.max_tokens, "ignore_eos": asks.ignore_eos, "with_gaps": True}
+    return [await baselines.generate("generate", prompt, **options) for prompt in asks.prompts]
+
+
+async def _gammaray(
+    client: AsyncClient, asks: Asks, temperature: float, predictions: Sequence[Made] = (), **options: Any
+) -> list[Made]:
+    """Return gammaray's completions, as many of them at once as the asks say."""
+
+    async def one(number: int) -> Made:
+        given = dict(options)
+        if predictions:
+            given["prediction"] = predictions[number].token_ids
+        completion = await client.complete(
+            asks.prompts[number],
+            max_tokens=asks.max_tokens,
+            ignore_eos=asks.ignore_eos,
+            temperature=temperature,
+            seed=number,
+            verification="coupled",
+            **given,
+        )
+        return Made.of(completion)
+
+    return await _at_once(len(asks.prompts), asks.at_once, one)
+
+
+async def _at_once(
+    total: int, limit: int, work: Callable[[int], Coroutine[Any, Any, Result]]
+) -> list[Result]:
+    """Return the results of 0 to total - 1, at most `limit` at a time."""
+    free = asyncio.Semaphore(limit)
+
+    async def one(number: int) -> Result:
+        async with free:
+            return await work(number)
+
+    return await asyncio.gather(*map(one, range(total)))
+
+
+def noise_of(completions: Sequence[Generated]) -> float:
+    """Return the largest noise of transformers' gaps between logits."""
+    return max((made.gaps.noise for made in completions if made.gaps is not None), default=0.0)
+
+
+def count(
+    name: str,
+    got: Sequence[Made],
+    expected: Sequence[Made],
+    gaps: Sequence[Gaps | None] = (),
+    noise: float = 0.0,
 ) -> dict[str, Any]:
-    """Compare completions at temperature 1, eight requests in flight, with `expected`."""
-    got: list[Tokens] = []
-    for start in range(0, len(texts), _AT_ONCE):
-        batch = range(start, min(start + _AT_ONCE, len(texts)))
-        got += await asyncio.gather(*(_sampled(client, texts, i, max_tokens) for i in batch))
-    return _count(f"temperature 1, adaptive, {_AT_ONCE} at once = gamma 0", got, expected)
+    """Compare completions token by token.
 
+    Args:
+        name: Name of the comparison.
+        got: gammaray's completions.
+        expected: The expected ones.
+        gaps: Of the expected ones, if they are those of transformers.
+        noise: Gaps up to this are ties.
 
-async def _sampled(
-    client: AsyncClient, texts: Sequence[str], i: int, max_tokens: int, **options: Any
-) -> Tokens:
-    return await _tokens(client, texts[i], max_tokens, temperature=1.0, seed=i, **options)
-
-
-async def _tokens(client: AsyncClient, text: str, max_tokens: int, **options: Any) -> Tokens:
-    made = await client.complete(text, max_tokens=max_tokens, verification="coupled", **options)
-    return tuple(token.token_id for token in made.tokens)
-
-
-def _count(name: str, got: Sequence[Tokens], expected: Sequence[Tokens]) -> dict[str, Any]:
-    different = [
-        {"prompt": i, "token": first_difference(ours, theirs)}
-        for i, (ours, theirs) in enumerate(zip(got, expected, strict=True))
-        if ours != theirs
-    ]
+    Returns:
+        How many completions are equal, tied and different, with the place of the first difference of each,
+        how many tokens were compared, and how they were drafted.
+    """
+    tied, different, compared = list[dict[str, Any]](), list[dict[str, Any]](), 0
+    for i, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
+        at = first_difference(ours.token_ids, theirs.token_ids)
+        compared += len(theirs.token_ids) if at is None else at
+        if at is None:
+            continue
+        found: dict[str, Any] = {"prompt": i, "token": at}
+        of = gaps[i] if gaps else None
+        if of is None or at >= min(len(ours.token_ids), len(of.gaps)):
+            different.append(found)
+            continue
+        found["ours"], found["theirs"] = ours.token_ids[at], theirs.token_ids[at]
+        found["gap"], found["runner_up"] = of.gaps[at], of.runners_up[at]
+        is_tie = found["ours"] == found["runner_up"] and found["gap"] <= noise
+        (tied if is_tie else different).append(found)
+    summaries = [made.summary for made in got if made.summary is not None]
     return {
         "comparison": name,
         "completions": len(got),
-        "equal": len(got) - len(different),
-        "tokens": sum(len(tokens) for tokens in expected),
+        "equal": len(got) - len(tied) - len(different),
+        "tokens": compared,
+        "tied": tied,
         "different": different,
+        "drafted": sum(summary.drafted_tokens for summary in summaries),
+        "accepted": sum(summary.accepted_tokens for summary in summaries),
+        "cycles": _cycles(summaries),
     }
 
 
+def _cycles(summaries: Sequence[SpeculationSummary]) -> dict[str, int]:
+    """Return how many cycles each drafter proposed in."""
+    kinds = ("model", "server", "ngram", "suffix", "prediction", "plain")
+    total: Counter[str] = Counter()
+    for summary in summaries:
+        total.update({kind: getattr(summary, f"{kind}_cycles") for kind in kinds})
+    return {kind: number for kind, number in total.items() if number}
+
+
+def _made(token_ids: Sequence[tuple[int, ...]]) -> list[Made]:
+    return [Made(one) for one in token_ids]
+
+
 def _table(counts: Sequence[dict[str, Any]]) -> Table:
-    columns = ("comparison", "equal", "tokens", "differs")
+    columns = ("comparison", "equal", "tied", "tokens", "accepted of drafted", "differs")
     table = plain_table("Completions with the same tokens", columns)
-    for count in counts:
-        first = count["different"][0] if count["different"] else None
+    for one in counts:
+        first = one["different"][0] if one["different"] else None
         where = f"{first['prompt']}:{first['token']}" if first else ""
-        equal = f"{count['equal']} of {count['completions']}"
-        table.add_row(count["comparison"], equal, str(count["tokens"]), where)
+        equal = f"{one['equal']} of {one['completions']}"
+        drafted = f"{one['accepted']} of {one['drafted']}" if one["drafted"] else ""
+        table.add_row(one["comparison"], equal, str(len(one["tied"])), str(one["tokens"]), drafted, where)
     return table
 
 
-async def _run(options: argparse.Namespace, texts: Sequence[str]) -> list[dict[str, Any]]:
-    size = options.tokens
-    async with (
-        running_baselines(options.target, options.draft) as baselines,
-        connected("--target", options.target, "--draft", options.draft) as client,
-    ):
-        counts = await compare_greedy(client, baselines, texts, size)
-        expected = await plain_sampled(client, texts, size)
-        counts += await compare_sampled(client, texts, size, expected, _VARIANTS)
-        counts.append(await compare_at_once(client, texts, size, expected))
-    # The target as its own draft: another drafter, one whose proposals are nearly always wholly accepted.
-    itself = resolve_model(options.target, "target")
-    async with connected("--target", options.target, "--draft", itself) as client:
-        variants: Variants = {"gamma 3, another drafter": {"gamma": 3}}
-        return counts + await compare_sampled(client, texts, size, expected, variants)
+async def _run(target: str, draft: str | None, asks: Asks, console: Console) -> dict[str, Any]:
+    """Return the comparisons of all completions, and what is known about ties."""
+    counts: list[dict[str, Any]] = []
+    began = time.monotonic()
+
+    def add(*arguments: Any) -> None:
+        one = count(*arguments)
+        counts.append(one)
+        seconds = time.monotonic() - began
+        console.print(f"{seconds:5.0f} s  {one['comparison']}: {one['equal']} of {one['completions']}")
+
+    async with running_baselines(target, draft) as baselines, running_stack(target, draft) as client:
+        generating = asyncio.create_task(_transformers(baselines, asks))  # meanwhile the cluster works
+        try:
+            plain = await _gammaray(client, asks, 1.0, gamma=0, cache_salt="plain")
+            for name, options in (_WITH_DRAFT if draft else _WITHOUT_DRAFT).items():
+                given = {"cache_salt": name, **options}
+                add(f"temperature 1, {name} = gamma 0", await _gammaray(client, asks, 1.0, **given), plain)
+            if draft:
+                loaded = Asks(asks.prompts, asks.max_tokens, asks.ignore_eos, _AT_ONCE)
+                made = await _gammaray(client, loaded, 1.0, cache_salt="at once")
+                add(f"temperature 1, adaptive, {_AT_ONCE} at once = gamma 0", made, plain)
+            greedy = {
+                name: await _gammaray(client, asks, 0.0, cache_salt=f"greedy, {name}", **options)
+                for name, options in _greedy(draft).items()
+            }
+            generated = await generating
+        finally:
+            generating.cancel()
+        expected = _made([made.token_ids for made in generated])
+        noise = noise_of(generated)
+        for name, got in greedy.items():
+            add(f"temperature 0, {name} = generate", got, expected, [made.gaps for made in generated], noise)
+        if not draft:
+            made = await _gammaray(client, asks, 1.0, expected, cache_salt="prediction", **_BY_PREDICTION)
+            add("temperature 1, the greedy text as prediction, gamma 8 = gamma 0", made, plain)
+    if draft:
+        # The target as its own draft: another drafter, one whose proposals are nearly always wholly accepted.
+        async with running_stack(target, resolve_model(target, "target")) as client:
+            made = await _gammaray(client, asks, 1.0, gamma=3)
+            add("temperature 1, gamma 3, another drafter = gamma 0", made, plain)
+    gaps = [gap for made in generated if made.gaps is not None for gap in made.gaps.gaps]
+    return {
+        "comparisons": counts,
+        "ties": {
+            "noise": noise,
+            "narrowest_gap": min(gaps),
+            "within_noise": sum(gap <= noise for gap in gaps),
+        },
+    }
+
+
+def _greedy(draft: str | None) -> dict[str, GenerateOptions]:
+    """Return what is compared with `generate`."""
+    return {"adaptive" if draft else "default": {}, "gamma 8": {"gamma": 8}}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.equivalence",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--target", default=DEMO_PAIR, help="directory or hub name; default: the demo pair's")
+    parser.add_argument("--draft", help="directory or hub name; default: none, for the demo target its own")
+    parser.add_argument("--workload", choices=(*WORKLOADS, TASKS), help="default: tasks; demo pair: mixed")
+    parser.add_argument("--categories", default=",".join(CATEGORIES[:6]), help="of tasks; default: six")
+    parser.add_argument("--prompts", type=int, help="default 50; of tasks: per category, 10")
+    parser.add_argument("--tokens", type=int, default=128, help="upper bound per completion")
+    parser.add_argument("--ignore-eos", action="store_true", help="continue after end-of-sequence tokens")
+    parser.add_argument("--at-once", type=int, default=1, help="requests in flight; default 1")
+    parser.add_argument("--out", type=Path, help="result file (default: in benchmarks/results)")
+    return parser
 
 
 def main() -> None:
     """Command line of this module."""
-    parser = argparse.ArgumentParser(description="Losslessness, token for token.")
-    parser.add_argument("--target", default=DEMO_PAIR, help="directory or hub name")
-    parser.add_argument("--draft", default=DEMO_PAIR, help="directory or hub name")
-    parser.add_argument("--workload", choices=WORKLOADS, default="mixed")
-    parser.add_argument("--prompts", type=int, default=50)
-    parser.add_argument("--tokens", type=int, default=128, help="upper bound per completion")
-    parser.add_argument("--out", type=Path, help="result file (default: in benchmarks/results)")
+    parser, console = _parser(), Console(width=120)
     options = parser.parse_args()
-    texts = prompts(options.workload, options.prompts)
-    counts = run_or_exit(_run(options, texts))
-    Console().print(_table(counts))
+    is_demo = options.target == DEMO_PAIR
+    draft = options.draft or (DEMO_PAIR if is_demo else None)
+    options.draft = draft
+    options.workload = options.workload or ("mixed" if is_demo else TASKS)
+    rendered: list[dict[str, Any]] = []
+    asked: Sequence[Prompt]
+    if options.workload == TASKS:
+        options.prompts = options.prompts or 10
+        try:
+            model = resolve_model(options.target, "target")
+            asked, compared = chat_prompts(model, options.categories.split(","), options.prompts)
+        except (ValueError, GammarayError) as error:
+            parser.error(str(error))
+        rendered = [compared]
+    else:
+        options.prompts = options.prompts or 50
+        asked = prompts(options.workload, options.prompts)
+    asks = Asks(tuple(asked), options.tokens, options.ignore_eos, options.at_once)
+    found = run_or_exit(_run(options.target, draft, asks, console))
+    counts = found["comparisons"] = rendered + found["comparisons"]
+    console.print(_table(counts))
+    ties = found["ties"]
+    console.print(
+        f"gaps between the two largest logits of generate: noise {ties['noise']:.1e}, narrowest "
+        f"{ties['narrowest_gap']:.1e}, {ties['within_noise']} tokens within the noise"
+    )
+    texts = [one if isinstance(one, str) else " ".join(map(str, one)) for one in asked]
     result = {
         "settings": {key: value for key, value in vars(options).items() if key != "out"},
         "workload_fingerprint": fingerprint(texts),
-        "comparisons": counts,
+        **found,
     }
     print(f"written: {write_result('equivalence', result, options.out)}")
-    sys.exit(any(count["different"] for count in counts))
+    sys.exit(any(one["different"] for one in counts))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from gammaray.maths.theory import expected_tokens
 __all__ = ["draw", "plot_concurrency", "plot_cycle", "plot_speedup"]
 
 Point = dict[str, Any]
+Cost = dict[str, Any]
 
 _ADAPTIVE = stack_name("adaptive")
 # Okabe and Ito's colours, which colour-blind people can tell apart.
@@ -67,7 +68,7 @@ def draw(result: dict[str, Any], stem: str, out: Path) -> list[Path]:
     figures: dict[str, Figure] = {}
     with plt.rc_context(_STYLE):
         if curves := [point for point in alone if point.get("optimum")]:
-            figures["speedup"] = plot_speedup(curves)
+            figures["speedup"] = plot_speedup(curves, result.get("cycle_costs") or [])
         if len({point["concurrency"] for point in points}) > 1:
             figures["concurrency"] = plot_concurrency(points)
         if result.get("cycle_costs") or alone:
@@ -83,19 +84,24 @@ def draw(result: dict[str, Any], stem: str, out: Path) -> list[Path]:
     return written
 
 
-def plot_speedup(points: Sequence[Point]) -> Figure:
-    """Draw speedup over gamma 0 by gamma, one panel per temperature: measured, and by the theory."""
+def plot_speedup(points: Sequence[Point], costs: Sequence[Cost]) -> Figure:
+    """Draw speedup over gamma 0 by gamma, one panel per temperature: measured, and by the theory.
+
+    Args:
+        points: Points with one completion in flight.
+        costs: Made by `probe.cycle_cost`; with them also what the model forwards alone would allow.
+    """
     figure, panels = plt.subplots(
         1, len(points), figsize=(4.6 * len(points) + 0.6, 4.0), sharey=True, squeeze=False,
         layout="constrained",
     )  # fmt: skip
     for axes, point in zip(panels[0], points, strict=True):
-        _speedup_panel(axes, point)
+        _speedup_panel(axes, point, costs)
     panels[0][0].set_ylabel("speedup over plain decoding (γ = 0)")
     return figure
 
 
-def _speedup_panel(axes: Axes, point: Point) -> None:
+def _speedup_panel(axes: Axes, point: Point, costs: Sequence[Cost]) -> None:
     rows: list[Row] = point["rows"]
     by_name = {row["system"]: row for row in rows}
     best = point["optimum"]
@@ -103,7 +109,7 @@ def _speedup_panel(axes: Axes, point: Point) -> None:
     span = range(max(gammas) + 1)
     label = f"theory: k / (1 + 2L + γρ), α {best['alpha']:.2f}, ρ {best['draft_cost']:.2f}"
     axes.plot(span, best["speedup_predicted"][: len(span)], ".-", color=_BLUE, label=label)
-    if curve := _forwards_curve(point, span):
+    if curve := _forwards_curve(best["alpha"], costs, span):
         axes.plot(*curve, color=_GREY, linestyle="--", label="model forwards only, in sequence")
     measured = [by_name[stack_name(gamma)] for gamma in gammas]
     _ratios(axes, [float(gamma) for gamma in gammas], measured, color=_ORANGE, label="chains, measured")
@@ -127,19 +133,15 @@ def _speedup_panel(axes: Axes, point: Point) -> None:
     axes.legend(fontsize=8, loc="lower left")
 
 
-def _forwards_curve(point: Point, span: range) -> tuple[list[int], list[float]] | None:
+def _forwards_curve(alpha: float, costs: Sequence[Cost], span: range) -> tuple[list[int], list[float]] | None:
     """Return the speedup that the probed forwards alone would allow, without working ahead."""
-    costs = {
-        int(bound["system"].removeprefix(stack_name(""))): bound
-        for bound in point.get("bounds") or []
-        if bound["system"].removeprefix(stack_name("")).isdecimal()
-    }
-    if 0 not in costs:
+    chains = {int(cost["gamma"]): cost for cost in costs if cost["gamma"].isdecimal()}
+    if 0 not in chains:
         return None
-    plain, alpha = costs[0]["verify_ms"], point["optimum"]["alpha"]
-    gammas = [gamma for gamma in span if gamma in costs]
+    plain = chains[0]["verify_ms"]
+    gammas = [gamma for gamma in span if gamma in chains]
     return gammas, [
-        expected_tokens(alpha, gamma) * plain / (costs[gamma]["draft_ms"] + costs[gamma]["verify_ms"])
+        expected_tokens(alpha, gamma) * plain / (chains[gamma]["draft_ms"] + chains[gamma]["verify_ms"])
         for gamma in gammas
     ]
 
@@ -194,7 +196,7 @@ def _concurrency_column(above: Axes, below: Axes, points: Sequence[Point]) -> No
     above.legend(fontsize=8, loc="best")
 
 
-def plot_cycle(costs: Sequence[dict[str, Any]], points: Sequence[Point]) -> Figure:
+def plot_cycle(costs: Sequence[Cost], points: Sequence[Point]) -> Figure:
     """Draw stacked bars of a cycle's time: probed parts by gamma, or what the orchestrator waited for."""
     if costs:
         # What working ahead hid is no part of the cycle.

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from rich.table import Table
 
 from gammaray import AsyncClient
+from gammaray.bench.tables import plain_table
 from gammaray.errors import InternalError, UnavailableError
 from gammaray.types import GammaPolicy
 from gammaray.v1 import draft_service_pb2 as draft
@@ -27,7 +29,7 @@ from gammaray.v1 import target_service_pb2 as target
 from gammaray.v1 import target_service_pb2_grpc as target_grpc
 from gammaray.v1 import types_pb2 as types
 
-__all__ = ["ProbedCycle", "WorkerProbe", "cycle_cost", "running_probe"]
+__all__ = ["ProbedCycle", "WorkerProbe", "cycle_cost", "cycle_cost_table", "running_probe"]
 
 _ANSWER_TIMEOUT_S = 60.0
 
@@ -195,3 +197,14 @@ def cycle_cost(gamma: str, stack_cycle_ms: Sequence[float], probed: Sequence[Pro
         "overhead_ms": cycle - forward,
         "overhead_percent": 100 * (cycle - forward) / cycle,
     }
+
+
+def cycle_cost_table(costs: Sequence[dict[str, Any]]) -> Table:
+    """Return where the time of a cycle goes, one row per gamma."""
+    columns = ("gamma", "cycle", "forwards", "workers", "gRPC", "orchestrator, Redis", "overhead", "%")
+    table = plain_table("Overhead of a cycle over the model forwards (median ms)", columns)
+    for cost in costs:
+        parts = ("cycle_ms", "forward_ms", "worker_ms", "wire_ms", "orchestrator_ms", "overhead_ms")
+        cells = [f"{cost[part]:.2f}" for part in parts]
+        table.add_row(str(cost["gamma"]), *cells, f"{cost['overhead_percent']:.1f}")
+    return table

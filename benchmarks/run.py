@@ -1,17 +1,16 @@
-"""Plain decoding, gammaray and the peers from `transformers`, in one go on the same pair.
+"""The gammas of a pair with a draft model, as chains, trees and adaptive, in one go.
 
-    python -m benchmarks.run            # about ten minutes; `make bench`
+    python -m benchmarks.run            # some ten minutes; `make bench` without a real model
     python -m benchmarks.run --quick    # about a minute, to see that it works
 
-Starts a cluster on loopback, asks it as a client would, and in between asks a process that runs
-`transformers` on one thread. Checks on the way that gammaray's greedy tokens equal those of `generate`, and
-that its tokens at temperature 1 do not depend on gamma. Exits with 1 when a token differs.
+Starts a cluster on loopback and asks it as a client would. Prints speed and latency, where the time of a
+cycle goes, and what the draft costs in memory. Checks that the tokens do not depend on gamma; exits with 1
+when one differs. `benchmarks.peers` compares with other programs.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,26 +21,21 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import AutoTokenizer
 
-from benchmarks.baselines import Baselines, running_baselines
-from benchmarks.bounds import bounds, bounds_table
 from benchmarks.cluster import connected, run_or_exit
 from benchmarks.memory import memory_overhead, memory_table
-from benchmarks.probe import cycle_cost, running_probe
+from benchmarks.probe import cycle_cost, cycle_cost_table, running_probe
 from benchmarks.provenance import write_result
-from benchmarks.report import COMPARISON, cycle_cost_table
-from benchmarks.systems import REFERENCE, Peer
 from gammaray import AsyncClient
-from gammaray.bench.measure import PLAIN, Samples, differences, measure, speeds
+from gammaray.bench.measure import PLAIN, differences, measure
 from gammaray.bench.optimum import optimum
-from gammaray.bench.rows import Row, row
-from gammaray.bench.systems import Ask, Stack, System, parse_gamma
+from gammaray.bench.rows import row
+from gammaray.bench.systems import Ask, Stack, parse_gamma
 from gammaray.bench.tables import latency_table, markdown, speed_table, split_table
 from gammaray.bench.workloads import WORKLOADS, fingerprint, prompts
 from gammaray.demo_pair import DEMO_PAIR, resolve_model
 
 __all__ = ["Settings", "run"]
 
-_PEERS = (REFERENCE, "assisted-4", "assisted-8", "lookup-4")
 _COST_TOKENS = 96
 _GAMMAS = ("0", "2", "4", "6", "8", "4x12", "6x16", "adaptive")
 _QUICK_GAMMAS = ("0", "4", "4x12", "adaptive")
@@ -69,22 +63,14 @@ async def run(settings: Settings, console: Console) -> dict[str, Any]:
         GammarayError: A completion failed.
     """
     texts = prompts(settings.workload, settings.num_prompts)
-    console.print("starting transformers and the cluster ...")
-    pair = ("--target", settings.target, "--draft", settings.draft)
-    async with (
-        running_baselines(settings.target, settings.draft) as baselines,
-        connected(*pair) as client,
-    ):
-        points = await _compare(settings, texts, baselines, client, console)
+    console.print("starting the cluster ...")
+    async with connected("--target", settings.target, "--draft", settings.draft) as client:
+        points = await _compare(settings, texts, client, console)
         costs = await _cycle_costs(settings, texts[0], client)
         policies = [parse_gamma(gamma) for gamma in settings.gammas]
         max_nodes = max(max(policy.fixed or 0, policy.max_nodes) for policy in policies)
         processes = await client.status()
         memory = memory_overhead(settings.target, settings.draft, processes, max_nodes)
-    for point in points:
-        point["bounds"] = bounds(point["rows"], costs)
-        console.print(f"temperature {point['temperature']:g}")
-        console.print(bounds_table(point["bounds"]))
     console.print(cycle_cost_table(costs))
     console.print(memory_table(memory))
     return {
@@ -97,10 +83,10 @@ async def run(settings: Settings, console: Console) -> dict[str, Any]:
 
 
 async def _compare(
-    settings: Settings, texts: Sequence[str], baselines: Baselines, client: AsyncClient, console: Console
+    settings: Settings, texts: Sequence[str], client: AsyncClient, console: Console
 ) -> list[dict[str, Any]]:
-    systems: list[System] = [Peer(name, baselines) for name in _PEERS]
-    systems += [Stack(gamma, client) for gamma in settings.gammas]
+    systems = [Stack(gamma, client) for gamma in settings.gammas]
+    references = {system.name: PLAIN for system in systems if system.name != PLAIN}
     points = []
     with Progress(console=console, transient=True) as progress:
         for temperature in settings.temperatures:
@@ -110,8 +96,8 @@ async def _compare(
             samples = await measure(
                 systems, asks, settings.repetitions, lambda task=task: progress.advance(task)
             )
-            rows = _rows(samples)
-            equality = differences(samples, _references(systems, temperature))
+            rows = [row(name, samples, {"over_plain": PLAIN}) for name in samples]
+            equality = differences(samples, references)
             point = {
                 "temperature": temperature,
                 "verification": "coupled",
@@ -125,17 +111,9 @@ async def _compare(
     return points
 
 
-def _rows(samples: Samples) -> list[Row]:
-    """Return the figures of all systems; the faster assisted generation is the one to be compared with."""
-    medians = {name: statistics.median(speeds(samples[name])) for name in _PEERS if "assisted" in name}
-    assisted = max(medians, key=medians.__getitem__)
-    bases = {"over_generate": REFERENCE, "over_assisted": assisted, "over_plain": PLAIN}
-    return [row(name, samples, bases) for name in samples]
-
-
 def _show(console: Console, title: str, point: dict[str, Any]) -> None:
     rows, equality = point["rows"], point["equality"]
-    console.print(speed_table(title, rows, COMPARISON))
+    console.print(speed_table(title, rows))
     console.print(latency_table(rows))
     console.print(split_table(rows))
     if best := point["optimum"]:
@@ -145,13 +123,6 @@ def _show(console: Console, title: str, point: dict[str, Any]) -> None:
             soft_wrap=True,
         )
     console.print(f"same tokens: {equality['equal']} of {equality['compared']}\n")
-
-
-def _references(systems: Sequence[System], temperature: float) -> dict[str, str]:
-    """Return whose tokens each system must reproduce: at temperature 0 generate's, above it gamma 0's."""
-    reference = REFERENCE if temperature == 0 else PLAIN
-    ours = [system.name for system in systems if isinstance(system, Stack)]
-    return {name: reference for name in ours if name != reference}
 
 
 async def _cycle_costs(settings: Settings, text: str, client: AsyncClient) -> list[dict[str, Any]]:
@@ -189,7 +160,7 @@ def _settings(options: argparse.Namespace) -> Settings:
 
 def main() -> None:
     """Command line of this module."""
-    parser = argparse.ArgumentParser(description="gammaray compared with plain decoding and transformers.")
+    parser = argparse.ArgumentParser(description="The gammas of a pair, compared with plain decoding.")
     parser.add_argument("--quick", action="store_true", help="a small run")
     parser.add_argument("--target", default=DEMO_PAIR, help="directory or hub name")
     parser.add_argument("--draft", default=DEMO_PAIR, help="directory or hub name")
@@ -207,7 +178,7 @@ def main() -> None:
     print(f"written: {write_result(options.name, result, options.out)}")
     if options.markdown:
         for point in result["points"]:
-            print(f"\ntemperature {point['temperature']:g}\n\n{markdown(point['rows'], COMPARISON)}")
+            print(f"\ntemperature {point['temperature']:g}\n\n{markdown(point['rows'])}")
     equalities = [point["equality"] for point in result["points"]]
     sys.exit(any(equality["compared"] != equality["equal"] for equality in equalities))
 

@@ -45,15 +45,38 @@ class Worker:
         eos = None if request["ignore_eos"] else self.tokenizer.eos_token_id
         for model in filter(None, (self._target, self._draft)):
             model.generation_config.eos_token_id = eos
-        options |= self._peer(request["system"])
+        options |= self._peer(request["system"]) | {"return_dict_in_generate": True}
+        options["output_logits"] = request["with_gaps"]
         stream = _Stream()
         out = self._target.generate(ids, attention_mask=torch.ones_like(ids), streamer=stream, **options)
         seconds = time.perf_counter() - stream.started
+        tokens = out.sequences
         return {
             "number": request["number"],
-            "token_ids": out[0, ids.size(1) :].tolist(),
+            "token_ids": tokens[0, ids.size(1) :].tolist(),
             "seconds": seconds,
             "arrivals": stream.arrivals,
+            "gaps": self._gaps(tokens, torch.cat(out.logits)) if request["with_gaps"] else None,
+        }
+
+    @torch.inference_mode()
+    def _gaps(self, tokens: Tensor, logits: Tensor) -> dict[str, Any]:
+        """Return how far the second largest logit of each new token was below the largest.
+
+        `noise` is the largest difference to the same gaps, computed by one forward over all tokens.
+
+        Args:
+            tokens: Prompt and completion.
+            logits: Those by which `generate` chose each new token.
+        """
+        whole = self._target(tokens[:, :-1]).logits[0, -logits.size(0) :]
+        values, first_two = logits.topk(2)
+        gaps = values[:, 0] - values[:, 1]
+        again = whole.gather(1, first_two)
+        return {
+            "gaps": gaps.tolist(),
+            "runners_up": first_two[:, 1].tolist(),
+            "noise": float((again[:, 0] - again[:, 1] - gaps).abs().max()),
         }
 
     def _peer(self, system: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from gammaray.bench.rows import Row
 from gammaray.bench.systems import stack_name
 from gammaray.maths.theory import optimal_gamma, speedup
 
-__all__ = ["Costs", "chain_gammas", "cycle_ms", "optimum", "pooled_alpha"]
+__all__ = ["Costs", "chain_gammas", "optimum", "pooled_alpha"]
 
 CURVE_GAMMAS = 16
 """Largest gamma of the prediction."""
@@ -57,8 +57,8 @@ def optimum(rows: Sequence[Row]) -> dict[str, Any] | None:
     """
     by_name = {row["system"]: row for row in rows}
     chains = [(gamma, by_name[stack_name(gamma)]) for gamma in chain_gammas(rows) if gamma > 0]
-    plain = cycle_ms(by_name[PLAIN]) if PLAIN in by_name else None
-    timed = [(gamma, ms) for gamma, row in chains if (ms := cycle_ms(row)) is not None]
+    plain = _cycle_ms(by_name[PLAIN]) if PLAIN in by_name else None
+    timed = [(gamma, ms) for gamma, row in chains if (ms := _cycle_ms(row)) is not None]
     alpha = pooled_alpha([row for _, row in chains])
     if plain is None or not timed or alpha is None:
         return None
@@ -85,7 +85,7 @@ def chain_gammas(rows: Sequence[Row]) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def cycle_ms(row: Row) -> float | None:
+def _cycle_ms(row: Row) -> float | None:
     """Return the mean time of a cycle as seen by the client, in milliseconds, without the first cycle."""
     gaps = row["between_tokens"]
     return float(gaps["mean_ms"] * gaps["tokens_per_cycle"]) if gaps else None

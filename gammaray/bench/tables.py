@@ -11,9 +11,6 @@ from rich.table import Table
 from gammaray.bench.rows import Row
 
 __all__ = [
-    "SPEED",
-    "Columns",
-    "figure",
     "latency_table",
     "markdown",
     "plain_table",
@@ -23,12 +20,12 @@ __all__ = [
 
 _TEXT = {"system", "comparison", "figure", "workload", "role"}
 
-Cell = Callable[[Row], str]
-Columns = Mapping[str, Cell]
+_Cell = Callable[[Row], str]
+_Columns = Mapping[str, _Cell]
 """Heading -> function that formats the cell of a row."""
 
 
-def figure(*path: str, digits: int = 2) -> Cell:
+def _figure(*path: str, digits: int = 2) -> _Cell:
     """Return a function that formats the number at `path` in a row; a missing number gives an empty cell."""
 
     def cell(row: Row) -> str:
@@ -44,30 +41,30 @@ def _system(row: Row) -> str:
     return str(row["system"])
 
 
-SPEED: Columns = {
+_SPEED: _Columns = {
     "system": _system,
-    "tok/s": figure("tokens_per_s", "median", digits=1),
-    "x gamma 0": figure("over_plain", "median"),
-    "tok/ cycle": figure("speculation", "tokens_per_cycle"),
-    "alpha": figure("speculation", "alpha"),
-    "accepted": figure("speculation", "acceptance_rate"),
-    "gamma": figure("speculation", "gamma_mean"),
+    "tok/s": _figure("tokens_per_s", "median", digits=1),
+    "x gamma 0": _figure("over_plain", "median"),
+    "tok/ cycle": _figure("speculation", "tokens_per_cycle"),
+    "alpha": _figure("speculation", "alpha"),
+    "accepted": _figure("speculation", "acceptance_rate"),
+    "gamma": _figure("speculation", "gamma_mean"),
 }
-_LATENCY: Columns = {
+_LATENCY: _Columns = {
     "system": _system,
-    "first p50": figure("first_token_ms", "p50", digits=1),
-    "p99": figure("first_token_ms", "p99", digits=1),
-    "gap p50": figure("between_tokens", "p50_ms", digits=1),
-    "p95": figure("between_tokens", "p95_ms", digits=1),
-    "p99 ": figure("between_tokens", "p99_ms", digits=1),
-    "paced p99": figure("between_tokens", "paced", "p99_ms", digits=1),
-    "CV²": figure("between_tokens", "cv2"),
-    "k-1": figure("between_tokens", "expected", "cv2"),
-    "0 gaps": figure("between_tokens", "zero_share"),
+    "first p50": _figure("first_token_ms", "p50", digits=1),
+    "p99": _figure("first_token_ms", "p99", digits=1),
+    "gap p50": _figure("between_tokens", "p50_ms", digits=1),
+    "p95": _figure("between_tokens", "p95_ms", digits=1),
+    "p99 ": _figure("between_tokens", "p99_ms", digits=1),
+    "paced p99": _figure("between_tokens", "paced", "p99_ms", digits=1),
+    "CV²": _figure("between_tokens", "cv2"),
+    "k-1": _figure("between_tokens", "expected", "cv2"),
+    "0 gaps": _figure("between_tokens", "zero_share"),
 }
-_SPLIT: Columns = {
+_SPLIT: _Columns = {
     "system": _system,
-    **{part: figure("speculation", "cycle_ms", part) for part in ("draft", "verify", "other", "total")},
+    **{part: _figure("speculation", "cycle_ms", part) for part in ("draft", "verify", "other", "total")},
 }
 
 
@@ -80,9 +77,9 @@ def plain_table(title: str, columns: Sequence[str]) -> Table:
     return table
 
 
-def speed_table(title: str, rows: Sequence[Row], columns: Columns = SPEED) -> Table:
+def speed_table(title: str, rows: Sequence[Row]) -> Table:
     """Return a table of speed, speedups and speculation metrics."""
-    return _table(title, rows, columns)
+    return _table(title, rows, _SPEED)
 
 
 def latency_table(rows: Sequence[Row]) -> Table:
@@ -97,18 +94,18 @@ def split_table(rows: Sequence[Row]) -> Table:
     return _table("A cycle as the orchestrator sees it, prefill included (mean ms)", speculative, _SPLIT)
 
 
-def markdown(rows: Sequence[Row], columns: Columns = SPEED) -> str:
+def markdown(rows: Sequence[Row]) -> str:
     """Return speed, speedups and speculation metrics as a Markdown table."""
-    lines = [_line(columns), _line(["---"] + ["---:"] * (len(columns) - 1))]
-    return "\n".join([*lines, *(_line([cell(row) for cell in columns.values()]) for row in rows)])
+    lines = [_line(_SPEED), _line(["---"] + ["---:"] * (len(_SPEED) - 1))]
+    return "\n".join([*lines, *(_line([cell(row) for cell in _SPEED.values()]) for row in rows)])
 
 
-def _table(title: str, rows: Sequence[Row], columns: Columns) -> Table:
+def _table(title: str, rows: Sequence[Row], columns: _Columns) -> Table:
     table = plain_table(title, tuple(columns))
     for row in rows:
         table.add_row(*(cell(row) for cell in columns.values()))
     return table
 
 
-def _line(cells: Sequence[str] | Columns) -> str:
+def _line(cells: Sequence[str] | _Columns) -> str:
     return f"| {' | '.join(cells)} |"

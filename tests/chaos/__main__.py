@@ -1,9 +1,15 @@
-"""Chaos on a cluster of its own: `python tests/chaos --minutes 5 --seed 0`, or `make chaos`.
+"""Chaos on clusters of its own: `python tests/chaos --minutes 5 --seed 0 --drafters all`, or `make chaos`.
 
-Starts two orchestrators, two draft and two target workers and a Redis, keeps streams running, kills and stops
-processes and has Redis fail in an order that the seed decides, and compares each stream with what an
-undisturbed cluster said.
-Exits with 1 when a stream was lost, or a token was lost, repeated or changed.
+Starts two orchestrators, two target workers, what drafts for them, and a Redis; keeps streams running, kills
+and stops processes and has Redis fail in an order that the seed decides, and compares each stream with what
+plain decoding said while nothing was disturbed. What drafts is one of these, each with a cluster of its own:
+
+- model: two draft workers. Streams are drafted by the model in chains and trees, by prompt lookup, by suffix
+  trees over the session and over past outputs, by predictions, and by mixtures.
+- vocabulary: two draft workers whose model has another vocabulary than the target. By the model and mixtures.
+- server: a second gammaray, asked over HTTP; its processes are killed, too. By the server and mixtures.
+
+Exits with 1 when a stream was lost, a token was lost, repeated or changed, or a drafter was never used.
 """
 
 from __future__ import annotations
@@ -11,49 +17,71 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[1:1] = [str(TESTS / "e2e"), str(TESTS.parent)]
 
-from chaos_redis import chaos_redis  # noqa: E402
-from cluster_helpers import running_cluster  # noqa: E402
+from chaos_clusters import KINDS, started  # noqa: E402
 from report import figures, table  # noqa: E402
-from run import CLUSTER, Options, run  # noqa: E402
-from victims import ROLES  # noqa: E402
+from run import Options, Outcome, run  # noqa: E402
 
 from gammaray.bench.provenance import write_result  # noqa: E402
 
 
 def main() -> int:
     """Run and print; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python tests/chaos", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=5.0, help="How long strikes go on. Default: 5.")
+    parser = argparse.ArgumentParser(
+        prog="python tests/chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=5.0, help="Of strikes per cluster. Default: 5.")
     parser.add_argument("--seed", type=int, default=0, help="Of the order of strikes. Default: 0.")
-    parser.add_argument("--streams", type=int, default=16, help="Streams at one time. Default: 16.")
+    parser.add_argument(
+        "--drafters", default="model", help=f"all, or some of {', '.join(KINDS)}. Default: model."
+    )
+    parser.add_argument("--streams", type=int, default=18, help="Streams at one time. Default: 18.")
     parser.add_argument("--tokens", type=int, default=400, help="Tokens of each completion. Default: 400.")
-    parser.add_argument("--roles", default=",".join(ROLES), help="Who is struck. Default: all.")
-    parser.add_argument("--json", type=Path, help="Where to write the result.")
+    parser.add_argument("--roles", help="Who is struck. Default: all.")
+    parser.add_argument(
+        "--other-target", help="Target of `vocabulary`. Default: the demo target with fewer merges."
+    )
+    parser.add_argument("--out", type=Path, help="New file for the result.")
     given = parser.parse_args()
-    roles = tuple(given.roles.split(","))
-    if unknown := set(roles) - set(ROLES):
-        parser.error(f"--roles: got {', '.join(sorted(unknown))}, allowed: {', '.join(ROLES)}")
-    options = Options(given.minutes * 60, given.seed, given.streams, given.tokens, roles=roles)
+    if given.out is not None and given.out.exists():
+        parser.error(f"--out: {given.out} exists")
+    names = list(KINDS) if given.drafters == "all" else given.drafters.split(",")
+    if unknown := set(names) - set(KINDS):
+        parser.error(f"--drafters: got {', '.join(sorted(unknown))}, allowed: all, {', '.join(KINDS)}")
+    options = Options(given.minutes * 60, given.seed, given.streams, given.tokens)
+    by_name = {}
+    for name in names:
+        roles = KINDS[name].roles if given.roles is None else tuple(given.roles.split(","))
+        if unknown := set(roles) - set(KINDS[name].roles):
+            wrong, allowed = ", ".join(sorted(unknown)), ", ".join(KINDS[name].roles)
+            parser.error(f"--roles: got {wrong}, allowed with drafters {name}: {allowed}")
+        by_name[name] = replace(options, roles=roles)
+    outcomes = {}
+    for name, own in by_name.items():
+        print(f"drafters: {name}", flush=True)
+        outcomes[name] = _run(name, own, given.other_target)
+        print("", table(outcomes[name]), "", sep="\n", flush=True)
+    if given.out is not None:
+        results = {name: figures(outcome, by_name[name]) for name, outcome in outcomes.items()}
+        write_result("chaos", {"drafters": results}, given.out)
+    return 0 if all(outcome.is_clean for outcome in outcomes.values()) else 1
+
+
+def _run(name: str, options: Options, other_target: str | None) -> Outcome:
     with TemporaryFile("w+") as complaints:  # Ray tells of every death
         try:
-            with chaos_redis() as redis:
-                own = ("--redis-url", redis.server.url)
-                with running_cluster(*CLUSTER, *own, stderr=complaints.fileno()) as cluster:
-                    outcome = asyncio.run(run(cluster, redis, options, lambda line: print(line, flush=True)))
+            with started(name, complaints.fileno(), other_target) as scene:
+                return asyncio.run(run(scene, options, lambda line: print(line, flush=True)))
         except BaseException:
             complaints.seek(0)
             print(complaints.read()[-4000:], file=sys.stderr)
             raise
-    print("", table(outcome), sep="\n")
-    if given.json is not None:
-        write_result("chaos", figures(outcome, options), given.json)
-    return 0 if outcome.is_clean else 1
 
 
 if __name__ == "__main__":

@@ -1,18 +1,33 @@
-"""Endless streams, each with its expected completion."""
+"""Endless streams, each drafted in its own way, with its expected completion."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from chaos_drafters import Way, cycles_by_drafter
+
 from gammaray import AsyncClient, RetryPolicy
 from gammaray.errors import GammarayError, ResourceExhaustedError
 
-__all__ = ["PROMPTS", "Ask", "Load", "Said", "Tally", "asks", "difference", "generate", "reference"]
+__all__ = [
+    "PROMPTS",
+    "Ask",
+    "Load",
+    "Said",
+    "Stream",
+    "Tally",
+    "asks",
+    "difference",
+    "generate",
+    "reference",
+    "streams",
+]
 
 PROMPTS = (
     "def read_lines(path):\n",
@@ -38,15 +53,29 @@ class Ask:
 
 @dataclass(frozen=True)
 class Said:
-    """One completion: token ids and text."""
+    """One completion: token ids and text, and how many cycles each drafter proposed in."""
 
     token_ids: tuple[int, ...]
     text: str
+    cycles: Counter[str] = field(default_factory=Counter, compare=False)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A request that is repeated, and how its tokens are drafted."""
+
+    ask: Ask
+    way: Way
 
 
 def asks(count: int, max_tokens: int) -> list[Ask]:
     """Return asks, every second one greedy and the others sampled at temperature 1 (coupled)."""
     return [Ask(PROMPTS[i % len(PROMPTS)], float(i % 2), 1000 + i, max_tokens) for i in range(count)]
+
+
+def streams(wanted: Sequence[Ask], ways: Sequence[Way]) -> list[Stream]:
+    """Return a stream per ask: each way in turn has a greedy and a sampled one."""
+    return [Stream(ask, ways[i // 2 % len(ways)]) for i, ask in enumerate(wanted)]
 
 
 @dataclass
@@ -59,6 +88,7 @@ class Tally:
         lost: Errors of streams that did not end.
         num_tokens: Tokens received.
         refused: Requests that were rejected before their first token, with a retry delay.
+        cycles: By way to draft, how many cycles of its finished streams each drafter proposed in.
     """
 
     finished: int = 0
@@ -66,6 +96,7 @@ class Tally:
     lost: list[str] = field(default_factory=list)
     num_tokens: int = 0
     refused: int = 0
+    cycles: dict[str, Counter[str]] = field(default_factory=dict)
 
 
 async def generate(
@@ -73,36 +104,40 @@ async def generate(
 ) -> Said:
     """Return one whole completion; add the arrival times of tokens to `arrivals`.
 
-    The options in `how` (gamma, drafter) change no token. A salt of its own keeps a completion from finding
-    its tokens in an earlier one's output, so that the draft workers are needed.
+    The options in `how` (gamma, drafter, prediction) change no token. Unless they name a salt, the completion
+    has one of its own, which keeps it from finding its tokens in an earlier one's output.
     """
     token_ids: list[int] = []
     text: list[str] = []
+    cycles: Counter[str] = Counter()
     options: dict[str, Any] = {"temperature": ask.temperature, "seed": ask.seed, "max_tokens": ask.max_tokens}
     options["cache_salt"] = secrets.token_hex(8)
     arrivals.append(time.monotonic())
-    async for chunk in client.generate(ask.prompt, ignore_eos=True, **options, **how):
+    async for chunk in client.generate(ask.prompt, ignore_eos=True, **{**options, **how}):
         if chunk.tokens:
             arrivals.append(time.monotonic())
         token_ids += (token.token_id for token in chunk.tokens)
         text.append(chunk.text)
         if tally is not None:
             tally.num_tokens += len(chunk.tokens)
-    return Said(tuple(token_ids), "".join(text))
+        if chunk.summary is not None:
+            cycles = cycles_by_drafter(chunk.summary)
+    return Said(tuple(token_ids), "".join(text), cycles)
 
 
 async def reference(address: str, wanted: Sequence[Ask]) -> dict[Ask, Said]:
-    """Return the completions of an undisturbed cluster."""
+    """Return the completions of an undisturbed cluster by plain decoding."""
     async with AsyncClient(address) as client:
-        said = await asyncio.gather(*(generate(client, ask, []) for ask in wanted))
+        said = await asyncio.gather(*(generate(client, ask, [], gamma=0, drafter="none") for ask in wanted))
     return dict(zip(wanted, said, strict=True))
 
 
 class Load:
-    """One stream per ask, restarted when it ends; each is compared with the reference.
+    """Streams that are restarted when they end; each completion is compared with the reference.
 
     Args:
         address: host:port of the gRPC API.
+        wanted: The streams.
         expected: Completion of each ask.
         retry: Retry policy of the clients.
 
@@ -111,17 +146,23 @@ class Load:
         arrivals: By stream, the times of its start and of its tokens.
     """
 
-    def __init__(self, address: str, expected: dict[Ask, Said], retry: RetryPolicy | None = None) -> None:
-        self._address, self._expected, self._retry = address, expected, retry
-        self.tally = Tally()
-        self.arrivals: list[list[float]] = [[] for _ in expected]
+    def __init__(
+        self,
+        address: str,
+        wanted: Sequence[Stream],
+        expected: dict[Ask, Said],
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        self._address, self._wanted, self._expected, self._retry = address, wanted, expected, retry
+        self.tally = Tally(cycles={stream.way.name: Counter() for stream in wanted})
+        self.arrivals: list[list[float]] = [[] for _ in wanted]
         self._is_ending = False
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Start the streams."""
-        streams = zip(self._expected, self.arrivals, strict=True)
-        self._tasks = [asyncio.create_task(self._repeat(*stream)) for stream in streams]
+        pairs = zip(self._wanted, self.arrivals, strict=True)
+        self._tasks = [asyncio.create_task(self._repeat(*pair)) for pair in pairs]
 
     async def end(self, timeout_s: float) -> None:
         """Wait until the streams end; those that do not within `timeout_s` are lost."""
@@ -140,24 +181,27 @@ class Load:
         """Whether every stream received tokens between two times."""
         return all(any(first < time <= last for time in reversed(times)) for times in self.arrivals)
 
-    async def _repeat(self, ask: Ask, arrivals: list[float]) -> None:
+    async def _repeat(self, stream: Stream, arrivals: list[float]) -> None:
+        ask, way, tally = stream.ask, stream.way, self.tally
+        expected = self._expected[ask]
         async with AsyncClient(self._address, retry=self._retry) as client:
             while not self._is_ending:
                 begun = len(arrivals)
                 try:
-                    said = await generate(client, ask, arrivals, self.tally)
+                    said = await generate(client, ask, arrivals, tally, **way.request(expected.token_ids))
                 except GammarayError as error:
                     if isinstance(error, ResourceExhaustedError) and len(arrivals) == begun + 1:
-                        self.tally.refused += 1
+                        tally.refused += 1
                         await asyncio.sleep(error.retry_after_s)
                         continue
-                    self.tally.lost.append(f"{type(error).__name__}: {error}")
+                    tally.lost.append(f"{way.name}: {type(error).__name__}: {error}")
                     await asyncio.sleep(0.5)  # it would fail again at once
                     continue
-                if said == self._expected[ask]:
-                    self.tally.finished += 1
+                tally.cycles[way.name] += said.cycles
+                if said == expected:
+                    tally.finished += 1
                 else:
-                    self.tally.wrong.append(difference(self._expected[ask], said))
+                    tally.wrong.append(f"{way.name}: {difference(expected, said)}")
 
 
 def difference(expected: Said, said: Said) -> str:

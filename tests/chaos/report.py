@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
@@ -40,6 +41,10 @@ def table(outcome: Outcome) -> str:
         f"{tally.finished} streams finished ({tally.num_tokens} tokens), {len(tally.lost)} lost, "
         f"{len(tally.wrong)} with lost, repeated or changed tokens; {tally.refused} requests were refused "
         "before their first token and made again",
+        "",
+        "Cycles of the finished streams by drafter (fallback: the drafter was absent, failed or late):",
+        *(f"{name}: {_counts(cycles)}" for name, cycles in tally.cycles.items()),
+        *(f"unused: {name}" for name in outcome.unused),
         *(f"lost: {error}" for error in tally.lost),
         *(f"wrong: {difference}" for difference in tally.wrong),
     ]
@@ -61,9 +66,15 @@ def figures(outcome: Outcome, options: Options) -> dict[str, Any]:
             "tokens": tally.num_tokens,
             "refused": tally.refused,
         },
+        "cycles": tally.cycles,
+        "unused": outcome.unused,
         "usual_pause_s": outcome.usual_pause_s,
         "recovery": [asdict(row) for row in rows(outcome.events)],
     }
+
+
+def _counts(cycles: Counter[str]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in cycles.items() if count) or "none"
 
 
 def _cells(row: Row) -> tuple[str, ...]:

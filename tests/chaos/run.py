@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import psutil
+from chaos_clusters import Scene
+from chaos_drafters import unused
 from chaos_redis import ChaosRedis
-from cluster_helpers import Cluster
-from load import Load, Tally, asks, reference
+from load import Load, Tally, asks, reference, streams
 from pauses import Event, pause_s, usual_pause_s
 from suspension import suspend_owner
 from victims import ROLES, Action, Blow, Strike, find, plan, strike
@@ -21,7 +22,6 @@ from gammaray import RetryPolicy
 
 __all__ = ["Options", "Outcome", "run"]
 
-CLUSTER = ("--orchestrators", "2", "--draft-workers", "2", "--target-workers", "2", "--deterministic")
 CALM_S = 1.0
 SETTLE_S = 0.3
 """Tokens that were under way when something was struck come within this."""
@@ -61,7 +61,7 @@ class Options:
 
     seconds: float = 300.0
     seed: int = 0
-    streams: int = 16
+    streams: int = 18
     max_tokens: int = 400
     pause_s: tuple[float, float] = (0.1, 1.0)
     stop_s: tuple[float, float] = (0.5, 4.0)
@@ -80,12 +80,14 @@ class Outcome:
         events: The strikes.
         usual_pause_s: `pause_s` at times without a strike.
         seconds: Duration of the strikes.
+        unused: Ways to draft of which a drafter proposed in no cycle.
     """
 
     tally: Tally
     events: list[Event] = field(default_factory=list)
     usual_pause_s: float = 0.0
     seconds: float = 0.0
+    unused: list[str] = field(default_factory=list)
 
     @property
     def num_kills(self) -> int:
@@ -94,16 +96,18 @@ class Outcome:
 
     @property
     def is_clean(self) -> bool:
-        """Whether no stream failed, and none lost, repeated or changed a token."""
-        return not self.tally.lost and not self.tally.wrong and self.tally.finished > 0
+        """Whether no stream failed, none lost, repeated or changed a token, and every drafter was used."""
+        tally = self.tally
+        return not tally.lost and not tally.wrong and not self.unused and tally.finished > 0
 
 
-async def run(cluster: Cluster, redis: ChaosRedis, options: Options, say: Callable[[str], None]) -> Outcome:
-    """Run chaos on a cluster without other clients, and on its Redis."""
-    wanted = asks(options.streams, options.max_tokens)
-    say(f"{len(wanted)} streams of {options.max_tokens} tokens, first undisturbed ...")
+async def run(scene: Scene, options: Options, say: Callable[[str], None]) -> Outcome:
+    """Run chaos on a cluster without other clients, on its Redis and on the server that drafts for it."""
+    cluster, wanted = scene.cluster, asks(options.streams, options.max_tokens)
+    say(f"{len(wanted)} streams of {options.max_tokens} tokens, first plain and undisturbed ...")
     expected = await reference(cluster.grpc, wanted)
-    load = Load(cluster.grpc, expected, RetryPolicy(resume_s=options.resume_s))
+    drafted = streams(wanted, scene.ways)
+    load = Load(cluster.grpc, drafted, expected, RetryPolicy(resume_s=options.resume_s))
     watch = Watch(cluster.grpc)
     watching = asyncio.create_task(watch.run())
     outcome = Outcome(load.tally)
@@ -118,7 +122,7 @@ async def run(cluster: Cluster, redis: ChaosRedis, options: Options, say: Callab
             await asyncio.sleep(blows.after_s)
             if time.monotonic() - start > options.seconds or len(outcome.events) >= options.max_strikes:
                 break
-            event = await _carry_out(cluster, redis, blows, load.tally, watch)
+            event = await _carry_out(scene, blows, load.tally, watch)
             event.is_calm = load.all_moved_between(event.at - CALM_S, event.at)
             outcome.events.append(event)
             await _until_all_move(load, event.at + max(SETTLE_S, event.stop_s), options.move_timeout_s)
@@ -132,14 +136,18 @@ async def run(cluster: Cluster, redis: ChaosRedis, options: Options, say: Callab
         event.pauses_s = tuple(pause_s(times, event.at) for times in load.arrivals)
         back = [watch.back_at(role, event.at) for role in event.killed]
         event.back_at = max((at for at in back if at is not None), default=None) if None not in back else None
+    outcome.unused = unused({stream.way: None for stream in drafted}, load.tally.cycles)
     return outcome
 
 
-async def _carry_out(cluster: Cluster, redis: ChaosRedis, blows: Strike, tally: Tally, watch: Watch) -> Event:
+async def _carry_out(scene: Scene, blows: Strike, tally: Tally, watch: Watch) -> Event:
     """Strike, and wait until stopped processes continue."""
+    cluster, redis = scene.cluster, scene.redis
+    server_pid = 0 if scene.server is None else scene.server.launcher.pid
 
     def look() -> list[list[psutil.Process]]:
-        return [find(blow.role, cluster.launcher.pid, redis.server.pid) for blow in blows.blows]
+        pids = (cluster.launcher.pid, redis.server.pid, server_pid)
+        return [find(blow.role, *pids) for blow in blows.blows]
 
     (first, *_) = blows.blows
     found = await asyncio.to_thread(look)

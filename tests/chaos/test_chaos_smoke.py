@@ -1,4 +1,4 @@
-"""A minute of chaos: every role is killed and no token is lost; the harness detects losses."""
+"""Short chaos: every role is killed under every drafter and no token changes; the harness detects losses."""
 
 from __future__ import annotations
 
@@ -7,26 +7,50 @@ import itertools
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from transformers import AutoTokenizer
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "e2e"))
 
+from chaos_clusters import KINDS, started
+from chaos_drafters import PAIR, SERVER, VOCABULARY, unused
 from chaos_redis import chaos_redis
-from cluster_helpers import running_cluster
-from load import Said, difference
+from load import Said, Tally, asks, difference, streams
+from other_vocabulary import with_fewer_merges
 from pauses import Event, pause_s, rows
-from run import CLUSTER, Options, run
+from run import Options, Outcome, run
 from victims import EVERYWHERE, ROLES, SPECIAL, Action, plan
 
+from gammaray.demo_pair import resolve_model
 from gammaray.deploy.redis_connection import reply_code
 
 SEED = 12
 """Whose first eight strikes kill every role and have Redis demoted, full, busy and loading."""
+
+VOCABULARY_SEED = 23
+"""Whose first two strikes kill a draft worker and a target worker, if these are the only roles."""
+
+
+def chaos(name: str, options: Options, tmp_path: Path) -> Outcome:
+    """Run chaos on a cluster of a kind; its complaints are printed if that fails."""
+    with open(tmp_path / "complaints", "w") as complaints:  # Ray tells of every death
+        try:
+            with started(name, complaints.fileno()) as scene:
+                outcome = asyncio.run(run(scene, options, print))
+        except BaseException:
+            print((tmp_path / "complaints").read_text()[-4000:])
+            raise
+    assert outcome.tally.lost == []
+    assert outcome.tally.wrong == []
+    assert outcome.tally.finished >= options.streams
+    assert outcome.unused == []
+    return outcome
 
 
 @pytest.mark.e2e
@@ -36,26 +60,78 @@ def test_chaos_loses_repeats_and_changes_no_token(tmp_path):
     options = Options(
         seconds=600,
         seed=SEED,
-        streams=6,
-        max_tokens=160,
+        streams=2 * len(PAIR),
+        max_tokens=80,
         stop_s=(0.5, 2.0),
         max_strikes=8,
         move_timeout_s=60.0,
         resume_s=240.0,
     )
-    with open(tmp_path / "complaints", "w") as complaints:  # Ray tells of every death
-        try:
-            with chaos_redis() as redis:
-                own = ("--redis-url", redis.server.url)
-                with running_cluster(*CLUSTER, *own, stderr=complaints.fileno()) as cluster:
-                    outcome = asyncio.run(run(cluster, redis, options, print))
-        except BaseException:
-            print((tmp_path / "complaints").read_text()[-4000:])
-            raise
-    assert outcome.tally.lost == []
-    assert outcome.tally.wrong == []
-    assert outcome.tally.finished >= options.streams
+    outcome = chaos("model", options, tmp_path)
     assert {role for event in outcome.events for role in event.killed} == set(ROLES)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(600)
+def test_chaos_with_a_draft_of_another_vocabulary_changes_no_token(tmp_path):
+    roles = ("draft", "target")
+    options = Options(
+        seconds=300,
+        seed=VOCABULARY_SEED,
+        streams=2 * len(VOCABULARY),
+        max_tokens=80,
+        stop_s=(0.5, 1.0),
+        max_strikes=2,
+        roles=roles,
+        move_timeout_s=60.0,
+        resume_s=240.0,
+    )
+    outcome = chaos("vocabulary", options, tmp_path)
+    assert [event.killed for event in outcome.events] == [("draft",), ("target",)]
+
+
+def test_every_way_to_draft_has_a_greedy_and_a_sampled_stream():
+    for kind in KINDS.values():
+        made = streams(asks(Options.streams, 8), kind.ways)
+        found = {(stream.way.name, stream.ask.temperature) for stream in made}
+        assert found == {(way.name, temperature) for way in kind.ways for temperature in (0.0, 1.0)}
+    assert {drafter for way in (*PAIR, *SERVER) for drafter in way.drafters} == {
+        *("model", "server", "ngram", "suffix", "prediction")
+    }
+
+
+def test_prediction_lacks_tokens_and_salts_of_ways_without_past_outputs_differ():
+    by_name = {way.name: way for way in PAIR}
+    expected = list(range(100))
+    prediction = by_name["prediction"].request(expected)["prediction"]
+    assert set(prediction) < set(expected)
+    assert len(prediction) > 90
+    salts = [way.request(expected)["cache_salt"] for way in PAIR for _ in range(2)]
+    kept = [way for way in PAIR if way.keeps_outputs]
+    assert len(set(salts)) == len(salts) - len(kept)
+
+
+def test_drafter_that_never_proposed_is_reported():
+    cycles = {way.name: Counter(way.drafters) for way in PAIR}
+    assert unused(PAIR, cycles) == []
+    cycles["model + prediction"]["prediction"] = 0
+    assert unused(PAIR, cycles) == ["model + prediction: prediction proposed in no cycle"]
+    assert not Outcome(Tally(finished=1), unused=["x"]).is_clean
+    assert Outcome(Tally(finished=1)).is_clean
+
+
+def test_model_with_fewer_merges_has_another_vocabulary_for_the_same_text(tmp_path):
+    source = Path(resolve_model("demo", "target"))
+    before = AutoTokenizer.from_pretrained(source)
+    after = AutoTokenizer.from_pretrained(with_fewer_merges(source, tmp_path / "other"))
+    text = "def replace_all(target, full):\n    return eventually(target)  # ünïcödé\n"
+    assert after.decode(after(text)["input_ids"]) == text
+    assert len(after(text)["input_ids"]) > len(before(text)["input_ids"])
+    shared = before.get_vocab().keys() & after.get_vocab().keys()
+    assert len(shared) == len(after.get_vocab()) < len(before.get_vocab())
+    moved = sum(before.get_vocab()[token] != after.get_vocab()[token] for token in shared)
+    assert moved > 0.9 * len(shared)
+    assert after.eos_token_id == before.eos_token_id
 
 
 def test_chaos_plan_depends_on_the_seed_only_and_covers_all_roles():

@@ -1,4 +1,4 @@
-"""The best gamma from result rows: costs read off, prediction, bounds, memory."""
+"""The best gamma from result rows: costs read off, prediction, memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.bounds import bounds
 from benchmarks.memory import memory_overhead, model_memory
 from gammaray.bench.optimum import Costs, optimum
 from gammaray.maths.theory import expected_tokens, optimal_gamma, speedup
@@ -64,21 +63,6 @@ def test_optimum_without_gamma_zero_or_a_chain_is_none(gammas: tuple[int, ...]) 
 def test_costs_of_one_gamma_are_all_draft_cost() -> None:
     costs = Costs.fit(10.0, [(4, 14.0)])
     assert (costs.draft_cost, costs.latency) == (pytest.approx(0.1), 0.0)
-
-
-def test_bounds_compare_the_cycle_with_both_forwards_and_with_the_longer_one() -> None:
-    costs = [
-        {"gamma": "0", "draft_ms": 0.0, "verify_ms": 8.0},
-        {"gamma": "4", "draft_ms": 4.0, "verify_ms": 9.0},
-        {"gamma": "6", "draft_ms": 6.0, "verify_ms": 9.0},
-    ]
-    plain, four = bounds([row(0), row(4)], costs)
-    assert (plain["rho"], plain["overlapped_share"]) == (None, pytest.approx(0.8))
-    assert four["system"] == "gammaray-4"
-    assert four["rho"] == pytest.approx(4 / 4 / 8)
-    assert four["sequential_share"] == pytest.approx(13 / 14.5)
-    assert four["overlapped_share"] == pytest.approx(9 / 14.5)
-    assert four["speedup_overlapped"] == pytest.approx(expected_tokens(ALPHA, 4) * 8 / 9)
 
 
 def test_model_memory_counts_tied_weights_once() -> None:

@@ -1,0 +1,93 @@
+"""The clusters of chaos runs, by what drafts: draft workers, of another vocabulary, or a second gammaray."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
+
+from chaos_drafters import PAIR, SERVER, VOCABULARY, Way
+from chaos_redis import ChaosRedis, chaos_redis
+from cluster_helpers import Cluster, running_cluster
+from other_vocabulary import with_fewer_merges
+from victims import ROLES
+
+from gammaray.demo_pair import resolve_model
+
+__all__ = ["KINDS", "Kind", "Scene", "started"]
+
+SERVER_TTL_S = 10
+"""Of the sessions of the second gammaray, which stores every proposal as one."""
+
+PLAIN = ("--orchestrators", "2", "--target-workers", "2", "--deterministic")
+WITH_DRAFTS = (*PLAIN, "--draft-workers", "2")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of cluster.
+
+    Args:
+        ways: Ways to draft on it.
+        roles: Roles of its processes.
+    """
+
+    ways: tuple[Way, ...]
+    roles: tuple[str, ...] = ROLES
+
+
+KINDS = {
+    "model": Kind(PAIR),
+    "vocabulary": Kind(VOCABULARY),
+    "server": Kind(SERVER, ("server", *ROLES[1:])),
+}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A running cluster and what belongs to it.
+
+    Args:
+        cluster: The cluster.
+        redis: Its Redis.
+        ways: Ways to draft on it.
+        server: The second gammaray, which drafts over HTTP, if any.
+    """
+
+    cluster: Cluster
+    redis: ChaosRedis
+    ways: tuple[Way, ...]
+    server: Cluster | None = None
+
+
+@contextmanager
+def started(name: str, stderr: int | None = None, other_target: str | None = None) -> Iterator[Scene]:
+    """Run a cluster of two orchestrators, two target workers and what drafts.
+
+    Args:
+        name: One of `KINDS`.
+        stderr: Where the standard error of its processes goes.
+        other_target: Target of the kind "vocabulary"; None: the demo target with other tokens.
+    """
+    with ExitStack() as stack:
+        redis = stack.enter_context(chaos_redis())
+        options = ["--redis-url", redis.server.url]
+        server = None
+        if name == "server":
+            small = ("--target", resolve_model("demo", "draft"), "--draft-workers", "0")
+            with mock.patch.dict(os.environ, {"GAMMARAY_SESSION_TTL_S": str(SERVER_TTL_S)}):
+                server = stack.enter_context(running_cluster(*small, stderr=stderr))
+            options += [*PLAIN, "--draft", f"openai:{server.http}"]
+        elif name == "vocabulary":
+            if other_target is None:
+                folder = Path(stack.enter_context(TemporaryDirectory()), "target")
+                other_target = str(with_fewer_merges(Path(resolve_model("demo", "target")), folder))
+            options += [*WITH_DRAFTS, "--target", other_target, "--draft", "demo"]
+        else:
+            options += WITH_DRAFTS
+        cluster = stack.enter_context(running_cluster(*options, stderr=stderr))
+        yield Scene(cluster, redis, KINDS[name].ways, server)
