@@ -365,6 +365,11 @@ class OrchestratorSettings(_ServingSettings):
     )
     draft_key_file: str = Field("", description=_DRAFT_KEY_FILE)
     draft_ca_file: str = Field("", description=_DRAFT_CA_FILE)
+    vocabulary_mapping: Literal["auto", "tokens", "text"] = Field(
+        "auto",
+        description="What is exchanged with the server that drafts: token ids of the target's vocabulary, a "
+        "server of another one being refused, or text; auto is token ids where the vocabularies are equal.",
+    )
     max_gamma: int = Field(
         8, ge=0, le=64, description="Upper bound of an adaptive gamma; 0: nothing is proposed."
     )

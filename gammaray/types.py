@@ -249,6 +249,9 @@ class GenerationRequest:
         prediction: What the completion is expected to resemble, text or token ids; empty for none. It is
             proposed where the completion follows it, and affects speed only. At most 65,536 characters or
             token ids.
+        store: Whether the session is stored. A completion that is not stored has no session: it cannot be
+            resumed, continued, listed, cancelled or traced. Only without `session_id`, `turn`, `resume_from`
+            and `keep_cache_s`.
     """
 
     prompt: str | tuple[int, ...]
@@ -269,6 +272,7 @@ class GenerationRequest:
     cache_salt: str = ""
     num_prompt_logprobs: int | None = None
     prediction: str | tuple[int, ...] = ""
+    store: bool = True
 
     def validate(self) -> None:
         """Check all fields as far as possible without the model.
@@ -325,8 +329,22 @@ class GenerationRequest:
         check_encodable("model", self.model)
         if self.resume_from is not None:
             check_int("resume_from", self.resume_from, 0, 2**31 - 1)
+        if not self.store:
+            self._check_unstored()
         if not self.session_id and (self.turn > 0 or self.resume_from is not None):
             raise InvalidArgumentError("session_id", "no name", "the name of the session to continue")
+
+    def _check_unstored(self) -> None:
+        given = {
+            "session_id": bool(self.session_id),
+            "turn": self.turn > 0,
+            "resume_from": self.resume_from is not None,
+            "keep_cache_s": self.keep_cache_s > 0,
+        }
+        for name, is_given in given.items():
+            if is_given:
+                allowed = f"true with {name}: what is not stored is no session to name or resume"
+                raise InvalidArgumentError("store", "false", allowed)
 
 
 def check_prompt_logprobs(num_top: int, num_tokens: int) -> None:

@@ -44,6 +44,7 @@ from orchestrator.storage.keys import StoreBounds
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.storage.session_store import RedisStore
 from orchestrator.storage.trace_store import RedisTraceStore
+from orchestrator.storage.unstored import UnstoredSessions
 from orchestrator.telemetry.cycle_log import CycleLog
 from orchestrator.telemetry.metrics import OrchestratorMeter
 from orchestrator.telemetry.tracing import RequestSpan, Tracing
@@ -75,6 +76,7 @@ class Orchestrator:
         vocab_size: Number of token ids.
         tokenizer: The target model's tokenizer.
         store: The sessions in Redis.
+        unstored: Takes the place of `store` for completions that are not stored.
         admission: Running and waiting requests.
         fleet: The draft and target workers.
         leases: Renewal and reaping of session leases.
@@ -91,6 +93,7 @@ class Orchestrator:
         self._settings, self._redis, self.tokenizer = settings, redis, tokenizer
         bounds = StoreBounds(redis, settings.max_stored_mb * 2**20, settings.max_tenant_stored_share)
         self.store = RedisStore(redis, settings.session_ttl_s, bounds=bounds)
+        self.unstored = UnstoredSessions()
         self.admission = Admission(
             settings.max_concurrent_requests,
             settings.max_waiting_requests,
@@ -177,7 +180,9 @@ class Orchestrator:
             span = await stack.enter_async_context(self.tracing.request(request, caller))
 
             def deliver(chunk: Chunk) -> Chunk:
-                chunk = replace(chunk, session_id=caller.public(chunk.session_id)) if caller.tenant else chunk
+                if caller.tenant or not request.store:
+                    name = caller.public(chunk.session_id) if request.store else ""
+                    chunk = replace(chunk, session_id=name)
                 meter.deliver(chunk)
                 span.deliver(chunk)
                 return chunk
@@ -196,7 +201,8 @@ class Orchestrator:
             opened = await self._opener.open(request, self.max_context, caller)
             session, progress = opened.session, self._progress(opened)
             session.deadline = caller.deadline
-            stack.enter_context(self._owning(opened, progress))
+            if request.store:
+                stack.enter_context(self._owning(opened, progress))
             async with contextlib.aclosing(opened.replay(progress)) as missed:
                 async for chunk in missed:
                     yield deliver(chunk)
@@ -236,7 +242,8 @@ class Orchestrator:
         verifier = RemoteVerifier(
             self.fleet.targets, spec, timeout_s=settings.verify_timeout_s, wait_s=settings.worker_wait_s
         )
-        cycle_log = self.tracing.cycle_log(session, span, self._in_background)
+        is_stored = opened.request.store
+        cycle_log = self.tracing.cycle_log(session, span, self._in_background, is_stored=is_stored)
         return _RunningTurn(self, opened, progress, drafter, controller, verifier, cycle_log)
 
     def encode(self, text: str) -> list[int]:
@@ -289,7 +296,8 @@ class Orchestrator:
         if not settings.draft_server:
             return None
         url = DraftServerUrl.parse(settings.draft_server)
-        return DraftServer(url, self.tokenizer, settings.draft_key_file, settings.draft_ca_file)
+        files = settings.draft_key_file, settings.draft_ca_file
+        return DraftServer(url, self.tokenizer, settings.vocabulary_mapping, *files)
 
     async def _check_model(self, session_id: str, identity: str, left_s: float) -> None:
         if identity:
@@ -348,6 +356,9 @@ class _RunningTurn:
         cycle_log: CycleLog,
     ) -> None:
         self._service, self._session, self._request = service, opened.session, opened.request
+        self._store: RedisStore | UnstoredSessions = (
+            service.store if opened.request.store else service.unstored
+        )
         self._progress, self._cycle_log = progress, cycle_log
         self._drafter, self._controller, self._verifier = drafter, controller, verifier
         self._error: BaseException | None = None
@@ -359,12 +370,11 @@ class _RunningTurn:
 
     def run_cycles(self) -> AsyncGenerator[Cycle, None]:
         """Return the iterator of the turn's cycles."""
-        store = self._service.store
         return run_cycles(
             self._session,
             self._drafter,
-            FencedVerifier(self._verifier, store.renew),
-            store,
+            FencedVerifier(self._verifier, self._store.renew),
+            self._store,
             self._controller,
             self._cycle_log.observe,
         )
@@ -376,7 +386,8 @@ class _RunningTurn:
         self._service.meter.cycle(cycle, plain_cycle_s)
         if cycle.finish_reason is not None:
             self._end_caches()
-            self._service.corpus.add(self._session)
+            if self._request.store:
+                self._service.corpus.add(self._session)
         chunk = self._progress.chunk(cycle, plain_cycle_s)
         if self._progress.counters.cycles % HANDOVER_PERIOD == 1:
             self._session.state = self._handover()

@@ -42,6 +42,7 @@ class GenerateOptions(SamplingOptions, total=False):
         prompt_logprobs: The same for the tokens of the prompt.
         verification, drafter: The enum member or its value.
         prediction: What the completion is expected to resemble, text or token ids; it affects speed only.
+        store: False stores no session; the completion then cannot be resumed when its call breaks.
     """
 
     max_tokens: int
@@ -58,6 +59,7 @@ class GenerateOptions(SamplingOptions, total=False):
     keep_cache_s: float
     cache_salt: str
     prediction: str | Sequence[int]
+    store: bool
     model: str
 
 
@@ -141,6 +143,7 @@ _CONVERTERS: dict[str, Any] = {
     "stop_token_ids": TokenIds(max_ids=MAX_STOP_TOKEN_IDS).copied,
     "gamma": _gamma,
     "ignore_eos": _flag,
+    "store": _flag,
     "session_id": _text,
     "model": _text,
     "cache_salt": _text,

@@ -1,7 +1,8 @@
 """Resumption of streams: a completion continues after its last token when its call breaks.
 
 The server stores tokens under the session id before it sends them. A call that ends before the completion is
-therefore repeated from the next token; the orchestrator that receives it takes over the session.
+therefore repeated from the next token; the orchestrator that receives it takes over the session. A completion
+that is not stored is repeated only while it has no token.
 """
 
 from __future__ import annotations
@@ -45,13 +46,16 @@ async def stream_completion(
 
     Args:
         transport: Makes the calls.
-        request: What to generate, or which session to resume from where. Gets a session id if it has none.
+        request: What to generate, or which session to resume from where. Gets a session id if it has none
+            and is stored.
         timeout_s: Deadline of the whole completion, in seconds; None: the transport's.
 
     Raises:
+        UnavailableError: The call of a completion that is not stored broke after its first token.
         GammarayError: A permanent failure, or one that outlasted the retries; see `RetryPolicy`.
     """
-    request = replace(request, session_id=request.session_id or uuid.uuid4().hex)
+    if request.store:
+        request = replace(request, session_id=request.session_id or uuid.uuid4().hex)
     patience = _Patience(transport, transport.deadline(timeout_s))
     offset = request.resume_from or 0
     while True:
@@ -76,8 +80,12 @@ async def stream_completion(
             if num_cancellations() > asked_to_end:
                 raise asyncio.CancelledError from error
             pause_s = patience.pause_s(error)
+            if not request.store and offset > 0:
+                lost = f"the stream broke after {offset} tokens; it is not stored and cannot be resumed"
+                raise UnavailableError(f"{lost}: {error}") from error
         await asyncio.sleep(pause_s)
-        request = replace(request, resume_from=offset)
+        if request.store:
+            request = replace(request, resume_from=offset)
 
 
 class _BrokenServerError(InternalError):

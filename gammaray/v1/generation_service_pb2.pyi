@@ -115,6 +115,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model; empty means the served model."""
     text: _builtins.str
@@ -151,6 +152,11 @@ class GenerateRequest(_message.Message):
     """Return log-probabilities of the prompt's tokens, and of this many most likely ones at each position; cached
     prefixes are then not used. Absent: none. Range [0, 20]; (this + 1) x the prompt's tokens is at most
     2^20.
+    """
+    store: _builtins.bool
+    """Whether the session is stored. A completion that is not stored has no session: it cannot be resumed, continued,
+    listed, cancelled or traced, `session_id` of its pieces is empty, and `session_id`, `turn`, `resume_from` and
+    `keep_cache_s` must be absent. Default true.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -200,10 +206,11 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         num_prompt_logprobs: _builtins.int | None = ...,
         prediction: Global___Prediction | None = ...,
+        store: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_resume_from", b"_resume_from", "gamma", b"gamma", "max_tokens", b"max_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "prediction", b"prediction", "prompt", b"prompt", "resume_from", b"resume_from", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_resume_from", b"_resume_from", "_store", b"_store", "gamma", b"gamma", "max_tokens", b"max_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "prediction", b"prediction", "prompt", b"prompt", "resume_from", b"resume_from", "sampling", b"sampling", "store", b"store", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_resume_from", b"_resume_from", "cache_salt", b"cache_salt", "drafter", b"drafter", "gamma", b"gamma", "ignore_eos", b"ignore_eos", "keep_cache_s", b"keep_cache_s", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "prediction", b"prediction", "prompt", b"prompt", "resume_from", b"resume_from", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids", "turn", b"turn", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_resume_from", b"_resume_from", "_store", b"_store", "cache_salt", b"cache_salt", "drafter", b"drafter", "gamma", b"gamma", "ignore_eos", b"ignore_eos", "keep_cache_s", b"keep_cache_s", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "prediction", b"prediction", "prompt", b"prompt", "resume_from", b"resume_from", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "store", b"store", "text", b"text", "token_ids", b"token_ids", "turn", b"turn", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
@@ -213,6 +220,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__num_top_logprobs: _TypeAlias = _typing.Literal["_num_top_logprobs", b"_num_top_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__resume_from: _TypeAlias = _typing.Literal["resume_from"]  # noqa: Y015
     _WhichOneofArgType__resume_from: _TypeAlias = _typing.Literal["_resume_from", b"_resume_from"]  # noqa: Y015
+    _WhichOneofReturnType__store: _TypeAlias = _typing.Literal["store"]  # noqa: Y015
+    _WhichOneofArgType__store: _TypeAlias = _typing.Literal["_store", b"_store"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
@@ -223,6 +232,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_top_logprobs) -> _WhichOneofReturnType__num_top_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__resume_from) -> _WhichOneofReturnType__resume_from | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__store) -> _WhichOneofReturnType__store | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
@@ -300,7 +311,7 @@ class GenerateResponse(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
-    """The session."""
+    """The session; empty if it is not stored."""
     text: _builtins.str
     """Text of complete UTF-8 characters; held back while it could be the start of a stop string."""
     finish_reason: _types_pb2.FinishReason.ValueType

@@ -122,6 +122,7 @@ def request_to_proto(request: t.GenerationRequest) -> gen.GenerateRequest:
         keep_cache_s=request.keep_cache_s,
         cache_salt=request.cache_salt,
         num_prompt_logprobs=request.num_prompt_logprobs,
+        store=None if request.store else False,
     )
     if request.gamma.fixed is None:
         message.gamma.adaptive = True
@@ -173,6 +174,7 @@ def request_from_proto(message: gen.GenerateRequest) -> t.GenerationRequest:
         cache_salt=message.cache_salt,
         num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
         prediction=prediction,
+        store=message.store if message.HasField("store") else True,
     )
     request.validate()
     return request

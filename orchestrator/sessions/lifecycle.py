@@ -244,6 +244,8 @@ class SessionManager:
             ModelChangedError: Its tokens come from a target model that is not served any more.
             UnavailableError: Redis cannot be reached.
         """
+        if not request.store:
+            return OpenSession(await open_session(request, self._tokenizer, max_context, caller), request)
         if request.turn == 0 and request.resume_from is None:
             return await self._begin(request, max_context, caller)
         name = caller.qualify(request.session_id)

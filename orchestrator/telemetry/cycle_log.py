@@ -1,7 +1,7 @@
 """Log of a session's cycles: each cycle only adds references, a background task writes the records later.
 
-Every session has a cycle log. Its records go to the store, where `gammaray trace` finds them, and become the
-spans of its cycles when the session is sampled.
+Every session has a cycle log. The records of a stored session go to the store, where `gammaray trace` finds
+them. They become the spans of its cycles when the session is sampled.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class CycleLog:
 
     Args:
         session: The session.
-        store: Destination of the records.
+        store: Destination of the records; None for a session that is not stored.
         in_background: Runs a coroutine to completion, concurrently with the cycles.
         trace: Trace of the spans; None when the session is not sampled.
     """
@@ -82,7 +82,7 @@ class CycleLog:
     def __init__(
         self,
         session: Session,
-        store: RecordStore,
+        store: RecordStore | None,
         in_background: Callable[[Coroutine[Any, Any, None]], None],
         trace: SessionTrace | None = None,
     ) -> None:
@@ -150,7 +150,7 @@ class CycleLog:
 
     def _flush(self, count: int) -> None:
         entries, self._entries = self._entries[:count], self._entries[count:]
-        if entries:
+        if entries and (self._store is not None or self._trace is not None):
             self._in_background(self._write(entries))
 
     async def _write(self, entries: Sequence[_Entry]) -> None:
@@ -167,7 +167,7 @@ class CycleLog:
                 trace.put(CycleBundle(trace, entry.index, record, stored_ns=stored_ns))
             if number % _SLICE == 0:
                 await asyncio.sleep(0)
-        if answer.cycles:
+        if answer.cycles and self._store is not None:
             try:
                 await self._store.append(session.session_id, session.epoch, answer.SerializeToString())
             except GammarayError as error:

@@ -99,6 +99,8 @@ class Tracing:
         session: Session,
         span: RequestSpan,
         in_background: Callable[[Coroutine[Any, Any, None]], None],
+        *,
+        is_stored: bool = True,
     ) -> CycleLog:
         """Open the cycle log of a session.
 
@@ -106,12 +108,15 @@ class Tracing:
             session: The session, whose calls are logged.
             span: Span of the generation.
             in_background: Runs a coroutine to completion, concurrently with the cycles.
+            is_stored: Whether the session is stored; else the log has spans only.
         """
         trace = span.trace
         if trace is not None:
             trace.bind(session)
-            in_background(self._link(trace, session))
-        session.calls = cycle_log = CycleLog(session, self._store, in_background, trace)
+            if is_stored:
+                in_background(self._link(trace, session))
+        store = self._store if is_stored else None
+        session.calls = cycle_log = CycleLog(session, store, in_background, trace)
         return cycle_log
 
     async def shutdown(self) -> None:

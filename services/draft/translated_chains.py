@@ -228,15 +228,17 @@ class TextChain:
         self._text += translation.draft.spellings[token_id]
         self._ends.append(len(self._text))
         self._shares.append(share)
-        self._found, depth = translation.continuation(self._session.tokens, self._text), self._shape.depth
+        depth = self._shape.depth
+        self._found = translation.target.continuation(self._session.tokens, self._text)
         is_late = len(self._ends) >= FORWARDS_PER_TOKEN * (depth + 1)
-        return None if is_late or translation.num_stable(self._found) >= depth else token_id
+        return None if is_late or translation.target.num_stable(self._found) >= depth else token_id
 
     def finish(self) -> tuple[Proposal, list[float]]:
         """Return the proposal, and the draft's confidence in each token."""
         translation, spec = self._translation, self._session.spec
+        stable = translation.target.num_stable(self._found)
         # More text may change the last word, but a guess of one token costs little.
-        token_ids = self._found if self._is_ended else self._found[: translation.num_stable(self._found) or 1]
+        token_ids = self._found if self._is_ended else self._found[: stable or 1]
         spelled = [len(translation.target.bytes_of([token_id])) for token_id in token_ids]
         reached = [self._reached_at(start) for start in accumulate(spelled, initial=0)]
         confidences = [after / before for before, after in pairwise(reached)]

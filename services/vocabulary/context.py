@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from services.vocabulary.spelling import Vocabulary
+from gammaray.vocabulary import Vocabulary
 
 __all__ = ["ContextTranslation"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.vocabulary.spelling import Vocabulary
+from gammaray.vocabulary import Vocabulary
 
 __all__ = ["Intersection"]
 

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
+from transformers import AutoTokenizer
+
 from gammaray.errors import GammarayError, InvalidArgumentError
-from gammaray.gguf import is_gguf, read_header
+from gammaray.gguf import check_packages, is_gguf, pretrained_arguments, read_header
 from gammaray.types import VerificationMethod
+from gammaray.vocabulary import Vocabulary
 from services.engine.core.model import load_config
 from services.vocabulary.context import ContextTranslation
 from services.vocabulary.intersection import Intersection
-from services.vocabulary.spelling import Vocabulary, incomplete_tail, load_vocabulary
 
-__all__ = ["MappingMethod", "Translation", "load_translation", "target_size"]
+__all__ = ["MappingMethod", "Translation", "load_translation", "load_vocabulary", "target_size"]
 
 MappingMethod = Literal["auto", "tokens", "text"]
 """How draft tokens become target tokens: one by one, where both have a token with the same bytes ("tokens",
 TLI), or by their text, which the target's tokenizer tokenises ("text", SLEM)."""
-
-MAX_WINDOW = 8
-"""Committed tokens before a continuation that are tokenised with it, at most: those of its first word."""
 
 
 class Translation:
@@ -72,53 +70,6 @@ class Translation:
         is_shared = temperature > 0 and method is VerificationMethod.COUPLED
         return self.method == "text" or (self.method == "auto" and not is_shared)
 
-    def continuation(self, committed: Sequence[int], added: bytes) -> list[int]:
-        """Return the target's tokens for bytes that follow committed tokens.
-
-        Args:
-            committed: The last committed tokens.
-            added: Bytes after them; an incomplete character at the end is left out.
-
-        Returns:
-            The tokens; more text may change those of the last word.
-        """
-        added = added[: len(added) - incomplete_tail(added)]
-        window = self._window(committed)
-        token_ids = self.target.encode(self.target.bytes_of(window) + added)
-        if token_ids[: len(window)] == window:
-            return token_ids[len(window) :]
-        return self.target.encode(added)  # the committed tokens stay, whatever the tokenizer would make now
-
-    def num_stable(self, token_ids: Sequence[int]) -> int:
-        """Return how many tokens of a continuation are before its last word: more text keeps them."""
-        for index in range(len(token_ids) - 1, 0, -1):
-            before = _kind(self.target.spellings[token_ids[index - 1]][-1:])
-            # A space belongs to the word after it.
-            if before not in ("space", _kind(self.target.spellings[token_ids[index]][:1])):
-                return index
-        return 0
-
-    def _window(self, committed: Sequence[int]) -> list[int]:
-        """Return the committed tokens of the last word."""
-        spellings = self.target.spellings
-        for count in range(1, min(len(committed), MAX_WINDOW) + 1):
-            token_id = committed[-count]
-            spelling = spellings[token_id] if token_id < len(spellings) else b""
-            if not spelling:
-                return list(committed[len(committed) - count + 1 :])
-            if spelling[:1].isspace():
-                return list(committed[-count:])
-        return list(committed[-MAX_WINDOW:])
-
-
-def _kind(byte: bytes) -> str:
-    """Return the kind of a character, by which tokenizers split text into words, from one of its bytes."""
-    if byte.isspace():
-        return "space"
-    if byte.isdigit():
-        return "digit"
-    return "letter" if byte.isalpha() or not byte.isascii() else "other"
-
 
 def load_translation(draft: str, draft_size: int, target: str, method: MappingMethod) -> Translation:
     """Load the tokenizers of a pair.
@@ -136,6 +87,28 @@ def load_translation(draft: str, draft_size: int, target: str, method: MappingMe
     draft_vocabulary = load_vocabulary(draft, "model")
     size = target_size(target) or len(target_vocabulary)
     return Translation(draft_vocabulary, target_vocabulary, draft_size, size, method)
+
+
+def load_vocabulary(model: str, field: str) -> Vocabulary:
+    """Load the vocabulary of a model's tokenizer.
+
+    Args:
+        model: Directory, hub name or GGUF file.
+        field: Name of the setting, for errors.
+
+    Raises:
+        InvalidArgumentError: The tokenizer does not load, or the bytes of its tokens are not known.
+    """
+    if is_gguf(model):
+        read_header(model, field)
+        check_packages(model, field)
+    try:
+        with pretrained_arguments(model) as (source, arguments):
+            return Vocabulary(AutoTokenizer.from_pretrained(source, **arguments))
+    except Exception as error:  # transformers and tokenizers raise different errors for broken files
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        allowed = "a directory, hub name or GGUF file with a byte-level or SentencePiece tokenizer"
+        raise InvalidArgumentError(field, f"{model!r} ({reason})", allowed) from error
 
 
 def target_size(path: str) -> int:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Event", "Row", "pause_s", "rows", "usual_pause_s"]
+__all__ = ["SETTLE_S", "Event", "Row", "pause_s", "rows", "usual_pause_s"]
 
 WINDOW_S = 0.5
 """A pause that begins this long after a strike is still its doing."""
+
+SETTLE_S = 0.3
+"""Tokens that were under way when something was struck come within this."""
 
 
 @dataclass
@@ -64,14 +68,22 @@ class Row:
     stop_median_s: float
 
 
-def pause_s(arrivals: Sequence[float], at: float) -> float:
+def pause_s(arrivals: Sequence[float], at: float, following: float = math.inf) -> float:
     """Return how long a stream paused because of an event at a time.
 
     This is its longest gap between tokens that overlaps the half second after the event, from the event on.
+
+    Args:
+        arrivals: Times of the stream's tokens.
+        at: Time of the event.
+        following: Time of the next event. A stream that received tokens before it, other than those that were
+            under way, had recovered: what it waits from then on is due to the next event.
     """
     first = max(0, bisect.bisect_right(arrivals, at) - 1)
     last = bisect.bisect_right(arrivals, at + WINDOW_S)
-    times = [max(at, time) for time in arrivals[first : last + 1]]
+    has_recovered = bisect.bisect_right(arrivals, at + SETTLE_S) < bisect.bisect_right(arrivals, following)
+    end = following if has_recovered else math.inf
+    times = [min(max(at, time), end) for time in arrivals[first : last + 1]]
     return max((b - a for a, b in itertools.pairwise(times)), default=0.0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from chaos_clusters import Scene
 from chaos_drafters import unused
 from chaos_redis import ChaosRedis
 from load import Load, Tally, asks, reference, streams
-from pauses import Event, pause_s, usual_pause_s
+from pauses import SETTLE_S, Event, pause_s, usual_pause_s
 from suspension import suspend_owner
 from victims import ROLES, Action, Blow, Strike, find, plan, strike
 from watch import Watch
@@ -23,9 +24,6 @@ from gammaray import RetryPolicy
 __all__ = ["Options", "Outcome", "run"]
 
 CALM_S = 1.0
-SETTLE_S = 0.3
-"""Tokens that were under way when something was struck come within this."""
-
 END_TIMEOUT_S = 90.0
 SECOND_TIMEOUT_S = 60.0
 """How long a strike that takes two orchestrators waits for the second one."""
@@ -132,8 +130,9 @@ async def run(scene: Scene, options: Options, say: Callable[[str], None]) -> Out
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-    for event in outcome.events:
-        event.pauses_s = tuple(pause_s(times, event.at) for times in load.arrivals)
+    starts = [event.at for event in outcome.events]
+    for event, following in zip(outcome.events, [*starts[1:], math.inf], strict=True):
+        event.pauses_s = tuple(pause_s(times, event.at, following) for times in load.arrivals)
         back = [watch.back_at(role, event.at) for role in event.killed]
         event.back_at = max((at for at in back if at is not None), default=None) if None not in back else None
     outcome.unused = unused({stream.way: None for stream in drafted}, load.tally.cycles)

@@ -207,6 +207,19 @@ def test_pause_is_the_longest_gap_that_the_strike_caused(arrivals, expected):
     assert pause_s(arrivals, 10.0) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("arrivals", "following", "expected"),
+    [
+        pytest.param([9.9, 10.1, 10.4, 18], 10.45, 0.3, id="recovered-before-the-next-one"),
+        pytest.param([9.9, 10.1, 18], 15, 7.9, id="not-recovered-before-the-next-one"),
+        pytest.param([9.9, 10.1, 10.2, 18], 10.45, 7.8, id="tokens-under-way-are-no-recovery"),
+        pytest.param([9.9, 13, 14, 30], 15, 3.0, id="next-one-comes-later"),
+    ],
+)
+def test_pause_ends_with_the_next_strike_for_a_stream_that_had_recovered(arrivals, following, expected):
+    assert pause_s(arrivals, 10.0, following) == pytest.approx(expected)
+
+
 def test_rows_hold_medians_and_maxima_by_victim():
     events = [
         Event("target, kill -9", 0.0, ("target",), 0.0, 2.0, (1.0, 3.0)),

@@ -107,6 +107,18 @@ def test_settings_in_values_are_applied():
     assert shown["draft"]["scaling"]["retry_s"] == ScalingSettings.model_fields["retry_s"].default
 
 
+def test_draft_workers_know_the_targets_tokenizer_where_the_models_differ():
+    models = {"models": {"target": "team/large", "draft": "team/small"}}
+    assert settings("draft", models)["target_tokenizer"] == "team/large"
+    shown = effective_of_serve(serve_config(models))
+    assert shown["draft"]["settings"]["target_tokenizer"] == "team/large"
+    assert "target_tokenizer" not in settings("draft")
+    assert "target_tokenizer" not in settings("target", models)
+    for given in ("", "/tokenizers/large"):
+        values = {**models, "draft": {"settings": {"target_tokenizer": given}}}
+        assert settings("draft", values)["target_tokenizer"] == given
+
+
 def test_device_follows_the_gpus():
     assert settings("draft")["device"] == "cuda"
     assert settings("draft", VARIANTS["cpu-trial"])["device"] == "cpu"

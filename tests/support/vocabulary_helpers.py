@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -102,10 +104,30 @@ def _alphabet() -> list[str]:
 def renumbered(source: Path, copy: Path, order: Sequence[int]) -> Path:
     """Save a copy of a model in which token i has the id order[i]; no token's score changes."""
     model: Any = AutoModelForCausalLM.from_pretrained(source)
+    weights = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
     with torch.no_grad():
-        for weight in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
+        for weight in weights[: 1 if model.config.tie_word_embeddings else 2]:
             moved = torch.empty_like(weight)
             moved[list(order)] = weight
             weight.copy_(moved)
     model.save_pretrained(copy)
+    return copy
+
+
+def recoded(source: Path, copy: Path) -> Path:
+    """Save a copy of a model and its byte-level tokenizer with other token ids, but for added tokens.
+
+    It writes the same texts.
+    """
+    spec = json.loads((source / "tokenizer.json").read_text())
+    added = {token["id"] for token in spec["added_tokens"]}
+    vocabulary = spec["model"]["vocab"]
+    free = [token_id for token_id in vocabulary.values() if token_id not in added]
+    order = list(range(len(vocabulary)))
+    for token_id, other in zip(free, reversed(free), strict=True):
+        order[token_id] = other
+    renumbered(source, copy, order)
+    spec["model"]["vocab"] = {token: order[token_id] for token, token_id in vocabulary.items()}
+    (copy / "tokenizer.json").write_text(json.dumps(spec))
+    shutil.copy(source / "tokenizer_config.json", copy)
     return copy

@@ -2,16 +2,14 @@
 
 Field names are OpenAI's, extensions have vLLM's names, and the object `gammaray` controls speculation. The
 sampling parameters are those of `gammaray.sampling`. A field whose value could not change the completion
-(`user`, `store`, ...) is ignored; every other unknown field is refused, as the completion without it could
+(`user`, `metadata`, ...) is ignored; every other unknown field is refused, as the completion without it could
 differ from the requested one. null means absent.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -20,23 +18,19 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
-    GetCoreSchemaHandler,
     ValidationError,
-    WrapValidator,
     create_model,
     field_validator,
 )
-from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
-from gammaray.checks import MAX_TOKEN_IDS, Integer, Number, TokenBiases, TokenIds
+from gammaray.checks import Integer, Number, TokenIds
 from gammaray.errors import InvalidArgumentError
-from gammaray.sampling import SAMPLING_RULES, SAMPLING_TYPES, SamplingParams
+from gammaray.sampling import SAMPLING_RULES, SamplingParams
 from gammaray.types import (
     MAX_CACHE_SALT,
     MAX_GAMMA,
     MAX_KEEP_CACHE_S,
     MAX_NODES,
-    MAX_PREDICTION,
     MAX_STOP,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
@@ -47,24 +41,33 @@ from orchestrator.api.http.errors import (
     lasting,
     too_many,
 )
+from orchestrator.api.http.fields import (
+    MAX_CHOICES,
+    CheckedInteger,
+    Prediction,
+    Prompts,
+    Stop,
+    TextPart,
+    at_most,
+    is_text,
+    is_token_ids,
+    joined,
+    null_is_absent,
+    sampling_type,
+)
 from orchestrator.api.http.json_text import MAX_VALUES, Decoded, decode
 
 __all__ = [
     "HTTP_SAMPLING",
-    "MAX_CHOICES",
     "MAX_MESSAGES",
     "ChatMessage",
     "ChatRequest",
     "CompletionRequest",
     "GammarayOptions",
     "OpenAIRequest",
-    "Prediction",
     "StreamOptions",
-    "TextPart",
     "parse_body",
 ]
-
-MAX_CHOICES = 128
 
 MAX_MESSAGES = 2**14
 """Messages of one chat: rendering this many takes a tenth of a second."""
@@ -80,7 +83,6 @@ _IGNORED = frozenset(
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
-        "store",
         "user",
     }
 )
@@ -101,56 +103,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-_TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
-_StopText = Annotated[str, Field(min_length=1, max_length=256)]
-_Stop = _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOP)]
-_Prompt = (
-    Annotated[str, Field(min_length=1, max_length=2**20)]
-    | Annotated[list[_TokenId], Field(min_length=1, max_length=MAX_TOKEN_IDS)]
-)
-_Prompts = _Prompt | Annotated[list[_Prompt], Field(min_length=1, max_length=MAX_CHOICES)]
-
-
-class TextPart(BaseModel):
-    """A part of a text; further fields are ignored."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Prediction(BaseModel):
-    """OpenAI's predicted output: text that the completion is expected to resemble. It affects speed only."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    type: Literal["content"]
-    content: Annotated[str, Field(max_length=MAX_PREDICTION)] | list[TextPart]
-
-
-@dataclass(frozen=True)
-class _CheckedInteger(Integer):
-    """An integer that is checked here, since later checks know it by another name or not at all."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return no_info_after_validator_function(self._checked, handler(source))
-
-    def _checked(self, value: int | None) -> int | None:
-        if value is not None and not self.low <= value <= self.high:
-            raise ValueError(f"an integer in [{self.low}, {self.high}]")
-        return value
-
-
-def _null_is_absent(schema: dict[str, Any]) -> None:
-    """Add null to the values of a schema's optional fields: `parse_body` drops such fields."""
-    for name, field in schema["properties"].items():
-        if name not in schema.get("required", ()):
-            outer = {key: field.pop(key) for key in ("default", "description") if key in field}
-            schema["properties"][name] = {"anyOf": [*field.pop("anyOf", [field]), {"type": "null"}], **outer}
-
-
 def _describe_body(schema: dict[str, Any]) -> None:
     """Add what `parse_body` accepts besides a model's fields."""
-    _null_is_absent(schema)
+    null_is_absent(schema)
     schema["properties"] |= {name: {"description": "Ignored."} for name in sorted(_IGNORED)}
     schema["properties"] |= {name: {"enum": [*values, None]} for name, values in _NEUTRAL.items()}
 
@@ -162,7 +117,7 @@ class _Strict(BaseModel):
 class GammarayOptions(_Strict):
     """The request object `gammaray`, which controls speculation."""
 
-    model_config = ConfigDict(json_schema_extra=_null_is_absent)
+    model_config = ConfigDict(json_schema_extra=null_is_absent)
 
     verification: Literal["coupled", "rejection", "naive"] = Field(
         "coupled", description="How proposed tokens are tested."
@@ -228,45 +183,6 @@ class StreamOptions(_Strict):
     )
 
 
-def _at_most(limit: int, noun: str) -> WrapValidator:
-    """Return the validator of a list of at most `limit` items; later items are not checked."""
-
-    def bounded(value: Any, validate: Callable[[Any], list[Any]]) -> list[Any]:
-        items = validate(value[: limit + 1] if isinstance(value, list) else value)
-        if len(items) > limit:
-            raise too_many(f"{len(value)} {noun}", limit)
-        return items
-
-    return WrapValidator(bounded)
-
-
-def _biases(limit: int) -> WrapValidator:
-    """Return the validator of an object with token ids as keys, which JSON has as strings."""
-
-    def bounded(value: Any, validate: Callable[[Any], dict[int, float]]) -> dict[int, float]:
-        if not isinstance(value, dict):
-            raise ValueError("an object of token id to bias")
-        first = dict(islice(value.items(), limit + 1))
-        if not all(key.isascii() and key.isdigit() and len(key) <= 10 for key in first):
-            raise ValueError("an object whose keys are token ids")
-        checked = validate({int(key): bias for key, bias in first.items()})
-        if len(value) > limit:
-            raise too_many(f"{len(value)} entries", limit)
-        return checked
-
-    return WrapValidator(bounded)
-
-
-def _http_type(name: str) -> Any:
-    """Return the type of a sampling parameter in JSON; `SamplingParams.validate` checks its range."""
-    rule = SAMPLING_RULES[name]
-    if isinstance(rule, TokenIds):
-        return Annotated[list[int], FailFast(), _at_most(rule.max_ids, "token ids"), rule]
-    if isinstance(rule, TokenBiases):
-        return Annotated[dict[int, float], _biases(rule.max_entries), rule]
-    return SAMPLING_TYPES[name]
-
-
 HTTP_SAMPLING = tuple(name for name in SAMPLING_RULES if name not in ("banned_token_ids", "sample_index"))
 """Sampling parameters that a body may have; the index of a sample follows from `n`."""
 
@@ -276,7 +192,7 @@ else:
     _SamplingFields = create_model(
         "_SamplingFields",
         __base__=_Strict,
-        **{name: (_http_type(name), getattr(SamplingParams(), name)) for name in HTTP_SAMPLING},
+        **{name: (sampling_type(name), getattr(SamplingParams(), name)) for name in HTTP_SAMPLING},
     )
 
 
@@ -287,7 +203,7 @@ class OpenAIRequest(_SamplingFields):
     default_max_tokens: ClassVar[int | None] = None
 
     model: str = Field("", description="Name of the served model, or empty.")
-    n: Annotated[int, _CheckedInteger(1, MAX_CHOICES, "Samples per prompt; each is a separate session.")] = 1
+    n: Annotated[int, CheckedInteger(1, MAX_CHOICES, "Samples per prompt; each is a separate session.")] = 1
     stream: bool = Field(False, description="Whether to stream the response as server-sent events.")
     stream_options: StreamOptions = Field(StreamOptions(), description="Options of a streamed response.")
     max_tokens: Annotated[
@@ -307,23 +223,28 @@ class OpenAIRequest(_SamplingFields):
     stop_token_ids: Annotated[
         list[int],
         FailFast(),
-        _at_most(MAX_STOP_TOKEN_IDS, "token ids"),
+        at_most(MAX_STOP_TOKEN_IDS, "token ids"),
         TokenIds("Stop after one of these tokens.", MAX_STOP_TOKEN_IDS),
     ] = Field(default=[])
     prompt_logprobs: Annotated[
         int | None,
-        _CheckedInteger(
+        CheckedInteger(
             0, MAX_TOP_LOGPROBS, "Alternatives for each token of the prompt, with log-probabilities."
         ),
     ] = None
     prediction: str = Field("", description="Text that the completion is expected to resemble.")
+    store: bool = Field(
+        True,
+        description="Whether the session is stored. If false, it cannot be resumed, listed or traced. "
+        "OpenAI's default is false.",
+    )
     gammaray: GammarayOptions = Field(GammarayOptions(), description="Options of speculation.")
 
-    @field_validator("stop", mode="plain", json_schema_input_type=_Stop)
+    @field_validator("stop", mode="plain", json_schema_input_type=Stop)
     @classmethod
     def _check_stop(cls, value: Any) -> tuple[str, ...]:
         texts = [value] if isinstance(value, str) else value
-        if not isinstance(texts, list) or not all(_is_text(text) for text in texts[: MAX_STOP + 1]):
+        if not isinstance(texts, list) or not all(is_text(text) for text in texts[: MAX_STOP + 1]):
             raise ValueError("a string or a list of strings")
         if len(texts) > MAX_STOP:
             raise too_many(f"{len(texts)} strings", MAX_STOP)
@@ -340,7 +261,7 @@ class OpenAIRequest(_SamplingFields):
             raise lasting(f"an object with type and content alone, without {min(unknown)}")
         if not {"type", "content"} <= value.keys():
             raise ValueError('an object with type "content" and content')
-        return _joined(value["content"])
+        return joined(value["content"])
 
     @property
     def asked_max_tokens(self) -> int | None:
@@ -363,7 +284,7 @@ class CompletionRequest(OpenAIRequest):
     prompt: tuple[str | tuple[int, ...], ...] = Field(description="Text or token ids, or a list of prompts.")
     logprobs: Annotated[
         int | None,
-        _CheckedInteger(
+        CheckedInteger(
             0,
             MAX_TOP_LOGPROBS,
             "Alternatives for each token, with log-probabilities; with echo also the prompt's.",
@@ -373,17 +294,17 @@ class CompletionRequest(OpenAIRequest):
         False, description="Whether the text begins with the prompt; max_tokens may then be 0 as well."
     )
 
-    @field_validator("prompt", mode="plain", json_schema_input_type=_Prompts)
+    @field_validator("prompt", mode="plain", json_schema_input_type=Prompts)
     @classmethod
     def _check_prompt(cls, value: Any) -> tuple[str | tuple[int, ...], ...]:
-        if isinstance(value, str) or _is_token_ids(value):
+        if isinstance(value, str) or is_token_ids(value):
             value = [value]
         form = f"a string, a list of token ids, or a list of 1 to {MAX_CHOICES} of these"
         if not isinstance(value, list) or not value:
             raise ValueError(form)
         if len(value) > MAX_CHOICES:
             raise lasting(form)
-        if not all(_is_text(prompt) or _is_token_ids(prompt) for prompt in value):
+        if not all(is_text(prompt) or is_token_ids(prompt) for prompt in value):
             raise ValueError("strings (without lone surrogates) or lists of token ids, none empty")
         return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in value)
 
@@ -399,7 +320,7 @@ class ChatMessage(BaseModel):
     @field_validator("content", mode="plain", json_schema_input_type=str | list[TextPart])
     @classmethod
     def _join_parts(cls, value: Any) -> str:
-        return _joined(value)
+        return joined(value)
 
 
 class ChatRequest(OpenAIRequest):
@@ -408,7 +329,7 @@ class ChatRequest(OpenAIRequest):
     messages: Annotated[
         list[ChatMessage],
         FailFast(),
-        _at_most(MAX_MESSAGES, "messages"),
+        at_most(MAX_MESSAGES, "messages"),
         AfterValidator(_not_empty),
         Field(json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES}, description="The conversation."),
     ]
@@ -483,49 +404,3 @@ def _not_empty(messages: list[ChatMessage]) -> list[ChatMessage]:
     if not messages:
         raise ValueError("at least one message")
     return messages
-
-
-def _is_text(value: Any) -> bool:
-    """Return whether a value is a string without lone surrogates."""
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _joined(content: Any) -> str:
-    """Return the text of a string or of a list of text parts.
-
-    Raises:
-        ValueError: It is neither.
-        PydanticCustomError: The same, whatever follows in the list.
-    """
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    allowed = "a string or a list of text parts (no other kind is supported)"
-    if not isinstance(parts, list):
-        raise ValueError(allowed)
-    if not all(map(_is_text_part, parts[:-1])):
-        raise lasting(allowed)
-    if not all(map(_is_text_part, parts[-1:])):
-        raise ValueError(allowed)
-    return "".join(part["text"] for part in parts)
-
-
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and _is_text(part.get("text"))
-
-
-def _is_token_ids(value: Any) -> bool:
-    """Return whether a value is a list of integers.
-
-    Raises:
-        PydanticCustomError: It has more of them than a prompt may have.
-    """
-    if not isinstance(value, list) or set(map(type, value[: MAX_TOKEN_IDS + 1])) != {int}:
-        return False
-    if len(value) > MAX_TOKEN_IDS:
-        raise too_many(f"{len(value)} token ids", MAX_TOKEN_IDS)
-    return True

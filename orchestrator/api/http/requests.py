@@ -14,9 +14,9 @@ from gammaray.types import (
     SamplingParams,
     VerificationMethod,
 )
+from orchestrator.api.http.fields import MAX_CHOICES
 from orchestrator.api.http.models import (
     HTTP_SAMPLING,
-    MAX_CHOICES,
     ChatRequest,
     CompletionRequest,
     OpenAIRequest,
@@ -186,6 +186,7 @@ def _requests(
             # The samples share the prompt, so only one session scores it.
             num_prompt_logprobs=num_prompt_logprobs if sample_index == 0 else None,
             prediction=body.prediction,
+            store=body.store,
         )
         for sample_index in range(body.n)
     ]

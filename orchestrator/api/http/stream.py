@@ -248,7 +248,7 @@ async def _events(
     caller: Caller,
     seen: EventId | None,
 ) -> AsyncGenerator[bytes, None]:
-    is_padded, is_resumable = options.include_obfuscation, len(requests) == 1
+    is_padded, is_resumable = options.include_obfuscation, len(requests) == 1 and requests[0].store
 
     def rendered(index: int, chunk: Chunk) -> bytes:
         event = response.piece(index, chunk, options)

@@ -126,7 +126,10 @@ class VLLM(OpenAI):
 
 
 class Gammaray(OpenAI):
-    """Another gammaray: of the same seed it has the target's noise; its prefix cache is automatic."""
+    """Another gammaray: of the same seed it has the target's noise; its prefix cache is automatic.
+
+    Its proposals are no sessions: it stores none of them.
+    """
 
     name = "gammaray"
     has_ids = True
@@ -134,7 +137,8 @@ class Gammaray(OpenAI):
 
     def body(self, ask: Ask) -> dict[str, Any]:
         """Return the body of the call."""
-        options = {"gammaray": {"cache_salt": ask.salt}, "ignore_eos": ask.ignores_eos}
+        own = {"cache_salt": ask.salt}
+        options = {"gammaray": own, "ignore_eos": ask.ignores_eos, "store": False}
         given = ask.sampling
         if given is None:
             return {**super().body(ask), **options, "seed": 0}

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gammaray.blocks import Shape
-from gammaray.errors import GammarayError, InvalidArgumentError
+from gammaray.errors import GammarayError
 from gammaray.types import DrafterKind, Proposal, VerificationMethod
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.cycle.session import Session
 from orchestrator.drafting.http.client import DraftServerError, Failure
 from orchestrator.drafting.http.dialects import Ask, Reply
-from orchestrator.drafting.http.server import DraftServer, Vocabulary
+from orchestrator.drafting.http.server import DraftServer, TargetTokenizer
 from orchestrator.workers.backoff import Backoff
 from orchestrator.workers.drafter import LONG_CONTEXT, Readiness
 
@@ -53,12 +53,12 @@ class ContextText:
     """The text of a session's tokens, special tokens included, which servers without token ids take.
 
     Args:
-        vocabulary: The target's tokenizer.
+        tokenizer: The target's.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-        self._start = vocabulary.encode("")  # the server adds its own
+    def __init__(self, tokenizer: TargetTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._start = tokenizer.encode("")  # the server adds its own
         self._bytes = bytearray()
         self._num_seen = 0
 
@@ -68,7 +68,7 @@ class ContextText:
         if self._num_seen == 0 and self._start and tokens[: len(self._start)] == self._start:
             self._num_seen = len(self._start)
         for token_id in tokens[self._num_seen :]:
-            self._bytes += self._vocabulary.token_bytes(token_id)
+            self._bytes += self._tokenizer.token_bytes(token_id)
         self._num_seen = len(tokens)
         try:
             return self._bytes.decode() or None
@@ -93,7 +93,7 @@ class ServerDrafter:
     def __init__(self, server: DraftServer, salt: str, *, timeout_s: float, prefill_timeout_s: float) -> None:
         self._server, self._salt = server, salt
         self._timeout_s, self._prefill_timeout_s = timeout_s, prefill_timeout_s
-        self._text = ContextText(server.vocabulary)
+        self._text = ContextText(server.tokenizer)
         self._pause = Backoff()
         self._prefill: asyncio.Task[None] | None = None
         self._number = self._num_known = 0
@@ -237,35 +237,44 @@ class ServerDrafter:
         Raises:
             DraftServerError: There is no token.
         """
-        vocabulary = self._server.vocabulary
-        found = reply.token_ids if self._server.has_ids else None
-        if found is None:
-            found = self._encoded(reply.text[: MAX_TOKEN_CHARACTERS * depth])
+        found, is_end = reply.token_ids, reply.is_end
+        if found is None or not self._server.has_ids:
+            # Servers write U+FFFD for bytes that are no text, such as the begin of a character.
+            text, cut, _ = reply.text[: MAX_TOKEN_CHARACTERS * depth].partition("\ufffd")
+            found, is_end = self._continuation(session, text), is_end and not cut
         chain = found[:depth]
         for index, token_id in enumerate(chain):
-            if not 0 <= token_id < vocabulary.vocab_size:
+            if not 0 <= token_id < self._server.tokenizer.vocab_size:
                 chain = chain[:index]
                 break
         ends = session.eos_token_ids
         is_whole = len(chain) == len(found) < depth
-        if reply.is_end and ends and is_whole and not ends & set(chain):
+        if is_end and ends and is_whole and not ends & set(chain):
             chain = (*chain, min(ends))  # most servers leave the end out
         if not chain:
             raise DraftServerError(Failure.TOKENS, "an answer without tokens of the target's vocabulary")
         return chain
 
-    def _encoded(self, text: str) -> tuple[int, ...]:
+    def _continuation(self, session: Session, text: str) -> tuple[int, ...]:
+        """Return the target's tokens of a text that follows the committed tokens (SLEM, arXiv 2502.05202).
+
+        Special tokens are never made of text. The last word may lack its end: that guess costs one row.
+
+        Raises:
+            DraftServerError: The text is not Unicode.
+        """
         try:
-            return tuple(self._server.vocabulary.encode(text, is_start=False))
-        except InvalidArgumentError:
+            added = text.encode()
+        except UnicodeEncodeError:
             raise DraftServerError(Failure.CONTENT, "an answer that is not Unicode") from None
+        return tuple(self._server.tokenizer.vocabulary.continuation(session.token_ids, added))
 
     def _note_failure(self, session: Session, error: DraftServerError, lost_s: float) -> None:
         if session.is_overdue:
             return  # the caller's deadline left it too little time
         self._server.note_failure(error)
-        if error.code in (400, 413, 422):
-            self._pause.failed(lost_s)  # it refuses this session's request
+        if error.code in (400, 413, 422) or error.failure is Failure.TOKENS:
+            self._pause.failed(lost_s)  # it refuses this session's request, or has nothing to propose for it
             return
         self._server.backoff.failed(lost_s)
         if error.failure is Failure.TIMEOUT:

@@ -10,17 +10,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from gammaray.aio import end_tasks
 from gammaray.draft_server import DraftServerUrl
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import ProcessStatus
+from gammaray.vocabulary import Vocabulary
 from orchestrator.drafting.http.client import DraftClient, DraftServerError, Failure
 from orchestrator.drafting.http.dialects import Ask, Dialect, Reply, dialect_of
+from orchestrator.text.cpu_threads import in_thread
 from orchestrator.workers.backoff import Backoff, Patience
 
-__all__ = ["DraftServer", "Identity", "Vocabulary", "identify"]
+__all__ = ["DraftServer", "Identity", "TargetTokenizer", "identify"]
 
 _log = logging.getLogger(__name__)
 
@@ -50,10 +52,14 @@ _PROBE_DEPTH = 8
 _NO_HEADERS: Mapping[str, str] = {}
 
 
-class Vocabulary(Protocol):
+class TargetTokenizer(Protocol):
     """What is needed of the target's tokenizer."""
 
     vocab_size: int
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Its tokens by their bytes; raises ValueError if these are not known."""
 
     def encode(self, text: str, *, is_start: bool = True) -> list[int]:
         """Return the token ids of a text."""
@@ -128,18 +134,19 @@ class DraftServer:
     """The one server that drafts for the sessions of a replica.
 
     All sessions avoid a server that failed or was late, for a multiple of the time that this cost. It takes
-    token ids if it means the same tokens by them; else text, whose continuation the target's tokenizer
-    encodes.
+    token ids if it means the same tokens by them; else text, whose continuation becomes the target's tokens.
 
     Args:
         url: The server.
-        vocabulary: The target's tokenizer.
+        tokenizer: The target's.
+        mapping: Setting `vocabulary_mapping`: "tokens" refuses a server that does not take token ids of the
+            target's vocabulary, "text" exchanges text with any server.
         key_file: File with the server's API key; "" for none.
         ca_file: PEM file of the CA of its certificate; "" for the system's.
 
     Attributes:
         url: As given.
-        vocabulary: As given.
+        tokenizer: As given.
         identity: What it is; None before the first answer.
         has_ids: Whether it takes and returns token ids of the target's vocabulary.
         is_up: Whether it answers.
@@ -154,9 +161,14 @@ class DraftServer:
     """
 
     def __init__(
-        self, url: DraftServerUrl, vocabulary: Vocabulary, key_file: str = "", ca_file: str = ""
+        self,
+        url: DraftServerUrl,
+        tokenizer: TargetTokenizer,
+        mapping: Literal["auto", "tokens", "text"] = "auto",
+        key_file: str = "",
+        ca_file: str = "",
     ) -> None:
-        self.url, self.vocabulary = url, vocabulary
+        self.url, self.tokenizer, self._mapping = url, tokenizer, mapping
         self.identity: Identity | None = None
         self.has_ids = self.is_up = False
         self.number = 0
@@ -270,7 +282,7 @@ class DraftServer:
 
         Raises:
             DraftServerError: It cannot be used.
-            InvalidArgumentError: The key file cannot be read.
+            InvalidArgumentError: The key file cannot be read, or the vocabularies cannot be mapped.
         """
         self._client.read_key()
         try:
@@ -282,15 +294,33 @@ class DraftServer:
         if self.is_up and self.identity is not None and identity.model == self.identity.model:
             return
         self.identity = identity
-        self.has_ids = identity.dialect.has_ids and await self._has_same_ids(identity)
+        takes_ids = self._mapping != "text" and identity.dialect.has_ids
+        self.has_ids = takes_ids and await self._has_same_ids(identity)
+        if not self.has_ids:
+            await self._check_text(identity)
         self._slots = [0] * identity.num_slots
         self.number += 1
         self.is_up = True
         _log.warning(
             "the server at %s drafts: %s, model %s, %s",
             *(self.url.address, identity.dialect.name, identity.model),
-            "token ids" if self.has_ids else "text, as its vocabulary or API is another one",
+            "token ids" if self.has_ids else "text",
         )
+
+    async def _check_text(self, identity: Identity) -> None:
+        """Check that text may and can be exchanged, and prepare for it.
+
+        Raises:
+            InvalidArgumentError: It may not, or the bytes of the target's tokens are not known.
+        """
+        if self._mapping == "tokens":
+            got = f"tokens, and {identity.model} has another vocabulary or its API no token ids"
+            raise InvalidArgumentError("vocabulary_mapping", got, "auto or text for this server")
+        try:
+            await in_thread(lambda: self.tokenizer.vocabulary)
+        except ValueError as error:
+            allowed = "a server of the target's vocabulary that takes token ids"
+            raise InvalidArgumentError("draft_server", f"{self.url.address} ({error})", allowed) from None
 
     async def _has_same_ids(self, identity: Identity) -> bool:
         """Whether the text of the token ids that it returns is the text that it returns.
@@ -298,7 +328,7 @@ class DraftServer:
         Raises:
             DraftServerError: It does not answer.
         """
-        ask = Ask(self.vocabulary.encode(_PROBE_TEXT), _PROBE_DEPTH, identity.model, ignores_eos=True)
+        ask = Ask(self.tokenizer.encode(_PROBE_TEXT), _PROBE_DEPTH, identity.model, ignores_eos=True)
         try:
             reply = await self.ask(ask, IDENTIFY_S)
         except DraftServerError as error:
@@ -307,9 +337,9 @@ class DraftServer:
                 return False  # it may refuse token ids that it does not know
             raise
         ids = reply.token_ids or ()
-        if not ids or not all(0 <= token_id < self.vocabulary.vocab_size for token_id in ids):
+        if not ids or not all(0 <= token_id < self.tokenizer.vocab_size for token_id in ids):
             return False
-        own, given = self.vocabulary.decode(ids).strip(" \ufffd"), reply.text.strip(" \ufffd")
+        own, given = self.tokenizer.decode(ids).strip(" \ufffd"), reply.text.strip(" \ufffd")
         return bool(own) and (own.startswith(given) or given.startswith(own)) and bool(given)
 
     def _log(self, error: Exception) -> None:

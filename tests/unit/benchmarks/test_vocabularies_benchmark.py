@@ -5,8 +5,8 @@ from vocabulary_helpers import CODE, byte_level
 
 from benchmarks.vocabularies import Sums, share_of_common
 from gammaray.types import VerificationMethod
+from gammaray.vocabulary import Vocabulary
 from services.qualify.loop import MeasuredCycle
-from services.vocabulary.spelling import Vocabulary
 from services.vocabulary.translation import Translation
 
 COUPLED, REJECTION, _ = VerificationMethod

@@ -48,6 +48,7 @@ def test_request_every_option_sets_its_field():
         "keep_cache_s": 1.5,
         "cache_salt": "apart",
         "prediction": [5, 6],
+        "store": True,
         "model": "demo",
     }
     assert options.keys() == GenerateOptions.__annotations__.keys()
@@ -70,6 +71,7 @@ def test_request_every_option_sets_its_field():
         cache_salt="apart",
         num_prompt_logprobs=4,
         prediction=(5, 6),
+        store=True,
     )
 
 
@@ -125,6 +127,8 @@ def test_request_gamma_of_every_form_is_a_policy(gamma, policy):
         ({"cache_salt": "x" * 65}, "cache_salt"),
         ({"cache_salt": "\ud800"}, "cache_salt"),
         ({"cache_salt": None}, "cache_salt"),
+        ({"store": 0}, "store"),
+        ({"store": False, "session_id": "mine"}, "store"),
         ({"prediction": None}, "prediction"),
         ({"prediction": b"bytes"}, "prediction"),
         ({"prediction": "\ud800"}, "prediction"),

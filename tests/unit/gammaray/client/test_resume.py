@@ -55,6 +55,24 @@ async def test_resume_continues_after_the_last_token(error):
     assert {request.text for request in service.requests} == {"Hi"}
 
 
+async def test_completion_that_is_not_stored_is_repeated_until_its_first_token_and_never_resumed():
+    service = ScriptedService(breaking((0, UnavailableError("gone")), (2, UnavailableError("gone"))))
+    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
+        with pytest.raises(UnavailableError, match="broke after 2 tokens; it is not stored"):
+            await client.complete("Hi", store=False)
+    assert len(service.requests) == 2
+    for request in service.requests:
+        assert (request.store, request.session_id, request.HasField("resume_from")) == (False, "", False)
+
+
+async def test_completion_that_is_not_stored_ends_with_the_error_of_its_request():
+    service = ScriptedService(breaking((2, InvalidArgumentError("prompt", "x", "y"))))
+    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
+        with pytest.raises(InvalidArgumentError):
+            await client.complete("Hi", store=False)
+    assert len(service.requests) == 1
+
+
 @pytest.mark.parametrize("after", [0, 2])
 async def test_resume_retries_a_stream_without_a_final_status(after):
     """As of a proxy that ends a stream as if all were well."""

@@ -157,6 +157,11 @@ def test_empty_request_message_has_the_documented_defaults():
     assert request == t.GenerationRequest("Hi")
 
 
+def test_request_that_is_not_stored_round_trip():
+    request = t.GenerationRequest("Hi", store=False)
+    assert convert.request_from_proto(over_the_wire(convert.request_to_proto(request))) == request
+
+
 @pytest.mark.parametrize("cls", [t.SamplingParams, t.GenerationRequest, t.Chunk, t.EmittedToken])
 def test_types_and_messages_have_the_same_number_of_fields(cls):
     message = {
@@ -185,6 +190,10 @@ def test_types_and_messages_have_the_same_number_of_fields(cls):
         (gen.GenerateRequest(text="Hi", sampling=pb.SamplingParams(top_p=0)), "top_p"),
         (gen.GenerateRequest(text="Hi", sampling=pb.SamplingParams(logit_bias={3: 1e9})), "logit_bias[3]"),
         (gen.GenerateRequest(text="Hi", session_id="../x"), "session_id"),
+        (gen.GenerateRequest(text="Hi", session_id="x", store=False), "store"),
+        (gen.GenerateRequest(text="Hi", resume_from=0, store=False), "store"),
+        (gen.GenerateRequest(text="Hi", turn=1, store=False), "store"),
+        (gen.GenerateRequest(text="Hi", keep_cache_s=1, store=False), "store"),
         (gen.GenerateRequest(text="Hi", prediction=gen.Prediction(text="x" * (2**16 + 1))), "prediction"),
         (
             gen.GenerateRequest(

@@ -10,13 +10,13 @@ from vocabulary_helpers import CODE, byte_fallback, byte_level
 
 from gammaray.blocks import Shape
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from gammaray.vocabulary import Vocabulary
 from services.draft.translated_chains import SharedLogits, TextChain, TokenChain
 from services.engine.sampling.noise import Noise
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import SessionSpec
 from services.target.verification import verify
 from services.vocabulary.intersection import Intersection
-from services.vocabulary.spelling import Vocabulary
 from services.vocabulary.translation import Translation
 
 COUPLED, REJECTION, NAIVE = VerificationMethod

@@ -1,16 +1,14 @@
-"""Which tokens two vocabularies share, and the target's tokens of a continuation."""
+"""Which tokens two vocabularies share, and how a draft of another vocabulary is loaded."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from vocabulary_helpers import CODE, PROSE, byte_fallback, byte_level
+from vocabulary_helpers import CODE, PROSE, byte_fallback, byte_level, word_pieces
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import VerificationMethod
+from gammaray.vocabulary import Vocabulary
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.vocabulary.intersection import Intersection
-from services.vocabulary.spelling import Vocabulary, incomplete_tail
-from services.vocabulary.translation import Translation, load_translation, target_size
+from services.vocabulary.translation import Translation, load_translation, load_vocabulary, target_size
 
 COUPLED, REJECTION, NAIVE = VerificationMethod
 TARGET = Vocabulary(byte_level(CODE + PROSE, 400, specials=("<|im_end|>", "<|end|>")))
@@ -77,36 +75,6 @@ def test_tokens_past_the_models_sizes_are_not_shared():
     assert shared.end is None  # the draft's is its last token
 
 
-@given(
-    committed=st.lists(st.integers(0, len(TARGET) - 1), max_size=20),
-    added=st.one_of(st.text(max_size=20).map(str.encode), st.binary(max_size=20)),
-)
-def test_continuation_has_the_bytes_that_were_added(committed, added):
-    pair = Translation(DRAFT, TARGET, len(DRAFT), len(TARGET))
-    token_ids = pair.continuation(committed, added)
-    assert TARGET.bytes_of(token_ids) == added[: len(added) - incomplete_tail(added)]
-
-
-def test_continuation_joins_the_word_that_was_begun():
-    pair = Translation(DRAFT, TARGET, len(DRAFT), len(TARGET))
-    text = CODE.encode()
-    token_ids = TARGET.encode(text)
-    for cut in range(1, len(token_ids)):
-        added = TARGET.bytes_of(token_ids[cut:])
-        assert pair.continuation(token_ids[:cut], added) == token_ids[cut:]
-
-
-def test_more_text_keeps_the_tokens_before_the_last_word():
-    pair, text = Translation(DRAFT, TARGET, len(DRAFT), len(TARGET)), CODE.encode()
-    whole, num_kept = TARGET.encode(text), 0
-    for size in range(1, len(text)):
-        begun = pair.continuation([], text[:size])
-        stable = pair.num_stable(begun)
-        assert begun[:stable] == whole[:stable]
-        num_kept += len(begun) - stable <= 4
-    assert num_kept > 0.8 * len(text)
-
-
 @pytest.mark.parametrize(
     ("mapping", "method", "temperature", "expected"),
     [
@@ -145,3 +113,25 @@ def test_translation_of_directories_uses_the_models_sizes(tmp_path):
     with pytest.raises(InvalidArgumentError) as caught:
         load_translation(str(tmp_path / "none"), 300, str(TARGET_DIR), "auto")
     assert caught.value.field == "model"
+
+
+def test_vocabulary_of_a_directory():
+    demo = load_vocabulary(str(DRAFT_DIR), "draft")
+    assert len(demo) == 2048
+    assert demo.bytes_of(demo.encode(CODE.encode())) == CODE.encode()
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "broken", "words"])
+def test_tokenizer_that_cannot_be_used_is_refused_by_its_setting(tmp_path, kind):
+    path = tmp_path / kind
+    if kind != "missing":
+        path.mkdir()
+    if kind == "broken":
+        (path / "tokenizer.json").write_text('{"model":')
+        (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    if kind == "words":
+        word_pieces().save_pretrained(path)
+    with pytest.raises(InvalidArgumentError) as caught:
+        load_vocabulary(str(path), "target_tokenizer")
+    assert caught.value.field == "target_tokenizer"
+    assert "tokenizer" in caught.value.allowed

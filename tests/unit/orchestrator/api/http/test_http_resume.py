@@ -39,6 +39,21 @@ async def test_events_of_several_choices_cannot_be_resumed_and_have_no_id():
     assert "2 choices" in answer.json()["error"]["message"]
 
 
+async def test_events_that_are_not_stored_cannot_be_resumed_and_have_no_id():
+    scripted = backend()
+    events = await events_with_ids(scripted, prompt="x", store=False)
+    assert {event_id for event_id, _ in events} == {None}
+    assert texts(events)[: len(WORDS)] == [word.decode() for word in WORDS]
+    (request,) = scripted.requests
+    assert request.store is False
+    for path, body in (("/v1/completions", {"prompt": "x"}), (CHATS, {"messages": CHAT})):
+        body = {**body, "store": False, "stream": True}
+        answer = await call(backend(), path=path, json=body, headers={"Last-Event-ID": "s0:0:1"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "store")
+        assert "not stored" in error["message"]
+
+
 ECHOED = {"prompt": "x", "logprobs": 0, "echo": True}
 
 
@@ -106,6 +121,13 @@ async def test_turns_are_for_completions_and_not_for_chats():
     assert (request.session_id, request.turn, request.keep_cache_s) == ("mine", 2, 5.0)
     answer = await call(scripted, path=CHATS, json={"messages": CHAT, "gammaray": turn})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "gammaray.turn")
+
+
+@pytest.mark.parametrize("store", [True, None])
+async def test_completions_are_stored_unless_refused(store):
+    scripted = backend()
+    assert (await call(scripted, json={"prompt": "x", "store": store})).status_code == 200
+    assert scripted.requests[0].store is True
 
 
 @pytest.mark.parametrize("event_id", [EventId("a.b_c-9", 0, 0), EventId("s", 3, 17, has_ended=True)])

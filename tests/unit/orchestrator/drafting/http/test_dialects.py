@@ -38,7 +38,13 @@ GOOD = {
         (
             "gammaray",
             "/v1/completions",
-            {"prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0, "gammaray": {"cache_salt": "s"}},
+            {
+                "prompt": [1, 2, 3],
+                "max_tokens": 4,
+                "temperature": 0,
+                "store": False,
+                "gammaray": {"cache_salt": "s"},
+            },
         ),
         ("library", "/api/generate", {"raw": True, "options": {"num_predict": 4, "temperature": 0}}),
         (

@@ -6,11 +6,12 @@ import asyncio
 from collections import Counter
 
 import pytest
+from vocabulary_helpers import CODE, byte_fallback, byte_level
 
 from gammaray.blocks import Shape
 from gammaray.draft_server import DraftServerUrl
-from gammaray.errors import InvalidArgumentError
 from gammaray.types import DrafterKind, SamplingParams, VerificationMethod
+from gammaray.vocabulary import Vocabulary
 from orchestrator.cycle.session import Session
 from orchestrator.drafting.http.client import DraftServerError, Failure
 from orchestrator.drafting.http.dialects import Reply, dialect_of
@@ -25,17 +26,18 @@ EOS = 99
 
 
 class Spelled:
-    """A vocabulary whose token i is the byte i."""
+    """A tokenizer whose token i is the byte i."""
 
     vocab_size = VOCAB
 
     def __init__(self, start=()):
-        self.start = list(start)
+        self.start, self.vocabulary = list(start), self
 
     def encode(self, text, *, is_start=True):
-        if any(0xD800 <= ord(character) < 0xE000 for character in text):
-            raise InvalidArgumentError("prompt", "invalid Unicode", "valid Unicode")
         return [*(self.start if is_start else ()), *(byte % VOCAB for byte in text.encode())]
+
+    def continuation(self, committed, added):
+        return [byte % VOCAB for byte in added]
 
     def decode(self, token_ids):
         return bytes(token_ids).decode()
@@ -47,10 +49,10 @@ class Spelled:
 class Answers:
     """A server that is asked without HTTP, and replies what it is told to."""
 
-    def __init__(self, *, owner="vllm", has_ids=True, max_context=None, vocabulary=None):
+    def __init__(self, *, owner="vllm", has_ids=True, max_context=None, tokenizer=None):
         self.url = DraftServerUrl.parse("openai:http://draft:1")
         self.identity = Identity(dialect_of(owner), "m", max_context)
-        self.vocabulary = vocabulary or Spelled()
+        self.tokenizer = tokenizer or Spelled()
         self.has_ids, self.is_up, self.number = has_ids, True, 1
         self.backoff, self.patience = Backoff(), Patience()
         self.failures: Counter[Failure] = Counter()
@@ -147,13 +149,15 @@ async def test_chain_ends_before_other_token_ids_and_at_the_depth(found, depth, 
 
 
 @pytest.mark.parametrize("found", [(), (VOCAB,), (-5, 1)])
-async def test_reply_without_a_token_is_a_counted_failure(found):
-    server = Answers()
+async def test_reply_without_a_token_is_a_counted_failure_of_its_session(found):
+    server, session = Answers(), session_of()
     server.reply = lambda ask: Reply(found, "")
+    one = drafter_of(server)
     with pytest.raises(DraftServerError):
-        await chain_of(server)
+        await one.propose(session, Shape(4))
     assert server.failures == {Failure.TOKENS: 1}
-    assert not server.is_usable
+    assert one.prepare(session) is Readiness.ABSENT
+    assert drafter_of(server).prepare(session_of()) is Readiness.READY
 
 
 @pytest.mark.parametrize(
@@ -189,7 +193,7 @@ async def test_text_is_sent_and_encoded_for_another_vocabulary():
 
 async def test_long_text_is_cut_before_it_is_encoded():
     server, lengths = Answers(has_ids=False), []
-    server.vocabulary.encode = lambda text, is_start=True: lengths.append(len(text)) or [1] * len(text)
+    server.tokenizer.continuation = lambda _, added: lengths.append(len(added)) or [1] * len(added)
     server.reply = lambda ask: Reply(None, "x" * 10_000_000)
     assert len(await chain_of(server, 4)) == 4
     assert max(lengths) <= 256
@@ -201,6 +205,73 @@ async def test_text_that_is_not_unicode_is_a_failure():
     with pytest.raises(DraftServerError):
         await chain_of(server)
     assert server.failures == {Failure.CONTENT: 1}
+
+
+class Real:
+    """A tokenizer of transformers, with what a server needs of it."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.vocabulary, self.vocab_size = tokenizer, Vocabulary(tokenizer), len(tokenizer)
+
+    def encode(self, text, *, is_start=True):
+        return self.tokenizer(text, add_special_tokens=is_start)["input_ids"]
+
+    def token_bytes(self, token_id):
+        return self.vocabulary.spellings[token_id]
+
+
+TOKENIZERS = pytest.mark.parametrize(
+    "tokenizer",
+    [Real(byte_level(CODE, 300)), Real(byte_fallback(["▁def", "▁self", "return"]))],
+    ids=["byte level", "byte fallback"],
+)
+
+
+async def text_chain(tokenizer, committed, reply, depth=8):
+    """Return the bytes that a server's reply proposes after a committed text."""
+    server = Answers(has_ids=False, tokenizer=tokenizer)
+    server.reply = lambda ask: reply
+    session = session_of(prompt=tuple(tokenizer.vocabulary.encode(committed)), eos_token_ids=frozenset({2}))
+    return await chain_of(server, depth, session)
+
+
+@TOKENIZERS
+@pytest.mark.parametrize("text", [" self", "self", "\n    return", "é 🙂"])
+async def test_text_becomes_tokens_that_continue_the_committed_ones(tokenizer, text):
+    chain = await text_chain(tokenizer, b"class A:\n    def f", Reply(None, text), depth=64)
+    assert tokenizer.vocabulary.bytes_of(chain) == text.encode()
+
+
+async def test_text_continues_the_word_that_was_begun():
+    tokenizer = Real(byte_level(CODE, 300))
+    token_ids = tokenizer.vocabulary.encode(CODE.encode())
+    for cut in range(1, len(token_ids), 7):
+        begun, rest = (tokenizer.vocabulary.bytes_of(part) for part in (token_ids[:cut], token_ids[cut:]))
+        if tokenizer.vocabulary.encode(begun) == token_ids[:cut]:
+            chain = await text_chain(tokenizer, begun, Reply(None, rest.decode()), depth=6)
+            assert list(chain) == token_ids[cut : cut + 6][: len(chain)]
+
+
+@TOKENIZERS
+@pytest.mark.parametrize("text", ["\ufffd", "", "\ufffdabc"])
+async def test_text_without_a_whole_character_proposes_nothing(tokenizer, text):
+    with pytest.raises(DraftServerError, match="without tokens"):
+        await text_chain(tokenizer, b"def f", Reply(None, text))
+
+
+@TOKENIZERS
+async def test_text_ends_before_a_partial_character_and_its_end_is_not_proposed(tokenizer):
+    whole = await text_chain(tokenizer, b"def f", Reply(None, " x", is_end=True))
+    assert whole[-1] == 2
+    cut = await text_chain(tokenizer, b"def f", Reply(None, " x\ufffd", is_end=True))
+    assert cut == whole[:-1]
+
+
+@TOKENIZERS
+async def test_special_tokens_are_not_made_of_text(tokenizer):
+    chain = await text_chain(tokenizer, b"def f", Reply(None, "<|end|></s>"), depth=64)
+    assert not set(chain) & set(tokenizer.vocabulary.specials.values())
+    assert tokenizer.vocabulary.bytes_of(chain) == b"<|end|></s>"
 
 
 def test_context_leaves_out_what_servers_add_themselves():

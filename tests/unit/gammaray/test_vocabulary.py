@@ -1,13 +1,11 @@
-"""Vocabularies by bytes: what each token stands for, and tokens of any bytes."""
+"""Vocabularies by bytes: what each token stands for, tokens of any bytes, and tokens of a continuation."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vocabulary_helpers import CODE, byte_fallback, byte_level, word_pieces
+from vocabulary_helpers import CODE, PROSE, byte_fallback, byte_level, word_pieces
 
-from gammaray.errors import InvalidArgumentError
-from services.demo_pair import DRAFT_DIR
-from services.vocabulary.spelling import Vocabulary, incomplete_tail, load_vocabulary
+from gammaray.vocabulary import Vocabulary, incomplete_tail
 
 BYTE_LEVEL = Vocabulary(byte_level(CODE, 300))
 BYTE_FALLBACK = Vocabulary(byte_fallback(["▁the", "▁def", "return", "é", "aé"]))
@@ -74,23 +72,43 @@ def test_incomplete_characters_are_recognised(data, count):
     assert incomplete_tail(data) == count
 
 
-def test_vocabulary_of_a_directory():
-    demo = load_vocabulary(str(DRAFT_DIR), "draft")
-    assert len(demo) == 2048
-    assert demo.bytes_of(demo.encode(CODE.encode())) == CODE.encode()
+def test_tokens_that_are_no_bytes_are_refused():
+    with pytest.raises(ValueError, match="neither byte-level nor SentencePiece"):
+        Vocabulary(word_pieces())
 
 
-@pytest.mark.parametrize("kind", ["missing", "empty", "broken", "words"])
-def test_tokenizer_that_cannot_be_used_is_refused_by_its_setting(tmp_path, kind):
-    path = tmp_path / kind
-    if kind != "missing":
-        path.mkdir()
-    if kind == "broken":
-        (path / "tokenizer.json").write_text('{"model":')
-        (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    if kind == "words":
-        word_pieces().save_pretrained(path)
-    with pytest.raises(InvalidArgumentError) as caught:
-        load_vocabulary(str(path), "target_tokenizer")
-    assert caught.value.field == "target_tokenizer"
-    assert "tokenizer" in caught.value.allowed
+WIDE = Vocabulary(byte_level(CODE + PROSE, 400, specials=("<|im_end|>", "<|end|>")))
+
+
+@given(
+    committed=st.lists(st.integers(0, len(WIDE) - 1), max_size=20),
+    added=st.one_of(st.text(max_size=20).map(str.encode), st.binary(max_size=20)),
+)
+def test_continuation_has_the_bytes_that_were_added(committed, added):
+    token_ids = WIDE.continuation(committed, added)
+    assert WIDE.bytes_of(token_ids) == added[: len(added) - incomplete_tail(added)]
+
+
+def test_continuation_joins_the_word_that_was_begun():
+    text = CODE.encode()
+    token_ids = WIDE.encode(text)
+    for cut in range(1, len(token_ids)):
+        added = WIDE.bytes_of(token_ids[cut:])
+        assert WIDE.continuation(token_ids[:cut], added) == token_ids[cut:]
+
+
+def test_more_text_keeps_the_tokens_before_the_last_word():
+    text = CODE.encode()
+    whole, num_kept = WIDE.encode(text), 0
+    for size in range(1, len(text)):
+        begun = WIDE.continuation([], text[:size])
+        stable = WIDE.num_stable(begun)
+        assert begun[:stable] == whole[:stable]
+        num_kept += len(begun) - stable <= 4
+    assert num_kept > 0.8 * len(text)
+
+
+def test_continuation_of_sentence_pieces_begins_without_a_space():
+    tokens = BYTE_FALLBACK.encode(b" def")
+    assert BYTE_FALLBACK.bytes_of(BYTE_FALLBACK.continuation(tokens, b"return")) == b"return"
+    assert BYTE_FALLBACK.bytes_of(BYTE_FALLBACK.continuation(tokens, b" the")) == b" the"

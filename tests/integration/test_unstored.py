@@ -1,0 +1,112 @@
+"""Completions that are not stored: nothing of them is in Redis, and all else is as of those that are."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+from draft_servers import served
+from resume_helpers import first_chunks, sessions_on
+from service_helpers import PROMPTS, SEEDED, complete, running, text_of, tokens_of
+
+from gammaray.errors import InvalidArgumentError
+from gammaray.types import FinishReason, GenerationRequest
+from orchestrator.access.caller import ANONYMOUS, Caller
+
+pytestmark = pytest.mark.integration
+
+UNSTORED = GenerationRequest(PROMPTS[0], sampling=SEEDED, max_tokens=48, ignore_eos=True, store=False)
+
+
+@asynccontextmanager
+async def unchanged(redis):
+    """Check that no key of a session is written inside the block, not even one that is removed again."""
+    async with redis.monitor() as monitor:
+        yield
+        mark = "gammaray-test-mark"
+        await redis.set(mark, 1)
+        seen = []
+        async for event in monitor.listen():
+            if mark in event["command"]:
+                break
+            seen.append(event["command"])
+    await redis.delete(mark)
+    assert not [command for command in seen if "gammaray:session" in command or "EVAL" in command], seen
+
+
+@pytest.mark.parametrize("tenant", ["", "alice"])
+async def test_redis_has_nothing_of_it_and_the_tokens_are_the_same(redis_server, redis, workers, tenant):
+    caller = Caller(tenant) if tenant else ANONYMOUS
+    async with running(redis_server, *workers) as orchestrator:
+        async with unchanged(redis):
+            chunks = [chunk async for chunk in orchestrator.generate(UNSTORED, caller)]
+        stored = await complete(orchestrator, replace(UNSTORED, store=True))
+        assert tokens_of(chunks) == tokens_of(stored)
+        assert text_of(chunks) == text_of(stored)
+        assert chunks[-1].finish_reason is FinishReason.LENGTH
+        assert {chunk.session_id for chunk in chunks} == {""}
+        assert chunks[-1].summary.cycles > 0
+        assert await sessions_on(orchestrator, 0) == 0
+
+
+async def test_it_is_counted_and_leaves_nothing_for_later_outputs(redis_server, workers):
+    def count(orchestrator, name):
+        for metric, series in orchestrator.meter.meter.read():
+            if metric.name == name:
+                return sum(counter.value for _, counter in series)
+        raise AssertionError(name)
+
+    async with running(redis_server, *workers) as orchestrator:
+        await complete(orchestrator, UNSTORED)
+        assert count(orchestrator, "gammaray.tokens") == UNSTORED.max_tokens
+        assert orchestrator.corpus.num_tokens == 0
+        await complete(orchestrator, replace(UNSTORED, store=True))
+        assert count(orchestrator, "gammaray.tokens") == 2 * UNSTORED.max_tokens
+        assert orchestrator.corpus.num_tokens > 0
+
+
+async def test_client_that_disconnects_leaves_no_cache(redis_server, redis, workers):
+    async with running(redis_server, *workers) as orchestrator:
+        async with unchanged(redis):
+            await first_chunks(orchestrator, UNSTORED, 2)
+            assert await sessions_on(orchestrator, 0) == 0
+
+
+async def test_worker_that_dropped_it_gets_its_tokens_again(redis_server, workers):
+    """As when its cache was evicted: the store is not asked who owns it."""
+    async with running(redis_server, *workers) as orchestrator:
+        whole = tokens_of(await complete(orchestrator, UNSTORED))
+        chunks = []
+        async for chunk in orchestrator.generate(UNSTORED):
+            chunks.append(chunk)
+            if len(chunks) == 2:
+                for pool in (orchestrator.fleet.targets, orchestrator.fleet.drafts):
+                    for link in pool.links.values():
+                        for name in list(link.sessions):
+                            link.release(name, 1)
+        assert tokens_of(chunks) == whole
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"session_id": "mine"}, {"session_id": "mine", "turn": 1}, {"resume_from": 0}, {"keep_cache_s": 1.0}],
+)
+async def test_session_that_is_named_must_be_stored(redis_server, workers, fields):
+    async with running(redis_server, *workers) as orchestrator:
+        with pytest.raises(InvalidArgumentError, match="is no session to name or resume") as caught:
+            await complete(orchestrator, replace(UNSTORED, **fields))
+        assert caught.value.field == "store"
+
+
+async def test_second_gammaray_stores_no_proposal(redis_server, redis, workers):
+    target, _ = workers
+    async with running(redis_server, target, "") as second, served(second) as api:
+        settings = {"draft_server": api.url, "propose_timeout_s": 30.0}
+        async with running(redis_server, target, "", **settings) as orchestrator:
+            async with unchanged(redis):
+                chunks = await complete(orchestrator, UNSTORED)
+            assert chunks[-1].summary.server_cycles > 0
+            before = len(await second.sessions.recent(1000, ANONYMOUS))
+            await complete(orchestrator, replace(UNSTORED, store=True))
+            assert len(await second.sessions.recent(1000, ANONYMOUS)) == before + 1  # the target's alone
