@@ -12,7 +12,7 @@ the best shape. Sets of worlds:
 - `turn`: a useless draft becomes good. After 200 cycles of a fresh replica, the first figures are of 700
   cycles while the draft is useless, the others of the 300 after the change; ten replicas for each seed.
 - `load`: 1, 8, 64, 8 and 1 sessions in turn on one fleet, against the best common gamma of each load.
-- `text`: easy and hard tokens, which the draft can tell apart, against the best fixed gamma.
+- `text`: easy and hard tokens mixed at random, against the best fixed gamma.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ LOADED = {
     "shared cores": World(alpha=0.75, per_token=0.03, draft=0.03, spikes=0.0, strain=0.3),
     "useless draft": World(alpha=0.4, per_token=0.02, draft=0.3),
 }
-CONFIDENCES = (0.97, 0.97, 0.4)
+CHANCES = (0.97, 0.97, 0.4)
 """Acceptance of the tokens of `text`, one drawn for each."""
 
-Make = Callable[[int, int, int, bool], list[GammaController]]
-"""Sessions, seed, upper bound of nodes, whether chains may end early -> controllers of one replica."""
+Make = Callable[[int, int, int], list[GammaController]]
+"""Sessions, seed, upper bound of nodes -> controllers of one replica."""
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,15 @@ class Controller:
         make: Makes the controllers of one replica's sessions.
         patches: (module, name, value) that take a part out of the controller.
         max_nodes: Lower bound of nodes than the set's, to take out trees.
-        ends_early: Whether chains may end early.
     """
 
     make: Make
     patches: tuple[tuple[Any, str, Any], ...] = ()
     max_nodes: int = MAX_NODES
-    ends_early: bool = True
 
     def replica(self, num_sessions: int, seed: int, max_nodes: int) -> list[GammaController]:
         """Return fresh controllers that share what they learn."""
-        return self.make(num_sessions, seed, min(max_nodes, self.max_nodes), self.ends_early)
+        return self.make(num_sessions, seed, min(max_nodes, self.max_nodes))
 
     @contextmanager
     def patched(self) -> Iterator[None]:
@@ -103,24 +101,23 @@ class Controller:
                 setattr(module, name, value)
 
 
-def _adaptive(number: int, seed: int, max_nodes: int, ends_early: bool) -> list[GammaController]:
+def _adaptive(number: int, seed: int, max_nodes: int) -> list[GammaController]:
     costs = CostModel(random.Random(1000 + seed))
-    return [AdaptiveGamma(MAX_GAMMA, costs, max_nodes, ends_early=ends_early) for _ in range(number)]
+    return [AdaptiveGamma(MAX_GAMMA, costs, max_nodes) for _ in range(number)]
 
 
-def _bandit(number: int, seed: int, max_nodes: int, ends_early: bool) -> list[GammaController]:
+def _bandit(number: int, seed: int, max_nodes: int) -> list[GammaController]:
     arms = Arms(random.Random(1000 + seed))
     return [BanditGamma(MAX_GAMMA, arms) for _ in range(number)]
 
 
 def _fixed(gamma: int) -> Make:
-    return lambda number, seed, max_nodes, ends_early: [FixedGamma(gamma, CostModel()) for _ in range(number)]
+    return lambda number, seed, max_nodes: [FixedGamma(gamma, CostModel()) for _ in range(number)]
 
 
 CONTROLLERS = {
     "adaptive": Controller(_adaptive),
     "adaptive, no trees": Controller(_adaptive, max_nodes=0),
-    "adaptive, no early ends": Controller(_adaptive, ends_early=False),
     "adaptive, no sampling": Controller(_adaptive, ((cost_model, "SCALE", 0.0),)),
     "adaptive, no forgetting": Controller(
         _adaptive, ((cost_model, "FORGETTING", 0.0), (cost_model, "FIRST_FORGETTING", 0.0))
@@ -215,7 +212,7 @@ def _common(world: World, number: int) -> float:
 
 
 def _text(controller: Controller, seeds: int) -> Shares:
-    """Shares are of the best fixed gamma's speed: an oracle that ends chains would have to be defined."""
+    """Shares are of the best fixed gamma's speed, which is that of the best constant shape."""
     shares = Shares()
     for row in (0.05, 0.15, 0.3):
         world = World(draft=0.08, per_token=row, network=0.15, spikes=0.0)
@@ -234,22 +231,18 @@ def _play_text(controller: GammaController, world: World, seed: int) -> tuple[fl
         tokens = units = 0.0
         for _ in range(number):
             shape = controller.next_shape()
-            believed = [rng.choice(CONFIDENCES) for _ in range(shape.depth)]
-            reached = itertools.accumulate(believed, lambda a, b: a * b)
-            length = sum(weight >= shape.stop_threshold for weight in reached)
-            length = min(shape.depth, max(1, length))
-            forwards = min(shape.depth, length + 1)
+            chances = [rng.choice(CHANCES) for _ in range(shape.depth)]
             accepted = 0
-            while accepted < length and rng.random() < believed[accepted]:
+            while accepted < shape.depth and rng.random() < chances[accepted]:
                 accepted += 1
-            levels = [(1, 0)] * accepted + ([] if accepted == length else [(1, -1)])
-            draft = 2 * world.network + forwards * world.draft if length else 0.0
-            step = world.step_s(1 + length) * max(0.5, rng.gauss(1.0, world.noise))
-            timing = VerifyTiming(0.0, step * UNIT_S, 1, 1 + length)
+            levels = [(1, 0)] * accepted + ([] if accepted == shape.depth else [(1, -1)])
+            draft = 2 * world.network + shape.depth * world.draft if shape.depth else 0.0
+            step = world.step_s(1 + shape.depth) * max(0.5, rng.gauss(1.0, world.noise))
+            timing = VerifyTiming(0.0, step * UNIT_S, 1, 1 + shape.depth)
             verify = step + 2 * world.network
             controller.observe(
                 make_cycle(
-                    shape, levels, length, draft=draft, verify=verify, other=world.other, timing=timing
+                    shape, levels, shape.depth, draft=draft, verify=verify, other=world.other, timing=timing
                 )
             )
             tokens += accepted + 1

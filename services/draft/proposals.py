@@ -17,17 +17,12 @@ from collections.abc import Sequence
 
 from gammaray.blocks import Shape
 from gammaray.types import Proposal
-from services.draft.calibration import scales
-from services.draft.predictions import Guess, Prediction
 from services.draft.tree import Node
 
-__all__ = ["MIN_GROWN", "MIN_PROPOSED", "RUN", "RUN_TO_DOUBT", "ProposalBuilder"]
+__all__ = ["MIN_GROWN", "MIN_PROPOSED", "RUN", "ProposalBuilder"]
 
 RUN = 4
 """Upper bound of single-row forwards in one call; called one by one, Python takes a third of their time."""
-
-RUN_TO_DOUBT = 2
-"""The same for chains that end at a token of low confidence: tokens fed after that one are wasted."""
 
 MIN_PROPOSED, MIN_GROWN = 0.02, 0.05
 """Tree nodes with a lower probability of being reached are not proposed, or get no children: a node costs the
@@ -41,24 +36,21 @@ class ProposalBuilder:
         root: The node.
         shape: Bounds of the proposal.
         eos_token_ids: Tokens after which a proposal ends.
-        power: Exponent of confidences; see `services.draft.calibration`. 1 where the choice is a draw.
 
     Attributes:
         nodes: The nodes so far, each after its parent.
-        weights: The probability that the target reaches each.
+        weights: Of a tree, the probability that the target reaches each node.
         parents: Index of each node's parent in `nodes`, -1 for children of the root; None for a chain.
     """
 
-    def __init__(self, root: Node, shape: Shape, eos_token_ids: Sequence[int], power: float = 1.0) -> None:
+    def __init__(self, root: Node, shape: Shape, eos_token_ids: Sequence[int]) -> None:
         self.root, self.shape = root, shape
         self._eos = eos_token_ids
         self.nodes: list[Node] = []
         self.weights: list[float] = []
         self.parents: list[int] | None = [] if shape.is_tree else None
-        # With a power above 1 runners-up could outweigh the first choice, although they are offered after it.
-        self._power = power if self.parents is None else min(power, 1.0)
         self._is_ended = self._is_read = False
-        self._beyond: list[Node] = []  # drafted after the proposal's end, to keep the duration constant
+        self._beyond: list[Node] = []  # drafted after the end of sequence, to keep the duration constant
 
     def go_on(self) -> list[Node]:
         """Read as far as the tree has predictions; return the open nodes reached, none when complete."""
@@ -72,9 +64,7 @@ class ProposalBuilder:
     @property
     def longest_run(self) -> int:
         """Upper bound of single-row forwards in one call; 1 for a tree."""
-        if self.parents is not None:
-            return 1
-        return RUN_TO_DOUBT if self.shape.stop_threshold else RUN
+        return RUN if self.parents is None else 1
 
     @property
     def run_length(self) -> int:
@@ -104,7 +94,7 @@ class ProposalBuilder:
         for index, node in enumerate(self.nodes):
             parent = index - 1 if self.parents is None else self.parents[index]
             proposed[parent + 1].add(node.token_id)
-        reached = self._reached()
+        base, reached = self.root.position + 1, self._reached()
         ends, still_open = [], []
         for node, weight, tested in zip((self.root, *self.nodes), reached, proposed, strict=True):
             if node.token_id in self._eos and node is not self.root:
@@ -112,24 +102,10 @@ class ProposalBuilder:
             if node.prediction is None:
                 still_open.append((weight, node))
                 continue
-            for token_id, probability in self.guesses(node.prediction, is_tested=bool(tested)):
+            for token_id, probability in node.prediction.guesses(base if tested else None):
                 if token_id not in tested:
                     ends.append((weight * probability, node, token_id))
         return ends, still_open
-
-    def guesses(self, prediction: Prediction, *, is_tested: bool) -> list[Guess]:
-        """Return the target's likely tokens after a node, calibrated.
-
-        Args:
-            prediction: The node's prediction.
-            is_tested: Whether the draft's own choice is part of the proposal.
-        """
-        base = self.root.position + 1
-        guesses = prediction.guesses(base if is_tested else None)
-        if self._power == 1.0:
-            return list(guesses)
-        own, (sure, unsure) = prediction.choose(base), scales(prediction.confidence(base), self._power)
-        return [(token_id, share * (sure if token_id == own else unsure)) for token_id, share in guesses]
 
     def _reached(self) -> list[float]:
         """The probability that the target reaches the root and each node."""
@@ -138,25 +114,18 @@ class ProposalBuilder:
         base, reached, node = self.root.position + 1, [1.0], self.root
         for following in self.nodes:
             assert node.prediction is not None
-            reached.append(reached[-1] * node.prediction.confidence(base) ** self._power)
+            reached.append(reached[-1] * node.prediction.confidence(base))
             node = following
         return reached
 
     def _read_chain(self) -> list[Node]:
-        base, shape = self.root.position + 1, self.shape
-        while len(self.nodes) + len(self._beyond) < shape.depth and not self._is_read:
+        base = self.root.position + 1
+        while len(self.nodes) + len(self._beyond) < self.shape.depth and not self._is_read:
             tip = (self._beyond or self.nodes or [self.root])[-1]
             prediction = tip.prediction
             if prediction is None:
                 return [tip]
             following = tip.child(prediction.choose(base))
-            if shape.stop_threshold and not self._is_ended:
-                # Lossless for every method: where the draft's distribution is tested, the confidence does not
-                # depend on the token, so whether a position is proposed is decided before its token is drawn.
-                believed = prediction.confidence(base) ** self._power
-                weight = (self.weights[-1] if self.weights else 1.0) * believed
-                self._is_ended = bool(self.nodes) and weight < shape.stop_threshold
-                self.weights.append(weight)
             if self._is_ended:
                 self._beyond.append(following)
             else:
@@ -170,7 +139,6 @@ class ProposalBuilder:
         self.nodes, self.weights, self.parents = [], [], []
         nodes, weights, parents = self.nodes, self.weights, self.parents
         max_position = self.root.position + self.shape.depth
-        floor = max(MIN_GROWN, self.shape.stop_threshold)
         still_open: list[Node] = []
         # Entries: minus the weight, insertion order to break ties, parent, the parent's index, rank.
         heap: list[tuple[float, int, Node, int, int]] = []
@@ -180,12 +148,13 @@ class ProposalBuilder:
             # `grow` offers only nodes that have a prediction.
             guesses = parent.prediction.guesses(None)  # type: ignore[union-attr]
             if rank < len(guesses):
-                weight *= guesses[rank][1] * scales(guesses[0][1], self._power)[rank > 0]
+                weight *= guesses[rank][1]
                 if weight >= MIN_PROPOSED or not nodes:
                     heapq.heappush(heap, (-weight, next(age), parent, index, rank))
 
         def grow(node: Node, index: int, weight: float) -> None:
-            if node.position >= max_position or weight < floor or (index >= 0 and node.token_id in self._eos):
+            is_last = node.position >= max_position or (index >= 0 and node.token_id in self._eos)
+            if is_last or weight < MIN_GROWN:
                 return
             if node.prediction is None:
                 still_open.append(node)

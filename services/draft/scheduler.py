@@ -19,7 +19,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from gammaray.types import Proposal, VerificationMethod
-from services.draft.calibration import Calibration
 from services.draft.gain import GainMeter
 from services.draft.lookahead import Lookahead
 from services.draft.proposals import ProposalBuilder
@@ -98,11 +97,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
         if self.lookahead is not None:
             self.meter.watch_ahead(self.lookahead.throttle.stats)
         self._speculate = partial(
-            Speculation,
-            max_context=engine.max_context,
-            top_k=draft_top_k,
-            bits=weight_bits,
-            calibration=Calibration(),
+            Speculation, max_context=engine.max_context, top_k=draft_top_k, bits=weight_bits
         )
         self.speculations: dict[str, Speculation] = {}
         self.forward_s = 0.0
@@ -173,7 +168,6 @@ class DraftScheduler(Scheduler[ProposeTask]):
         if speculation is None:
             speculation = self.speculations[session.session_id] = self._speculate(session)
         speculation.foreseen = speculation.foresee()
-        speculation.note_outcome()
         if not speculation.follow(self.engine):
             super()._match_cache(session)
             speculation.begin()
