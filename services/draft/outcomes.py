@@ -103,7 +103,7 @@ class OutcomeSet:
             self._leaves = [(weight, node) for weight, node in self._leaves if node.prediction is None]
             for weight, node in opened:
                 assert node.prediction is not None
-                guesses = node.prediction.guesses(None)
+                guesses = self._sent.guesses(node.prediction, is_tested=False)
                 self._branch_off([(weight * share, node, token_id) for token_id, share in guesses])
         wanted = [(weight, node, self._sent.longest_run) for weight, node in self._leaves]
         for branch in self.branches:

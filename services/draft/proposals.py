@@ -17,6 +17,8 @@ from collections.abc import Sequence
 
 from gammaray.blocks import Shape
 from gammaray.types import Proposal
+from services.draft.calibration import scales
+from services.draft.predictions import Guess, Prediction
 from services.draft.tree import Node
 
 __all__ = ["MIN_GROWN", "MIN_PROPOSED", "RUN", "ProposalBuilder"]
@@ -36,6 +38,7 @@ class ProposalBuilder:
         root: The node.
         shape: Bounds of the proposal.
         eos_token_ids: Tokens after which a proposal ends.
+        power: Exponent of confidences; see `services.draft.calibration`. 1 where the choice is a draw.
 
     Attributes:
         nodes: The nodes so far, each after its parent.
@@ -43,12 +46,14 @@ class ProposalBuilder:
         parents: Index of each node's parent in `nodes`, -1 for children of the root; None for a chain.
     """
 
-    def __init__(self, root: Node, shape: Shape, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, root: Node, shape: Shape, eos_token_ids: Sequence[int], power: float = 1.0) -> None:
         self.root, self.shape = root, shape
         self._eos = eos_token_ids
         self.nodes: list[Node] = []
         self.weights: list[float] = []
         self.parents: list[int] | None = [] if shape.is_tree else None
+        # With a power above 1 runners-up could outweigh the first choice, although they are offered after it.
+        self._power = power if self.parents is None else min(power, 1.0)
         self._is_ended = self._is_read = False
         self._beyond: list[Node] = []  # drafted after the end of sequence, to keep the duration constant
 
@@ -94,7 +99,7 @@ class ProposalBuilder:
         for index, node in enumerate(self.nodes):
             parent = index - 1 if self.parents is None else self.parents[index]
             proposed[parent + 1].add(node.token_id)
-        base, reached = self.root.position + 1, self._reached()
+        reached = self._reached()
         ends, still_open = [], []
         for node, weight, tested in zip((self.root, *self.nodes), reached, proposed, strict=True):
             if node.token_id in self._eos and node is not self.root:
@@ -102,10 +107,24 @@ class ProposalBuilder:
             if node.prediction is None:
                 still_open.append((weight, node))
                 continue
-            for token_id, probability in node.prediction.guesses(base if tested else None):
+            for token_id, probability in self.guesses(node.prediction, is_tested=bool(tested)):
                 if token_id not in tested:
                     ends.append((weight * probability, node, token_id))
         return ends, still_open
+
+    def guesses(self, prediction: Prediction, *, is_tested: bool) -> list[Guess]:
+        """Return the target's likely tokens after a node, calibrated.
+
+        Args:
+            prediction: The node's prediction.
+            is_tested: Whether the draft's own choice is part of the proposal.
+        """
+        base = self.root.position + 1
+        guesses = prediction.guesses(base if is_tested else None)
+        if self._power == 1.0:
+            return list(guesses)
+        own, (sure, unsure) = prediction.choose(base), scales(prediction.confidence(base), self._power)
+        return [(token_id, share * (sure if token_id == own else unsure)) for token_id, share in guesses]
 
     def _reached(self) -> list[float]:
         """The probability that the target reaches the root and each node."""
@@ -114,7 +133,7 @@ class ProposalBuilder:
         base, reached, node = self.root.position + 1, [1.0], self.root
         for following in self.nodes:
             assert node.prediction is not None
-            reached.append(reached[-1] * node.prediction.confidence(base))
+            reached.append(reached[-1] * node.prediction.confidence(base) ** self._power)
             node = following
         return reached
 
@@ -148,7 +167,7 @@ class ProposalBuilder:
             # `grow` offers only nodes that have a prediction.
             guesses = parent.prediction.guesses(None)  # type: ignore[union-attr]
             if rank < len(guesses):
-                weight *= guesses[rank][1]
+                weight *= guesses[rank][1] * scales(guesses[0][1], self._power)[rank > 0]
                 if weight >= MIN_PROPOSED or not nodes:
                     heapq.heappush(heap, (-weight, next(age), parent, index, rank))
 

@@ -19,6 +19,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from gammaray.types import Proposal, VerificationMethod
+from services.draft.calibration import Calibration
 from services.draft.gain import GainMeter
 from services.draft.lookahead import Lookahead
 from services.draft.proposals import ProposalBuilder
@@ -97,7 +98,11 @@ class DraftScheduler(Scheduler[ProposeTask]):
         if self.lookahead is not None:
             self.meter.watch_ahead(self.lookahead.throttle.stats)
         self._speculate = partial(
-            Speculation, max_context=engine.max_context, top_k=draft_top_k, bits=weight_bits
+            Speculation,
+            max_context=engine.max_context,
+            top_k=draft_top_k,
+            bits=weight_bits,
+            calibration=Calibration(),
         )
         self.speculations: dict[str, Speculation] = {}
         self.forward_s = 0.0
@@ -168,6 +173,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
         if speculation is None:
             speculation = self.speculations[session.session_id] = self._speculate(session)
         speculation.foreseen = speculation.foresee()
+        speculation.note_outcome()
         if not speculation.follow(self.engine):
             super()._match_cache(session)
             speculation.begin()

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from gammaray.blocks import Shape
 from gammaray.types import SamplingParams, VerificationMethod
+from services.draft.calibration import Calibration
 from services.draft.outcomes import OutcomeSet
-from services.draft.predictions import predictions
+from services.draft.predictions import Prediction, predictions
 from services.draft.proposals import ProposalBuilder
 from services.draft.tree import Node, SpeculationTree
 from services.engine.engine import Engine, SequenceInput
@@ -63,6 +64,7 @@ class Speculation:
         max_context: Context length of the draft model.
         top_k: Rejection: largest support of a shipped distribution.
         bits: Rejection: its weights' sum is 2^bits.
+        calibration: Of all sessions of the worker.
 
     Attributes:
         tree: The tree.
@@ -73,8 +75,13 @@ class Speculation:
         num_used: Nodes fed ahead that were used.
     """
 
-    def __init__(self, session: SessionCopy, max_context: int, top_k: int, bits: int) -> None:
+    def __init__(
+        self, session: SessionCopy, max_context: int, top_k: int, bits: int, calibration: Calibration
+    ) -> None:
         self.session = session
+        self._calibration = Calibration(calibration)
+        self._tested: list[tuple[Prediction, int]] = []
+        self._is_rejected = False
         self.foreseen: float | None = None
         self.num_used = 0
         self._max_context, self._top_k, self._bits = max_context, top_k, bits
@@ -115,6 +122,33 @@ class Speculation:
             return None
         return 0.0 if self.ahead is None else self.ahead.covered
 
+    def note_outcome(self) -> None:
+        """Note how far the session's tokens match the draft's choices; call before the root moves."""
+        self._learn()
+        sent, tokens = self.sent, self.session.tokens
+        if sent is None or self.session.changed_from < self.tree.base or not self._is_gumbel_max:
+            return
+        node, base = sent.root, sent.root.position + 1
+        for token_id in tokens[base : base + sent.depth]:
+            if node.prediction is None:
+                break
+            self._tested.append((node.prediction, base))
+            self._is_rejected = node.prediction.choose(base) != token_id
+            if self._is_rejected:
+                break
+            node = node.child(token_id)
+
+    def _learn(self) -> None:
+        """Update the calibration with the noted outcome.
+
+        It takes effect from the next proposal but one: a proposal prepared during verification must equal the
+        one that would be drafted after it, or its content would depend on whether it was prepared.
+        """
+        if self._tested:
+            confidences = [prediction.confidence(base) for prediction, base in self._tested]
+            self._calibration.observe(confidences, is_rejected=self._is_rejected)
+        self._tested, self._is_rejected = [], False
+
     def follow(self, engine: Engine) -> bool:
         """Move the root to the session's last token; False when the tree has no prediction there.
 
@@ -150,11 +184,15 @@ class Speculation:
             return None
         if depth < shape.depth:
             shape = replace(shape, depth=depth)
-        return ProposalBuilder(root, shape, self.session.spec.eos_token_ids)
+        power = self._calibration.power if self._is_gumbel_max else 1.0
+        return ProposalBuilder(root, shape, self.session.spec.eos_token_ids, power)
 
     @property
     def _is_gumbel_max(self) -> bool:
-        """Whether the draft's choice is its prediction of the target's token, not an independent draw."""
+        """Whether the draft's choice is its prediction of the target's token, not an independent draw.
+
+        Only then do the committed tokens show whether each choice was right, tested or not.
+        """
         spec = self.session.spec
         return spec.method is VerificationMethod.COUPLED or spec.params.temperature == 0
 
@@ -162,6 +200,7 @@ class Speculation:
         """Begin to read the next proposal for the outcome ending at `root`; None if none is to be made."""
         if self.sent is None or root.token_id in self.session.spec.eos_token_ids:
             return None
+        self._learn()
         return self.read(root, self.sent.shape)
 
     def feed(self, nodes: Sequence[Node]) -> SequenceInput:

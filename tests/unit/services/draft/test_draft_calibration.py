@@ -1,0 +1,187 @@
+"""Calibration of the draft's confidence, learned from verification."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from draft_helpers import VOCAB, Drafter, TableEngine
+from test_draft_tree import EOS, Fixed, opened
+
+from benchmarks.calibration import chains, error
+from gammaray.blocks import Shape
+from gammaray.types import SamplingParams, VerificationMethod
+from services.draft.calibration import LEAST, MOST, Calibration, scales
+from services.draft.outcomes import OutcomeSet
+from services.draft.proposals import ProposalBuilder
+from services.draft.tree import Node
+
+PROMPT = [1, 2, 3, 4]
+
+
+def taught(calibration: Calibration, power: float, num_proposals: int, seed: int = 1) -> None:
+    """Observe proposals of four tokens, accepted with the probability of their confidence to this power."""
+    rng = random.Random(seed)
+    for _ in range(num_proposals):
+        tested, is_rejected = [], False
+        while len(tested) < 4 and not is_rejected:
+            tested.append(rng.uniform(0.3, 1.0))
+            is_rejected = rng.random() >= tested[-1] ** power
+        calibration.observe(tested, is_rejected=is_rejected)
+
+
+@pytest.mark.parametrize("power", [0.4, 1.0, 1.6])
+def test_learned_power_calibrates_confidences(power: float):
+    # Some 512 proposals count, of two to three tested tokens with an information of about a quarter each:
+    # three standard deviations of the logarithm are 3 / sqrt(300) = 0.17.
+    calibration = Calibration()
+    taught(calibration, power, 3000)
+    assert calibration.power == pytest.approx(power, rel=0.17)
+
+
+def test_power_is_one_at_first_and_bounded():
+    trusting, doubting = Calibration(), Calibration()
+    assert trusting.power == 1.0
+    for _ in range(3000):
+        trusting.observe([0.2], is_rejected=False)
+        doubting.observe([0.999], is_rejected=True)
+    assert trusting.power == pytest.approx(LEAST)
+    assert doubting.power == pytest.approx(MOST)
+
+
+def test_sessions_begin_with_the_workers_power_and_learn_their_own():
+    common = Calibration()
+    taught(common, 0.4, 500)
+    session = Calibration(common)
+    assert session.power == pytest.approx(common.power)
+    taught(session, 1.5, 60)
+    assert session.power > 2 * 0.4
+    assert common.power > 0.4  # it learned from this session, too
+    assert Calibration(common).power < session.power
+
+
+def test_rejection_of_a_certain_token_lowers_its_confidence():
+    calibration = Calibration()
+    calibration.observe([0.0], is_rejected=True)
+    calibration.observe([1.0], is_rejected=True)
+    assert 1.0 < calibration.power <= MOST
+
+
+@pytest.mark.parametrize("confidence", [0.01, 0.5, 0.9, 1 - 1e-9, 1.0])
+@pytest.mark.parametrize("power", [0.1, 0.5, 1.0, 3.0])
+def test_scaling_keeps_the_sum(confidence: float, power: float):
+    sure, unsure = scales(confidence, power)
+    assert sure * confidence == pytest.approx(confidence**power)
+    assert sure * confidence + unsure * (1 - confidence) == pytest.approx(1.0)
+    assert unsure >= 0
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+def test_chain_is_reached_with_the_calibrated_confidence(power: float):
+    root = Node(9, 5, None)
+    node = root
+    for token_id in range(1, 5):
+        node.prediction = Fixed((token_id, 0.5))
+        node = node.child(token_id)
+    reading = ProposalBuilder(root, Shape(4), EOS, power)
+    assert reading.go_on() == []
+    assert reading.outcomes()[1] == [(pytest.approx(0.5 ** (4 * power)), node)]
+
+
+@pytest.mark.parametrize("power", [0.3, 0.7, 1.8])
+@pytest.mark.parametrize("shape", [Shape(3), Shape(3, 9)], ids=str)
+def test_outcomes_are_complete_at_any_power(shape: Shape, power: float):
+    root = Node(8, 5, None)
+    opened(root, 3, random.Random(2))
+    reading = ProposalBuilder(root, shape, EOS, power)
+    reading.go_on()
+    ends, leaves = reading.outcomes()
+    assert sum(p for p, _, _ in ends) + sum(p for p, _ in leaves) == pytest.approx(1.0)
+
+
+def compared(
+    follow: Callable[[list[int], tuple[int, ...]], list[int]],
+    method: VerificationMethod = VerificationMethod.COUPLED,
+) -> float:
+    """Return how likely a session takes its chains to be accepted whole, over what new sessions do."""
+    drafter, tokens = Drafter(TableEngine()), list(PROMPT)
+    fields = {"params": SamplingParams(seed=5), "method": method}
+    ours = theirs = 0.0
+    for cycle in range(30):
+        chain = drafter.ask(tokens, 4, **fields).outcome.token_ids
+        if cycle >= 10:
+            fresh = Drafter(TableEngine())
+            fresh.ask(tokens, 4, **fields)
+            ours += accepted_whole(drafter)
+            theirs += accepted_whole(fresh)
+        tokens = follow(tokens, chain)
+    return ours / theirs
+
+
+def accepted_whole(drafter: Drafter) -> float:
+    """Return the draft's estimate of the probability that its last chain is accepted whole."""
+    sent = drafter.scheduler.speculations["s"].sent
+    assert sent is not None
+    ((weight, _),) = sent.outcomes()[1]
+    return weight
+
+
+def test_session_whose_tokens_are_accepted_gets_more_confident():
+    assert compared(lambda tokens, chain: [*tokens, *chain, (chain[-1] + 1) % VOCAB]) > 1.2
+
+
+def test_session_whose_tokens_are_rejected_gets_less_confident():
+    assert compared(lambda tokens, chain: [*tokens, (chain[0] + 1) % VOCAB]) < 0.8
+
+
+@pytest.mark.parametrize("method", [VerificationMethod.REJECTION, VerificationMethod.NAIVE])
+def test_sampled_draft_tokens_do_not_change_the_calibration(method: VerificationMethod):
+    assert compared(lambda tokens, chain: [*tokens, *chain, (chain[-1] + 1) % VOCAB], method) == 1.0
+
+
+def test_benchmark_shows_calibration_error_decreasing():
+    rng, common, found = random.Random(5), Calibration(), []
+    for _ in range(40):
+        believed = [rng.uniform(0.3, 1.0) for _ in range(200)]
+        is_right = [rng.random() < confidence**0.4 for confidence in believed]
+        found += chains(believed, is_right, 4, common)
+    plain, calibrated = (error([(chain[i], chain[2]) for chain in found]) for i in (0, 1))
+    assert plain > 0.15
+    assert calibrated < 0.3 * plain
+    assert error([(0.5, True), (0.5, False), (1.0, True)]) == 0.0
+
+
+def test_power_leaves_its_bound_quickly():
+    calibration = Calibration(Calibration())
+    for _ in range(400):
+        calibration.observe([0.5] * 6, is_rejected=False)
+    assert calibration.power == pytest.approx(LEAST)
+    for _ in range(12):
+        calibration.observe([0.5], is_rejected=True)
+    assert calibration.power > 1.5 * LEAST
+
+
+@pytest.mark.parametrize("power", [0.4, 1.0, 2.5])
+def test_outcomes_are_the_same_whether_the_last_node_was_opened_before_or_after(power: float):
+    def branches(is_open: bool) -> list[tuple[int, float]]:
+        root = Node(8, 5, None)
+        opened(root, 2 + is_open, random.Random(4))
+        sent = ProposalBuilder(root, Shape(2), EOS, power)
+        sent.go_on()
+        ahead = OutcomeSet(sent, lambda node: ProposalBuilder(node, Shape(1), EOS, power), 0.0)
+        if not is_open:
+            opened(root, 3, random.Random(4))
+            ahead.wanted()
+        return sorted((b.reading.root.token_id, round(b.probability, 9)) for b in ahead.branches)
+
+    assert branches(is_open=True) == branches(is_open=False)
+
+
+def test_tree_of_a_low_confidence_draft_keeps_alternatives():
+    root = Node(8, 5, None)
+    root.prediction = Fixed((1, 0.4), (2, 0.35), (3, 0.25))
+    reading = ProposalBuilder(root, Shape(1, 3), EOS, 2.0)
+    assert reading.go_on() == []
+    assert reading.proposal().token_ids == (1, 2, 3)
+    assert reading.weights == sorted(reading.weights, reverse=True)
