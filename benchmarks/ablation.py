@@ -12,7 +12,6 @@ the best shape. Sets of worlds:
 - `turn`: a useless draft becomes good. After 200 cycles of a fresh replica, the first figures are of 700
   cycles while the draft is useless, the others of the 300 after the change; ten replicas for each seed.
 - `load`: 1, 8, 64, 8 and 1 sessions in turn on one fleet, against the best common gamma of each load.
-- `text`: easy and hard tokens, which the draft can tell apart, against the best fixed gamma.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ from rich.table import Table
 from benchmarks.bandit import Arms, BanditGamma
 from benchmarks.provenance import write_result
 from benchmarks.regret import GRID, MAX_GAMMA
-from benchmarks.simulation import UNIT_S, Lone, crowd, drive, make_cycle
+from benchmarks.simulation import Lone, crowd, drive
 from benchmarks.worlds import World, candidates
 from gammaray.bench.tables import plain_table
-from gammaray.blocks import VerifyTiming
 from orchestrator.cycle.protocols import GammaController
 from orchestrator.gamma import cost_model
 from orchestrator.gamma.adaptive import AdaptiveGamma
@@ -63,11 +61,9 @@ LOADED = {
     "shared cores": World(alpha=0.75, per_token=0.03, draft=0.03, spikes=0.0, strain=0.3),
     "useless draft": World(alpha=0.4, per_token=0.02, draft=0.3),
 }
-CONFIDENCES = (0.97, 0.97, 0.4)
-"""Acceptance of the tokens of `text`, one drawn for each."""
 
-Make = Callable[[int, int, int, bool], list[GammaController]]
-"""Sessions, seed, upper bound of nodes, whether chains may end early -> controllers of one replica."""
+Make = Callable[[int, int, int], list[GammaController]]
+"""Sessions, seed, upper bound of nodes -> controllers of one replica."""
 
 
 @dataclass(frozen=True)
@@ -78,17 +74,15 @@ class Controller:
         make: Makes the controllers of one replica's sessions.
         patches: (module, name, value) that take a part out of the controller.
         max_nodes: Lower bound of nodes than the set's, to take out trees.
-        ends_early: Whether chains may end early.
     """
 
     make: Make
     patches: tuple[tuple[Any, str, Any], ...] = ()
     max_nodes: int = MAX_NODES
-    ends_early: bool = True
 
     def replica(self, num_sessions: int, seed: int, max_nodes: int) -> list[GammaController]:
         """Return fresh controllers that share what they learn."""
-        return self.make(num_sessions, seed, min(max_nodes, self.max_nodes), self.ends_early)
+        return self.make(num_sessions, seed, min(max_nodes, self.max_nodes))
 
     @contextmanager
     def patched(self) -> Iterator[None]:
@@ -103,24 +97,23 @@ class Controller:
                 setattr(module, name, value)
 
 
-def _adaptive(number: int, seed: int, max_nodes: int, ends_early: bool) -> list[GammaController]:
+def _adaptive(number: int, seed: int, max_nodes: int) -> list[GammaController]:
     costs = CostModel(random.Random(1000 + seed))
-    return [AdaptiveGamma(MAX_GAMMA, costs, max_nodes, ends_early=ends_early) for _ in range(number)]
+    return [AdaptiveGamma(MAX_GAMMA, costs, max_nodes) for _ in range(number)]
 
 
-def _bandit(number: int, seed: int, max_nodes: int, ends_early: bool) -> list[GammaController]:
+def _bandit(number: int, seed: int, max_nodes: int) -> list[GammaController]:
     arms = Arms(random.Random(1000 + seed))
     return [BanditGamma(MAX_GAMMA, arms) for _ in range(number)]
 
 
 def _fixed(gamma: int) -> Make:
-    return lambda number, seed, max_nodes, ends_early: [FixedGamma(gamma, CostModel()) for _ in range(number)]
+    return lambda number, seed, max_nodes: [FixedGamma(gamma, CostModel()) for _ in range(number)]
 
 
 CONTROLLERS = {
     "adaptive": Controller(_adaptive),
     "adaptive, no trees": Controller(_adaptive, max_nodes=0),
-    "adaptive, no early ends": Controller(_adaptive, ends_early=False),
     "adaptive, no sampling": Controller(_adaptive, ((cost_model, "SCALE", 0.0),)),
     "adaptive, no forgetting": Controller(
         _adaptive, ((cost_model, "FORGETTING", 0.0), (cost_model, "FIRST_FORGETTING", 0.0))
@@ -214,50 +207,6 @@ def _common(world: World, number: int) -> float:
     return max(speeds)
 
 
-def _text(controller: Controller, seeds: int) -> Shares:
-    """Shares are of the best fixed gamma's speed: an oracle that ends chains would have to be defined."""
-    shares = Shares()
-    for row in (0.05, 0.15, 0.3):
-        world = World(draft=0.08, per_token=row, network=0.15, spikes=0.0)
-        fixed = [CONTROLLERS[f"gamma {gamma}"] for gamma in range(MAX_GAMMA + 1)]
-        best = max(_play_text(one.replica(1, 0, 0)[0], world, 0)[1] for one in fixed)
-        found = [_play_text(controller.replica(1, seed, 0)[0], world, seed) for seed in range(seeds)]
-        shares.first.append(statistics.mean(first for first, _ in found) / best)
-        shares.then.append(statistics.mean(then for _, then in found) / best)
-    return shares
-
-
-def _play_text(controller: GammaController, world: World, seed: int) -> tuple[float, float]:
-    """Return tokens per unit in the first cycles and in the next 2000."""
-    rng, speeds = random.Random(seed), []
-    for number in (FIRST, 2000):
-        tokens = units = 0.0
-        for _ in range(number):
-            shape = controller.next_shape()
-            believed = [rng.choice(CONFIDENCES) for _ in range(shape.depth)]
-            reached = itertools.accumulate(believed, lambda a, b: a * b)
-            length = sum(weight >= shape.stop_threshold for weight in reached)
-            length = min(shape.depth, max(1, length))
-            forwards = min(shape.depth, length + 1)
-            accepted = 0
-            while accepted < length and rng.random() < believed[accepted]:
-                accepted += 1
-            levels = [(1, 0)] * accepted + ([] if accepted == length else [(1, -1)])
-            draft = 2 * world.network + forwards * world.draft if length else 0.0
-            step = world.step_s(1 + length) * max(0.5, rng.gauss(1.0, world.noise))
-            timing = VerifyTiming(0.0, step * UNIT_S, 1, 1 + length)
-            verify = step + 2 * world.network
-            controller.observe(
-                make_cycle(
-                    shape, levels, length, draft=draft, verify=verify, other=world.other, timing=timing
-                )
-            )
-            tokens += accepted + 1
-            units += draft + verify + world.other
-        speeds.append(tokens / units)
-    return speeds[0], speeds[1]
-
-
 def _worlds(grid: Sequence[tuple[float, float, float, float]]) -> list[World]:
     return [
         World(alpha=alpha, draft=draft, network=network, per_token=per_token)
@@ -271,7 +220,6 @@ SETS: dict[str, Callable[[Controller, int], Shares]] = {
     "useless": _lone(_worlds(USELESS), 0),
     "turn": _turned,
     "load": _loaded,
-    "text": _text,
 }
 """Sets of worlds by name."""
 

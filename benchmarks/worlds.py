@@ -5,8 +5,6 @@ Times are in units of the target's forward over one token.
 
 from __future__ import annotations
 
-import itertools
-import operator
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -61,17 +59,8 @@ class World:
         """Return the first child's acceptance at each depth."""
         return tuple(self.alpha * self.falling**level for level in range(depth))
 
-    def ended(self, shape: Shape) -> Shape:
-        """Return what is proposed of a shape by a draft that knows how likely its tokens are accepted."""
-        if not shape.stop_threshold or shape.max_nodes > shape.depth:
-            return shape
-        reached = itertools.accumulate(self.by_depth(shape.depth), operator.mul)
-        length = sum(weight >= shape.stop_threshold for weight in reached)
-        return shape.clipped(max(1, length))
-
     def num_nodes(self, shape: Shape) -> int:
         """Return the nodes of a proposal."""
-        shape = self.ended(shape)
         if shape.max_nodes <= shape.depth:
             return shape.depth
         return len(_tree(self.by_depth(shape.depth), self.rescue, shape.max_nodes))
@@ -80,7 +69,6 @@ class World:
         """Return the expected tokens of a cycle."""
         if shape.depth == 0:
             return 1.0
-        shape = self.ended(shape)
         if shape.max_nodes <= shape.depth:
             return tree_tokens(self.by_depth(shape.depth), (), shape.depth)[-1]
         return [1.0, *tree_tokens(self.by_depth(shape.depth), self.rescue, shape.max_nodes, 0.02)][-1]
@@ -93,10 +81,8 @@ class World:
 
     def forwards_s(self, shape: Shape) -> float:
         """Return the mean of drafting a proposal that was not prepared, in units."""
-        # That a chain should end is known by the forward over its last token.
-        forwards = min(shape.depth, self.ended(shape).depth + 1)
         off_path = max(0, self.num_nodes(shape) - shape.depth)
-        return (forwards + off_path * self.per_draft_node) * self.draft * self.slow_draft
+        return (shape.depth + off_path * self.per_draft_node) * self.draft * self.slow_draft
 
     def step_s(self, num_tokens: int) -> float:
         """Return the mean of the target's step, in units."""
@@ -119,7 +105,6 @@ class World:
         """Draw what verification meets."""
         if shape.depth == 0:
             return ()
-        shape = self.ended(shape)
         by_depth = self.by_depth(shape.depth)
         wide = shape.max_nodes > shape.depth
         nodes = _tree(by_depth, self.rescue if wide else (), max(shape.depth, shape.max_nodes) if wide else 0)

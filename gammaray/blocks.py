@@ -19,8 +19,6 @@ class Shape:
     Args:
         depth: Upper bound of the longest path, in tokens: gamma. 0 is plain decoding.
         max_nodes: Upper bound of nodes; up to `depth` the proposal is a chain, above it may be a tree.
-        stop_threshold: Least probability of being reached; 0: none. Less likely nodes of a chain are left
-            out, except the first; less likely nodes of a tree get no children.
         reason: Why the controller chose it. This and the following fields are not on the wire.
         is_fallback: Whether the drafter that the request allows cannot propose.
         drafter: Kind of the drafter that proposes.
@@ -28,7 +26,6 @@ class Shape:
 
     depth: int
     max_nodes: int = 0
-    stop_threshold: float = field(default=0.0, compare=False)
     reason: str = field(default="", compare=False)
     is_fallback: bool = field(default=False, compare=False)
     drafter: DrafterKind = field(default=DrafterKind.MODEL, compare=False)

@@ -7,17 +7,13 @@ Definitions, over the cycles of a completion:
   alpha .8 and gamma 5.
 * *acceptance rate* = accepted / drafted tokens: the share of the drafted tokens that was used.
 * *tokens per cycle* = emitted tokens / cycles, including correction or bonus, after truncation at the end.
-* *survival* at j = probability that at least j tokens of a proposal of depth j or more are accepted.
 """
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gammaray.maths.theory import expected_tokens_of
 from gammaray.types import DrafterKind, SpeculationSummary, TokenOrigin
 
 __all__ = ["AcceptanceEstimator", "SpeculationCounters"]
@@ -260,11 +256,3 @@ class AcceptanceEstimator:
             tested = (self._tested[depth] if seen else 0.0) + self._depth_strength
             rates.append(accepted / tested)
         return rates
-
-    def survival(self, gamma: int) -> list[float]:
-        """Return the probability that at least j tokens are accepted, for j = 1 ... gamma."""
-        return list(itertools.accumulate(self.by_depth(gamma), operator.mul))
-
-    def expected_tokens(self, gamma: int) -> float:
-        """Return the expected tokens per cycle at `gamma`, including correction or bonus."""
-        return expected_tokens_of(self.survival(gamma))

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 
 __all__ = [
     "expected_tokens",
-    "expected_tokens_of",
     "optimal_gamma",
     "speedup",
     "tree_tokens",
@@ -25,12 +24,7 @@ __all__ = [
 
 def expected_tokens(alpha: float, gamma: int) -> float:
     """Return tokens per cycle, correction or bonus included, when each test passes with probability alpha."""
-    return expected_tokens_of([alpha**j for j in range(1, gamma + 1)])
-
-
-def expected_tokens_of(survival: Sequence[float]) -> float:
-    """Return tokens per cycle, given for j = 1 ... gamma the probability of at least j accepted tokens."""
-    return 1.0 + math.fsum(survival)
+    return 1.0 + math.fsum(alpha**j for j in range(1, gamma + 1))
 
 
 def speedup(alpha: float, gamma: int, draft_cost: float, latency: float = 0.0) -> float:

@@ -63,7 +63,6 @@ class ProposeBlock(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     GAMMA_FIELD_NUMBER: _builtins.int
     MAX_NODES_FIELD_NUMBER: _builtins.int
-    STOP_THRESHOLD_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
     WANTS_AHEAD_FIELD_NUMBER: _builtins.int
@@ -80,10 +79,6 @@ class ProposeBlock(_message.Message):
     """Draft length: depth of the proposal, in tokens. Range [1, 64]."""
     max_nodes: _builtins.int
     """Upper bound of nodes; 0 means `gamma` (a chain). Above `gamma` the proposal may be a tree. Range [0, 256]."""
-    stop_threshold: _builtins.float
-    """End the chain before a token whose probability of being reached and accepted, as estimated by the draft, is
-    below this; the first token is always proposed. 0 disables this. Range [0, 1).
-    """
     timeout_ms: _builtins.int
     """Timeout in milliseconds. 0 means 10,000."""
     wants_ahead: _builtins.bool
@@ -115,7 +110,6 @@ class ProposeBlock(_message.Message):
         spec: _types_pb2.SessionSpec | None = ...,
         gamma: _builtins.int = ...,
         max_nodes: _builtins.int = ...,
-        stop_threshold: _builtins.float = ...,
         timeout_ms: _builtins.int = ...,
         trace: _types_pb2.TraceContext | None = ...,
         wants_ahead: _builtins.bool = ...,
@@ -123,7 +117,7 @@ class ProposeBlock(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_spec", b"_spec", "_trace", b"_trace", "context", b"context", "spec", b"spec", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_spec", b"_spec", "_trace", b"_trace", "base_position", b"base_position", "context", b"context", "epoch", b"epoch", "gamma", b"gamma", "is_notice", b"is_notice", "max_nodes", b"max_nodes", "request_id", b"request_id", "session_id", b"session_id", "spec", b"spec", "stop_threshold", b"stop_threshold", "timeout_ms", b"timeout_ms", "trace", b"trace", "wants_ahead", b"wants_ahead"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_spec", b"_spec", "_trace", b"_trace", "base_position", b"base_position", "context", b"context", "epoch", b"epoch", "gamma", b"gamma", "is_notice", b"is_notice", "max_nodes", b"max_nodes", "request_id", b"request_id", "session_id", b"session_id", "spec", b"spec", "timeout_ms", b"timeout_ms", "trace", b"trace", "wants_ahead", b"wants_ahead"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__spec: _TypeAlias = _typing.Literal["spec"]  # noqa: Y015
     _WhichOneofArgType__spec: _TypeAlias = _typing.Literal["_spec", b"_spec"]  # noqa: Y015

@@ -36,9 +36,7 @@ _SLICE = 4096
 
 def shape_to_proto(shape: Shape) -> draft_pb.ProposeBlock:
     """Return a block that asks for a proposal of a shape; its other fields are missing."""
-    return draft_pb.ProposeBlock(
-        gamma=shape.depth, max_nodes=shape.max_nodes, stop_threshold=shape.stop_threshold
-    )
+    return draft_pb.ProposeBlock(gamma=shape.depth, max_nodes=shape.max_nodes)
 
 
 def shape_from_proto(block: draft_pb.ProposeBlock) -> Shape:
@@ -51,9 +49,7 @@ def shape_from_proto(block: draft_pb.ProposeBlock) -> Shape:
         raise InvalidArgumentError("gamma", block.gamma, f"1 to {MAX_GAMMA}")
     if block.max_nodes > MAX_NODES:
         raise InvalidArgumentError("max_nodes", block.max_nodes, f"0 to {MAX_NODES}")
-    if not 0 <= block.stop_threshold < 1:
-        raise InvalidArgumentError("stop_threshold", block.stop_threshold, "a number in [0, 1)")
-    return Shape(block.gamma, block.max_nodes, block.stop_threshold)
+    return Shape(block.gamma, block.max_nodes)
 
 
 def proposal_to_proto(proposal: Proposal) -> pb.Proposal:

@@ -145,19 +145,13 @@ class Drafting:
     def _model(self, request: GenerationRequest) -> AdaptiveGamma:
         """Return the controller of the proposals of the draft model, or of the server in its place."""
         settings, policy = self._settings, request.gamma
-        if self._server is not None:  # it returns one chain, and ends it where its text ends
-            kind = DrafterKind.SERVER
-            max_gamma = policy.max_gamma or settings.max_gamma
-            return AdaptiveGamma(max_gamma, self.costs, ends_early=False, drafter=kind)
+        max_gamma = policy.max_gamma or settings.max_gamma
+        if self._server is not None:  # it returns one chain
+            return AdaptiveGamma(max_gamma, self.costs, drafter=DrafterKind.SERVER)
         # Only coupled verification takes trees, at any temperature.
         takes_trees = request.verification is VerificationMethod.COUPLED
-        # A chain with distributions costs the same number of forward passes wherever it ends.
-        return AdaptiveGamma(
-            policy.max_gamma or settings.max_gamma,
-            self.costs,
-            (policy.max_nodes or settings.max_nodes) if takes_trees else 0,
-            ends_early=not _draws_by_rejection(request),
-        )
+        max_nodes = (policy.max_nodes or settings.max_nodes) if takes_trees else 0
+        return AdaptiveGamma(max_gamma, self.costs, max_nodes)
 
 
 def _draws_by_rejection(request: GenerationRequest) -> bool:

@@ -7,6 +7,7 @@ depends on past cycles only, which keeps every verification method lossless.
 
 from __future__ import annotations
 
+import functools
 import math
 
 from gammaray.blocks import Shape
@@ -14,7 +15,7 @@ from gammaray.maths.acceptance import AcceptanceEstimator
 from gammaray.types import DrafterKind
 from orchestrator.cycle.types import Cycle
 from orchestrator.gamma import cost_model
-from orchestrator.gamma.cost_model import HOLD, RATE, CostModel, first_children, stopped_early
+from orchestrator.gamma.cost_model import HOLD, RATE, CostModel, first_children
 from orchestrator.gamma.fixed import Reason
 
 __all__ = ["AdaptiveGamma"]
@@ -34,9 +35,6 @@ TREE_DEPTHS, TREE_NODES = (1, 2, 3, 4, 6, 8), (2, 4, 8, 16, 32)
 """Trees that are considered, within the request's bounds. The best of them and of all chains has 0.998 of the
 oracle's speed in simulation, mean of 108 worlds, and 0.984 in the worst; chains alone 0.906 and 0.564."""
 
-_Candidate = tuple[Shape, float, float, float]
-"""Shape, expected tokens, forwards of the draft, rows."""
-
 
 class AdaptiveGamma:
     """Chooses the shape, gamma 0 included, with the most expected tokens per second; a GammaController.
@@ -44,14 +42,13 @@ class AdaptiveGamma:
     The rows of a proposal take time from the other sessions of the target worker. The tokens that these lose
     in that time are subtracted, so that the tokens per second of all sessions together are maximised.
 
-    After plain cycles a proposal has at most 2 expected rows, and then at most twice as many as the largest
+    After plain cycles a proposal has at most 2 rows, and then at most twice as many as the largest
     one since. A trial of a draft that is still useless thus costs little.
 
     Args:
         max_gamma: Upper bound of the depth.
         costs: Shared by the sessions of this replica.
         max_nodes: Upper bound of the nodes; up to 1 for chains only.
-        ends_early: Whether the drafter ends chains by `Shape.stop_threshold`.
         drafter: Kind of the drafter, a draft model or a server.
 
     Attributes:
@@ -66,20 +63,23 @@ class AdaptiveGamma:
         costs: CostModel,
         max_nodes: int = 0,
         *,
-        ends_early: bool = True,
         drafter: DrafterKind = DrafterKind.MODEL,
     ) -> None:
         self.drafter = drafter
-        self._max_gamma, self._max_nodes, self._ends_early = max_gamma, max_nodes, ends_early
-        self._costs = costs
+        self._max_gamma, self._costs = max_gamma, costs
         self.acceptance = AcceptanceEstimator(1.0 - RATE, prior_strength=STRENGTH, fleet=costs.acceptance)
-        self._reach = AcceptanceEstimator(1.0 - RATE, prior_strength=STRENGTH, fleet=costs.reach)
         self._was_plain, self._num_drafting, self._largest = True, 0, math.inf
         self._num_cycles, self.speed = 0, 0.0
         self._shape: Shape | None = None
-        self._renewed = 0
-        self._expected: dict[Shape, float] = {}
-        self._trees: list[_Candidate] = []
+        self._renewed, self._expected = 0, 0.0
+        self._chains = [_shape(depth, 0, drafter) for depth in range(max_gamma + 1)]
+        sizes = {
+            depth: [_shape(depth, nodes, drafter) for nodes in TREE_NODES if depth < nodes <= max_nodes]
+            for depth in TREE_DEPTHS
+            if depth <= max_gamma
+        }
+        self._tree_shapes = {depth: shapes for depth, shapes in sizes.items() if shapes}
+        self._trees: list[tuple[Shape, float]] = []
 
     def next_shape(self) -> Shape:
         """Return the shape of the next cycle's proposal, with the reason."""
@@ -105,11 +105,8 @@ class AdaptiveGamma:
             self.acceptance.observe(tested, accepted)
         elif cycle.gamma == 0:
             self.acceptance.fade(1.0 - cost_model.FORGETTING)
-        if cycle.num_drafted > 0:
-            if not cycle.shape.is_tree:
-                self._reach.observe(cycle.num_drafted + stopped_early(cycle), cycle.num_drafted)
-            elif cycle.shape in self._expected:
-                self._costs.trees.observe(cycle.levels, self._expected[cycle.shape])
+        if cycle.num_drafted > 0 and cycle.shape.is_tree and cycle.shape == self._shape:
+            self._costs.trees.observe(cycle.levels, self._expected)
         self._costs.observe(cycle, was_plain=self._was_plain)
         self._was_plain = cycle.num_drafted == 0
         self._num_drafting = 0 if self._was_plain else self._num_drafting + 1
@@ -129,18 +126,22 @@ class AdaptiveGamma:
         drafted_s += plain_s + (costs.catch_up_s / HOLD if self._was_plain else 0.0)
         # Tokens that the other sessions would get in the time that a row takes from them.
         price = costs.num_waiting * costs.tokens_per_s * other_row_s
-        best, highest = Shape(0), 1.0 / plain_s
-        for shape, tokens, forwards, rows in (*self._chains(by_depth), *self._trees):
-            seconds = drafted_s + forward_s * forwards + row_s * rows
-            speed = (tokens - price * rows) / seconds
-            if speed > highest and rows <= 2.0 * self._largest:
-                best, highest = shape, speed
-        self.speed, stop = highest, 0.0
-        if best.depth > 1 and not best.is_tree and self._ends_early:
-            # One more token pays if its probability exceeds its cost in tokens, those of others included.
-            stop = min(1.0, (forward_s + row_s) * highest + price)
-        reason = Reason.BEST.value
-        return Shape(best.depth, best.max_nodes, stop, reason=reason, drafter=self.drafter)
+        bias, most_rows = costs.trees.bias, 2.0 * self._largest
+        best, highest, self._expected = self._chains[0], 1.0 / plain_s, 0.0
+        tokens = reached = 1.0
+        for depth, probability in enumerate(by_depth, 1):
+            reached *= probability
+            tokens += reached
+            speed = (tokens - price * depth) / (drafted_s + (forward_s + row_s) * depth)
+            if speed > highest and depth <= most_rows:
+                best, highest = self._chains[depth], speed
+        for shape, expected in self._trees:
+            rows = shape.max_nodes
+            speed = (expected * bias - price * rows) / (drafted_s + forward_s * shape.depth + row_s * rows)
+            if speed > highest and rows <= most_rows:
+                best, highest, self._expected = shape, speed, expected
+        self.speed = highest
+        return best
 
     def _sample_acceptance(self) -> list[float]:
         """Return a posterior sample of the probability of acceptance by depth."""
@@ -151,28 +152,16 @@ class AdaptiveGamma:
             for p in self.acceptance.by_depth(self._max_gamma)
         ]
 
-    def _chains(self, by_depth: list[float]) -> list[_Candidate]:
-        """Return all chains; one that may end early takes a forward over its last token to find its end."""
-        chains, tokens, reached, rows = [], 1.0, 1.0, 0.0
-        lengths = self._reach.survival(self._max_gamma)
-        for depth, (probability, length) in enumerate(zip(by_depth, lengths, strict=True), 1):
-            reached *= probability
-            tokens += reached
-            forwards = 1.0 + rows
-            rows += length
-            chains.append((Shape(depth), tokens, forwards, rows))
-        return chains
-
-    def _evaluate_trees(self, by_depth: list[float]) -> list[_Candidate]:
-        """Return the trees that are considered, and store the tokens that the model expects; takes 35 us."""
-        if self._max_nodes < TREE_NODES[0]:
-            return []
-        trees, model = [], self._costs.trees
-        self._expected = {}
-        for depth in (d for d in TREE_DEPTHS if d <= self._max_gamma):
-            tokens = model.expected_tokens(by_depth[:depth], self._max_nodes)
-            for nodes in (n for n in TREE_NODES if depth < n <= len(tokens)):
-                shape, expected = Shape(depth, nodes), tokens[nodes - 1]
-                self._expected[shape] = expected
-                trees.append((shape, expected * model.bias, float(depth), float(nodes)))
+    def _evaluate_trees(self, by_depth: list[float]) -> list[tuple[Shape, float]]:
+        """Return the trees that are considered, with the tokens that the model expects."""
+        trees = []
+        for depth, shapes in self._tree_shapes.items():
+            tokens = self._costs.trees.expected_tokens(by_depth[:depth], shapes[-1].max_nodes)
+            found = len(tokens)  # fewer than requested if the tree is complete
+            trees += [(shape, tokens[shape.max_nodes - 1]) for shape in shapes if shape.max_nodes <= found]
         return trees
+
+
+@functools.cache
+def _shape(depth: int, max_nodes: int, drafter: DrafterKind) -> Shape:
+    return Shape(depth, max_nodes, reason=Reason.BEST.value, drafter=drafter)

@@ -20,7 +20,7 @@ from gammaray.types import DrafterKind
 from orchestrator.cycle.types import Cycle
 from orchestrator.gamma.tree_model import TreeModel
 
-__all__ = ["CostModel", "first_children", "stopped_early"]
+__all__ = ["CostModel", "first_children"]
 
 PRIOR = (1.0, 0.1, 0.1, 0.03, 0.02, 0.02)
 PRIOR_SD = (0.5, 0.3, 0.3, 0.05, 0.05, 0.02)
@@ -71,9 +71,6 @@ FLEET_DECAY = 0.995
 """Factor per cycle on the acceptance counts of all sessions: a memory of 200 cycles, and a standard error of
 0.014 in the same case."""
 
-SURE = 0.999
-"""Prior probability that a chain continues, before any ended early: of eight tokens 7.96 are expected."""
-
 LEAST_FIXED = 0.01
 """Lower bound of the fixed costs as a share of a cycle, so that no sample is 0."""
 
@@ -97,7 +94,6 @@ class CostModel:
         acceptance: Acceptance of the draft model's proposals over all sessions.
         text_acceptance: Acceptance of text drafters' proposals over all sessions, by kind, match
             length and temperature, in classes (`orchestrator.drafting.text_gamma`).
-        reach: How far chains get before the draft ends them, over all sessions.
         trees: Expected tokens of trees, over all sessions.
         draws: Standard normal draws, times `SCALE`, by which costs (all but the last one) and acceptance (the
             last one) are sampled. All sessions share them, so that they explore together and measure the
@@ -112,7 +108,6 @@ class CostModel:
     def __init__(self, rng: random.Random | None = None) -> None:
         self.acceptance = AcceptanceEstimator(FLEET_DECAY)
         self.text_acceptance: dict[tuple[DrafterKind, int, int], AcceptanceEstimator] = {}
-        self.reach = AcceptanceEstimator(FLEET_DECAY, prior_alpha=SURE)
         self.trees = TreeModel(FLEET_DECAY)
         self.num_waiting = self.others_rows = self._catch_up = 0.0
         self.num_renewed = 0
@@ -168,8 +163,6 @@ class CostModel:
             self._forget(share)
         elif tested:
             self.acceptance.observe(tested, accepted)
-        if cycle.num_drafted > 0 and is_model and not cycle.shape.is_tree:
-            self.reach.observe(cycle.num_drafted + stopped_early(cycle), cycle.num_drafted)
         self._clock += share
         if self._clock >= self._renewed_at + HOLD:
             self.renew()
@@ -183,7 +176,7 @@ class CostModel:
             return
         forwards = 0
         if cycle.num_drafted > 0 and is_model:
-            forwards = cycle.shape.depth if cycle.shape.is_tree else cycle.num_drafted + stopped_early(cycle)
+            forwards = cycle.shape.depth if cycle.shape.is_tree else cycle.num_drafted
         own = (1.0, float(forwards > 0), float(forwards), float(cycle.num_drafted))
         self._fit(cycle, (*own, num_waiting, others_rows), share, was_plain)
 
@@ -288,21 +281,14 @@ class CostModel:
 def first_children(cycle: Cycle) -> tuple[int, int]:
     """Return how many first children were tested and how many of them were accepted, up to the first failure.
 
-    The first children of a tree form the chain that it contains; of a chain they are all tokens. Where the
-    draft ended a chain early, the next token counts as rejected: these counts measure how far proposals get.
+    The first children of a tree form the chain that it contains; of a chain they are all tokens.
     """
     accepted = 0
     for _, rank in cycle.levels:
         if rank != 0:
             return accepted + 1, accepted
         accepted += 1
-    return accepted + stopped_early(cycle), accepted
-
-
-def stopped_early(cycle: Cycle) -> bool:
-    """Whether the draft ended its chain before the allowed depth."""
-    shape = cycle.shape
-    return shape.stop_threshold > 0 and 0 < cycle.num_drafted < shape.depth
+    return accepted, accepted
 
 
 def _share(cycle: Cycle) -> float:

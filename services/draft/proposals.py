@@ -21,13 +21,10 @@ from services.draft.calibration import scales
 from services.draft.predictions import Guess, Prediction
 from services.draft.tree import Node
 
-__all__ = ["MIN_GROWN", "MIN_PROPOSED", "RUN", "RUN_TO_DOUBT", "ProposalBuilder"]
+__all__ = ["MIN_GROWN", "MIN_PROPOSED", "RUN", "ProposalBuilder"]
 
 RUN = 4
 """Upper bound of single-row forwards in one call; called one by one, Python takes a third of their time."""
-
-RUN_TO_DOUBT = 2
-"""The same for chains that end at a token of low confidence: tokens fed after that one are wasted."""
 
 MIN_PROPOSED, MIN_GROWN = 0.02, 0.05
 """Tree nodes with a lower probability of being reached are not proposed, or get no children: a node costs the
@@ -45,7 +42,7 @@ class ProposalBuilder:
 
     Attributes:
         nodes: The nodes so far, each after its parent.
-        weights: The probability that the target reaches each.
+        weights: Of a tree, the probability that the target reaches each node.
         parents: Index of each node's parent in `nodes`, -1 for children of the root; None for a chain.
     """
 
@@ -58,7 +55,7 @@ class ProposalBuilder:
         # With a power above 1 runners-up could outweigh the first choice, although they are offered after it.
         self._power = power if self.parents is None else min(power, 1.0)
         self._is_ended = self._is_read = False
-        self._beyond: list[Node] = []  # drafted after the proposal's end, to keep the duration constant
+        self._beyond: list[Node] = []  # drafted after the end of sequence, to keep the duration constant
 
     def go_on(self) -> list[Node]:
         """Read as far as the tree has predictions; return the open nodes reached, none when complete."""
@@ -72,9 +69,7 @@ class ProposalBuilder:
     @property
     def longest_run(self) -> int:
         """Upper bound of single-row forwards in one call; 1 for a tree."""
-        if self.parents is not None:
-            return 1
-        return RUN_TO_DOUBT if self.shape.stop_threshold else RUN
+        return RUN if self.parents is None else 1
 
     @property
     def run_length(self) -> int:
@@ -143,20 +138,13 @@ class ProposalBuilder:
         return reached
 
     def _read_chain(self) -> list[Node]:
-        base, shape = self.root.position + 1, self.shape
-        while len(self.nodes) + len(self._beyond) < shape.depth and not self._is_read:
+        base = self.root.position + 1
+        while len(self.nodes) + len(self._beyond) < self.shape.depth and not self._is_read:
             tip = (self._beyond or self.nodes or [self.root])[-1]
             prediction = tip.prediction
             if prediction is None:
                 return [tip]
             following = tip.child(prediction.choose(base))
-            if shape.stop_threshold and not self._is_ended:
-                # Lossless for every method: where the draft's distribution is tested, the confidence does not
-                # depend on the token, so whether a position is proposed is decided before its token is drawn.
-                believed = prediction.confidence(base) ** self._power
-                weight = (self.weights[-1] if self.weights else 1.0) * believed
-                self._is_ended = bool(self.nodes) and weight < shape.stop_threshold
-                self.weights.append(weight)
             if self._is_ended:
                 self._beyond.append(following)
             else:
@@ -170,7 +158,6 @@ class ProposalBuilder:
         self.nodes, self.weights, self.parents = [], [], []
         nodes, weights, parents = self.nodes, self.weights, self.parents
         max_position = self.root.position + self.shape.depth
-        floor = max(MIN_GROWN, self.shape.stop_threshold)
         still_open: list[Node] = []
         # Entries: minus the weight, insertion order to break ties, parent, the parent's index, rank.
         heap: list[tuple[float, int, Node, int, int]] = []
@@ -185,7 +172,8 @@ class ProposalBuilder:
                     heapq.heappush(heap, (-weight, next(age), parent, index, rank))
 
         def grow(node: Node, index: int, weight: float) -> None:
-            if node.position >= max_position or weight < floor or (index >= 0 and node.token_id in self._eos):
+            is_last = node.position >= max_position or (index >= 0 and node.token_id in self._eos)
+            if is_last or weight < MIN_GROWN:
                 return
             if node.prediction is None:
                 still_open.append(node)

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from gammaray.blocks import Shape
 from gammaray.config import DraftSettings
-from gammaray.types import Proposal, VerificationMethod
-from services.draft.calibration import Calibration
+from gammaray.types import Proposal
 from services.draft.gain import GainMeter
 from services.draft.scheduler import DraftScheduler
 from services.draft.translated_chains import Chain, SharedLogits, TextChain, TokenChain
@@ -69,29 +68,15 @@ class _Translated:
         translation: The vocabularies.
         shared: The shared tokens.
         limit: Context length of the draft.
-        common: Calibration of all sessions.
     """
 
     def __init__(
-        self,
-        session: SessionCopy,
-        translation: Translation,
-        shared: SharedLogits,
-        limit: int,
-        common: Calibration,
+        self, session: SessionCopy, translation: Translation, shared: SharedLogits, limit: int
     ) -> None:
         self.session, self.context = session, translation.context(limit)
-        self.calibration = Calibration(common)
         self._shared = shared
-        self._sent: tuple[int, tuple[int, ...], list[float]] | None = None
         self._source: Noise | None = None
         self._noise: Noise | None = None
-
-    @property
-    def is_coupled_draw(self) -> bool:
-        """Whether the draft's choice is its prediction of the target's token, not an independent draw."""
-        spec = self.session.spec
-        return spec.method is VerificationMethod.COUPLED or spec.params.temperature == 0
 
     @property
     def noise(self) -> Noise | None:
@@ -101,24 +86,6 @@ class _Translated:
             self._source, ids = source, self._shared.on_device
             self._noise = source and Noise(source.seed, source.sample_index, len(ids), ids.device, ids)
         return self._noise
-
-    def sent(self, proposal: Proposal, confidences: list[float]) -> None:
-        """Note a proposal that was sent."""
-        self._sent = len(self.session.tokens), proposal.token_ids, confidences
-
-    def note_outcome(self) -> None:
-        """Learn from the committed tokens how likely the draft's tokens are accepted."""
-        if self._sent is None or not self.is_coupled_draw:
-            return
-        (base, token_ids, confidences), self._sent = self._sent, None
-        emitted = self.session.tokens[base : base + len(token_ids)]
-        if self.session.changed_from < base or not emitted:
-            return
-        same = 0
-        while same < len(emitted) and emitted[same] == token_ids[same]:
-            same += 1
-        is_rejected = same < len(emitted)
-        self.calibration.observe(confidences[: same + is_rejected], is_rejected=is_rejected)
 
 
 class TranslatedDraftScheduler(Scheduler[ProposeTask]):
@@ -148,11 +115,7 @@ class TranslatedDraftScheduler(Scheduler[ProposeTask]):
         self._shared = SharedLogits(translation.common, engine.device)
         self._masked = _masked(translation, engine)
         self._open = partial(
-            _Translated,
-            translation=translation,
-            shared=self._shared,
-            limit=engine.max_context,
-            common=Calibration(),
+            _Translated, translation=translation, shared=self._shared, limit=engine.max_context
         )
         self._sessions: dict[str, _Translated] = {}
         self._gain = GainMeter()
@@ -174,7 +137,6 @@ class TranslatedDraftScheduler(Scheduler[ProposeTask]):
         translated = self._sessions.get(session.session_id)
         if translated is None:
             translated = self._sessions[session.session_id] = self._open(session)
-        translated.note_outcome()
         kept = translated.context.follow(session.tokens, session.changed_from)
         self._match_tokens(session, translated.context.tokens, kept)
 
@@ -189,12 +151,9 @@ class TranslatedDraftScheduler(Scheduler[ProposeTask]):
 
     def _chain(self, translated: _Translated, shape: Shape) -> Chain:
         session, spec = translated.session, translated.session.spec
-        power = translated.calibration.power if translated.is_coupled_draw else 1.0
         if self._translation.by_text(spec.method, spec.params.temperature):
-            return TextChain(session, self._translation, self._masked, shape, power)
-        return TokenChain(
-            session, self._shared, translated.noise, shape, power, top_k=self._top_k, bits=self._bits
-        )
+            return TextChain(session, self._translation, self._masked, shape)
+        return TokenChain(session, self._shared, translated.noise, shape, top_k=self._top_k, bits=self._bits)
 
     def _advance(self, running: Running[ProposeTask], logits: Tensor) -> Proposal | None:
         assert isinstance(running, _Drafting)
@@ -202,9 +161,7 @@ class TranslatedDraftScheduler(Scheduler[ProposeTask]):
         if token_id is not None and running.num_tokens < self.engine.max_context:
             running.tail.append(token_id)
             return None
-        proposal, confidences = running.chain.finish()
-        task = running.task
-        self._sessions[task.session_id].sent(proposal, confidences)
+        proposal, task = running.chain.finish(), running.task
         self._gain.sent(task.session_id, proposal, task.base_position, task.arrived, time.monotonic())
         return proposal
 

@@ -6,10 +6,8 @@ proposal is complete. Proposals have the target's token ids.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -17,11 +15,10 @@ from torch import Tensor
 
 from gammaray.blocks import Shape
 from gammaray.types import Proposal, SamplingParams, SparseDistribution
-from services.draft.predictions import Guess, Prediction, draw_temperature, predictions
+from services.draft.predictions import Guess, Prediction, predictions
 from services.draft.proposals import ProposalBuilder
 from services.draft.session import draft_params
 from services.draft.tree import Node
-from services.engine.native.library import top_k_tokens
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.logits import processed_log_probs
 from services.engine.sampling.noise import Noise
@@ -44,8 +41,8 @@ class Chain(Protocol):
         None: the proposal is complete.
         """
 
-    def finish(self) -> tuple[Proposal, list[float]]:
-        """Return the proposal, and the draft's confidence in each token."""
+    def finish(self) -> Proposal:
+        """Return the proposal."""
 
 
 class SharedLogits:
@@ -93,8 +90,7 @@ class TokenChain:
         session: The session, in the target's tokens.
         shared: The shared tokens.
         noise: Noise of the shared tokens; None at temperature 0.
-        shape: Depth and threshold of the proposal.
-        power: Exponent of confidences, see `services.draft.calibration`.
+        shape: Bounds of the proposal.
         top_k: Rejection: largest support of a shipped distribution.
         bits: Rejection: its weights' sum is 2^bits.
     """
@@ -105,7 +101,6 @@ class TokenChain:
         shared: SharedLogits,
         noise: Noise | None,
         shape: Shape,
-        power: float,
         *,
         top_k: int,
         bits: int,
@@ -115,7 +110,7 @@ class TokenChain:
         self._params = draft_params(session.spec)
         self._root = self._tip = Node(session.tokens[-1], len(session.tokens) - 1, None)
         shape = replace(shape, max_nodes=0)
-        self._builder = ProposalBuilder(self._root, shape, session.spec.eos_token_ids, power)
+        self._builder = ProposalBuilder(self._root, shape, session.spec.eos_token_ids)
 
     def take(self, logits: Tensor) -> int | None:
         """Draw the next token; None when the proposal is complete."""
@@ -139,14 +134,12 @@ class TokenChain:
         (self._tip,) = following
         return self._shared.draft_id_of[self._tip.token_id]
 
-    def finish(self) -> tuple[Proposal, list[float]]:
-        """Return the proposal, and the draft's confidence in each token."""
-        proposal, base = self._builder.proposal(), len(self._session.tokens)
-        predicted = [node.prediction for node in (self._root, *self._builder.nodes[:-1]) if node.prediction]
-        confidences = [prediction.confidence(base) for prediction in predicted]
+    def finish(self) -> Proposal:
+        """Return the proposal."""
+        proposal = self._builder.proposal()
         for node in [self._root, *self._root.below()]:
             node.clear()  # break the reference cycles, so that the memory is freed at once
-        return proposal, confidences[: len(proposal)]
+        return proposal
 
     def _processed(self, shared: Tensor) -> Tensor:
         params = self._params
@@ -201,55 +194,36 @@ class TextChain:
         session: The session, in the target's tokens.
         translation: The vocabularies.
         masked: [vocab_size] -inf for draft tokens without bytes other than its end of sequence, else 0.
-        shape: Depth and threshold of the proposal.
-        power: Exponent of confidences.
+        shape: Bounds of the proposal.
     """
 
-    def __init__(
-        self, session: SessionCopy, translation: Translation, masked: Tensor, shape: Shape, power: float
-    ) -> None:
+    def __init__(self, session: SessionCopy, translation: Translation, masked: Tensor, shape: Shape) -> None:
         self._session, self._translation, self._masked = session, translation, masked
-        self._shape, self._power = shape, power
+        self._depth = shape.depth
         self._text, self._found = b"", list[int]()
-        self._reached, self._ends, self._shares = 1.0, list[int](), list[float]()
-        self._is_ended = False
+        self._num_forwards, self._is_ended = 0, False
 
     def take(self, logits: Tensor) -> int | None:
         """Append the likeliest token; None when the proposal is complete."""
-        (guess,) = top_k_tokens(logits[0] + self._masked, 1, draw_temperature(0.0))
-        token_id, share = guess[0], min(1.0, guess[1])
-        self._reached *= share**self._power
-        if self._found and self._reached < self._shape.stop_threshold:
-            return None
+        token_id = int((logits[0] + self._masked).argmax())
         end, translation = self._translation.common.end, self._translation
         if end is not None and token_id == end[0]:
             self._is_ended = True
             return None
         self._text += translation.draft.spellings[token_id]
-        self._ends.append(len(self._text))
-        self._shares.append(share)
-        depth = self._shape.depth
+        self._num_forwards += 1
         self._found = translation.target.continuation(self._session.tokens, self._text)
-        is_late = len(self._ends) >= FORWARDS_PER_TOKEN * (depth + 1)
-        return None if is_late or translation.target.num_stable(self._found) >= depth else token_id
+        is_late = self._num_forwards >= FORWARDS_PER_TOKEN * (self._depth + 1)
+        return None if is_late or translation.target.num_stable(self._found) >= self._depth else token_id
 
-    def finish(self) -> tuple[Proposal, list[float]]:
-        """Return the proposal, and the draft's confidence in each token."""
+    def finish(self) -> Proposal:
+        """Return the proposal."""
         translation, spec = self._translation, self._session.spec
-        stable = translation.target.num_stable(self._found)
         # More text may change the last word, but a guess of one token costs little.
-        token_ids = self._found if self._is_ended else self._found[: stable or 1]
-        spelled = [len(translation.target.bytes_of([token_id])) for token_id in token_ids]
-        reached = [self._reached_at(start) for start in accumulate(spelled, initial=0)]
-        confidences = [after / before for before, after in pairwise(reached)]
+        token_ids = self._found
+        if not self._is_ended:
+            token_ids = token_ids[: translation.target.num_stable(token_ids) or 1]
         end = translation.common.end
         if self._is_ended and end is not None and end[1] in spec.eos_token_ids:
             token_ids = [*token_ids, end[1]]
-            confidences.append(1.0)
-        depth = self._shape.depth
-        return Proposal(tuple(token_ids[:depth])), confidences[:depth]
-
-    def _reached_at(self, end: int) -> float:
-        """Return the probability of the draft tokens that begin before a byte of the text."""
-        starts = [0, *self._ends]
-        return math.prod(share for start, share in zip(starts, self._shares, strict=False) if start < end)
+        return Proposal(tuple(token_ids[: self._depth]))

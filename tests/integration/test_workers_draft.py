@@ -87,15 +87,6 @@ async def test_gamma_is_clipped_at_the_end_of_the_context(draft):
         assert result.num_forwards == 0
 
 
-@pytest.mark.parametrize("method", list(VerificationMethod))
-async def test_stop_threshold_ends_the_chain_early_and_changes_no_token(draft, method):
-    whole = await draft.ask(propose_block(PROMPT, 16, spec=spec_message(WARM, method)))
-    cut = await draft.ask(propose_block(PROMPT, 16, spec=spec_message(WARM, method), stop_threshold=0.6))
-    tokens = list(cut.proposal.token_ids)
-    assert 1 <= len(tokens) < 16
-    assert tokens == list(whole.proposal.token_ids)[: len(tokens)]
-
-
 async def test_rejection_sends_the_distribution_of_each_token(draft):
     spec = spec_message(WARM, VerificationMethod.REJECTION)
     result = await draft.ask(propose_block(PROMPT, 5, spec=spec))

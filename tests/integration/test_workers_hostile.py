@@ -99,8 +99,6 @@ BAD_VERIFIES = {
 BAD_PROPOSES = {
     "gamma 10^6": propose_block(PROMPT, 10**6),
     "gamma 0": propose_block(PROMPT, 0),
-    "threshold NaN": propose_block(PROMPT, 2, stop_threshold=math.nan),
-    "threshold 1": propose_block(PROMPT, 2, stop_threshold=1.0),
     "max_nodes 10^6": propose_block(PROMPT, 2, max_nodes=10**6),
     "context id out of vocabulary": propose_block([*PROMPT, 97], 2),
     "context that ends early": propose_block(PROMPT, 2, base_position=len(PROMPT) + 1),

@@ -47,11 +47,8 @@ async def test_coupled_tokens_do_not_depend_on_gamma(pair, name):
     assert plain.accepted == 0
 
 
-async def test_coupled_tokens_do_not_depend_on_the_drafter_or_its_stopping(pair, tmp_path):
+async def test_coupled_tokens_do_not_depend_on_the_drafter(pair, tmp_path):
     _, expected = await decode(*pair, PARAMS["warm"], 0, "plain")
-    stopping, tokens = await decode(*pair, PARAMS["warm"], 8, "stop", stop_threshold=0.7)
-    assert tokens == expected
-    assert stopping.accepted > 0
     stranger = tiny_model("qwen2", tmp_path, vocab_size=2048, max_position_embeddings=512)
     async with running("draft", stranger) as (other, _):
         assert (await decode(pair[0], other, PARAMS["warm"], 4, "other"))[1] == expected

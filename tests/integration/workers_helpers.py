@@ -128,7 +128,6 @@ class Driver:
     max_nodes: int = 0
     session_id: str = "s"
     eos_token_ids: tuple[int, ...] = ()
-    stop_threshold: float = 0.0
     tokens: list[int] = field(default_factory=list)
     held: dict[bool, int] = field(default_factory=dict)
     accepted: int = 0
@@ -151,11 +150,7 @@ class Driver:
         """Run the first half of a cycle."""
         assert self.draft is not None
         result = await self._feed(
-            self.draft,
-            draft_pb.ProposeBlock,
-            gamma=self.gamma,
-            max_nodes=self.max_nodes,
-            stop_threshold=self.stop_threshold,
+            self.draft, draft_pb.ProposeBlock, gamma=self.gamma, max_nodes=self.max_nodes
         )
         assert result.WhichOneof("outcome") == "proposal", result
         proposal = proposal_from_proto(result.proposal, 2**31)

@@ -185,7 +185,6 @@ class Drafter:
         prompt_length: int = 4,
         eos: tuple[int, ...] = (),
         session_id: str = "s",
-        stop_threshold: float = 0.0,
     ) -> ProposeTask:
         spec = SessionSpec(params or SamplingParams(seed=5), method, prompt_length, eos)
         return ProposeTask(
@@ -198,7 +197,7 @@ class Drafter:
             spec=spec,
             deadline=time.monotonic() + 1e6,
             deliver=lambda task, reply: None,
-            shape=Shape(gamma, max_nodes, stop_threshold),
+            shape=Shape(gamma, max_nodes),
         )
 
     def ask(self, tokens: Sequence[int], gamma: int, **fields: Any) -> Reply:

@@ -20,8 +20,8 @@ def test_bandit_plays_the_best_of_its_gammas_most():
 
 
 def test_ablation_takes_parts_out_and_puts_them_back():
-    names = ["gamma 4", "adaptive, no early ends", "adaptive"]
-    rows = ablation(["text"], names, 1, lambda: None)
+    names = ["gamma 4", "adaptive, no forgetting", "adaptive"]
+    rows = ablation(["turn"], names, 1, lambda: None)
     assert [row["controller"] for row in rows] == names
     assert rows[2]["then_mean"] > rows[1]["then_mean"]
     for controller in CONTROLLERS.values():

@@ -29,12 +29,7 @@ floats = st.floats(allow_nan=False, allow_infinity=False)
 counts = st.integers(0, 2**31)
 token_ids = st.integers(0, VOCAB - 1)
 
-shapes = st.builds(
-    Shape,
-    st.integers(1, MAX_GAMMA),
-    st.integers(0, MAX_NODES),
-    st.floats(0, 1, exclude_max=True),
-)
+shapes = st.builds(Shape, st.integers(1, MAX_GAMMA), st.integers(0, MAX_NODES))
 logprobs = st.builds(TokenLogprobs, floats, st.lists(st.tuples(token_ids, floats), max_size=3).map(tuple))
 verdicts = st.builds(
     Verdict,
@@ -92,9 +87,6 @@ def test_shape_round_trip(shape):
         ({"gamma": 0}, "gamma"),
         ({"gamma": MAX_GAMMA + 1}, "gamma"),
         ({"max_nodes": MAX_NODES + 1}, "max_nodes"),
-        ({"stop_threshold": 1.0}, "stop_threshold"),
-        ({"stop_threshold": -0.1}, "stop_threshold"),
-        ({"stop_threshold": math.nan}, "stop_threshold"),
     ],
 )
 def test_shape_out_of_bounds_is_refused(changes, field):

@@ -74,7 +74,7 @@ def play(choice, num_cycles, *, model_alpha, text_alpha, world=None, seed=1):
         draft = 0.0 if is_text or shape.depth == 0 else world.draft_s(shape)
         step = world.step_s(1 + shape.depth) * max(0.5, rng.gauss(1.0, 0.1))
         cycle = make_cycle(
-            replace(shape, stop_threshold=0.0),
+            shape,
             levels,
             shape.depth,
             draft=draft,

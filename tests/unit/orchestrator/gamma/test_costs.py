@@ -12,7 +12,7 @@ from benchmarks.simulation import UNIT_S, Lone, crowd, drive, make_cycle
 from benchmarks.worlds import World
 from gammaray.blocks import Shape
 from orchestrator.gamma.adaptive import AdaptiveGamma
-from orchestrator.gamma.cost_model import HOLD, CostModel
+from orchestrator.gamma.cost_model import HOLD, CostModel, first_children
 from orchestrator.gamma.fixed import FixedGamma
 
 GAMMAS = (0, 0, 0, 2, 4, 8)
@@ -73,6 +73,19 @@ def test_costs_learn_nothing_from_prefills_and_dead_drafters():
         costs.observe(replace(slow, draft_failed=True), was_plain=False)
         costs.observe(replace(slow, is_first=True), was_plain=False)
     assert costs.mean == before
+
+
+@pytest.mark.parametrize(
+    ("levels", "counted"),
+    [
+        pytest.param([(1, 0)] * 3, (3, 3), id="chain-accepted"),
+        pytest.param([(1, 0), (1, -1)], (2, 1), id="chain-rejected"),
+        pytest.param([(2, 0), (3, 1), (2, 0)], (2, 1), id="tree-left-its-first-children"),
+        pytest.param([], (0, 0), id="plain"),
+    ],
+)
+def test_first_children_are_counted_up_to_the_first_failure(levels, counted):
+    assert first_children(make_cycle(Shape(8), levels, 3, draft=0.1, verify=1.1, other=0.1)) == counted
 
 
 def test_costs_take_one_hiccup_for_noise_and_a_series_for_a_change():

@@ -175,7 +175,7 @@ def test_adaptive_gamma_tries_a_useless_draft_again():
 
 @pytest.mark.parametrize("max_nodes", [0, 32])
 def test_adaptive_gamma_trials_after_plain_cycles_begin_small_and_double(max_nodes):
-    controller = AdaptiveGamma(8, CostModel(random.Random(1)), max_nodes, ends_early=False)
+    controller = adaptive(1, max_nodes)
     session = Lone(random.Random(1))
     shapes = drive(controller, World(alpha=0.3, draft=0.4), 600, session).shapes
     good = World(alpha=0.9, per_token=0.005)

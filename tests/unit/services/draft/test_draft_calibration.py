@@ -77,16 +77,16 @@ def test_scaling_keeps_the_sum(confidence: float, power: float):
     assert unsure >= 0
 
 
-@pytest.mark.parametrize(("power", "length"), [(0.5, 4), (1.0, 2), (2.0, 1)])
-def test_chain_length_follows_the_calibrated_confidence(power: float, length: int):
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+def test_chain_is_reached_with_the_calibrated_confidence(power: float):
     root = Node(9, 5, None)
     node = root
     for token_id in range(1, 5):
         node.prediction = Fixed((token_id, 0.5))
         node = node.child(token_id)
-    reading = ProposalBuilder(root, Shape(4, stop_threshold=0.25), EOS, power)
+    reading = ProposalBuilder(root, Shape(4), EOS, power)
     assert reading.go_on() == []
-    assert len(reading.nodes) == length
+    assert reading.outcomes()[1] == [(pytest.approx(0.5 ** (4 * power)), node)]
 
 
 @pytest.mark.parametrize("power", [0.3, 0.7, 1.8])
@@ -104,24 +104,34 @@ def compared(
     follow: Callable[[list[int], tuple[int, ...]], list[int]],
     method: VerificationMethod = VerificationMethod.COUPLED,
 ) -> float:
-    """Return the ratio of a session's chain lengths to those of new sessions on the same texts."""
+    """Return how likely a session takes its chains to be accepted whole, over what new sessions do."""
     drafter, tokens = Drafter(TableEngine()), list(PROMPT)
-    fields = {"params": SamplingParams(seed=5), "stop_threshold": 0.2, "method": method}
-    ours = theirs = 0
+    fields = {"params": SamplingParams(seed=5), "method": method}
+    ours = theirs = 0.0
     for cycle in range(30):
-        chain = drafter.ask(tokens, 6, **fields).outcome.token_ids
+        chain = drafter.ask(tokens, 4, **fields).outcome.token_ids
         if cycle >= 10:
-            ours += len(chain)
-            theirs += len(Drafter(TableEngine()).ask(tokens, 6, **fields).outcome)
+            fresh = Drafter(TableEngine())
+            fresh.ask(tokens, 4, **fields)
+            ours += accepted_whole(drafter)
+            theirs += accepted_whole(fresh)
         tokens = follow(tokens, chain)
     return ours / theirs
 
 
-def test_session_whose_tokens_are_accepted_gets_longer_chains():
+def accepted_whole(drafter: Drafter) -> float:
+    """Return the draft's estimate of the probability that its last chain is accepted whole."""
+    sent = drafter.scheduler.speculations["s"].sent
+    assert sent is not None
+    ((weight, _),) = sent.outcomes()[1]
+    return weight
+
+
+def test_session_whose_tokens_are_accepted_gets_more_confident():
     assert compared(lambda tokens, chain: [*tokens, *chain, (chain[-1] + 1) % VOCAB]) > 1.2
 
 
-def test_session_whose_tokens_are_rejected_gets_shorter_chains():
+def test_session_whose_tokens_are_rejected_gets_less_confident():
     assert compared(lambda tokens, chain: [*tokens, (chain[0] + 1) % VOCAB]) < 0.8
 
 

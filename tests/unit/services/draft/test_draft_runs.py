@@ -6,7 +6,7 @@ import pytest
 from draft_helpers import VOCAB, ChainingEngine, Drafter, TableEngine
 
 from gammaray.types import SamplingParams, VerificationMethod
-from services.draft.proposals import RUN, RUN_TO_DOUBT
+from services.draft.proposals import RUN
 from services.scheduling.tasks import Release
 
 COUPLED, REJECTION, NAIVE = (
@@ -104,14 +104,6 @@ def test_concurrent_sessions_are_drafted_step_by_step(monkeypatch):
     while ours.scheduler.has_work:
         ours.scheduler.step()
     assert counts == []
-
-
-def test_stop_threshold_shortens_runs(monkeypatch):
-    ours, theirs, counts = Drafter(ChainingEngine()), Drafter(TableEngine()), []
-    monkeypatch.setattr(ours.engine, "chain", _counting(ours.engine.chain, counts))
-    reply = ours.ask(PROMPT, 8, stop_threshold=0.05)
-    assert reply.outcome == theirs.ask(PROMPT, 8, stop_threshold=0.05).outcome
-    assert 0 < max(counts) <= RUN_TO_DOUBT
 
 
 def test_session_is_drafted_step_by_step_if_filters_cut_its_runs(monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 
 from gammaray.blocks import Shape
 from gammaray.types import Proposal, SparseDistribution
+from services.draft.outcomes import OutcomeSet
 from services.draft.predictions import Guess
 from services.draft.proposals import MIN_GROWN, MIN_PROPOSED, ProposalBuilder
 from services.draft.tree import IN_CHAIN, Node, SpeculationTree
@@ -75,18 +76,6 @@ def test_chain_of_another_base_may_differ():
     assert reading.proposal().token_ids == (13,)
 
 
-@pytest.mark.parametrize(("threshold", "length"), [(0.0, 4), (0.2, 2), (0.25, 2), (0.3, 1), (0.9, 1)])
-def test_chain_ends_before_the_token_that_crosses_the_threshold(threshold: float, length: int):
-    root = Node(9, 5, None)
-    node = root
-    for token_id in range(1, 5):
-        node.prediction = Fixed((token_id, 0.5))
-        node = node.child(token_id)
-    reading = ProposalBuilder(root, Shape(4, stop_threshold=threshold), EOS)
-    assert reading.go_on() == []
-    assert len(reading.nodes) == length
-
-
 def test_chain_and_tree_end_with_the_end_of_sequence():
     root = Node(9, 5, None)
     root.prediction = Fixed((0, 0.7), (3, 0.3))
@@ -97,13 +86,10 @@ def test_chain_and_tree_end_with_the_end_of_sequence():
     assert tree.proposal() == Proposal((0, 3), (-1, -1))
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.6])
 @pytest.mark.parametrize("chain", list(itertools.product((0, 1, 2), repeat=3)))
-def test_duration_of_a_rejection_chain_does_not_depend_on_its_tokens(
-    chain: tuple[int, ...], threshold: float
-):
+def test_duration_of_a_rejection_chain_does_not_depend_on_its_tokens(chain: tuple[int, ...]):
     root = Node(9, 5, None)
-    reading = ProposalBuilder(root, Shape(3, stop_threshold=threshold), EOS)
+    reading = ProposalBuilder(root, Shape(3), EOS)
     for num_opened, token_id in enumerate(chain):
         (tip,) = reading.go_on()
         assert tip.position == root.position + num_opened
@@ -111,15 +97,7 @@ def test_duration_of_a_rejection_chain_does_not_depend_on_its_tokens(
         tip.prediction.distribution = DISTRIBUTION
     assert reading.go_on() == []
     proposal = reading.proposal()
-    length, weight = 3, 1.0
-    for index, token_id in enumerate(chain):
-        weight *= 0.9 if token_id == 1 else 0.5
-        if index > 0 and weight < threshold:
-            length = index
-            break
-        if token_id in EOS:
-            length = index + 1
-            break
+    length = next((index + 1 for index, token_id in enumerate(chain) if token_id in EOS), 3)
     assert proposal.token_ids == chain[:length]
     assert len(proposal.draft_distributions or ()) == length
 
@@ -166,6 +144,21 @@ def test_tree_takes_one_forward_per_level_and_ends_at_the_same_nodes(seed: int):
             node.prediction = twins[node].prediction
     assert levels <= 4
     assert reading.proposal() == wanted.proposal()
+
+
+def test_outcomes_are_the_same_whether_the_last_node_was_opened_before_or_after():
+    def branches(is_open: bool) -> list[tuple[int, float]]:
+        root = Node(8, 5, None)
+        opened(root, 2 + is_open, random.Random(4))
+        sent = ProposalBuilder(root, Shape(2), EOS)
+        sent.go_on()
+        ahead = OutcomeSet(sent, lambda node: ProposalBuilder(node, Shape(1), EOS), 0.0)
+        if not is_open:
+            opened(root, 3, random.Random(4))
+            ahead.wanted()
+        return sorted((b.reading.root.token_id, round(b.probability, 9)) for b in ahead.branches)
+
+    assert branches(is_open=True) == branches(is_open=False)
 
 
 def test_outcomes_cover_all_results_of_verification():

@@ -50,15 +50,14 @@ def shared_noise(noise):
     return noise and Noise(noise.seed, noise.sample_index, len(ids), token_ids=ids)
 
 
-def chain_of(session, depth=1, threshold=0.0, shared=None, bits=12):
+def chain_of(session, depth=1, shared=None, bits=12):
     shared = shared or SharedLogits(COMMON, "cpu")
-    shape = Shape(depth, 0, threshold)
-    return TokenChain(session, shared, shared_noise(session.noise), shape, 1.0, top_k=64, bits=bits)
+    return TokenChain(session, shared, shared_noise(session.noise), Shape(depth), top_k=64, bits=bits)
 
 
 def proposal_of(chain, *rows):
     fed = [chain.take(row) for row in rows]
-    return chain.finish()[0], fed
+    return chain.finish(), fed
 
 
 # ALGORITHMS: p(a, b, c, d) = (.5, .2, .1, .2), q(a, b, c, x) = (.3, .2, .1, .4) have an overlap of .6;
@@ -175,12 +174,7 @@ def test_penalties_count_the_tokens_of_the_proposal():
     assert [TARGET.spellings[one].decode() for one in proposal.token_ids] == ["a", "b", "a"]
 
 
-def test_chain_ends_below_the_threshold_and_after_the_end():
-    row = logits_of(DRAFT, {"a": 0.5, "b": 0.3, "c": 0.2})
-    long = chain_of(session_of(temperature=0.0), depth=8, threshold=0.6)
-    proposal, fed = proposal_of(long, *[row] * 8)
-    assert 1 <= len(proposal) < 8
-    assert fed[len(proposal)] is None
+def test_chain_ends_after_the_end_of_sequence():
     end = TARGET.eos_token_id
     row = torch.full((1, len(DRAFT)), -9.0)
     row[0, DRAFT.eos_token_id] = 9.0
@@ -188,34 +182,23 @@ def test_chain_ends_below_the_threshold_and_after_the_end():
     assert (proposal.token_ids, fed) == ((end,), [None])
 
 
-def test_all_confidences_are_probabilities_one_for_each_token():
-    row = logits_of(DRAFT, Q)
-    for method in VerificationMethod:
-        chain = chain_of(session_of(method, Noise(2, 0, len(TARGET))), depth=3)
-        for _ in range(3):
-            chain.take(row)
-        proposal, confidences = chain.finish()
-        assert len(confidences) == len(proposal) == 3
-        assert all(0 <= one <= 1 for one in confidences)
-
-
 WIDE = Vocabulary(byte_level(CODE, 400, specials=("<|im_end|>",)))
 NARROW = Vocabulary(byte_level(CODE, 270))
 BY_TEXT = Translation(NARROW, WIDE, len(NARROW), len(WIDE), "text")
 
 
-def text_chain(committed, depth, threshold=0.0, eos=()):
+def text_chain(committed, depth, eos=()):
     session = session_of(temperature=0.0, eos=eos)
     session.merge(0, list(committed))
     masked = torch.zeros(len(NARROW))
-    return TextChain(session, BY_TEXT, masked, Shape(depth, 0, threshold), 1.0)
+    return TextChain(session, BY_TEXT, masked, Shape(depth))
 
 
-def drafted(chain, text, score=30.0):
+def drafted(chain, text):
     """Run a chain on a draft that continues with `text`, one of its tokens after the other."""
     for token_id in [*NARROW.encode(text), NARROW.eos_token_id]:
         row = torch.zeros(1, len(NARROW))
-        row[0, token_id] = score
+        row[0, token_id] = 30.0
         if chain.take(row) is None:
             break
     return chain.finish()
@@ -225,27 +208,17 @@ def test_text_is_proposed_in_the_targets_own_tokens():
     token_ids = WIDE.encode(CODE.encode())
     for cut in (3, 8, 20):
         added = WIDE.bytes_of(token_ids[cut:])
-        proposal, confidences = drafted(text_chain(token_ids[:cut], 5), added)
+        proposal = drafted(text_chain(token_ids[:cut], 5), added)
         assert proposal == Proposal(tuple(token_ids[cut : cut + 5]))
-        assert confidences == pytest.approx([1.0] * 5, abs=1e-3)
 
 
 def test_last_word_waits_for_more_text_unless_the_draft_ends_it():
     prompt, end = WIDE.encode(b"def "), WIDE.eos_token_id
     token_ids = WIDE.encode(b"def fib(n):")[len(prompt) - 1 :]
-    ended, _ = drafted(text_chain(WIDE.encode(b"def"), 9, eos=(end,)), b" fib(n):")
+    ended = drafted(text_chain(WIDE.encode(b"def"), 9, eos=(end,)), b" fib(n):")
     assert ended.token_ids == (*token_ids, end)
-    not_an_end, _ = drafted(text_chain(WIDE.encode(b"def"), 9), b" fib(n):")
+    not_an_end = drafted(text_chain(WIDE.encode(b"def"), 9), b" fib(n):")
     assert not_an_end.token_ids == tuple(token_ids)
-
-
-def test_unsure_text_is_cut():
-    proposal, confidences = drafted(
-        text_chain(WIDE.encode(b"def"), 6, threshold=0.5), b" fib(n): return", 2.0
-    )
-    whole, _ = drafted(text_chain(WIDE.encode(b"def"), 6), b" fib(n): return", 2.0)
-    assert 1 <= len(proposal) < len(whole)
-    assert len(confidences) == len(proposal)
 
 
 def test_spec_of_the_session_is_not_changed():
