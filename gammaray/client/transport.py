@@ -74,7 +74,7 @@ class RetryPolicy:
 
     max_attempts: int = 5
     initial_delay_s: float = 0.2
-    max_delay_s: float = 2.0
+    max_delay_s: float = 1.0
     resume_s: float = 60.0
 
     def __post_init__(self) -> None:
