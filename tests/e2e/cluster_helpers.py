@@ -109,6 +109,13 @@ class Cluster:
         self.launcher.send_signal(number)
         return self.launcher.wait(STOP_TIMEOUT_S)
 
+    def check_stop(self, number: int) -> None:
+        """Stop the cluster: the exit status is 0, no process is left, only the ready line was printed."""
+        below = self.processes()
+        assert self.stop(number) == 0
+        assert wait_until_gone(below, 1) == []
+        assert len(self.output) == 1
+
 
 @contextmanager
 def running_cluster(*options: str, stderr: int | None = None) -> Iterator[Cluster]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ def test_chat_with_a_file_is_that_of_transformers(tmp_path: Path) -> None:
                     model=path.stem, messages=MESSAGES, temperature=0, max_tokens=NUM_TOKENS
                 )
             roles = {process.role for process in cluster.status()}
+            cluster.check_stop(signal.SIGINT)
         log.seek(0)
         notes = log.read()
     assert answer.gammaray["token_ids"] == expected(path)

@@ -1,4 +1,4 @@
-"""Start and stop of clusters: several workers, a killed launcher, starts that must fail."""
+"""Start and stop of clusters: several workers, a killed launcher, starts that must fail, signals."""
 
 import contextlib
 import json
@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -33,6 +34,7 @@ from services.demo_pair import TARGET_DIR
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 FAIL_FAST_S = 60.0
+ROOT = Path(__file__).parents[2]
 
 
 def refuse(*options, timeout_s=FAIL_FAST_S):
@@ -93,17 +95,6 @@ def test_several_workers_of_each_role_serve_and_end_with_a_killed_launcher():
         assert wait_until_gone(below, STOP_TIMEOUT_S) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_stops_everything(number):
-    with running_cluster("--draft-workers", "0") as cluster:
-        with Client(cluster.grpc) as client:
-            assert client.complete("import ", max_tokens=8, seed=1).usage.completion_tokens == 8
-        below = cluster.processes()
-        assert cluster.stop(number) == 0
-        assert wait_until_gone(below, 1) == []
-        assert len(cluster.output) == 1  # the ready line, and nothing after it
-
-
 def test_draft_with_another_vocabulary_serves_and_changes_no_token(tmp_path):
     tokenizer = byte_level(CODE, 400)
     config = LlamaConfig(
@@ -125,7 +116,7 @@ def test_draft_with_another_vocabulary_serves_and_changes_no_token(tmp_path):
                 drafted = client.complete(CODE, gamma=4, cache_salt="drafted", **options)
                 assert [t.token_id for t in drafted.tokens] == [t.token_id for t in plain.tokens]
                 assert drafted.summary.model_cycles > 0
-        assert cluster.stop(signal.SIGTERM) == 0
+        cluster.check_stop(signal.SIGTERM)
 
 
 def test_model_that_is_missing_is_refused():
@@ -147,18 +138,44 @@ def test_architecture_that_is_not_supported_is_refused_with_the_reason(tmp_path)
     assert "cannot be served" in complaint
 
 
-def test_interrupt_during_startup_leaves_no_process_and_prints_nothing():
+BENCHMARK = """
+import asyncio
+from benchmarks.cluster import run_or_exit, running_cluster
+
+async def work():
+    async with running_cluster("--draft-workers", "0"):
+        await asyncio.Event().wait()
+
+run_or_exit(work())
+"""
+
+
+def start_launcher():
     ports = [str(port) for port in free_ports("127.0.0.1", 2)]
     options = ("--wait-ready", "--http-port", ports[0], "--grpc-port", ports[1])
-    with launch(*options, stderr=subprocess.PIPE) as launcher:
-        process, deadline = psutil.Process(launcher.pid), time.monotonic() + START_TIMEOUT_S
+    return launch(*options, stderr=subprocess.PIPE)
+
+
+def start_benchmark():
+    """Start a program that starts `gammaray up` as benchmarks do: in a session of its own."""
+    command = [sys.executable, "-c", BENCHMARK]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    ("start", "status"),
+    [pytest.param(start_launcher, 0, id="launcher"), pytest.param(start_benchmark, 143, id="benchmark")],
+)
+def test_sigterm_during_startup_leaves_no_process_and_prints_nothing(start, status):
+    with start() as starter:
+        process, deadline = psutil.Process(starter.pid), time.monotonic() + START_TIMEOUT_S
         while (found := raylet_and_guardian(process)) is None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         below, directory = found
         assert directory.exists()
-        launcher.send_signal(signal.SIGTERM)
-        output = launcher.communicate(timeout=STOP_TIMEOUT_S)
-        assert (launcher.returncode, *output) == (0, "", "")
+        starter.send_signal(signal.SIGTERM)
+        output = starter.communicate(timeout=STOP_TIMEOUT_S)
+        assert (starter.returncode, *output) == (status, "", "")
         assert wait_until_gone(below, 1) == []
     assert not directory.exists()

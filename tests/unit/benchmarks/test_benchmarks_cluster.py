@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -11,6 +15,8 @@ import pytest
 from benchmarks import cluster
 from benchmarks.cluster import ClusterError, run_or_exit, running_cluster
 from gammaray.errors import UnavailableError
+
+ROOT = Path(__file__).parents[3]
 
 
 async def test_running_cluster_bad_option_raises_the_message_of_the_command() -> None:
@@ -42,6 +48,45 @@ async def test_stop_kills_and_names_processes_that_survive_the_cluster(
         await cluster.stop(process)
     assert process.returncode == 0
     assert not cluster.is_alive(grandchild) or not psutil.wait_procs([grandchild], timeout=30)[1]
+
+
+BENCHMARK = """
+import asyncio, sys
+from benchmarks.cluster import run_or_exit, running_cluster
+
+async def work():
+    async with running_cluster() as cluster:
+        print(cluster.grpc_address, flush=True)
+        await asyncio.Event().wait()
+
+sys.executable = sys.argv[1]
+run_or_exit(work())
+"""
+LAUNCHER = f"""#!{sys.executable}
+import signal, subprocess, sys
+child = subprocess.Popen(["sleep", "60"])
+signal.signal(signal.SIGINT, lambda *_: sys.exit(child.kill()))
+print("ready http=http://127.0.0.1:1 grpc=127.0.0.1:2", flush=True)
+child.wait()
+"""
+"""Becomes ready, has a child, ends both at SIGINT, as `gammaray up`."""
+
+
+def test_sigterm_to_a_running_benchmark_ends_its_cluster(tmp_path: Path) -> None:
+    launcher = tmp_path / "launcher"
+    launcher.write_text(LAUNCHER)
+    launcher.chmod(0o755)
+    with subprocess.Popen(
+        [sys.executable, "-c", BENCHMARK, launcher], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as benchmark:
+        assert benchmark.stdout is not None
+        assert benchmark.stdout.readline() == "127.0.0.1:2\n"
+        below = psutil.Process(benchmark.pid).children(recursive=True)
+        assert len(below) == 2
+        assert os.getsid(below[0].pid) != os.getsid(benchmark.pid), "the terminal's Ctrl-C would reach both"
+        benchmark.send_signal(signal.SIGTERM)
+        assert benchmark.wait(100) == 143
+    assert not any(cluster.is_alive(process) for process in below)
 
 
 def test_free_ports_are_different_and_nobody_listens() -> None:
