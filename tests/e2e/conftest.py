@@ -1,12 +1,48 @@
-"""One cluster for all end-to-end tests: starting it is what takes the time."""
+"""One cluster for most end-to-end tests: starting it is what takes the time."""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from cluster_helpers import Cluster, running_cluster
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from benchmarks.otlp_receiver import Receiver, receiving
+
+OWN_CLUSTERS = (
+    "test_chaos_smoke",
+    "test_several_nodes",
+    "test_served_resume",
+    "test_lifecycle",
+    "test_served_chart",
+    "test_distributions",
+    "test_trust",
+    "test_gguf_target",
+)
+"""Files whose tests have clusters of their own, those that take longest first."""
+
+
+class ByCluster(LoadScopeScheduling):
+    """Gives all tests of the shared cluster to one process, and those of each other file to one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        name = Path(nodeid.partition("::")[0]).stem
+        return name if name in OWN_CLUSTERS else "shared"
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByCluster | None:
+    """Schedule by cluster where the option is `--dist loadscope`."""
+    return ByCluster(config, log) if config.getvalue("dist") == "loadscope" else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order tests as they are scheduled: those of the shared cluster first."""
+    order = ("shared", *OWN_CLUSTERS)
+    items.sort(key=lambda item: order.index(item.path.stem) if item.path.stem in order else 0)
 
 
 @pytest.fixture(scope="session")
