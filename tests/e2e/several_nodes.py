@@ -1,9 +1,11 @@
-"""A cluster of five emulated nodes on this machine, in a process of its own: `several_nodes.py OPTIONS`.
+"""Five emulated nodes on this machine, in a process of its own.
 
-A head with the orchestrator, two nodes of small GPUs for drafters, two of large ones for targets; the GPUs
-are custom resources. OPTIONS are JSON: `draft_workers`, and what differs from here in `draft` (settings of
-drafters) and `scaling`. Prints `ready GRPC_ADDRESS`, then answers commands on its input in lines of JSON:
+A head for the orchestrator, two nodes of small GPUs for drafters, two of large ones for targets; the GPUs are
+custom resources. Prints `ready GRPC_ADDRESS`, then answers commands on its input in lines of JSON:
 
+    deploy OPTIONS deploys all roles in place of what was deployed before, with a Redis of its own. OPTIONS
+                   are JSON: `draft_workers`, and what differs from here in `draft` (settings of drafters) and
+                   `scaling`
     placement      the nodes of each role's running replicas
     kill NODE      ends a node as a power cut would; answers when it is gone
 """
@@ -60,17 +62,18 @@ def main() -> None:
         # cluster_utils writes the head's address to Ray's default directory and does not create it.
         os.environ["RAY_TMPDIR"] = str(directory)
         (directory / "ray").mkdir()
-        http_port, grpc_port = free_ports(HOST, 2)
-        redis = started.enter_context(RedisServer.start(directory / "redis"))
         nodes, cluster = start_nodes(directory, started)
-        deploy(json.loads(sys.argv[1]), redis.url, http_port, grpc_port, started)
-        answer(f"ready {HOST}:{grpc_port}")
-        for line in sys.stdin:
-            command, _, name = line.strip().partition(" ")
-            if command == "placement":
+        answer(f"ready {start_serve(started)}")
+        for number, line in enumerate(sys.stdin):
+            command, _, argument = line.strip().partition(" ")
+            if command == "deploy":
+                redis = started.enter_context(RedisServer.start(directory / f"redis-{number}"))
+                deploy(json.loads(argument), redis.url)
+                answer(json.dumps("deployed"))
+            elif command == "placement":
                 answer(json.dumps(placement({node.node_id: name for name, node in nodes.items()})))
             elif command == "kill":
-                cluster.remove_node(nodes.pop(name), allow_graceful=False)
+                cluster.remove_node(nodes.pop(argument), allow_graceful=False)
                 answer(json.dumps("gone"))
 
 
@@ -108,22 +111,32 @@ def start_nodes(directory: Path, started: ExitStack) -> tuple[dict[str, Any], An
     return nodes, cluster
 
 
-def deploy(
-    options: dict[str, Any], redis_url: str, http_port: int, grpc_port: int, started: ExitStack
-) -> None:
-    """Deploy all roles, each to its nodes, and wait until they run."""
+def start_serve(started: ExitStack) -> str:
+    """Start Serve on the head; return the address of its gRPC API."""
     from ray import serve
 
-    from gammaray.deploy.serve_config import APPLICATIONS, GRPC_SERVICERS
-    from orchestrator.app import OrchestratorDeployment
-    from services.serve.app import build
+    from gammaray.deploy.serve_config import GRPC_SERVICERS
 
+    http_port, grpc_port = free_ports(HOST, 2)
     serve.start(
         proxy_location="HeadOnly",
         http_options={"host": HOST, "port": http_port},
         grpc_options={"port": grpc_port, "grpc_servicer_functions": list(GRPC_SERVICERS)},
     )
     started.callback(serve.shutdown)
+    return f"{HOST}:{grpc_port}"
+
+
+def deploy(options: dict[str, Any], redis_url: str) -> None:
+    """Delete what is deployed, deploy all roles, each to its nodes, and wait until they run."""
+    from ray import serve
+
+    from gammaray.deploy.serve_config import APPLICATIONS
+    from orchestrator.app import OrchestratorDeployment
+    from services.serve.app import build
+
+    for name in serve.status().applications:
+        serve.delete(name)
     worker = {"redis_url": redis_url, "device": "cpu", "drain_timeout_s": 5.0}
     # Without draft-ahead load is what is asked for, and not what is foreseen.
     drafter = {**worker, "draft_ahead": False, **options.get("draft", {})}

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -29,15 +30,29 @@ PROMPT, SEEDS, NUM_STREAMS = "def read_lines(path):\n", range(4), 12
 
 
 class Nodes:
-    """The emulated cluster: takes commands, one at a time."""
+    """The emulated nodes: take commands, one at a time.
 
-    def __init__(self, process, grpc):
-        self.process, self.grpc = process, grpc
+    Args:
+        process: `several_nodes.py`, with pipes that are not buffered.
+    """
 
-    async def ask(self, command):
+    def __init__(self, process):
+        self.process = process
+        word, self.grpc = self._line(START_TIMEOUT_S).decode().split()
+        assert word == "ready"
+
+    async def ask(self, command, timeout_s=ANSWER_TIMEOUT_S):
         self.process.stdin.write(f"{command}\n".encode())
-        line = await asyncio.wait_for(self.process.stdout.readline(), ANSWER_TIMEOUT_S)
-        return json.loads(line)
+        return json.loads(await asyncio.to_thread(self._line, timeout_s))
+
+    async def deploy(self, **options):
+        """Deploy all roles in place of what was deployed before."""
+        await self.ask(f"deploy {json.dumps(options)}", START_TIMEOUT_S)
+
+    def _line(self, timeout_s):
+        readable, _, _ = select.select([self.process.stdout], [], [], timeout_s)
+        assert readable, f"no answer within {timeout_s:g} s"
+        return self.process.stdout.readline()
 
     async def until(self, condition, timeout_s=PATIENCE_S):
         """Wait until the placement meets a condition, and return it."""
@@ -57,34 +72,24 @@ class Nodes:
         return await self.until(condition)
 
 
-@pytest.fixture
-def log(tmp_path):
-    with open(tmp_path / "log", "wb") as file:
-        yield file
-
-
-@asynccontextmanager
-async def emulated_nodes(log, **options):
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(SCRIPT),
-        json.dumps(options),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])},
-    )
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    with open(tmp_path_factory.mktemp("nodes") / "log", "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(SCRIPT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            bufsize=0,
+            env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])},
+        )
     try:
-        line = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
-        word, grpc = line.decode().split()
-        assert word == "ready"
-        yield Nodes(process, grpc)
+        yield Nodes(process)
         process.stdin.close()
-        assert await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S) == 0
+        assert process.wait(STOP_TIMEOUT_S) == 0
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        process.kill()
+        process.wait()
 
 
 async def complete(client, seed, gamma):
@@ -159,10 +164,30 @@ async def until_drafters_stay_away(nodes, finished, timeout_s=300.0):
         assert time.monotonic() < deadline, (left, finished[seen:])
 
 
-async def test_drafters_follow_the_load_and_streams_survive_drains_and_lost_nodes(log):
+async def test_drafter_that_does_not_pay_is_removed_and_streams_continue(nodes, tmp_path):
+    # By load alone the pool would grow: it is that of the test below, where it grows to three.
+    await nodes.deploy(
+        draft={"model": save_guesser(tmp_path / "guesser")},
+        draft_workers="0:3",
+        # An idle drafter costs nothing, and stays for long enough to be found; one that costs stays away.
+        scaling={"min_gain": 0.0, "scale_down_delay_s": 20.0, "retry_s": 600.0},
+    )
+    async with AsyncClient(nodes.grpc) as client:
+        await client.wait_ready(READY_TIMEOUT_S)
+        expected = await plain_tokens(client)
+        async with traffic(client, expected, NUM_STREAMS, gamma=8) as finished:
+            deadline = time.monotonic() + READY_TIMEOUT_S
+            while not any(summary.model_cycles for summary in finished):
+                assert time.monotonic() < deadline, "no stream had a drafter"
+                await more(finished, 1)
+            await until_drafters_stay_away(nodes, finished)
+
+
+async def test_drafters_follow_the_load_and_streams_survive_drains_and_lost_nodes(nodes):
+    """This is the last test that needs the nodes."""
     # Cores are shared: whether drafting pays here is not the question.
-    options = {"draft_workers": "1:3", "scaling": {"min_gain": -1e9}}
-    async with emulated_nodes(log, **options) as nodes, AsyncClient(nodes.grpc) as client:
+    await nodes.deploy(draft_workers="1:3", scaling={"min_gain": -1e9})
+    async with AsyncClient(nodes.grpc) as client:
         await client.wait_ready(READY_TIMEOUT_S, roles=("target", "draft"))
         placement = await nodes.ask("placement")
         assert placement["TargetWorker"] == ["large-a", "large-b"]
@@ -185,22 +210,3 @@ async def test_drafters_follow_the_load_and_streams_survive_drains_and_lost_node
             await nodes.ask("kill large-b")
             await more(finished, 4)
         await nodes.until(lambda placement: placement["TargetWorker"] == ["large-a"])
-
-
-async def test_drafter_that_does_not_pay_is_removed_and_streams_continue(log, tmp_path):
-    # By load alone the pool would grow: it is that of the test above, where it grows to three.
-    options = {
-        "draft": {"model": save_guesser(tmp_path / "guesser")},
-        "draft_workers": "0:3",
-        # An idle drafter costs nothing, and stays for long enough to be found; one that costs stays away.
-        "scaling": {"min_gain": 0.0, "scale_down_delay_s": 20.0, "retry_s": 600.0},
-    }
-    async with emulated_nodes(log, **options) as nodes, AsyncClient(nodes.grpc) as client:
-        await client.wait_ready(READY_TIMEOUT_S)
-        expected = await plain_tokens(client)
-        async with traffic(client, expected, NUM_STREAMS, gamma=8) as finished:
-            deadline = time.monotonic() + READY_TIMEOUT_S
-            while not any(summary.model_cycles for summary in finished):
-                assert time.monotonic() < deadline, "no stream had a drafter"
-                await more(finished, 1)
-            await until_drafters_stay_away(nodes, finished)
