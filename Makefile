@@ -29,11 +29,12 @@ llama-server: install  ## take llama.cpp's server, and SmolLM2's weights for it,
 test-programs:  ## install the Debian packages that some tests need: chromium, prometheus, redis-server
 	$(PYTHON) .ci/packages.py
 
-# Two processes of tests: a cluster that starts or recovers waits more than it computes, so two run at once.
+# A cluster that starts waits more than it computes, so two are tested at once, except where processes recover.
 test: install  ## unit, integration, statistical and end-to-end tests; ends with what was skipped
 	@failed=0; \
 	$(BIN)/pytest -n 2 --dist loadfile -m "not e2e" || failed=1; \
-	$(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder -m e2e tests/chaos tests/e2e || failed=1; \
+	$(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder -m "e2e and not kills" tests/e2e || failed=1; \
+	$(BIN)/pytest -m kills tests/chaos tests/e2e || failed=1; \
 	exit $$failed
 
 lint: install  ## ruff, mypy strict, buf, hadolint, generated files are fresh

@@ -54,6 +54,7 @@ def chaos(name: str, options: Options, tmp_path: Path) -> Outcome:
 
 
 @pytest.mark.e2e
+@pytest.mark.kills
 @pytest.mark.timeout(1200)
 def test_chaos_loses_repeats_and_changes_no_token(tmp_path):
     # On a busy machine a replacement takes its time: eight strikes it must be, each on a cluster that serves.
@@ -72,6 +73,7 @@ def test_chaos_loses_repeats_and_changes_no_token(tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.kills
 @pytest.mark.timeout(600)
 def test_chaos_with_a_draft_of_another_vocabulary_changes_no_token(tmp_path):
     roles = ("draft", "target")

@@ -14,9 +14,6 @@ from xdist.scheduler import LoadScopeScheduling
 from benchmarks.otlp_receiver import Receiver, receiving
 
 OWN_CLUSTERS = (
-    "test_chaos_smoke",
-    "test_several_nodes",
-    "test_served_resume",
     "test_lifecycle",
     "test_served_chart",
     "test_distributions",

@@ -9,7 +9,7 @@ from cluster_helpers import running_cluster, wait_until_gone
 
 from gammaray import AsyncClient
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.kills, pytest.mark.timeout(600)]
 
 PROMPT = "def read_lines(path):\n"
 WAYS = [

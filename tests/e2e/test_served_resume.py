@@ -18,7 +18,7 @@ from gammaray import AsyncClient, Client, GammarayError, NotFoundError, RetryPol
 from gammaray.types import FinishReason
 from orchestrator.launcher.reaper import runs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.kills, pytest.mark.timeout(1200)]
 
 NUM_TOKENS, NUM_HTTP_TOKENS = 250, 600
 """So many that a stream still runs when it is disturbed, however late that is on a busy machine."""

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gammaray import AsyncClient
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.e2e, pytest.mark.kills, pytest.mark.timeout(1500)]
 
 SCRIPT = Path(__file__).with_name("several_nodes.py")
 DEMO_DRAFT = SCRIPT.parents[2] / "services" / "demo_pair" / "draft"
