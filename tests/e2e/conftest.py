@@ -15,7 +15,6 @@ from benchmarks.otlp_receiver import Receiver, receiving
 
 OWN_CLUSTERS = (
     "test_lifecycle",
-    "test_served_chart",
     "test_distributions",
     "test_trust",
     "test_gguf_target",

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gammaray import Client
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.kills, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm" / "gammaray"
