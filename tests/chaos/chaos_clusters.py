@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from unittest import mock
 
 from chaos_drafters import PAIR, SERVER, VOCABULARY, Way
 from chaos_redis import ChaosRedis, chaos_redis
@@ -19,9 +17,6 @@ from victims import ROLES
 from gammaray.demo_pair import resolve_model
 
 __all__ = ["KINDS", "Kind", "Scene", "started"]
-
-SERVER_TTL_S = 10
-"""Of the sessions of the second gammaray, which stores every proposal as one."""
 
 PLAIN = ("--orchestrators", "2", "--target-workers", "2", "--deterministic")
 WITH_DRAFTS = (*PLAIN, "--draft-workers", "2")
@@ -79,8 +74,7 @@ def started(name: str, stderr: int | None = None, other_target: str | None = Non
         server = None
         if name == "server":
             small = ("--target", resolve_model("demo", "draft"), "--draft-workers", "0")
-            with mock.patch.dict(os.environ, {"GAMMARAY_SESSION_TTL_S": str(SERVER_TTL_S)}):
-                server = stack.enter_context(running_cluster(*small, stderr=stderr))
+            server = stack.enter_context(running_cluster(*small, stderr=stderr))
             options += [*PLAIN, "--draft", f"openai:{server.http}"]
         elif name == "vocabulary":
             if other_target is None:

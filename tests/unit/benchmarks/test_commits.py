@@ -1,0 +1,40 @@
+"""The comparison of two source trees: what is divided by what, and which trees are refused."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from benchmarks.commits import Turn, compare, main
+
+
+def turns(*speeds, overhead=()):
+    return [Turn(tokens=speed, seconds=1.0, overhead_ms=list(overhead)) for speed in speeds]
+
+
+def test_ratios_are_after_over_before_pair_by_pair():
+    row = compare((0.0, 8), {"before": turns(100, 200, 400), "after": turns(150, 100, 400)})
+    assert row["speed_ratios"] == [1.5, 0.5, 1.0]
+    assert row["tokens_per_s"] == {"before": 200, "after": 150}
+    assert "overhead_ratios" not in row, "only traced gammas have overheads"
+
+
+def test_overhead_is_the_median_of_a_turn():
+    before, after = turns(1, 1, overhead=(2.0, 4.0, 90.0)), turns(1, 1, overhead=(3.0, 3.0, 3.0))
+    row = compare((1.0, 4), {"before": before, "after": after})
+    assert row["overhead_ms"] == {"before": 4.0, "after": 3.0}
+    assert row["overhead_ratios"] == [0.75, 0.75]
+
+
+def test_turns_without_a_pair_are_refused():
+    with pytest.raises(ValueError, match="shorter"):
+        compare((0.0, 8), {"before": turns(1, 2), "after": turns(1)})
+
+
+def test_folder_that_is_no_source_tree_is_refused(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["commits", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert f"got {tmp_path}, allowed: a source tree" in capsys.readouterr().err
