@@ -124,6 +124,21 @@ def test_acceptance_at_another_temperature_is_no_evidence(others, least, most):
     assert least <= share(first_shapes, SUFFIX) <= most
 
 
+@pytest.mark.parametrize(
+    ("kind", "length", "least", "most"),
+    [(SUFFIX, 1, 0.0, 0.3), (SUFFIX, 9, 0.8, 1.0), (DrafterKind.PREDICTION, 1, 0.8, 1.0)],
+)
+def test_short_matches_are_not_expected_to_be_accepted_but_predictions_are(kind, length, least, most):
+    costs, world = CostModel(random.Random(1)), World(spikes=0.0, noise=0.1, per_token=0.7)
+    known = choice_of([Finds(NGRAM, length=20)], Readiness.ABSENT, costs=costs)
+    play(known, 200, model_alpha=0.0, text_alpha=0.6, world=world)
+    first_shapes = []
+    for _ in range(20):
+        costs.renew()
+        first_shapes.append(choice_of([Finds(kind, length)], Readiness.ABSENT, costs=costs).next_shape())
+    assert least <= share(first_shapes, kind) <= most
+
+
 def test_of_two_text_drafters_the_one_that_is_accepted_is_used():
     choice = choice_of([Finds(NGRAM, length=2), Finds(SUFFIX, length=20)], Readiness.ABSENT)
     shapes, rng = [], random.Random(1)
