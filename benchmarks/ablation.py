@@ -60,6 +60,7 @@ LOADED = {
     "dear rows": World(alpha=0.75, per_token=0.04, draft=0.03, spikes=0.0),
     "shared cores": World(alpha=0.75, per_token=0.03, draft=0.03, spikes=0.0, strain=0.3),
     "useless draft": World(alpha=0.4, per_token=0.02, draft=0.3),
+    "compute bound": World(alpha=0.75, per_token=0.6, draft=0.03, spikes=0.0),
 }
 
 Make = Callable[[int, int, int], list[GammaController]]

@@ -17,6 +17,7 @@ from gammaray.aio import num_cancellations
 from gammaray.checks import check_api_key, check_timeout
 from gammaray.errors import (
     CancelledError,
+    DeadlineExceededError,
     GammarayError,
     InvalidArgumentError,
     TlsError,
@@ -45,7 +46,7 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 * 2**20),
 )
 
-_PASSING = (UnavailableError, CancelledError)
+_PASSING = (UnavailableError, CancelledError, DeadlineExceededError)
 _EXPLAIN_S = 3.0
 """Upper bound of each step when diagnosing a failed TLS handshake, in seconds."""
 
@@ -176,7 +177,8 @@ class Transport:
         """Call `method` of the service, which must be idempotent, and return its only message.
 
         A call that fails with UNAVAILABLE is retried within its deadline. So is one that was cancelled by
-        another party than the caller, which is how a proxy reports a replica that died.
+        another party than the caller, which is how a proxy reports a replica that died. An attempt may take
+        half of the time that is left: a proxy may pass it to a replica that stops and never answers.
 
         Raises:
             GammarayError: The subclass that fits the status.
@@ -184,8 +186,10 @@ class Transport:
         deadline, attempt = self.deadline(timeout_s), 0
         while True:
             asked_to_end = num_cancellations()
+            is_last = attempt + 1 >= self.retry.max_attempts
+            half = (time.monotonic() + deadline) / 2
             try:
-                async with aclosing(self.attempt(method, request, deadline)) as messages:
+                async with aclosing(self.attempt(method, request, deadline if is_last else half)) as messages:
                     return await anext(messages)
             except _PASSING as error:
                 if num_cancellations() > asked_to_end:

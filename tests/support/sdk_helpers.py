@@ -138,9 +138,11 @@ class ScriptedService(GenerationServiceServicer):
         self,
         generate: GenerateBehaviour | None = None,
         status: StatusBehaviour = lambda attempt: PROCESSES,
+        num_hung_status_calls: int = 0,
     ) -> None:
         self._generate = generate or answer(last("done"))
         self._status = status
+        self._num_hung_status_calls = num_hung_status_calls
         self.requests: list[pb.GenerateRequest] = []
         self.metadata: list[dict[str, str | bytes]] = []
         self.num_status_calls = 0
@@ -169,6 +171,8 @@ class ScriptedService(GenerationServiceServicer):
     async def GetStatus(self, request, context):
         self.metadata.append(dict(context.invocation_metadata()))
         self.num_status_calls += 1
+        if self.num_status_calls <= self._num_hung_status_calls:
+            await asyncio.sleep(3600)
         try:
             processes = self._status(self.num_status_calls - 1)
         except GammarayError as error:

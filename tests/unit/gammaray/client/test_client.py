@@ -257,3 +257,10 @@ def test_client_bad_argument_raises(arguments, field):
     with pytest.raises(InvalidArgumentError) as caught:
         AsyncClient(**{"address": "127.0.0.1:9000", **arguments})
     assert caught.value.field == field
+
+
+async def test_status_that_a_proxy_never_passes_on_is_asked_for_again():
+    service = ScriptedService(num_hung_status_calls=1)
+    async with serve(service) as address, AsyncClient(address) as client:
+        assert await client.status(timeout_s=4) == PROCESSES
+    assert service.num_status_calls == 2
