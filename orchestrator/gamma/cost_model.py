@@ -192,8 +192,8 @@ class CostModel:
 
     def _fit(self, cycle: Cycle, x: tuple[float, ...], share: float, was_plain: bool) -> None:
         seconds = cycle.total_s
-        self._tokens += RATE * (cycle.num_accepted + 1 - self._tokens)
-        self._seconds += RATE * (seconds - self._seconds)
+        self._tokens += share / HOLD * (cycle.num_accepted + 1 - self._tokens)
+        self._seconds += share / HOLD * (seconds - self._seconds)
         if not self.is_known:
             unit = seconds / _dot(x, PRIOR)
             self.mean = [value * unit for value in PRIOR]
@@ -305,8 +305,8 @@ def _load(cycle: Cycle) -> tuple[float, float]:
     if timing is None:
         return 0.0, 0.0
     busy = min(1.0, 2.0 * timing.queue_s / timing.compute_s) if timing.compute_s > 0 else 0.0
-    rows = timing.batch_tokens - cycle.num_drafted - timing.batch_size
-    return timing.batch_size * (1.0 + busy) - 1.0, float(max(0, rows))
+    rows = max(0, timing.batch_tokens - cycle.num_drafted - timing.batch_size)
+    return timing.batch_size * (1.0 + busy) - 1.0, rows * (1.0 + busy)
 
 
 def _dot(one: Sequence[float], other: Sequence[float]) -> float:
