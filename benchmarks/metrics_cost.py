@@ -46,7 +46,7 @@ _CYCLE = Cycle(
     total_s=0.0045,
     is_first=False,
     draft_failed=False,
-    timing=VerifyTiming(0.0001, 0.002, 1, 5),
+    timing=VerifyTiming(0.0001, 0.002, 1, 5, 5),
     drafter=DrafterKind.MODEL,
 )
 

@@ -72,7 +72,7 @@ class Lone:
             draft=self._noisy(world, draft),
             verify=step + self._noisy(world, 2 * world.network),
             other=self._noisy(world, world.other),
-            timing=VerifyTiming(0.0, step * UNIT_S, 1, 1 + num_nodes),
+            timing=VerifyTiming(0.0, step * UNIT_S, 1, 1 + num_nodes, 1 + num_nodes),
             is_first=is_first,
         )
         return cycle, mean
@@ -138,7 +138,7 @@ def crowd(
                     verify=(queue + step) * factor + network,
                     other=other,
                     timing=VerifyTiming(
-                        queue * factor * UNIT_S, step * factor * UNIT_S, len(worlds), num_tokens
+                        queue * factor * UNIT_S, step * factor * UNIT_S, len(worlds), num_tokens, num_tokens
                     ),
                     is_first=index == 0,
                     started=begins_at + run.units,

@@ -62,12 +62,14 @@ class VerifyTiming:
         compute_s: Seconds of the step; the same for all sessions of the batch.
         batch_size: Sessions in the batch.
         batch_tokens: Tokens fed, over the whole batch.
+        batch_rows: Of these, those with logits: proposed tokens, and the last committed one of each session.
     """
 
     queue_s: float
     compute_s: float
     batch_size: int
     batch_tokens: int
+    batch_rows: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -571,6 +571,7 @@ class WorkerTiming(_message.Message):
     BATCH_SIZE_FIELD_NUMBER: _builtins.int
     BATCH_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    BATCH_ROWS_FIELD_NUMBER: _builtins.int
     queue_us: _builtins.int
     """Microseconds between the arrival of the block and the start of its first forward."""
     compute_us: _builtins.int
@@ -585,6 +586,8 @@ class WorkerTiming(_message.Message):
     """In the result of a block with a SessionSpec: leading tokens of the session that were cached, by this session or
     copied from another one.
     """
+    batch_rows: _builtins.int
+    """Of batch_tokens, those whose logits were computed: proposed tokens, and the last committed one of each block."""
     def __init__(
         self,
         *,
@@ -594,10 +597,11 @@ class WorkerTiming(_message.Message):
         batch_size: _builtins.int = ...,
         batch_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        batch_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_size", b"batch_size", "batch_tokens", b"batch_tokens", "cached_tokens", b"cached_tokens", "compute_us", b"compute_us", "forward_us", b"forward_us", "queue_us", b"queue_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_rows", b"batch_rows", "batch_size", b"batch_size", "batch_tokens", b"batch_tokens", "cached_tokens", b"cached_tokens", "compute_us", b"compute_us", "forward_us", b"forward_us", "queue_us", b"queue_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

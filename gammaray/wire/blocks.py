@@ -143,7 +143,11 @@ def verdict_from_proto(result: target_pb.VerifyResult, vocab_size: int, *, has_l
         num_tested=message.num_tested,
         logprobs=tuple(_logprobs(entry, vocab_size) for entry in message.logprobs) if has_logprobs else (),
         timing=VerifyTiming(
-            timing.queue_us * 1e-6, timing.compute_us * 1e-6, timing.batch_size, timing.batch_tokens
+            timing.queue_us * 1e-6,
+            timing.compute_us * 1e-6,
+            timing.batch_size,
+            timing.batch_tokens,
+            timing.batch_rows,
         )
         if timing.batch_tokens > 0
         else None,

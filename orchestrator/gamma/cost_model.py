@@ -172,7 +172,7 @@ class CostModel:
         if cycle.is_first or cycle.draft_failed or cycle.total_s <= 0:
             return
         self._num_cycles += 1
-        num_waiting, others_rows = _load(cycle)
+        num_waiting, others_rows, others_prompts = _load(cycle)
         self.num_waiting += RATE * (num_waiting - self.num_waiting)
         self.others_rows += RATE * (others_rows - self.others_rows)
         if self._num_cycles <= HOLD:
@@ -181,7 +181,8 @@ class CostModel:
         if cycle.num_drafted > 0 and is_model:
             forwards = cycle.shape.depth if cycle.shape.is_tree else cycle.num_drafted
         own = (1.0, float(forwards > 0), float(forwards), float(cycle.num_drafted))
-        self._fit(cycle, (*own, num_waiting, others_rows), share, was_plain)
+        self._measure_speed(cycle, others_prompts, share)
+        self._fit(cycle, (*own, num_waiting, others_rows + others_prompts), share, was_plain)
 
     def _forget(self, share: float) -> None:
         """Move acceptance and costs of drafting towards the prior, so that drafting is tried again."""
@@ -190,10 +191,14 @@ class CostModel:
         for i in (1, 2, 3):
             self.mean[i] += rate * (PRIOR[i] * self.mean[0] - self.mean[i])
 
-    def _fit(self, cycle: Cycle, x: tuple[float, ...], share: float, was_plain: bool) -> None:
-        seconds = cycle.total_s
+    def _measure_speed(self, cycle: Cycle, others_prompts: float, share: float) -> None:
+        # The prompts of others delay all shapes alike: their time would make that of a row look cheap.
+        seconds = max(cycle.total_s - others_prompts * self.mean[5], self.mean[0])
         self._tokens += share / HOLD * (cycle.num_accepted + 1 - self._tokens)
         self._seconds += share / HOLD * (seconds - self._seconds)
+
+    def _fit(self, cycle: Cycle, x: tuple[float, ...], share: float, was_plain: bool) -> None:
+        seconds = cycle.total_s
         if not self.is_known:
             unit = seconds / _dot(x, PRIOR)
             self.mean = [value * unit for value in PRIOR]
@@ -299,14 +304,15 @@ def _share(cycle: Cycle) -> float:
     return 1.0 / max(1, cycle.timing.batch_size) if cycle.timing is not None else 1.0
 
 
-def _load(cycle: Cycle) -> tuple[float, float]:
-    """Return how many other sessions wait for the worker, and the rows that those of the batch propose."""
+def _load(cycle: Cycle) -> tuple[float, float, float]:
+    """Return how many other sessions wait for the worker, the rows that they propose, and those of prompts."""
     timing = cycle.timing
     if timing is None:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     busy = min(1.0, 2.0 * timing.queue_s / timing.compute_s) if timing.compute_s > 0 else 0.0
-    rows = max(0, timing.batch_tokens - cycle.num_drafted - timing.batch_size)
-    return timing.batch_size * (1.0 + busy) - 1.0, rows * (1.0 + busy)
+    rows = max(0, timing.batch_rows - cycle.num_drafted - timing.batch_size)
+    prompts = timing.batch_tokens - timing.batch_rows
+    return timing.batch_size * (1.0 + busy) - 1.0, rows * (1.0 + busy), prompts * (1.0 + busy)
 
 
 def _dot(one: Sequence[float], other: Sequence[float]) -> float:

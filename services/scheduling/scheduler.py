@@ -235,6 +235,7 @@ class Scheduler(ABC, Generic[TaskT]):
                 done.append((running, outcome))
         num_tokens, num_forwards = sum(len(feed.token_ids) for _, feed in batch), self.num_forwards
         cost = Timing(0, _elapsed_us(began), forward_us, len(batch), num_tokens, num_forwards)
+        cost.batch_rows = sum(feed.num_logits for _, feed in batch)
         for _ in range(num_forwards):
             self.meter.step(cost.compute_us * 1e-6 / num_forwards, len(batch), num_tokens // num_forwards)
         for running, _ in batch:

@@ -217,6 +217,7 @@ class Timing:
     batch_tokens: int = 0
     num_forwards: int = 0
     cached_tokens: int = 0
+    batch_rows: int = 0
 
     def add(self, step: Timing) -> None:
         """Add one step that served the block."""
@@ -224,6 +225,7 @@ class Timing:
         self.forward_us += step.forward_us
         self.batch_size = max(self.batch_size, step.batch_size)
         self.batch_tokens += step.batch_tokens
+        self.batch_rows += step.batch_rows
         self.num_forwards += step.num_forwards
 
 

@@ -91,7 +91,7 @@ def fill_result(result: Any, reply: Reply) -> None:
     result.timing.compute_us = min(timing.compute_us, _MAX_UINT32)
     result.timing.forward_us = min(timing.forward_us, _MAX_UINT32)
     result.timing.batch_size = timing.batch_size
-    result.timing.batch_tokens = timing.batch_tokens
+    result.timing.batch_tokens, result.timing.batch_rows = timing.batch_tokens, timing.batch_rows
     result.timing.cached_tokens = timing.cached_tokens
 
 

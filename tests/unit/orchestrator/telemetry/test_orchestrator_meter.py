@@ -103,8 +103,8 @@ def test_first_cycles_are_not_compared_with_plain_decoding():
     ("timing", "parts"),
     [
         (None, [0.001, 0.0, 0.0, 0.004, 0.001]),
-        (VerifyTiming(0.0005, 0.003, 1, 5), [0.001, 0.0005, 0.003, 0.0005, 0.001]),
-        (VerifyTiming(0.001, 0.009, 1, 5), [0.001, 0.001, 0.003, 0.0, 0.001]),
+        (VerifyTiming(0.0005, 0.003, 1, 5, 5), [0.001, 0.0005, 0.003, 0.0005, 0.001]),
+        (VerifyTiming(0.001, 0.009, 1, 5, 5), [0.001, 0.001, 0.003, 0.0, 0.001]),
     ],
     ids=["unknown", "known", "more than was waited"],
 )
