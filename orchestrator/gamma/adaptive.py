@@ -121,7 +121,7 @@ class AdaptiveGamma:
         """Return the best shape under the current posterior sample."""
         costs = self._costs
         sampled = costs.sample()
-        _, drafted_s, forward_s, row_s, _, other_row_s = sampled
+        _, drafted_s, forward_s, row_s, _, other_row_s, _ = sampled
         plain_s = costs.plain_s(sampled)
         drafted_s += plain_s + (costs.catch_up_s / HOLD if self._was_plain else 0.0)
         # Tokens that the other sessions would get in the time that a row takes from them.

@@ -2,6 +2,7 @@
 
     seconds = fixed + drafted + forwards * per forward + rows * per row
               + waiting sessions * per session + their rows * per row of others
+              + rows of their prompts * per row of a prompt
 
 `drafted` applies to every cycle with a proposal, `forwards` are those of the draft model, `rows` are the
 proposed tokens. A session may be unable to tell two coefficients apart. That does no harm: shapes are
@@ -22,8 +23,8 @@ from orchestrator.gamma.tree_model import TreeModel
 
 __all__ = ["CostModel", "first_children"]
 
-PRIOR = (1.0, 0.1, 0.1, 0.03, 0.02, 0.02)
-PRIOR_SD = (0.5, 0.3, 0.3, 0.05, 0.1, 0.1)
+PRIOR = (1.0, 0.1, 0.1, 0.03, 0.02, 0.02, 0.02)
+PRIOR_SD = (0.5, 0.3, 0.3, 0.05, 0.1, 0.1, 0.1)
 """Coefficients before any measurement and their standard deviations, in units of the fixed costs; the first
 measured cycle sets the unit. Proposals are assumed to cost by the forward rather than by the proposal: the
 opposite assumption prevents short chains from being tried, whereas a short chain refutes this one. Where the
@@ -182,7 +183,7 @@ class CostModel:
             forwards = cycle.shape.depth if cycle.shape.is_tree else cycle.num_drafted
         own = (1.0, float(forwards > 0), float(forwards), float(cycle.num_drafted))
         self._measure_speed(cycle, others_prompts, share)
-        self._fit(cycle, (*own, num_waiting, others_rows + others_prompts), share, was_plain)
+        self._fit(cycle, (*own, num_waiting, others_rows, others_prompts), share, was_plain)
 
     def _forget(self, share: float) -> None:
         """Move acceptance and costs of drafting towards the prior, so that drafting is tried again."""
@@ -193,7 +194,7 @@ class CostModel:
 
     def _measure_speed(self, cycle: Cycle, others_prompts: float, share: float) -> None:
         # The prompts of others delay all shapes alike: their time would make that of a row look cheap.
-        seconds = max(cycle.total_s - others_prompts * self.mean[5], self.mean[0])
+        seconds = max(cycle.total_s - others_prompts * self.mean[6], self.mean[0])
         self._tokens += share / HOLD * (cycle.num_accepted + 1 - self._tokens)
         self._seconds += share / HOLD * (seconds - self._seconds)
 
