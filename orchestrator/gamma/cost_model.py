@@ -306,7 +306,7 @@ def _share(cycle: Cycle) -> float:
 
 
 def _load(cycle: Cycle) -> tuple[float, float, float]:
-    """Return how many other sessions wait for the worker, the rows that they propose, and those of prompts."""
+    """Return how many other sessions wait for the worker, the rows they propose, and those of prompts."""
     timing = cycle.timing
     if timing is None:
         return 0.0, 0.0, 0.0

@@ -103,7 +103,12 @@ def test_verdict_round_trip(verdict):
 
 def test_verdict_has_the_timing_of_the_workers_step():
     found = over_streams(
-        Verdict((), 1, TokenOrigin.BONUS, 0), queue_us=50, compute_us=2000, batch_size=2, batch_tokens=7, batch_rows=3
+        Verdict((), 1, TokenOrigin.BONUS, 0),
+        queue_us=50,
+        compute_us=2000,
+        batch_size=2,
+        batch_tokens=7,
+        batch_rows=3,
     )
     assert found.timing == VerifyTiming(pytest.approx(5e-5), pytest.approx(2e-3), 2, 7, 3)
 
