@@ -24,13 +24,13 @@ from orchestrator.gamma.tree_model import TreeModel
 __all__ = ["CostModel", "first_children"]
 
 PRIOR = (1.0, 0.1, 0.1, 0.03, 0.02, 0.02, 0.02)
-PRIOR_SD = (0.5, 0.3, 0.3, 0.05, 0.1, 0.1, 0.1)
+PRIOR_SD = (0.5, 0.3, 0.3, 0.05, 0.05, 0.05, 0.05)
 """Coefficients before any measurement and their standard deviations, in units of the fixed costs; the first
 measured cycle sets the unit. Proposals are assumed to cost by the forward rather than by the proposal: the
 opposite assumption prevents short chains from being tried, whereas a short chain refutes this one. Where the
-target computes, rather than reads weights, a row costs half of a forward of one: with 0.05 and 0.02 for the
-rows of others, eight sessions reached 0.80 of the best gamma's speed in simulation instead of 0.95
-(`benchmarks.ablation --sets load`, "compute bound", 2026-11-23)."""
+target computes rather than reads weights, a row costs half of a forward: a deviation of 0.02 for the rows of
+others takes hundreds of steps to learn that, and 0.1 makes 32 sessions in "shared cores" 2 % slower
+(`benchmarks.ablation --sets load`, 2026-11-23)."""
 
 DRIFT = 0.02
 """Relative standard deviation of the change per cycle: of all coefficients together (a busy machine), and of

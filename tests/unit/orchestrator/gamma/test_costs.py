@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.simulation import UNIT_S, Lone, crowd, drive, make_cycle
 from benchmarks.worlds import World
-from gammaray.blocks import Shape
+from gammaray.blocks import Shape, VerifyTiming
 from orchestrator.gamma.adaptive import AdaptiveGamma
 from orchestrator.gamma.cost_model import HOLD, CostModel, first_children
 from orchestrator.gamma.fixed import FixedGamma
@@ -30,7 +30,7 @@ def played(world: World, num_cycles: int, seed: int = 1) -> CostModel:
 
 
 def seconds(costs: CostModel, depth: int) -> float:
-    x = (1.0, 1.0, float(depth), float(depth), 0.0, 0.0)
+    x = (1.0, 1.0, float(depth), float(depth), 0.0, 0.0, 0.0)
     return sum(a * b for a, b in zip(x, costs.mean, strict=True))
 
 
@@ -108,6 +108,25 @@ def test_costs_take_the_load_from_the_batch():
     lone = CostModel(random.Random(1))
     drive(FixedGamma(3, lone), world, 100, Lone(random.Random(1)))
     assert lone.num_waiting == lone.others_rows == 0
+
+
+def test_costs_keep_the_prompts_of_others_out_of_speed_and_rows():
+    world = World(alpha=0.75, per_token=0.04, spikes=0.0)
+    plain, busy = CostModel(random.Random(1)), CostModel(random.Random(1))
+    for costs in (plain, busy):
+        crowd([FixedGamma(3, costs) for _ in range(8)], [world] * 8, 100, random.Random(1))
+    rng = random.Random(2)
+    for index in range(2400):
+        session, prompts = index % 8, 256 if index // 8 % 3 == 0 else 0
+        for costs, others in ((plain, 0), (busy, prompts)):
+            step = world.step_s(32 + others)
+            timing = VerifyTiming(0.0, step * UNIT_S, 8, 32 + others, 32)
+            levels = world.walk(Shape(3), random.Random(rng.random() if session else index))
+            cycle = make_cycle(Shape(3), levels, 3, draft=0.1, verify=step, other=0.1, timing=timing)
+            costs.observe(cycle, was_plain=False)
+    assert busy.others_rows == pytest.approx(plain.others_rows, rel=0.05)
+    assert busy.tokens_per_s == pytest.approx(plain.tokens_per_s, rel=0.25)
+    assert busy.mean[6] == pytest.approx(0.04 * UNIT_S, rel=0.25)
 
 
 def test_samples_spread_around_what_is_believed_and_stay_possible():

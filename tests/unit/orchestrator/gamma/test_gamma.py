@@ -151,6 +151,20 @@ def test_adaptive_gamma_crowd_reaches_the_best_common_gamma(num_sessions, strain
     assert got >= 0.97 * by_gamma[0]
 
 
+def test_adaptive_gamma_crowd_on_a_compute_bound_target_soon_stops_drafting():
+    """A row costs a session alone less than it gains, and eight sessions together more."""
+    world, shares = World(alpha=0.75, per_token=0.6, draft=0.03, spikes=0.0), []
+    worlds = [world] * 8
+    plain = total(crowd([FixedGamma(0, CostModel())] * 8, worlds, 1, random.Random(0)))
+    for seed in range(4):
+        costs, rng = CostModel(random.Random(seed)), random.Random(seed)
+        controllers = [AdaptiveGamma(8, costs) for _ in worlds]
+        alone = crowd(controllers[:1], worlds[:1], 400, rng)
+        runs = crowd(controllers, worlds, 150, rng, begins_at=alone[0].units)
+        shares.append(total(runs) / plain)
+    assert sum(shares) / 4 > 0.9, shares
+
+
 @pytest.mark.parametrize("alpha", [0.05, 0.3, 0.5])
 @pytest.mark.parametrize("max_nodes", [0, 32])
 def test_adaptive_gamma_useless_and_expensive_draft_costs_less_than_two_per_cent(alpha, max_nodes):
