@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from gammaray.cli import main
 from gammaray.deploy.serve_config import APPLICATIONS
 
-NAMES = ("install", "sizing", "upgrade", "troubleshooting", "security", "slo")
+NAMES = ("install", "sizing", "drafters", "upgrade", "troubleshooting", "security", "slo")
 PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
@@ -120,6 +120,27 @@ def test_quoted_output_is_what_the_command_prints(line, quoted):
     assert len(rows) >= 2
     assert rows.items() <= printed.items()
     assert marked == best
+
+
+def test_tables_of_drafters_are_what_the_command_prints():
+    """With the figures that the page draws from them."""
+    page = (ROOT / "docs" / "drafters.md").read_text()
+    (line, quoted), *others = re.findall(r"^\$ gammaray (size .*)\n((?:.*\n)+?)```$", page, re.MULTILINE)
+    assert others == []
+    result = CliRunner().invoke(main, line.split())
+    printed = [row.rstrip() for row in result.output.splitlines()]
+    assert result.exit_code == 0
+    assert [row for row in quoted.splitlines() if row != "..." and row not in printed] == []
+    text = " ".join(page.split())
+    large = CliRunner().invoke(main, ["size", "--target", "llama-3.3-70b", "--on", "4xH100"]).output
+    least = re.search(r"Alpha from.*?plain llama-3.2-1b bf16 +\S+ +(\S+) +(\S+)", large, re.DOTALL)
+    assert f"pay on an A10 from alpha {least[2]} on, but on an L4 still from {least[1]} only" in text
+    capacity = result.output.partition("Capacity")[2]
+    plain, parallel = (
+        re.search(rf"^{name} +{drafters} +\d+ +(\d+) ", capacity, re.MULTILINE)[1]
+        for name, drafters in (("plain decoding", 0), ("parallel llama-3.2-1b int8 on RTX-4090", 3))
+    )
+    assert f"serves {plain} sessions by plain decoding and {parallel} with three parallel drafters" in text
 
 
 PAYING = [path for path in EXAMPLES if path.stem != "cpu-trial"]
