@@ -35,6 +35,12 @@ _CHUNK = 256
 # float32; in half precision it is a few times the distance of adjacent numbers.
 _FLOAT32_TOLERANCE = 1e-5
 _HALF_STEPS = 4.0
+_WARM_UP_TOKENS = 3
+_STRIDE = 4
+_GROUP = 6
+"""Prompts whose completions are open at once: each gamma of each needs a cache."""
+_MIN_TIMED = 12
+"""Cycles without a prefill from which a median time is taken for a decision."""
 
 
 def parting(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:
@@ -69,14 +75,6 @@ def is_tie(engine: Engine, ask: Ask, common: tuple[int, ...], tokens: tuple[int,
     is_float32 = engine.dtype == torch.float32
     relative = _FLOAT32_TOLERANCE if is_float32 else _HALF_STEPS * torch.finfo(engine.dtype).eps
     return gap <= relative * max(1.0, largest) * scale
-
-
-_WARM_UP_TOKENS = 3
-_STRIDE = 4
-_GROUP = 6
-"""Prompts whose completions are open at once: each gamma of each needs a cache."""
-_MIN_TIMED = 12
-"""Cycles without a prefill from which a median time is taken for a decision."""
 
 
 def _run(cycles: Sequence[MeasuredCycle], temperature: float, gamma: int) -> Run:
@@ -168,13 +166,8 @@ class _Trial:
         task: QualifyTask,
         tell: Callable[[str], None],
     ) -> None:
-        self._pair, self._asks, self._temperature, self._task, self._tell = (
-            pair,
-            asks,
-            temperature,
-            task,
-            tell,
-        )
+        self._pair, self._asks, self._temperature = pair, asks, temperature
+        self._task, self._tell = task, tell
         self._cycles: dict[int, list[MeasuredCycle]] = {gamma: [] for gamma in (0, *task.gammas)}
         self._verdicts: dict[int, bool | None] = dict.fromkeys(task.gammas)
         self.equality = Equality(temperature=temperature, compared=0, equal=0, ties=0)
@@ -208,8 +201,9 @@ class _Trial:
                 for gamma, completion in completions.items():
                     if self._verdicts.get(gamma) is not False:
                         self._cycles[gamma] += self._pair.advance(completion, gamma, tokens)
-                before = len(open_completions) * (tokens - _STRIDE) + _STRIDE * (index + 1)
-                self._report(start * self._task.max_tokens + before)
+                before = len(open_completions) * (tokens - _STRIDE)
+                now = (index + 1) * min(_STRIDE, self._task.max_tokens - tokens + _STRIDE)
+                self._report(start * self._task.max_tokens + before + now)
             self._decide()
             if self._is_certain:
                 return
@@ -253,13 +247,9 @@ class _Trial:
 
     def _compare(self, ask: Ask, completions: dict[int, Completion]) -> None:
         """Add the comparisons of one ask's completions with that of gamma 0, as far as both were made."""
-        found, equal, ties, first = (
-            self.equality,
-            self.equality.equal,
-            self.equality.ties,
-            self.equality.first,
-        )
-        compared, num_tokens = found.compared, found.tokens
+        so_far = self.equality
+        compared, equal, ties = so_far.compared, so_far.equal, so_far.ties
+        first, num_tokens = so_far.first, so_far.tokens
         for gamma, completion in completions.items():
             if gamma == 0 or not completion.output:
                 continue
@@ -282,14 +272,8 @@ class _Trial:
                     f"with gamma {gamma} prompt {ask.seed + 1} diverges from plain decoding "
                     f"at token {index + 1}"
                 )
-        self.equality = Equality(
-            temperature=self._temperature,
-            compared=compared,
-            equal=equal,
-            ties=ties,
-            first=first,
-            tokens=num_tokens,
-        )
+        found = {"compared": compared, "equal": equal, "ties": ties, "first": first, "tokens": num_tokens}
+        self.equality = so_far.model_copy(update=found)
 
 
 def _rarely(tell: Callable[[str], None]) -> Callable[[str], None]:
