@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import click
 from rich.console import Console
 from rich.table import Table
 
+from gammaray.checks import check_number
 from gammaray.cli.output import output_console
 from gammaray.cli.values import FloatRange, IntRange, list_of
 from gammaray.errors import InvalidArgumentError
@@ -67,6 +68,12 @@ _weights = click.Choice(list(BITS))
 @click.option(
     "--cards", default=",".join(CARDS), show_default=True, callback=list_of(str, "names of devices")
 )
+@click.option(
+    "--price",
+    "prices",
+    multiple=True,
+    help="Price of a device in US dollars per hour, such as L4=0.5; repeatable.  [default: assumed]",
+)
 @click.option("--context", type=int, default=1024, show_default=True, help="Tokens per session.")
 @click.option("--text-alpha", type=float, default=0.35, show_default=True, help="Alpha of look-ups.")
 @click.option(
@@ -95,6 +102,7 @@ def size(
     exit_layers: int | None,
     card: str | None,
     cards: tuple[str, ...],
+    prices: tuple[str, ...],
     context: int,
     text_alpha: float,
     rate: float,
@@ -124,12 +132,14 @@ def size(
         return
     if target_ms is not None or draft_ms is not None or on is None:
         raise click.UsageError("--target needs --on, and excludes --target-ms and --draft-ms.")
+    priced = dict(map(_price, prices))
     device, devices = find_device(on)
+    device = priced.get(device.name, device)
     placement = Placement(find_model(target), target_weights, device, devices)
     load = Load(placement, 0.7 if alpha is None else alpha, text_alpha, rtt_ms, context)
     candidates = drafters_for(placement.model, find_model(draft), exit_layers)
     if card is None:
-        devices_of_drafts = [_one_device(name) for name in cards]
+        devices_of_drafts = [_one_device(name, priced) for name in cards]
         _print_all(console, load, candidates, devices_of_drafts, sessions, rate, max_drafters)
         return
     kind = Kind(drafter)
@@ -140,7 +150,7 @@ def size(
     given_limits = {"target_tokens": target_tokens, "draft_tokens": draft_tokens, "draft_price": draft_price}
     changed = {name: value for name, value in given_limits.items() if value is not None}
 
-    device_of_draft = _one_device(card)
+    device_of_draft = _one_device(card, priced)
 
     def of(drafters: int) -> Sizing | None:
         sizing = load.sizing(chosen, device_of_draft, sessions, drafters or max_drafters)
@@ -158,11 +168,23 @@ def size(
     _print_one(console, of, max_drafters)
 
 
-def _one_device(name: str) -> Device:
+def _price(text: str) -> tuple[str, Device]:
+    """Return the device with its price, by its name."""
+    name, _, price = text.partition("=")
+    try:
+        dollars = float(price)
+        check_number("price", dollars, 0.0, 1e6, open_low=True)
+    except ValueError:
+        raise InvalidArgumentError("price", repr(text), "a device and its price, such as L4=0.5") from None
+    device = replace(find_device(name)[0], price_per_h=dollars)
+    return device.name, device
+
+
+def _one_device(name: str, priced: Mapping[str, Device]) -> Device:
     device, number = find_device(name)
     if number != 1:
         raise InvalidArgumentError("card", repr(name), "one device per drafter, such as L4")
-    return device
+    return priced.get(device.name, device)
 
 
 def _named(placement: Placement) -> str:

@@ -153,6 +153,14 @@ def test_command_sizes_one_drafter_on_one_card():
         assert title in plain
 
 
+def test_prices_of_the_user_decide_how_many_drafters_are_worth_it():
+    arguments = ("--target", "qwen3-32b", "--on", "H100", "--draft", "qwen3-0.6b", "--card", "L4")
+    assert re.search(r"^0 .* 1\.00 <- best", size(*arguments, "--price", "L4=5"), re.MULTILINE)
+    assert re.search(
+        r"^8 .*<- best", size(*arguments, "--price", "l4=0.001", "--price", "H100=9"), re.MULTILINE
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -165,6 +173,9 @@ def test_command_sizes_one_drafter_on_one_card():
             ["--target", "llama-3.1-8b", "--on", "H100", "--card", "L4", "--sessions", "90000"],
             "sessions: got 90000",
         ),
+        (["--target", "8B", "--on", "H100", "--price", "L4"], "price: got 'L4'"),
+        (["--target", "8B", "--on", "H100", "--price", "L4=0"], "price: got 0"),
+        (["--target", "8B", "--on", "H100", "--price", "K80=1"], "device: got 'K80'"),
         (["--target-ms", "3"], "Missing --alpha, --draft-ms"),
         (["--target", "8B", "--on", "H100", "--rate", "0"], "--rate"),
     ],
