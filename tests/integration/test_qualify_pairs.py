@@ -22,7 +22,7 @@ from services.engine.engine import SequenceInput
 from services.engine.loader import load_engine
 from services.qualify.loop import Ask, Pair, draft_scheduler, target_scheduler
 from services.qualify.measure import is_tie, make_asks, measure, parting
-from services.qualify.models import find
+from services.qualify.models import find, load
 
 pytestmark = pytest.mark.integration
 
@@ -88,9 +88,11 @@ def test_candidates_that_cannot_be_served_are_unfit_with_the_reason(tmp_path):
 
 def test_target_that_cannot_be_served_is_unfit(tmp_path):
     target = with_demo_tokenizer(tiny_model("bloom", tmp_path, vocab_size=2048))
-    done = qualify("--target", target, "--draft", "demo", *SMALL)
-    assert done.returncode == 5, done.stderr
-    assert "the target cannot be served" in done.stdout
+    judgement = judge(
+        PairFacts(target=load(found("target", target)).facts, draft=found("draft", "demo").facts)
+    )
+    assert judgement.fitness is Fitness.UNFIT
+    assert "the target cannot be served" in judgement.reasons[0]
 
 
 def test_random_drafts_are_slower_with_the_same_and_with_a_mapped_vocabulary(tmp_path):
@@ -113,19 +115,20 @@ def test_random_drafts_are_slower_with_the_same_and_with_a_mapped_vocabulary(tmp
 
 
 def test_target_without_a_tokenizer_is_unfit(tmp_path):
-    done = qualify("--target", tiny_model("llama", tmp_path, vocab_size=2048), "--draft", "demo", *SMALL)
-    assert done.returncode == 5, done.stderr
-    assert "it has no tokenizer" in done.stdout
+    target = found("target", tiny_model("llama", tmp_path, vocab_size=2048)).facts
+    assert "it has no tokenizer" in target.refusal
+    assert judge(PairFacts(target=target, draft=found("draft", "demo").facts)).fitness is Fitness.UNFIT
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_missing_model_is_an_argument_error(tmp_path, role):
-    models = {"target": "demo", "draft": "demo", role: tmp_path / "nothing"}
-    done = qualify("--target", models["target"], "--draft", models["draft"], *SMALL)
-    assert done.returncode == 2
-    assert f"gammaray: {role}: got" in done.stderr
-    assert "which does not exist" in done.stderr
-    assert "Traceback" not in done.stderr
+    with pytest.raises(InvalidArgumentError, match=f"{role}: got .*which does not exist"):
+        found(role, tmp_path / "nothing")
+
+
+def found(role, model):
+    """The model as the measuring process finds it, before any weight is read."""
+    return find(role, str(model), task())
 
 
 def task(**changed):
@@ -138,6 +141,7 @@ def test_directory_without_weights_is_a_wrong_argument(tmp_path):
     done = qualify("--target", "demo", "--draft", tmp_path, *SMALL)
     assert done.returncode == 2
     assert "gammaray: draft: got" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_settings_of_the_environment_are_those_of_workers(monkeypatch):
