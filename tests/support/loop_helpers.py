@@ -14,7 +14,7 @@ MAX_TURN_S = 0.05
 
 
 WAKE_S = 0.001
-"""The watcher sleeps between looks: if it were always ready it would take the GIL from a request's threads."""
+"""The watcher sleeps between looks: always ready, it would take the GIL from the threads of a request."""
 
 
 @dataclass
