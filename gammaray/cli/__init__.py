@@ -27,7 +27,7 @@ _COMMANDS = {
     "keys": "Create, list and revoke API keys.",
     "qualify": "Check whether draft models suit a target.",
     "sessions": "List, resume, cancel and delete sessions.",
-    "size": "Predict the speedup of drafters from measurements.",
+    "size": "Predict which drafter pays on which device, or the gain of one drafter.",
     "status": "List the processes of a cluster.",
     "top": "Show live statistics of a cluster.",
     "trace": "Show the tokens and times of each cycle of a SESSION.",

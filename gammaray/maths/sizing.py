@@ -46,12 +46,15 @@ class Sizing:
     Args:
         alpha: Probability that one tested token is accepted, in [0, 1).
         target_ms: Time of one target pass over few tokens, in milliseconds.
-        draft_ms: Time of one draft step over few tokens, in milliseconds.
+        draft_ms: Time of one draft pass over few tokens, in milliseconds; 0 for look-ups in the text.
         rtt_ms: Network round trips of one proposal and one verification together, in milliseconds.
         sessions: Concurrent sessions on this target.
         target_tokens: Tokens per target pass up to which its time stays the same.
-        draft_tokens: Tokens, and so sessions, per draft step up to which its time stays the same.
+        draft_tokens: Tokens per draft pass up to which its time stays the same.
         draft_price: Price of a drafter relative to a target.
+        block: Tokens that one draft pass proposes: 1 for a plain draft, which makes gamma passes of one token
+            per session; more for a parallel draft, whose pass reads the tokens committed since the last
+            cycle, and a mask per further proposed token (arXiv 2504.18583).
 
     Raises:
         InvalidArgumentError: One of them is out of bounds.
@@ -65,24 +68,29 @@ class Sizing:
     target_tokens: int = 256
     draft_tokens: int = 256
     draft_price: float = 0.15
+    block: int = 1
 
     def __post_init__(self) -> None:
         check_number("alpha", self.alpha, 0.0, 0.9999)
         check_number("target_ms", self.target_ms, 0.0, MAX_MS, open_low=True)
-        check_number("draft_ms", self.draft_ms, 0.0, MAX_MS, open_low=True)
+        check_number("draft_ms", self.draft_ms, 0.0, MAX_MS)
         check_number("rtt_ms", self.rtt_ms, 0.0, MAX_MS)
         check_int("sessions", self.sessions, 1, 2**20)
         check_int("target_tokens", self.target_tokens, 1, 2**20)
         check_int("draft_tokens", self.draft_tokens, 1, 2**20)
         check_number("draft_price", self.draft_price, 0.0, 1000.0)
+        check_int("block", self.block, 1, 1024)
 
     def cycle_ms(self, gamma: int, drafters: int) -> float:
         """Return the time of one cycle of all sessions; without drafters gamma must be 0."""
         verify = self.target_ms * max(1.0, self.sessions * (gamma + 1) / self.target_tokens)
         if gamma == 0:
             return verify
-        step = self.draft_ms * max(1.0, math.ceil(self.sessions / drafters) / self.draft_tokens)
-        return verify + gamma * step + self.rtt_ms
+        rows = 1.0
+        if self.block > 1:
+            rows = expected_tokens(self.alpha, gamma) + min(gamma, self.block) - 1
+        step = self.draft_ms * max(1.0, math.ceil(self.sessions / drafters) * rows / self.draft_tokens)
+        return verify + math.ceil(gamma / self.block) * step + self.rtt_ms
 
     def choose(self, drafters: int) -> Choice:
         """Return the result of `drafters` draft workers at the best gamma."""

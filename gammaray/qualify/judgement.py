@@ -13,7 +13,7 @@ from enum import Enum
 
 from gammaray.bench.optimum import CURVE_GAMMAS, Costs
 from gammaray.maths.theory import optimal_gamma, speedup
-from gammaray.qualify.measured import ModelFacts, Overlap, PairFacts, Run
+from gammaray.qualify.measured import Decision, ModelFacts, Overlap, PairFacts, Run
 
 __all__ = ["Depth", "Fitness", "Judgement", "Payoff", "has_other_vocabulary", "judge", "obstacles"]
 
@@ -69,6 +69,7 @@ class Payoff:
         depths: Results by gamma, without those at which no proposal was whole.
         gamma_predicted: The best gamma by the theory, up to `CURVE_GAMMAS`; 0: plain decoding.
         speedup_predicted: By gamma, from 0 to `CURVE_GAMMAS`.
+        decision: The result of the sequential test, if there was one.
     """
 
     temperature: float
@@ -80,11 +81,18 @@ class Payoff:
     depths: tuple[Depth, ...]
     gamma_predicted: int
     speedup_predicted: tuple[float, ...]
+    decision: Decision | None = None
 
     @property
     def best(self) -> Depth:
         """The measured depth with the largest speedup."""
         return max(self.depths, key=lambda depth: depth.speedup)
+
+    def pays(self, min_speedup: float) -> bool:
+        """Whether it reaches the speedup: as decided, else as measured."""
+        if self.decision is not None and self.decision.pays is not None:
+            return self.decision.pays
+        return self.best.speedup >= min_speedup
 
 
 @dataclass(frozen=True)
@@ -123,7 +131,7 @@ def judge(pair: PairFacts, rtt_ms: float = 0.0, min_speedup: float = 1.0) -> Jud
     payoffs = tuple(
         payoff
         for equality in pair.equality
-        if (payoff := _payoff(pair.runs, equality.temperature, rtt_ms)) is not None
+        if (payoff := _payoff(pair, equality.temperature, rtt_ms)) is not None
     )
     losses = [
         f"not lossless at temperature {equality.temperature:g}: {equality.first}"
@@ -135,9 +143,9 @@ def judge(pair: PairFacts, rtt_ms: float = 0.0, min_speedup: float = 1.0) -> Jud
     if not payoffs:
         reason = "no proposal had full length, so the speed is unknown: use more tokens"
         return Judgement(Fitness.SLOWER, (reason,), tuple(warnings))
-    paying = [payoff for payoff in payoffs if payoff.best.speedup >= min_speedup]
+    paying = [payoff for payoff in payoffs if payoff.pays(min_speedup)]
     other = [_sentence(payoff, min_speedup) for payoff in payoffs if payoff not in paying]
-    warnings += [_few(payoff) for payoff in payoffs if payoff.tested < MIN_TESTED]
+    warnings += [note for payoff in payoffs if (note := _uncertain(payoff))]
     if not paying:
         return Judgement(Fitness.SLOWER, tuple(other), tuple(warnings), payoffs)
     reasons = tuple(_sentence(payoff, min_speedup) for payoff in paying)
@@ -201,9 +209,9 @@ def _mapped(overlap: Overlap, target: ModelFacts, draft: ModelFacts) -> str:
     )
 
 
-def _payoff(runs: Sequence[Run], temperature: float, rtt_ms: float) -> Payoff | None:
+def _payoff(pair: PairFacts, temperature: float, rtt_ms: float) -> Payoff | None:
     """Return the results; None if plain decoding or all depths lack a time, or no token was tested."""
-    here = [run for run in runs if run.temperature == temperature]
+    here = [run for run in pair.runs if run.temperature == temperature]
     plain_ms = next((run.verify_ms for run in here if run.gamma == 0), None)
     timed = [
         (run, run.draft_ms, run.verify_ms)
@@ -235,6 +243,7 @@ def _payoff(runs: Sequence[Run], temperature: float, rtt_ms: float) -> Payoff | 
         depths=tuple(depths),
         gamma_predicted=optimal_gamma(alpha, costs.draft_cost, latency, CURVE_GAMMAS),
         speedup_predicted=tuple(curve),
+        decision=next((one for one in pair.decisions if one.temperature == temperature), None),
     )
 
 
@@ -248,14 +257,27 @@ def _by_position(runs: Sequence[Run]) -> tuple[float, ...]:
 
 def _sentence(payoff: Payoff, min_speedup: float) -> str:
     best = payoff.best
-    does = "pays" if best.speedup >= min_speedup else "does not pay"
+    does = "pays" if payoff.pays(min_speedup) else "does not pay"
+    decision = payoff.decision
+    certain = decision is not None and decision.pays is not None
+    error = f"; wrong with a probability of at most {decision.error:g}" if decision and certain else ""
     return (
         f"temperature {payoff.temperature:g}: speculation {does}: {best.speedup:.2f}x of plain decoding at "
-        f"its best, gamma {best.gamma}, with alpha {payoff.alpha:.2f}; asked for is {min_speedup:g}x"
+        f"its best, gamma {best.gamma}, with alpha {payoff.alpha:.2f}; asked for is {min_speedup:g}x{error}"
     )
 
 
-def _few(payoff: Payoff) -> str:
+def _uncertain(payoff: Payoff) -> str:
+    """Return a note on a result that more tokens could change; "" if none could."""
+    if payoff.decision is not None:
+        if payoff.decision.pays is not None:
+            return ""
+        return (
+            f"temperature {payoff.temperature:g}: whether speculation pays is not certain "
+            f"(error {payoff.decision.error:g}) after all tokens; ask for more prompts or tokens"
+        )
+    if payoff.tested >= MIN_TESTED:
+        return ""
     return (
         f"temperature {payoff.temperature:g}: alpha is from {payoff.tested} tested tokens only; "
         "ask for more prompts or tokens"

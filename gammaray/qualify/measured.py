@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 from gammaray.types import MAX_GAMMA
 
-__all__ = ["Equality", "ModelFacts", "Overlap", "PairFacts", "QualifyTask", "Run"]
+__all__ = ["Decision", "Equality", "ModelFacts", "Overlap", "PairFacts", "QualifyTask", "Run"]
 
 
 class _Frozen(BaseModel):
@@ -23,6 +23,10 @@ class QualifyTask(_Frozen):
         max_tokens: Upper bound of tokens per completion; end-of-sequence tokens end it earlier.
         gammas: Depths of chains; gamma 0 is always measured.
         temperatures: Temperatures to measure, with coupled verification.
+        rtt_ms: Network time of a cycle beyond that of plain decoding.
+        min_speedup: Smallest speedup at which speculation pays.
+        error: Probability, at most, that measuring stops with the wrong answer at a temperature; 0: it does
+            not stop before all completions are made.
         device: The worker setting; None: environment or default.
         dtype: Likewise.
         threads: Likewise.
@@ -35,6 +39,9 @@ class QualifyTask(_Frozen):
     max_tokens: int
     gammas: tuple[int, ...]
     temperatures: tuple[float, ...]
+    rtt_ms: float = 0.0
+    min_speedup: float = 1.0
+    error: float = 0.0
     device: str | None = None
     dtype: str | None = None
     threads: int | None = None
@@ -103,10 +110,11 @@ class Equality(_Frozen):
 
     Attributes:
         temperature: 0 is greedy.
-        compared: Completions compared.
+        compared: Completions compared, as far as they were made.
         equal: Completions with the same tokens.
         ties: Completions that diverge where the two best scores differ by rounding only.
         first: Description of the first other divergence; "" if there is none.
+        tokens: Tokens compared.
     """
 
     temperature: float
@@ -114,6 +122,7 @@ class Equality(_Frozen):
     equal: int
     ties: int
     first: str = ""
+    tokens: int = 0
 
     @property
     def is_lossless(self) -> bool:
@@ -135,6 +144,21 @@ class Overlap(_Frozen):
     mapping: str
 
 
+class Decision(_Frozen):
+    """Result of the sequential test at one temperature.
+
+    Attributes:
+        temperature: 0 is greedy.
+        pays: Whether speculation reaches the smallest speedup at any gamma; None: not certain.
+        error: Probability of the opposite, at most. It covers the tokens per cycle; the median times of
+            cycles are taken as exact.
+    """
+
+    temperature: float
+    pays: bool | None
+    error: float
+
+
 class PairFacts(_Frozen):
     """Measurements of a target and one candidate.
 
@@ -144,6 +168,7 @@ class PairFacts(_Frozen):
         overlap: Of the vocabularies; None if they are equal, or the pair cannot be served.
         runs: Empty when the pair cannot be served.
         equality: One per temperature; empty when the pair cannot be served.
+        decisions: One per temperature that was tested sequentially.
     """
 
     target: ModelFacts
@@ -151,6 +176,7 @@ class PairFacts(_Frozen):
     overlap: Overlap | None = None
     runs: tuple[Run, ...] = ()
     equality: tuple[Equality, ...] = ()
+    decisions: tuple[Decision, ...] = ()
 
 
 def check_gamma(gamma: int) -> int:

@@ -94,7 +94,8 @@ def _lines(payoff: Payoff) -> list[str]:
 def _lossless(equality: Equality) -> str:
     ties = f", {equality.ties} diverge at a tie" if equality.ties else ""
     same = f"{equality.equal} of {equality.compared} completions have the tokens of plain decoding{ties}"
-    return f"temperature {equality.temperature:g}: {same}"
+    tokens = f" ({equality.tokens} tokens compared)" if equality.tokens else ""
+    return f"temperature {equality.temperature:g}: {same}{tokens}"
 
 
 def _where(facts: ModelFacts) -> str:

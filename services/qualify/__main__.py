@@ -100,13 +100,10 @@ def _candidate(task: QualifyTask, source: Source, target: Loaded, draft: Source,
         draft_scheduler(loaded.engine, loaded.settings, translation),
     )
     asks = make_asks(task, prompts, eos_token_ids(source), target.engine.max_context)
-    runs, equality = measure(
-        pair,
-        asks,
-        task.gammas,
-        lambda done: tell("doing", f"measuring {draft.name}: {done} of {len(asks)} prompts"),
+    runs, equality, decisions = measure(
+        pair, asks, task, lambda done: tell("doing", f"measuring {draft.name}: {done}")
     )
-    return facts.model_copy(update={"runs": runs, "equality": equality})
+    return facts.model_copy(update={"runs": runs, "equality": equality, "decisions": decisions})
 
 
 def _overlap(translation: Translation, prompts: Sequence[Sequence[int]]) -> Overlap:

@@ -20,7 +20,7 @@ from services.scheduling.tasks import ProposeTask, Release, Reply, SessionSpec, 
 from services.target.scheduler import TargetScheduler
 from services.vocabulary.translation import Translation
 
-__all__ = ["Ask", "MeasuredCycle", "Pair", "Text", "draft_scheduler", "target_scheduler"]
+__all__ = ["Ask", "Completion", "MeasuredCycle", "Pair", "Text", "draft_scheduler", "target_scheduler"]
 
 
 @dataclass(frozen=True)
@@ -112,19 +112,37 @@ class Pair:
         Raises:
             GammarayError: A model failed.
         """
-        session = _Session(next(self._names), ask)
-        cycles: list[MeasuredCycle] = []
+        completion = self.start(ask)
         try:
-            while not session.is_over:
-                cycles.append(self._cycle(session, min(gamma, session.remaining - 1)))
+            cycles = self.advance(completion, gamma, ask.max_tokens)
         finally:
-            for scheduler in (self.target, self.draft):
-                scheduler.release([Release(session.name)])
-                scheduler.step()
-        return Text(tuple(session.output), tuple(cycles))
+            self.end(completion)
+        return Text(tuple(completion.output), tuple(cycles))
 
-    def _cycle(self, session: _Session, gamma: int) -> MeasuredCycle:
+    def start(self, ask: Ask) -> Completion:
+        """Return a completion without tokens; `end` must be called on it."""
+        return Completion(next(self._names), ask)
+
+    def advance(self, completion: Completion, gamma: int, num_tokens: int) -> list[MeasuredCycle]:
+        """Run cycles until the completion has `num_tokens` or is over, and return them.
+
+        Raises:
+            GammarayError: A model failed.
+        """
+        cycles = []
+        while not completion.is_over and len(completion.output) < num_tokens:
+            cycles.append(self._cycle(completion, min(gamma, completion.remaining - 1)))
+        return cycles
+
+    def end(self, completion: Completion) -> None:
+        """Free the caches of a completion."""
+        for scheduler in (self.target, self.draft):
+            scheduler.release([Release(completion.name)])
+            scheduler.step()
+
+    def _cycle(self, session: Completion, gamma: int) -> MeasuredCycle:
         proposal, drafted = Proposal(), None
+        is_first = not session.output
         if gamma > 0:
             drafted = _answer(self.draft, session.propose_task(gamma))
             assert isinstance(drafted.outcome, Proposal)
@@ -133,7 +151,6 @@ class Pair:
         verdict = verified.outcome
         assert isinstance(verdict, Verdict)
         accepted = [proposal.token_ids[node] for node in verdict.accepted_path]
-        is_first = not session.output
         session.commit([*accepted, verdict.next_token_id])
         return MeasuredCycle(
             num_drafted=len(proposal),
@@ -147,8 +164,13 @@ class Pair:
         )
 
 
-class _Session:
-    """The tokens of one completion, and how many were sent to each worker."""
+class Completion:
+    """The tokens of one completion, and how many were sent to each worker.
+
+    Attributes:
+        name: Its session on both workers.
+        is_over: Whether it has `max_tokens` or ended.
+    """
 
     def __init__(self, name: str, ask: Ask) -> None:
         self.name, self._ask = name, ask
@@ -158,10 +180,12 @@ class _Session:
 
     @property
     def output(self) -> list[int]:
+        """The emitted tokens."""
         return self._tokens[len(self._ask.prompt) :]
 
     @property
     def remaining(self) -> int:
+        """Tokens that it may still emit."""
         return self._ask.max_tokens - len(self.output)
 
     def commit(self, token_ids: Sequence[int]) -> None:
@@ -174,9 +198,11 @@ class _Session:
         self.is_over = self.remaining == 0
 
     def propose_task(self, gamma: int) -> ProposeTask:
+        """Return the task of the next proposal."""
         return ProposeTask(**self._block("draft"), shape=Shape(gamma))
 
     def verify_task(self, proposal: Proposal) -> VerifyTask:
+        """Return the task of its verification."""
         return VerifyTask(**self._block("target"), proposal=proposal, num_top_logprobs=None)
 
     def _block(self, role: str) -> dict[str, Any]:

@@ -1,21 +1,26 @@
-"""Measures a pair: each prompt is completed with every gamma before the next prompt, gamma 0 first.
+"""Measures a pair: prompts are completed with every gamma, gamma 0 first, until it is certain what pays.
 
-Two completions may differ only from a tie on, where the scores of their tokens differ by at most rounding."""
+Two completions may differ only from a tie on, where the scores of their tokens differ by at most rounding.
+Whether a gamma pays is a hypothesis on the mean of its tokens per cycle, which are bounded: it is tested
+sequentially, after every few cycles (`gammaray.maths.sequential`)."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 
 import torch
 
 from gammaray.errors import InvalidArgumentError
-from gammaray.qualify.measured import Equality, QualifyTask, Run
+from gammaray.maths.sequential import evidence
+from gammaray.qualify.measured import Decision, Equality, QualifyTask, Run
 from services.engine.engine import Engine, SequenceInput
 from services.engine.sampling.logits import processed_log_probs
 from services.engine.sampling.noise import Noise
-from services.qualify.loop import Ask, MeasuredCycle, Pair, Text
+from services.qualify.loop import Ask, Completion, MeasuredCycle, Pair
 
 __all__ = [
     "is_tie",
@@ -30,6 +35,12 @@ _CHUNK = 256
 # float32; in half precision it is a few times the distance of adjacent numbers.
 _FLOAT32_TOLERANCE = 1e-5
 _HALF_STEPS = 4.0
+_WARM_UP_TOKENS = 3
+_STRIDE = 4
+_GROUP = 6
+"""Prompts whose completions are open at once: each gamma of each needs a cache."""
+_MIN_TIMED = 12
+"""Cycles without a prefill from which a median time is taken for a decision."""
 
 
 def parting(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:
@@ -66,35 +77,23 @@ def is_tie(engine: Engine, ask: Ask, common: tuple[int, ...], tokens: tuple[int,
     return gap <= relative * max(1.0, largest) * scale
 
 
-_WARM_UP_TOKENS = 24
-
-
-@dataclass
-class _Sum:
-    """The cycles at one gamma and temperature."""
-
-    cycles: list[MeasuredCycle] = field(default_factory=list)
-
-    def run(self, temperature: float, gamma: int) -> Run:
-        whole = [cycle for cycle in self.cycles if cycle.num_drafted == gamma]
-        # The first cycle of a completion contains the prompt.
-        timed = [cycle for cycle in whole if not cycle.is_first]
-        drafted = [cycle for cycle in timed if cycle.draft_forwards > 0]
-        return Run(
-            temperature=temperature,
-            gamma=gamma,
-            cycles=len(self.cycles),
-            emitted=sum(cycle.num_emitted for cycle in self.cycles),
-            whole_cycles=len(whole),
-            whole_emitted=sum(cycle.num_emitted for cycle in whole),
-            tested=tuple(sum(cycle.num_tested > place for cycle in self.cycles) for place in range(gamma)),
-            accepted=tuple(
-                sum(cycle.num_accepted > place for cycle in self.cycles) for place in range(gamma)
-            ),
-            verify_ms=_median([cycle.verify_ms for cycle in timed]),
-            draft_ms=_median([cycle.draft_ms for cycle in drafted]),
-            draft_step_ms=_median([cycle.draft_ms / cycle.draft_forwards for cycle in drafted]),
-        )
+def _run(cycles: Sequence[MeasuredCycle], temperature: float, gamma: int) -> Run:
+    whole = [cycle for cycle in cycles if cycle.num_drafted == gamma]
+    timed = [cycle for cycle in whole if not cycle.is_first]
+    drafted = [cycle for cycle in timed if cycle.draft_forwards > 0]
+    return Run(
+        temperature=temperature,
+        gamma=gamma,
+        cycles=len(cycles),
+        emitted=sum(cycle.num_emitted for cycle in cycles),
+        whole_cycles=len(whole),
+        whole_emitted=sum(cycle.num_emitted for cycle in whole),
+        tested=tuple(sum(cycle.num_tested > place for cycle in cycles) for place in range(gamma)),
+        accepted=tuple(sum(cycle.num_accepted > place for cycle in cycles) for place in range(gamma)),
+        verify_ms=_median([cycle.verify_ms for cycle in timed]),
+        draft_ms=_median([cycle.draft_ms for cycle in drafted]),
+        draft_step_ms=_median([cycle.draft_ms / cycle.draft_forwards for cycle in drafted]),
+    )
 
 
 def make_asks(
@@ -124,57 +123,170 @@ def make_asks(
 
 
 def measure(
-    pair: Pair, asks: Sequence[Ask], gammas: Sequence[int], tell: Callable[[int], None]
-) -> tuple[tuple[Run, ...], tuple[Equality, ...]]:
-    """Return the measurements by temperature and gamma, and the comparisons with gamma 0.
+    pair: Pair, asks: Sequence[Ask], task: QualifyTask, tell: Callable[[str], None]
+) -> tuple[tuple[Run, ...], tuple[Equality, ...], tuple[Decision, ...]]:
+    """Return the measurements by temperature and gamma, the comparisons with gamma 0, and the decisions.
 
     Args:
         pair: The models.
-        asks: The completions.
-        gammas: Depths above 0, in order.
-        tell: Called with the number of finished completions after each of the `len(asks)`.
+        asks: The completions, those of one temperature together.
+        task: The gammas, and when to stop.
+        tell: Called at most once per second with what was done.
 
     Raises:
         GammarayError: A model failed.
     """
-    for gamma in (0, *gammas):  # the first forwards of each shape are slow
-        pair.complete(replace(asks[0], max_tokens=min(asks[0].max_tokens, _WARM_UP_TOKENS)), gamma)
-    sums: dict[tuple[float, int], _Sum] = {}
-    equality: dict[float, Equality] = {}
-    for index, ask in enumerate(asks):
-        texts = {gamma: pair.complete(ask, gamma) for gamma in (0, *gammas)}
-        for gamma, text in texts.items():
-            sums.setdefault((ask.temperature, gamma), _Sum()).cycles += text.cycles
-        before = equality.get(
-            ask.temperature, Equality(temperature=ask.temperature, compared=0, equal=0, ties=0)
-        )
-        equality[ask.temperature] = _compared(before, pair.target.engine, ask, texts)
-        tell(index + 1)
-    runs = tuple(done.run(temperature, gamma) for (temperature, gamma), done in sums.items())
-    return runs, tuple(equality.values())
+    for gamma in (0, *task.gammas):  # the first forwards of each shape are slow
+        completion = pair.start(asks[0])
+        pair.advance(completion, gamma, _WARM_UP_TOKENS)
+        pair.end(completion)
+    trials = []
+    for temperature, group in itertools.groupby(asks, key=lambda ask: ask.temperature):
+        trials.append(_Trial(pair, tuple(group), temperature, task, _rarely(tell)))
+        trials[-1].run()
+    runs = tuple(run for trial in trials for run in trial.runs())
+    decisions = tuple(trial.decision for trial in trials) if task.error else ()
+    return runs, tuple(trial.equality for trial in trials), decisions
 
 
-def _compared(before: Equality, engine: Engine, ask: Ask, texts: dict[int, Text]) -> Equality:
-    """Add the comparisons of one ask's completions with that of gamma 0."""
-    plain = texts[0].token_ids
-    equal, ties, first = before.equal, before.ties, before.first
-    for gamma, text in texts.items():
-        if gamma == 0:
-            continue
-        index = parting(plain, text.token_ids)
-        if index is None:
-            equal += 1
-            continue
-        both = index < min(len(plain), len(text.token_ids))
-        if both and is_tie(engine, ask, plain[:index], (plain[index], text.token_ids[index])):
-            ties += 1
-        elif not first:
-            first = (
-                f"with gamma {gamma} prompt {ask.seed + 1} diverges from plain decoding at token {index + 1}"
-            )
-    return before.model_copy(
-        update={"compared": before.compared + len(texts) - 1, "equal": equal, "ties": ties, "first": first}
-    )
+class _Trial:
+    """The completions of one temperature.
+
+    All gammas, 0 among them, advance by `_STRIDE` tokens on a prompt before the next prompt of the group has
+    its turn, so that a disturbance of the machine is shared by all gammas. Each time that all had one,
+    the gammas are tested. One that is certain not to pay rests. The trial is over when all do, or when one is
+    certain to pay.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        asks: Sequence[Ask],
+        temperature: float,
+        task: QualifyTask,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._pair, self._asks, self._temperature = pair, asks, temperature
+        self._task, self._tell = task, tell
+        self._cycles: dict[int, list[MeasuredCycle]] = {gamma: [] for gamma in (0, *task.gammas)}
+        self._verdicts: dict[int, bool | None] = dict.fromkeys(task.gammas)
+        self.equality = Equality(temperature=temperature, compared=0, equal=0, ties=0)
+
+    def run(self) -> None:
+        for start in range(0, len(self._asks), _GROUP):
+            group = self._asks[start : start + _GROUP]
+            open_completions = [{gamma: self._pair.start(ask) for gamma in self._cycles} for ask in group]
+            try:
+                self._advance(start, open_completions)
+                for ask, completions in zip(group, open_completions, strict=True):
+                    self._compare(ask, completions)
+            finally:
+                for completions in open_completions:
+                    for completion in completions.values():
+                        self._pair.end(completion)
+            if self._is_certain:
+                return
+
+    def runs(self) -> list[Run]:
+        return [_run(cycles, self._temperature, gamma) for gamma, cycles in self._cycles.items()]
+
+    @property
+    def decision(self) -> Decision:
+        pays = self._pays if self._is_certain else None
+        return Decision(temperature=self._temperature, pays=pays, error=self._task.error)
+
+    def _advance(self, start: int, open_completions: Sequence[dict[int, Completion]]) -> None:
+        for tokens in range(_STRIDE, self._task.max_tokens + _STRIDE, _STRIDE):
+            for index, completions in enumerate(open_completions):
+                for gamma, completion in completions.items():
+                    if self._verdicts.get(gamma) is not False:
+                        self._cycles[gamma] += self._pair.advance(completion, gamma, tokens)
+                before = len(open_completions) * (tokens - _STRIDE)
+                now = (index + 1) * min(_STRIDE, self._task.max_tokens - tokens + _STRIDE)
+                self._report(start * self._task.max_tokens + before + now)
+            self._decide()
+            if self._is_certain:
+                return
+
+    @property
+    def _pays(self) -> bool:
+        return True in self._verdicts.values()
+
+    @property
+    def _is_certain(self) -> bool:
+        return self._pays or all(verdict is False for verdict in self._verdicts.values())
+
+    def _decide(self) -> None:
+        """Test each gamma with all its cycles so far."""
+        if self._task.error == 0.0:
+            return
+        plain = [cycle for cycle in self._cycles[0] if not cycle.is_first]
+        for gamma in self._verdicts:
+            whole = [cycle for cycle in self._cycles[gamma] if cycle.num_drafted == gamma]
+            timed = [cycle for cycle in whole if not cycle.is_first and cycle.draft_forwards > 0]
+            if min(len(plain), len(timed)) < _MIN_TIMED:
+                continue
+            cycle_ms = statistics.median(cycle.draft_ms for cycle in timed) + self._task.rtt_ms
+            cycle_ms += statistics.median(cycle.verify_ms for cycle in timed)
+            plain_ms = statistics.median(cycle.verify_ms for cycle in plain)
+            needed = self._task.min_speedup * cycle_ms / plain_ms
+            below, above = evidence([cycle.num_emitted for cycle in whole], needed, 1, gamma + 1)
+            # A wrong "does not pay" needs an error at the gamma that pays, a wrong "pays" one at any gamma.
+            if below >= -math.log(self._task.error):
+                self._verdicts[gamma] = False
+            elif above >= math.log(len(self._verdicts) / self._task.error):
+                self._verdicts[gamma] = True
+            else:
+                self._verdicts[gamma] = None
+
+    def _report(self, done: int) -> None:
+        undecided = [str(gamma) for gamma, verdict in self._verdicts.items() if verdict is None]
+        share = f"{done} of up to {len(self._asks) * self._task.max_tokens} tokens per gamma"
+        rest = f", undecided: gamma {', '.join(undecided)}" if self._task.error and undecided else ""
+        self._tell(f"temperature {self._temperature:g}: {share}{rest}")
+
+    def _compare(self, ask: Ask, completions: dict[int, Completion]) -> None:
+        """Add the comparisons of one ask's completions with that of gamma 0, as far as both were made."""
+        so_far = self.equality
+        compared, equal, ties = so_far.compared, so_far.equal, so_far.ties
+        first, num_tokens = so_far.first, so_far.tokens
+        for gamma, completion in completions.items():
+            if gamma == 0 or not completion.output:
+                continue
+            plain, text = tuple(completions[0].output), tuple(completion.output)
+            if not completions[0].is_over:
+                text = text[: len(plain)]
+            if not completion.is_over:
+                plain = plain[: len(text)]
+            compared += 1
+            num_tokens += len(text)
+            index = parting(plain, text)
+            if index is None:
+                equal += 1
+                continue
+            both = index < min(len(plain), len(text))
+            if both and is_tie(self._pair.target.engine, ask, plain[:index], (plain[index], text[index])):
+                ties += 1
+            elif not first:
+                first = (
+                    f"with gamma {gamma} prompt {ask.seed + 1} diverges from plain decoding "
+                    f"at token {index + 1}"
+                )
+        found = {"compared": compared, "equal": equal, "ties": ties, "first": first, "tokens": num_tokens}
+        self.equality = so_far.model_copy(update=found)
+
+
+def _rarely(tell: Callable[[str], None]) -> Callable[[str], None]:
+    """Return `tell`, limited to once per second."""
+    last = -math.inf
+
+    def limited(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= 1.0:
+            last = time.monotonic()
+            tell(text)
+
+    return limited
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -1,8 +1,8 @@
 """The pages for operators name only existing files, commands, values, settings and alerts."""
 
+import itertools
 import json
 import re
-from dataclasses import replace
 
 import pytest
 import yaml
@@ -12,9 +12,8 @@ from click.testing import CliRunner
 
 from gammaray.cli import main
 from gammaray.deploy.serve_config import APPLICATIONS
-from gammaray.maths.sizing import Sizing
 
-NAMES = ("install", "sizing", "upgrade", "troubleshooting", "security", "slo")
+NAMES = ("install", "sizing", "drafters", "upgrade", "troubleshooting", "security", "slo")
 PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
@@ -123,7 +122,37 @@ def test_quoted_output_is_what_the_command_prints(line, quoted):
     assert marked == best
 
 
+def test_tables_of_drafters_are_what_the_command_prints():
+    """With the figures that the page draws from them."""
+    page = (ROOT / "docs" / "drafters.md").read_text()
+    (line, quoted), *others = re.findall(r"^\$ gammaray (size .*)\n((?:.*\n)+?)```$", page, re.MULTILINE)
+    assert others == []
+    result = CliRunner().invoke(main, line.split())
+    printed = [row.rstrip() for row in result.output.splitlines()]
+    assert result.exit_code == 0
+    assert [row for row in quoted.splitlines() if row != "..." and row not in printed] == []
+    text = " ".join(page.split())
+    large = CliRunner().invoke(main, ["size", "--target", "llama-3.3-70b", "--on", "4xH100"]).output
+    least = re.search(r"Alpha from.*?plain llama-3.2-1b bf16 +\S+ +(\S+) +(\S+)", large, re.DOTALL)
+    assert f"pay on an A10 from alpha {least[2]} on, but on an L4 still from {least[1]} only" in text
+    capacity = result.output.partition("Capacity")[2]
+    plain, parallel = (
+        re.search(rf"^{name} +{drafters} +\d+ +(\d+) ", capacity, re.MULTILINE)[1]
+        for name, drafters in (("plain decoding", 0), ("parallel llama-3.2-1b int8 on RTX-4090", 3))
+    )
+    assert f"serves {plain} sessions by plain decoding and {parallel} with three parallel drafters" in text
+
+
 PAYING = [path for path in EXAMPLES if path.stem != "cpu-trial"]
+
+
+def sized(line, **changed):
+    """Return the best row of the table of drafters: drafters, gamma, tokens per second, speedup, value."""
+    options = [word for name, value in changed.items() for word in (f"--{name}", str(value))]
+    result = CliRunner().invoke(main, [*line.split(), *options])
+    assert result.exit_code == 0, result.output
+    rows, best = size_table(result.output)
+    return (best, *rows[best])
 
 
 @pytest.mark.parametrize("path", PAYING, ids=lambda path: path.stem)
@@ -132,25 +161,38 @@ def test_example_pays_according_to_gammaray_size(path):
     (line,) = re.findall(r"^#   gammaray (size .*)$", text, re.MULTILINE)
     assert line in [quoted for quoted, _ in SIZED]
     assert path.stem in page
-    given = dict(zip(*[iter(line.split()[1:])] * 2, strict=True))
-    sizing = Sizing(**{k[2:].replace("-", "_"): float(v) if "." in v else int(v) for k, v in given.items()})
-    best = sizing.best(8)
-    assert best.drafters >= 1
-    assert best.gamma >= 1
-    assert best.value > 1.1
+    best, gamma, _, _, value = sized(line)
+    assert best >= 1
+    assert gamma >= 1
+    assert value > 1.1
     # No more drafters than are worth their price.
     values = yaml.safe_load(text)
     drafters, targets = (int(str(values[role]["workers"]).rpartition(":")[2]) for role in ("draft", "target"))
-    assert drafters <= best.drafters * targets
-    assert values["models"]["target"].split("/")[1] in page
+    assert drafters <= best * targets
+    # The command is about the models and devices of the example.
+    given = dict(itertools.pairwise(line.split()))
+    assert given["--target"] == values["models"]["target"].partition("/")[2].lower()
+    assert values["models"]["draft"].lower().endswith(given["--draft"])
+    assert ("PARD" in values["models"]["draft"]) == (given["--drafter"] == "parallel")
+    for role, option in (("target", "--on"), ("draft", "--card")):
+        assert f"-{given[option]}" in f"-{values[role].get('acceleratorType', given[option])}"
     # From which alpha on, as the page says.
-    worst = min(a / 100 for a in range(1, 100) if replace(sizing, alpha=a / 100).best(8).drafters)
     after = page[page.index(f"$ gammaray {line}") :]
-    assert float(re.search(r"it pays from alpha ([\d.]+) on", after)[1]) == worst
+    least = float(re.search(r"it pays from alpha ([\d.]+) on", after)[1])
+    assert sized(line, alpha=least)[0] >= 1
+    assert sized(line, alpha=round(least - 0.01, 2))[0] == 0
 
 
 def test_examples_contain_no_pair_that_cannot_pay():
-    line = next(quoted for quoted, _ in SIZED if "--draft-ms 10.3" in quoted)
+    line = next(quoted for quoted, _ in SIZED if "llama-3.1-8b" in quoted)
     assert not any(line in path.read_text() for path in EXAMPLES)
-    sizing = Sizing(alpha=0.9999, target_ms=6.0, draft_ms=10.3, rtt_ms=1, sessions=16)
-    assert sizing.best().drafters == 0
+    assert sized(line, alpha=0.9999)[0] == 0
+
+
+def test_plain_draft_of_the_first_example_costs_more_than_it_gains():
+    page = (ROOT / "docs" / "sizing.md").read_text()
+    line = SIZED[0][0].replace("--drafter parallel", "--drafter plain")
+    assert sized(line)[0] == 0
+    result = CliRunner().invoke(main, line.split())
+    speedup = size_table(result.output)[0][1][2]
+    assert f"sixteen sessions {speedup:.2f} times as fast" in " ".join(page.split())

@@ -20,9 +20,9 @@ from gammaray.qualify.measured import PairFacts, QualifyTask
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.engine.engine import SequenceInput
 from services.engine.loader import load_engine
-from services.qualify.loop import Ask, Pair, Text, draft_scheduler, target_scheduler
+from services.qualify.loop import Ask, Pair, draft_scheduler, target_scheduler
 from services.qualify.measure import is_tie, make_asks, measure, parting
-from services.qualify.models import find
+from services.qualify.models import find, load
 
 pytestmark = pytest.mark.integration
 
@@ -59,6 +59,8 @@ def test_demo_pair_is_served_lossless_and_measured(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "4 of 4 completions have the tokens of plain decoding" in done.stdout
     assert "\nFIT\n" in done.stdout
+    for step in ("inspecting the models", "loading the draft demo", "measuring demo: temperature 0: "):
+        assert f"\n{step}" in f"\n{done.stderr}"
     (candidate,) = json.loads((tmp_path / "r.json").read_text())["candidates"]
     measured = candidate["measured"]
     assert (measured["target"]["vocab_size"], measured["draft"]["tokenizer_size"]) == (2048, 2048)
@@ -86,9 +88,11 @@ def test_candidates_that_cannot_be_served_are_unfit_with_the_reason(tmp_path):
 
 def test_target_that_cannot_be_served_is_unfit(tmp_path):
     target = with_demo_tokenizer(tiny_model("bloom", tmp_path, vocab_size=2048))
-    done = qualify("--target", target, "--draft", "demo", *SMALL)
-    assert done.returncode == 5, done.stderr
-    assert "the target cannot be served" in done.stdout
+    judgement = judge(
+        PairFacts(target=load(found("target", target)).facts, draft=found("draft", "demo").facts)
+    )
+    assert judgement.fitness is Fitness.UNFIT
+    assert "the target cannot be served" in judgement.reasons[0]
 
 
 def test_random_drafts_are_slower_with_the_same_and_with_a_mapped_vocabulary(tmp_path):
@@ -111,19 +115,20 @@ def test_random_drafts_are_slower_with_the_same_and_with_a_mapped_vocabulary(tmp
 
 
 def test_target_without_a_tokenizer_is_unfit(tmp_path):
-    done = qualify("--target", tiny_model("llama", tmp_path, vocab_size=2048), "--draft", "demo", *SMALL)
-    assert done.returncode == 5, done.stderr
-    assert "it has no tokenizer" in done.stdout
+    target = found("target", tiny_model("llama", tmp_path, vocab_size=2048)).facts
+    assert "it has no tokenizer" in target.refusal
+    assert judge(PairFacts(target=target, draft=found("draft", "demo").facts)).fitness is Fitness.UNFIT
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_missing_model_is_an_argument_error(tmp_path, role):
-    models = {"target": "demo", "draft": "demo", role: tmp_path / "nothing"}
-    done = qualify("--target", models["target"], "--draft", models["draft"], *SMALL)
-    assert done.returncode == 2
-    assert f"gammaray: {role}: got" in done.stderr
-    assert "which does not exist" in done.stderr
-    assert "Traceback" not in done.stderr
+    with pytest.raises(InvalidArgumentError, match=f"{role}: got .*which does not exist"):
+        found(role, tmp_path / "nothing")
+
+
+def found(role, model):
+    """The model as the measuring process finds it, before any weight is read."""
+    return find(role, str(model), task())
 
 
 def task(**changed):
@@ -136,6 +141,7 @@ def test_directory_without_weights_is_a_wrong_argument(tmp_path):
     done = qualify("--target", "demo", "--draft", tmp_path, *SMALL)
     assert done.returncode == 2
     assert "gammaray: draft: got" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_settings_of_the_environment_are_those_of_workers(monkeypatch):
@@ -157,15 +163,23 @@ def schedulers(models):
     return target_scheduler(target, TargetSettings()), draft_scheduler(draft, DraftSettings())
 
 
+BLOCK_BYTES = 64 * 3 * 4 * 8 * 4
+"""Of a tiny model: slots x layers x key and value heads x head size x bytes of a float32."""
 PROMPTS = [random_tokens(9, seed=1), random_tokens(30, seed=2)]
+
+
+def measured(pair, **changed):
+    """Measure the prompts above."""
+    return measure(pair, make_asks(task(**changed), PROMPTS, (), 128), task(**changed), lambda told: None)
 
 
 def test_any_draft_is_lossless(schedulers):
     asks = make_asks(task(), PROMPTS, (), 128)
-    counted = []
-    runs, equality = measure(Pair(*schedulers), asks, (1, 4), counted.append)
-    assert counted == [1, 2, 3, 4]
-    assert [(one.compared, one.equal) for one in equality] == [(4, 4), (4, 4)]
+    told = []
+    runs, equality, decisions = measure(Pair(*schedulers), asks, task(gammas=(1, 4)), told.append)
+    assert decisions == ()
+    assert told[0] == "temperature 0: 4 of up to 32 tokens per gamma"
+    assert [(one.compared, one.equal, one.tokens) for one in equality] == [(4, 4, 64), (4, 4, 64)]
     assert [(run.temperature, run.gamma) for run in runs] == [
         (temperature, gamma) for temperature in (0.0, 1.0) for gamma in (0, 1, 4)
     ]
@@ -184,28 +198,78 @@ def test_draft_like_the_target_is_always_accepted(models):
         target_scheduler(target, TargetSettings()),
         draft_scheduler(load_engine(target.model_name), DraftSettings()),
     )
-    runs, _ = measure(pair, make_asks(task(), PROMPTS, (), 128), (3,), lambda done: None)
+    runs, *_ = measured(pair, gammas=(3,))
     assert all(run.accepted == run.tested for run in runs)
 
 
 class Lossy(Pair):
-    """Changes one token when it speculates."""
+    """Commits a wrong sixth token when it speculates."""
 
-    def complete(self, ask: Ask, gamma: int) -> Text:
-        text = super().complete(ask, gamma)
-        if gamma == 0:
-            return text
-        tokens = list(text.token_ids)
-        tokens[5] = (tokens[5] + 1) % 97
-        return Text(tuple(tokens), text.cycles)
+    def __init__(self, *schedulers):
+        super().__init__(*schedulers)
+        self.asks = {}
+
+    def start(self, ask):
+        completion = super().start(ask)
+        self.asks[completion.name] = ask
+        return completion
+
+    def advance(self, completion, gamma, num_tokens):
+        if gamma == 0 or len(completion.output) > 5:
+            return super().advance(completion, gamma, num_tokens)
+        cycles = super().advance(completion, 0, min(5, num_tokens))
+        if num_tokens > 5:
+            probe = super().start(self.asks[completion.name])
+            super().advance(probe, 0, 6)
+            completion.commit([(probe.output[5] + 1) % 97])
+            self.end(probe)
+            cycles += super().advance(completion, gamma, num_tokens)
+        return cycles
 
 
 def test_planted_loss_is_found(schedulers):
-    _, equality = measure(Lossy(*schedulers), make_asks(task(), PROMPTS, (), 128), (2,), lambda done: None)
+    _, equality, _ = measured(Lossy(*schedulers))
     for one in equality:
         assert (one.compared, one.equal, one.ties) == (2, 0, 0)
         assert one.first == "with gamma 2 prompt 1 diverges from plain decoding at token 6"
         assert not one.is_lossless
+
+
+@pytest.mark.parametrize(("min_speedup", "pays"), [(50.0, False), (0.01, True)])
+def test_measuring_stops_when_the_verdict_is_certain(schedulers, min_speedup, pays):
+    stopping = {"min_speedup": min_speedup, "error": 0.01, "gammas": (1, 4), "max_tokens": 64}
+    runs, equality, decisions = measured(Pair(*schedulers), **stopping)
+    assert [(one.temperature, one.pays, one.error) for one in decisions] == [
+        (0.0, pays, 0.01),
+        (1.0, pays, 0.01),
+    ]
+    for run in runs:
+        # Twelve cycles without a prefill are the least; two prompts of 64 tokens are all.
+        assert 12 <= run.emitted <= 40
+    assert all(one.is_lossless and one.compared == 4 for one in equality)
+    assert schedulers[0].engine.stats().num_sessions == 0
+
+
+def test_verdict_that_never_becomes_certain_is_that_of_all_tokens(schedulers):
+    # Bounds of a test with such an error are out of reach of 32 tokens.
+    runs, _, decisions = measured(Pair(*schedulers), min_speedup=0.6, error=1e-300)
+    assert [one.pays for one in decisions] == [None, None]
+    assert all(run.emitted >= 2 * 16 for run in runs)
+
+
+def test_completions_that_take_turns_in_a_small_cache_have_the_same_tokens(models):
+    target, draft = (load_engine(model.model_name, cache_budget_bytes=4 * BLOCK_BYTES) for model in models)
+    pair = Pair(target_scheduler(target, TargetSettings()), draft_scheduler(draft, DraftSettings()))
+    asks = [Ask(tuple(random_tokens(60, seed=seed)), 24, 1.0, seed, ()) for seed in range(8)]
+    expected = [pair.complete(ask, 3).token_ids for ask in asks]
+    completions = [pair.start(ask) for ask in asks]
+    for tokens in (12, 24):
+        for completion in completions:
+            pair.advance(completion, 3, tokens)
+        assert target.stats().num_sessions < len(asks)  # the others' caches were evicted
+    for completion in completions:
+        pair.end(completion)
+    assert [tuple(one.output) for one in completions] == expected
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -266,9 +330,7 @@ def test_prompts_are_cut_at_their_beginning_and_bounds_are_checked():
 
 def test_measurements_of_a_pair_that_never_agrees_are_judged(schedulers):
     target, draft = schedulers
-    runs, equality = measure(
-        Pair(target, draft), make_asks(task(), PROMPTS, (), 128), (2,), lambda done: None
-    )
+    runs, equality, _ = measured(Pair(target, draft))
     facts = find("target", "demo", task()).facts
     judgement = judge(PairFacts(target=facts, draft=facts, runs=runs, equality=equality), min_speedup=50.0)
     assert judgement.fitness is Fitness.SLOWER

@@ -88,10 +88,9 @@ class TableEngine:
                 slot = cache.num_slots - 1
                 path = self.path(cache, len(cache.tree_tokens) - 1)
             # What attention would see: the marks of all the slots on the path must be in place.
-            before = self._slots(cache, slot)[:-1]
-            marks = [float(cache.data[0, 0, s, 0]) for s in before]
-            assert marks == [mark(path[: i + 1]) for i in range(len(path) - 1)]
-            cache.data[0, 0, slot, 0] = mark(path)
+            before, expected = self._slots(cache, slot)[:-1], marks(path)
+            assert cache.data[0, 0, :, 0][before].tolist() == expected[:-1]
+            cache.data[0, 0, slot, 0] = expected[-1]
             rows.append(self.table[path[-2] if len(path) > 1 else 0, path[-1]])
         self.num_rows += len(rows)
         return torch.stack(rows)[len(rows) - feed.num_logits :].clone()
@@ -141,9 +140,13 @@ class TableEngine:
         self.caches.pop(session_id, None)
 
 
-def mark(path: Sequence[int]) -> float:
-    """Return a number that identifies a path."""
-    return float(hash(tuple(path)) % 2**50)
+def marks(path: Sequence[int]) -> list[float]:
+    """Return a number for each beginning of a path that identifies it."""
+    found, last = [], 0
+    for token_id in path:
+        last = hash((last, token_id)) % 2**50
+        found.append(float(last))
+    return found
 
 
 class ChainingEngine(TableEngine):

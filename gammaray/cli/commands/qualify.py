@@ -7,13 +7,13 @@ is FIT BUT SLOWER; 5 all are UNFIT.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from gammaray.bench.provenance import provenance, write_result
@@ -88,6 +88,13 @@ _STDOUT = Path("-")
     show_default=True,
     help="Speedup that a draft must reach.",
 )
+@click.option(
+    "--error",
+    type=FloatRange(0, 0.5),
+    default=0.01,
+    show_default=True,
+    help="Measuring stops when the verdict is wrong with at most this probability; 0: never early.",
+)
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Same as for workers.")
 @click.option(
     "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="Same as for workers."
@@ -101,17 +108,17 @@ _STDOUT = Path("-")
     help="File for the result; - prints it instead of the tables.",
 )
 @click.pass_context
-def qualify(
-    context: click.Context, /, out: Path | None, rtt_ms: float, min_speedup: float, **given: Any
-) -> None:
+def qualify(context: click.Context, /, out: Path | None, **given: Any) -> None:
     """Check whether draft models suit a target: served exactly, lossless, and faster on this machine.
+
+    Measuring a draft stops as soon as it is certain at each temperature whether it pays.
 
     Both models run alternately in one process; no cluster is needed.
     """
     task = _task(given)
-    with Console(stderr=True).status("starting") as status:
-        pairs = measure_pairs(task, lambda text: status.update(text))
-    judgements = [judge(pair, rtt_ms, min_speedup) for pair in pairs]
+    with _progress() as tell:
+        pairs = measure_pairs(task, tell)
+    judgements = [judge(pair, task.rtt_ms, task.min_speedup) for pair in pairs]
     if out != _STDOUT:
         console = output_console()
         for pair, judgement in zip(pairs, judgements, strict=True):
@@ -119,12 +126,23 @@ def qualify(
         if len(pairs) > 1:
             print_ranking(console, pairs, judgements)
     if out is not None:
-        result = _result(task, {"rtt_ms": rtt_ms, "min_speedup": min_speedup}, pairs, judgements)
+        result = _result(task, pairs, judgements)
         if out == _STDOUT:
             click.echo(json.dumps({"name": "qualify", "provenance": provenance(), **result}, indent=1))
         else:
             click.echo(f"written: {write_result('qualify', result, out)}")
     context.exit(min(EXIT_CODES[judgement.fitness] for judgement in judgements))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Yield what shows the current step on stderr: in place on a terminal, else as lines."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status("starting") as status:
+            yield status.update
+    else:
+        yield lambda text: click.echo(text, err=True)
 
 
 def _task(given: dict[str, Any]) -> QualifyTask:
@@ -144,6 +162,9 @@ def _task(given: dict[str, Any]) -> QualifyTask:
         max_tokens=given["tokens"],
         gammas=tuple(sorted(given["gammas"])),
         temperatures=given["temperatures"],
+        rtt_ms=given["rtt_ms"],
+        min_speedup=given["min_speedup"],
+        error=given["error"],
         device=given["device"],
         dtype=given["dtype"],
         threads=given["threads"],
@@ -170,13 +191,16 @@ def _check(given: dict[str, Any]) -> None:
                 raise settings_error(error) from None
 
 
-def _result(
-    task: QualifyTask, limits: dict[str, float], pairs: Sequence[PairFacts], judgements: Sequence[Judgement]
-) -> dict[str, Any]:
+def _result(task: QualifyTask, pairs: Sequence[PairFacts], judgements: Sequence[Judgement]) -> dict[str, Any]:
     candidates = []
     for pair, judgement in zip(pairs, judgements, strict=True):
         best = {"best_speedup": judgement.best_speedup if judgement.payoffs else None}
         candidates.append(
-            {"draft": pair.draft.name, **asdict(judgement), **best, "measured": pair.model_dump()}
+            {
+                "draft": pair.draft.name,
+                **TypeAdapter(Judgement).dump_python(judgement, mode="json"),
+                **best,
+                "measured": pair.model_dump(),
+            }
         )
-    return {"settings": task.model_dump() | limits, "candidates": candidates}
+    return {"settings": task.model_dump(), "candidates": candidates}

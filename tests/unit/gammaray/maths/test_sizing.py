@@ -94,7 +94,7 @@ def test_value_out_of_bounds_is_refused_by_name(field, value):
 def test_command_prints_three_tables():
     result = CliRunner().invoke(main, ["size", "--alpha=0.75", "--target-ms=20", "--draft-ms=2"])
     assert result.exit_code == 0, result.output
-    for title in ("Drafters per target", "Speedup by draft step", "Speedup by network time"):
+    for title in ("Drafters per target", "Speedup by draft pass", "Speedup by network time"):
         assert title in result.output
     assert result.output.count("<- best") == 1
 

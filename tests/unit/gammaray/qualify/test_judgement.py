@@ -8,7 +8,7 @@ from qualify_helpers import facts, pair, plain_run, run, same
 from gammaray.bench.optimum import CURVE_GAMMAS
 from gammaray.maths import theory
 from gammaray.qualify.judgement import Fitness, has_other_vocabulary, judge
-from gammaray.qualify.measured import Overlap, check_gamma
+from gammaray.qualify.measured import Decision, Overlap, check_gamma
 
 
 @pytest.mark.parametrize(
@@ -168,3 +168,23 @@ def test_gamma_out_of_bounds_is_refused():
     for gamma in (0, 65):
         with pytest.raises(ValueError, match="1 to 64"):
             check_gamma(gamma)
+
+
+@pytest.mark.parametrize(("pays", "fitness"), [(True, Fitness.FIT), (False, Fitness.SLOWER)])
+def test_decision_of_the_sequential_test_is_the_judgement(pays, fitness):
+    few = pair([plain_run(), run(4, cycles=20)])  # too few tokens to be trusted without a test
+    decisions = (Decision(temperature=0.0, pays=pays, error=0.01),)
+    judgement = judge(few.model_copy(update={"decisions": decisions}))
+    assert judgement.fitness is fitness
+    assert "wrong with a probability of at most 0.01" in judgement.reasons[0]
+    assert judgement.warnings == ()
+
+
+def test_pair_without_a_certain_decision_is_judged_by_its_figures_with_a_note():
+    measured = pair([plain_run(), run(4)])
+    decisions = (Decision(temperature=0.0, pays=None, error=0.01),)
+    judgement = judge(measured.model_copy(update={"decisions": decisions}))
+    assert judgement.fitness is Fitness.FIT
+    assert "probability" not in judgement.reasons[0]
+    (note,) = judgement.warnings
+    assert "not certain (error 0.01)" in note

@@ -77,6 +77,13 @@ def test_json_to_stdout_contains_only_json(invoke):
     assert found["provenance"]["versions"]["gammaray"]
 
 
+def test_steps_are_lines_on_stderr_where_it_is_no_terminal(invoke):
+    result, task = invoke([FIT], "--error", "0.05", "--rtt-ms", "2", "--min-speedup", "1.3")
+    assert result.stderr == "measuring\n"
+    assert "measuring" not in result.stdout
+    assert (task.error, task.rtt_ms, task.min_speedup) == (0.05, 2.0, 1.3)
+
+
 def test_json_file_is_written_in_addition_to_the_tables(invoke, tmp_path):
     result, _ = invoke([UNFIT], "--json", str(tmp_path / "r.json"))
     assert "UNFIT" in result.stdout
@@ -100,6 +107,7 @@ def test_options_become_the_task(invoke, tmp_path):
         (["--temperatures", "-1"], "numbers such as"),
         (["--num-prompts", "100000"], "prompts of mixed"),
         (["--min-speedup", "0"], "min-speedup"),
+        (["--error", "1"], "--error"),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
