@@ -310,6 +310,9 @@ class TargetSettings(WorkerSettings):
 class DraftSettings(WorkerSettings):
     """A draft worker."""
 
+    draft_weights: Literal["auto", "int8", "int4"] = Field(
+        "auto", description="Weights of the draft."
+    )
     draft_top_k: int = Field(
         64, ge=1, le=4096, description="Support of the sparse draft distribution (rejection verification)."
     )
