@@ -27,6 +27,7 @@ class QualifyTask(_Frozen):
         dtype: Likewise.
         threads: Likewise.
         deterministic: Likewise.
+        draft_weights: Likewise, of the drafts.
     """
 
     target: str
@@ -39,6 +40,7 @@ class QualifyTask(_Frozen):
     dtype: str | None = None
     threads: int | None = None
     deterministic: bool | None = None
+    draft_weights: str | None = None
 
 
 class ModelFacts(_Frozen):

@@ -11,6 +11,7 @@ from gammaray.errors import InvalidArgumentError
 __all__ = ["quantise_module"]
 
 _CONFIGS = {"int8": "Int8WeightOnlyConfig", "int4": "Int4WeightOnlyConfig"}
+_OTHERS = {"int8": "auto", "int4": "auto or int8"}
 
 
 def quantise_module(module: PreTrainedModel, weights: str) -> None:
@@ -37,5 +38,5 @@ def quantise_module(module: PreTrainedModel, weights: str) -> None:
     except (ImportError, NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise InvalidArgumentError(
-            "draft_weights", weights, f"auto: torchao cannot run {weights} here ({reason})"
+            "draft_weights", weights, f"{_OTHERS[weights]}: torchao cannot run {weights} here ({reason})"
         ) from error

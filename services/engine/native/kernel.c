@@ -5,11 +5,14 @@
  * A product adds up inputs one by one, per output, in one accumulator; attention walks a token's own path from
  * its first position to its last.
  *
- * Weights lie in panels of PANEL outputs: for each input the PANEL weights side by side, float32 or bfloat16.
- * A vector of bfloat16 holds two vectors' worth: the low halves of its 32-bit lanes are the first, the high
+ * Weights lie in panels of PANEL outputs: for each input the PANEL weights side by side, float32, bfloat16 or
+ * int8 (the sum is multiplied by its output's scale), or four bits: each group of inputs has a row of bfloat16
+ * scales, one of offsets, and vectors of 32-bit lanes of eight numbers. A number times its scale is exact in
+ * float32, so that a weight is the same whatever multiplies and adds. A vector of bfloat16 holds two vectors' worth: the low halves of its 32-bit lanes are the first, the high
  * halves the second, so that a shift or a mask makes float32 numbers of them, without rounding.
  *
- * Plain GCC/Clang vector extensions; the same file is compiled once per instruction set, see setup.py.
+ * Plain GCC/Clang vector extensions, but for conversions of integers; the same file is compiled once per
+ * instruction set, see build.py.
  */
 #include <math.h>
 #include <stdint.h>
@@ -139,12 +142,12 @@ INLINE vf vector_exp(vf x) {
 
 /* ---- products ---- */
 
-/* Bytes of `inputs` inputs of a panel, without the scales of int4. */
+/* Bytes of `inputs` inputs of a panel, without the scales and offsets of int4. */
 INLINE int64_t panel_bytes(const int kind, int64_t inputs) {
     return kind == INT4 ? inputs * PANEL / 2 : inputs * PANEL * (kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1);
 }
 
-/* A row of bfloat16 numbers in float32: of weights, or of the scales of a group. */
+/* A row of bfloat16 numbers in float32: of weights, or of a group's scales. */
 INLINE void halves_at(const void *row, vf w[PANEL_VECTORS]) {
 #pragma GCC unroll 8
     for (int j = 0; j < PANEL_VECTORS / 2; j++) {
@@ -168,25 +171,25 @@ INLINE vf bytes_at(const char *from) {
 #endif
 }
 
-/* The `n`-th four bits of each lane as numbers in [-8, 7]. */
+/* The `n`-th four bits of each lane as numbers. */
 INLINE vf nibble_at(vu lanes, int n) {
 #if LANES == 16
-    const vf number = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+    const vf number = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return (vf)_mm512_permutexvar_ps((__m512i)(lanes >> (4 * n)), (__m512)number); /* it reads no other bits */
 #else
-    return __builtin_convertvector((vi)(lanes << (28 - 4 * n)) >> 28, vf);
+    return __builtin_convertvector((vi)(lanes >> (4 * n) & 15), vf);
 #endif
 }
 
 /* The weights of an input from its row; of int4 the `u`-th input of a vector. */
 INLINE void weights_at(const int kind, const char *row, int u, const vf scale[PANEL_VECTORS],
-                       vf w[PANEL_VECTORS]) {
+                       const vf offset[PANEL_VECTORS], vf w[PANEL_VECTORS]) {
     if (kind == BFLOAT16) halves_at(row, w);
 #pragma GCC unroll 8
     for (int j = 0; j < PANEL_VECTORS; j++) {
         if (kind == FLOAT32) w[j] = load((const float *)row + LANES * j);
         if (kind == INT8) w[j] = bytes_at(row + LANES * j);
-        if (kind == INT4) w[j] = nibble_at(*(const vu *)row, u * PANEL_VECTORS + j) * scale[j];
+        if (kind == INT4) w[j] = nibble_at(*(const vu *)row, u * PANEL_VECTORS + j) * scale[j] + offset[j];
     }
 }
 
@@ -195,14 +198,14 @@ INLINE void panel_product(const int rows, const int kind, const char *panel, con
                           const float *x, int64_t x_stride, float *y, int64_t y_stride, int first, int add) {
     const int row_inputs = kind == INT4 ? 8 / PANEL_VECTORS : 1, row_bytes = panel_bytes(kind, row_inputs);
     const int64_t inputs = m->inputs, group = kind == INT4 ? GROUP : inputs;
-    vf sum[MAX_ROWS][PANEL_VECTORS], w[PANEL_VECTORS], scale[PANEL_VECTORS];
+    vf sum[MAX_ROWS][PANEL_VECTORS], w[PANEL_VECTORS], scale[PANEL_VECTORS], offset[PANEL_VECTORS];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int j = 0; j < PANEL_VECTORS; j++) sum[r][j] = splat(0);
     for (int64_t start = 0; start < inputs; start += group) {
         int64_t end = start + group < inputs ? start + group : inputs;
-        if (kind == INT4) halves_at(panel, scale), panel += 2 * PANEL;
+        if (kind == INT4) halves_at(panel, scale), halves_at(panel + 2 * PANEL, offset), panel += 4 * PANEL;
         for (int64_t k = start; k < end; k += row_inputs, panel += row_bytes) {
             /* Arithmetic would wait for memory: what the hardware fetches by itself comes too late. */
             const char *ahead = panel + PANEL * (kind == FLOAT32 ? 192 : 96);
@@ -210,7 +213,7 @@ INLINE void panel_product(const int rows, const int kind, const char *panel, con
             if (row_bytes > 64) __builtin_prefetch(ahead + 64);
 #pragma GCC unroll 8
             for (int u = 0; u < row_inputs; u++) {
-                weights_at(kind, panel, u, scale, w);
+                weights_at(kind, panel, u, scale, offset, w);
 #pragma GCC unroll 8
                 for (int r = 0; r < rows; r++) {
                     vf value = splat(x[r * x_stride + k + u]);
@@ -266,7 +269,7 @@ static void product(const gr_matrix *m, int rows, const float *x, int64_t x_stri
                                  int, int) = {tile_float32, tile_bfloat16, tile_int8, tile_int4};
     const char *panel = m->panels;
     int64_t bytes = panel_bytes(m->kind, m->inputs);
-    if (m->kind == INT4) bytes = (m->inputs + GROUP - 1) / GROUP * (panel_bytes(INT4, GROUP) + 2 * PANEL);
+    if (m->kind == INT4) bytes = (m->inputs + GROUP - 1) / GROUP * (panel_bytes(INT4, GROUP) + 4 * PANEL);
     for (int first = 0; first < m->outputs; first += PANEL, panel += bytes) {
         for (int row = 0; row < rows;) {
             /* 7 rows are 4 + 3 rather than 6 + 1. */

@@ -1,8 +1,8 @@
 """Weights of Llama-like models, laid out for `kernel.c`.
 
 Query, key and value rows are one matrix, gate and up another. Weights that bfloat16 represents without loss,
-as nearly all published ones, are stored as bfloat16; others as float32; those of a quantised draft in integers.
-The arithmetic is always float32.
+as nearly all published ones, are stored as bfloat16, those of a quantised draft as integers, others as
+float32. The arithmetic is always float32.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from services.engine.core.model import LLAMA_TYPES, LlamaLayer, LoadedModel, head_norms
-from services.engine.core.quantised import GROUP, QuantisedMatrix
+from services.engine.core.quantised import GROUP, QuantisedMatrix, concatenate
 from services.engine.native.bindings import LayerWeights, MatrixWeights, ModelWeights
 from services.engine.native.library import load_kernel
 
 __all__ = ["NativeModel", "build_native", "native_obstacle", "pack_panels", "pack_quantised"]
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, 8: 2, 4: 3}
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
 
 # Largest head dimension that the kernel keeps in registers and on its stack.
 _MAX_HEAD_DIM = 256
@@ -147,7 +147,7 @@ def pack_quantised(matrix: QuantisedMatrix, panel: int, lanes: int) -> Tensor:
     """Lay out integers as panels, for `kernel.c`.
 
     Args:
-        matrix: The integers; the scales of int4 are laid out with them.
+        matrix: The integers; scales and offsets of int4 are laid out with them.
         panel: Outputs per panel.
         lanes: Lanes of a vector.
 
@@ -155,17 +155,17 @@ def pack_quantised(matrix: QuantisedMatrix, panel: int, lanes: int) -> Tensor:
         int8 [ceil(outputs / panel), inputs, panel], or uint8 [panels, groups, bytes of a group] of int4.
     """
     outputs, inputs = matrix.values.shape
-    groups = (0, -inputs % GROUP, 0, -outputs % panel) if matrix.bits == 4 else (0, 0, 0, -outputs % panel)
-    padded = nn.functional.pad(matrix.values, groups)
-    panels = padded.view(-1, panel, padded.shape[1]).transpose(1, 2).contiguous()
-    if matrix.bits == 8:
-        return panels
-    scales = pack_panels(nn.functional.pad(matrix.scales, (0, 0, 0, -outputs % panel)), panel, lanes)
-    assert scales.dtype == torch.bfloat16
-    # Vectors of 32-bit lanes: the first vector of weights lies in the lowest bits of all lanes.
-    nibbles = panels.view(*scales.shape[:2], -1, 8, lanes).long() & 15
+    missing = (0, 0, 0, -outputs % panel)
+    if matrix.offsets is None:
+        return nn.functional.pad(matrix.values, missing).view(-1, panel, inputs).transpose(1, 2).contiguous()
+    # Two rows of bfloat16, then vectors of 32-bit lanes: their lowest bits are the first vector of weights.
+    head = [pack_panels(nn.functional.pad(x, missing), panel, lanes) for x in (matrix.scales, matrix.offsets)]
+    assert all(rows.dtype == torch.bfloat16 for rows in head)
+    padded = nn.functional.pad(matrix.values, (0, -inputs % GROUP, *missing[2:]))
+    panels = padded.view(-1, panel, padded.shape[1]).transpose(1, 2)
+    nibbles = panels.reshape(*head[0].shape[:2], -1, 8, lanes).long()
     packed = (nibbles << torch.arange(0, 32, 4)[:, None]).sum(3).to(torch.uint32)
-    return torch.cat([scales.view(torch.uint8), packed.view(torch.uint8).flatten(2)], 2)
+    return torch.cat([*(rows.view(torch.uint8) for rows in head), packed.view(torch.uint8).flatten(2)], 2)
 
 
 @dataclass
@@ -196,22 +196,20 @@ class _Packer:
         outputs, inputs = sum(len(weight) for weight, _ in parts), parts[0][0].shape[1]
         scale = None
         if self.quantised:
-            found = [(self.quantised[weight.data_ptr()], len(weight)) for weight, _ in parts]
-            bits = found[0][0].bits
-            values = torch.cat([part.values[:rows] for part, rows in found])
-            scales = torch.cat([part.scales[:rows] for part, rows in found])
-            panels, kind = pack_quantised(QuantisedMatrix(values, scales, bits), self.panel, self.lanes), bits
-            scale = self.vector(scales) if bits == 8 else None
+            joined = concatenate([self.quantised[weight.data_ptr()][: len(weight)] for weight, _ in parts])
+            panels = pack_quantised(joined, self.panel, self.lanes)
+            scale = self.vector(joined.scales) if joined.offsets is None else None
         else:
             panels = pack_panels(torch.cat([part.float() for part, _ in parts]), self.panel, self.lanes)
-            kind = panels.dtype
         self.kept.append(panels)
         bias = None
         if any(part is not None for _, part in parts):
             bias = torch.cat(
                 [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts]
             )
-        return MatrixWeights(panels.data_ptr(), scale, self.vector(bias), _KINDS[kind], outputs, inputs)
+        return MatrixWeights(
+            panels.data_ptr(), scale, self.vector(bias), _KINDS[panels.dtype], outputs, inputs
+        )
 
 
 def _layer(packer: _Packer, layer: LlamaLayer, window: int | None) -> LayerWeights:
