@@ -143,6 +143,10 @@ _HOST_NAMES = r"^( *(\*|\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*) *(,|$))*$"
 """Comma-separated host names without ports; a leading dot matches all subdomains, an asterisk everything."""
 
 
+_DRAFT_WEIGHTS = (
+    "Weights of the draft model: int8 and int4 are quantised at load, which changes acceptance and speed, "
+    "not the text; on a CPU they need the compiled kernel, on CUDA torchao. auto: as dtype."
+)
 _DRAFT_KEY_FILE = "File with the API key of the server that drafts; empty: it needs none."
 _DRAFT_CA_FILE = (
     "PEM file of the CA that signed the certificate of the server that drafts; empty: the system's."
@@ -310,6 +314,7 @@ class TargetSettings(WorkerSettings):
 class DraftSettings(WorkerSettings):
     """A draft worker."""
 
+    draft_weights: Literal["auto", "int8", "int4"] = Field("auto", description=_DRAFT_WEIGHTS)
     draft_top_k: int = Field(
         64, ge=1, le=4096, description="Support of the sparse draft distribution (rejection verification)."
     )
@@ -518,6 +523,7 @@ class ClusterSettings(_ModelSettings):
     )
     draft_key_file: str = Field("", description=_DRAFT_KEY_FILE)
     draft_ca_file: str = Field("", description=_DRAFT_CA_FILE)
+    draft_weights: Literal["auto", "int8", "int4"] = Field("auto", description=_DRAFT_WEIGHTS)
     target_workers: Annotated[PoolSize, AfterValidator(at_least_one)] = Field(
         "1", validate_default=True, description="Number of target workers, N or MIN:MAX to scale between."
     )
@@ -582,6 +588,8 @@ class ClusterSettings(_ModelSettings):
         if is_draft_server(self.draft) and self.draft_workers.maximum:
             field = "draft_workers"
             raise InvalidArgumentError(field, str(self.draft_workers), f"0 with draft {self.draft}")
+        if is_draft_server(self.draft) and self.draft_weights != "auto":
+            raise InvalidArgumentError("draft_weights", self.draft_weights, f"auto with draft {self.draft}")
         return self
 
 

@@ -163,6 +163,7 @@ def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
     """Return what a cluster's settings determine per role; the rest is left to environment and defaults."""
     worker: dict[str, Any] = {"device": cluster.device, "dtype": cluster.dtype}
     is_server = is_draft_server(cluster.draft)
+    draft = {"model": cluster.draft, "draft_weights": cluster.draft_weights, **worker, **_mapped(cluster)}
     server = {
         "draft_server": cluster.draft,
         "draft_key_file": _absolute(cluster.draft_key_file),
@@ -175,7 +176,7 @@ def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
             "tensor_parallel": cluster.tensor_parallel,
             **worker,
         },
-        "draft": worker if is_server else {"model": cluster.draft, **worker, **_mapped(cluster)},
+        "draft": worker if is_server else draft,
         "orchestrator": {"model": cluster.target, **(server if is_server else {})},
     }
 
@@ -197,9 +198,11 @@ def serve_document(cluster: ClusterSettings) -> dict[str, Any]:
     own = role_settings(cluster)
     # Draft workers may lack the target's files; where they need them, their environment names them.
     own["draft"].pop("target_tokenizer", None)
-    if cluster.dtype == "auto":
-        # Not included: the workers read it from their environment, which may differ by role.
-        own = {role: {k: v for k, v in settings.items() if k != "dtype"} for role, settings in own.items()}
+    for settings in own.values():
+        for field in ("dtype", "draft_weights"):
+            # auto is not included: the workers read it from their environment, which may differ by role.
+            if settings.get(field) == "auto":
+                del settings[field]
     scraped = {"metrics_listen": f"0.0.0.0:{METRICS_PORT}"}
     reachable = {"listen": f"0.0.0.0:{WORKER_PORT}", **scraped}
     pools = {"target": cluster.target_workers, "draft": cluster.draft_workers}

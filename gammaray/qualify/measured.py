@@ -31,6 +31,7 @@ class QualifyTask(_Frozen):
         dtype: Likewise.
         threads: Likewise.
         deterministic: Likewise.
+        draft_weights: Likewise, of the drafts.
     """
 
     target: str
@@ -46,6 +47,7 @@ class QualifyTask(_Frozen):
     dtype: str | None = None
     threads: int | None = None
     deterministic: bool | None = None
+    draft_weights: str | None = None
 
 
 class ModelFacts(_Frozen):

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
-from gammaray.config import WorkerSettings
+from gammaray.config import DraftSettings, WorkerSettings
+from gammaray.errors import InvalidArgumentError
 from services.engine.checks import check_deterministic, check_model
 from services.engine.core.cache_budget import DEFAULT_CACHE_BUDGET_BYTES, CacheBudget
 from services.engine.core.kv_cache import CacheShape, CacheStore
 from services.engine.core.model import LoadedModel, load_model
+from services.engine.core.quantised import QuantisedMatrix, quantise_model
 from services.engine.cuda.runner import GraphRunner
 from services.engine.cuda.weights import build_graph_model, prefers_graphs
 from services.engine.engine import Engine, Runner
 from services.engine.hf.deterministic import check_covered
 from services.engine.hf.probe import ModelLayout, probe_model
 from services.engine.hf.runner import TransformersRunner
+from services.engine.hf.torchao import quantise_module
 from services.engine.native.library import load_kernel
 from services.engine.native.runner import NativeRunner
 from services.engine.native.weights import build_native, native_obstacle
@@ -37,6 +41,7 @@ def load_engine(
     deterministic: bool = False,
     fast_kernels: bool = True,
     kernel_cache: str = "",
+    weights: str = "auto",
 ) -> Engine:
     """Load a model and check that it can be served exactly.
 
@@ -50,19 +55,30 @@ def load_engine(
             `services.engine.hf.deterministic` for the supported models.
         fast_kernels: Use the compiled kernel (CPU) or CUDA graphs where they cover the architecture.
         kernel_cache: Folder of compiled CPU kernels; empty: the default of `load_kernel`.
+        weights: "auto" (as `dtype`), "int8" or "int4": a draft's setting `draft_weights`. The engine then
+            serves the quantised model exactly; never quantise a target.
 
     Raises:
         UnsupportedModelError: It cannot be served exactly; the reason is in the error.
         NotFoundError: There is no such model.
-        InvalidArgumentError: Unknown device or dtype, or a GGUF file that cannot be read.
+        InvalidArgumentError: Unknown device or dtype, a GGUF file that cannot be read, or weights for which
+            there is no kernel.
     """
     torch.set_num_threads(threads)
     loaded = load_model(model, device=device, dtype=dtype)
     if deterministic:
         check_covered(loaded)
+    obstacle = native_obstacle(loaded, kernel_cache) if fast_kernels else "fast_kernels is off"
+    quantised = None if weights == "auto" else _quantised(loaded, weights, obstacle)
     layout = probe_model(loaded)
     runner, shape, kernel = _choose_runner(
-        loaded, layout, deterministic=deterministic, fast_kernels=fast_kernels, kernel_cache=kernel_cache
+        loaded,
+        layout,
+        deterministic=deterministic,
+        # Graphs multiply by weights in the model's own type.
+        graphs=fast_kernels and not deterministic and weights == "auto" and prefers_graphs(loaded),
+        obstacle=obstacle,
+        quantised=quantised,
     )
     engine = Engine(
         runner,
@@ -70,7 +86,7 @@ def load_engine(
         model_name=model,
         vocab_size=layout.vocab_size,
         max_context=loaded.max_context,
-        kernel=kernel,
+        kernel=kernel if weights == "auto" else f"{kernel}, {weights} weights",
     )
     _log_kernel(engine)
     check_model(engine, loaded)
@@ -89,7 +105,8 @@ def load_worker_engine(path: str, settings: WorkerSettings) -> Engine:
     Raises:
         UnsupportedModelError: It cannot be served exactly; the reason is in the error.
         NotFoundError: There is no such model.
-        InvalidArgumentError: Unknown device or dtype, or a GGUF file that cannot be read.
+        InvalidArgumentError: Unknown device or dtype, a GGUF file that cannot be read, or weights of a draft
+            for which there is no kernel.
     """
     engine = load_engine(
         path,
@@ -99,6 +116,7 @@ def load_worker_engine(path: str, settings: WorkerSettings) -> Engine:
         deterministic=settings.deterministic,
         fast_kernels=settings.fast_kernels,
         kernel_cache=settings.kernel_cache,
+        weights=settings.draft_weights if isinstance(settings, DraftSettings) else "auto",
     )
     limit_cache(engine, settings)
     return engine
@@ -111,17 +129,38 @@ def limit_cache(engine: Engine, settings: WorkerSettings) -> None:
     engine.limit_cache(budget.on(engine.device))
 
 
+def _quantised(loaded: LoadedModel, weights: str, obstacle: str) -> Mapping[int, QuantisedMatrix] | None:
+    """Quantise a draft; returns its matrices if the compiled kernel runs it, None with torchao on a GPU.
+
+    Raises:
+        InvalidArgumentError: There is no kernel for such weights.
+    """
+    if loaded.device.type == "cuda":
+        quantise_module(loaded.module, weights)
+        return None
+    if obstacle:
+        raise InvalidArgumentError(
+            "draft_weights", weights, f"auto: {weights} needs the compiled CPU kernel ({obstacle})"
+        )
+    return quantise_model(loaded, weights)
+
+
 def _choose_runner(
-    loaded: LoadedModel, layout: ModelLayout, *, deterministic: bool, fast_kernels: bool, kernel_cache: str
+    loaded: LoadedModel,
+    layout: ModelLayout,
+    *,
+    deterministic: bool,
+    graphs: bool,
+    obstacle: str,
+    quantised: Mapping[int, QuantisedMatrix] | None,
 ) -> tuple[Runner, CacheShape, str]:
     """Return the fastest runner that covers a model, its cache's shape, and its kernel for `Engine`."""
     joined = CacheShape(layout.num_layers, layout.kv_heads, layout.kv_dim, loaded.dtype, loaded.device)
     apart = replace(joined, rows=2 * joined.rows, dim=joined.dim // 2)  # keys of all heads, then values
-    obstacle = native_obstacle(loaded, kernel_cache) if fast_kernels else "fast_kernels is off"
     if not obstacle:
-        kernel = load_kernel().variant
-        return NativeRunner(build_native(loaded, layout.windows, layout.vocab_size)), apart, kernel
-    if fast_kernels and not deterministic and prefers_graphs(loaded):
+        native = build_native(loaded, layout.windows, layout.vocab_size, quantised)
+        return NativeRunner(native), apart, load_kernel().variant
+    if graphs:
         return GraphRunner(build_graph_model(loaded, layout.vocab_size)), apart, "CUDA graphs"
     return TransformersRunner(loaded, layout, fixed_shapes=deterministic), joined, f"none: {obstacle}"
 

@@ -73,7 +73,8 @@ def find(role: str, name: str, task: QualifyTask) -> Source:
         read_header(path, role)
     elif not Path(path).is_dir() and path.startswith((".", "/", "~")):
         raise InvalidArgumentError(role, f"{name!r}, which does not exist", _ALLOWED)
-    given = {key: getattr(task, key) for key in ("device", "dtype", "threads", "deterministic")}
+    fields = ("device", "dtype", "threads", "deterministic", *(["draft_weights"] if role == "draft" else ()))
+    given = {key: getattr(task, key) for key in fields}
     settings = _SETTINGS[role](
         model=name, **{key: value for key, value in given.items() if value is not None}
     )

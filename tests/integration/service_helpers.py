@@ -43,9 +43,18 @@ def text_of(chunks) -> str:
 
 
 @contextmanager
-def worker_process(role: str, model: str = "demo"):
+def worker_process(role: str, model: str = "demo", *options: str):
     """Run a worker, by default with the demo pair; yields its process and address."""
-    command = [sys.executable, "-m", f"services.{role}", "--model", model, "--listen", "127.0.0.1:0"]
+    command = [
+        sys.executable,
+        "-m",
+        f"services.{role}",
+        "--model",
+        model,
+        "--listen",
+        "127.0.0.1:0",
+        *options,
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -99,6 +99,9 @@ _STDOUT = Path("-")
 @click.option(
     "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="Same as for workers."
 )
+@click.option(
+    "--draft-weights", type=click.Choice(["auto", "int8", "int4"]), help="Same as for draft workers."
+)
 @click.option("--threads", type=IntRange(1, 256), help="Same as for workers.")
 @click.option("--deterministic", is_flag=True, default=None, help="Same as for workers.")
 @click.option(
@@ -169,6 +172,7 @@ def _task(given: dict[str, Any]) -> QualifyTask:
         dtype=given["dtype"],
         threads=given["threads"],
         deterministic=given["deterministic"],
+        draft_weights=given["draft_weights"],
     )
 
 

@@ -83,14 +83,14 @@ INLINE float soften(float *scores, int count) {
     vf most = load(scores), total = splat(0);
     for (int i = LANES; i < count; i += LANES) {
         vf score = load(scores + i);
-        most = select(score > most, score, most);
+        most = blend(score > most, score, most);
     }
     float largest = most[0];
     for (int i = 1; i < LANES; i++)
         if (most[i] > largest) largest = most[i];
     for (int i = 0; i < count; i += LANES) {
         vf score = load(scores + i);
-        vf e = select(score == splat(-INFINITY), splat(0), vector_exp(score - largest));
+        vf e = blend(score == splat(-INFINITY), splat(0), vector_exp(score - largest));
         store(scores + i, e);
         total += e;
     }

@@ -20,8 +20,9 @@ class MatrixWeights(Structure):
 
     _fields_ = (
         ("panels", c_void_p),
+        ("scale", c_void_p),
         ("bias", c_void_p),
-        ("is_bfloat16", c_int32),
+        ("kind", c_int32),
         ("outputs", c_int32),
         ("inputs", c_int32),
     )
@@ -56,6 +57,7 @@ class ModelWeights(Structure):
         ("scaling", c_float),
         ("norm_eps", c_float),
         ("embedding", c_void_p),
+        ("embedding_scale", c_void_p),
         ("last_norm", c_void_p),
         ("head", MatrixWeights),
         ("layer", POINTER(LayerWeights)),

@@ -5,15 +5,22 @@
  * A product adds up inputs one by one, per output, in one accumulator; attention walks a token's own path from
  * its first position to its last.
  *
- * Weights lie in panels of PANEL outputs: for each input the PANEL weights side by side, float32 or bfloat16.
- * A vector of bfloat16 holds two vectors' worth: the low halves of its 32-bit lanes are the first, the high
+ * Weights lie in panels of PANEL outputs: for each input the PANEL weights side by side, float32, bfloat16 or
+ * int8 (the sum is multiplied by its output's scale), or four bits: each group of inputs has a row of bfloat16
+ * scales, one of offsets, and vectors of 32-bit lanes of eight numbers. A number times its scale is exact in
+ * float32, so that a weight is the same whatever multiplies and adds. A vector of bfloat16 holds two vectors' worth: the low halves of its 32-bit lanes are the first, the high
  * halves the second, so that a shift or a mask makes float32 numbers of them, without rounding.
  *
- * Plain GCC/Clang vector extensions; the same file is compiled once per instruction set, see setup.py.
+ * Plain GCC/Clang vector extensions, but for conversions of integers; the same file is compiled once per
+ * instruction set, see build.py.
  */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -29,18 +36,24 @@
 #define MAX_ROWS 4
 #endif
 #define PANEL (PANEL_VECTORS * LANES)
+#define GROUP 32 /* inputs that share a scale in int4 */
 #define MAX_HEAD_VECTORS (256 / LANES)
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vf __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int8_t vb __attribute__((vector_size(4 * LANES), may_alias));
+typedef int16_t vh __attribute__((vector_size(4 * LANES), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
+enum { FLOAT32, BFLOAT16, INT8, INT4 };
+
 typedef struct {
     const void *panels; /* [ceil(outputs / PANEL), inputs, PANEL] */
+    const float *scale; /* [outputs] of int8, else NULL */
     const float *bias;  /* [outputs] or NULL */
-    int32_t is_bfloat16;
+    int32_t kind;       /* of the weights */
     int32_t outputs;
     int32_t inputs;
 } gr_matrix;
@@ -55,7 +68,8 @@ typedef struct {
 typedef struct {
     int32_t hidden, intermediate, heads, kv_heads, head_dim, layers;
     float scaling, norm_eps;
-    const float *embedding; /* [vocab, hidden] */
+    const void *embedding;        /* [vocab, hidden]: float32, or int8 where there are scales */
+    const float *embedding_scale; /* [vocab] or NULL */
     const float *last_norm; /* [hidden] */
     gr_matrix head;         /* outputs: vocab */
     const gr_layer *layer;
@@ -86,7 +100,7 @@ INLINE vf splat(float value) { return value - (vf){}; }
 INLINE vf load(const float *from) { return *(const vf *)from; }
 INLINE void store(float *to, vf value) { *(vf *)to = value; }
 
-INLINE vf select(vi where, vf yes, vf no) { return (vf)(((vi)yes & where) | ((vi)no & ~where)); }
+INLINE vf blend(vi where, vf yes, vf no) { return (vf)(((vi)yes & where) | ((vi)no & ~where)); }
 
 INLINE vi lane_numbers(void) {
 #if LANES == 16
@@ -110,8 +124,8 @@ INLINE float sum_of(vf v) {
 /* exp for x <= 0 or moderate x, to about 1e-7 of the result: 2^n times a polynomial, after Cephes. */
 INLINE vf vector_exp(vf x) {
     const vf low = splat(-87.0f), high = splat(88.0f), magic = splat(12582912.0f);
-    x = select(x < low, low, x);
-    x = select(x > high, high, x);
+    x = blend(x < low, low, x);
+    x = blend(x > high, high, x);
     vf n = (x * 1.44269504088896341f + magic) - magic;
     x = x - n * 0.693359375f;
     x = x + n * 2.12194440e-4f;
@@ -128,49 +142,94 @@ INLINE vf vector_exp(vf x) {
 
 /* ---- products ---- */
 
-INLINE void weights_at(const void *panel, int64_t input, int is_bfloat16, vf w[PANEL_VECTORS]) {
-    if (is_bfloat16) {
-        const uint16_t *p = (const uint16_t *)panel + input * PANEL;
+/* Bytes of `inputs` inputs of a panel, without the scales and offsets of int4. */
+INLINE int64_t panel_bytes(const int kind, int64_t inputs) {
+    return kind == INT4 ? inputs * PANEL / 2 : inputs * PANEL * (kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1);
+}
+
+/* A row of bfloat16 numbers in float32: of weights, or of a group's scales. */
+INLINE void halves_at(const void *row, vf w[PANEL_VECTORS]) {
 #pragma GCC unroll 8
-        for (int j = 0; j < PANEL_VECTORS / 2; j++) {
-            vu pair = *(const vu *)(p + 2 * LANES * j);
-            w[2 * j] = (vf)(pair << 16);
-            w[2 * j + 1] = (vf)(pair & 0xffff0000u);
-        }
-    } else {
-        const float *p = (const float *)panel + input * PANEL;
-#pragma GCC unroll 8
-        for (int j = 0; j < PANEL_VECTORS; j++) w[j] = load(p + LANES * j);
+    for (int j = 0; j < PANEL_VECTORS / 2; j++) {
+        vu pair = *(const vu *)((const uint16_t *)row + 2 * LANES * j);
+        w[2 * j] = (vf)(pair << 16);
+        w[2 * j + 1] = (vf)(pair & 0xffff0000u);
     }
 }
 
-/* PANEL outputs of `rows` rows; `rows` and `is_bfloat16` are constants where this is inlined. */
-INLINE void panel_product(const int rows, const int is_bfloat16, const void *panel, const gr_matrix *m,
+/* LANES bytes as numbers; GCC would convert them by many shuffles. */
+INLINE vf bytes_at(const char *from) {
+#if LANES == 16
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i_u *)from)));
+#elif LANES == 8
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadu_si64(from)));
+#else
+    vi bytes = {};
+    memcpy(&bytes, from, LANES);
+    vh pairs = (vh)__builtin_shuffle((vb)bytes, (vb){0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7});
+    return __builtin_convertvector((vi)__builtin_shuffle(pairs, (vh){0, 0, 1, 1, 2, 2, 3, 3}) >> 24, vf);
+#endif
+}
+
+/* The `n`-th four bits of each lane as numbers. */
+INLINE vf nibble_at(vu lanes, int n) {
+#if LANES == 16
+    const vf number = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return (vf)_mm512_permutexvar_ps((__m512i)(lanes >> (4 * n)), (__m512)number); /* it reads no other bits */
+#else
+    return __builtin_convertvector((vi)(lanes >> (4 * n) & 15), vf);
+#endif
+}
+
+/* The weights of an input from its row; of int4 the `u`-th input of a vector. */
+INLINE void weights_at(const int kind, const char *row, int u, const vf scale[PANEL_VECTORS],
+                       const vf offset[PANEL_VECTORS], vf w[PANEL_VECTORS]) {
+    if (kind == BFLOAT16) halves_at(row, w);
+#pragma GCC unroll 8
+    for (int j = 0; j < PANEL_VECTORS; j++) {
+        if (kind == FLOAT32) w[j] = load((const float *)row + LANES * j);
+        if (kind == INT8) w[j] = bytes_at(row + LANES * j);
+        if (kind == INT4) w[j] = nibble_at(*(const vu *)row, u * PANEL_VECTORS + j) * scale[j] + offset[j];
+    }
+}
+
+/* PANEL outputs of `rows` rows; `rows` and `kind` are constants where this is inlined. */
+INLINE void panel_product(const int rows, const int kind, const char *panel, const gr_matrix *m,
                           const float *x, int64_t x_stride, float *y, int64_t y_stride, int first, int add) {
-    vf sum[MAX_ROWS][PANEL_VECTORS], w[PANEL_VECTORS];
+    const int row_inputs = kind == INT4 ? 8 / PANEL_VECTORS : 1, row_bytes = panel_bytes(kind, row_inputs);
+    const int64_t inputs = m->inputs, group = kind == INT4 ? GROUP : inputs;
+    vf sum[MAX_ROWS][PANEL_VECTORS], w[PANEL_VECTORS], scale[PANEL_VECTORS], offset[PANEL_VECTORS];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int j = 0; j < PANEL_VECTORS; j++) sum[r][j] = splat(0);
-    for (int64_t k = 0; k < m->inputs; k++) {
-        /* Arithmetic would wait for memory: what the hardware fetches by itself comes too late. */
-        const char *ahead = (const char *)panel + (k + 48) * PANEL * (is_bfloat16 ? 2 : 4);
-        __builtin_prefetch(ahead);
-        __builtin_prefetch(ahead + 64);
-        weights_at(panel, k, is_bfloat16, w);
+    for (int64_t start = 0; start < inputs; start += group) {
+        int64_t end = start + group < inputs ? start + group : inputs;
+        if (kind == INT4) halves_at(panel, scale), halves_at(panel + 2 * PANEL, offset), panel += 4 * PANEL;
+        for (int64_t k = start; k < end; k += row_inputs, panel += row_bytes) {
+            /* Arithmetic would wait for memory: what the hardware fetches by itself comes too late. */
+            const char *ahead = panel + PANEL * (kind == FLOAT32 ? 192 : 96);
+            __builtin_prefetch(ahead);
+            if (row_bytes > 64) __builtin_prefetch(ahead + 64);
 #pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) {
-            vf value = splat(x[r * x_stride + k]);
+            for (int u = 0; u < row_inputs; u++) {
+                weights_at(kind, panel, u, scale, offset, w);
 #pragma GCC unroll 8
-            for (int j = 0; j < PANEL_VECTORS; j++) sum[r][j] += value * w[j];
+                for (int r = 0; r < rows; r++) {
+                    vf value = splat(x[r * x_stride + k + u]);
+#pragma GCC unroll 8
+                    for (int j = 0; j < PANEL_VECTORS; j++) sum[r][j] += value * w[j];
+                }
+            }
         }
     }
-    int left = m->outputs - first;
+    int left = m->outputs - first, count = left < PANEL ? left : PANEL;
     for (int r = 0; r < rows; r++) {
         float out[PANEL];
         for (int j = 0; j < PANEL_VECTORS; j++) store(out + LANES * j, sum[r][j]);
         float *to = y + r * y_stride + first;
-        int count = left < PANEL ? left : PANEL;
+        if (kind == INT8)
+            for (int i = 0; i < count; i++) out[i] *= m->scale[first + i];
         if (m->bias)
             for (int i = 0; i < count; i++) out[i] += m->bias[first + i];
         if (add)
@@ -180,44 +239,58 @@ INLINE void panel_product(const int rows, const int is_bfloat16, const void *pan
     }
 }
 
-#define TILE(rows, half)                                                                                   \
+#define TILE(rows, kind)                                                                                   \
     case rows:                                                                                             \
-        panel_product(rows, half, panel, m, x, x_stride, y, y_stride, first, add);                         \
+        panel_product(rows, kind, panel, m, x, x_stride, y, y_stride, first, add);                         \
         break;
 
 #if MAX_ROWS == 6
-#define LARGE_TILES(half) TILE(5, half) TILE(6, half)
+#define LARGE_TILES(kind) TILE(5, kind) TILE(6, kind)
 #else
-#define LARGE_TILES(half)
+#define LARGE_TILES(kind)
 #endif
 
-#define PRODUCT(name, half)                                                                                \
+#define PRODUCT(name, kind)                                                                                \
     static void name(const gr_matrix *m, int rows, const float *x, int64_t x_stride, float *y,             \
-                     int64_t y_stride, const void *panel, int first, int add) {                            \
+                     int64_t y_stride, const char *panel, int first, int add) {                            \
         switch (rows) {                                                                                    \
-            TILE(1, half) TILE(2, half) TILE(3, half) TILE(4, half) LARGE_TILES(half)                      \
+            TILE(1, kind) TILE(2, kind) TILE(3, kind) TILE(4, kind) LARGE_TILES(kind)                      \
         }                                                                                                  \
     }
-PRODUCT(tile_float32, 0)
-PRODUCT(tile_bfloat16, 1)
+PRODUCT(tile_float32, FLOAT32)
+PRODUCT(tile_bfloat16, BFLOAT16)
+PRODUCT(tile_int8, INT8)
+PRODUCT(tile_int4, INT4)
 
 /* y = x W^T + b, or y += ... */
 static void product(const gr_matrix *m, int rows, const float *x, int64_t x_stride, float *y, int64_t y_stride,
                     int add) {
+    static void (*const tiles[])(const gr_matrix *, int, const float *, int64_t, float *, int64_t, const char *,
+                                 int, int) = {tile_float32, tile_bfloat16, tile_int8, tile_int4};
     const char *panel = m->panels;
-    int64_t size = (int64_t)m->inputs * PANEL * (m->is_bfloat16 ? 2 : 4);
-    for (int first = 0; first < m->outputs; first += PANEL, panel += size) {
+    int64_t bytes = panel_bytes(m->kind, m->inputs);
+    if (m->kind == INT4) bytes = (m->inputs + GROUP - 1) / GROUP * (panel_bytes(INT4, GROUP) + 4 * PANEL);
+    for (int first = 0; first < m->outputs; first += PANEL, panel += bytes) {
         for (int row = 0; row < rows;) {
             /* 7 rows are 4 + 3 rather than 6 + 1. */
-            int left = rows - row, tiles = (left + MAX_ROWS - 1) / MAX_ROWS, count = (left + tiles - 1) / tiles;
-            (m->is_bfloat16 ? tile_bfloat16 : tile_float32)(m, count, x + row * x_stride, x_stride,
-                                                            y + row * y_stride, y_stride, panel, first, add);
+            int left = rows - row, tile = (left + MAX_ROWS - 1) / MAX_ROWS, count = (left + tile - 1) / tile;
+            tiles[m->kind](m, count, x + row * x_stride, x_stride, y + row * y_stride, y_stride, panel, first, add);
             row += count;
         }
     }
 }
 
 /* ---- the rest of a layer ---- */
+
+static void embed(const gr_model *m, int32_t token, float *x) {
+    int64_t from = (int64_t)token * m->hidden;
+    if (!m->embedding_scale) {
+        memcpy(x, (const float *)m->embedding + from, m->hidden * sizeof(float));
+        return;
+    }
+    const int8_t *row = (const int8_t *)m->embedding + from;
+    for (int i = 0; i < m->hidden; i++) x[i] = row[i] * m->embedding_scale[token];
+}
 
 static void rms_norm(const float *x, const float *weight, float *y, int size, float eps) {
     vf squares = splat(0);
@@ -272,8 +345,7 @@ EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
     float *x = b->scratch, *h = x + (int64_t)rows * hidden, *qkv = h + (int64_t)rows * hidden;
     float *mixed = qkv + (int64_t)rows * width, *gate_up = mixed + (int64_t)rows * mixed_width;
     float *scores = gate_up + (int64_t)rows * 2 * inner;
-    for (int r = 0; r < rows; r++)
-        memcpy(x + (int64_t)r * hidden, m->embedding + (int64_t)b->token[r] * hidden, hidden * sizeof(float));
+    for (int r = 0; r < rows; r++) embed(m, b->token[r], x + (int64_t)r * hidden);
     for (int i = 0; i < m->layers; i++) {
         const gr_layer *layer = m->layer + i;
         for (int r = 0; r < rows; r++)
@@ -347,7 +419,7 @@ EXPORT int32_t gr_chain(const gr_model *m, const gr_batch *b, int32_t *token, co
             for (int64_t j = 0; j < LANES; j++)                                                            \
                 part[j] = i + j < size ? (float)((scores[i + j] - best[0]) / temperature) : -INFINITY;     \
             vf x = load(part);                                                                             \
-            total += select(x < splat(-87.0f), splat(0), vector_exp(x));                                   \
+            total += blend(x < splat(-87.0f), splat(0), vector_exp(x));                                   \
         }                                                                                                  \
         float sum = sum_of(total);                                                                         \
         for (int32_t i = 0; i < found; i++) share[i] = expf((float)((best[i] - best[0]) / temperature)) / sum; \

@@ -1,23 +1,27 @@
 """Weights of Llama-like models, laid out for `kernel.c`.
 
 Query, key and value rows are one matrix, gate and up another. Weights that bfloat16 represents without loss,
-as nearly all published ones, are stored as bfloat16; others as float32. The arithmetic is always float32.
+as nearly all published ones, are stored as bfloat16, those of a quantised draft as integers, others as
+float32. The arithmetic is always float32.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from services.engine.core.model import LLAMA_TYPES, LlamaLayer, LoadedModel, head_norms
+from services.engine.core.quantised import GROUP, QuantisedMatrix, concatenate
 from services.engine.native.bindings import LayerWeights, MatrixWeights, ModelWeights
 from services.engine.native.library import load_kernel
 
-__all__ = ["NativeModel", "build_native", "native_obstacle", "pack_panels"]
+__all__ = ["NativeModel", "build_native", "native_obstacle", "pack_panels", "pack_quantised"]
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
 
 # Largest head dimension that the kernel keeps in registers and on its stack.
 _MAX_HEAD_DIM = 256
@@ -80,13 +84,19 @@ def native_obstacle(loaded: LoadedModel, kernel_cache: str = "") -> str:
 
 
 @torch.no_grad()
-def build_native(loaded: LoadedModel, windows: Sequence[int | None], vocab_size: int) -> NativeModel:
+def build_native(
+    loaded: LoadedModel,
+    windows: Sequence[int | None],
+    vocab_size: int,
+    quantised: Mapping[int, QuantisedMatrix] | None = None,
+) -> NativeModel:
     """Lay out the weights of a model for which `native_obstacle` is empty.
 
     Args:
         loaded: The model.
         windows: Sliding window of each layer, None for full attention.
         vocab_size: Number of logits to compute.
+        quantised: What `quantise_model` returned for the model; None if it is not quantised.
     """
     library = load_kernel().library
     assert library is not None
@@ -96,7 +106,7 @@ def build_native(loaded: LoadedModel, windows: Sequence[int | None], vocab_size:
     model = NativeModel(
         library, ModelWeights(), vocab_size, attention.head_dim, body.rotary_emb, loaded.max_context
     )
-    packer = _Packer(library.gr_panel(), library.gr_lanes(), model.kept)
+    packer = _Packer(library.gr_panel(), library.gr_lanes(), model.kept, quantised or {})
     layers = (LayerWeights * len(windows))(
         *(_layer(packer, layer, window) for layer, window in zip(body.layers, windows, strict=True))
     )
@@ -106,7 +116,7 @@ def build_native(loaded: LoadedModel, windows: Sequence[int | None], vocab_size:
     weights.heads, weights.kv_heads = config.num_attention_heads, config.num_key_value_heads
     weights.head_dim, weights.layers = attention.head_dim, len(windows)
     weights.scaling, weights.norm_eps = attention.scaling, config.rms_norm_eps
-    weights.embedding = packer.vector(loaded.llama.get_input_embeddings().weight)
+    weights.embedding, weights.embedding_scale = packer.embedding(loaded.llama.get_input_embeddings().weight)
     weights.last_norm = packer.vector(body.norm.weight)
     weights.head = packer.matrix([(output.weight[:vocab_size], output.bias)])
     weights.layer = layers
@@ -133,11 +143,37 @@ def pack_panels(weight: Tensor, panel: int, lanes: int) -> Tensor:
     return torch.unflatten(half, 2, (-1, 2, lanes)).transpose(3, 4).flatten(2).contiguous()
 
 
+def pack_quantised(matrix: QuantisedMatrix, panel: int, lanes: int) -> Tensor:
+    """Lay out integers as panels, for `kernel.c`.
+
+    Args:
+        matrix: The integers; scales and offsets of int4 are laid out with them.
+        panel: Outputs per panel.
+        lanes: Lanes of a vector.
+
+    Returns:
+        int8 [ceil(outputs / panel), inputs, panel], or uint8 [panels, groups, bytes of a group] of int4.
+    """
+    outputs, inputs = matrix.values.shape
+    missing = (0, 0, 0, -outputs % panel)
+    if matrix.offsets is None:
+        return nn.functional.pad(matrix.values, missing).view(-1, panel, inputs).transpose(1, 2).contiguous()
+    # Two rows of bfloat16, then vectors of 32-bit lanes: their lowest bits are the first vector of weights.
+    head = [pack_panels(nn.functional.pad(x, missing), panel, lanes) for x in (matrix.scales, matrix.offsets)]
+    assert all(rows.dtype == torch.bfloat16 for rows in head)
+    padded = nn.functional.pad(matrix.values, (0, -inputs % GROUP, *missing[2:]))
+    panels = padded.view(-1, panel, padded.shape[1]).transpose(1, 2)
+    nibbles = panels.reshape(*head[0].shape[:2], -1, 8, lanes).long()
+    packed = (nibbles << torch.arange(0, 32, 4)[:, None]).sum(3).to(torch.uint32)
+    return torch.cat([*(rows.view(torch.uint8) for rows in head), packed.view(torch.uint8).flatten(2)], 2)
+
+
 @dataclass
 class _Packer:
     panel: int
     lanes: int
     kept: list[object]
+    quantised: Mapping[int, QuantisedMatrix]
 
     def vector(self, values: Tensor | None) -> int | None:
         """Address of a float32 copy."""
@@ -147,10 +183,24 @@ class _Packer:
         self.kept.append(copy)
         return copy.data_ptr()
 
+    def embedding(self, weight: Tensor) -> tuple[int | None, int | None]:
+        """Addresses of the rows, and of their scales if they are integers."""
+        if not self.quantised:
+            return self.vector(weight), None
+        matrix = self.quantised[weight.data_ptr()]
+        self.kept.append(matrix.values)
+        return matrix.values.data_ptr(), self.vector(matrix.scales)
+
     def matrix(self, parts: Sequence[tuple[Tensor, Tensor | None]]) -> MatrixWeights:
         """Concatenate the outputs of several matrices into one."""
-        weight = torch.cat([part.float() for part, _ in parts])
-        panels = pack_panels(weight, self.panel, self.lanes)
+        outputs, inputs = sum(len(weight) for weight, _ in parts), parts[0][0].shape[1]
+        scale = None
+        if self.quantised:
+            joined = concatenate([self.quantised[weight.data_ptr()][: len(weight)] for weight, _ in parts])
+            panels = pack_quantised(joined, self.panel, self.lanes)
+            scale = self.vector(joined.scales) if joined.offsets is None else None
+        else:
+            panels = pack_panels(torch.cat([part.float() for part, _ in parts]), self.panel, self.lanes)
         self.kept.append(panels)
         bias = None
         if any(part is not None for _, part in parts):
@@ -158,7 +208,7 @@ class _Packer:
                 [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts]
             )
         return MatrixWeights(
-            panels.data_ptr(), self.vector(bias), panels.dtype == torch.bfloat16, *weight.shape
+            panels.data_ptr(), scale, self.vector(bias), _KINDS[panels.dtype], outputs, inputs
         )
 
 

@@ -157,6 +157,21 @@ def test_launcher_refuses_before_anything_slow_is_imported(line):
     assert not modules & {"ray", "torch", "transformers", "fastapi", "redis"}
 
 
+def test_draft_weights_reach_drafts_alone():
+    own = role_settings(ClusterSettings(draft_weights="int8"))
+    assert own["draft"]["draft_weights"] == "int8"
+    assert "draft_weights" not in own["target"] | own["orchestrator"]
+    printed = {
+        weights: {
+            one["name"]: one["args"]["settings"].get("draft_weights")
+            for one in serve_document(ClusterSettings(draft_weights=weights))["applications"]
+        }
+        for weights in ("auto", "int4")
+    }
+    assert printed["int4"] == printed["auto"] | {"gammaray-draft": "int4"}
+    assert not any(printed["auto"].values())
+
+
 def test_launcher_refuses_cuda_as_torch_would():
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():

@@ -69,7 +69,7 @@ def test_native_path_bfloat16_weights_stay_exact(arch: str, tmp_path: Path) -> N
     directory = tiny_model(arch, tmp_path, bfloat16=True)
     engine = load_engine(str(directory))
     assert isinstance(engine.runner, NativeRunner)
-    assert engine.runner.model.weights.layer[0].qkv.is_bfloat16
+    assert engine.runner.model.weights.layer[0].qkv.kind == 1
     run = CheckedEngine(engine, plain_model(directory))
     run.step(SequenceInput("a", 0, random_tokens(70, 1), 70))
     run.step(SequenceInput("a", 70, random_tokens(1, 2), 1))

@@ -1,0 +1,73 @@
+"""The text does not depend on the weights of the draft: coupled verification, through the workers' schedulers
+and through worker processes with an orchestrator."""
+
+import pytest
+from service_helpers import PROMPTS, complete, running, tokens_of, worker_process
+
+from gammaray.config import DraftSettings, TargetSettings
+from gammaray.demo_pair import resolve_model
+from gammaray.types import ADAPTIVE, GammaPolicy, GenerationRequest, SamplingParams, TokenOrigin
+from services.engine.loader import load_worker_engine
+from services.qualify.loop import Ask, Pair, draft_scheduler, target_scheduler
+
+pytestmark = pytest.mark.integration
+
+WEIGHTS = ("auto", "int8", "int4")
+GAMMAS = (1, 6)
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    target = load_worker_engine(resolve_model("demo", "target"), TargetSettings(device="cpu"))
+    scheduler = target_scheduler(target, TargetSettings())
+    settings = {weights: DraftSettings(device="cpu", draft_weights=weights) for weights in WEIGHTS}
+    path = resolve_model("demo", "draft")
+    return {
+        weights: Pair(scheduler, draft_scheduler(load_worker_engine(path, own), own))
+        for weights, own in settings.items()
+    }
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_are_those_of_plain_decoding_whatever_the_weights(pairs, temperature):
+    accepted = dict.fromkeys(WEIGHTS, 0)
+    tested = dict.fromkeys(WEIGHTS, 0)
+    for seed in range(3):
+        ask = Ask(tuple(range(5 + seed, 40 + seed)), 64, temperature, seed, ())
+        plain = pairs["auto"].complete(ask, 0).token_ids
+        for weights, pair in pairs.items():
+            for gamma in GAMMAS:
+                text = pair.complete(ask, gamma)
+                assert text.token_ids == plain
+                accepted[weights] += sum(cycle.num_accepted for cycle in text.cycles)
+                tested[weights] += sum(cycle.num_tested for cycle in text.cycles)
+    share = {weights: accepted[weights] / tested[weights] for weights in WEIGHTS}
+    assert len(set(accepted.values())) > 1  # the drafts do differ
+    assert share["int8"] > share["auto"] - 0.05
+    assert share["int4"] > share["auto"] - 0.15
+
+
+@pytest.mark.parametrize("weights", WEIGHTS[1:])
+async def test_tokens_of_a_served_pair_with_a_quantised_draft(redis_server, weights):
+    """Chains and adaptive trees, proposed by a worker process with the option."""
+    with (
+        worker_process("target") as (_, target),
+        worker_process("draft", "demo", "--draft-weights", weights) as (_, draft),
+    ):
+        async with running(redis_server, target, draft) as orchestrator:
+            kernels = {one.role: one.kernel for one in await orchestrator.status()}
+            assert kernels["draft"] == f"{kernels['target']}, {weights} weights"
+            for temperature in (0.0, 1.0):
+                texts, origins = [], set()
+                for policy in (GammaPolicy(0), GammaPolicy(4), ADAPTIVE):
+                    request = GenerationRequest(
+                        prompt=PROMPTS[1],
+                        max_tokens=64,
+                        sampling=SamplingParams(temperature=temperature, seed=11),
+                        gamma=policy,
+                    )
+                    chunks = await complete(orchestrator, request)
+                    texts.append(tokens_of(chunks))
+                    origins |= {token.origin for chunk in chunks for token in chunk.tokens}
+                assert texts[0] == texts[1] == texts[2]
+                assert TokenOrigin.ACCEPTED in origins
