@@ -36,6 +36,7 @@ class World:
         spikes: Share of waits that take ten times as long.
         slow: Factor on all waits: the machine is busy.
         slow_draft: Factor on the draft's forwards.
+        is_parallel: Whether one forward of the draft drafts a whole proposal.
         strain: By how much the target's step is slower when all sessions of a crowd draft: shared cores.
     """
 
@@ -53,6 +54,7 @@ class World:
     spikes: float = 0.01
     slow: float = 1.0
     slow_draft: float = 1.0
+    is_parallel: bool = False
     strain: float = 0.0
 
     def by_depth(self, depth: int) -> tuple[float, ...]:
@@ -81,6 +83,8 @@ class World:
 
     def forwards_s(self, shape: Shape) -> float:
         """Return the mean of drafting a proposal that was not prepared, in units."""
+        if self.is_parallel:
+            return self.draft * self.slow_draft
         off_path = max(0, self.num_nodes(shape) - shape.depth)
         return (shape.depth + off_path * self.per_draft_node) * self.draft * self.slow_draft
 

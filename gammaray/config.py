@@ -324,12 +324,18 @@ class DraftSettings(WorkerSettings):
         description="Prepare the next proposals while the target verifies; paused while it does not pay.",
     )
     ahead_rows: int = Field(
-        4, ge=1, le=64, description="Upper bound of tokens in one forward of draft-ahead, over all sessions."
+        4,
+        ge=1,
+        le=256,
+        description="Upper bound of tokens in one forward of draft-ahead, over all sessions; of a parallel "
+        "draft model at least one block.",
     )
-    target_tokenizer: str = Field(
+    target_model: str = Field(
         "",
         description="The target: directory, hub name or GGUF file. A draft with another vocabulary then "
-        "proposes the target's tokens; empty: the vocabularies are equal.",
+        "proposes the target's tokens; a drafter that shares weights with its target reads them from there, "
+        "and one that was trained for another target is refused. Empty: the vocabularies are equal, and "
+        "nothing is shared.",
     )
     vocabulary_mapping: Literal["auto", "tokens", "text"] = Field(
         "auto",
@@ -518,8 +524,9 @@ class ClusterSettings(_ModelSettings):
     draft: Annotated[str, AfterValidator(check_draft)] = Field(
         DEMO_PAIR,
         min_length=1,
-        description="Draft model, or openai:URL of a server that drafts (llama.cpp, vLLM, SGLang, Ollama or "
-        "gammaray); without one, a target other than the demo pair's has no draft workers.",
+        description="Draft model (an ordinary or a parallel one), early-exit:N for the target's first N "
+        "layers, or openai:URL of a server that drafts (llama.cpp, vLLM, SGLang, Ollama or gammaray); "
+        "without one, a target other than the demo pair's has no draft workers.",
     )
     draft_key_file: str = Field("", description=_DRAFT_KEY_FILE)
     draft_ca_file: str = Field("", description=_DRAFT_CA_FILE)

@@ -1,4 +1,8 @@
-"""Names of models: `demo` stands for the demo pair, which the distribution gammaray-demo-pair installs."""
+"""Names of models that are no directories: `demo`, `early-exit:N`.
+
+`demo` stands for the demo pair, which the distribution gammaray-demo-pair installs. `early-exit:N` is a
+drafter made of the target's first N layers, its final norm and its head (LayerSkip, arXiv 2404.16710).
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,13 @@ from pathlib import Path
 
 from gammaray.errors import InvalidArgumentError
 
-__all__ = ["DEMO_PAIR", "resolve_model"]
+__all__ = ["DEMO_PAIR", "DRAFTER_FILE", "early_exit_layers", "resolve_model"]
 
 DEMO_PAIR = "demo"
 """Model name that stands for the demo pair: its target or its draft, by role."""
+
+DRAFTER_FILE = "gammaray.json"
+"""File of a drafter directory that says which target it was trained for, and what was measured."""
 
 _PACKAGE = "gammaray_demo_pair"
 
@@ -36,3 +43,27 @@ def resolve_model(name: str, role: str = "target", field: str = "model") -> str:
             return str(Path(folder) / role)
     allowed = "another model, or the demo pair installed with pip install 'gammaray[demo]'"
     raise InvalidArgumentError(field, DEMO_PAIR, allowed)
+
+
+_EARLY_EXIT = "early-exit:"
+
+
+def early_exit_layers(name: str, num_layers: int | None = None, field: str = "draft") -> int | None:
+    """Return the N of `early-exit:N`; None for any other name.
+
+    Args:
+        name: Name of a draft model.
+        num_layers: Layers of the target, if known.
+        field: Name of the setting, for the error.
+
+    Raises:
+        InvalidArgumentError: N is no number from 1 to one less than the target's layers.
+    """
+    if not name.startswith(_EARLY_EXIT):
+        return None
+    number = name.removeprefix(_EARLY_EXIT)
+    is_number = number.isascii() and number.isdecimal() and len(number) < 6
+    if not is_number or not 1 <= int(number) < (num_layers or 10**6):
+        most = "" if num_layers is None else f" to {num_layers - 1}, as the target has {num_layers} layers"
+        raise InvalidArgumentError(field, name, f"{_EARLY_EXIT}N with N from 1{most}")
+    return int(number)

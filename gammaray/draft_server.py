@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from gammaray.demo_pair import early_exit_layers
 from gammaray.errors import InvalidArgumentError
 
 __all__ = ["DraftServerUrl", "check_draft", "check_draft_server", "is_draft_server"]
@@ -62,11 +63,13 @@ def is_draft_server(draft: str) -> bool:
 
 
 def check_draft(draft: str) -> str:
-    """Check a `draft` setting as far as it names a server, and return it.
+    """Check a `draft` setting as far as it names a server or an early exit, and return it.
 
     Raises:
-        InvalidArgumentError: See `DraftServerUrl.parse`; or it is a URL without `openai:`.
+        InvalidArgumentError: See `DraftServerUrl.parse` and `early_exit_layers`; or it is a URL without
+            `openai:`.
     """
+    early_exit_layers(draft)
     if is_draft_server(draft):
         DraftServerUrl.parse(draft, "draft")
     elif draft.startswith(("http://", "https://")):

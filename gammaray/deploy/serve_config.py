@@ -19,6 +19,7 @@ from gammaray.config import (
     TargetSettings,
     WorkerSettings,
 )
+from gammaray.demo_pair import DRAFTER_FILE, early_exit_layers
 from gammaray.draft_server import is_draft_server
 from gammaray.wire.metadata import APPLICATION
 
@@ -186,8 +187,8 @@ def _absolute(file: str) -> str:
 
 
 def _mapped(cluster: ClusterSettings) -> dict[str, Any]:
-    """Return the setting by which draft workers propose in the target's vocabulary if theirs differs."""
-    return {} if cluster.draft == cluster.target else {"target_tokenizer": cluster.target}
+    """Return the setting that names the target for draft workers."""
+    return {} if cluster.draft == cluster.target else {"target_model": cluster.target}
 
 
 def serve_document(cluster: ClusterSettings) -> dict[str, Any]:
@@ -196,8 +197,9 @@ def serve_document(cluster: ClusterSettings) -> dict[str, Any]:
     The URL of Redis comes from the environment (GAMMARAY_REDIS_URL), since it may contain a password.
     """
     own = role_settings(cluster)
-    # Draft workers may lack the target's files; where they need them, their environment names them.
-    own["draft"].pop("target_tokenizer", None)
+    # Draft workers may lack the target's files; an ordinary draft that needs them has its environment.
+    if early_exit_layers(cluster.draft) is None and not (Path(cluster.draft) / DRAFTER_FILE).is_file():
+        own["draft"].pop("target_model", None)
     for settings in own.values():
         for field in ("dtype", "draft_weights"):
             # auto is not included: the workers read it from their environment, which may differ by role.

@@ -4,7 +4,8 @@
               + waiting sessions * per session + their rows * per row of others
               + rows of their prompts * per row of a prompt
 
-`drafted` applies to every cycle with a proposal, `forwards` are those of the draft model, `rows` are the
+`drafted` applies to every cycle with a proposal, `forwards` are those of an ordinary draft model, one per
+depth (a parallel one runs one forward for all depths: `per forward` is then found to be 0), `rows` are the
 proposed tokens. A session may be unable to tell two coefficients apart. That does no harm: shapes are
 compared by sums of coefficients, and the sum of a shape is known once similar shapes were played.
 """

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gammaray.config import ClusterSettings, ScalingSettings, WorkerSettings, settings_error
-from gammaray.demo_pair import resolve_model
+from gammaray.demo_pair import early_exit_layers, resolve_model
 from gammaray.deploy.gpus import CudaDevices, check_device, cuda_devices
 from gammaray.deploy.serve_config import APPLICATIONS, role_settings
 from gammaray.errors import InvalidArgumentError
@@ -242,7 +242,14 @@ def check_models(target: str, draft: str) -> list[str]:
     Raises:
         InvalidArgumentError: A model cannot be found or read.
     """
-    target_size, draft_size = vocab_size("target", target), vocab_size("draft", draft)
+    target_size = vocab_size("target", target)
+    if early_exit_layers(draft) is not None:
+        if is_gguf(target):
+            raise InvalidArgumentError("draft", draft, "a draft model, as the target is a GGUF file")
+        config = _config("target", resolve_model(target))
+        early_exit_layers(draft, (config.get("text_config") or config).get("num_hidden_layers"))
+        return []
+    draft_size = vocab_size("draft", draft)
     if target_size == draft_size:
         return []
     return [

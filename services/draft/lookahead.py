@@ -220,7 +220,7 @@ class Lookahead:
         self.throttle.stats.used_rows += speculation.num_used
         speculation.num_used = 0
         if foreseen is not None:
-            saved = max(0, reading.depth - num_forwards) + (ROUND_TRIP if was_at_hand else 0)
+            saved = max(0, reading.num_forwards - num_forwards) + (ROUND_TRIP if was_at_hand else 0)
             self.throttle.looked_up(is_hit=num_forwards == 0, foreseen=foreseen, saved_s=saved * forward_s)
 
     def note_arrival(self, arrived: float) -> None:
@@ -241,7 +241,7 @@ class Lookahead:
         chosen, run_length = self._choose()
         if not chosen:
             return self._whole(pending, 0.0)
-        num_rows, num_forwards = sum(map(len, chosen.values())), 1
+        num_rows, num_forwards = sum(len(s.unfed(n)) for s, nodes in chosen.items() for n in nodes), 1
         try:
             if run_length > 1:
                 num_rows = num_forwards = self._run(chosen, run_length)
@@ -286,7 +286,13 @@ class Lookahead:
             if length > 1 and speculation.can_run(self._engine, [node]):
                 return {speculation: [node]}, length
         chosen: dict[Speculation, list[Node]] = {}
-        for _, speculation, node, _ in candidates[: self._max_rows]:
+        num_rows = 0
+        for _, speculation, node, _ in candidates:
+            if speculation.is_parallel and speculation in chosen:
+                continue  # one block after another
+            num_rows += len(speculation.feed([node]).token_ids) if speculation.is_parallel else 1
+            if chosen and num_rows > self._max_rows:
+                break
             chosen.setdefault(speculation, []).append(node)
         return chosen, 1
 
@@ -294,6 +300,8 @@ class Lookahead:
         """A session's nodes to feed; none if its cache was evicted or feeding would evict other sessions."""
         engine, tree, session_id = self._engine, speculation.tree, speculation.session.session_id
         num_slots = tree.chain_length + len(tree.off_chain) + max(self._max_rows, RUN)
+        if speculation.is_parallel and speculation.sent is not None:
+            num_slots += 2 * speculation.sent.shape.depth
         if not (
             speculation.has_noise and speculation.is_held(engine) and engine.has_room(session_id, num_slots)
         ):
@@ -318,6 +326,7 @@ class Lookahead:
         feeds = [speculation.feed(nodes) for speculation, nodes in chosen.items()]
         results = self._engine.step(feeds, self._giving_way)
         for (speculation, nodes), logits in zip(chosen.items(), results, strict=True):
-            speculation.open(nodes, logits)
-            for node in nodes:
+            fed = [one for node in nodes for one in speculation.unfed(node)]
+            speculation.open(self._engine, nodes, logits)
+            for node in fed:
                 node.is_ahead = True

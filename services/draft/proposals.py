@@ -3,6 +3,10 @@
 A proposal is the chain of the draft's own choices, or for wide shapes the nodes that the target most likely
 reaches. Open nodes on the way are returned to the caller, which must feed them first.
 
+A parallel draft model (PARD, arXiv 2504.18583) predicts all tokens of a proposal in one forward, from mask
+tokens after the root: the tokens at one depth have the same prediction, whatever precedes them. Then only the
+root can be open, and its `block` has the predictions of the depths after the first.
+
 A chain with shipped distributions (rejection verification above temperature 0) takes the same number of
 forwards wherever it ends. If it were answered sooner once an end of sequence is drawn, proposals with one
 would meet a deadline more often than others. Since late proposals are not tested, the tested tokens would no
@@ -39,6 +43,7 @@ class ProposalBuilder:
         shape: Bounds of the proposal.
         eos_token_ids: Tokens after which a proposal ends.
         power: Exponent of confidences; see `services.draft.calibration`. 1 where the choice is a draw.
+        is_parallel: Whether the draft is a parallel one.
 
     Attributes:
         nodes: The nodes so far, each after its parent.
@@ -46,8 +51,16 @@ class ProposalBuilder:
         parents: Index of each node's parent in `nodes`, -1 for children of the root; None for a chain.
     """
 
-    def __init__(self, root: Node, shape: Shape, eos_token_ids: Sequence[int], power: float = 1.0) -> None:
-        self.root, self.shape = root, shape
+    def __init__(
+        self,
+        root: Node,
+        shape: Shape,
+        eos_token_ids: Sequence[int],
+        power: float = 1.0,
+        *,
+        is_parallel: bool = False,
+    ) -> None:
+        self.root, self.shape, self._is_parallel = root, shape, is_parallel
         self._eos = eos_token_ids
         self.nodes: list[Node] = []
         self.weights: list[float] = []
@@ -59,7 +72,26 @@ class ProposalBuilder:
 
     def go_on(self) -> list[Node]:
         """Read as far as the tree has predictions; return the open nodes reached, none when complete."""
+        if self._is_parallel and not self.has_block:
+            return [self.root]
         return self._read_chain() if self.parents is None else self._read_tree()
+
+    @property
+    def has_block(self) -> bool:
+        """Whether a parallel draft model has predicted all tokens of the proposal."""
+        return self.root.prediction is not None and len(self.root.block) >= self.shape.depth - 1
+
+    def prediction_after(self, node: Node) -> Prediction | None:
+        """Return the prediction of the proposal's token after a node; None where it is not known."""
+        depth = node.position - self.root.position
+        if not self._is_parallel or depth == 0:
+            return node.prediction
+        return self.root.block[depth - 1] if depth <= len(self.root.block) else None
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards that the proposal takes if nothing of it is prepared."""
+        return min(self.depth, 1) if self._is_parallel else self.depth
 
     @property
     def depth(self) -> int:
@@ -68,8 +100,8 @@ class ProposalBuilder:
 
     @property
     def longest_run(self) -> int:
-        """Upper bound of single-row forwards in one call; 1 for a tree."""
-        return RUN if self.parents is None else 1
+        """Upper bound of single-row forwards in one call; 1 for a tree and for a parallel draft."""
+        return RUN if self.parents is None and not self._is_parallel else 1
 
     @property
     def run_length(self) -> int:
@@ -83,9 +115,10 @@ class ProposalBuilder:
             return Proposal(token_ids, tuple(self.parents))
         distributions = []
         for node in (self.root, *self.nodes[:-1]):
-            if node.prediction is None or node.prediction.distribution is None:
+            prediction = self.prediction_after(node)
+            if prediction is None or prediction.distribution is None:
                 return Proposal(token_ids)
-            distributions.append(node.prediction.distribution)
+            distributions.append(prediction.distribution)
         return Proposal(token_ids, None, tuple(distributions))
 
     def outcomes(self) -> tuple[list[tuple[float, Node, int]], list[tuple[float, Node]]]:
@@ -104,10 +137,12 @@ class ProposalBuilder:
         for node, weight, tested in zip((self.root, *self.nodes), reached, proposed, strict=True):
             if node.token_id in self._eos and node is not self.root:
                 continue
-            if node.prediction is None:
-                still_open.append((weight, node))
+            prediction = self.prediction_after(node)
+            if prediction is None:
+                if not self._is_parallel:
+                    still_open.append((weight, node))
                 continue
-            for token_id, probability in self.guesses(node.prediction, is_tested=bool(tested)):
+            for token_id, probability in self.guesses(prediction, is_tested=bool(tested)):
                 if token_id not in tested:
                     ends.append((weight * probability, node, token_id))
         return ends, still_open
@@ -132,8 +167,9 @@ class ProposalBuilder:
             return [1.0, *self.weights]
         base, reached, node = self.root.position + 1, [1.0], self.root
         for following in self.nodes:
-            assert node.prediction is not None
-            reached.append(reached[-1] * node.prediction.confidence(base) ** self._power)
+            prediction = self.prediction_after(node)
+            assert prediction is not None
+            reached.append(reached[-1] * prediction.confidence(base) ** self._power)
             node = following
         return reached
 
@@ -141,7 +177,7 @@ class ProposalBuilder:
         base = self.root.position + 1
         while len(self.nodes) + len(self._beyond) < self.shape.depth and not self._is_read:
             tip = (self._beyond or self.nodes or [self.root])[-1]
-            prediction = tip.prediction
+            prediction = self.prediction_after(tip)
             if prediction is None:
                 return [tip]
             following = tip.child(prediction.choose(base))
@@ -163,9 +199,13 @@ class ProposalBuilder:
         heap: list[tuple[float, int, Node, int, int]] = []
         age = itertools.count()
 
+        def guesses_after(node: Node) -> Sequence[Guess]:
+            prediction = self.prediction_after(node)
+            assert prediction is not None  # `grow` offers only nodes that have one
+            return prediction.guesses(None)
+
         def offer(parent: Node, index: int, weight: float, rank: int) -> None:
-            # `grow` offers only nodes that have a prediction.
-            guesses = parent.prediction.guesses(None)  # type: ignore[union-attr]
+            guesses = guesses_after(parent)
             if rank < len(guesses):
                 weight *= guesses[rank][1] * scales(guesses[0][1], self._power)[rank > 0]
                 if weight >= MIN_PROPOSED or not nodes:
@@ -175,7 +215,7 @@ class ProposalBuilder:
             is_last = node.position >= max_position or (index >= 0 and node.token_id in self._eos)
             if is_last or weight < MIN_GROWN:
                 return
-            if node.prediction is None:
+            if self.prediction_after(node) is None:
                 still_open.append(node)
             else:
                 offer(node, index, weight, 0)
@@ -183,8 +223,7 @@ class ProposalBuilder:
         grow(self.root, -1, 1.0)
         while heap and len(nodes) < self.shape.max_nodes:
             negative, _, parent, index, rank = heapq.heappop(heap)
-            assert parent.prediction is not None
-            node = parent.child(parent.prediction.guesses(None)[rank][0])
+            node = parent.child(guesses_after(parent)[rank][0])
             nodes.append(node)
             weights.append(-negative)
             parents.append(index)

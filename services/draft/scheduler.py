@@ -43,7 +43,8 @@ class _Drafting(Running[ProposeTask]):
     Args:
         speculation: The session's tree.
         reading: The builder that reads the proposal.
-        nodes: The open nodes that the next forward feeds; none while committed tokens are not all fed.
+        nodes: The open nodes that the next forward feeds; none while committed tokens are not all fed, nor
+            with a parallel draft model, whose masks are the `tail`.
         num_forwards: Forwards that returned logits so far.
         run: The tokens fed by the last call, from the open node on; empty if it was a single forward.
     """
@@ -58,7 +59,7 @@ class _Drafting(Running[ProposeTask]):
     def num_tokens(self) -> int:
         """Number of tokens in the cache after the next forward."""
         if not self.nodes:
-            return self.task.base_position
+            return self.task.base_position + len(self.tail)
         return self.speculation.tree.chain_length + len(self.nodes)
 
     def feed(self, start: int, size: int, *, is_last: bool) -> SequenceInput:
@@ -103,6 +104,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
             top_k=draft_top_k,
             bits=weight_bits,
             calibration=Calibration(),
+            mask_token=engine.mask_token,
         )
         self.speculations: dict[str, Speculation] = {}
         self.forward_s = 0.0
@@ -184,9 +186,14 @@ class DraftScheduler(Scheduler[ProposeTask]):
         shape = task.shape
         if shape.is_tree and session.spec.method is not VerificationMethod.COUPLED:
             shape = replace(shape, max_nodes=0)  # only coupled verification supports trees
+        if speculation.is_parallel:
+            shape = replace(shape, depth=min(shape.depth, self.limits.max_batch_tokens - 1))
         reading = speculation.read(speculation.tree.root, shape)
         if reading is None:
             return Proposal()
+        if speculation.is_parallel and reading.root.prediction is not None and not reading.has_block:
+            speculation.begin()  # a shorter block was prepared
+            reading.root = speculation.tree.root
         drafting = _Drafting(
             task, session, [], num_logits=1, speculation=speculation, reading=reading, nodes=[]
         )
@@ -199,7 +206,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
         if running.run:
             speculation.open_run(self.engine, nodes[0], running.run, logits)
         else:
-            speculation.open(nodes, logits)
+            speculation.open(self.engine, nodes, logits)
         running.num_forwards += len(running.run) or 1
         running.run = []
         return None if self._reads_on(running) else self._finish(running)
@@ -207,7 +214,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
     def _run_engine(self, batch: list[tuple[Running[ProposeTask], SequenceInput]]) -> list[Tensor] | None:
         began = time.perf_counter()
         results = super()._run_engine(batch)
-        if all(isinstance(running, _Drafting) and running.nodes for running, _ in batch):
+        if all(_is_drafting(running, feed) for running, feed in batch):
             took = (time.perf_counter() - began) / self.num_forwards
             self.forward_s = took if not self.forward_s else 0.95 * self.forward_s + 0.05 * took
         return results
@@ -235,6 +242,11 @@ class DraftScheduler(Scheduler[ProposeTask]):
         is_root = open_nodes == [drafting.speculation.tree.root]
         drafting.nodes = [] if is_root else open_nodes
         drafting.num_logits = max(1, len(drafting.nodes))
+        if drafting.speculation.is_parallel and open_nodes:
+            # One more predicts the token after the proposal, which draft-ahead may have to continue.
+            depth = drafting.reading.shape.depth - (self.lookahead is None)
+            drafting.tail = drafting.speculation.masks(drafting.reading.root, depth)
+            drafting.num_logits = 1 + len(drafting.tail)
         return bool(open_nodes)
 
     def _finish(self, drafting: _Drafting) -> Proposal:
@@ -257,3 +269,9 @@ class DraftScheduler(Scheduler[ProposeTask]):
         assert reading is not None
         drafting.reading = reading
         self._reads_on(drafting)
+
+
+def _is_drafting(running: Running[ProposeTask], feed: SequenceInput) -> bool:
+    """Whether a feed consists of drafted tokens or masks, and not of many committed tokens."""
+    assert isinstance(running, _Drafting)
+    return bool(running.nodes) or 0 < len(feed.token_ids) <= 2 * feed.num_logits > 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from ctypes import c_int32
 from dataclasses import replace
@@ -25,6 +25,14 @@ from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import SessionSpec
 
 __all__ = ["Speculation", "counts_tokens", "draft_params"]
+
+
+_Paths = Callable[[], Iterable[Sequence[int]]]
+"""Computes the tokens between the committed ones and each row."""
+
+
+def _path(node: Node) -> list[int]:
+    return [before.token_id for before in node.path()]
 
 
 def draft_params(spec: SessionSpec) -> SamplingParams | None:
@@ -65,6 +73,7 @@ class Speculation:
         top_k: Rejection: largest support of a shipped distribution.
         bits: Rejection: its weights' sum is 2^bits.
         calibration: Of all sessions of the worker.
+        mask_token: Mask token of a parallel draft model; None for an ordinary one.
 
     Attributes:
         tree: The tree.
@@ -76,9 +85,15 @@ class Speculation:
     """
 
     def __init__(
-        self, session: SessionCopy, max_context: int, top_k: int, bits: int, calibration: Calibration
+        self,
+        session: SessionCopy,
+        max_context: int,
+        top_k: int,
+        bits: int,
+        calibration: Calibration,
+        mask_token: int | None = None,
     ) -> None:
-        self.session = session
+        self.session, self.mask_token = session, mask_token
         self._calibration = Calibration(calibration)
         self._tested: list[tuple[Prediction, int]] = []
         self._is_rejected = False
@@ -130,10 +145,11 @@ class Speculation:
             return
         node, base = sent.root, sent.root.position + 1
         for token_id in tokens[base : base + sent.depth]:
-            if node.prediction is None:
+            prediction = sent.prediction_after(node)
+            if prediction is None:
                 break
-            self._tested.append((node.prediction, base))
-            self._is_rejected = node.prediction.choose(base) != token_id
+            self._tested.append((prediction, base))
+            self._is_rejected = prediction.choose(base) != token_id
             if self._is_rejected:
                 break
             node = node.child(token_id)
@@ -185,7 +201,18 @@ class Speculation:
         if depth < shape.depth:
             shape = replace(shape, depth=depth)
         power = self._calibration.power if self._is_gumbel_max else 1.0
-        return ProposalBuilder(root, shape, self.session.spec.eos_token_ids, power)
+        eos_token_ids = self.session.spec.eos_token_ids
+        return ProposalBuilder(root, shape, eos_token_ids, power, is_parallel=self.is_parallel)
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether one forward drafts a whole proposal."""
+        return self.mask_token is not None
+
+    def masks(self, node: Node, depth: int) -> list[int]:
+        """Return the masks after a node by which a parallel draft model predicts `depth` further tokens."""
+        assert self.mask_token is not None
+        return [self.mask_token] * min(depth, self._max_context - node.position - 1)
 
     @property
     def _is_gumbel_max(self) -> bool:
@@ -201,11 +228,16 @@ class Speculation:
         if self.sent is None or root.token_id in self.session.spec.eos_token_ids:
             return None
         self._learn()
-        return self.read(root, self.sent.shape)
+        reading = self.read(root, self.sent.shape)
+        if self.is_parallel and root.place is not None and reading is not None and not reading.has_block:
+            return None  # it was fed without masks, and nodes may follow it in the cache
+        return reading
 
     def feed(self, nodes: Sequence[Node]) -> SequenceInput:
-        """Return the feed of nodes whose parents were fed."""
+        """Return the feed of nodes whose parents were fed, or of a parallel draft's next block after one."""
         tree, session_id = self.tree, self.session.session_id
+        if self.is_parallel:
+            return self._feed_block(nodes[0])
         token_ids = [node.token_id for node in nodes]
         if tree.feeds_chain(nodes):
             return SequenceInput(session_id, tree.chain_length, token_ids, 1)
@@ -213,6 +245,23 @@ class Speculation:
         return SequenceInput(
             session_id, tree.chain_length, token_ids, len(nodes), parents, len(tree.off_chain)
         )
+
+    def _feed_block(self, node: Node) -> SequenceInput:
+        """Return the feed of a node after those before it that were not fed, with masks after it."""
+        assert self.sent is not None
+        tree, unfed = self.tree, self.unfed(node)
+        masks = self.masks(node, self.sent.shape.depth)
+        token_ids = [one.token_id for one in unfed] + masks
+        parents, num_kept = None, len(tree.off_chain)
+        if not tree.feeds_chain(unfed):
+            parents = [*tree.parents_of(unfed[:1]), *range(num_kept, num_kept + len(token_ids) - 1)]
+        return SequenceInput(
+            self.session.session_id, tree.chain_length, token_ids, len(masks) + 1, parents, num_kept
+        )
+
+    def unfed(self, node: Node) -> list[Node]:
+        """Return the nodes that are not in the engine's cache, from the root to this node."""
+        return [one for one in node.path() if one.place is None]
 
     def can_run(self, engine: Engine, nodes: Sequence[Node]) -> bool:
         """Whether `run` can feed these open nodes: one, at the end of the engine's chain."""
@@ -254,10 +303,34 @@ class Speculation:
             self._note_fed([fed])
         return nodes
 
-    def open(self, nodes: Sequence[Node], logits: Tensor) -> None:
-        """Apply the logits [nodes, vocab_size] of nodes just fed; the root is allowed only on its own."""
-        self._note_fed(nodes)
-        self._look_out(nodes, logits)
+    def open(self, engine: Engine, nodes: Sequence[Node], logits: Tensor) -> None:
+        """Apply the logits of nodes just fed; the root is allowed only on its own.
+
+        Args:
+            engine: The draft model.
+            nodes: The nodes; only one with a parallel draft model.
+            logits: [nodes, vocab_size]; of a parallel draft those after the node and after each of its masks.
+        """
+        if not self.is_parallel:
+            self._note_fed(nodes)
+            self._look_out(nodes, logits)
+            return
+        (node,) = nodes
+        self._note_fed(nodes if node is self.tree.root else self.unfed(node))
+        engine.truncate(self.session.session_id, self.tree.chain_length, len(self.tree.off_chain))
+        node.prediction, *node.block = self._block(node, logits)
+
+    def _block(self, node: Node, logits: Tensor) -> list[Prediction]:
+        """Return a parallel draft's predictions from the logits after a node and after each of its masks."""
+        positions = range(node.position + 1, node.position + 1 + len(logits))
+        path = _path(node)
+        if not self._counts_tokens:
+            return self._predict(logits, positions, lambda: [path] * len(positions))
+        made: list[Prediction] = []
+        for row, position in zip(logits, positions, strict=True):
+            made += self._predict(row[None], [position], lambda: [path])
+            path.append(made[-1].choose(node.position + 1))  # the draft's own choices count, too
+        return made
 
     def _note_fed(self, nodes: Sequence[Node]) -> None:
         if nodes[0] is self.tree.root:
@@ -266,23 +339,27 @@ class Speculation:
             self.tree.fed(nodes)
 
     def _look_out(self, nodes: Sequence[Node], logits: Tensor) -> None:
+        made = self._predict(logits, [node.position + 1 for node in nodes], lambda: map(_path, nodes))
+        for node, prediction in zip(nodes, made, strict=True):
+            node.prediction = prediction
+
+    def _predict(self, logits: Tensor, positions: Sequence[int], paths: _Paths) -> list[Prediction]:
+        """Return the predictions of the tokens at `positions`, after these paths below the root."""
         if self._params is not None:
-            logits = self._processed(nodes, logits, self._params)
+            logits = self._processed(paths, logits, self._params)
         session = self.session
-        made = predictions(
+        return predictions(
             session.spec.method,
             logits,
             session.noise,
-            [node.position + 1 for node in nodes],
+            positions,
             temperature=session.spec.params.temperature,
             top_k=self._top_k,
             bits=self._bits,
         )
-        for node, prediction in zip(nodes, made, strict=True):
-            node.prediction = prediction
 
-    def _processed(self, nodes: Sequence[Node], logits: Tensor, params: SamplingParams) -> Tensor:
-        """The processed log-probabilities after nodes, [nodes, vocab_size]."""
+    def _processed(self, paths: _Paths, logits: Tensor, params: SamplingParams) -> Tensor:
+        """The processed log-probabilities after paths, [paths, vocab_size]."""
         if not LogitEdits.needed(params):
             return processed_log_probs(logits, params)
         session = self.session
@@ -292,8 +369,7 @@ class Speculation:
                 params, spec.eos_token_ids, spec.prompt_length, logits.shape[-1], logits.device
             )
             self._follow_edits()
-        paths = [[before.token_id for before in node.path()] for node in nodes]
-        return processed_log_probs(logits, params, session.edits, paths)
+        return processed_log_probs(logits, params, session.edits, list(paths()))
 
     def _follow_edits(self) -> None:
         """Update masks, bias and penalties to the committed tokens, which end at the tree's root."""

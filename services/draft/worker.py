@@ -9,14 +9,16 @@ from typing import Any, ClassVar
 import grpc
 
 from gammaray.config import DraftSettings
-from gammaray.demo_pair import resolve_model
+from gammaray.demo_pair import early_exit_layers, resolve_model
+from gammaray.errors import InvalidArgumentError
 from gammaray.types import Proposal
 from gammaray.v1 import draft_service_pb2, draft_service_pb2_grpc
 from gammaray.v1 import draft_service_pb2 as pb
 from gammaray.wire.blocks import proposal_to_proto, shape_from_proto
 from services.draft.translated import make_draft_scheduler
 from services.engine.engine import Engine
-from services.process.fingerprints import vocab_sha256
+from services.engine.loader import load_worker_engine
+from services.process.fingerprints import check_drafter, vocab_sha256
 from services.process.server import guarded
 from services.process.worker import Worker
 from services.scheduling.scheduler import Scheduler
@@ -112,15 +114,31 @@ class DraftWorker(Worker[DraftSettings]):
         super().__init__(settings)
         self._translation: Translation | None = None
 
+    def _load_engine(self, path: str) -> Engine:
+        target = self._target
+        check_drafter(path, target)
+        return load_worker_engine(path, self.settings, draft_for=target)
+
+    @property
+    def _target(self) -> str:
+        """The target's directory, hub name or GGUF file; "" if the settings do not name it."""
+        name = self.settings.target_model
+        return resolve_model(name, "target", "target_model") if name else ""
+
     def _vocabulary(self, path: str, engine: Engine) -> tuple[int, str]:
         """Return size and fingerprint of the target's vocabulary, if the settings name it."""
+        target = self._target
+        if early_exit_layers(path) is not None:
+            return engine.vocab_size, vocab_sha256(target)
         size, digest = super()._vocabulary(path, engine)
-        if not self.settings.target_tokenizer:
+        if not target:
             return size, digest
-        target = resolve_model(self.settings.target_tokenizer, "target")
         target_digest = vocab_sha256(target)
         if target_digest and digest in ("", target_digest) and target_size(target) in (0, size):
-            return size, digest
+            return size, target_digest
+        if engine.mask_token is not None:
+            allowed = "one of the target's vocabulary, as a parallel draft model's tokens are not mapped"
+            raise InvalidArgumentError("model", path, allowed)
         self._translation = load_translation(path, size, target, self.settings.vocabulary_mapping)
         return self._translation.target_size, target_digest
 

@@ -17,11 +17,17 @@ import torch
 from torch import Tensor
 
 from services.engine.core.batch import Batch, SequenceInput, plan_batch
+from services.engine.core.drafter import DraftFormat
 from services.engine.core.errors import CacheGapError
 from services.engine.core.kv_cache import CacheStats, CacheStore, Source
 from services.engine.native.runner import NativeRunner
 
 __all__ = ["Engine", "Runner", "SequenceInput"]
+
+
+NOT_DRAFTED = -1e9
+"""Logit of a token that a reduced draft vocabulary lacks: probability 0, and finite, so that a request that
+allows only such tokens still has a distribution."""
 
 
 class Runner(Protocol):
@@ -45,6 +51,8 @@ class Engine:
         dtype: Type of its weights, keys and values.
         kernel: Implementation of its forwards: the instruction set of the compiled CPU kernel, "CUDA graphs",
             or "none: " and the reason why transformers' layers are used.
+        mask_token: Of a parallel draft model: the id, in [0, vocab_size], after which it predicts the token
+            that follows in its place; else None.
     """
 
     def __init__(
@@ -65,7 +73,14 @@ class Engine:
         self.device = store.shape.device
         self.dtype = store.shape.dtype
         self.runner = runner
+        self.mask_token: int | None = None
+        self._target_ids: Tensor | None = None
         self._store = store
+
+    def draft_for(self, draft: DraftFormat) -> None:
+        """Return the logits of the target's tokens, and accept the mask token; for a drafter."""
+        self.vocab_size, self.mask_token = draft.vocab_size, draft.mask_token
+        self._target_ids = None if draft.target_ids is None else draft.target_ids.to(self.device)
 
     def step(
         self, feeds: Sequence[SequenceInput], within: AbstractContextManager[object] | None = None
@@ -96,7 +111,7 @@ class Engine:
     @property
     def can_chain(self) -> bool:
         """Whether `chain` is available: only with the compiled kernel."""
-        return isinstance(self.runner, NativeRunner)
+        return isinstance(self.runner, NativeRunner) and self._target_ids is None
 
     def chain(
         self,
@@ -139,8 +154,13 @@ class Engine:
         cache = self._store.get(session_id)
         return () if cache is None else cache.tokens
 
-    def truncate(self, session_id: str, length: int) -> None:
+    def truncate(self, session_id: str, length: int, num_nodes: int = 0) -> None:
         """Keep the first `length` tokens of a session; the cost depends only on the tokens dropped.
+
+        Args:
+            session_id: The session.
+            length: Tokens of the chain to keep.
+            num_nodes: Tree nodes to keep, of those after the whole chain.
 
         Raises:
             ValueError: `length` is negative.
@@ -149,7 +169,7 @@ class Engine:
             raise ValueError(f"length: got {length}, allowed: at least 0")
         cache = self._store.get(session_id)
         if cache is not None:
-            cache.truncate(length)
+            cache.truncate(length, num_nodes)
 
     def keep_path(self, session_id: str, base: int, path: Sequence[int], keep: Sequence[int] = ()) -> None:
         """Make the nodes of `path`, after they were fed, positions base, base + 1, ... of the chain.
@@ -228,6 +248,11 @@ class Engine:
     def _run(self, batch: Batch, within: AbstractContextManager[object]) -> Tensor:
         with torch.inference_mode(), within:
             logits = self.runner.forward(batch)
+        if self._target_ids is not None:
+            reduced = logits
+            logits = reduced.new_full((len(reduced), self.vocab_size), NOT_DRAFTED)
+            logits[:, self._target_ids] = reduced
+            return logits
         # Tensors created in inference mode cannot be modified outside of it, which callers may need.
         return logits.clone() if logits.is_inference() else logits
 
@@ -241,4 +266,5 @@ class Engine:
                 cache.tree_parents.extend(feed.parents)
 
     def _plan(self, feeds: Sequence[SequenceInput]) -> Batch:
-        return plan_batch(feeds, self._store, self.vocab_size, self.max_context)
+        num_ids = max(self.vocab_size, -1 if self.mask_token is None else self.mask_token + 1)
+        return plan_batch(feeds, self._store, num_ids, self.max_context)

@@ -12,6 +12,7 @@ from gammaray.config import DraftSettings, WorkerSettings
 from gammaray.errors import InvalidArgumentError
 from services.engine.checks import check_deterministic, check_model
 from services.engine.core.cache_budget import DEFAULT_CACHE_BUDGET_BYTES, CacheBudget
+from services.engine.core.drafter import load_drafter
 from services.engine.core.kv_cache import CacheShape, CacheStore
 from services.engine.core.model import LoadedModel, load_model
 from services.engine.core.quantised import QuantisedMatrix, quantise_model
@@ -42,11 +43,12 @@ def load_engine(
     fast_kernels: bool = True,
     kernel_cache: str = "",
     weights: str = "auto",
+    draft_for: str | None = None,
 ) -> Engine:
     """Load a model and check that it can be served exactly.
 
     Args:
-        model: Directory, hub name or GGUF file.
+        model: Directory, hub name or GGUF file; of a drafter also `early-exit:N`.
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto" (float32 on CPU, bfloat16 elsewhere), "float32", "bfloat16" or "float16".
         threads: Arithmetic threads of this process.
@@ -57,20 +59,28 @@ def load_engine(
         kernel_cache: Folder of compiled CPU kernels; empty: the default of `load_kernel`.
         weights: "auto" (as `dtype`), "int8" or "int4": a draft's setting `draft_weights`. The engine then
             serves the quantised model exactly; never quantise a target.
+        draft_for: The target of a drafter, "" if it is not known; None: the model is no drafter. See
+            `services.engine.core.drafter`.
 
     Raises:
         UnsupportedModelError: It cannot be served exactly; the reason is in the error.
         NotFoundError: There is no such model.
-        InvalidArgumentError: Unknown device or dtype, a GGUF file that cannot be read, or weights for which
-            there is no kernel.
+        InvalidArgumentError: Unknown device or dtype, a GGUF file that cannot be read, weights without a
+            kernel, or a drafter that needs another target or the name of its target.
     """
     torch.set_num_threads(threads)
-    loaded = load_model(model, device=device, dtype=dtype)
+    draft = None
+    if draft_for is None:
+        loaded = load_model(model, device=device, dtype=dtype)
+    else:
+        loaded, draft = load_drafter(model, draft_for, device=device, dtype=dtype)
     if deterministic:
         check_covered(loaded)
     obstacle = native_obstacle(loaded, kernel_cache) if fast_kernels else "fast_kernels is off"
     quantised = None if weights == "auto" else _quantised(loaded, weights, obstacle)
     layout = probe_model(loaded)
+    if draft is not None:
+        layout = replace(layout, vocab_size=min(layout.vocab_size, draft.vocab_size))
     runner, shape, kernel = _choose_runner(
         loaded,
         layout,
@@ -92,15 +102,18 @@ def load_engine(
     check_model(engine, loaded)
     if deterministic:
         check_deterministic(engine)
+    if draft is not None:
+        engine.draft_for(draft)
     return engine
 
 
-def load_worker_engine(path: str, settings: WorkerSettings) -> Engine:
+def load_worker_engine(path: str, settings: WorkerSettings, draft_for: str | None = None) -> Engine:
     """Load a model with a worker's settings, in one process.
 
     Args:
         path: Directory, hub name or GGUF file.
         settings: The worker's settings.
+        draft_for: As for `load_engine`.
 
     Raises:
         UnsupportedModelError: It cannot be served exactly; the reason is in the error.
@@ -117,6 +130,7 @@ def load_worker_engine(path: str, settings: WorkerSettings) -> Engine:
         fast_kernels=settings.fast_kernels,
         kernel_cache=settings.kernel_cache,
         weights=settings.draft_weights if isinstance(settings, DraftSettings) else "auto",
+        draft_for=draft_for,
     )
     limit_cache(engine, settings)
     return engine

@@ -13,11 +13,15 @@ from typing import BinaryIO
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoTokenizer
 
-from gammaray.errors import GammarayError
+from gammaray.demo_pair import DRAFTER_FILE
+from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.gguf import is_gguf, pretrained_arguments, read_header
 from gammaray.vocabulary import vocabulary_sha256
 
-__all__ = ["model_identity", "vocab_sha256"]
+__all__ = ["check_drafter", "model_identity", "vocab_sha256", "weights_sha256"]
+
+UNREADABLE = (GammarayError, OSError, ValueError, KeyError, TypeError, struct.error)
+"""What may be raised for weights that cannot be found or read."""
 
 _log = logging.getLogger(__name__)
 
@@ -50,16 +54,68 @@ def model_identity(model: str, *, dtype: str, device: str, deterministic: bool) 
         The identity; empty, with a warning, if the weight files cannot be found or read.
     """
     try:
-        digest = hashlib.sha256()
-        for part in _gguf_parts(model) if is_gguf(model) else _parts(_folder(model)):
-            digest.update(part)
-    except (GammarayError, OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        digest = weights_sha256(model)
+    except UNREADABLE as error:
         _log.warning(
             "%s has no model identity, so its sessions are not bound to its weights: %s", model, error
         )
         return ""
     how = f"{dtype}/deterministic/{device}" if deterministic else dtype
-    return f"{digest.hexdigest()}/{how}"
+    return f"{digest}/{how}"
+
+
+def weights_sha256(model: str) -> str:
+    """Return the fingerprint of a model's configuration and weights.
+
+    Args:
+        model: Directory, GGUF file, or the name of a model in the hub's cache.
+
+    Raises:
+        GammarayError, OSError, ValueError, KeyError, TypeError, struct.error: They cannot be found or read
+            (`UNREADABLE`).
+    """
+    digest = hashlib.sha256()
+    for part in _gguf_parts(model) if is_gguf(model) else _parts(_folder(model)):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def check_drafter(model: str, target: str) -> None:
+    """Check that a drafter directory of `gammaray train` was trained for the served target.
+
+    Its `gammaray.json` names the fingerprints of the target and of its tokenizer.
+
+    Args:
+        model: The drafter; without that file nothing is checked.
+        target: The target's directory, hub name or GGUF file; "" if it is not known: nothing is checked.
+
+    Raises:
+        InvalidArgumentError: It is the drafter of another target, or the file cannot be read.
+    """
+    path = Path(model) / DRAFTER_FILE
+    if not target or not path.is_file():
+        return
+    try:
+        described = json.loads(path.read_text())
+        name, trained_for = described["target"]["name"], described["target"]["fingerprint"]
+        tokenizer = described["tokenizer"]["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        allowed = f"a drafter whose {DRAFTER_FILE} names the fingerprints of target and tokenizer"
+        raise InvalidArgumentError(
+            "model", f"{model!r} ({type(error).__name__}: {error})", allowed
+        ) from error
+    if described.get("format") != 1:
+        raise InvalidArgumentError("model", model, f"a drafter whose {DRAFTER_FILE} has format 1")
+    try:
+        fingerprint = weights_sha256(target)
+    except UNREADABLE as error:
+        raise InvalidArgumentError("target_model", f"{target!r} ({error})", "a model's directory") from error
+    if fingerprint != trained_for:
+        allowed = f"a drafter for {target} ({fingerprint[:12]}); it was trained for {name}"
+        raise InvalidArgumentError("model", model, f"{allowed} ({trained_for[:12]})")
+    if (digest := vocab_sha256(target)) != tokenizer:
+        allowed = f"a drafter for the tokenizer of {target} ({digest[:12]}); it was trained for another one"
+        raise InvalidArgumentError("model", model, f"{allowed} ({tokenizer[:12]})")
 
 
 def _parts(folder: Path) -> Iterator[bytes]:

@@ -61,7 +61,7 @@ def main() -> int:
 def _qualify(task: QualifyTask, tell: Tell) -> None:
     tell("doing", "inspecting the models")
     source = find("target", task.target, task)
-    drafts = [find("draft", name, task) for name in task.drafts]
+    drafts = [find("draft", name, task, source) for name in task.drafts]
     target: Loaded | None = None
     for draft in drafts:
         if obstacles(source.facts, draft.facts):

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from gammaray.config import DraftSettings, TargetSettings, WorkerSettings
-from gammaray.demo_pair import resolve_model
+from gammaray.demo_pair import early_exit_layers, resolve_model
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from gammaray.gguf import is_gguf, pretrained_arguments, read_header
 from gammaray.qualify.measured import ModelFacts, QualifyTask
@@ -18,7 +18,7 @@ from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import check_config, load_config
 from services.engine.engine import Engine
 from services.engine.loader import load_worker_engine
-from services.process.fingerprints import vocab_sha256
+from services.process.fingerprints import check_drafter, vocab_sha256
 
 __all__ = ["Loaded", "Source", "encode", "eos_token_ids", "find", "load"]
 
@@ -37,6 +37,7 @@ class Source:
         facts: Facts read from its files.
         config: Configuration of its text part; None when transformers does not support it.
         settings: Settings that its worker would use.
+        draft_for: Of a draft, the target's directory, hub name or GGUF file; else None.
     """
 
     role: str
@@ -45,6 +46,7 @@ class Source:
     facts: ModelFacts
     config: PretrainedConfig | None
     settings: WorkerSettings
+    draft_for: str | None = None
 
 
 @dataclass(frozen=True)
@@ -62,22 +64,32 @@ class Loaded:
     settings: WorkerSettings
 
 
-def find(role: str, name: str, task: QualifyTask) -> Source:
+def find(role: str, name: str, task: QualifyTask, target: Source | None = None) -> Source:
     """Read a model's configuration and tokenizer, but not its weights.
+
+    Args:
+        role: "target" or "draft".
+        name: The model; of a draft also `early-exit:N`.
+        task: What to measure.
+        target: Of a draft, its target.
 
     Raises:
         InvalidArgumentError: There is no such model, or a setting is wrong.
     """
     path = resolve_model(name, role)
-    if is_gguf(path):
-        read_header(path, role)
-    elif not Path(path).is_dir() and path.startswith((".", "/", "~")):
-        raise InvalidArgumentError(role, f"{name!r}, which does not exist", _ALLOWED)
     fields = ("device", "dtype", "threads", "deterministic", *(["draft_weights"] if role == "draft" else ()))
     given = {key: getattr(task, key) for key in fields}
     settings = _SETTINGS[role](
         model=name, **{key: value for key, value in given.items() if value is not None}
     )
+    if target is not None and early_exit_layers(name) is not None:
+        early_exit_layers(name, getattr(target.config, "num_hidden_layers", None))
+        facts = target.facts.model_copy(update={"name": name})
+        return Source(role, name, path, facts, target.config, settings, target.path)
+    if is_gguf(path):
+        read_header(path, role)
+    elif not Path(path).is_dir() and path.startswith((".", "/", "~")):
+        raise InvalidArgumentError(role, f"{name!r}, which does not exist", _ALLOWED)
     try:
         config = load_config(path)
     except UnsupportedModelError as error:
@@ -94,7 +106,8 @@ def find(role: str, name: str, task: QualifyTask) -> Source:
         tokenizer_sha256=digest,
         max_context=getattr(text, "max_position_embeddings", None) or 0,
     )
-    return Source(role, name, path, _refused(facts, role, config), text, settings)
+    draft_for = None if target is None else target.path
+    return Source(role, name, path, _refused(facts, role, config), text, settings, draft_for)
 
 
 def load(source: Source) -> Loaded:
@@ -107,7 +120,9 @@ def load(source: Source) -> Loaded:
     if source.facts.refusal:
         return Loaded(source.facts, None, settings)
     try:
-        engine = load_worker_engine(source.path, settings)
+        if source.draft_for is not None:
+            check_drafter(source.path, source.draft_for)
+        engine = load_worker_engine(source.path, settings, draft_for=source.draft_for)
     except UnsupportedModelError as error:
         return Loaded(source.facts.model_copy(update={"refusal": error.reason}), None, settings)
     except NotFoundError as error:

@@ -245,6 +245,7 @@ def test_wait_ends_when_the_file_exists_or_at_the_timeout(tmp_path):
     [
         ({"models": {"target": "team/large"}}, ["team/large"]),
         ({"models": {"target": "a/b", "draft": "a/b"}}, ["a/b"]),
+        ({"models": {"target": "a/b", "draft": "early-exit:4"}}, ["a/b"]),
         ({"models": {"target": "a/b", "draft": "c/d"}, "draft": {"workers": "0"}}, ["a/b"]),
         ({"models": {"target": "/data/m", "draft": "demo"}}, None),
         ({"models": {"target": "a/b"}, "modelCache": {"download": {"enabled": False}}}, None),

@@ -127,7 +127,7 @@ def test_context_past_the_drafts_is_not_drafted(target, tmp_path, temperature):
 
 async def test_worker_serves_the_targets_vocabulary(target, draft):
     (target_folder, tokenizer), (draft_folder, _) = target, draft
-    async with running("draft", draft_folder, target_tokenizer=str(target_folder)) as (link, _):
+    async with running("draft", draft_folder, target_model=str(target_folder)) as (link, _):
         info = await link.info()
         assert (info.vocab_size, info.vocab_sha256) == (len(tokenizer), vocab_sha256(str(target_folder)))
         prompt = tokenizer(PROMPTS[1])["input_ids"]
@@ -144,7 +144,7 @@ async def test_worker_serves_the_targets_vocabulary(target, draft):
 
 async def test_worker_with_the_targets_vocabulary_drafts_as_usual(target):
     folder, tokenizer = target
-    async with running("draft", folder, target_tokenizer=str(folder)) as (link, _):
+    async with running("draft", folder, target_model=str(folder)) as (link, _):
         assert (await link.info()).vocab_size == len(tokenizer)
         result = await link.ask(propose_block(tokenizer(PROMPTS[0])["input_ids"], 3, max_nodes=6))
         assert result.proposal.parents  # trees are for equal vocabularies only
@@ -157,7 +157,7 @@ def test_worker_refuses_a_target_that_it_cannot_draft_for(target, tmp_path, kind
         path = tiny_model("llama", tmp_path, vocab_size=50)
     elif kind == "no common token":
         byte_fallback(["αβγ"], num_bytes=0).save_pretrained(path)
-    settings = DraftSettings(model=str(target[0]), target_tokenizer=str(path))
+    settings = DraftSettings(model=str(target[0]), target_model=str(path))
     with pytest.raises(InvalidArgumentError) as caught:
         asyncio.run(DraftWorker(settings).start())
-    assert caught.value.field == "target_tokenizer"
+    assert caught.value.field == "target_model"

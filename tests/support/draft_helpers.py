@@ -36,6 +36,7 @@ class TableEngine:
 
     vocab_size, max_context, device = VOCAB, 400, torch.device("cpu")
     can_chain = False
+    mask_token: int | None = None
 
     def __init__(self, seed: int = 0, spread: float = 2.0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -91,9 +92,12 @@ class TableEngine:
             before, expected = self._slots(cache, slot)[:-1], marks(path)
             assert cache.data[0, 0, :, 0][before].tolist() == expected[:-1]
             cache.data[0, 0, slot, 0] = expected[-1]
-            rows.append(self.table[path[-2] if len(path) > 1 else 0, path[-1]])
+            rows.append(self.row(path))
         self.num_rows += len(rows)
         return torch.stack(rows)[len(rows) - feed.num_logits :].clone()
+
+    def row(self, path: Sequence[int]) -> Tensor:
+        return self.table[path[-2] if len(path) > 1 else 0, path[-1]]
 
     def path(self, cache: SessionCache, node: int) -> list[int]:
         tokens: list[int] = []
@@ -120,9 +124,9 @@ class TableEngine:
         cache = self.caches.get(session_id)
         return 0 if cache is None else len(cache.tree_tokens)
 
-    def truncate(self, session_id: str, length: int) -> None:
+    def truncate(self, session_id: str, length: int, num_nodes: int = 0) -> None:
         if session_id in self.caches:
-            self.caches[session_id].truncate(length)
+            self.caches[session_id].truncate(length, num_nodes)
 
     def keep_path(self, session_id: str, base: int, path: Sequence[int], keep: Sequence[int] = ()) -> None:
         self.caches[session_id].keep_path(base, path, keep)
@@ -153,6 +157,20 @@ class ChainingEngine(TableEngine):
     """A table engine that feeds several tokens of a chain in one call, as the compiled kernel does."""
 
     can_chain = True
+
+
+class ParallelEngine(TableEngine):
+    """A table engine with a mask token: logits depend most on the position, which masks do not hide."""
+
+    mask_token = VOCAB
+
+    def row(self, path: Sequence[int]) -> Tensor:
+        num_masks = 0
+        while path[-1 - num_masks] == VOCAB:
+            num_masks += 1
+        *_, before, last = [0, *path[: len(path) - num_masks]]
+        assert VOCAB not in (before, last), "a mask was kept in the cache"
+        return self.table[len(path) % VOCAB, 0] + 0.2 * self.table[(before + num_masks) % VOCAB, last]
 
 
 class Open(Throttle):
@@ -241,8 +259,7 @@ def outcome(
             for index in range(len(proposal))
             if (index - 1 if proposal.parents is None else proposal.parents[index]) == node
         }
-        before, last = (context + tokens)[-2:]
-        scores = engine.table[before, last]
+        scores = engine.row(context + tokens)
         if params.temperature > 0 and method is VerificationMethod.COUPLED:
             noise = Noise(params.seed or 0, 0, VOCAB).gumbel(len(context) + len(tokens), 1)[0]
             scores = (scores / params.temperature + noise) / draw_temperature(params.temperature)

@@ -1,4 +1,4 @@
-{{/* JSON list of the models to download from the hub: neither the demo pair nor directories. */}}
+{{/* JSON list of the models to download from the hub: neither the demo pair, directories nor early exits. */}}
 {{- define "gammaray.hubModels" -}}
 {{- $models := list -}}
 {{- $names := list .Values.models.target -}}
@@ -6,7 +6,7 @@
 {{- $names = append $names .Values.models.draft -}}
 {{- end -}}
 {{- range uniq $names -}}
-{{- if not (or (eq . "demo") (hasPrefix "/" .) (hasPrefix "." .)) -}}
+{{- if not (or (eq . "demo") (hasPrefix "/" .) (hasPrefix "." .) (hasPrefix "early-exit:" .)) -}}
 {{- $models = append $models . -}}
 {{- end -}}
 {{- end -}}

@@ -40,7 +40,7 @@
 {{- end -}}
 {{- $_ := set $settings "model" (get $.Values.models $role) -}}
 {{- if and (eq $role "draft") (ne $.Values.models.draft $.Values.models.target) -}}
-{{- $_ := set $settings "target_tokenizer" $.Values.models.target -}}
+{{- $_ := set $settings "target_model" $.Values.models.target -}}
 {{- end -}}
 {{- $_ := set $settings "device" (ternary "cuda" "cpu" (gt (int $values.gpus) 0)) -}}
 {{- $_ := set $deployment.ray_actor_options "num_gpus" (int $values.gpus) -}}

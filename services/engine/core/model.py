@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -27,6 +28,9 @@ __all__ = [
     "head_norms",
     "load_config",
     "load_model",
+    "loaded_model",
+    "torch_device",
+    "torch_dtype",
 ]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -126,7 +130,9 @@ class LoadedModel:
         return cast(LlamaModel, self.module)
 
 
-def load_model(name: str, *, device: str = "auto", dtype: str = "auto", num_ranks: int = 1) -> LoadedModel:
+def load_model(
+    name: str, *, device: str = "auto", dtype: str = "auto", num_ranks: int = 1, num_layers: int | None = None
+) -> LoadedModel:
     """Load a model as transformers does, with eager attention.
 
     Args:
@@ -134,46 +140,78 @@ def load_model(name: str, *, device: str = "auto", dtype: str = "auto", num_rank
         device: "auto" (cuda if available), "cpu", "cuda" or "cuda:N".
         dtype: "auto" (float32 on CPU, bfloat16 elsewhere), "float32", "bfloat16" or "float16".
         num_ranks: Processes that share the model; each calls this after joining the process group.
+        num_layers: Leave out the layers from this one on, whose weights are not read; None: all layers. Not
+            with a GGUF file.
 
     Raises:
         NotFoundError: There is no such model.
-        UnsupportedModelError: Its configuration rules it out.
+        UnsupportedModelError: Its configuration rules it out, or its weights are damaged or incomplete.
         InvalidArgumentError: Unknown device or dtype, or a GGUF file that cannot be read.
     """
-    where = _device(device)
-    kind = _dtype(dtype, where)
+    where = torch_device(device)
+    kind = torch_dtype(dtype, where)
     config = load_config(name)
     check_config(name, config)
-    max_context = _max_context(name, config.get_text_config())
+    if num_layers is not None:
+        _keep_layers(config.get_text_config(), num_layers)
+    _max_context(name, config.get_text_config())  # refused before the weights are read
     if is_gguf(name):
         if num_ranks > 1:
             raise UnsupportedModelError(name, "a GGUF file cannot be spread over several devices")
         module = load_gguf_module(name, config, kind)
     else:
-        module = _load_pretrained(name, kind, num_ranks)
+        module = _load_pretrained(name, None if num_layers is None else config, kind, num_ranks)
+    return loaded_model(name, module, config, where if num_ranks == 1 else None)
+
+
+def loaded_model(
+    name: str, module: PreTrainedModel, config: PretrainedConfig, device: torch.device | None
+) -> LoadedModel:
+    """Return a module in evaluation mode, moved to a device if one is given."""
     typed: nn.Module = module  # transformers overrides `to` and `eval` without types
-    if num_ranks == 1:  # else each rank's share is already on its device
-        typed.to(where)
+    if device is not None:  # else each rank's share is already on its device
+        typed.to(device)
     typed.eval().requires_grad_(False)
-    return LoadedModel(name, module, config.get_text_config(), max_context)
+    text = config.get_text_config()
+    return LoadedModel(name, module, text, _max_context(name, text))
 
 
-def _load_pretrained(name: str, dtype: torch.dtype, num_ranks: int) -> PreTrainedModel:
+def _keep_layers(config: PretrainedConfig, num_layers: int) -> None:
+    config.num_hidden_layers = num_layers
+    if layer_types := getattr(config, "layer_types", None):
+        config.layer_types = layer_types[:num_layers]
+
+
+def _load_pretrained(
+    name: str, config: PretrainedConfig | None, dtype: torch.dtype, num_ranks: int
+) -> PreTrainedModel:
     how: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
+    if config is not None:
+        how["config"] = config
     if num_ranks > 1:
         how["distributed_config"] = DistributedConfig(tp_size=num_ranks)
     try:
-        module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, **how)
+        result: Any = AutoModelForCausalLM.from_pretrained(name, **how, output_loading_info=True)
+    except SafetensorError as error:
+        raise UnsupportedModelError(name, f"its weights are truncated or damaged: {error}") from error
     except ValueError as error:
         raise UnsupportedModelError(
             name, f"transformers cannot load it as a causal model: {error}"
         ) from error
     except OSError as error:
         raise NotFoundError(f"model {name!r}: {error}") from error
+    module: PreTrainedModel = result[0]
+    if missing := sorted(result[1]["missing_keys"]):  # transformers would initialise them at random
+        raise UnsupportedModelError(name, f"it lacks {len(missing)} weights, such as {missing[0]}")
     return module
 
 
-def _device(name: str) -> torch.device:
+def torch_device(name: str) -> torch.device:
+    """Return the device that a setting names.
+
+    Raises:
+        InvalidArgumentError: There is no such device.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -185,7 +223,12 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def torch_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the dtype that a setting names, on a device.
+
+    Raises:
+        InvalidArgumentError: There is no such dtype.
+    """
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if name not in DTYPES:

@@ -157,9 +157,9 @@ class ParallelEngine(Engine):
             self._pending = []
         return super().step(feeds, within)
 
-    def truncate(self, session_id: str, length: int) -> None:
+    def truncate(self, session_id: str, length: int, num_nodes: int = 0) -> None:
         """See `Engine.truncate`."""
-        self._on_all_ranks(super().truncate, session_id, length)
+        self._on_all_ranks(super().truncate, session_id, length, num_nodes)
 
     def keep_path(self, session_id: str, base: int, path: Sequence[int], keep: Sequence[int] = ()) -> None:
         """See `Engine.keep_path`."""

@@ -42,6 +42,9 @@ def settled(world: World, seed: int, max_nodes: int = 0, num_cycles: int = 400):
         pytest.param(World(draft=5.0), id="terribly-slow-draft"),
         pytest.param(World(network=1.0), id="slow-network"),
         pytest.param(World(ahead=0.7, draft=0.15), id="drafted-ahead"),
+        pytest.param(World(draft=0.3, falling=0.95, is_parallel=True), id="parallel-draft"),
+        pytest.param(World(alpha=0.5, draft=0.3, falling=0.8, is_parallel=True), id="weak-parallel-draft"),
+        pytest.param(World(alpha=0.85, draft=0.8, is_parallel=True), id="slow-parallel-draft"),
     ],
 )
 def test_adaptive_gamma_chains_reach_95_per_cent_of_the_oracle_after_200_cycles(world):

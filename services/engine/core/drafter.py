@@ -1,0 +1,256 @@
+"""Loads drafters: ordinary and parallel draft models, drafters that share weights with a target, early exits.
+
+A drafter is a causal model in Hugging Face's format. In addition to it:
+
+- `pard_token` in its configuration marks a parallel draft model (PARD, arXiv 2504.18583): after this mask
+  token it predicts the token that follows in its place. The tensor `pard_embedding` [1, hidden_size] may hold
+  the mask's embedding; the id is then not used.
+- `draft_vocab_size` in its configuration: `lm_head.weight` has that many rows, and row i stands for the
+  target's token i + d2t[i], as in EAGLE-3 checkpoints (tensor `d2t`, int64, ids ascending).
+- `model.embed_tokens.weight` may be absent: then it is the target's.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.utils.hub import cached_file
+
+from gammaray.demo_pair import early_exit_layers
+from gammaray.errors import InvalidArgumentError
+from gammaray.gguf import is_gguf
+from services.engine.core.errors import UnsupportedModelError
+from services.engine.core.model import (
+    LlamaModel,
+    LoadedModel,
+    check_config,
+    load_config,
+    load_model,
+    loaded_model,
+    torch_device,
+    torch_dtype,
+)
+
+__all__ = ["DraftFormat", "load_drafter"]
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+_WEIGHTS = "model.safetensors"
+_INDEX = f"{_WEIGHTS}.index.json"
+# Tensors of a drafter that are no weights of its module; EAGLE-3's t2d follows from d2t.
+_EXTRA = ("d2t", "t2d", "pard_embedding")
+
+
+@dataclass(frozen=True)
+class DraftFormat:
+    """What a drafter has beyond an ordinary model; see the module.
+
+    Attributes:
+        vocab_size: Number of logits of a proposal: the target's token ids.
+        mask_token: The mask's row of the input embedding, which may be `vocab_size`; None: no parallel draft.
+        target_ids: int64 [rows of the head]: the target's token of each row; None: row i is token i.
+    """
+
+    vocab_size: int
+    mask_token: int | None = None
+    target_ids: Tensor | None = None
+
+
+def load_drafter(
+    name: str, target: str, *, device: str = "auto", dtype: str = "auto"
+) -> tuple[LoadedModel, DraftFormat]:
+    """Load a drafter as an ordinary model, whose head may be smaller and its embedding larger.
+
+    Args:
+        name: Directory, hub name or GGUF file, or `early-exit:N`.
+        target: The target's directory or hub name; "" if it is not known.
+        device: As for `load_model`.
+        dtype: As for `load_model`.
+
+    Raises:
+        NotFoundError: There is no such model.
+        UnsupportedModelError: Its configuration rules it out, or its weights are damaged or incomplete.
+        InvalidArgumentError: Unknown device or dtype; a GGUF file that cannot be read; or the drafter needs
+            weights of the target, which is not known, has none in safetensors, or does not match.
+    """
+    if early_exit_layers(name, field="model") is not None:
+        return _early_exit(name, target, device, dtype)
+    config = load_config(name)
+    vocab_size = int(config.get_text_config().vocab_size)
+    if is_gguf(name) or not Path(name).is_dir() or not _is_special(Path(name), config):
+        loaded = load_model(name, device=device, dtype=dtype)
+        mask_token = _mask_token(name, loaded.config, vocab_size)
+        if mask_token is not None and target:
+            # A mask that was added to the target's vocabulary is no token of the target.
+            vocab_size = min(vocab_size, int(load_config(target).get_text_config().vocab_size))
+        return loaded, DraftFormat(vocab_size, mask_token)
+    check_config(name, config)
+    where = torch_device(device)
+    module, draft = _assembled(name, config, target, torch_dtype(dtype, where))
+    return loaded_model(name, module, config, where), draft
+
+
+def _early_exit(name: str, target: str, device: str, dtype: str) -> tuple[LoadedModel, DraftFormat]:
+    if not target or is_gguf(target):
+        raise InvalidArgumentError("target_model", target, f"a directory or hub name, with model {name}")
+    config = load_config(target).get_text_config()
+    num_layers = early_exit_layers(name, config.num_hidden_layers, field="model")
+    loaded = load_model(target, device=device, dtype=dtype, num_layers=num_layers)
+    return loaded, DraftFormat(config.vocab_size)
+
+
+def _mask_token(name: str, config: PretrainedConfig, num_rows: int) -> int | None:
+    mask_token = getattr(config, "pard_token", None)
+    if mask_token is None:
+        return None
+    if not isinstance(mask_token, int) or not 0 <= mask_token < num_rows:
+        raise UnsupportedModelError(name, f"its pard_token is {mask_token!r}, allowed: [0, {num_rows})")
+    return mask_token
+
+
+def _is_special(folder: Path, config: PretrainedConfig) -> bool:
+    """Whether a directory is no model that transformers loads by itself."""
+    if getattr(config, "draft_vocab_size", None) is not None:
+        return True
+    names = set(_names(folder))
+    return bool(names) and ("pard_embedding" in names or EMBEDDING not in names)
+
+
+def _assembled(
+    name: str, config: PretrainedConfig, target: str, dtype: torch.dtype
+) -> tuple[PreTrainedModel, DraftFormat]:
+    """Return the module of a drafter directory, with the target's embedding where it shares that."""
+    folder, vocab_size = Path(name), int(config.vocab_size)
+    weights = {key: _read(folder, key) for key in _names(folder)}
+    d2t, _, mask = (weights.pop(key, None) for key in _EXTRA)
+    target_ids = _target_ids(name, config, d2t)
+    embedding = weights.pop(EMBEDDING, None)
+    if embedding is None:
+        embedding = _target_embedding(name, target)
+    _check_shape(name, EMBEDDING, embedding, (vocab_size, config.hidden_size))
+    with no_init_weights():
+        module: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation="eager"
+        )
+    if mask is None:
+        mask_token = _mask_token(name, config, vocab_size)
+    else:
+        _check_shape(name, "pard_embedding", mask, (1, config.hidden_size))
+        embedding, mask_token = torch.cat([embedding.to(dtype), mask.to(dtype)]), vocab_size
+    rows = nn.Embedding(len(embedding), config.hidden_size, _weight=embedding.to(dtype))
+    module.set_input_embeddings(rows)
+    head = cast(LlamaModel, module).get_output_embeddings()
+    if HEAD not in weights:
+        if target_ids is not None or not config.tie_word_embeddings:
+            raise UnsupportedModelError(name, f"it lacks {HEAD}")
+        head.weight = rows.weight
+    elif target_ids is not None:
+        head.weight = nn.Parameter(torch.empty(len(target_ids), config.hidden_size, dtype=dtype))
+    _fill(name, module, weights)
+    return module, DraftFormat(vocab_size, mask_token, target_ids)
+
+
+def _fill(name: str, module: PreTrainedModel, weights: dict[str, Tensor]) -> None:
+    """Copy the stored weights into the module, whose embedding is there already.
+
+    Raises:
+        UnsupportedModelError: Weights are missing, of another shape, or of no use.
+    """
+    try:
+        missing, unexpected = module.load_state_dict(weights, strict=False)
+    except RuntimeError as error:  # another shape
+        raise UnsupportedModelError(name, f"its weights do not fit its configuration: {error}") from error
+    missing = [key for key in missing if key != EMBEDDING and not (key == HEAD and HEAD not in weights)]
+    if missing:
+        raise UnsupportedModelError(name, f"it lacks {len(missing)} weights, such as {sorted(missing)[0]}")
+    if unexpected:
+        raise UnsupportedModelError(name, f"its weight {sorted(unexpected)[0]} has no place in the model")
+
+
+def _target_ids(name: str, config: PretrainedConfig, d2t: Tensor | None) -> Tensor | None:
+    """Return the target's token of each row of the head."""
+    count = getattr(config, "draft_vocab_size", None)
+    if count is None or (d2t is None and count == config.vocab_size):
+        return None
+    if d2t is None:
+        raise UnsupportedModelError(name, "it has a draft_vocab_size, but no tensor d2t")
+    _check_shape(name, "d2t", d2t, (count,))
+    ids = torch.arange(count) + d2t.long()
+    if (ids.diff() <= 0).any() or ids[0] < 0 or ids[-1] >= config.vocab_size:
+        raise UnsupportedModelError(name, f"its d2t does not give ascending ids in [0, {config.vocab_size})")
+    return ids
+
+
+def _target_embedding(name: str, target: str) -> Tensor:
+    """Return the input embedding of a target, of which nothing else is read."""
+    allowed = f"a directory or hub name with safetensors, as {name} shares the target's embedding"
+    if not target or is_gguf(target):
+        raise InvalidArgumentError("target_model", target, allowed)
+    try:
+        folder = Path(target) if Path(target).is_dir() else _hub_folder(target)
+        for key in _names(folder):
+            if key.endswith(EMBEDDING.removeprefix("model.")):
+                if not Path(target).is_dir():
+                    cached_file(target, _file_of(folder, key).name)
+                return _read(folder, key)
+    except (OSError, HFValidationError) as error:
+        raise InvalidArgumentError("target_model", f"{target!r} ({error})", allowed) from error
+    raise InvalidArgumentError("target_model", target, allowed)
+
+
+def _hub_folder(name: str) -> Path:
+    """Return the folder in the hub's cache that has the index of a model's weights, or its only file."""
+    index = cached_file(name, _INDEX, _raise_exceptions_for_missing_entries=False)
+    return Path(index or str(cached_file(name, _WEIGHTS))).parent
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the names of all tensors of a directory; none without safetensors."""
+    if (folder / _WEIGHTS).is_file():
+        with _opened(folder, folder / _WEIGHTS) as file:
+            return list(file.keys())
+    if (folder / _INDEX).is_file():
+        return sorted(json.loads((folder / _INDEX).read_text())["weight_map"])
+    return []
+
+
+def _file_of(folder: Path, key: str) -> Path:
+    if (folder / _WEIGHTS).is_file():
+        return folder / _WEIGHTS
+    return folder / str(json.loads((folder / _INDEX).read_text())["weight_map"][key])
+
+
+def _read(folder: Path, key: str) -> Tensor:
+    with _opened(folder, _file_of(folder, key)) as file:
+        tensor: Tensor = file.get_tensor(key)
+    return tensor
+
+
+def _opened(folder: Path, path: Path) -> safe_open:
+    """Open a safetensors file.
+
+    Raises:
+        UnsupportedModelError: It is truncated or damaged.
+    """
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise UnsupportedModelError(
+            str(folder), f"its {path.name} is missing, truncated or damaged: {error}"
+        ) from error
+
+
+def _check_shape(name: str, key: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        reason = f"{key} has the shape {list(tensor.shape)}, its configuration says {list(shape)}"
+        raise UnsupportedModelError(name, reason)

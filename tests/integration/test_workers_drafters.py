@@ -1,0 +1,242 @@
+"""Parallel drafts, drafters that share weights with their target, and early exits on draft workers."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+from drafter_helpers import make_drafter
+from engine_helpers import plain_model, random_tokens, tiny_model
+from vocabulary_helpers import CODE, byte_level
+from workers_helpers import Driver, propose_block, running, spec_message
+
+from gammaray.errors import InvalidArgumentError
+from gammaray.types import SamplingParams, VerificationMethod
+from services.engine.core.errors import UnsupportedModelError
+
+pytestmark = pytest.mark.integration
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "max_position_embeddings": 256}
+PROMPT = random_tokens(12, seed=3)
+LENGTH = 40
+DRAFTERS = {
+    "parallel": {"pard_token": 4},
+    "parallel-shared": {"pard_token": 10**6, "mask_embedding": True, "shares_embedding": True},
+    "parallel-reduced": {"pard_token": 4, "draft_vocab_size": 200, "shares_embedding": True},
+    "reduced": {"draft_vocab_size": 200},
+    "early-exit:2": None,
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    tokenizer = byte_level(CODE, 300)
+    path = tmp_path_factory.mktemp("target")
+    directory = tiny_model("llama", path, seed=1, vocab_size=len(tokenizer), **SIZES)
+    tokenizer.save_pretrained(directory)
+    model = plain_model(directory)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.3)  # the shared noise decides, so that masks' rows are accepted, too
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def drafter(request, target, tmp_path):
+    fields = DRAFTERS[request.param]
+    return request.param if fields is None else make_drafter(target, tmp_path / "drafter", **fields)
+
+
+def draft_ahead_to_the_end(scheduler):
+    while scheduler.lookahead.has_work:
+        scheduler.step()
+
+
+async def held_tokens(worker, session_id):
+    def held(scheduler):
+        engine = scheduler.engine
+        return list(engine.tokens(session_id)), engine.num_nodes(session_id)
+
+    return await worker.engine.call(held)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("drafter", DRAFTERS, indirect=True)
+async def test_tokens_are_those_of_plain_decoding(target, drafter, temperature):
+    penalties = {"frequency_penalty": 0.6, "repetition_penalty": 1.1, "min_tokens": 9}
+    accepted = 0
+    async with (
+        running("target", target) as (verifier, _),
+        running("draft", drafter, target_model=str(target)) as (draft, _),
+    ):
+        assert (await draft.info()).vocab_size == (await verifier.info()).vocab_size
+        for number, extra in enumerate(({}, penalties)):
+            params = SamplingParams(temperature=temperature, seed=7, **extra)
+            common = {"prompt": PROMPT, "params": params, "eos_token_ids": (5,)}
+            plain = await Driver(verifier, None, **common, session_id=f"plain{number}").generate(LENGTH)
+            for gamma, max_nodes in ((1, 0), (4, 0), (7, 0), (3, 8), (6, 40)):
+                name = f"{gamma}-{max_nodes}-{number}"
+                driver = Driver(verifier, draft, **common, gamma=gamma, max_nodes=max_nodes, session_id=name)
+                assert await driver.generate(LENGTH) == plain
+                accepted += driver.accepted
+    # Of ten texts: the first token of each block, and draws that the noise decides.
+    assert accepted > (150 if temperature else 60)
+
+
+@pytest.mark.parametrize("max_nodes", [0, 12])
+@pytest.mark.parametrize("fast_kernels", [True, False], ids=["kernel", "transformers"])
+async def test_block_takes_one_forward_and_leaves_no_mask_in_the_cache(
+    target, tmp_path, max_nodes, fast_kernels
+):
+    drafter = make_drafter(target, tmp_path / "drafter", pard_token=4)
+    settings = {"draft_ahead": False, "fast_kernels": fast_kernels}
+    async with running("draft", drafter, **settings) as (draft, worker):
+        spec = spec_message(SamplingParams(temperature=1.0, seed=4))
+        result = await draft.ask(propose_block(PROMPT, 6, max_nodes=max_nodes, spec=spec))
+        assert result.num_forwards == 1
+        assert len(result.proposal.token_ids) == (max_nodes or 6)
+        assert await held_tokens(worker, "s") == (PROMPT, 0)
+        longer = [*PROMPT, *result.proposal.token_ids[:2], 9]
+        assert (await draft.ask(propose_block(longer, 6, max_nodes=max_nodes, spec=spec))).num_forwards == 1
+        assert await held_tokens(worker, "s") == (longer, 0)
+
+
+async def test_block_is_drawn_from_the_rows_of_its_masks_with_the_noise_of_their_positions(target, tmp_path):
+    """A chain of a parallel draft, computed here by transformers."""
+    from services.engine.sampling.noise import Noise
+
+    drafter = make_drafter(target, tmp_path / "drafter", pard_token=4)
+    with torch.no_grad():
+        logits = plain_model(target)(torch.tensor([[*PROMPT, 4, 4, 4, 4]])).logits[0, len(PROMPT) - 1 :]
+    noise = Noise(4, 0, logits.shape[1]).gumbel(len(PROMPT), 5)
+    async with running("draft", drafter) as (draft, _):
+        for temperature in (0.0, 0.8):
+            spec = spec_message(SamplingParams(temperature=temperature, seed=4))
+            block = propose_block(PROMPT, 5, session_id=str(temperature), spec=spec)
+            scores = logits if temperature == 0 else logits / temperature + noise
+            assert list((await draft.ask(block)).proposal.token_ids) == scores.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("max_nodes", [0, 9])
+async def test_prepared_block_needs_no_forward(target, tmp_path, max_nodes):
+    sure = plain_model(target)
+    with torch.no_grad():
+        sure.lm_head.weight.mul_(40.0)
+    sure.save_pretrained(tmp_path / "sure")
+    drafter = make_drafter(tmp_path / "sure", tmp_path / "drafter", pard_token=4)
+    async with running("draft", drafter) as (draft, worker):
+        for index, params in enumerate((SamplingParams(temperature=0.0, seed=1), SamplingParams(seed=2))):
+            spec, name = spec_message(params), f"s{index}"
+            longer = await draft.ask(propose_block(PROMPT, 5, session_id=f"long{index}", spec=spec))
+            await draft.ask(propose_block(PROMPT, 4, max_nodes=max_nodes, session_id=name, spec=spec))
+            await worker.engine.call(draft_ahead_to_the_end)
+            tokens = [*PROMPT, *longer.proposal.token_ids]  # all accepted, and the draft's own bonus
+            hit = await draft.ask(propose_block(tokens, 4, max_nodes=max_nodes, session_id=name, spec=spec))
+            new = propose_block(tokens, 4, max_nodes=max_nodes, session_id=f"new{index}", spec=spec)
+            miss = await draft.ask(new)
+            assert (hit.num_forwards, miss.num_forwards) == (0, 1)
+            # A new session's tree may be of another size: its confidences are calibrated by other sessions.
+            assert hit.proposal == miss.proposal or max_nodes
+            held, _ = await held_tokens(worker, name)
+            assert held == tokens
+
+
+async def test_sessions_at_once_get_what_each_gets_alone(target, tmp_path):
+    drafter = make_drafter(target, tmp_path / "drafter", pard_token=4)
+    async with running("target", target) as (verifier, _), running("draft", drafter) as (draft, _):
+
+        async def decode(number, gamma, name):
+            params, prompt = (
+                SamplingParams(temperature=1.0, seed=number),
+                random_tokens(5 + 9 * number, number),
+            )
+            link = draft if gamma else None
+            driver = Driver(verifier, link, prompt, params=params, gamma=gamma, session_id=f"{name}{number}")
+            return await driver.generate(LENGTH)
+
+        plain = [await decode(number, 0, "plain") for number in range(6)]
+        assert await asyncio.gather(*(decode(number, 3 + number, "d") for number in range(6))) == plain
+    assert max(draft.frame_sizes) > 1
+
+
+@pytest.mark.parametrize("method", [VerificationMethod.REJECTION, VerificationMethod.NAIVE])
+async def test_other_methods_emit_the_same_with_and_without_draft_ahead(target, tmp_path, method):
+    drafter = make_drafter(target, tmp_path / "drafter", pard_token=4)
+    settings = {"deterministic": True}
+    async with (
+        running("target", target, **settings) as (verifier, _),
+        running("draft", drafter, **settings) as (ahead, _),
+        running("draft", drafter, draft_ahead=False, **settings) as (fresh, _),
+    ):
+        params = SamplingParams(temperature=1.0, seed=5)
+        texts = []
+        for name, link in (("ahead", ahead), ("fresh", fresh)):
+            driver = Driver(verifier, link, PROMPT, params, method, gamma=4, session_id=name)
+            texts.append(await driver.generate(LENGTH))
+    assert texts[0] == texts[1]
+
+
+async def test_context_past_the_drafts_is_not_drafted(target, tmp_path):
+    drafter = make_drafter(target, tmp_path / "d", pard_token=4, max_position_embeddings=40)
+    params = SamplingParams(temperature=1.0, seed=5)
+    async with running("target", target) as (verifier, _), running("draft", drafter) as (draft, _):
+        plain = await Driver(verifier, None, PROMPT, params, session_id="plain").generate(LENGTH)
+        driver = Driver(verifier, draft, PROMPT, params, gamma=6, keep_proposals=True)
+        assert await driver.generate(LENGTH) == plain
+    assert max(map(len, driver.proposals)) == 6
+    assert len(driver.proposals[-1]) == 0
+
+
+async def test_drafter_of_another_target_is_refused(tmp_path):
+    tokenizer = byte_level(CODE, 300)
+    targets = [
+        tiny_model("llama", tmp_path, seed=seed, vocab_size=len(tokenizer), max_position_embeddings=256)
+        for seed in (1, 2)
+    ]
+    for directory in targets:
+        tokenizer.save_pretrained(directory)
+    drafter = make_drafter(
+        targets[0],
+        tmp_path / "d",
+        pard_token=4,
+        shares_embedding=True,
+        mask_embedding=True,
+        target=targets[0],
+    )
+    async with running("draft", drafter, target_model=str(targets[0])) as (draft, _):
+        info = await draft.info()
+        assert info.vocab_size == len(tokenizer)
+        assert info.vocab_sha256  # the target's: the drafter has no tokenizer
+    with pytest.raises(InvalidArgumentError, match="was trained for llama-1") as caught:
+        async with running("draft", drafter, target_model=str(targets[1])):
+            pass
+    assert caught.value.field == "model"
+    byte_level(CODE[:1000], 280).save_pretrained(targets[0])
+    with pytest.raises(InvalidArgumentError, match="trained for another one"):
+        async with running("draft", drafter, target_model=str(targets[0])):
+            pass
+    for text in ("{", "[]", "{}", json.dumps({"format": 2, "target": {"name": "", "fingerprint": ""}})):
+        (drafter / "gammaray.json").write_text(text)
+        with pytest.raises(InvalidArgumentError, match=r"gammaray\.json"):
+            async with running("draft", drafter, target_model=str(targets[0])):
+                pass
+
+
+async def test_parallel_draft_of_another_vocabulary_is_refused(target, tmp_path):
+    tokenizer = byte_level(CODE, 300)
+    other = tiny_model("llama", tmp_path, vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(other)
+    drafter = make_drafter(other, tmp_path / "d", pard_token=4)
+    byte_level(CODE[:1000], 280).save_pretrained(drafter)
+    with pytest.raises(InvalidArgumentError, match="tokens are not mapped"):
+        async with running("draft", drafter, target_model=str(other)):
+            pass
+
+
+async def test_truncated_drafter_is_refused(target, tmp_path):
+    drafter = make_drafter(target, tmp_path / "d", pard_token=4, shares_embedding=True)
+    file = drafter / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(UnsupportedModelError, match="truncated or damaged"):
+        async with running("draft", drafter, target_model=str(target)):
+            pass

@@ -1,0 +1,169 @@
+"""Drafter directories: parallel draft models, reduced vocabularies, shared embeddings, early exits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from drafter_helpers import EMBEDDING, HEAD, make_drafter
+from engine_helpers import VOCAB_SIZE, plain_logits, plain_model, random_tokens, tiny_model
+from safetensors.torch import load_file, save_file
+
+from gammaray.errors import InvalidArgumentError
+from services.engine.core.errors import UnsupportedModelError
+from services.engine.engine import NOT_DRAFTED, Engine, SequenceInput
+from services.engine.loader import load_engine
+
+MASK = 4
+TEXT = random_tokens(9, seed=1)
+RUNNERS = pytest.mark.parametrize("fast_kernels", [True, False], ids=["kernel", "transformers"])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, which is also the target whose embedding a drafter shares."""
+    return tiny_model("llama", tmp_path_factory.mktemp("source"), seed=3)
+
+
+def load(drafter: Path | str, target: Path | str = "", *, fast_kernels: bool = True) -> Engine:
+    return load_engine(str(drafter), draft_for=str(target), fast_kernels=fast_kernels)
+
+
+def logits_of(engine: Engine, token_ids: list[int]) -> torch.Tensor:
+    (logits,) = engine.step([SequenceInput("s", 0, token_ids, len(token_ids))])
+    return logits
+
+
+@RUNNERS
+def test_rows_of_a_block_equal_transformers_forward_with_masks(source, tmp_path, fast_kernels):
+    engine = load(make_drafter(source, tmp_path / "d", pard_token=MASK), fast_kernels=fast_kernels)
+    assert engine.mask_token == MASK
+    expected = plain_logits(plain_model(source), [*TEXT, *[MASK] * 3])
+    assert torch.allclose(logits_of(engine, [*TEXT, *[MASK] * 3]), expected, atol=1e-4)
+
+
+@RUNNERS
+@pytest.mark.parametrize("tied", [False, True])
+def test_mask_with_an_embedding_of_its_own_is_no_token(source, tmp_path, fast_kernels, tied):
+    base = tiny_model("llama", tmp_path, seed=5, tie_word_embeddings=tied)
+    options = {"pard_token": 10**6, "mask_embedding": True, "shares_embedding": not tied}
+    drafter = make_drafter(base, tmp_path / "d", **options)
+    engine = load(drafter, source, fast_kernels=fast_kernels)
+    assert (engine.vocab_size, engine.mask_token) == (VOCAB_SIZE, VOCAB_SIZE)
+    reference = plain_model(base)
+    with torch.no_grad():
+        rows = reference.get_input_embeddings().weight
+        if not tied:
+            rows.copy_(plain_model(source).get_input_embeddings().weight)
+        embedded = torch.cat([rows[TEXT], load_file(drafter / "model.safetensors")["pard_embedding"]])[None]
+        expected = reference(inputs_embeds=embedded, use_cache=False).logits[0]
+    assert torch.allclose(logits_of(engine, [*TEXT, VOCAB_SIZE]), expected, atol=1e-4)
+
+
+@RUNNERS
+def test_reduced_vocabulary_is_expanded_to_the_targets(source, tmp_path, fast_kernels):
+    drafter = make_drafter(source, tmp_path / "d", draft_vocab_size=40, shares_embedding=True)
+    engine = load(drafter, source, fast_kernels=fast_kernels)
+    assert engine.vocab_size == VOCAB_SIZE
+    ids = load_file(drafter / "model.safetensors")["d2t"] + torch.arange(40)
+    logits = logits_of(engine, TEXT)
+    assert torch.allclose(logits[:, ids], plain_logits(plain_model(source), TEXT)[:, ids], atol=1e-4)
+    others = [token_id for token_id in range(VOCAB_SIZE) if token_id not in ids]
+    assert (logits[:, others] == NOT_DRAFTED).all()
+
+
+@RUNNERS
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("arch", ["llama", "qwen2-sliding"])
+def test_early_exit_equals_transformers_model_cut_to_its_first_layers(
+    tmp_path, fast_kernels, num_layers, arch
+):
+    target = tiny_model(arch, tmp_path, seed=8)
+    engine = load(f"early-exit:{num_layers}", target, fast_kernels=fast_kernels)
+    assert engine.num_layers == num_layers
+    reference = plain_model(target)
+    del reference.model.layers[num_layers:]
+    reference.config.num_hidden_layers = num_layers
+    assert torch.allclose(logits_of(engine, TEXT), plain_logits(reference, TEXT), atol=1e-4)
+
+
+@pytest.mark.parametrize("number", ["0", "3", "99999", "x", ""])
+def test_early_exit_out_of_range_is_refused_with_the_range(source, number):
+    with pytest.raises(InvalidArgumentError, match="N with N from 1") as caught:
+        load(f"early-exit:{number}", source)
+    assert caught.value.field == "model"
+    if number.isdecimal():
+        assert "3 layers" in str(caught.value) or number == "0"
+
+
+@pytest.mark.parametrize("drafter", ["early-exit:1", "shared"])
+def test_drafter_that_needs_its_target_is_refused_without_it(source, tmp_path, drafter):
+    if drafter == "shared":
+        drafter = make_drafter(source, tmp_path / "d", shares_embedding=True)
+    with pytest.raises(InvalidArgumentError) as caught:
+        load(drafter)
+    assert caught.value.field == "target_model"
+
+
+def test_target_of_another_width_is_refused(source, tmp_path):
+    wide = tiny_model("llama", tmp_path, hidden_size=64)
+    with pytest.raises(UnsupportedModelError, match="has the shape"):
+        load(make_drafter(source, tmp_path / "d", shares_embedding=True), wide)
+
+
+@pytest.mark.parametrize("pard_token", [-1, VOCAB_SIZE, "4"])
+def test_pard_token_outside_the_vocabulary_is_refused(source, tmp_path, pard_token):
+    with pytest.raises(UnsupportedModelError, match="pard_token"):
+        load(make_drafter(source, tmp_path / "d", pard_token=pard_token))
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_truncated_weights_are_refused(source, tmp_path, shares):
+    file = make_drafter(source, tmp_path / "d", shares_embedding=shares) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UnsupportedModelError, match="truncated or damaged"):
+        load(tmp_path / "d", source)
+
+
+@pytest.mark.parametrize(
+    ("key", "shares"),
+    [("model.norm.weight", False), (HEAD, False), ("model.norm.weight", True), (HEAD, True), ("d2t", True)],
+)
+def test_missing_weights_are_refused(source, tmp_path, key, shares):
+    file = make_drafter(source, tmp_path / "d", draft_vocab_size=40 if key == "d2t" else None)
+    file /= "model.safetensors"
+    weights = load_file(file)
+    del weights[key]
+    if shares:
+        del weights[EMBEDDING]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"lacks|no tensor"):
+        load(tmp_path / "d", source)
+
+
+def test_map_that_leaves_the_vocabulary_is_refused(source, tmp_path):
+    file = make_drafter(source, tmp_path / "d", draft_vocab_size=40) / "model.safetensors"
+    for d2t in (torch.arange(40, 0, -1), torch.full((40,), 90)):
+        save_file(load_file(file) | {"d2t": d2t}, file)
+        with pytest.raises(UnsupportedModelError, match="ascending"):
+            load(tmp_path / "d")
+
+
+def test_ordinary_model_with_random_weights_for_missing_ones_is_refused(tmp_path):
+    """transformers would initialise them at random, for targets too."""
+    directory = tiny_model("llama", tmp_path)
+    file = directory / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match="lacks 1 weights"):
+        load_engine(str(directory))
+
+
+def test_configuration_without_the_extra_keys_is_an_ordinary_draft(source, tmp_path):
+    engine = load(make_drafter(source, tmp_path / "d"))
+    assert engine.mask_token is None
+    assert "pard_token" not in json.loads((tmp_path / "d" / "config.json").read_text())
+    assert torch.equal(logits_of(engine, TEXT), logits_of(load_engine(str(source)), TEXT))
