@@ -31,6 +31,7 @@ _COMMANDS = {
     "status": "List the processes of a cluster.",
     "top": "Show live statistics of a cluster.",
     "trace": "Show the tokens and times of each cycle of a SESSION.",
+    "train": "Train a drafter for a target on text that the target writes.",
     "up": "Start a whole cluster on this machine.",
 }
 

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from gammaray import errors
 from gammaray.errors import FailedPreconditionError, GammarayError, InternalError, InvalidArgumentError
 from gammaray.qualify.measured import PairFacts, QualifyTask
 
-__all__ = ["measure_pairs"]
+__all__ = ["answers", "measure_pairs"]
 
 _NEEDED = ("services", "torch", "transformers")
 _STOP_TIMEOUT_S = 10.0
@@ -40,12 +40,34 @@ def measure_pairs(
         FailedPreconditionError: The packages of a worker are not installed.
         GammarayError: A model failed, or the process died.
     """
+    pairs: list[PairFacts] = []
+    for key, value in answers(task, command, "measurement"):
+        if key == "doing":
+            doing(value)
+        elif key == "pair":
+            pairs.append(_pair(value))
+    if len(pairs) != len(task.drafts):
+        raise InternalError("the measurement process ended early")
+    return pairs
+
+
+def answers(task: BaseModel, command: tuple[str, ...], name: str) -> Iterator[tuple[str, Any]]:
+    """Run a process that reads a task as JSON and writes JSON objects, one per line; yield their items.
+
+    Args:
+        task: The task.
+        command: Command of the process.
+        name: Of the process, for messages.
+
+    Raises:
+        FailedPreconditionError: The packages of a worker are not installed.
+        GammarayError: The process reported it, wrote something else, or died.
+    """
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise FailedPreconditionError(
             f"models need packages that are not installed ({', '.join(missing)}): "
             "pip install 'gammaray[worker]'"
         )
-    pairs: list[PairFacts] = []
     with _started(command) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -56,21 +78,17 @@ def measure_pairs(
             pass  # it ended before reading; its exit status is checked below
         for line in process.stdout:
             for key, value in _parsed(line).items():
-                if key == "doing":
-                    doing(value)
-                elif key == "pair":
-                    pairs.append(_pair(value))
-                elif key == "error":
+                if key == "error":
                     raise _error(value)
+                yield key, value
         status = process.wait()
-    if status != 0 or len(pairs) != len(task.drafts):
+    if status != 0:
         why = (
             f"was killed by signal {-status} (possibly out of memory)"
             if status < 0
             else f"ended with status {status}"
         )
-        raise InternalError(f"the measurement process {why}")
-    return pairs
+        raise InternalError(f"the {name} process {why}")
 
 
 @contextmanager

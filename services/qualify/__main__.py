@@ -28,27 +28,22 @@ from services.qualify.measure import make_asks, measure
 from services.qualify.models import Loaded, Source, encode, eos_token_ids, find, load
 from services.vocabulary.translation import Translation, load_translation
 
-__all__ = ["main"]
+__all__ = ["described", "main", "open_answers", "write_line"]
 
 Tell = Callable[[str, Any], None]
 
 
 def main() -> int:
     """Measure and return the exit code."""
-    # Libraries print to stderr, so that their output is not mixed with the JSON lines.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    # transformers does not type these two.
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    answers = open_answers()
 
     def tell(key: str, value: Any) -> None:
-        _write(answers, {key: value})
+        write_line(answers, {key: value})
 
     try:
         _qualify(QualifyTask.model_validate_json(sys.stdin.read()), tell)
     except GammarayError as error:
-        tell("error", _described(error))
+        tell("error", described(error))
         return 1
     except torch.OutOfMemoryError as error:
         tell("error", {"type": "ResourceExhaustedError", "message": str(error).splitlines()[0]})
@@ -115,7 +110,18 @@ def _overlap(translation: Translation, prompts: Sequence[Sequence[int]]) -> Over
     )
 
 
-def _described(error: GammarayError) -> dict[str, str]:
+def open_answers() -> TextIO:
+    """Return what was stdout; what libraries print goes to stderr from now on, apart from the JSON lines."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    # transformers does not type these two.
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    return answers
+
+
+def described(error: GammarayError) -> dict[str, str]:
+    """Return an error as the JSON value from which the starting process makes it again."""
     if isinstance(error, InvalidArgumentError):
         return {
             "type": "InvalidArgumentError",
@@ -126,7 +132,8 @@ def _described(error: GammarayError) -> dict[str, str]:
     return {"type": type(error).__name__, "message": str(error)}
 
 
-def _write(answers: TextIO, line: dict[str, Any]) -> None:
+def write_line(answers: TextIO, line: dict[str, Any]) -> None:
+    """Write one JSON object."""
     answers.write(json.dumps(line) + "\n")
     answers.flush()
 

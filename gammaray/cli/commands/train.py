@@ -1,0 +1,84 @@
+"""`gammaray train`: a drafter for a target, trained on text that the target writes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gammaray.cli.options import read_prompts
+from gammaray.cli.values import FloatRange, IntRange, list_of, temperature
+from gammaray.deploy.gpus import check_device
+from gammaray.qualify.process import answers
+from gammaray.qualify.training import TrainTask
+
+__all__ = ["train"]
+
+_COMMAND = (sys.executable, "-m", "services.train")
+
+
+@click.command()
+@click.option(
+    "--target", required=True, help="Directory or hub name of the target; 'demo' is the demo pair's."
+)
+@click.option("--out", required=True, type=click.Path(file_okay=False), help="Directory of the drafter.")
+@click.option("--work", type=click.Path(file_okay=False), help="Answers and state.  [default: OUT.work]")
+@click.option(
+    "--prompts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Prompts of the expected traffic: one per line, or a JSON list of strings; default: the target writes "
+    "its own.",
+)
+@click.option("--chat/--text", default=True, help="Prompts are user turns, or texts to continue.")
+@click.option("--kind", type=click.Choice(["parallel", "plain"]), default="parallel", show_default=True)
+@click.option(
+    "--layers", type=IntRange(1), default=2, show_default=True, help="Layers taken from the target."
+)
+@click.option("--init", type=click.Path(exists=True, file_okay=False), help="A drafter to start from.")
+@click.option(
+    "--draft-vocab", type=IntRange(1), default=8192, show_default=True, help="Tokens it can propose."
+)
+@click.option("--depth", type=IntRange(1, 16), default=5, show_default=True, help="Tokens per proposal.")
+@click.option(
+    "--tokens", type=IntRange(1), default=300_000, show_default=True, help="Answer tokens to generate."
+)
+@click.option("--max-tokens", type=IntRange(8), default=256, show_default=True, help="Longest answer.")
+@click.option(
+    "--temperatures",
+    default="0,1",
+    show_default=True,
+    callback=list_of(temperature, "numbers such as 0 or 0.7"),
+    help="Of the answers.",
+)
+@click.option("--batch", type=IntRange(1), default=64, show_default=True, help="Answers generated at once.")
+@click.option(
+    "--train-tokens", type=IntRange(1), default=1024, show_default=True, help="Least tokens per step."
+)
+@click.option("--learning-rate", type=FloatRange(1e-7, 1), default=1e-3, show_default=True)
+@click.option("--loss", type=click.Choice(["kl", "tv"]), default="kl", show_default=True)
+@click.option(
+    "--minutes",
+    type=FloatRange(0.01, 1e5),
+    default=60.0,
+    show_default=True,
+    help="Limit of all runs together.",
+)
+@click.option("--patience", type=IntRange(1), default=6, show_default=True, help="Measurements without gain.")
+@click.option("--steps-per-report", type=IntRange(1), default=50, show_default=True)
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
+@click.option("--threads", type=IntRange(1, 256), default=2, show_default=True)
+@click.option("--seed", type=IntRange(0), default=0, show_default=True)
+@click.pass_context
+def train(context: click.Context, /, prompts: Path | None, out: str, work: str | None, **given: Any) -> None:
+    """Train a drafter for a target, for `--draft`. Interrupted, the same command continues."""
+    check_device(given["device"])
+    texts = None if prompts is None else tuple(read_prompts(prompts, "--prompts"))
+    task = TrainTask(prompts=texts, out=out, work=work or f"{out.rstrip('/')}.work", **given)
+    for key, value in answers(task, _COMMAND, "training"):
+        if key == "doing":
+            click.echo(value)
+        elif key == "done" and not value:
+            click.echo("stopped; the same command continues")
+            context.exit(130)

@@ -1,0 +1,65 @@
+"""Input of `python -m services.train`, as JSON."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["TrainTask"]
+
+
+class TrainTask(BaseModel):
+    """What to train; see the options of `gammaray train`.
+
+    Attributes:
+        target: Directory or hub name, or "demo".
+        out: The drafter's directory.
+        work: Folder of answers and state, from which an interrupted run continues.
+        prompts: Texts; None: the target writes its own user turns.
+        chat: Whether prompts are user turns, instead of texts to continue.
+        kind: "parallel" (PARD) or "plain".
+        layers: How many of the target's layers to start from, spread from the first to the last.
+        init: A directory of this command's drafter to start from; same shape.
+        draft_vocab: Rows of the head; at most the target's.
+        depth: Tokens per block of a parallel draft, and of the proposals that are measured.
+        tokens: Answer tokens to generate.
+        max_tokens: Longest answer.
+        temperatures: Of the answers, in turn.
+        batch: Answers generated at once.
+        train_tokens: Least answer tokens per training step.
+        learning_rate: Peak of AdamW's rate.
+        loss: "kl" or "tv".
+        minutes: Limit of generation and training together, over all runs; half of it at most is generation.
+        patience: Measurements without improvement after which training stops.
+        steps_per_report: Training steps between two measurements; the state is saved after each.
+        device: Where to train and generate: "cpu", "cuda" or "cuda:N".
+        threads: Arithmetic threads.
+        seed: Of all choices.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    target: str
+    out: str
+    work: str
+    prompts: tuple[str, ...] | None = None
+    chat: bool = True
+    kind: Literal["parallel", "plain"] = "parallel"
+    layers: int = Field(2, ge=1)
+    init: str | None = None
+    draft_vocab: int = Field(8192, ge=1)
+    depth: int = Field(5, ge=1, le=16)
+    tokens: int = Field(300_000, ge=1)
+    max_tokens: int = Field(256, ge=8)
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    batch: int = Field(64, ge=1)
+    train_tokens: int = Field(1024, ge=1)
+    learning_rate: float = Field(1e-3, gt=0)
+    loss: Literal["kl", "tv"] = "kl"
+    minutes: float = Field(60.0, gt=0)
+    patience: int = Field(6, ge=1)
+    steps_per_report: int = Field(50, ge=1)
+    device: str = "cpu"
+    threads: int = Field(2, ge=1)
+    seed: int = 0

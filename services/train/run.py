@@ -1,0 +1,300 @@
+"""One run of `gammaray train`: generation, then training, each from where the last run ended."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, GenerationConfig
+
+from gammaray.demo_pair import resolve_model
+from gammaray.errors import FailedPreconditionError, InvalidArgumentError
+from gammaray.gguf import is_gguf
+from gammaray.qualify.training import TrainTask
+from services.engine.core.model import load_model
+from services.engine.loader import load_engine
+from services.process.fingerprints import model_identity, vocab_sha256
+from services.train.batches import Batch, build_batch
+from services.train.drafter import Drafter, choose_vocabulary, save_drafter
+from services.train.evaluate import evaluate
+from services.train.prompts import Passages, Turns, chat_jobs, file_jobs, own_jobs
+from services.train.store import AnswerStore, Sequence, disk, write_json
+from services.train.writing import Writer
+
+__all__ = ["run"]
+
+_TOP_K = 32
+_HELD_EVERY, _HELD_MOST = 16, 48
+_MAX_LENGTH = 640
+_WARM_UP_STEPS = 40
+_CACHE_BYTES = 4 << 30
+_REPORT_S = 15.0
+_SHAPE = ("kind", "layers", "draft_vocab", "depth", "seed")
+"""Options that a saved state depends on."""
+
+
+def run(task: TrainTask, tell: Callable[[str], None], stopped: Callable[[], bool]) -> bool:
+    """Generate and train until the task is done, or `stopped`; return whether it is done.
+
+    Args:
+        task: The task.
+        tell: Called with a line on each step.
+        stopped: Whether to save and stop.
+
+    Raises:
+        InvalidArgumentError: There is no such target, or an option does not fit it.
+        FailedPreconditionError: The work folder is of another target or shape, or in use; the target has no
+            chat template, or no fingerprint.
+        ResourceExhaustedError: The disk is full; what was saved is intact.
+    """
+    path = resolve_model(task.target, "target")
+    if is_gguf(path):
+        raise InvalidArgumentError("target", task.target, "a directory or hub name with safetensors")
+    work = Path(task.work)
+    with disk(work):
+        work.mkdir(parents=True, exist_ok=True)
+        lock = (work / "lock").open("w")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FailedPreconditionError(f"another process trains in {work}") from None
+        return _Run(task, path, work, tell, stopped).run()
+
+
+class _Run:
+    def __init__(
+        self, task: TrainTask, path: str, work: Path, tell: Callable[[str], None], stopped: Callable[[], bool]
+    ) -> None:
+        self.task, self.path, self.work, self.tell, self.stopped = task, path, work, tell, stopped
+        torch.set_num_threads(task.threads)
+        self.target = load_model(path, device="cpu", dtype="float32")
+        identity = model_identity(path, dtype="-", device="cpu", deterministic=False)
+        self.identity = {"target": identity.partition("/")[0], "tokenizer": vocab_sha256(path)}
+        if not all(self.identity.values()):
+            raise FailedPreconditionError(f"{task.target}: its weights or its tokenizer have no fingerprint")
+        self.vocab_size = int(self.target.config.vocab_size)
+        if task.layers > self.target.config.num_hidden_layers:
+            raise InvalidArgumentError(
+                "layers", task.layers, f"at most {self.target.config.num_hidden_layers}"
+            )
+        top_k = min(_TOP_K, self.vocab_size)
+        self.store = AnswerStore(work / "answers", self.identity, top_k, self.vocab_size)
+        self.clock = work / "elapsed.json"
+        try:
+            before = float(json.loads(self.clock.read_text())) if self.clock.exists() else 0.0
+        except ValueError:
+            before = 0.0
+        self.began = time.monotonic() - before
+
+    def elapsed(self) -> float:
+        """Return the seconds of all runs so far."""
+        return time.monotonic() - self.began
+
+    def run(self) -> bool:
+        try:
+            self._generate()
+            return not self.stopped() and self._train()
+        finally:
+            self.store.close()
+            with disk(self.work):
+                write_json(self.clock, self.elapsed())
+
+    def _generate(self) -> None:
+        task, limit = self.task, self.task.minutes * 30  # half of the time, in seconds
+        if self.store.num_answer_tokens >= task.tokens or self.elapsed() >= limit:
+            return
+        tokenizer: Any = AutoTokenizer.from_pretrained(self.path)  # type: ignore[no-untyped-call]
+        passages = Passages()
+        if task.prompts is None:
+            jobs = own_jobs(Turns(tokenizer), passages, task.temperatures, task.seed)
+        elif task.chat:
+            chats = [[{"role": "user", "content": text}] for text in task.prompts]
+            jobs = chat_jobs(Turns(tokenizer), chats, task.temperatures)
+        else:
+            jobs = file_jobs(tokenizer, list(task.prompts), task.temperatures)
+        engine = load_engine(self.path, device=task.device, threads=task.threads)
+        engine.limit_cache(_CACHE_BYTES)
+        writer = Writer(
+            engine,
+            self.store,
+            jobs,
+            eos_token_ids=self._eos(),
+            max_tokens=task.max_tokens,
+            batch=task.batch,
+            top_k=min(_TOP_K, self.vocab_size),
+            seed=task.seed,
+            decode=tokenizer.decode,
+            passages=passages,
+        )
+        last = time.monotonic()
+        for count in writer.write(task.tokens, self.began + limit, self.stopped):
+            if time.monotonic() - last > _REPORT_S:
+                last = time.monotonic()
+                self.tell(f"{self.elapsed():.0f} s: {count} of {task.tokens} answer tokens generated")
+                with disk(self.work):
+                    write_json(self.clock, self.elapsed())
+
+    def _eos(self) -> tuple[int, ...]:
+        try:
+            found: Any = GenerationConfig.from_pretrained(self.path).eos_token_id
+        except OSError:
+            found = self.target.config.eos_token_id
+        return tuple(found) if isinstance(found, (list, tuple)) else () if found is None else (found,)
+
+    def _train(self) -> bool:
+        task = self.task
+        sequences = [
+            s for s in self.store.sequences() if s.num_prompt + 8 <= min(_MAX_LENGTH, len(s.token_ids))
+        ]
+        sequences = [_clipped(s) for s in sequences]
+        held = sequences[::_HELD_EVERY][:_HELD_MOST]
+        taught = [s for i, s in enumerate(sequences) if i % _HELD_EVERY or i >= _HELD_EVERY * _HELD_MOST]
+        if not taught:
+            raise FailedPreconditionError(
+                f"{len(sequences)} answers are too few: allow more minutes or tokens"
+            )
+        drafter = self._drafter(taught)
+        optimizer = torch.optim.AdamW(
+            [parameter for parameter in drafter.parameters() if parameter.requires_grad],
+            lr=task.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.01,
+        )
+        step, best, worse = self._restore(drafter, optimizer)
+        budget, is_first = task.minutes * 60, True
+        total = 0.0
+        while True:
+            if is_first or step % task.steps_per_report == 0 or self.elapsed() >= budget or self.stopped():
+                stopping = self.elapsed() >= budget or self.stopped()
+                if not stopping or not is_first:
+                    best, worse = self._report(drafter, held, step, total, best, worse, is_first)
+                    self._save(drafter, optimizer, step, best, worse)
+                total = 0.0
+                if stopping:
+                    return not self.stopped()
+                if worse >= task.patience:
+                    self.tell(f"no improvement in {worse} measurements: stopped early")
+                    return True
+            is_first = False
+            progress = self.elapsed() / budget
+            rate = min(1.0, (step + 1) / _WARM_UP_STEPS) * min(1.0, max(0.05, 2 * (1 - progress)))
+            optimizer.param_groups[0]["lr"] = task.learning_rate * rate
+            loss = drafter.loss(self._batch(taught, step), task.loss)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+            optimizer.step()
+            step, total = step + 1, total + loss.item()
+
+    def _drafter(self, taught: list[Sequence]) -> Drafter:
+        task, layers = self.task, int(self.target.config.num_hidden_layers)
+        rows = choose_vocabulary(taught, min(task.draft_vocab, self.vocab_size), self.vocab_size)
+        state = self.work / "state.pt"
+        if state.exists():
+            rows = torch.load(state, weights_only=True)["drafter"]["target_ids"]
+        chosen = [round(i * (layers - 1) / max(1, task.layers - 1)) for i in range(task.layers)]
+        depth = task.depth if task.kind == "parallel" else 1
+        torch.manual_seed(task.seed)
+        drafter = Drafter(self.target.module, chosen, rows, depth)
+        if task.init is not None and not state.exists():
+            try:
+                stored = load_file(Path(task.init) / "model.safetensors")
+                drafter.load_weights(stored)
+            except (OSError, RuntimeError, KeyError) as error:
+                raise InvalidArgumentError(
+                    "init", task.init, f"a drafter of the same shape ({error})"
+                ) from error
+        return drafter.to(task.device)
+
+    def _batch(self, taught: list[Sequence], step: int) -> Batch:
+        generator = torch.Generator().manual_seed(self.task.seed * 1_000_003 + step)
+        chosen: list[Sequence] = []
+        count = 0
+        while count < self.task.train_tokens:
+            chosen.append(taught[int(torch.randint(len(taught), (), generator=generator))])
+            count += len(chosen[-1].logs)
+        depth = self.task.depth if self.task.kind == "parallel" else 1
+        batch = build_batch(chosen, depth, generator=generator)
+        return Batch(*(part.to(self.task.device) for part in vars(batch).values()))
+
+    def _report(
+        self,
+        drafter: Drafter,
+        held: list[Sequence],
+        step: int,
+        total: float,
+        best: float,
+        worse: int,
+        first: bool,
+    ) -> tuple[float, int]:
+        found = evaluate(drafter, held, self.task.depth)
+        cost = _weight_bytes(drafter) / sum(p.numel() for p in self.target.module.parameters())
+        passes = 1 if drafter.depth > 1 else self.task.depth
+        found["predicted_speedup"] = round(found["tokens_per_cycle"] / (1 + passes * cost), 3)
+        found |= {
+            "steps": step,
+            "seconds": round(self.elapsed()),
+            "answer_tokens": self.store.num_answer_tokens,
+        }
+        loss = total / (step % self.task.steps_per_report or self.task.steps_per_report)
+        shown = " ".join(f"{key} {value}" for key, value in found.items() if key not in ("gamma", "seconds"))
+        self.tell(f"{self.elapsed():.0f} s: " + ("" if first else f"loss {loss:.3f} ") + shown)
+        score = found["tokens_per_cycle"] + sum(found["overlap"])
+        if score <= best:
+            return best, worse + 1
+        size = save_drafter(drafter, Path(self.task.out), self.identity, Path(self.path).name, found)
+        self.tell(f"saved {self.task.out}, {size / 1e6:.1f} MB")
+        return score, 0
+
+    def _state(self) -> dict[str, Any]:
+        shape = {key: getattr(self.task, key) for key in _SHAPE}
+        return {"shape": shape, "identity": self.identity}
+
+    def _save(
+        self, drafter: Drafter, optimizer: torch.optim.Optimizer, step: int, best: float, worse: int
+    ) -> None:
+        state = self._state() | {"step": step, "best": best, "worse": worse}
+        state |= {"drafter": drafter.state_dict(), "optimizer": optimizer.state_dict()}
+        temporary = self.work / ".state.pt.new"
+        with disk(self.work):
+            try:
+                torch.save(state, temporary)
+            except RuntimeError as error:  # torch's own error where a write fails
+                temporary.unlink(missing_ok=True)
+                raise OSError(str(error).splitlines()[0]) from error
+            temporary.replace(self.work / "state.pt")
+            write_json(self.clock, self.elapsed())
+
+    def _restore(self, drafter: Drafter, optimizer: torch.optim.Optimizer) -> tuple[int, float, int]:
+        path = self.work / "state.pt"
+        if not path.exists():
+            return 0, float("-inf"), 0
+        state = torch.load(path, weights_only=True, map_location=self.task.device)
+        for key, expected in self._state().items():
+            if state[key] != expected:
+                raise FailedPreconditionError(
+                    f"{path} has {key} {state[key]}, not {expected}: use another --work, or delete it"
+                )
+        drafter.load_state_dict(state["drafter"])
+        optimizer.load_state_dict(state["optimizer"])
+        self.tell(f"continues at step {state['step']}, after {self.elapsed():.0f} s")
+        return state["step"], state["best"], state["worse"]
+
+
+def _clipped(sequence: Sequence) -> Sequence:
+    count = min(_MAX_LENGTH, len(sequence.token_ids))
+    answer = count - sequence.num_prompt
+    parts = (part[:answer] for part in (sequence.top_ids, sequence.top_logs, sequence.logs))
+    return Sequence(sequence.token_ids[:count], sequence.num_prompt, sequence.temperature, *parts)
+
+
+def _weight_bytes(drafter: Drafter) -> int:
+    """Return the number of weights that one pass reads; the lookup of embeddings is not among them."""
+    return sum(parameter.numel() for parameter in drafter.parameters())

@@ -1,0 +1,212 @@
+"""Lets the target write answers: continuous batches on the engine, stored with the most likely tokens.
+
+The rows of logits that draw an answer are the ones a drafter learns from, so the target reads no text twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gammaray.errors import FailedPreconditionError
+from services.engine.engine import Engine, SequenceInput
+from services.train.prompts import Job, Passages
+from services.train.store import AnswerStore, Sequence
+
+__all__ = ["Writer"]
+
+_MAX_TURN_TOKENS = 96
+_MIN_TURN_TOKENS = 3
+_MIN_ANSWER_TOKENS = 8
+_PREFILL_TOKENS = 1024
+"""Prompt tokens that may join one step; more of them would make all other answers wait."""
+
+
+@dataclass
+class _Running:
+    """An answer in progress."""
+
+    job: Job
+    token_ids: list[int]
+    fed: int = 0
+    num_prompt: int = 0
+    turn_tokens: int = 0
+    top_ids: list[Tensor] = field(default_factory=list)
+    top_logs: list[Tensor] = field(default_factory=list)
+    logs: list[float] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return str(self.job.number)
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether the target is writing the user's turn."""
+        return self.num_prompt == 0
+
+
+class Writer:
+    """Generates the answers of jobs and appends them to a store.
+
+    Args:
+        engine: The target.
+        store: Where answers go.
+        jobs: Those whose numbers are stored already are skipped.
+        eos_token_ids: Tokens that end an answer or a user's turn.
+        max_tokens: Upper bound of an answer's length.
+        batch: Answers in progress at once.
+        top_k: Ids stored per answer token.
+        seed: Of the draws.
+        decode: Text of token ids; finished answers go to `passages`. None: no passages are kept.
+        passages: Where they go.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: AnswerStore,
+        jobs: Iterator[Job],
+        *,
+        eos_token_ids: tuple[int, ...],
+        max_tokens: int,
+        batch: int,
+        top_k: int,
+        seed: int,
+        decode: Callable[[list[int]], str] | None = None,
+        passages: Passages | None = None,
+    ) -> None:
+        self._engine, self._store, self._jobs = engine, store, jobs
+        self._eos, self._max_tokens, self._batch, self._top_k = eos_token_ids, max_tokens, batch, top_k
+        self._random = torch.Generator().manual_seed(seed + len(store))
+        self._decode, self._passages = decode, passages
+        self._done = store.jobs
+        self._running: list[_Running] = []
+        self._waiting: Job | None = None
+
+    def write(self, num_tokens: int, until: float, stopped: Callable[[], bool]) -> Iterator[int]:
+        """Generate until the store has `num_tokens` answer tokens, the clock reaches `until`, or no job is left.
+
+        Args:
+            num_tokens: Wanted number of stored answer tokens.
+            until: A reading of `time.monotonic`.
+            stopped: Whether to stop early.
+
+        Yields:
+            The number of stored answer tokens, after every step.
+
+        Raises:
+            ResourceExhaustedError: The disk is full.
+            FailedPreconditionError: A prompt does not fit the target's context.
+        """
+        try:
+            while self._store.num_answer_tokens < num_tokens and time.monotonic() < until and not stopped():
+                self._admit()
+                if not self._running:
+                    return
+                self._step()
+                yield self._store.num_answer_tokens
+        finally:
+            for running in self._running:
+                self._engine.release(running.name)
+            self._running.clear()
+
+    def _admit(self) -> None:
+        added = 0
+        while len(self._running) < self._batch and added < _PREFILL_TOKENS:
+            job = self._waiting or next((job for job in self._jobs if job.number not in self._done), None)
+            self._waiting = None
+            if job is None:
+                return
+            longest = len(job.prompt) + self._max_tokens
+            if job.turn_end is not None:
+                longest += _MAX_TURN_TOKENS + len(job.turn_end)
+            if longest > self._engine.max_context:
+                raise FailedPreconditionError(
+                    f"prompt {job.number} has {len(job.prompt)} tokens; with an answer of {self._max_tokens} it "
+                    f"exceeds the target's context of {self._engine.max_context}"
+                )
+            if not self._engine.has_room(str(job.number), longest) and self._running:
+                self._waiting = job
+                return
+            num_prompt = 0 if job.turn_end is not None else len(job.prompt)
+            self._running.append(_Running(job, list(job.prompt), num_prompt=num_prompt))
+            added += len(job.prompt)
+
+    def _step(self) -> None:
+        rows = torch.cat(
+            self._engine.step([SequenceInput(r.name, r.fed, r.token_ids[r.fed :], 1) for r in self._running])
+        )
+        total = rows.logsumexp(-1)
+        top = rows.topk(self._top_k, -1)
+        drawn = top.indices[:, 0].clone()
+        heat = torch.tensor([1.0 if r.in_turn else r.job.temperature for r in self._running])
+        hot = heat.nonzero()[:, 0]
+        if len(hot):
+            cumulative = (rows[hot] / heat[hot, None].to(rows.device)).softmax(-1).cumsum(-1)
+            uniform = torch.rand(len(hot), 1, generator=self._random).to(rows.device)
+            found = torch.searchsorted(cumulative, uniform * cumulative[:, -1:])[:, 0]
+            drawn[hot] = found.clamp_max(rows.size(1) - 1)
+        chosen = rows.gather(1, drawn[:, None])[:, 0] - total
+        ids, logs = top.indices.int().cpu(), (top.values - total[:, None]).half().cpu()
+        running = self._running
+        self._running = []
+        for row, (one, token, log) in enumerate(zip(running, drawn.tolist(), chosen.tolist(), strict=True)):
+            one.fed = len(one.token_ids)
+            ended = (
+                self._turn(one, token) if one.in_turn else self._answer(one, token, log, ids[row], logs[row])
+            )
+            if ended:
+                self._engine.release(one.name)
+            else:
+                self._running.append(one)
+
+    def _turn(self, one: _Running, token: int) -> bool:
+        """Continue the user's turn; return whether the job ends without an answer."""
+        end = one.job.turn_end
+        assert end is not None
+        one.turn_tokens += 1
+        if token in self._eos or token == end[0]:
+            if one.turn_tokens <= _MIN_TURN_TOKENS and not one.job.prompt:
+                return True
+        else:
+            one.token_ids.append(token)
+            if one.turn_tokens < _MAX_TURN_TOKENS:
+                return False
+        one.token_ids += end
+        one.num_prompt = len(one.token_ids)
+        return False
+
+    def _answer(self, one: _Running, token: int, log: float, ids: Tensor, logs: Tensor) -> bool:
+        """Add a token; return whether the answer is complete, after storing it."""
+        one.token_ids.append(token)
+        one.top_ids.append(ids)
+        one.top_logs.append(logs)
+        one.logs.append(log)
+        length = len(one.logs)
+        if token not in self._eos and length < self._max_tokens:
+            return False
+        if length >= _MIN_ANSWER_TOKENS:
+            self._store.append(one.job.number, _sequence(one))
+            if self._passages is not None and self._decode is not None:
+                self._passages.add(self._decode(one.token_ids[one.num_prompt : -1]))
+        return True
+
+
+def _sequence(one: _Running) -> Sequence:
+    def stacked(rows: list[Tensor]) -> Any:
+        return torch.stack(rows).numpy()
+
+    return Sequence(
+        np.array(one.token_ids, dtype=np.int32),
+        one.num_prompt,
+        one.job.temperature,
+        stacked(one.top_ids),
+        stacked(one.top_logs),
+        np.array(one.logs, dtype=np.float32),
+    )
