@@ -51,13 +51,14 @@ class Drafter(nn.Module):
         if getattr(config, "layer_types", None):
             config.layer_types = [config.layer_types[layer] for layer in layers]
         config.tie_word_embeddings = False
-        self.model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").model.float()
+        make: Any = AutoModelForCausalLM.from_config
+        self.model: Any = make(config, attn_implementation="sdpa").model.float()
         for own, layer in zip(self.model.layers, layers, strict=True):
             own.load_state_dict(parts.model.layers[layer].state_dict())
         self.model.norm.load_state_dict(parts.model.norm.state_dict())
         embedding = parts.model.embed_tokens.weight.detach().float()
         self.model.embed_tokens = nn.Identity()  # rows are looked up below, where masks have their own
-        self.head = nn.Parameter(target.get_output_embeddings().weight.detach().float()[target_ids].clone())
+        self.head = nn.Parameter(parts.get_output_embeddings().weight.detach().float()[target_ids].clone())
         self.mask_embedding = nn.Parameter(embedding[target_ids].mean(0, keepdim=True)) if depth > 1 else None
         self.embedding: Tensor
         self.target_ids: Tensor
@@ -177,8 +178,8 @@ def _card(name: str, drafter: Drafter, card: dict[str, Any]) -> str:
     )
     lines = [
         f"# Drafter for {name}\n",
-        f"{kind} of {drafter.config.num_hidden_layers} layers and {len(drafter.target_ids)} output tokens, trained "
-        "by `gammaray train` on text that the target wrote. Its weights derive from the target's: the target's "
+        f"{kind} of {drafter.config.num_hidden_layers} layers and {len(drafter.target_ids)} output tokens, "
+        "trained by `gammaray train` on text of the target. Its weights derive from the target's, whose "
         "licence applies. It shares the target's input embedding and tokenizer.\n",
         f"Measured on held-out answers:\n\n```json\n{json.dumps(card, indent=1)}\n```",
     ]

@@ -57,8 +57,8 @@ class Job:
     Attributes:
         number: Its number; equal numbers mean the same prompt and temperature.
         prompt: Token ids before what the target writes.
-        turn_end: None: the prompt is complete. Else the target first writes the rest of the user's turn, which
-            these ids end.
+        turn_end: None: the prompt is complete. Else the target first writes the rest of the user's turn,
+            which these ids end.
         temperature: Of the answer; 0 is greedy.
     """
 

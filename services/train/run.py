@@ -110,7 +110,7 @@ class _Run:
         task, limit = self.task, self.task.minutes * 30  # half of the time, in seconds
         if self.store.num_answer_tokens >= task.tokens or self.elapsed() >= limit:
             return
-        tokenizer: Any = AutoTokenizer.from_pretrained(self.path)  # type: ignore[no-untyped-call]
+        tokenizer: Any = AutoTokenizer.from_pretrained(self.path)
         passages = Passages()
         if task.prompts is None:
             jobs = own_jobs(Turns(tokenizer), passages, task.temperatures, task.seed)
@@ -188,7 +188,7 @@ class _Run:
             optimizer.param_groups[0]["lr"] = task.learning_rate * rate
             loss = drafter.loss(self._batch(taught, step), task.loss)
             optimizer.zero_grad()
-            loss.backward()
+            torch.autograd.backward(loss)
             torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
             optimizer.step()
             step, total = step + 1, total + loss.item()

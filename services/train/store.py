@@ -5,10 +5,10 @@ A folder holds, besides `meta.json`:
 | file | one entry | contents |
 |---|---|---|
 | `tokens.bin` | int32 | token ids of prompts and answers, one sequence after the other |
-| `top_ids.bin` | top_k x uint16 or int32 | per answer token, the ids most likely at its place, in descending order |
+| `top_ids.bin` | top_k x uint16 or int32 | per answer token, the likeliest ids at its place, descending |
 | `top_logs.bin` | top_k x float16 | their log-probabilities at temperature 1 |
 | `logs.bin` | float32 | log-probability of the answer token itself at temperature 1 |
-| `index.bin` | 5 x int64 | per sequence: job, tokens, prompt tokens, temperature in thousandths, bytes check |
+| `index.bin` | 5 x int64 | per sequence: job, tokens, prompt tokens, temperature x 1000, format |
 
 The index is written last. Opening the folder cuts the other files to what the index covers, so a process that
 is killed while writing loses the sequence that it was writing and nothing else.
@@ -203,8 +203,8 @@ class disk:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
             raise ResourceExhaustedError(
-                f"cannot write to {self._folder}: {error.strerror or error}; what was stored is kept, and the "
-                "same command continues from there"
+                f"cannot write to {self._folder}: {error.strerror or error}; what was stored is kept, and "
+                "the same command continues from there"
             ) from error
 
 
@@ -214,12 +214,10 @@ def _check_meta(folder: Path, meta: dict[str, Any]) -> None:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise FailedPreconditionError(
-            f"{folder / 'meta.json'} is not readable: delete {folder} to begin again"
-        )
+        raise FailedPreconditionError(f"{folder / 'meta.json'} is damaged: delete {folder} to begin again")
     for key, value in meta.items():
         if found.get(key) != value:
             raise FailedPreconditionError(
-                f"{folder} holds answers with {key} {found.get(key)!r}, not {value!r}: use another folder, or "
-                "delete this one"
+                f"{folder} holds answers with {key} {found.get(key)!r}, not {value!r}: use another "
+                "folder, or delete this one"
             )

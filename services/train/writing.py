@@ -90,7 +90,7 @@ class Writer:
         self._waiting: Job | None = None
 
     def write(self, num_tokens: int, until: float, stopped: Callable[[], bool]) -> Iterator[int]:
-        """Generate until the store has `num_tokens` answer tokens, the clock reaches `until`, or no job is left.
+        """Generate until the store has `num_tokens` answer tokens, `until` is reached, or no job is left.
 
         Args:
             num_tokens: Wanted number of stored answer tokens.
@@ -128,8 +128,8 @@ class Writer:
                 longest += _MAX_TURN_TOKENS + len(job.turn_end)
             if longest > self._engine.max_context:
                 raise FailedPreconditionError(
-                    f"prompt {job.number} has {len(job.prompt)} tokens; with an answer of {self._max_tokens} it "
-                    f"exceeds the target's context of {self._engine.max_context}"
+                    f"prompt {job.number} has {len(job.prompt)} tokens; with an answer of {self._max_tokens} "
+                    f"it exceeds the target's context of {self._engine.max_context}"
                 )
             if not self._engine.has_room(str(job.number), longest) and self._running:
                 self._waiting = job

@@ -20,16 +20,13 @@ _COMMAND = (sys.executable, "-m", "services.train")
 
 
 @click.command()
-@click.option(
-    "--target", required=True, help="Directory or hub name of the target; 'demo' is the demo pair's."
-)
+@click.option("--target", required=True, help="Directory or hub name; 'demo' is the demo pair's.")
 @click.option("--out", required=True, type=click.Path(file_okay=False), help="Directory of the drafter.")
 @click.option("--work", type=click.Path(file_okay=False), help="Answers and state.  [default: OUT.work]")
 @click.option(
     "--prompts",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Prompts of the expected traffic: one per line, or a JSON list of strings; default: the target writes "
-    "its own.",
+    help="One per line, or a JSON list of strings; default: the target writes its own.",
 )
 @click.option("--chat/--text", default=True, help="Prompts are user turns, or texts to continue.")
 @click.option("--kind", type=click.Choice(["parallel", "plain"]), default="parallel", show_default=True)

@@ -1,0 +1,139 @@
+"""`gammaray train` on the demo target: learns, stops and resumes, refuses what does not fit."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gammaray.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
+from gammaray.qualify.training import TrainTask
+from services.demo_pair import TARGET_DIR
+from services.process.fingerprints import vocab_sha256
+from services.train.batches import MASK, build_batch
+from services.train.run import run
+from services.train.store import AnswerStore, Sequence, disk
+from tests.support.engine_helpers import tiny_model
+
+PROMPTS = ("def ", "import os", "for i in range(", "class Point:", "return self.", "The list is ")
+
+
+def make_task(folder, **changes):
+    given = {
+        "target": str(TARGET_DIR),
+        "out": str(folder / "drafter"),
+        "work": str(folder / "work"),
+        "prompts": PROMPTS * 6,
+        "chat": False,
+        "draft_vocab": 512,
+        "depth": 3,
+        "tokens": 2500,
+        "max_tokens": 48,
+        "train_tokens": 256,
+        "steps_per_report": 15,
+        "threads": 1,
+    }
+    return TrainTask(**given | changes)
+
+
+def run_until(task, pattern, count=1):
+    """Run until `count` lines match; return the lines and whether the task was done."""
+    lines = []
+    done = run(task, lines.append, lambda: sum(bool(re.search(pattern, line)) for line in lines) >= count)
+    return lines, done
+
+
+def overlaps(lines):
+    return [json.loads(found[1]) for line in lines if (found := re.search(r"overlap (\[.*?\])", line))]
+
+
+def losses(lines):
+    return [float(found[1]) for line in lines if (found := re.search(r"loss ([\d.]+)", line))]
+
+
+@pytest.mark.parametrize("kind", ["parallel", "plain"])
+def test_training_learns_and_resumes(tmp_path, kind):
+    task = make_task(tmp_path, kind=kind)
+    first, done = run_until(task, "steps 15 ")
+    assert not done
+    tokens = AnswerStore(tmp_path / "work" / "answers", {}, 32, 8192).num_answer_tokens
+    second, _ = run_until(task, "steps 60 ")
+    assert re.match("continues at step 1[56]", second[0])
+    assert AnswerStore(tmp_path / "work" / "answers", {}, 32, 8192).num_answer_tokens == tokens
+    assert losses(second)[-1] < losses(first)[0]
+    depths = 3 if kind == "parallel" else 1
+    assert len(overlaps(second)[-1]) == depths
+    assert all(a > b for a, b in zip(overlaps(second)[-1], overlaps(first)[0], strict=True))
+    config = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    weights = load_file(tmp_path / "drafter" / "model.safetensors")
+    described = json.loads((tmp_path / "drafter" / "gammaray.json").read_text())
+    assert ("pard_token" in config) == ("pard_embedding" in weights) == (kind == "parallel")
+    assert config["draft_vocab_size"] == len(weights["lm_head.weight"]) == len(weights["d2t"]) == 512
+    assert "model.embed_tokens.weight" not in weights
+    assert described["tokenizer"]["fingerprint"] == vocab_sha256(str(TARGET_DIR))
+
+
+def test_another_shape_or_target_is_refused(tmp_path):
+    run_until(make_task(tmp_path), "steps 15 ")
+    with pytest.raises(FailedPreconditionError, match="shape"):
+        run(make_task(tmp_path, layers=1), print, lambda: False)
+    other = tiny_model("llama", tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (other / name).write_bytes((TARGET_DIR / name).read_bytes())
+    with pytest.raises(FailedPreconditionError, match="target"):
+        run(make_task(tmp_path, target=str(other)), print, lambda: False)
+
+
+@pytest.mark.parametrize("prompts", [None, PROMPTS])
+def test_target_without_chat_template_is_refused(tmp_path, prompts):
+    target = tmp_path / "target"
+    target.mkdir()
+    for file in TARGET_DIR.iterdir():
+        if file.is_file() and file.name != "chat_template.jinja":
+            (target / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(FailedPreconditionError, match="no chat template"):
+        run(make_task(tmp_path, target=str(target), prompts=prompts, chat=True), print, lambda: False)
+
+
+def test_too_many_layers_are_refused(tmp_path):
+    with pytest.raises(InvalidArgumentError, match="layers"):
+        run(make_task(tmp_path, layers=99), print, lambda: False)
+
+
+def test_full_disk_is_a_typed_error(tmp_path):
+    with (
+        pytest.raises(ResourceExhaustedError, match="No space left"),
+        disk(tmp_path),
+        open("/dev/full", "wb") as full,
+    ):
+        full.write(b"x" * 100_000)
+
+
+def sequence(count=6, prompt=2):
+    top = torch.arange(count)[prompt:, None].numpy()
+    return Sequence(torch.arange(count).numpy(), prompt, 0.0, top, top.astype("float16"), top[:, 0])
+
+
+def test_killed_write_loses_only_its_own_sequence(tmp_path):
+    store = AnswerStore(tmp_path, {"target": "x"}, 1, 100)
+    store.append(0, sequence())
+    store.close()
+    with (tmp_path / "tokens.bin").open("ab") as file:
+        file.write(b"half")
+    again = AnswerStore(tmp_path, {"target": "x"}, 1, 100)
+    again.append(1, sequence(9))
+    assert [len(found.token_ids) for found in again.sequences()] == [6, 9]
+
+
+def test_masks_see_their_own_block_and_the_text_before_it():
+    batch = build_batch([sequence()], 3, keep=1.0)
+    place = {
+        (a, d): row for (_, a, d), (_, row) in zip(batch.place.tolist(), batch.rows.tolist(), strict=True)
+    }
+    row = place[2, 3]
+    assert batch.token_ids[0, row] == MASK
+    assert batch.positions[0, row] == 4
+    seen = batch.allowed[0, 0, row].nonzero()[:, 0].tolist()
+    assert seen == sorted([0, 1, 2, place[2, 2], row])
+    assert batch.labels.tolist() == [a + d for _, a, d in batch.place.tolist()]
