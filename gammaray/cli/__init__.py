@@ -34,6 +34,7 @@ _COMMANDS = {
     "train": "Train a drafter for a target on text that the target writes.",
     "up": "Start a whole cluster on this machine.",
 }
+_MODULES = {"certs": "keys"}
 
 
 class _Gammaray(click.Group):
@@ -48,7 +49,9 @@ class _Gammaray(click.Group):
         if name != "up":
             # gRPC's log lines on failed handshakes say less than our errors; set before gRPC is imported.
             os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-        command: click.Command = getattr(import_module(f"gammaray.cli.commands.{name}"), name)
+        command: click.Command = getattr(
+            import_module(f"gammaray.cli.commands.{_MODULES.get(name, name)}"), name
+        )
         return command
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:

@@ -1,7 +1,8 @@
 """Training batches: answers with blocks of masks, conditionally dropped (COD, PARD, arXiv 2504.18583).
 
 Row (anchor a, depth 1) is the real token a; row (a, k) is the mask at position a + k - 1, which predicts
-token a + k. A row sees the real tokens up to its anchor and the masks of its own block before it, as when serving.
+token a + k. A row sees the real tokens up to its anchor and the masks of its own block before it, as
+when serving.
 """
 
 from __future__ import annotations
