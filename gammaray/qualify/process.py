@@ -47,7 +47,7 @@ def measure_pairs(
         elif key == "pair":
             pairs.append(_pair(value))
     if len(pairs) != len(task.drafts):
-        raise InternalError("the measurement process ended early")
+        raise InternalError("the measurement process ended with status 0")
     return pairs
 
 

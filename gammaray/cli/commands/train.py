@@ -69,7 +69,10 @@ _COMMAND = (sys.executable, "-m", "services.train")
 @click.option("--seed", type=IntRange(0), default=0, show_default=True)
 @click.pass_context
 def train(context: click.Context, /, prompts: Path | None, out: str, work: str | None, **given: Any) -> None:
-    """Train a drafter for a target, for `--draft`. Interrupted, the same command continues."""
+    """Train a drafter for a target on text that the target writes.
+
+    Interrupted, the same command continues.
+    """
     check_device(given["device"])
     texts = None if prompts is None else tuple(read_prompts(prompts, "--prompts"))
     task = TrainTask(prompts=texts, out=out, work=work or f"{out.rstrip('/')}.work", **given)
