@@ -274,4 +274,5 @@ class DraftScheduler(Scheduler[ProposeTask]):
 def _is_drafting(running: Running[ProposeTask], feed: SequenceInput) -> bool:
     """Whether a feed consists of drafted tokens or masks, and not of many committed tokens."""
     assert isinstance(running, _Drafting)
-    return bool(running.nodes) or 0 < len(feed.token_ids) <= 2 * feed.num_logits > 2
+    is_block = feed.num_logits > 1 and len(feed.token_ids) <= 2 * feed.num_logits
+    return bool(running.nodes) or is_block

@@ -81,7 +81,7 @@ def weights_sha256(model: str) -> str:
 
 
 def check_drafter(model: str, target: str) -> None:
-    """Check that a drafter directory of `gammaray train` was trained for the served target.
+    """Check that a drafter directory was trained for the served target.
 
     Its `gammaray.json` names the fingerprints of the target and of its tokenizer.
 
