@@ -21,7 +21,9 @@ from gammaray.qualify.measured import PairFacts, QualifyTask
 __all__ = ["answers", "measure_pairs"]
 
 _NEEDED = ("services", "torch", "transformers")
-_STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 10.0
+"""How long a process may take to stop before it is killed."""
+
 COMMAND = (sys.executable, "-m", "services.qualify")
 
 
@@ -51,13 +53,16 @@ def measure_pairs(
     return pairs
 
 
-def answers(task: BaseModel, command: tuple[str, ...], name: str) -> Iterator[tuple[str, Any]]:
+def answers(
+    task: BaseModel, command: tuple[str, ...], name: str, stop_timeout_s: float = STOP_TIMEOUT_S
+) -> Iterator[tuple[str, Any]]:
     """Run a process that reads a task as JSON and writes JSON objects, one per line; yield their items.
 
     Args:
         task: The task.
         command: Command of the process.
         name: Of the process, for messages.
+        stop_timeout_s: How long it may take to stop, if the caller stops reading, before it is killed.
 
     Raises:
         FailedPreconditionError: The packages of a worker are not installed.
@@ -68,7 +73,7 @@ def answers(task: BaseModel, command: tuple[str, ...], name: str) -> Iterator[tu
             f"models need packages that are not installed ({', '.join(missing)}): "
             "pip install 'gammaray[worker]'"
         )
-    with _started(command) as process:
+    with _started(command, stop_timeout_s) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -92,7 +97,7 @@ def answers(task: BaseModel, command: tuple[str, ...], name: str) -> Iterator[tu
 
 
 @contextmanager
-def _started(command: tuple[str, ...]) -> Iterator[subprocess.Popen[str]]:
+def _started(command: tuple[str, ...], stop_timeout_s: float) -> Iterator[subprocess.Popen[str]]:
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8")
     try:
@@ -100,7 +105,7 @@ def _started(command: tuple[str, ...]) -> Iterator[subprocess.Popen[str]]:
     finally:
         process.terminate()
         try:
-            process.wait(_STOP_TIMEOUT_S)
+            process.wait(stop_timeout_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

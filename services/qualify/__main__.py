@@ -10,25 +10,23 @@
 from __future__ import annotations
 
 import gc
-import json
-import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 import torch
-from transformers.utils import logging as transformers_logging
 
 from gammaray.config import DraftSettings
 from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.qualify.judgement import has_other_vocabulary, obstacles
 from gammaray.qualify.measured import Overlap, PairFacts, QualifyTask
+from services.process.json_lines import described, open_answers, write_line
 from services.qualify.loop import Pair, draft_scheduler, target_scheduler
 from services.qualify.measure import make_asks, measure
 from services.qualify.models import Loaded, Source, encode, eos_token_ids, find, load
 from services.vocabulary.translation import Translation, load_translation
 
-__all__ = ["described", "main", "open_answers", "write_line"]
+__all__ = ["main"]
 
 Tell = Callable[[str, Any], None]
 
@@ -108,34 +106,6 @@ def _overlap(translation: Translation, prompts: Sequence[Sequence[int]]) -> Over
         prompt_share=sum(token in shared for token in used) / max(1, len(used)),
         mapping=translation.method,
     )
-
-
-def open_answers() -> TextIO:
-    """Return what was stdout; what libraries print goes to stderr from now on, apart from the JSON lines."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    # transformers does not type these two.
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    return answers
-
-
-def described(error: GammarayError) -> dict[str, str]:
-    """Return an error as the JSON value from which the starting process makes it again."""
-    if isinstance(error, InvalidArgumentError):
-        return {
-            "type": "InvalidArgumentError",
-            "field": error.field,
-            "got": error.got,
-            "allowed": error.allowed,
-        }
-    return {"type": type(error).__name__, "message": str(error)}
-
-
-def write_line(answers: TextIO, line: dict[str, Any]) -> None:
-    """Write one JSON object."""
-    answers.write(json.dumps(line) + "\n")
-    answers.flush()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 
 from gammaray.errors import GammarayError
 from gammaray.qualify.training import TrainTask
-from services.qualify.__main__ import described, open_answers, write_line
+from services.process.json_lines import described, open_answers, write_line
 from services.train.run import run
 
 __all__ = ["main"]

@@ -171,14 +171,16 @@ class _Run:
         budget, is_first = task.minutes * 60, True
         total = 0.0
         while True:
-            if is_first or step % task.steps_per_report == 0 or self.elapsed() >= budget or self.stopped():
-                stopping = self.elapsed() >= budget or self.stopped()
-                if not stopping or not is_first:
-                    best, worse = self._report(drafter, held, step, total, best, worse, is_first)
-                    self._save(drafter, optimizer, step, best, worse)
+            if self.stopped():
+                self._save(drafter, optimizer, step, best, worse)
+                return False
+            is_over = self.elapsed() >= budget
+            if (step % task.steps_per_report == 0 and not (is_first and step)) or is_over:
+                best, worse = self._report(drafter, held, step, total, best, worse, is_first)
+                self._save(drafter, optimizer, step, best, worse)
                 total = 0.0
-                if stopping:
-                    return not self.stopped()
+                if is_over:
+                    return True
                 if worse >= task.patience:
                     self.tell(f"no improvement in {worse} measurements: stopped early")
                     return True

@@ -17,6 +17,7 @@ from gammaray.qualify.training import TrainTask
 __all__ = ["train"]
 
 _COMMAND = (sys.executable, "-m", "services.train")
+_STOP_TIMEOUT_S = 300.0  # a step and the state of a large drafter
 
 
 @click.command()
@@ -76,7 +77,7 @@ def train(context: click.Context, /, prompts: Path | None, out: str, work: str |
     check_device(given["device"])
     texts = None if prompts is None else tuple(read_prompts(prompts, "--prompts"))
     task = TrainTask(prompts=texts, out=out, work=work or f"{out.rstrip('/')}.work", **given)
-    for key, value in answers(task, _COMMAND, "training"):
+    for key, value in answers(task, _COMMAND, "training", _STOP_TIMEOUT_S):
         if key == "doing":
             click.echo(value)
         elif key == "done" and not value:
