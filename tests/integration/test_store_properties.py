@@ -338,6 +338,6 @@ def test_store_check_finds_a_planted_bug(monkeypatch, guard):
         run_state_machine_as_test(
             StoreMachine,
             settings=settings(
-                SETTINGS, max_examples=100, stateful_step_count=40, phases=[Phase.generate], print_blob=False
+                SETTINGS, max_examples=1000, stateful_step_count=40, phases=[Phase.generate], print_blob=False
             ),
         )
