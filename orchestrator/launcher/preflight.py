@@ -67,10 +67,11 @@ MANY_GPUS = 2**16
 
 _OWN_ADDRESS = "an IPv4 address or name of this machine"
 _QUIET_PORTS = range(29_600, 32_700)
+_reservations: dict[int, socket.socket] = {}
 
 
 def check_port(field: str, host: str, port: int) -> None:
-    """Check that a port can be bound.
+    """Check that a port can be bound; `free_ports` will not return it.
 
     Raises:
         InvalidArgumentError: The port is in use, or this user may not bind it.
@@ -88,26 +89,47 @@ def check_port(field: str, host: str, port: int) -> None:
                 raise InvalidArgumentError("host", host, _OWN_ADDRESS) from None
             reason = f"{port}, which is not available ({error.strerror})"
             raise InvalidArgumentError(field, reason, "a free port") from None
+    _reserve(port)
 
 
 def free_ports(host: str, count: int) -> list[int]:
     """Return distinct ports that were free at the time of the check.
 
     They lie below the ephemeral ports, so that no outgoing connection takes one before it is bound again, and
-    outside the ranges that Ray's workers and Serve's replicas search.
+    outside the ranges that Ray's workers and Serve's replicas search. No other process gets them from this
+    function before this one ends: it can take seconds until a server binds them.
     """
     probes: list[socket.socket] = []
     for port in random.sample(_QUIET_PORTS, len(_QUIET_PORTS)):
         if len(probes) == count:
             break
         with contextlib.suppress(OSError):
-            probes.append(socket.create_server((host, port)))
+            probe = socket.create_server((host, port))
+            if _reserve(port):
+                probes.append(probe)
+            else:
+                probe.close()
     ports: list[int] = [probe.getsockname()[1] for probe in probes]
     for probe in probes:
         probe.close()
     if len(ports) < count:
         raise InvalidArgumentError("ports", len(ports), f"{count} free ones in {_QUIET_PORTS}")
     return ports
+
+
+def _reserve(port: int) -> bool:
+    """Reserve a port until this process ends; return whether no process had reserved it.
+
+    Names of abstract Unix sockets, like ports, are per network namespace, and end with their process.
+    """
+    name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        name.bind(f"\0gammaray-port-{port}")
+    except OSError:
+        name.close()
+        return False
+    _reservations[port] = name
+    return True
 
 
 def check_workers(settings: ClusterSettings, devices: CudaDevices | None = None) -> int:
