@@ -19,7 +19,7 @@ class TrainTask(BaseModel):
         prompts: Texts; None: the target writes its own user turns.
         chat: Whether prompts are user turns, instead of texts to continue.
         kind: "parallel" (PARD) or "plain".
-        layers: How many of the target's layers to start from, spread from the first to the last.
+        layers: How many of the target's first layers to start from.
         init: A directory of this command's drafter to start from; same shape.
         draft_vocab: Rows of the head; at most the target's.
         depth: Tokens per block of a parallel draft, and of the proposals that are measured.
@@ -54,8 +54,8 @@ class TrainTask(BaseModel):
     max_tokens: int = Field(256, ge=8)
     temperatures: tuple[float, ...] = (0.0, 1.0)
     batch: int = Field(64, ge=1)
-    train_tokens: int = Field(1024, ge=1)
-    learning_rate: float = Field(1e-3, gt=0)
+    train_tokens: int = Field(512, ge=1)
+    learning_rate: float = Field(2e-3, gt=0)
     loss: Literal["kl", "tv"] = "kl"
     minutes: float = Field(60.0, gt=0)
     patience: int = Field(6, ge=1)

@@ -32,7 +32,11 @@ _STOP_TIMEOUT_S = 300.0  # a step and the state of a large drafter
 @click.option("--chat/--text", default=True, help="Prompts are user turns, or texts to continue.")
 @click.option("--kind", type=click.Choice(["parallel", "plain"]), default="parallel", show_default=True)
 @click.option(
-    "--layers", type=IntRange(1), default=2, show_default=True, help="Layers taken from the target."
+    "--layers",
+    type=IntRange(1),
+    default=2,
+    show_default=True,
+    help="Layers to start from, the first of the target.",
 )
 @click.option("--init", type=click.Path(exists=True, file_okay=False), help="A drafter to start from.")
 @click.option(
@@ -52,9 +56,9 @@ _STOP_TIMEOUT_S = 300.0  # a step and the state of a large drafter
 )
 @click.option("--batch", type=IntRange(1), default=64, show_default=True, help="Answers generated at once.")
 @click.option(
-    "--train-tokens", type=IntRange(1), default=1024, show_default=True, help="Least tokens per step."
+    "--train-tokens", type=IntRange(1), default=512, show_default=True, help="Least tokens per step."
 )
-@click.option("--learning-rate", type=FloatRange(1e-7, 1), default=1e-3, show_default=True)
+@click.option("--learning-rate", type=FloatRange(1e-7, 1), default=2e-3, show_default=True)
 @click.option("--loss", type=click.Choice(["kl", "tv"]), default="kl", show_default=True)
 @click.option(
     "--minutes",
