@@ -80,7 +80,8 @@ class Engine:
     def draft_for(self, draft: DraftFormat) -> None:
         """Return the logits of the target's tokens, and accept the mask token; for a drafter."""
         self.vocab_size, self.mask_token = draft.vocab_size, draft.mask_token
-        self._target_ids = None if draft.target_ids is None else draft.target_ids.to(self.device)
+        ids = draft.target_ids
+        self._target_ids = None if ids is None else ids.to(self.device, torch.int32)
 
     def step(
         self, feeds: Sequence[SequenceInput], within: AbstractContextManager[object] | None = None
@@ -111,7 +112,7 @@ class Engine:
     @property
     def can_chain(self) -> bool:
         """Whether `chain` is available: only with the compiled kernel."""
-        return isinstance(self.runner, NativeRunner) and self._target_ids is None
+        return isinstance(self.runner, NativeRunner)
 
     def chain(
         self,
@@ -140,9 +141,10 @@ class Engine:
         batch = self._plan([feed])
         assert isinstance(self.runner, NativeRunner)
         with within or nullcontext():
-            token_ids, logits = self.runner.chain(batch, noise, scale, c_int32() if stop is None else stop)
+            stop = c_int32() if stop is None else stop
+            token_ids, logits = self.runner.chain(batch, noise, scale, stop, self._target_ids)
         self._commit([replace(feed, token_ids=token_ids)], batch)
-        return token_ids, logits
+        return token_ids, self._with_all_tokens(logits)
 
     def length(self, session_id: str) -> int:
         """Return how many tokens of the session's chain are cached; 0 when unknown or evicted."""
@@ -248,13 +250,17 @@ class Engine:
     def _run(self, batch: Batch, within: AbstractContextManager[object]) -> Tensor:
         with torch.inference_mode(), within:
             logits = self.runner.forward(batch)
-        if self._target_ids is not None:
-            reduced = logits
-            logits = reduced.new_full((len(reduced), self.vocab_size), NOT_DRAFTED)
-            logits[:, self._target_ids] = reduced
-            return logits
+            logits = self._with_all_tokens(logits)
         # Tensors created in inference mode cannot be modified outside of it, which callers may need.
         return logits.clone() if logits.is_inference() else logits
+
+    def _with_all_tokens(self, logits: Tensor) -> Tensor:
+        """Return logits [rows, vocab_size] from those of the head."""
+        if self._target_ids is None:
+            return logits
+        spread = logits.new_full((len(logits), self.vocab_size), NOT_DRAFTED)
+        spread[:, self._target_ids] = logits
+        return spread
 
     def _commit(self, feeds: Sequence[SequenceInput], batch: Batch) -> None:
         """Record the tokens that a forward wrote to the slots."""

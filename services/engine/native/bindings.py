@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
 __all__ = [
     "BatchArguments",
@@ -110,7 +110,20 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
         POINTER(BatchArguments),
         c_void_p,
         c_void_p,
+        c_int64,
+        c_void_p,
         c_double,
         POINTER(c_int32),
+    )
+    library.gr_philox.restype = None
+    library.gr_philox.argtypes = (
+        c_uint64,
+        c_void_p,
+        c_int64,
+        c_int64,
+        c_int64,
+        c_uint32,
+        c_uint32,
+        c_void_p,
     )
     return library

@@ -367,11 +367,11 @@ EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
 
 /* Feeds the rows of `b` one after another. All are wanted, in one segment that is a chain; after each, the
  * token with the largest score is the next row's: its logit, or where there is noise [rows, vocab] the logit
- * times `scale` plus the noise. Returns the number of rows that were fed: all, or up to the one during which
- * `*stop` was set. */
-EXPORT int32_t gr_chain(const gr_model *m, const gr_batch *b, int32_t *token, const double *noise, double scale,
-                        const volatile int32_t *stop) {
-    int32_t vocab = m->head.outputs, first = 0, row = 0;
+ * times `scale` plus the noise. `id` [outputs of the head] are the tokens of the logits; NULL: all, in order.
+ * Returns the number of rows that were fed: all, or up to the one during which `*stop` was set. */
+EXPORT int32_t gr_chain(const gr_model *m, const gr_batch *b, int32_t *token, const double *noise, int64_t vocab,
+                        const int32_t *id, double scale, const volatile int32_t *stop) {
+    int32_t outputs = m->head.outputs, first = 0, row = 0;
     gr_segment segment = *b->segment;
     gr_batch one = *b;
     segment.count = 1;
@@ -379,19 +379,51 @@ EXPORT int32_t gr_chain(const gr_model *m, const gr_batch *b, int32_t *token, co
     one.segment = &segment, one.logit_row = &first;
     while (row < b->rows) {
         one.token = token + row, one.position = b->position + row, one.num_chain = b->num_chain + row;
-        one.path_offset = b->path_offset + row, one.logits = b->logits + (int64_t)row * vocab;
+        one.path_offset = b->path_offset + row, one.logits = b->logits + (int64_t)row * outputs;
         gr_forward(m, &one);
-        const double *added = noise ? noise + (int64_t)row * vocab : 0;
+        const double *added = noise ? noise + row * vocab : 0;
         segment.slot++, row++;
         if (*stop || row == b->rows) break;
         double best = -INFINITY;
-        token[row] = 0;
-        for (int32_t i = 0; i < vocab; i++) {
-            double score = added ? one.logits[i] * scale + added[i] : one.logits[i];
-            if (score > best) best = score, token[row] = i;
+        int32_t place = 0;
+        for (int32_t i = 0; i < outputs; i++) {
+            double score = added ? one.logits[i] * scale + added[id ? id[i] : i] : one.logits[i];
+            if (score > best) best = score, place = i;
         }
+        token[row] = id ? id[place] : place;
     }
     return row;
+}
+
+/* ---- noise ---- */
+
+#define PHILOX_GROUPS 64
+
+/* Philox4x32-10 with key `seed` and counters [group, start + row, c2, c3]: out[row][4 groups] is minus the
+ * uniform (word + 0.5) / 2^32 of each output word. */
+EXPORT void gr_philox(uint64_t seed, const int64_t *group, int64_t groups, int64_t start, int64_t rows, uint32_t c2,
+                      uint32_t c3, double *out) {
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t at = 0; at < groups; at += PHILOX_GROUPS) {
+            uint64_t a[PHILOX_GROUPS], b[PHILOX_GROUPS], c[PHILOX_GROUPS], d[PHILOX_GROUPS];
+            int64_t count = groups - at < PHILOX_GROUPS ? groups - at : PHILOX_GROUPS;
+            for (int64_t i = 0; i < PHILOX_GROUPS; i++)
+                a[i] = (uint32_t)(i < count ? group[at + i] : 0), b[i] = (uint32_t)(start + row), c[i] = c2, d[i] = c3;
+            uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+            for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u)
+                for (int64_t i = 0; i < PHILOX_GROUPS; i++) {
+                    uint64_t low = a[i] * 0xD2511F53u, high = c[i] * 0xCD9E8D57u;
+                    a[i] = (high >> 32) ^ b[i] ^ k0, b[i] = (uint32_t)high;
+                    c[i] = (low >> 32) ^ d[i] ^ k1, d[i] = (uint32_t)low;
+                }
+            double *to = out + 4 * (row * groups + at);
+            for (int64_t i = 0; i < count; i++) {
+                to[4 * i] = ((double)(int64_t)a[i] + 0.5) * -0x1p-32;
+                to[4 * i + 1] = ((double)(int64_t)b[i] + 0.5) * -0x1p-32;
+                to[4 * i + 2] = ((double)(int64_t)c[i] + 0.5) * -0x1p-32;
+                to[4 * i + 3] = ((double)(int64_t)d[i] + 0.5) * -0x1p-32;
+            }
+        }
 }
 
 /* ---- guesses ---- */

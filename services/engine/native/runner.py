@@ -37,7 +37,12 @@ class NativeRunner:
         return logits
 
     def chain(
-        self, batch: Batch, noise: Tensor | None, scale: float, stop: c_int32
+        self,
+        batch: Batch,
+        noise: Tensor | None,
+        scale: float,
+        stop: c_int32,
+        target_ids: Tensor | None = None,
     ) -> tuple[list[int], Tensor]:
         """Feed a chain row by row, each the token with the largest score after the one before.
 
@@ -48,6 +53,7 @@ class NativeRunner:
             noise: [rows, vocab_size] float64, added to the logits times `scale`; None for the logits alone.
             scale: One over the temperature.
             stop: If another thread sets it, the chain ends after the current row.
+            target_ids: int32 [logits of a row]: the token of each logit; None: all, in order.
         """
         self._make_room(1, max(batch.positions))
         noise = None if noise is None else noise.contiguous()  # for some vocabulary sizes the rows are padded
@@ -57,6 +63,8 @@ class NativeRunner:
             byref(arguments),
             numbers.ctypes.data,
             None if noise is None else noise.data_ptr(),
+            0 if noise is None else noise.shape[1],
+            None if target_ids is None else target_ids.data_ptr(),
             scale,
             byref(stop),
         )

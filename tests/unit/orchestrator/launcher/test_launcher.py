@@ -17,7 +17,7 @@ import pytest
 from gammaray.config import ClusterSettings, PoolSize
 from gammaray.deploy.serve_config import role_settings, serve_document
 from gammaray.errors import InvalidArgumentError, UnavailableError
-from orchestrator.launcher import cluster, preflight
+from orchestrator.launcher import cluster
 from orchestrator.launcher.cluster import private_directory, serve_environment
 from orchestrator.launcher.options import parse_options
 from orchestrator.launcher.preflight import (
@@ -155,19 +155,20 @@ def test_free_ports_are_distinct_and_free():
         check_port("port", "127.0.0.1", port)
 
 
-def test_free_ports_of_two_processes_differ(monkeypatch):
+FREE_PORTS = (
+    "from orchestrator.launcher.preflight import free_ports; print(free_ports('127.0.0.1', 800), flush=True)"
+)
+
+
+def test_free_ports_of_two_processes_differ():
     """Two clusters start at once; the ports of the first are chosen, but nothing listens on them yet."""
-    monkeypatch.setattr(preflight, "_QUIET_PORTS", range(29_500, 29_516))
-    held = set(free_ports("127.0.0.1", 8))
-    code = (
-        "from orchestrator.launcher import preflight\n"
-        "preflight._QUIET_PORTS = range(29_500, 29_516)\n"
-        "print(preflight.free_ports('127.0.0.1', 4))"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not held & set(json.loads(found.stdout))
-    with pytest.raises(InvalidArgumentError):
-        free_ports("127.0.0.1", 12)
+    command = [sys.executable, "-c", f"{FREE_PORTS}; input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        held = set(json.loads(first.stdout.readline()))
+        second = subprocess.run(command, input="\n", capture_output=True, text=True, check=True)
+        first.communicate("\n")
+    assert len(held) == 800
+    assert not held & set(json.loads(second.stdout))
 
 
 def test_environments_of_two_clusters_share_only_settings():

@@ -15,6 +15,7 @@ from gammaray.errors import InvalidArgumentError
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.engine import NOT_DRAFTED, Engine, SequenceInput
 from services.engine.loader import load_engine
+from services.engine.sampling.noise import Noise
 
 MASK = 4
 TEXT = random_tokens(9, seed=1)
@@ -72,6 +73,24 @@ def test_reduced_vocabulary_is_expanded_to_the_targets(source, tmp_path, fast_ke
     assert torch.allclose(logits[:, ids], plain_logits(plain_model(source), TEXT)[:, ids], atol=1e-4)
     others = [token_id for token_id in range(VOCAB_SIZE) if token_id not in ids]
     assert (logits[:, others] == NOT_DRAFTED).all()
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_chain_of_a_reduced_vocabulary_equals_single_steps(source, tmp_path, noisy):
+    drafter = make_drafter(source, tmp_path / "d", draft_vocab_size=40, shares_embedding=True)
+    ours, theirs = load(drafter, source), load(drafter, source)
+    noise = Noise(7, 0, VOCAB_SIZE).gumbel(21, 6) if noisy else None
+    for engine in (ours, theirs):
+        engine.step([SequenceInput("a", 0, random_tokens(20, 1), 1)])
+    token_ids, logits = ours.chain(SequenceInput("a", 20, [5] * 6, 6), noise, scale=1.25)
+    token_id, drawn = 5, []
+    for index in range(6):
+        drawn.append(token_id)
+        (row,) = theirs.step([SequenceInput("a", 20 + index, [token_id], 1)])
+        assert torch.equal(logits[index], row[0])
+        token_id = int((row[0] if noise is None else row[0].double() * 1.25 + noise[index]).argmax())
+    assert token_ids == drawn
+    assert len(set(drawn)) > 2
 
 
 @RUNNERS
