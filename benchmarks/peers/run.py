@@ -250,8 +250,12 @@ class _Started:
 async def _start(settings: Settings, context: int, stack: AsyncExitStack) -> _Started:
     started = _Started(settings)
     threads = settings.threads
-    baselines = await stack.enter_async_context(running_baselines(settings.target, settings.draft, threads))
-    names = [REFERENCE, f"lookup-{_LOOKUP}", *(f"assisted-{n}" for n in _ASSISTED if settings.draft)]
+    # A drafter of `gammaray train` shares weights with its target; other programs cannot load it.
+    ordinary = settings.draft
+    if ordinary and (Path(resolve_model(ordinary, "draft")) / "gammaray.json").exists():
+        ordinary = None
+    baselines = await stack.enter_async_context(running_baselines(settings.target, ordinary, threads))
+    names = [REFERENCE, f"lookup-{_LOOKUP}", *(f"assisted-{n}" for n in _ASSISTED if ordinary)]
     started.peers = [Peer(name, baselines) for name in names]
     engine = await stack.enter_async_context(running_engine(settings.target, threads))
     started.batching = [Peer(name, engine) for name in (ENGINE, f"{ENGINE}-lookup-{_LOOKUP}")]
@@ -260,8 +264,8 @@ async def _start(settings: Settings, context: int, stack: AsyncExitStack) -> _St
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gammaray-peers-")))
         model = settings.gguf or _converted(settings, settings.target, "target", folder)
         draft = settings.draft_gguf
-        if draft is None and settings.draft and settings.llama_convert:
-            draft = _converted(settings, settings.draft, "draft", folder)
+        if draft is None and ordinary and settings.llama_convert:
+            draft = _converted(settings, ordinary, "draft", folder)
         for name, options in modes(draft, threads).items():
             if name not in settings.without:
                 slots = max(settings.streams)
