@@ -131,6 +131,7 @@ def predictions(
     temperature: float,
     top_k: int,
     bits: int,
+    token_ids: Tensor | None = None,
 ) -> list[Prediction]:
     """Return the predictions after several nodes.
 
@@ -143,9 +144,10 @@ def predictions(
         temperature: The session's.
         top_k: Rejection: largest support of the shipped distribution.
         bits: Rejection: the weights' sum is 2^bits.
+        token_ids: Coupled and greedy: the tokens of the columns, int64, ascending; None: all tokens.
     """
     if noise is None:
-        rows = _GumbelBatch(log_probs, draw_temperature(0.0))
+        rows = _GumbelBatch(log_probs, draw_temperature(0.0), token_ids)
     elif method is VerificationMethod.REJECTION:
         probs = log_probs.double().exp()
         return [
@@ -157,7 +159,9 @@ def predictions(
             _NaivePrediction(row, noise, position) for row, position in zip(log_probs, positions, strict=True)
         ]
     else:
-        rows = _GumbelBatch(log_probs + _gumbel(noise, positions), draw_temperature(temperature))
+        gumbel = _gumbel(noise, positions)
+        gumbel = gumbel if token_ids is None else gumbel[:, token_ids]
+        rows = _GumbelBatch(log_probs + gumbel, draw_temperature(temperature), token_ids)
     return [_CoupledPrediction(rows, index) for index in range(len(positions))]
 
 
@@ -173,20 +177,26 @@ def _gumbel(noise: Noise, positions: Sequence[int]) -> Tensor:
 class _GumbelBatch:
     """Scores of several nodes; guesses other than the winners are computed on demand."""
 
-    __slots__ = ("_guesses", "_scores", "_temperature", "winners")
+    __slots__ = ("_guesses", "_scores", "_temperature", "_token_ids", "winners")
 
-    def __init__(self, scores: Tensor, temperature: float) -> None:
-        self._scores, self._temperature = scores, temperature
+    def __init__(self, scores: Tensor, temperature: float, token_ids: Tensor | None) -> None:
+        self._scores, self._temperature, self._token_ids = scores, temperature, token_ids
         self._guesses: dict[int, list[Guess]] = {}
         # NOTE: numpy's argmax takes a sixth of torch's time.
         winners = scores.numpy().argmax(axis=-1) if scores.is_cpu else scores.argmax(dim=-1)
-        self.winners: list[int] = winners.tolist()
+        self.winners: list[int] = self._tokens(winners.tolist())
 
     def guesses(self, index: int) -> list[Guess]:
         guesses = self._guesses.get(index)
         if guesses is None:
-            guesses = self._guesses[index] = top_k_tokens(self._scores[index], NUM_GUESSES, self._temperature)
+            best = top_k_tokens(self._scores[index], NUM_GUESSES, self._temperature)
+            tokens = self._tokens([column for column, _ in best])
+            guesses = [(token, share) for token, (_, share) in zip(tokens, best, strict=True)]
+            self._guesses[index] = guesses
         return guesses
+
+    def _tokens(self, columns: list[int]) -> list[int]:
+        return columns if self._token_ids is None else self._token_ids[columns].tolist()
 
 
 class _CoupledPrediction:

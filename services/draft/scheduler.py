@@ -105,6 +105,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
             bits=weight_bits,
             calibration=Calibration(),
             mask_token=engine.mask_token,
+            reduced=engine.keep_reduced(),
         )
         self.speculations: dict[str, Speculation] = {}
         self.forward_s = 0.0

@@ -18,6 +18,7 @@ from services.draft.outcomes import OutcomeSet
 from services.draft.predictions import Prediction, predictions
 from services.draft.proposals import ProposalBuilder
 from services.draft.tree import Node, SpeculationTree
+from services.engine.core.drafter import DraftFormat
 from services.engine.engine import Engine, SequenceInput
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.logits import processed_log_probs
@@ -74,6 +75,7 @@ class Speculation:
         bits: Rejection: its weights' sum is 2^bits.
         calibration: Of all sessions of the worker.
         mask_token: Mask token of a parallel draft model; None for an ordinary one.
+        reduced: The tokens of the logits; None: the whole vocabulary.
 
     Attributes:
         tree: The tree.
@@ -92,7 +94,9 @@ class Speculation:
         bits: int,
         calibration: Calibration,
         mask_token: int | None = None,
+        reduced: DraftFormat | None = None,
     ) -> None:
+        self._reduced = reduced
         self.session, self.mask_token = session, mask_token
         self._calibration = Calibration(calibration)
         self._tested: list[tuple[Prediction, int]] = []
@@ -345,9 +349,14 @@ class Speculation:
 
     def _predict(self, logits: Tensor, positions: Sequence[int], paths: _Paths) -> list[Prediction]:
         """Return the predictions of the tokens at `positions`, after these paths below the root."""
+        session, token_ids = self.session, None
+        if self._reduced is not None:
+            if self._params is None and (session.noise is None or self._is_gumbel_max):
+                token_ids = self._reduced.target_ids
+            else:
+                logits = self._reduced.with_all_tokens(logits)
         if self._params is not None:
             logits = self._processed(paths, logits, self._params)
-        session = self.session
         return predictions(
             session.spec.method,
             logits,
@@ -356,6 +365,7 @@ class Speculation:
             temperature=session.spec.params.temperature,
             top_k=self._top_k,
             bits=self._bits,
+            token_ids=token_ids,
         )
 
     def _processed(self, paths: _Paths, logits: Tensor, params: SamplingParams) -> Tensor:

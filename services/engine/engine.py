@@ -25,11 +25,6 @@ from services.engine.native.runner import NativeRunner
 __all__ = ["Engine", "Runner", "SequenceInput"]
 
 
-NOT_DRAFTED = -1e9
-"""Logit of a token that a reduced draft vocabulary lacks: probability 0, and finite, so that a request that
-allows only such tokens still has a distribution."""
-
-
 class Runner(Protocol):
     """Computes one packed forward."""
 
@@ -74,14 +69,25 @@ class Engine:
         self.dtype = store.shape.dtype
         self.runner = runner
         self.mask_token: int | None = None
-        self._target_ids: Tensor | None = None
+        self._draft: DraftFormat | None = None
+        self._chain_ids: Tensor | None = None
+        self._has_all_tokens = True
         self._store = store
 
     def draft_for(self, draft: DraftFormat) -> None:
         """Return the logits of the target's tokens, and accept the mask token; for a drafter."""
         self.vocab_size, self.mask_token = draft.vocab_size, draft.mask_token
-        ids = draft.target_ids
-        self._target_ids = None if ids is None else ids.to(self.device, torch.int32)
+        if draft.target_ids is not None:
+            self._draft = replace(draft, target_ids=draft.target_ids.to(self.device))
+            self._chain_ids = draft.target_ids.to(self.device, torch.int32)
+
+    def keep_reduced(self) -> DraftFormat | None:
+        """From now on return logits [rows, rows of the head]; return their tokens, None: all.
+
+        A head of a tenth of the vocabulary makes a tenth of the work for those who read its logits.
+        """
+        self._has_all_tokens = False
+        return self._draft
 
     def step(
         self, feeds: Sequence[SequenceInput], within: AbstractContextManager[object] | None = None
@@ -142,9 +148,9 @@ class Engine:
         assert isinstance(self.runner, NativeRunner)
         with within or nullcontext():
             stop = c_int32() if stop is None else stop
-            token_ids, logits = self.runner.chain(batch, noise, scale, stop, self._target_ids)
+            token_ids, logits = self.runner.chain(batch, noise, scale, stop, self._chain_ids)
         self._commit([replace(feed, token_ids=token_ids)], batch)
-        return token_ids, self._with_all_tokens(logits)
+        return token_ids, self._spread(logits)
 
     def length(self, session_id: str) -> int:
         """Return how many tokens of the session's chain are cached; 0 when unknown or evicted."""
@@ -250,17 +256,14 @@ class Engine:
     def _run(self, batch: Batch, within: AbstractContextManager[object]) -> Tensor:
         with torch.inference_mode(), within:
             logits = self.runner.forward(batch)
-            logits = self._with_all_tokens(logits)
+            logits = self._spread(logits)
         # Tensors created in inference mode cannot be modified outside of it, which callers may need.
         return logits.clone() if logits.is_inference() else logits
 
-    def _with_all_tokens(self, logits: Tensor) -> Tensor:
-        """Return logits [rows, vocab_size] from those of the head."""
-        if self._target_ids is None:
+    def _spread(self, logits: Tensor) -> Tensor:
+        if self._draft is None or not self._has_all_tokens:
             return logits
-        spread = logits.new_full((len(logits), self.vocab_size), NOT_DRAFTED)
-        spread[:, self._target_ids] = logits
-        return spread
+        return self._draft.with_all_tokens(logits)
 
     def _commit(self, feeds: Sequence[SequenceInput], batch: Batch) -> None:
         """Record the tokens that a forward wrote to the slots."""

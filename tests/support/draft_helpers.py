@@ -45,6 +45,9 @@ class TableEngine:
         self.num_steps = self.num_rows = 0
         self.has_space = True
 
+    def keep_reduced(self):
+        return None
+
     def step(self, feeds: Sequence[SequenceInput], within: object = None) -> list[Tensor]:
         self.num_steps += 1
         return [self.feed_one(feed) for feed in feeds]

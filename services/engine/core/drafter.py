@@ -40,7 +40,11 @@ from services.engine.core.model import (
     torch_dtype,
 )
 
-__all__ = ["DraftFormat", "load_drafter"]
+__all__ = ["NOT_DRAFTED", "DraftFormat", "load_drafter"]
+
+NOT_DRAFTED = -1e9
+"""Logit of a token that a reduced draft vocabulary lacks: probability 0, and finite, so that a request that
+allows only such tokens still has a distribution."""
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -64,6 +68,14 @@ class DraftFormat:
     vocab_size: int
     mask_token: int | None = None
     target_ids: Tensor | None = None
+
+    def with_all_tokens(self, logits: Tensor) -> Tensor:
+        """Return logits [rows, vocab_size] from those of the head; `NOT_DRAFTED` for tokens it lacks."""
+        if self.target_ids is None:
+            return logits
+        spread = logits.new_full((len(logits), self.vocab_size), NOT_DRAFTED)
+        spread[:, self.target_ids] = logits
+        return spread
 
 
 def load_drafter(

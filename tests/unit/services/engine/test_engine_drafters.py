@@ -12,8 +12,9 @@ from engine_helpers import VOCAB_SIZE, plain_logits, plain_model, random_tokens,
 from safetensors.torch import load_file, save_file
 
 from gammaray.errors import InvalidArgumentError
+from services.engine.core.drafter import NOT_DRAFTED
 from services.engine.core.errors import UnsupportedModelError
-from services.engine.engine import NOT_DRAFTED, Engine, SequenceInput
+from services.engine.engine import Engine, SequenceInput
 from services.engine.loader import load_engine
 from services.engine.sampling.noise import Noise
 
