@@ -4,8 +4,8 @@
     python -m benchmarks.demo --model demo-pair
 
 It serves the real model of `make smollm2` and its trained drafter, if the model is in build/models/smollm2;
-look-ups in the text and a predicted output propose, too. Otherwise it serves the demo pair. It prints which one
-it serves.
+look-ups in the text and a predicted output propose, too. Otherwise it serves the demo pair. It prints which
+one it serves.
 
 The speedup is over plain decoding (gamma 0) through the same stack, in the same run: several prompts, gamma 0
 and adaptive in turn, tokens compared. Exits with 1 when a token differs or anything fails, and leaves no
