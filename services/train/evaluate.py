@@ -30,13 +30,13 @@ def evaluate(drafter: Drafter, held: Items[Sequence], gamma: int) -> dict[str, A
         `greedy`: share of matches by depth, given that all before matched; `overlap`: 1 - TV at temperature 1
         by depth, over the target's top ids (a lower bound), given the true text; tokens per cycle at
         temperature 0: `tokens_per_cycle` alone, `lookup` of prompt lookup, `lookup_first` of prompt lookup
-        where it finds a match, else the drafter; `positions` measured. Depths are of the block; a plain draft
-        has the overlap of depth 1 only.
+        where it finds a match, else the drafter, `merged` of a tree with a branch of each; `positions`
+        measured. Depths are of the block; a plain draft has the overlap of depth 1 only.
     """
     drafter.eval()
     tested, matched = [0] * gamma, [0] * gamma
     overlap, seen = [0.0] * drafter.depth, [0] * drafter.depth
-    cycles = {"tokens_per_cycle": 0, "lookup": 0, "lookup_first": 0}
+    cycles = {"tokens_per_cycle": 0, "lookup": 0, "lookup_first": 0, "merged": 0}
     tokens = 0
     for sequence in held:
         batch = build_batch([sequence], drafter.depth, keep=1.0)
@@ -70,17 +70,12 @@ def evaluate(drafter: Drafter, held: Items[Sequence], gamma: int) -> dict[str, A
         for way in cycles:
             anchor = sequence.num_prompt - 1
             while anchor < len(text) - 1:
-                found_at = _lookup(text, anchor) if way != "tokens_per_cycle" else None
-                accepted = 0
-                while accepted < gamma and anchor + accepted + 1 < len(text):
-                    if found_at is not None:
-                        at = found_at + accepted
-                        good = at <= anchor and text[at] == text[anchor + accepted + 1]
-                    else:
-                        good = way != "lookup" and drafted(anchor, accepted + 1)
-                    if not good:
-                        break
-                    accepted += 1
+                most = min(gamma, len(text) - 1 - anchor)
+                match = _lookup(text, anchor) if way != "tokens_per_cycle" else None
+                accepted = _agreeing(text, match, anchor, most) if match is not None else 0
+                if way in ("tokens_per_cycle", "merged") or (way == "lookup_first" and match is None):
+                    depths = range(1, most + 1)
+                    accepted = max(accepted, next((d - 1 for d in depths if not drafted(anchor, d)), most))
                 cycles[way] += 1
                 anchor += accepted + 1
     drafter.train()
@@ -104,3 +99,11 @@ def _lookup(text: list[int], anchor: int) -> int | None:
             if text[start : start + length] == last:
                 return start + length
     return None
+
+
+def _agreeing(text: list[int], match: int, anchor: int, most: int) -> int:
+    """Return how many tokens from a match on, up to the anchor, equal those after the anchor."""
+    count = 0
+    while count < most and match + count <= anchor and text[match + count] == text[anchor + 1 + count]:
+        count += 1
+    return count

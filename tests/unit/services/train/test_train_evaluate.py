@@ -1,0 +1,74 @@
+"""Measures of a drafter on held-out answers, where they are known in closed form."""
+
+import pytest
+import torch
+
+from services.train.evaluate import evaluate
+from services.train.store import Sequence
+
+PROMPT, ANSWER = [5, 6, 7, 8, 9, 5, 6], [7, 8, 3, 4]
+"""Prompt lookup finds [5, 6] at the start and proposes 7, 8, 9; two are right. Then it finds nothing."""
+
+
+class Scripted:
+    """A plain draft that is right after given positions of the text only."""
+
+    depth = 1
+    target_ids = torch.arange(16)
+    head = torch.empty(0)
+
+    def __init__(self, *right):
+        self.right = right
+
+    def __call__(self, batch):
+        logs = torch.full((len(batch.labels), 16), -30.0)
+        for row, (place, label) in enumerate(zip(batch.place.tolist(), batch.labels.tolist(), strict=True)):
+            logs[row, label if place[1] in self.right else 15] = 0.0
+        return logs
+
+    def common(self, batch, logs):
+        wanted = torch.zeros(len(logs), 16)
+        wanted[torch.arange(len(logs)), batch.labels] = 0.8
+        return wanted, logs
+
+    def eval(self):
+        pass
+
+    def train(self):
+        pass
+
+
+def sequence(temperature=0.0):
+    ids = torch.tensor(PROMPT + ANSWER).numpy()
+    top = ids[len(PROMPT) :, None]
+    return Sequence(ids, len(PROMPT), temperature, top, top.astype("float16"), top[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("right", "alone", "first", "merged"),
+    [
+        ((), 4 / 4, 4 / 2, 4 / 2),
+        ((8, 9), 4 / 3, 4 / 2, 4 / 2),
+        ((6, 7, 8), 4 / 1, 4 / 2, 4 / 1),  # better than the match, which is taken first all the same
+    ],
+)
+def test_tokens_per_cycle(right, alone, first, merged):
+    found = evaluate(Scripted(*right), [sequence()], 5)
+    assert found["tokens_per_cycle"] == round(alone, 3)
+    assert found["lookup"] == 4 / 2
+    assert found["lookup_first"] == first
+    assert found["merged"] == merged
+    assert found["positions"] == 4
+
+
+def test_acceptance_by_depth_counts_what_was_tested():
+    # Anchors 6 to 9, depth 1: three of four. Depth 2 after 6, 7, 8: two of three. Depth 3 after 6, 7: one.
+    found = evaluate(Scripted(6, 7, 8), [sequence()], 3)
+    assert found["greedy"] == [0.75, 0.667, 0.5]
+    assert found["overlap"] == [0.6]
+
+
+def test_answers_drawn_at_random_count_in_the_overlap_only():
+    found = evaluate(Scripted(6, 7, 8), [sequence(temperature=1.0)], 3)
+    assert (found["greedy"], found["positions"]) == ([0.0] * 3, 0)
+    assert found["overlap"] == [0.6]
