@@ -2,13 +2,16 @@
 
     python -m benchmarks.demo_pair.corpus --out build/demo_pair
 
-writes `tokenizer.json` (byte-level BPE), `train.npy` and `held.npy` (uint16 token ids). A document is held
-out when a hash of its name says so: the split is the same on every machine and in every Python that has it.
+writes `tokenizer.json` (byte-level BPE), `train.npy` and `held.npy` (uint16 token ids), and `prompts.json`:
+pieces of the training split, which `gammaray train` lets the target continue. A document is held out when a
+hash of its name says so: the split is the same on every machine and in every Python that has it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gammaray.bench.workloads import documents
 
-__all__ = ["END_ID", "END_TOKEN", "encode", "read_split", "train_tokenizer"]
+__all__ = ["END_ID", "END_TOKEN", "encode", "pieces", "read_split", "train_tokenizer"]
 
 END_TOKEN = "<|end|>"
 """Stands before every document; begin, end and padding token at once."""
@@ -60,6 +63,13 @@ def read_split(directory: Path, split: str) -> NDArray[np.int64]:
     return np.load(path).astype(np.int64)
 
 
+def pieces(texts: Sequence[str], every: int = 1000, length: int = 100) -> list[str]:
+    """Return `length` characters of each `every` characters, shuffled."""
+    found = [text[start : start + length] for text in texts for start in range(0, len(text), every)]
+    random.Random(0).shuffle(found)
+    return found
+
+
 def write(directory: Path, vocab_size: int = 2048, limit: int | None = None) -> dict[str, tuple[int, int]]:
     """Write tokenizer and token ids into `directory`; return documents and tokens per split."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -68,6 +78,7 @@ def write(directory: Path, vocab_size: int = 2048, limit: int | None = None) -> 
         texts["held" if document.is_held_out else "train"].append(document.text)
     tokenizer = train_tokenizer(texts["train"], vocab_size)
     tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "prompts.json").write_text(json.dumps(pieces(texts["train"])), encoding="utf-8")
     sizes = {}
     for split, members in texts.items():
         ids = encode(tokenizer, members)

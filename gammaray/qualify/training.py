@@ -19,7 +19,7 @@ class TrainTask(BaseModel):
         prompts: Texts; None: the target writes its own user turns.
         chat: Whether prompts are user turns, instead of texts to continue.
         kind: "parallel" (PARD) or "plain".
-        layers: How many of the target's first layers to start from.
+        layers: Layers of the target to start from, counted from 0, ascending.
         init: A directory of this command's drafter to start from; same shape.
         draft_vocab: Rows of the head; at most the target's.
         depth: Tokens per block of a parallel draft, and of the proposals that are measured.
@@ -46,7 +46,7 @@ class TrainTask(BaseModel):
     prompts: tuple[str, ...] | None = None
     chat: bool = True
     kind: Literal["parallel", "plain"] = "parallel"
-    layers: int = Field(2, ge=1)
+    layers: tuple[int, ...] = (0, 1)
     init: str | None = None
     draft_vocab: int = Field(8192, ge=1)
     depth: int = Field(5, ge=1, le=16)

@@ -7,6 +7,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ class Drafter(nn.Module):
 
     Args:
         target: A causal model with `model.embed_tokens`, `model.layers` and `lm_head`.
-        num_layers: How many of its first layers to start from.
+        layers: Numbers of the layers to start from.
         target_ids: Ascending ids of the head's rows.
         depth: Tokens per block; 1: a plain draft.
 
@@ -36,7 +37,7 @@ class Drafter(nn.Module):
         FailedPreconditionError: The target has no such parts.
     """
 
-    def __init__(self, target: PreTrainedModel, num_layers: int, target_ids: Tensor, depth: int) -> None:
+    def __init__(self, target: PreTrainedModel, layers: Items[int], target_ids: Tensor, depth: int) -> None:
         super().__init__()
         parts: Any = target
         if not all(
@@ -47,14 +48,14 @@ class Drafter(nn.Module):
                 "model.layers and model.norm, as Llama and Qwen have them"
             )
         config = copy.deepcopy(target.config)
-        config.num_hidden_layers = num_layers
+        config.num_hidden_layers = len(layers)
         if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:num_layers]
+            config.layer_types = [config.layer_types[number] for number in layers]
         config.tie_word_embeddings = False
         make: Any = AutoModelForCausalLM.from_config
         self.model: Any = make(config, attn_implementation="sdpa").model.float()
-        for own, layer in zip(self.model.layers, parts.model.layers, strict=False):
-            own.load_state_dict(layer.state_dict())
+        for own, number in zip(self.model.layers, layers, strict=True):
+            own.load_state_dict(parts.model.layers[number].state_dict())
         self.model.norm.load_state_dict(parts.model.norm.state_dict())
         embedding = parts.model.embed_tokens.weight.detach().float()
         self.model.embed_tokens = nn.Identity()  # rows are looked up below, where masks have their own

@@ -80,10 +80,9 @@ class _Run:
         if not all(self.identity.values()):
             raise FailedPreconditionError(f"{task.target}: its weights or its tokenizer have no fingerprint")
         self.vocab_size = int(self.target.config.vocab_size)
-        if task.layers > self.target.config.num_hidden_layers:
-            raise InvalidArgumentError(
-                "layers", task.layers, f"at most {self.target.config.num_hidden_layers}"
-            )
+        count = self.target.config.num_hidden_layers
+        if not task.layers or not set(task.layers) <= set(range(count)):
+            raise InvalidArgumentError("layers", task.layers, f"numbers from 0 to {count - 1}")
         top_k = min(_TOP_K, self.vocab_size)
         self.store = AnswerStore(work / "answers", self.identity, top_k, self.vocab_size)
         self.mixed = torch.autocast(

@@ -33,10 +33,10 @@ _STOP_TIMEOUT_S = 300.0  # a step and the state of a large drafter
 @click.option("--kind", type=click.Choice(["parallel", "plain"]), default="parallel", show_default=True)
 @click.option(
     "--layers",
-    type=IntRange(1),
-    default=2,
+    default="0,1",
     show_default=True,
-    help="Layers to start from, the first of the target.",
+    callback=list_of(int, "numbers of layers"),
+    help="Layers of the target to start from, counted from 0.",
 )
 @click.option("--init", type=click.Path(exists=True, file_okay=False), help="A drafter to start from.")
 @click.option(

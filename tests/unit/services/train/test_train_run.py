@@ -77,7 +77,7 @@ def test_training_learns_and_resumes(tmp_path, kind):
 def test_another_shape_or_target_is_refused(tmp_path):
     run_until(make_task(tmp_path), "steps 15 ")
     with pytest.raises(FailedPreconditionError, match="shape"):
-        run(make_task(tmp_path, layers=1), print, lambda: False)
+        run(make_task(tmp_path, layers=(1,)), print, lambda: False)
     other = tiny_model("llama", tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (other / name).write_bytes((TARGET_DIR / name).read_bytes())
@@ -96,9 +96,17 @@ def test_target_without_chat_template_is_refused(tmp_path, prompts):
         run(make_task(tmp_path, target=str(target), prompts=prompts, chat=True), print, lambda: False)
 
 
-def test_too_many_layers_are_refused(tmp_path):
-    with pytest.raises(InvalidArgumentError, match="layers"):
-        run(make_task(tmp_path, layers=99), print, lambda: False)
+@pytest.mark.parametrize("layers", [(), (16,), (-1, 2)])
+def test_layers_that_the_target_lacks_are_refused(tmp_path, layers):
+    with pytest.raises(InvalidArgumentError, match=r"layers: .* from 0 to 15"):
+        run(make_task(tmp_path, layers=layers), print, lambda: False)
+
+
+def test_drafter_starts_from_the_named_layers(tmp_path):
+    # Every fourth layer of the demo target: those that it was grown from, so that they alone agree with it.
+    task = make_task(tmp_path, kind="plain", layers=(0, 4, 8, 12), draft_vocab=2048)
+    first, _ = run_until(task, "steps 0 ")
+    assert overlaps(first)[0][0] > 0.8
 
 
 def test_full_disk_is_a_typed_error(tmp_path):
