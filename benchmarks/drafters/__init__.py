@@ -1,0 +1,1 @@
+"""Drafters of a target, compared; and a drafter that ships."""
