@@ -6,6 +6,8 @@ plain decoding said while nothing was disturbed. What drafts is one of these, ea
 
 - model: two draft workers. Streams are drafted by the model in chains and trees, by prompt lookup, by suffix
   trees over the session and over past outputs, by predictions, and by mixtures.
+- parallel: two draft workers with a parallel draft model (PARD), a part of its vocabulary and int8 weights.
+- early-exit: two draft workers with the first 13 of the target's 16 layers.
 - vocabulary: two draft workers whose model has another vocabulary than the target. By the model and mixtures.
 - server: a second gammaray, asked over HTTP; its processes are killed, too. By the server and mixtures.
 

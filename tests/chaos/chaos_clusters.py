@@ -1,4 +1,4 @@
-"""The clusters of chaos runs, by what drafts: draft workers, of another vocabulary, or a second gammaray."""
+"""The clusters of chaos runs, by what drafts: draft workers with some kind of model, or a second gammaray."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from chaos_drafters import PAIR, SERVER, VOCABULARY, Way
+from chaos_drafters import DRAFTER, PAIR, SERVER, VOCABULARY, Way
 from chaos_redis import ChaosRedis, chaos_redis
 from cluster_helpers import Cluster, running_cluster
 from other_vocabulary import with_fewer_merges
 from victims import ROLES
 
 from gammaray.demo_pair import resolve_model
+from tests.support.drafter_helpers import make_drafter
 
 __all__ = ["KINDS", "Kind", "Scene", "started"]
 
@@ -38,6 +39,8 @@ class Kind:
 KINDS = {
     "model": Kind(PAIR),
     "vocabulary": Kind(VOCABULARY),
+    "parallel": Kind(DRAFTER),
+    "early-exit": Kind(DRAFTER),
     "server": Kind(SERVER, ("server", *ROLES[1:])),
 }
 
@@ -81,6 +84,20 @@ def started(name: str, stderr: int | None = None, other_target: str | None = Non
                 folder = Path(stack.enter_context(TemporaryDirectory()), "target")
                 other_target = str(with_fewer_merges(Path(resolve_model("demo", "target")), folder))
             options += [*WITH_DRAFTS, "--target", other_target, "--draft", "demo"]
+        elif name == "parallel":
+            target = Path(resolve_model("demo", "target"))
+            drafter = make_drafter(
+                Path(resolve_model("demo", "draft")),
+                Path(stack.enter_context(TemporaryDirectory()), "drafter"),
+                pard_token=0,
+                mask_embedding=True,
+                draft_vocab_size=1500,
+                target=target,
+            )
+            # Neither its int8 weights nor a token that it lacks may change a token of the text.
+            options += [*WITH_DRAFTS, "--target", "demo", "--draft", str(drafter), "--draft-weights", "int8"]
+        elif name == "early-exit":
+            options += [*WITH_DRAFTS, "--target", "demo", "--draft", "early-exit:13"]
         else:
             options += WITH_DRAFTS
         cluster = stack.enter_context(running_cluster(*options, stderr=stderr))

@@ -10,7 +10,7 @@ from typing import Any
 
 from gammaray.types import GammaPolicy, SpeculationSummary
 
-__all__ = ["PAIR", "SERVER", "VOCABULARY", "Way", "cycles_by_drafter", "unused"]
+__all__ = ["DRAFTER", "PAIR", "SERVER", "VOCABULARY", "Way", "cycles_by_drafter", "unused"]
 
 MISTAKE_EVERY = 24
 """A prediction lacks every so many tokens one of the completion: the completion deviates there."""
@@ -69,6 +69,13 @@ PAIR = (
 
 VOCABULARY = (Way("model, chains", ("model",), {"drafter": "model", "gamma": 4}), *_mixtures("model"))
 """With draft workers of another vocabulary, which propose chains only."""
+
+DRAFTER = (
+    Way("model, chains", ("model",), {"drafter": "model", "gamma": 4}),
+    Way("model, trees", ("model",), {"drafter": "model", "gamma": GammaPolicy(fixed=4, max_nodes=12)}),
+    *_mixtures("model"),
+)
+"""With draft workers whose model is parallel or part of the target."""
 
 SERVER = (Way("server, chains", ("server",), {"drafter": "server", "gamma": 4}), *_mixtures("server"))
 """With a server that drafts."""
