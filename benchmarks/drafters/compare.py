@@ -60,8 +60,8 @@ def compare(drafts: Sequence[str], task: QualifyTask, console: Console) -> list[
     for text in drafts:
         name, weights = split_draft(text)
         own = task.model_copy(update={"drafts": (name,), "draft_weights": weights})
-        console.print(f"{text} ...", highlight=False)
-        (pair,) = measure_pairs(own, lambda doing: console.print(f"  {doing}", highlight=False))
+        with console.status(text) as status:
+            (pair,) = measure_pairs(own, status.update)
         loaded = load(find("draft", name, own, find("target", task.target, own)))
         assert loaded.engine is not None
         rows.append(row(text, pair, weight_bytes(loaded.engine)))
