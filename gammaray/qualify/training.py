@@ -19,7 +19,7 @@ class TrainTask(BaseModel):
         prompts: Texts; None: the target writes its own user turns.
         chat: Whether prompts are user turns, instead of texts to continue.
         kind: "parallel" (PARD) or "plain".
-        layers: Layers of the target to start from, counted from 0, ascending.
+        layers: Layers of the target to start from, counted from 0, in this order.
         init: A directory of this command's drafter to start from; same shape.
         draft_vocab: Rows of the head; at most the target's.
         depth: Tokens per block of a parallel draft, and of the proposals that are measured.
