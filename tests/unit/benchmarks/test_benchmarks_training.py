@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from benchmarks.demo_pair import corpus, models, train
 from benchmarks.demo_pair.evaluate import agreement
 from benchmarks.demo_pair.muon import orthogonalise
+from gammaray.cli.options import read_prompts
 
 VOCAB_SIZE = 320
 
@@ -99,6 +100,13 @@ def test_corpus_split_is_encoded_without_loss(work: Path) -> None:
     assert np.count_nonzero(held == corpus.END_ID) == len(documents)
     assert tokenizer.decode(held[1:].tolist()) == "".join(documents)
     assert corpus.read_split(work, "train").max() < VOCAB_SIZE
+
+
+def test_prompts_are_pieces_of_the_training_split(work: Path) -> None:
+    texts = [d.text for d in corpus.documents(30) if not d.is_held_out]
+    found = read_prompts(work / "prompts.json", "--prompts")
+    assert len(found) == sum(-(-len(text) // 1000) for text in texts)
+    assert all(len(piece) <= 100 and any(piece in text for text in texts) for piece in found)
 
 
 def test_read_split_names_the_command_if_the_corpus_is_missing(tmp_path: Path) -> None:
