@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -15,6 +16,9 @@ __all__ = ["evaluate"]
 
 _LOOKUP = (4, 3, 2)
 """Lengths of the n-grams that prompt lookup seeks, in this order."""
+
+_WAYS = ("tokens_per_cycle", "lookup", "lookup_first", "merged")
+"""Ways to draft that are measured; see `evaluate`."""
 
 
 @torch.no_grad()
@@ -36,48 +40,28 @@ def evaluate(drafter: Drafter, held: Items[Sequence], gamma: int) -> dict[str, A
     drafter.eval()
     tested, matched = [0] * gamma, [0] * gamma
     overlap, seen = [0.0] * drafter.depth, [0] * drafter.depth
-    cycles = {"tokens_per_cycle": 0, "lookup": 0, "lookup_first": 0, "merged": 0}
+    cycles = dict.fromkeys(_WAYS, 0)
     tokens = 0
     for sequence in held:
-        batch = build_batch([sequence], drafter.depth, keep=1.0)
-        batch = type(batch)(*(part.to(drafter.head.device) for part in vars(batch).values()))
-        logs = drafter(batch)
-        wanted, found = drafter.common(batch, logs)
-        shared = torch.minimum(wanted, found.exp()).sum(-1)
-        best = drafter.target_ids[logs.argmax(-1)]
-        place = {}
-        hits = (best == batch.labels).tolist()
-        for (_, anchor, depth), share, hit in zip(batch.place.tolist(), shared.tolist(), hits, strict=True):
+        hits = {}
+        for anchor, depth, share, hit in _predictions(drafter, sequence):
             overlap[depth - 1] += share
             seen[depth - 1] += 1
-            place[anchor, depth] = hit
+            hits[anchor, depth] = hit
         if sequence.temperature:
             continue
-        text = sequence.token_ids.tolist()
-
-        def drafted(anchor: int, depth: int, place: dict[tuple[int, int], bool] = place) -> bool:
-            # Where all before matched, a plain draft has read the true text.
-            key = (anchor, depth) if drafter.depth > 1 else (anchor + depth - 1, 1)
-            return place.get(key, False)
-
-        for anchor in range(sequence.num_prompt - 1, len(text) - 1):
-            for depth in range(1, min(gamma, len(text) - 1 - anchor) + 1):
-                tested[depth - 1] += 1
-                if not drafted(anchor, depth):
-                    break
-                matched[depth - 1] += 1
+        text, start = sequence.token_ids.tolist(), sequence.num_prompt - 1
+        drafted = [
+            _drafted(hits, anchor, min(gamma, len(text) - 1 - anchor), is_block=drafter.depth > 1)
+            for anchor in range(len(text) - 1)
+        ]
+        for anchor in range(start, len(text) - 1):
+            for depth in range(min(gamma, len(text) - 1 - anchor, drafted[anchor] + 1)):
+                tested[depth] += 1
+                matched[depth] += depth < drafted[anchor]
         tokens += len(text) - sequence.num_prompt
-        for way in cycles:
-            anchor = sequence.num_prompt - 1
-            while anchor < len(text) - 1:
-                most = min(gamma, len(text) - 1 - anchor)
-                match = _lookup(text, anchor) if way != "tokens_per_cycle" else None
-                accepted = _agreeing(text, match, anchor, most) if match is not None else 0
-                if way in ("tokens_per_cycle", "merged") or (way == "lookup_first" and match is None):
-                    depths = range(1, most + 1)
-                    accepted = max(accepted, next((d - 1 for d in depths if not drafted(anchor, d)), most))
-                cycles[way] += 1
-                anchor += accepted + 1
+        for way in _WAYS:
+            cycles[way] += _num_cycles(way, text, start, gamma, drafted)
     drafter.train()
     return {
         "greedy": [round(m / t, 3) if t else 0.0 for m, t in zip(matched, tested, strict=True)],
@@ -86,6 +70,52 @@ def evaluate(drafter: Drafter, held: Items[Sequence], gamma: int) -> dict[str, A
         "gamma": gamma,
         "positions": tokens,
     }
+
+
+def _predictions(drafter: Drafter, sequence: Sequence) -> Iterator[tuple[int, int, float, bool]]:
+    """Yield anchor, depth, 1 - TV, and whether the likeliest token is that of the text."""
+    batch = build_batch([sequence], drafter.depth, keep=1.0)
+    batch = type(batch)(*(part.to(drafter.head.device) for part in vars(batch).values()))
+    logs = drafter(batch)
+    wanted, found = drafter.common(batch, logs)
+    shares = torch.minimum(wanted, found.exp()).sum(-1)
+    hits = drafter.target_ids[logs.argmax(-1)] == batch.labels
+    for (_, anchor, depth), share, hit in zip(
+        batch.place.tolist(), shares.tolist(), hits.tolist(), strict=True
+    ):
+        yield anchor, depth, share, hit
+
+
+def _drafted(hits: Mapping[tuple[int, int], bool], anchor: int, most: int, *, is_block: bool) -> int:
+    """Return how many of `most` drafted tokens after an anchor are those of the text."""
+    for depth in range(1, most + 1):
+        # Where all before matched, a plain draft has read the true text.
+        if not hits.get((anchor, depth) if is_block else (anchor + depth - 1, 1), False):
+            return depth - 1
+    return most
+
+
+def _num_cycles(way: str, text: list[int], start: int, gamma: int, drafted: Items[int]) -> int:
+    """Return the cycles that a text takes from the token after `start` on.
+
+    Args:
+        way: One of `_WAYS`.
+        text: Token ids, the prompt's first.
+        start: The prompt's last token.
+        gamma: Tokens per proposal.
+        drafted: Tokens of the drafter that match after each token of the text.
+    """
+    anchor, count = start, 0
+    while anchor < len(text) - 1:
+        match = _lookup(text, anchor) if way != "tokens_per_cycle" else None
+        accepted = 0
+        if match is not None:
+            accepted = _agreeing(text, match, anchor, min(gamma, len(text) - 1 - anchor))
+        if way in ("tokens_per_cycle", "merged") or (way == "lookup_first" and match is None):
+            accepted = max(accepted, drafted[anchor])
+        anchor += accepted + 1
+        count += 1
+    return count
 
 
 def _lookup(text: list[int], anchor: int) -> int | None:
