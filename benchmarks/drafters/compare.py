@@ -11,19 +11,21 @@ less. The demo target continues Python code, others are asked the chat tasks of 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.draft_weights import weight_bytes
+from benchmarks.draft_weights import WEIGHTS, weight_bytes
 from benchmarks.prompts import load_tasks
 from benchmarks.provenance import write_result
 from benchmarks.workloads import prompts
 from gammaray.bench.tables import plain_table
 from gammaray.bench.workloads import fingerprint
 from gammaray.demo_pair import resolve_model
+from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.qualify.judgement import Payoff, judge
 from gammaray.qualify.measured import PairFacts, QualifyTask
 from gammaray.qualify.process import measure_pairs
@@ -36,8 +38,14 @@ TEMPERATURES = (0.0, 1.0)
 
 
 def split_draft(text: str) -> tuple[str, str]:
-    """Return a draft and its weights, "auto" without `@`."""
+    """Return a draft and its weights, "auto" without `@`.
+
+    Raises:
+        InvalidArgumentError: Unknown weights.
+    """
     name, at, weights = text.rpartition("@")
+    if at and weights not in WEIGHTS:
+        raise InvalidArgumentError("draft", text, f"after @ one of {', '.join(WEIGHTS)}")
     return (name, weights) if at else (text, "auto")
 
 
@@ -122,7 +130,7 @@ def main() -> None:
     parser.add_argument("--draft", action="append", required=True, help="repeatable; DRAFT[@int8|@int4]")
     parser.add_argument("--prompts", type=int, default=1, help="chat tasks per category, or pieces of code")
     parser.add_argument("--tokens", type=int, default=96, help="of each completion")
-    parser.add_argument("--gammas", default="1,2,4,8")
+    parser.add_argument("--gammas", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--json", type=Path, help="result file; omitted: a new one in benchmarks/results")
     given = parser.parse_args()
     console = Console()
@@ -132,11 +140,14 @@ def main() -> None:
         drafts=(),
         prompts=tuple(texts),
         max_tokens=given.tokens,
-        gammas=tuple(int(gamma) for gamma in given.gammas.split(",")),
+        gammas=tuple(given.gammas),
         temperatures=TEMPERATURES,
         threads=1,
     )
-    rows = compare(given.draft, task, console)
+    try:
+        rows = compare(given.draft, task, console)
+    except GammarayError as error:
+        sys.exit(f"compare: {error}")
     _print(console, rows)
     result = {
         "target": given.target,

@@ -70,11 +70,7 @@ PAIR = (
 VOCABULARY = (Way("model, chains", ("model",), {"drafter": "model", "gamma": 4}), *_mixtures("model"))
 """With draft workers of another vocabulary, which propose chains only."""
 
-DRAFTER = (
-    Way("model, chains", ("model",), {"drafter": "model", "gamma": 4}),
-    Way("model, trees", ("model",), {"drafter": "model", "gamma": GammaPolicy(fixed=4, max_nodes=12)}),
-    *_mixtures("model"),
-)
+DRAFTER = (*PAIR[:2], *_mixtures("model"))
 """With draft workers whose model is parallel or part of the target."""
 
 SERVER = (Way("server, chains", ("server",), {"drafter": "server", "gamma": 4}), *_mixtures("server"))

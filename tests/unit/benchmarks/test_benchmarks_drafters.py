@@ -2,9 +2,11 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
 from benchmarks.drafters.compare import compare, split_draft, texts_for
+from gammaray.errors import InvalidArgumentError
 from gammaray.qualify.measured import QualifyTask
 from services.demo_pair import TARGET_DIR
 
@@ -12,6 +14,8 @@ from services.demo_pair import TARGET_DIR
 def test_weights_stand_behind_the_draft():
     assert split_draft("a/b@int8") == ("a/b", "int8")
     assert split_draft("early-exit:4") == ("early-exit:4", "auto")
+    with pytest.raises(InvalidArgumentError, match="int4"):
+        split_draft("demo@int3")
 
 
 def test_demo_target_continues_code_and_others_chat():
