@@ -20,6 +20,7 @@ __all__ = [
     "FieldRule",
     "Integer",
     "Number",
+    "Text",
     "TokenBiases",
     "TokenIds",
     "check_api_key",
@@ -153,6 +154,27 @@ class Integer(FieldRule):
         """Check a value."""
         if got is not None or not self.is_optional:
             check_int(name, got, self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Text(FieldRule):
+    """A text of at most `max_length` characters."""
+
+    max_length: int
+    meaning: str = ""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema."""
+        return {"type": "string", "maxLength": self.max_length}
+
+    def check(self, name: str, got: Any, vocab_size: int | None = None) -> None:
+        """Check a value."""
+        if not isinstance(got, str):
+            raise InvalidArgumentError(name, got, "a string")
+        if len(got) > self.max_length:
+            raise InvalidArgumentError(name, f"{len(got)} characters", f"at most {self.max_length}")
+        check_encodable(name, got)
 
 
 @dataclass(frozen=True)

@@ -11,20 +11,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypedDict, get_type_hints
 
-from gammaray.checks import FieldRule, Integer, Number, TokenBiases, TokenIds
+from gammaray.checks import FieldRule, Integer, Number, Text, TokenBiases, TokenIds
 
-__all__ = ["MAX_LOGIT_BIAS", "SAMPLING_RULES", "SAMPLING_TYPES", "SamplingOptions", "SamplingParams"]
+__all__ = [
+    "MAX_GRAMMAR",
+    "MAX_LOGIT_BIAS",
+    "SAMPLING_RULES",
+    "SAMPLING_TYPES",
+    "SamplingOptions",
+    "SamplingParams",
+]
 
 MAX_LOGIT_BIAS = 300
 """Upper bound of entries of `logit_bias`, the same as OpenAI's."""
+
+MAX_GRAMMAR = 2**18
+"""Upper bound of the characters of a grammar."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Logits processing before sampling, and the seed. The annotation of a field has its range and meaning.
 
-    Applied in this order: allow and ban masks, `min_tokens`, logit bias, repetition, frequency and presence
-    penalties, temperature, min-p, top-k, top-p.
+    Applied in this order: grammar, allow and ban masks, `min_tokens`, logit bias, repetition, frequency and
+    presence penalties, temperature, min-p, top-k, top-p.
     """
 
     temperature: Annotated[float, Number(0, 100, "Divides the logits; 0 is greedy.")] = 1.0
@@ -63,6 +73,10 @@ class SamplingParams:
     sample_index: Annotated[
         int, Integer(0, 2**24 - 1, "Index of this sample among several for one prompt and seed.")
     ] = 0
+    grammar: Annotated[
+        str,
+        Text(MAX_GRAMMAR, "Grammar of the completion, in the Lark syntax of llguidance; empty: any text."),
+    ] = ""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -103,6 +117,7 @@ class SamplingOptions(TypedDict, total=False):
     min_tokens: int
     seed: int | None
     sample_index: int
+    grammar: str
 
 
 SAMPLING_TYPES: Mapping[str, Any] = get_type_hints(SamplingParams, include_extras=True)

@@ -160,7 +160,7 @@ Global___DrafterKind: _TypeAlias = DrafterKind  # noqa: Y015
 @_typing.final
 class SamplingParams(_message.Message):
     """Processing of logits into the sampling distribution. The order of application is:
-    allow and ban masks, logit bias, repetition, frequency and presence penalties, temperature,
+    grammar, allow and ban masks, logit bias, repetition, frequency and presence penalties, temperature,
     min-p, top-k, top-p.
     """
 
@@ -199,6 +199,7 @@ class SamplingParams(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Divides the logits. 0 means greedy. Range [0, 100]. Default 1."""
     top_p: _builtins.float
@@ -219,6 +220,11 @@ class SamplingParams(_message.Message):
     """Key of the counter-based generator. Absent: the server chooses one and returns it."""
     sample_index: _builtins.int
     """Index of this sample among several for one prompt and seed; part of the noise counter. Default 0."""
+    grammar: _builtins.str
+    """Grammar of the completion, in the Lark syntax of llguidance, of at most 262144 characters: `%json {...}` embeds a
+    JSON schema. End-of-sequence tokens are possible only where the grammar is complete, also while `min_tokens`
+    holds if nothing else is. Empty: any text. Tokens by number (`<[...]>`) are refused.
+    """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Added to the logit of the given token ids. Each in [-100, 100]."""
@@ -247,10 +253,11 @@ class SamplingParams(_message.Message):
         min_tokens: _builtins.int = ...,
         seed: _builtins.int | None = ...,
         sample_index: _builtins.int = ...,
+        grammar: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "banned_token_ids", b"banned_token_ids", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "sample_index", b"sample_index", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "banned_token_ids", b"banned_token_ids", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "sample_index", b"sample_index", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
     _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015

@@ -183,7 +183,9 @@ class StreamOptions(_Strict):
     )
 
 
-HTTP_SAMPLING = tuple(name for name in SAMPLING_RULES if name not in ("banned_token_ids", "sample_index"))
+HTTP_SAMPLING = tuple(
+    name for name in SAMPLING_RULES if name not in ("banned_token_ids", "sample_index", "grammar")
+)
 """Sampling parameters that a body may have; the index of a sample follows from `n`."""
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ OURS = ("gammaray", "orchestrator", "services")
 
 FLOORS = {
     "gammaray": 1,
+    "gammaray/grammar": 2,
     "gammaray/maths": 2,
     "gammaray/security": 2,
     "gammaray/telemetry": 2,

@@ -35,6 +35,7 @@ def test_request_every_option_sets_its_field():
         "min_tokens": 2,
         "seed": 17,
         "sample_index": 4,
+        "grammar": "start: /a+/",
         "stop": "end",
         "stop_token_ids": [9],
         "ignore_eos": True,
@@ -52,7 +53,9 @@ def test_request_every_option_sets_its_field():
         "model": "demo",
     }
     assert options.keys() == GenerateOptions.__annotations__.keys()
-    sampling = SamplingParams(0.5, 0.9, 40, 0.1, 1.1, 0.2, 0.3, {5: -1.0}, (1, 2), (3,), 2, 17, 4)
+    sampling = SamplingParams(
+        0.5, 0.9, 40, 0.1, 1.1, 0.2, 0.3, {5: -1.0}, (1, 2), (3,), 2, 17, 4, "start: /a+/"
+    )
     assert build_request([1, 2], **options) == GenerationRequest(
         prompt=(1, 2),
         model="demo",
