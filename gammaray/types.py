@@ -63,13 +63,14 @@ class FinishReason(str, Enum):
 
 
 class DrafterKind(str, Enum):
-    """Kind of drafter: draft model, server, prompt lookup, suffix decoding, predicted output, none."""
+    """Kind of drafter: draft model, server, look-ups in text, the tokens that a grammar forces, none."""
 
     MODEL = "model"
     SERVER = "server"
     NGRAM = "ngram"
     SUFFIX = "suffix"
     PREDICTION = "prediction"
+    GRAMMAR = "grammar"
     NONE = "none"
 
     @property
@@ -292,6 +293,8 @@ class GenerationRequest:
         self._check_prediction()
         check_token_ids("stop_token_ids", self.stop_token_ids, max_ids=MAX_STOP_TOKEN_IDS)
         self.sampling.validate()
+        if self.sampling.grammar and self.ignore_eos:
+            raise InvalidArgumentError("ignore_eos", True, "false with a grammar, which an end completes")
         self.gamma.validate()
         check_int("max_tokens", self.max_tokens, 1, 2**31)
         if self.num_top_logprobs is not None:
@@ -447,6 +450,7 @@ class SpeculationSummary:
     draft_workers: int = 0
     suffix_cycles: int = 0
     prediction_cycles: int = 0
+    grammar_cycles: int = 0
     server_cycles: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0

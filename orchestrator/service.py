@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -16,6 +17,7 @@ from gammaray.config import OrchestratorSettings
 from gammaray.demo_pair import resolve_model
 from gammaray.draft_server import DraftServerUrl
 from gammaray.errors import CancelledError, GammarayError, NotFoundError
+from gammaray.grammar.matcher import GrammarState
 from gammaray.security.tls import tls_files
 from gammaray.telemetry.otel import Telemetry
 from gammaray.types import (
@@ -48,6 +50,7 @@ from orchestrator.storage.unstored import UnstoredSessions
 from orchestrator.telemetry.cycle_log import CycleLog
 from orchestrator.telemetry.metrics import OrchestratorMeter
 from orchestrator.telemetry.tracing import RequestSpan, Tracing
+from orchestrator.text.cpu_threads import in_thread
 from orchestrator.text.tokenizer import Tokenizer, served_name
 from orchestrator.workers.fleet import Fleet
 from orchestrator.workers.session_client import session_spec
@@ -194,6 +197,7 @@ class Orchestrator:
                 max_prompt_bytes=self._settings.max_prompt_bytes,
                 max_context=self.tokenizer.max_context,
             )
+            await self._begin_grammar(request.sampling.grammar)
             if request.resume_from is None:
                 self._drafting.check(request)
             await stack.enter_async_context(self.admission.place(caller))
@@ -209,13 +213,30 @@ class Orchestrator:
             if session.finish_reason is not None:
                 return
             prediction = await prediction_ids(opened.request, self.tokenizer)
-            turn = stack.enter_context(self._turn(opened, progress, span, prediction))
+            grammar = await self._begin_grammar(session.params.grammar)
+            turn = stack.enter_context(self._turn(opened, progress, span, prediction, grammar))
             cycles = await stack.enter_async_context(contextlib.aclosing(turn.run_cycles()))
             try:
                 async for cycle in cycles:
                     yield deliver(turn.chunk(cycle))
             except CancelledError as error:
                 yield deliver(turn.cancelled(error))
+
+    async def _begin_grammar(self, grammar: str) -> GrammarState | None:
+        """Return the state of a grammar before the first token; None for an empty one.
+
+        Raises:
+            InvalidArgumentError: It is wrong or too complex, or the model's tokenizer cannot be used.
+        """
+        if not grammar:
+            return None
+        if self.tokenizer.has_compiled(grammar):
+            self.meter.grammar_hits.value += 1
+            return self.tokenizer.begin_grammar(grammar)
+        began = time.perf_counter()
+        state = await in_thread(self.tokenizer.begin_grammar, grammar)
+        self.meter.grammar_s.observe(time.perf_counter() - began)
+        return state
 
     def _progress(self, opened: OpenSession) -> ChunkBuilder:
         handover = opened.handover
@@ -234,11 +255,16 @@ class Orchestrator:
                 self.leases.let_go(opened.session)
 
     def _turn(
-        self, opened: OpenSession, progress: ChunkBuilder, span: RequestSpan, prediction: Sequence[int]
+        self,
+        opened: OpenSession,
+        progress: ChunkBuilder,
+        span: RequestSpan,
+        prediction: Sequence[int],
+        grammar: GrammarState | None,
     ) -> _RunningTurn:
         settings, session = self._settings, opened.session
         spec = session_spec(session, self.tokenizer.eos_token_ids, shares_caches=settings.prefix_caching)
-        drafter, controller = self._drafting.open(session, opened.request, spec, prediction)
+        drafter, controller = self._drafting.open(session, opened.request, spec, prediction, grammar)
         verifier = RemoteVerifier(
             self.fleet.targets, spec, timeout_s=settings.verify_timeout_s, wait_s=settings.worker_wait_s
         )

@@ -74,6 +74,7 @@ _LOOKS: dict[Source, tuple[str, str]] = {
     DrafterKind.NGRAM: ("bright_blue", "proposed by prompt lookup, accepted"),
     DrafterKind.SUFFIX: ("magenta", "proposed by suffix decoding, accepted"),
     DrafterKind.PREDICTION: ("cyan", "proposed from the request's prediction, accepted"),
+    DrafterKind.GRAMMAR: ("bright_black", "forced by the grammar"),
     TokenOrigin.CORRECTION: ("red", "sampled by the target in place of a rejected token"),
     TokenOrigin.BONUS: ("yellow", "sampled by the target after a completely accepted draft"),
 }
@@ -138,6 +139,7 @@ def _drafters(summary: SpeculationSummary) -> str:
         f"{summary.ngram_cycles} prompt lookup",
         f"{summary.suffix_cycles} suffix decoding",
         f"{summary.prediction_cycles} prediction",
+        f"{summary.grammar_cycles} grammar",
         f"{summary.plain_cycles} none",
     ]
     missing = (

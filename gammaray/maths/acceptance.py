@@ -172,6 +172,7 @@ class SpeculationCounters:
             draft_workers=len(self.draft_workers),
             suffix_cycles=self.cycles_by_drafter[DrafterKind.SUFFIX],
             prediction_cycles=self.cycles_by_drafter[DrafterKind.PREDICTION],
+            grammar_cycles=self.cycles_by_drafter[DrafterKind.GRAMMAR],
             server_cycles=self.cycles_by_drafter[DrafterKind.SERVER],
             drafted_tokens=self.drafted,
             accepted_tokens=self.accepted,

@@ -236,6 +236,20 @@ REQUESTS = (
         "Waiting requests: scale orchestrators or targets if this persists.",
     ),
     Metric(
+        *("gammaray.grammar.compile.duration", Kind.HISTOGRAM, "s", ORCHESTRATOR),
+        "Time to compile a grammar that was not kept.",
+        "histogram_quantile(0.95, sum by (le) (rate(gammaray_grammar_compile_duration_seconds_bucket[5m])))",
+        "95th percentile of the compilation.",
+        buckets=WAIT_S,
+    ),
+    Metric(
+        *("gammaray.grammar.hits", Kind.COUNTER, "{grammar}", ORCHESTRATOR),
+        "Grammars of requests that were compiled before.",
+        "sum(rate(gammaray_grammar_hits_total[5m])) / (sum(rate(gammaray_grammar_hits_total[5m])) + "
+        "sum(rate(gammaray_grammar_compile_duration_seconds_count[5m])))",
+        "Share of grammars that were compiled before.",
+    ),
+    Metric(
         *("gammaray.resumes", Kind.COUNTER, "{request}", ORCHESTRATOR),
         "Requests that resumed a session after its stream broke.",
         "sum(rate(gammaray_resumes_total[5m]))",
@@ -386,6 +400,21 @@ ENGINE = (
         "95th percentile of the wait by role.",
         labels=("role",),
         buckets=WAIT_S,
+    ),
+    Metric(
+        *("gammaray.worker.mask.duration", Kind.HISTOGRAM, "s", (Role.TARGET,)),
+        "Time to compute the masks of one block of a session with a grammar, beside the forward.",
+        "histogram_quantile(0.95, sum by (le) (rate(gammaray_worker_mask_duration_seconds_bucket[5m])))",
+        "95th percentile of the masks' time.",
+        labels=("role",),
+        buckets=WAIT_S,
+    ),
+    Metric(
+        *("gammaray.worker.mask.rows", Kind.COUNTER, "{row}", (Role.TARGET,)),
+        "Rows of logits masked by grammars.",
+        "sum(rate(gammaray_worker_mask_rows_total[5m]))",
+        "Masked rows per second.",
+        labels=("role",),
     ),
     Metric(
         *("gammaray.worker.blocks", Kind.COUNTER, "{block}", BOTH_WORKERS),

@@ -133,6 +133,8 @@ class _DrafterKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DrafterKi
     """A server with an HTTP API of its own (`draft_server`), in place of a draft model. As the drafter that a request
     allows: this server alone, without the look-ups.
     """
+    DRAFTER_KIND_GRAMMAR: _DrafterKind.ValueType  # 7
+    """The tokens that the request's grammar leaves no choice for. As the drafter that a request allows: these alone."""
 
 class DrafterKind(_DrafterKind, metaclass=_DrafterKindEnumTypeWrapper):
     """Drafter that proposed, or that a request allows."""
@@ -155,6 +157,8 @@ DRAFTER_KIND_SERVER: DrafterKind.ValueType  # 6
 """A server with an HTTP API of its own (`draft_server`), in place of a draft model. As the drafter that a request
 allows: this server alone, without the look-ups.
 """
+DRAFTER_KIND_GRAMMAR: DrafterKind.ValueType  # 7
+"""The tokens that the request's grammar leaves no choice for. As the drafter that a request allows: these alone."""
 Global___DrafterKind: _TypeAlias = DrafterKind  # noqa: Y015
 
 @_typing.final

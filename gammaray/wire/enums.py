@@ -42,6 +42,7 @@ DRAFTERS: Final = {
     DrafterKind.NGRAM: pb.DRAFTER_KIND_NGRAM,
     DrafterKind.SUFFIX: pb.DRAFTER_KIND_SUFFIX,
     DrafterKind.PREDICTION: pb.DRAFTER_KIND_PREDICTION,
+    DrafterKind.GRAMMAR: pb.DRAFTER_KIND_GRAMMAR,
     DrafterKind.NONE: pb.DRAFTER_KIND_NONE,
 }
 METHODS_BACK: Final = {value: method for method, value in METHODS.items()}

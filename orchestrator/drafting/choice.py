@@ -1,7 +1,8 @@
 """Chooses the drafter of each cycle and the shape of its proposal.
 
-The draft model and the text drafters compete by expected tokens per second, under the same sample of costs.
-The choice depends on committed tokens and past cycles only, so all verification methods stay exact.
+Tokens that a grammar forces are proposed alone. Else the draft model and the text drafters compete by expected
+tokens per second, under the same sample of costs. The choice depends on committed tokens and past cycles only,
+so all verification methods stay exact.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from orchestrator.drafting.session_drafter import SessionDrafter
 from orchestrator.drafting.text_gamma import TextGamma
 from orchestrator.gamma.adaptive import AdaptiveGamma
 from orchestrator.gamma.cost_model import CostModel
-from orchestrator.gamma.fixed import FixedGamma
+from orchestrator.gamma.fixed import FixedGamma, Reason
 from orchestrator.workers.drafter import Readiness
 
 __all__ = ["AdaptiveChoice", "FixedChoice"]
@@ -46,6 +47,9 @@ class FixedChoice:
         shape, session = self._gamma.next_shape(), self._session
         if shape.depth == 0:
             return shape
+        if forced := self._drafter.num_forced(session):
+            depth = min(shape.depth, forced)
+            return replace(shape, depth=depth, max_nodes=0, drafter=DrafterKind.GRAMMAR)
         readiness = self._drafter.prepare(session) if self._allowed.is_remote else None
         if readiness is Readiness.READY and not self._drafter.has_prediction:
             return shape  # look-ups would not be used
@@ -94,6 +98,8 @@ class AdaptiveChoice:
         readiness = Readiness.ABSENT
         if self._allowed.is_remote:
             readiness = self._drafter.prepare(self._session)
+        if forced := self._drafter.num_forced(self._session):
+            return Shape(forced, reason=Reason.FORCED.value, drafter=DrafterKind.GRAMMAR)
         shape = self._model.next_shape() if readiness is Readiness.READY else None
         matches = self._drafter.matches(self._session)
         if matches:
@@ -112,7 +118,8 @@ class AdaptiveChoice:
         if cycle.shape.drafter.is_remote:
             self._model.observe(cycle)
         else:
-            self._text.observe(cycle)
+            if cycle.shape.drafter is not DrafterKind.GRAMMAR:
+                self._text.observe(cycle)
             self._costs.observe(cycle, was_plain=False)
             self._model.skip()
 

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 from gammaray.config import OrchestratorSettings
 from gammaray.errors import InvalidArgumentError
+from gammaray.grammar.matcher import GrammarState
 from gammaray.types import DrafterKind, GenerationRequest, VerificationMethod
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.cycle.session import Session
 from orchestrator.drafting.choice import AdaptiveChoice, FixedChoice
 from orchestrator.drafting.corpus import Corpus
+from orchestrator.drafting.grammar import GrammarDrafter
 from orchestrator.drafting.http.drafter import ServerDrafter
 from orchestrator.drafting.http.server import DraftServer
 from orchestrator.drafting.matches import TextDrafter
@@ -64,6 +66,7 @@ class Drafting:
         request: GenerationRequest,
         spec: pb.SessionSpec,
         prediction: Sequence[int] = (),
+        grammar: GrammarState | None = None,
     ) -> tuple[SessionDrafter, AdaptiveChoice | FixedChoice]:
         """Return the drafters of a session and the controller that chooses among them.
 
@@ -72,6 +75,7 @@ class Drafting:
             request: Says which drafter is allowed, and bounds gamma.
             spec: Session parameters for the draft worker.
             prediction: Token ids of the request's prediction.
+            grammar: The session's grammar before the first token of the completion; None without one.
         """
         settings, policy, allowed = self._settings, request.gamma, request.drafter
         remote = self._remote(session, request, spec)
@@ -79,7 +83,8 @@ class Drafting:
         by_server = settings.max_text_gamma if settings.max_gamma > 0 else 0
         max_text = policy.fixed or policy.max_gamma or by_server
         texts = self._texts(request, prediction) if max_text > 0 else []
-        drafter = SessionDrafter(remote, texts, max_text)
+        forced = GrammarDrafter(grammar) if grammar is not None and max_text > 0 else None
+        drafter = SessionDrafter(remote, texts, max_text, forced)
         if allowed is DrafterKind.NONE:
             plain = FixedGamma(0, self.costs, reason=Reason.NO_DRAFTER)
             return drafter, FixedChoice(session, drafter, allowed, plain)

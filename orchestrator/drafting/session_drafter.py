@@ -11,6 +11,7 @@ from gammaray.blocks import Shape
 from gammaray.errors import GammarayError
 from gammaray.types import DrafterKind, Proposal
 from orchestrator.cycle.session import Session
+from orchestrator.drafting.grammar import GrammarDrafter
 from orchestrator.drafting.matches import Match, TextDrafter, to_proposal
 from orchestrator.workers.drafter import Readiness
 
@@ -55,14 +56,22 @@ class SessionDrafter:
     Args:
         remote: Proposes by a model, through draft workers or a server; None if the request does not allow it.
         texts: Text drafters, of equally long matches the first one's is preferred.
+        grammar: Proposes the tokens that the grammar forces; None without a grammar.
         max_gamma: Upper bound of the tokens of a match.
 
     Attributes:
         has_prediction: Whether one of the text drafters follows a prediction.
     """
 
-    def __init__(self, remote: ModelDrafter | None, texts: Sequence[TextDrafter], max_gamma: int) -> None:
+    def __init__(
+        self,
+        remote: ModelDrafter | None,
+        texts: Sequence[TextDrafter],
+        max_gamma: int,
+        grammar: GrammarDrafter | None = None,
+    ) -> None:
         self._remote, self._texts, self._max_gamma = remote, texts, max_gamma
+        self._grammar = grammar
         self.has_prediction = any(text.kind is DrafterKind.PREDICTION for text in texts)
         self._matches: list[Match] = []
         self._position = -1
@@ -75,9 +84,24 @@ class SessionDrafter:
         """Return what the text drafters find after the committed tokens; at most one match of each."""
         if self._position != session.num_committed:
             self._position = session.num_committed
-            found = (text.look_up(session, self._max_gamma) for text in self._texts)
+            forced = None if self._grammar is None else self._grammar.look_up(session, self._max_gamma)
+            found = [text.look_up(session, self._max_gamma) for text in self._texts]
             self._matches = [match for match in found if match is not None]
+            if forced is not None:
+                self._matches = [forced]
+            elif self._grammar is not None:
+                completed = (
+                    self._grammar.completed(session, match, self._max_gamma) for match in self._matches
+                )
+                self._matches = [match for match in completed if match is not None]
         return self._matches
+
+    def num_forced(self, session: Session) -> int:
+        """Return how many tokens the grammar forces after the committed ones."""
+        if self._grammar is None:
+            return 0
+        kinds = DrafterKind.GRAMMAR
+        return next((len(match.token_ids) for match in self.matches(session) if match.kind is kinds), 0)
 
     async def propose(self, session: Session, shape: Shape) -> Proposal:
         """Return the proposal of the drafter that `shape` names, empty if it has none.
@@ -87,7 +111,8 @@ class SessionDrafter:
         """
         if self._remote is not None and shape.drafter.is_remote:
             try:
-                return await self._remote.propose(session, shape)
+                proposal = await self._remote.propose(session, shape)
+                return proposal if self._grammar is None else self._grammar.cut(session, proposal)
             except GammarayError as error:
                 _log.debug("session %s continues without its draft model: %s", session.session_id, error)
             match = max(self.matches(session), key=lambda match: match.length, default=None)

@@ -20,6 +20,7 @@ class Reason(str, Enum):
     NO_DRAFTER = "no drafter"
     FIRST = "costs unknown"
     BEST = "best"
+    FORCED = "forced by the grammar"
 
 
 class FixedGamma:

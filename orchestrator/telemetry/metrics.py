@@ -47,6 +47,8 @@ class OrchestratorMeter:
         self.parts = tuple(meter.counter("gammaray.cycle.time", part=part) for part in _PARTS)
         self.decode_s = meter.counter("gammaray.decode.time")
         self.plain_s = meter.counter("gammaray.decode.plain_time")
+        self.grammar_hits = meter.counter("gammaray.grammar.hits")
+        self.grammar_s = meter.histogram("gammaray.grammar.compile.duration")
         self.resumes = meter.counter("gammaray.resumes")
         self.prompt_tokens = meter.counter("gammaray.prompt.tokens")
         self.request_s = meter.histogram("gammaray.request.duration")

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from gammaray.demo_pair import DEMO_PAIR
 from gammaray.errors import InvalidArgumentError
 from gammaray.gguf import check_packages, is_gguf, pretrained_arguments, read_header
+from gammaray.grammar.matcher import GrammarCompiler, GrammarState
 from gammaray.vocabulary import Vocabulary, decoder_kind, spell, vocabulary_sha256
 from orchestrator.text.cpu_threads import in_thread
 
@@ -172,6 +173,28 @@ class Tokenizer:
             raise InvalidArgumentError(
                 "messages", str(error), "what the model's chat template takes"
             ) from error
+
+    def has_compiled(self, grammar: str) -> bool:
+        """Return whether `begin_grammar` takes no time."""
+        return "_grammars" in vars(self) and self._grammars.is_compiled(grammar)
+
+    def begin_grammar(self, grammar: str) -> GrammarState:
+        """Return the state of a grammar before the first token; compiles one that is not kept. Thread-safe.
+
+        Raises:
+            InvalidArgumentError: The grammar is wrong or too complex, or the tokenizer cannot be used.
+        """
+        return self._grammars.begin(grammar)
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        try:
+            definition = self._tokenizer.backend_tokenizer.to_str()
+            return GrammarCompiler(definition, self.vocab_size, self.eos_token_ids)
+        except Exception as error:  # llguidance raises different ones
+            got = f"a grammar ({type(error).__name__}: {error})"
+            allowed = "none: the model's tokenizer cannot be used by llguidance"
+            raise InvalidArgumentError("grammar", got, allowed) from error
 
     def is_special(self, token_id: int) -> bool:
         """Whether a token is a special token, which decoded text omits."""

@@ -27,6 +27,7 @@ from services.draft.session import Speculation
 from services.draft.tree import Node
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine, SequenceInput
+from services.scheduling.grammars import Grammars
 from services.scheduling.load import LoadCounters
 from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
@@ -81,6 +82,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
         draft_top_k: Largest support of a shipped distribution.
         weight_bits: Its weights' sum is 2^weight_bits.
         ahead_rows: Upper bound of tokens in one forward of draft-ahead; 0 switches it off.
+        grammars: Compiles the sessions' grammars; None: sessions with one are refused.
 
     Attributes:
         lookahead: Draft-ahead, and its counters.
@@ -91,9 +93,16 @@ class DraftScheduler(Scheduler[ProposeTask]):
     role: ClassVar[str] = "draft"
 
     def __init__(
-        self, engine: Engine, limits: Limits, *, draft_top_k: int, weight_bits: int, ahead_rows: int
+        self,
+        engine: Engine,
+        limits: Limits,
+        *,
+        draft_top_k: int,
+        weight_bits: int,
+        ahead_rows: int,
+        grammars: Grammars | None = None,
     ) -> None:
-        super().__init__(engine, limits)
+        super().__init__(engine, limits, grammars=grammars)
         self._stop = c_int32()
         self.lookahead = Lookahead(engine, ahead_rows, self._stop) if ahead_rows > 0 else None
         if self.lookahead is not None:

@@ -54,7 +54,8 @@ def draft_params(spec: SessionSpec) -> SamplingParams | None:
 def counts_tokens(params: SamplingParams) -> bool:
     """Whether the processed distribution depends on the preceding tokens."""
     return bool(
-        params.min_tokens
+        params.grammar
+        or params.min_tokens
         or params.repetition_penalty != 1
         or params.frequency_penalty
         or params.presence_penalty
@@ -119,7 +120,6 @@ class Speculation:
             self._params = draft_params(session.spec)
             self._counts_tokens = self._params is not None and counts_tokens(self._params)
             session.edits = None
-        self._follow_edits()
 
     @property
     def has_noise(self) -> bool:
@@ -188,7 +188,6 @@ class Speculation:
             moved = tree.move_root(node)
             if moved is not None:
                 engine.keep_path(session.session_id, *moved)
-            self._follow_edits()
         return reached
 
     def note_use(self, nodes: Iterable[Node]) -> None:
@@ -372,16 +371,5 @@ class Speculation:
         """The processed log-probabilities after paths, [paths, vocab_size]."""
         if not LogitEdits.needed(params):
             return processed_log_probs(logits, params)
-        session = self.session
-        if session.edits is None:
-            spec = session.spec
-            session.edits = LogitEdits(
-                params, spec.eos_token_ids, spec.prompt_length, logits.shape[-1], logits.device
-            )
-            self._follow_edits()
-        return processed_log_probs(logits, params, session.edits, list(paths()))
-
-    def _follow_edits(self) -> None:
-        """Update masks, bias and penalties to the committed tokens, which end at the tree's root."""
-        if self.session.edits is not None:
-            self.session.edits.follow(self.session.tokens)
+        edits = self.session.edits_for(params, logits.shape[-1], logits.device)
+        return processed_log_probs(logits, params, edits, list(paths()))

@@ -24,6 +24,7 @@ from services.draft.scheduler import DraftScheduler
 from services.draft.translated_chains import Chain, SharedLogits, TextChain, TokenChain
 from services.engine.engine import Engine, SequenceInput
 from services.engine.sampling.noise import Noise
+from services.scheduling.grammars import Grammars
 from services.scheduling.load import LoadCounters
 from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
@@ -97,6 +98,7 @@ class TranslatedDraftScheduler(Scheduler[ProposeTask]):
         translation: The vocabularies.
         draft_top_k: Largest support of a shipped distribution.
         weight_bits: Its weights' sum is 2^weight_bits.
+        grammars: Compiles the sessions' grammars; None: sessions with one are refused.
     """
 
     role: ClassVar[str] = "draft"
@@ -109,8 +111,9 @@ class TranslatedDraftScheduler(Scheduler[ProposeTask]):
         *,
         draft_top_k: int,
         weight_bits: int,
+        grammars: Grammars | None = None,
     ) -> None:
-        super().__init__(engine, limits, translation.target_size)
+        super().__init__(engine, limits, translation.target_size, grammars)
         self._translation, self._top_k, self._bits = translation, draft_top_k, weight_bits
         self._shared = SharedLogits(translation.common, engine.device)
         self._masked = _masked(translation, engine)
@@ -167,7 +170,11 @@ class TranslatedDraftScheduler(Scheduler[ProposeTask]):
 
 
 def make_draft_scheduler(
-    engine: Engine, limits: Limits, settings: DraftSettings, translation: Translation | None
+    engine: Engine,
+    limits: Limits,
+    settings: DraftSettings,
+    translation: Translation | None,
+    grammars: Grammars | None = None,
 ) -> Scheduler[ProposeTask]:
     """Return the scheduler of a draft worker.
 
@@ -176,12 +183,17 @@ def make_draft_scheduler(
         limits: Bounds of one forward.
         settings: The worker's settings.
         translation: The vocabularies if they differ, else None.
+        grammars: Compiles the sessions' grammars; None: sessions with one are refused.
     """
     top_k, bits = settings.draft_top_k, settings.weight_bits
     if translation is not None:
-        return TranslatedDraftScheduler(engine, limits, translation, draft_top_k=top_k, weight_bits=bits)
+        return TranslatedDraftScheduler(
+            engine, limits, translation, draft_top_k=top_k, weight_bits=bits, grammars=grammars
+        )
     ahead_rows = settings.ahead_rows if settings.draft_ahead else 0
-    return DraftScheduler(engine, limits, draft_top_k=top_k, weight_bits=bits, ahead_rows=ahead_rows)
+    return DraftScheduler(
+        engine, limits, draft_top_k=top_k, weight_bits=bits, ahead_rows=ahead_rows, grammars=grammars
+    )
 
 
 def _masked(translation: Translation, engine: Engine) -> Tensor:

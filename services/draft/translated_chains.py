@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gammaray.blocks import Shape
-from gammaray.types import Proposal, SamplingParams, SparseDistribution
+from gammaray.types import Proposal, SparseDistribution
 from services.draft.predictions import Guess, Prediction, predictions
 from services.draft.proposals import ProposalBuilder
 from services.draft.session import draft_params
@@ -147,18 +147,11 @@ class TokenChain:
             return shared
         if LogitEdits.needed(params):
             path = [node.token_id for node in self._tip.path()]
-            shared = self._shared.edited(shared, self._edits(params, shared.device), path)
+            edits = self._session.edits_for(params, self._shared.target_size, shared.device)
+            shared = self._shared.edited(shared, edits, path)
         if not bool((shared > -torch.inf).any()):
             return shared
         return processed_log_probs(shared, params)
-
-    def _edits(self, params: SamplingParams, device: torch.device) -> LogitEdits:
-        session = self._session
-        if session.edits is None:
-            spec, size = session.spec, self._shared.target_size
-            session.edits = LogitEdits(params, spec.eos_token_ids, spec.prompt_length, size, device)
-        session.edits.follow(session.tokens)
-        return session.edits
 
 
 class _Mapped:

@@ -21,6 +21,7 @@ from services.engine.loader import load_worker_engine
 from services.process.fingerprints import check_drafter, vocab_sha256
 from services.process.server import guarded
 from services.process.worker import Worker
+from services.scheduling.grammars import Grammars
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.tasks import Prepared, ProposeTask, Reply
 from services.streaming.messages import Model, describe, fill_result, task_fields
@@ -142,8 +143,11 @@ class DraftWorker(Worker[DraftSettings]):
         self._translation = load_translation(path, size, target, self.settings.vocabulary_mapping)
         return self._translation.target_size, target_digest
 
-    def _scheduler(self, engine: Engine) -> Scheduler[ProposeTask]:
-        return make_draft_scheduler(engine, self._limits, self.settings, self._translation)
+    def _tokenizer(self, path: str) -> str:
+        return self._target or path
+
+    def _scheduler(self, engine: Engine, grammars: Grammars) -> Scheduler[ProposeTask]:
+        return make_draft_scheduler(engine, self._limits, self.settings, self._translation, grammars)
 
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:
         draft_service_pb2_grpc.add_DraftServiceServicer_to_server(DraftServicer(streams, model), server)

@@ -23,6 +23,7 @@ from services.engine.loader import load_worker_engine
 from services.process.fingerprints import vocab_sha256
 from services.process.registry import Announcer
 from services.process.server import GrpcServer, is_wildcard, split_address
+from services.scheduling.grammars import Grammars
 from services.scheduling.load import LoadReport, LoadReporter
 from services.scheduling.metrics import WorkerMeter
 from services.scheduling.planning import Limits
@@ -80,7 +81,7 @@ class Worker(ABC, Generic[SettingsT]):
         return Limits(self.settings.max_batch_tokens, self.settings.prefill_chunk)
 
     @abstractmethod
-    def _scheduler(self, engine: Engine) -> Scheduler[Any]:
+    def _scheduler(self, engine: Engine, grammars: Grammars) -> Scheduler[Any]:
         """Return the scheduler of this kind of worker."""
 
     @abstractmethod
@@ -184,6 +185,10 @@ class Worker(ABC, Generic[SettingsT]):
         """Return the model identity that sessions are bound to; empty except for targets."""
         return ""
 
+    def _tokenizer(self, path: str) -> str:
+        """Return the directory, hub name or GGUF file of the target, whose tokens the sessions have."""
+        return path
+
     def _vocabulary(self, path: str, engine: Engine) -> tuple[int, str]:
         """Return size and fingerprint of the vocabulary of the worker's messages."""
         return engine.vocab_size, vocab_sha256(path)
@@ -201,7 +206,7 @@ class Worker(ABC, Generic[SettingsT]):
             kernel=engine.kernel,
             identity=self._identity(path, engine),
         )
-        scheduler = self._scheduler(engine)
+        scheduler = self._scheduler(engine, Grammars(self._tokenizer(path), vocab_size))
         self._meter = scheduler.meter
         return scheduler
 

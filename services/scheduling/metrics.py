@@ -81,6 +81,9 @@ class WorkerMeter:
         }
         self._prefix_queries = meter.counter("gammaray.worker.prefix_cache.queries", role=role)
         self._prefix_hits = meter.counter("gammaray.worker.prefix_cache.hits", role=role)
+        if role == "target":
+            self._mask_s = meter.histogram("gammaray.worker.mask.duration", role=role)
+            self._mask_rows = meter.counter("gammaray.worker.mask.rows", role=role)
         self._ahead: AheadStats | None = None
 
     def watch(self, scheduler: ObservedScheduler) -> None:
@@ -115,6 +118,11 @@ class WorkerMeter:
         self.step_s.observe(seconds)
         self._blocks.observe(num_blocks)
         self._tokens.value += num_tokens
+
+    def masked(self, seconds: float, num_rows: int) -> None:
+        """Count the computation of the masks of a grammar for one block; on targets only."""
+        self._mask_s.observe(seconds)
+        self._mask_rows.value += num_rows
 
     def answered(self, outcome: object) -> None:
         """Count the answer to one block."""

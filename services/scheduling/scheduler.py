@@ -27,6 +27,7 @@ from gammaray.errors import (
 from services.engine.core.errors import CacheFullError, EngineLostError
 from services.engine.core.prefix_cache import MIN_PREFIX
 from services.engine.engine import Engine, SequenceInput
+from services.scheduling.grammars import Grammars
 from services.scheduling.load import LoadCounters
 from services.scheduling.metrics import WorkerMeter
 from services.scheduling.planning import Limits, Running, TaskT, plan
@@ -51,6 +52,7 @@ class Scheduler(ABC, Generic[TaskT]):
         engine: The model and its cache.
         limits: Bounds of one forward.
         vocab_size: Number of token ids of the sessions; None: that of the engine's model.
+        grammars: Compiles the sessions' grammars; None: sessions with one are refused.
 
     Attributes:
         meter: The worker's metrics.
@@ -59,7 +61,14 @@ class Scheduler(ABC, Generic[TaskT]):
 
     role: ClassVar[str]
 
-    def __init__(self, engine: Engine, limits: Limits, vocab_size: int | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        limits: Limits,
+        vocab_size: int | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        self.grammars = grammars
         scored_rows = max(1, MAX_SCORED_BYTES // (4 * engine.vocab_size))
         self.engine, self.limits = engine, replace(limits, max_scored_rows=scored_rows)
         self._waiting: dict[str, deque[TaskT]] = {}
@@ -75,6 +84,7 @@ class Scheduler(ABC, Generic[TaskT]):
             str(engine.device),
             self._running.__contains__,
             self._forget,
+            grammars,
         )
 
     @abstractmethod

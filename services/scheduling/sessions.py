@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
+import torch
+
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
+from gammaray.types import SamplingParams
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.noise import Noise
+from services.scheduling.grammars import Grammars
 from services.scheduling.tasks import NeedTokens, SessionSpec, Task
 
 __all__ = ["SessionCopy", "SessionTable"]
@@ -35,14 +39,15 @@ class SessionCopy:
         noise: None at temperature 0, and while the session is not among the recent ones.
         num_counted: Number of the session's token ids that the table has counted towards its bound.
         changed_from: First position at which the last block changed or extended `tokens`.
-        edits: Changes to the logits by the sampling parameters; created by the worker on first use for a
-            spec. It must `follow` the tokens before it is applied.
+        edits: Changes to the logits by the sampling parameters; created by `edits_for` on first use for a
+            spec.
     """
 
     __slots__ = (
         "changed_from",
         "edits",
         "epoch",
+        "grammars",
         "noise",
         "num_confirmed",
         "num_counted",
@@ -51,14 +56,37 @@ class SessionCopy:
         "tokens",
     )
 
-    def __init__(self, session_id: str, epoch: int, spec: SessionSpec) -> None:
+    def __init__(
+        self, session_id: str, epoch: int, spec: SessionSpec, grammars: Grammars | None = None
+    ) -> None:
         self.session_id, self.epoch, self.spec = session_id, epoch, spec
+        self.grammars = grammars
         self.noise: Noise | None = None
         self.tokens: list[int] = []
         self.num_counted = 0
         self.num_confirmed = 0
         self.changed_from = 0
         self.edits: LogitEdits | None = None
+
+    def edits_for(self, params: SamplingParams, vocab_size: int, device: torch.device | str) -> LogitEdits:
+        """Return the edits by `params`, which are those of the spec as far as they matter, up to `tokens`.
+
+        Raises:
+            InvalidArgumentError: The masks leave no token, or the grammar is wrong.
+            FailedPreconditionError: There is a grammar, and this worker cannot follow one.
+        """
+        spec = self.spec
+        if self.edits is None:
+            grammar = None
+            if params.grammar:
+                if self.grammars is None:
+                    raise FailedPreconditionError("grammar: this worker has no tokenizer")
+                grammar = self.grammars.begin(params.grammar, spec.eos_token_ids)
+            self.edits = LogitEdits(
+                params, spec.eos_token_ids, spec.prompt_length, vocab_size, device, grammar
+            )
+        self.edits.follow(self.tokens)
+        return self.edits
 
     def truncate(self, length: int) -> None:
         """Drop the tokens from `length` on."""
@@ -89,6 +117,7 @@ class SessionTable:
         device: Device on which noise is computed.
         is_busy: Whether a session has a block running and must be kept.
         on_drop: Called with each session that is dropped.
+        grammars: Compiles the sessions' grammars; None: sessions with one are refused.
     """
 
     def __init__(
@@ -98,9 +127,11 @@ class SessionTable:
         device: str,
         is_busy: Callable[[str], bool],
         on_drop: Callable[[SessionCopy], None],
+        grammars: Grammars | None = None,
     ) -> None:
         self._capacity, self._vocab_size, self._device = capacity, vocab_size, device
         self._is_busy, self._on_drop = is_busy, on_drop
+        self._grammars = grammars
         self._sessions: OrderedDict[str, SessionCopy] = OrderedDict()
         self._with_noise: OrderedDict[str, SessionCopy] = OrderedDict()
         self._num_tokens = 0
@@ -163,7 +194,7 @@ class SessionTable:
             self._on_drop(session)
 
     def _add(self, task: Task, spec: SessionSpec) -> SessionCopy:
-        session = SessionCopy(task.session_id, task.epoch, spec)
+        session = SessionCopy(task.session_id, task.epoch, spec, self._grammars)
         self._sessions[task.session_id] = session
         return session
 

@@ -48,10 +48,10 @@ class SessionSpec:
 
     @property
     def num_ids(self) -> int:
-        """Number of token ids in the spec."""
+        """Size of the spec: the number of its token ids, and of its grammar's characters."""
         params = self.params
         lists = (params.logit_bias, params.allowed_token_ids, params.banned_token_ids, self.eos_token_ids)
-        return sum(map(len, lists))
+        return sum(map(len, lists)) + len(params.grammar)
 
     def validate(self, base_position: int, vocab_size: int) -> None:
         """Check the spec as untrusted data.

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, Protocol
 
 from gammaray.errors import GammarayError, InternalError, ResourceExhaustedError, UnavailableError
@@ -121,6 +121,7 @@ class BlockStream:
         self._ready, self._written = asyncio.Event(), asyncio.Event()
         self._is_read = self._is_announced = False
         self._failure: GammarayError | None = None
+        self._compiling: set[asyncio.Task[None]] = set()
 
     def wake(self) -> None:
         """Make `run` check again for replies, a notice or the end."""
@@ -178,8 +179,34 @@ class BlockStream:
         if frame.releases:
             self._streams.engine.release([Release(r.session_id, r.epoch, r.forget) for r in frame.releases])
         tasks = list(self._parse_all(frame.blocks))
+        compiling = [task for task in tasks if self._must_compile(task)]
+        for task in compiling:
+            work = asyncio.create_task(self._compile(task))
+            self._compiling.add(work)
+            work.add_done_callback(self._compiling.discard)
+        tasks = [task for task in tasks if task not in compiling]
         if tasks:
             self._streams.engine.submit(tasks)
+
+    def _must_compile(self, task: Task) -> bool:
+        scheduler, spec = self._streams.engine.scheduler, task.spec
+        grammars = scheduler.grammars if scheduler is not None else None
+        return bool(
+            spec is not None
+            and spec.params.grammar
+            and grammars is not None
+            and not grammars.is_compiled(spec.params.grammar)
+        )
+
+    async def _compile(self, task: Task) -> None:
+        """Compile a task's grammar in a thread before the engine's thread needs it."""
+        scheduler, spec = self._streams.engine.scheduler, task.spec
+        assert scheduler is not None
+        assert scheduler.grammars is not None
+        assert spec is not None
+        with suppress(GammarayError):  # the engine's thread answers with the same error
+            await asyncio.to_thread(scheduler.grammars.begin, spec.params.grammar, spec.eos_token_ids)
+        self._streams.engine.submit([task])
 
     def _parse_all(self, blocks: Iterable[Any]) -> Iterable[Task]:
         for block in blocks:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
 
 from gammaray.blocks import TokenLogprobs, Verdict
+from gammaray.errors import GammarayError, InternalError, InvalidArgumentError
+from services.engine.engine import Engine, SequenceInput
 from services.engine.sampling.edits import LogitEdits, row_paths
 from services.engine.sampling.logits import edited_logits, processed_log_probs
-from services.scheduling.planning import Running
+from services.scheduling.grammars import Grammars
+from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import VerifyTask
@@ -33,6 +39,10 @@ class TargetScheduler(Scheduler[VerifyTask]):
 
     role: ClassVar[str] = "target"
 
+    def __init__(self, engine: Engine, limits: Limits, grammars: Grammars | None = None) -> None:
+        super().__init__(engine, limits, grammars=grammars)
+        self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+
     def _start(self, task: VerifyTask, session: SessionCopy) -> Running[VerifyTask]:
         proposal = task.proposal
         self.limits.check_proposal(len(proposal))
@@ -43,6 +53,24 @@ class TargetScheduler(Scheduler[VerifyTask]):
             running.scores = PromptScores(prompt, num_top, self.engine.vocab_size)
             running.is_scored = True
         return running
+
+    def _step(self, batch: list[tuple[Running[VerifyTask], SequenceInput]]) -> list[Tensor]:
+        """Run the forward, and meanwhile compute the masks of the sessions with a grammar."""
+        masks = [
+            self._mask_thread.submit(self._prepare, running)
+            for running, feed in batch
+            if running.session.spec.params.grammar and feed.num_logits
+        ]
+        try:
+            return super()._step(batch)
+        finally:
+            wait(masks)  # the engine's thread may change the sessions from here on
+
+    def _prepare(self, running: Running[VerifyTask]) -> None:
+        began, paths = time.perf_counter(), row_paths(running.task.proposal)
+        with suppress(GammarayError):  # it is raised again when the masks are needed
+            self._edits(running.session).prepare(paths)
+        self.meter.masked(time.perf_counter() - began, len(paths))
 
     def _advance(self, running: Running[VerifyTask], logits: Tensor) -> Verdict | None:
         assert isinstance(running, _Verifying)
@@ -66,7 +94,13 @@ class TargetScheduler(Scheduler[VerifyTask]):
             log_probs = processed_log_probs(logits, spec.params, edits, paths)
         else:
             log_probs = edited_logits(logits, edits, paths)
-        verdict = verify(spec.method, log_probs, proposal, spec.params, session.noise, base)
+        try:
+            verdict = verify(spec.method, log_probs, proposal, spec.params, session.noise, base)
+        except InternalError:
+            if edits is None or not edits.empty_rows:
+                raise
+            allowed = "masks and biases that leave a token of the grammar"
+            raise InvalidArgumentError("grammar", "no possible token", allowed) from None
         path = verdict.accepted_path
         # Drop rejected tokens: the cache ends with the accepted path.
         if proposal.parents is None:
@@ -81,14 +115,7 @@ class TargetScheduler(Scheduler[VerifyTask]):
         return replace(verdict, logprobs=_logprobs(logits[rows], emitted, task.num_top_logprobs))
 
     def _edits(self, session: SessionCopy) -> LogitEdits:
-        """Return the session's masks, bias and penalties, up to its committed tokens."""
-        spec, engine = session.spec, self.engine
-        if session.edits is None:
-            session.edits = LogitEdits(
-                spec.params, spec.eos_token_ids, spec.prompt_length, engine.vocab_size, engine.device
-            )
-        session.edits.follow(session.tokens)
-        return session.edits
+        return session.edits_for(session.spec.params, self.engine.vocab_size, self.engine.device)
 
 
 def _logprobs(logits: Tensor, emitted: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:

@@ -22,6 +22,7 @@ from services.engine.tensor_parallel.engine import ParallelEngine
 from services.process.fingerprints import model_identity
 from services.process.server import guarded
 from services.process.worker import Worker
+from services.scheduling.grammars import Grammars
 from services.scheduling.tasks import Reply, VerifyTask
 from services.streaming.messages import Model, describe, fill_result, task_fields
 from services.streaming.streams import Deliver, Streams
@@ -144,8 +145,8 @@ class TargetWorker(Worker[TargetSettings]):
             deterministic=self.settings.deterministic,
         )
 
-    def _scheduler(self, engine: Engine) -> TargetScheduler:
-        return TargetScheduler(engine, self._limits)
+    def _scheduler(self, engine: Engine, grammars: Grammars) -> TargetScheduler:
+        return TargetScheduler(engine, self._limits, grammars)
 
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:
         target_service_pb2_grpc.add_TargetServiceServicer_to_server(TargetServicer(streams, model), server)

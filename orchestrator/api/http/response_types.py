@@ -63,6 +63,7 @@ class CyclesByDrafter(TypedDict):
     ngram: _Count
     suffix: _Count
     prediction: _Count
+    grammar: _Count
     none: _Count
 
 

@@ -236,6 +236,7 @@ class ChoiceState:
                 "ngram": summary.ngram_cycles,
                 "suffix": summary.suffix_cycles,
                 "prediction": summary.prediction_cycles,
+                "grammar": summary.grammar_cycles,
                 "none": summary.plain_cycles,
             },
             "fallback_cycles": summary.fallback_cycles,

@@ -1,4 +1,4 @@
-"""Masks, logit bias and penalties: edits of the logits by a session's parameters, kept between cycles.
+"""Grammar, masks, bias and penalties: edits of the logits by a session's parameters, kept between cycles.
 
 Token ids arrive as Python sequences of up to the size of the vocabulary, and the engine's thread serves all
 tenants. `LogitEdits` therefore converts them once per session. Penalties depend on the tokens so far: their
@@ -8,6 +8,7 @@ the token ids of the session, by at most about 70 bytes for each.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gammaray.errors import InvalidArgumentError
+from gammaray.grammar.matcher import GrammarState
 from gammaray.types import Proposal, SamplingParams
 
 __all__ = ["LogitEdits", "row_paths"]
@@ -38,10 +40,10 @@ def row_paths(proposal: Proposal) -> list[Sequence[int]]:
 
 
 class LogitEdits:
-    """Masks, bias and penalties of one session.
+    """Grammar, masks, bias and penalties of one session.
 
-    The order is pinned: allow and ban masks, `min_tokens`, logit bias, repetition penalty (prompt and
-    output), frequency and presence penalties (output only).
+    The order is pinned: grammar, allow and ban masks, `min_tokens`, logit bias, repetition penalty (prompt
+    and output), frequency and presence penalties (output only).
 
     Args:
         params: Sampling parameters, validated against the vocabulary.
@@ -49,6 +51,10 @@ class LogitEdits:
         prompt_length: Number of leading tokens that count as prompt.
         vocab_size: Number of logits in a row.
         device: Where the logits are.
+        grammar: State of the grammar before the first token after the prompt; None if `params` has none.
+
+    Attributes:
+        empty_rows: Rows of the last `apply` for which the grammar and the other masks leave no token.
 
     Raises:
         InvalidArgumentError: The masks leave no token. This does not depend on the position: masks that leave
@@ -62,8 +68,11 @@ class LogitEdits:
         prompt_length: int,
         vocab_size: int,
         device: torch.device | str = "cpu",
+        grammar: GrammarState | None = None,
     ) -> None:
         self._prompt_length, self._min_tokens = prompt_length, params.min_tokens
+        self._grammar = None if grammar is None else _Grammar(grammar, eos_token_ids, vocab_size, device)
+        self.empty_rows: frozenset[int] = frozenset()
         eos = _array(eos_token_ids) if params.min_tokens else None
         self._mask = _Mask(params, eos, vocab_size, device)
         self._bias = _Bias(params, vocab_size, device) if params.logit_bias else None
@@ -77,7 +86,8 @@ class LogitEdits:
     def needed(params: SamplingParams) -> bool:
         """Return whether logits depend on masks, bias or preceding tokens."""
         return bool(
-            params.allowed_token_ids
+            params.grammar
+            or params.allowed_token_ids
             or params.banned_token_ids
             or params.min_tokens
             or params.logit_bias
@@ -90,8 +100,11 @@ class LogitEdits:
         Tokens that were replaced since the last call must have been dropped with `truncate`.
         """
         self.truncate(len(tokens))
-        if self._penalties is not None and len(tokens) > self._num_tokens:
-            self._penalties.extend(tokens[self._num_tokens :])
+        if len(tokens) > self._num_tokens:
+            if self._penalties is not None:
+                self._penalties.extend(tokens[self._num_tokens :])
+            if self._grammar is not None:
+                self._grammar.state.extend(tokens[max(self._num_tokens, self._prompt_length) :])
         self._num_tokens = len(tokens)
 
     def truncate(self, length: int) -> None:
@@ -100,6 +113,17 @@ class LogitEdits:
             self._num_tokens = length
             if self._penalties is not None:
                 self._num_tokens = self._penalties.truncate(length)
+            if self._grammar is not None:
+                self._grammar.state.truncate(max(0, self._num_tokens - self._prompt_length))
+
+    def prepare(self, paths: Sequence[Sequence[int]]) -> None:
+        """Compute what the next `apply` for these paths needs, except for the logits; in any one thread.
+
+        Raises:
+            InvalidArgumentError: The grammar is too complex.
+        """
+        if self._grammar is not None:
+            self._grammar.prepare(paths)
 
     def apply(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Return edited logits.
@@ -112,15 +136,72 @@ class LogitEdits:
             [rows, vocab_size] float32, -inf for masked tokens.
         """
         logits = logits.to(torch.float32, copy=True)
+        ends: frozenset[int] = frozenset()
+        if self._grammar is not None:
+            ends = self._grammar.apply(logits, paths)
         self._mask.apply(logits)
         if self._eos is not None:
             num_output = self._num_tokens - self._prompt_length
             for row, path in enumerate(paths):
-                if num_output + len(path) < self._min_tokens:
+                if num_output + len(path) < self._min_tokens and row not in ends:
                     logits[row, self._eos] = -torch.inf
+        if self._grammar is not None:
+            highest = logits.amax(dim=-1).tolist()
+            self.empty_rows = frozenset(row for row, best in enumerate(highest) if best == -math.inf)
         if self._bias is not None:
             self._bias.apply(logits)
         return logits if self._penalties is None else self._penalties.apply(logits, paths)
+
+
+class _Grammar:
+    """Masks by a grammar, for one row after another."""
+
+    def __init__(
+        self, state: GrammarState, eos_token_ids: Sequence[int], vocab_size: int, device: torch.device | str
+    ) -> None:
+        self.state = state
+        self._eos, self._vocab_size, self._device = set(eos_token_ids), vocab_size, device
+        self._prepared: tuple[list[Sequence[int]], list[_RowMask | None]] | None = None
+
+    def prepare(self, paths: Sequence[Sequence[int]]) -> None:
+        self._prepared = list(paths), self._masks(paths)
+
+    def apply(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> frozenset[int]:
+        """Mask rows in place; return those where the grammar allows nothing but the end of sequence."""
+        prepared, self._prepared = self._prepared, None
+        is_for_these = prepared is not None and prepared[0] == list(paths)
+        masks = prepared[1] if prepared is not None and is_for_these else self._masks(paths)
+        for row, mask in enumerate(masks):
+            if mask is not None:
+                mask.apply(logits[row])
+        return frozenset(row for row, mask in enumerate(masks) if mask is not None and mask.is_end)
+
+    def _masks(self, paths: Sequence[Sequence[int]]) -> list[_RowMask | None]:
+        """Return the masks after paths; None after an impossible path, which nothing reaches."""
+        return [
+            None if bits is None else _RowMask(bits, self._eos, self._vocab_size, self._device)
+            for bits in self.state.masks(paths)
+        ]
+
+
+class _RowMask:
+    """The tokens that a grammar allows in one row: stored as their ids, or those of all others if fewer."""
+
+    def __init__(self, bits: bytes, eos: set[int], vocab_size: int, device: torch.device | str) -> None:
+        kept = np.unpackbits(np.frombuffer(bits, np.uint8), count=vocab_size, bitorder="little").view(bool)
+        num_kept = int(np.count_nonzero(kept))
+        self._names_kept = 2 * num_kept < vocab_size
+        token_ids = np.flatnonzero(kept if self._names_kept else ~kept)
+        self.is_end = num_kept <= len(eos) and set(np.flatnonzero(kept).tolist()) <= eos
+        self._token_ids = torch.from_numpy(token_ids).to(device)
+
+    def apply(self, row: Tensor) -> None:
+        if self._names_kept:
+            kept = row[self._token_ids]
+            row.fill_(-torch.inf)
+            row[self._token_ids] = kept
+        else:
+            row[self._token_ids] = -torch.inf
 
 
 class _Mask:

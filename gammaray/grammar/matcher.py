@@ -1,0 +1,238 @@
+"""Compiles grammars for a tokenizer by llguidance, and follows a completion through one.
+
+The state of a grammar is a function of the tokens of the completion, so that it needs no storage of its own:
+rollback, failover and resumed sessions replay tokens.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gammaray.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+__all__ = ["GrammarCompiler", "GrammarState"]
+
+MAX_COMPILED = 64
+"""Compiled grammars that are kept, least recently used first out: about 1 MB each (llguidance 1.9.1)."""
+
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+}
+"""Bounds of one compilation and of one step (some 20 ms), and of memory (1 to 2 kB per state)."""
+
+# By number; llguidance restores a wrong state when it rolls back over such a token (llguidance issue 364).
+_NUMBERED_TOKEN = re.compile(r"<\[[^\]\n]*\]>")
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer, and keeps the latest. Thread-safe.
+
+    Args:
+        tokenizer_json: The tokenizer in the format of `tokenizers`, as `to_str` of its backend gives it.
+        vocab_size: Number of token ids of the model.
+        eos_token_ids: Its end-of-sequence tokens, all of them.
+    """
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        from llguidance import LLTokenizer  # clients do not need it
+
+        self._eos = frozenset(eos_token_ids)
+        self._vocab_size = vocab_size
+        self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=sorted(self._eos) or None)
+        self._compiled: OrderedDict[str, LLMatcher | InvalidArgumentError] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def is_compiled(self, grammar: str) -> bool:
+        """Return whether the result for a grammar is kept, so that `begin` takes no time."""
+        return grammar in self._compiled
+
+    def begin(self, grammar: str) -> GrammarState:
+        """Return the state of a grammar before the first token.
+
+        Compiles a grammar that is not kept, which releases the GIL and takes some milliseconds.
+
+        Raises:
+            InvalidArgumentError: The grammar is wrong, unsupported or too complex.
+        """
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is not None:
+                self._compiled.move_to_end(grammar)
+        if found is None:
+            try:
+                found = self._compile(grammar)
+            except InvalidArgumentError as error:
+                found = error
+            with self._lock:
+                self._compiled[grammar] = found
+                if len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+        if isinstance(found, InvalidArgumentError):
+            raise InvalidArgumentError(found.field, found.got, found.allowed)
+        return GrammarState(found.deep_copy(), self._eos)
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        numbered = _NUMBERED_TOKEN.search(grammar)
+        if numbered is not None:
+            raise InvalidArgumentError("grammar", numbered.group(), "no tokens by number")
+        limits = LLParserLimits(**_LIMITS, verbose_errors=False)
+        text = LLMatcher.grammar_from_lark(grammar)
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first one may find that the grammar is too complex, or empty
+        if matcher.is_error():
+            raise InvalidArgumentError("grammar", _reason(matcher), "a grammar that llguidance can compile")
+        return matcher
+
+
+class GrammarState:
+    """Where a completion is in its grammar. Not thread-safe.
+
+    Args:
+        matcher: At its beginning.
+        eos_token_ids: End-of-sequence tokens. They are possible where the grammar is complete, and whatever
+            follows one is not tested.
+    """
+
+    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int]) -> None:
+        self._matcher, self._eos = matcher, eos_token_ids
+        self._num_consumed = 0  # tokens in the matcher
+        self._num_tokens = 0  # these, and those from the first end of sequence on
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add tokens of the completion.
+
+        Raises:
+            InvalidArgumentError: One of them does not follow the grammar.
+        """
+        if not self.is_ended:
+            taken = self._consume(token_ids)
+            if taken < len(token_ids) and token_ids[taken] not in self._eos:
+                position = self._num_tokens + taken
+                self._rollback(taken)
+                allowed = "a token that follows the grammar"
+                raise InvalidArgumentError(
+                    "grammar", f"token {token_ids[taken]} at {position} of the completion", allowed
+                )
+        self._num_tokens += len(token_ids)
+
+    def truncate(self, length: int) -> None:
+        """Drop the tokens from `length` on."""
+        self._rollback(max(0, self._num_consumed - length))
+        self._num_tokens = min(self._num_tokens, length)
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the tokens contain an end of sequence."""
+        return self._num_tokens > self._num_consumed
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the tokens so far are a text of the grammar."""
+        return self._matcher.is_accepting()
+
+    def masks(self, paths: Sequence[Sequence[int]]) -> list[bytes | None]:
+        """Return the possible tokens after each path that follows the tokens so far.
+
+        Args:
+            paths: Tokens after the completion; any order.
+
+        Returns:
+            For each path a bit per token id, lowest first; None if the path itself is not possible, or
+            contains an end of sequence.
+
+        Raises:
+            InvalidArgumentError: A step exceeds the limits of complexity.
+        """
+        masks: list[bytes | None] = [None] * len(paths)
+        if self.is_ended:
+            return masks
+        current: list[int] = []
+        try:
+            # In lexicographic order, a path shares the most with the one before it.
+            for index in sorted(range(len(paths)), key=lambda index: tuple(paths[index])):
+                path = paths[index]
+                shared = _num_shared(current, path)
+                self._rollback(len(current) - shared)
+                del current[shared:]
+                current += path[shared : shared + self._consume(path[shared:])]
+                if len(current) == len(path):
+                    masks[index] = self._matcher.compute_bitmask()
+                    self._check()
+        finally:
+            self._rollback(len(current))
+        return masks
+
+    def forced(self, limit: int) -> list[int]:
+        """Return the next tokens as far as the grammar leaves no choice, at most `limit`."""
+        if self.is_ended:
+            return []
+        return self._matcher.compute_ff_tokens()[:limit]
+
+    def count_possible(self, token_ids: Sequence[int]) -> int:
+        """Return how many leading tokens the grammar allows, one end of sequence included."""
+        if self.is_ended:
+            return 0
+        taken = self._consume(token_ids)
+        ends = taken < len(token_ids) and token_ids[taken] in self._eos and self._matcher.is_accepting()
+        self._rollback(taken)
+        return taken + ends
+
+    def forced_after(self, token_ids: Sequence[int], limit: int) -> list[int]:
+        """Return `forced` after further tokens, which must be possible; none after an end of sequence."""
+        if self.is_ended:
+            return []
+        taken = self._consume(token_ids)
+        found = self._matcher.compute_ff_tokens()[:limit] if taken == len(token_ids) else []
+        self._rollback(taken)
+        return found
+
+    def _consume(self, token_ids: Sequence[int]) -> int:
+        """Consume tokens up to an end of sequence or an impossible one; return how many."""
+        end = next((at for at, token_id in enumerate(token_ids) if token_id in self._eos), len(token_ids))
+        taken: int = self._matcher.try_consume_tokens(list(token_ids[:end]))
+        self._check()
+        self._num_consumed += taken
+        return taken
+
+    def _rollback(self, count: int) -> None:
+        if count > 0:
+            self._matcher.rollback(count)
+            self._num_consumed -= count
+
+    def _check(self) -> None:
+        # An error stays, and the mask would then be the end of sequence alone.
+        if self._matcher.is_error():
+            raise InvalidArgumentError("grammar", _reason(self._matcher), "a grammar of less complexity")
+
+
+def _reason(matcher: LLMatcher) -> str:
+    reason = matcher.get_error().strip().partition("\n")[0][:500]
+    # No token begins a text of the grammar, or none ends it.
+    return "a grammar without a text" if reason == "NoExtensionBias" else reason
+
+
+def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    count = 0
+    for ours, theirs in zip(one, other, strict=False):
+        if ours != theirs:
+            break
+        count += 1
+    return count
