@@ -1,8 +1,8 @@
 """Chooses the drafter of each cycle and the shape of its proposal.
 
-Tokens that a grammar forces are proposed alone. Else the draft model and the text drafters compete by expected
-tokens per second, under the same sample of costs. The choice depends on committed tokens and past cycles only,
-so all verification methods stay exact.
+Tokens that a grammar forces are proposed alone. Else the draft model and the text drafters compete by
+expected tokens per second, under the same sample of costs. The choice depends on committed tokens and past
+cycles only, so all verification methods stay exact.
 """
 
 from __future__ import annotations
