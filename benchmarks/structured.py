@@ -110,19 +110,15 @@ class Sums:
         }
 
 
-def ways(*, has_draft: bool) -> dict[str, dict[str, Any]]:
+def ways() -> dict[str, dict[str, Any]]:
     """Return the options of each way to complete a prompt."""
     grammar = json_schema_grammar(SCHEMA)
-    found: dict[str, dict[str, Any]] = {
+    return {
         "free text, gamma 0": {"gamma": 0, "ignore_eos": True, "max_tokens": 200},
         "schema, gamma 0": {"gamma": 0, "grammar": grammar},
         "schema, forced tokens": {"drafter": "grammar", "grammar": grammar},
-        "schema, look-ups": {"drafter": "suffix", "grammar": grammar},
         "schema, default": {"grammar": grammar},
     }
-    if not has_draft:
-        del found["schema, look-ups"]
-    return found
 
 
 def is_valid(text: str) -> bool:
@@ -139,20 +135,19 @@ async def measure(
     prompts: list[list[int]],
     temperatures: list[float],
     repetitions: int,
-    *,
-    has_draft: bool,
+    label: str,
 ) -> dict[tuple[float, str], Sums]:
-    """Complete every prompt in every way."""
+    """Complete every prompt in every way; past outputs of another label are not proposed."""
     sums: dict[tuple[float, str], Sums] = {}
     order = random.Random(0)
     for repetition in range(repetitions):
         for number, prompt in enumerate(prompts):
             for temperature in temperatures:
-                asked = list(ways(has_draft=has_draft).items())
+                asked = list(ways().items())
                 order.shuffle(asked)
                 made: dict[str, Completion] = {}
                 for name, options in asked:
-                    salt = f"{name} {repetition}"
+                    salt = f"{label} {name} {repetition}"
                     given = {"max_tokens": MAX_TOKENS, "cache_salt": salt, **options}
                     made[name] = await client.complete(prompt, temperature=temperature, seed=number, **given)
                 plain = made["schema, gamma 0"]
@@ -205,8 +200,8 @@ async def run(given: argparse.Namespace) -> dict[tuple[float, str], Sums]:
     temperatures = [float(temperature) for temperature in given.temperature.split(",")]
     async with running_cluster(*options) as cluster, AsyncClient(cluster.grpc_address) as client:
         await client.wait_ready(60, roles=("target", "draft") if given.draft else ("target",))
-        await measure(client, prompts[:1], temperatures, 1, has_draft=bool(given.draft))
-        return await measure(client, prompts, temperatures, given.repetitions, has_draft=bool(given.draft))
+        await measure(client, prompts[:1], temperatures, 1, "warm-up")
+        return await measure(client, prompts, temperatures, given.repetitions, "measured")
 
 
 def main() -> None:
