@@ -15,8 +15,8 @@ from gammaray.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from orchestrator.api.http.app import MAX_BODY_BYTES, create_app
 from orchestrator.api.http.errors import error_body
+from orchestrator.api.http.server.app import MAX_BODY_BYTES, create_app
 
 
 async def post(content, path="/v1/completions", backend=None):

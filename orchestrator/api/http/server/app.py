@@ -23,15 +23,15 @@ from gammaray.errors import CancelledError, NotFoundError, UnavailableError
 from gammaray.types import ProcessStatus, SpeculationTotals
 from orchestrator.access.caller import Authenticator
 from orchestrator.api.backend import Backend
-from orchestrator.api.http.auth import AccessControl, caller_of
+from orchestrator.api.http.auth import DOCUMENT_PATH, AccessControl, caller_of
 from orchestrator.api.http.bodies import MAX_BODY_BYTES, BodyReader
 from orchestrator.api.http.errors import as_gammaray_error, error_response, install_handlers
 from orchestrator.api.http.json_text import encode
 from orchestrator.api.http.models import ChatRequest, CompletionRequest, parse_body
-from orchestrator.api.http.openapi import PATH, document
 from orchestrator.api.http.requests import ChoicePlan, chat_choices, completion_choices
 from orchestrator.api.http.response_types import Health, MetricsTarget, Model, ModelList, Root
 from orchestrator.api.http.responses import ChatResponse, CompletionResponse, Response
+from orchestrator.api.http.server.openapi import document
 from orchestrator.api.http.sites import Hosts, SiteControl
 from orchestrator.api.http.stream import HEADER, EventId, EventStream, generate_all, recall, resumed
 from orchestrator.text.cpu_threads import INLINE_BYTES, in_parser_thread, in_thread
@@ -164,7 +164,7 @@ def playground() -> fastapi.Response:
 
 @cache
 def _page() -> str:
-    return files("orchestrator.api.http").joinpath("playground.html").read_text(encoding="utf-8")
+    return files("orchestrator.api.http.server").joinpath("playground.html").read_text(encoding="utf-8")
 
 
 @cache
@@ -285,7 +285,7 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
 
         return await _guarded(answer)
 
-    @app.get(PATH)
+    @app.get(DOCUMENT_PATH)
     async def openapi() -> JSONResponse:
         return JSONResponse(document())
 
