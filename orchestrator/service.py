@@ -44,6 +44,7 @@ from orchestrator.status import StatusBoard
 from orchestrator.storage.client import Redis, connect, wait_for_redis
 from orchestrator.storage.keys import StoreBounds
 from orchestrator.storage.registry import RedisRegistry
+from orchestrator.storage.response_store import ResponseStore
 from orchestrator.storage.session_store import RedisStore
 from orchestrator.storage.trace_store import RedisTraceStore
 from orchestrator.storage.unstored import UnstoredSessions
@@ -80,6 +81,7 @@ class Orchestrator:
         tokenizer: The target model's tokenizer.
         store: The sessions in Redis.
         unstored: Takes the place of `store` for completions that are not stored.
+        responses: The responses of the Responses API in Redis.
         admission: Running and waiting requests.
         fleet: The draft and target workers.
         leases: Renewal and reaping of session leases.
@@ -97,6 +99,7 @@ class Orchestrator:
         bounds = StoreBounds(redis, settings.max_stored_mb * 2**20, settings.max_tenant_stored_share)
         self.store = RedisStore(redis, settings.session_ttl_s, bounds=bounds)
         self.unstored = UnstoredSessions()
+        self.responses = ResponseStore(redis, settings.session_ttl_s, bounds)
         self.admission = Admission(
             settings.max_concurrent_requests,
             settings.max_waiting_requests,
@@ -316,6 +319,7 @@ class Orchestrator:
         await self.fleet.close()
         await self.leases.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.responses.close()
         await self.tracing.shutdown()
         await self._redis.aclose()
 

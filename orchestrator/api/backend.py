@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from gammaray.types import Chunk, GenerationRequest, ProcessStatus
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.sessions.management import SessionCalls
+from orchestrator.storage.response_store import ResponseStore
 
 __all__ = ["Backend"]
 
@@ -19,6 +20,7 @@ class Backend(Protocol):
     max_context: int
     vocab_size: int
     sessions: SessionCalls
+    responses: ResponseStore
 
     def generate(self, request: GenerationRequest, caller: Caller = ANONYMOUS) -> AsyncGenerator[Chunk, None]:
         """Yield the completion piece by piece; closing the iterator cancels it.

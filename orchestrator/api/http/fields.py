@@ -132,26 +132,30 @@ def is_text(value: Any) -> bool:
     return True
 
 
-def joined(content: Any) -> str:
+def joined(content: Any, kinds: tuple[str, ...] = ("text",)) -> str:
     """Return the text of a string or of a list of text parts.
+
+    Args:
+        content: The value.
+        kinds: Types of parts that are text.
 
     Raises:
         ValueError: It is neither.
         PydanticCustomError: The same, whatever follows in the list.
     """
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    parts = [{"type": kinds[0], "text": content}] if isinstance(content, str) else content
     allowed = "a string or a list of text parts (no other kind is supported)"
     if not isinstance(parts, list):
         raise ValueError(allowed)
-    if not all(map(_is_text_part, parts[:-1])):
+    if not all(_is_text_part(part, kinds) for part in parts[:-1]):
         raise lasting(allowed)
-    if not all(map(_is_text_part, parts[-1:])):
+    if not all(_is_text_part(part, kinds) for part in parts[-1:]):
         raise ValueError(allowed)
     return "".join(part["text"] for part in parts)
 
 
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and is_text(part.get("text"))
+def _is_text_part(part: Any, kinds: tuple[str, ...]) -> bool:
+    return isinstance(part, dict) and part.get("type") in kinds and is_text(part.get("text"))
 
 
 def is_token_ids(value: Any) -> bool:

@@ -9,7 +9,7 @@ differ from the requested one. null means absent.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -65,8 +65,11 @@ __all__ = [
     "CompletionRequest",
     "GammarayOptions",
     "OpenAIRequest",
+    "RequestBody",
     "StreamOptions",
+    "body_description",
     "parse_body",
+    "with_one_unknown",
 ]
 
 MAX_MESSAGES = 2**14
@@ -103,11 +106,17 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _describe_body(schema: dict[str, Any]) -> None:
-    """Add what `parse_body` accepts besides a model's fields."""
-    null_is_absent(schema)
-    schema["properties"] |= {name: {"description": "Ignored."} for name in sorted(_IGNORED)}
-    schema["properties"] |= {name: {"enum": [*values, None]} for name, values in _NEUTRAL.items()}
+def body_description(
+    ignored: Collection[str], neutral: Mapping[str, tuple[Any, ...]]
+) -> Callable[[dict[str, Any]], None]:
+    """Return what adds to a model's schema what `parse_body` accepts besides the model's fields."""
+
+    def describe(schema: dict[str, Any]) -> None:
+        null_is_absent(schema)
+        schema["properties"] |= {name: {"description": "Ignored."} for name in sorted(ignored)}
+        schema["properties"] |= {name: {"enum": [*values, None]} for name, values in neutral.items()}
+
+    return describe
 
 
 class _Strict(BaseModel):
@@ -199,15 +208,31 @@ else:
     )
 
 
-class OpenAIRequest(_SamplingFields):
-    """Fields common to completions and chat completions."""
+class RequestBody(_SamplingFields):
+    """Fields common to all requests for text.
 
-    model_config = ConfigDict(json_schema_extra=_describe_body)
-    default_max_tokens: ClassVar[int | None] = None
+    Attributes:
+        ignored: Names of ignored fields.
+        neutral: Unsupported fields, with the values that have no effect.
+        stream_options_type: Model of `stream_options`.
+    """
+
+    ignored: ClassVar[Collection[str]] = _IGNORED
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
+    stream_options_type: ClassVar[type[BaseModel]] = StreamOptions
 
     model: str = Field("", description="Name of the served model, or empty.")
-    n: Annotated[int, CheckedInteger(1, MAX_CHOICES, "Samples per prompt; each is a separate session.")] = 1
     stream: bool = Field(False, description="Whether to stream the response as server-sent events.")
+    gammaray: GammarayOptions = Field(GammarayOptions(), description="Options of speculation.")
+
+
+class OpenAIRequest(RequestBody):
+    """Fields common to completions and chat completions."""
+
+    model_config = ConfigDict(json_schema_extra=body_description(_IGNORED, _NEUTRAL))
+    default_max_tokens: ClassVar[int | None] = None
+
+    n: Annotated[int, CheckedInteger(1, MAX_CHOICES, "Samples per prompt; each is a separate session.")] = 1
     stream_options: StreamOptions = Field(StreamOptions(), description="Options of a streamed response.")
     max_tokens: Annotated[
         int | None,
@@ -241,7 +266,6 @@ class OpenAIRequest(_SamplingFields):
         description="Whether the session is stored. If false, it cannot be resumed, listed or traced. "
         "OpenAI's default is false.",
     )
-    gammaray: GammarayOptions = Field(GammarayOptions(), description="Options of speculation.")
 
     @field_validator("stop", mode="plain", json_schema_input_type=Stop)
     @classmethod
@@ -342,7 +366,7 @@ class ChatRequest(OpenAIRequest):
     ] = None
 
 
-_Request = TypeVar("_Request", bound=OpenAIRequest)
+_Request = TypeVar("_Request", bound=RequestBody)
 
 
 def parse_body(model: type[_Request], body: bytes) -> _Request:
@@ -359,17 +383,19 @@ def parse_body(model: type[_Request], body: bytes) -> _Request:
     payload = decoded.value
     if not isinstance(payload, dict):
         raise InvalidArgumentError("body", f"a JSON {type(payload).__name__}", "a JSON object")
-    fields = {name: value for name, value in payload.items() if value is not None and name not in _IGNORED}
-    for name, neutral in _NEUTRAL.items():
+    fields = {
+        name: value for name, value in payload.items() if value is not None and name not in model.ignored
+    }
+    for name, neutral in model.neutral.items():
         if name in fields and not _is_any_of(fields.pop(name), neutral):
             raise InvalidArgumentError(name, payload[name], "no value; this server does not support it")
     if isinstance(nested := fields.get("gammaray"), dict):
         present = {name: value for name, value in nested.items() if value is not None}
-        fields["gammaray"] = _with_one_unknown(GammarayOptions, present)
+        fields["gammaray"] = with_one_unknown(GammarayOptions, present)
     if isinstance(nested := fields.get("stream_options"), dict):
-        fields["stream_options"] = _with_one_unknown(StreamOptions, nested)
+        fields["stream_options"] = with_one_unknown(model.stream_options_type, nested)
     try:
-        request = model.model_validate(_with_one_unknown(model, fields))
+        request = model.model_validate(with_one_unknown(model, fields))
     except ValidationError as error:
         if decoded.open_path is None:
             raise invalid_argument(error) from None
@@ -391,9 +417,10 @@ def _decoded(body: bytes) -> Decoded:
         raise InvalidArgumentError("body", f"malformed JSON ({error})", "a JSON object") from None
 
 
-def _with_one_unknown(model: type[BaseModel], fields: Mapping[str, Any]) -> dict[str, Any]:
+def with_one_unknown(model: type[BaseModel], fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return a model's known fields and the first unknown one, as pydantic reports an error for each."""
-    known = {name: value for name, value in fields.items() if name in model.model_fields}
+    names = {field.alias or name for name, field in model.model_fields.items()}
+    known = {name: value for name, value in fields.items() if name in names}
     unknown = next((name for name in fields if name not in known), None)
     return known if unknown is None else {**known, unknown: fields[unknown]}
 

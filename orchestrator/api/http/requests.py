@@ -20,10 +20,11 @@ from orchestrator.api.http.models import (
     ChatRequest,
     CompletionRequest,
     OpenAIRequest,
+    RequestBody,
 )
 from orchestrator.sessions.lifecycle import check_prompt_length
 
-__all__ = ["ChoicePlan", "chat_choices", "check_num_logprobs", "completion_choices"]
+__all__ = ["ChoicePlan", "chat_choices", "check_num_logprobs", "common_request", "completion_choices"]
 
 
 @dataclass(frozen=True)
@@ -158,31 +159,21 @@ def _requests(
     max_tokens: int | None,
     num_prompt_logprobs: int | None,
 ) -> list[GenerationRequest]:
-    options = body.gammaray
-    if options.session_id and num_choices > 1:
+    name = body.gammaray.session_id
+    if name and num_choices > 1:
         raise InvalidArgumentError("session_id", f"one name for {num_choices} choices", "a single choice")
     if any(token_id < 0 for token_id in body.stop_token_ids):
         raise InvalidArgumentError("stop_token_ids", min(body.stop_token_ids), "token ids")
-    sampling, stop_token_ids = _sampling(body), tuple(body.stop_token_ids)
+    common, stop_token_ids = common_request(body, prompt), tuple(body.stop_token_ids)
     requests = [
-        GenerationRequest(
-            prompt=prompt,
-            model=body.model,
-            sampling=replace(sampling, sample_index=sample_index),
+        replace(
+            common,
+            sampling=replace(common.sampling, sample_index=sample_index),
             max_tokens=max_context if max_tokens is None else max_tokens,
             stop=body.stop,
             stop_token_ids=stop_token_ids,
             ignore_eos=body.ignore_eos,
             num_top_logprobs=num_top_logprobs,
-            verification=VerificationMethod(options.verification),
-            gamma=GammaPolicy(
-                None if options.gamma == "adaptive" else options.gamma, options.max_gamma, options.max_nodes
-            ),
-            drafter=DrafterKind(options.drafter),
-            session_id=options.session_id,
-            turn=options.turn,
-            keep_cache_s=options.keep_cache_s,
-            cache_salt=options.cache_salt,
             # The samples share the prompt, so only one session scores it.
             num_prompt_logprobs=num_prompt_logprobs if sample_index == 0 else None,
             prediction=body.prediction,
@@ -199,5 +190,20 @@ def _decoded(prompt: tuple[int, ...], max_context: int, decode: Callable[[Sequen
     return decode(prompt)
 
 
-def _sampling(body: OpenAIRequest) -> SamplingParams:
-    return SamplingParams.of({name: getattr(body, name) for name in HTTP_SAMPLING})
+def common_request(body: RequestBody, prompt: str | tuple[int, ...]) -> GenerationRequest:
+    """Return a request for a prompt with what all bodies have: sampling and the options of speculation."""
+    options = body.gammaray
+    return GenerationRequest(
+        prompt=prompt,
+        model=body.model,
+        sampling=SamplingParams.of({name: getattr(body, name) for name in HTTP_SAMPLING}),
+        verification=VerificationMethod(options.verification),
+        gamma=GammaPolicy(
+            None if options.gamma == "adaptive" else options.gamma, options.max_gamma, options.max_nodes
+        ),
+        drafter=DrafterKind(options.drafter),
+        session_id=options.session_id,
+        turn=options.turn,
+        keep_cache_s=options.keep_cache_s,
+        cache_salt=options.cache_salt,
+    )

@@ -26,7 +26,18 @@ from orchestrator.api.http.responses import Response
 from orchestrator.sessions.lifecycle import REPLAY_TOKENS
 from orchestrator.text.cpu_threads import in_thread
 
-__all__ = ["EVENT_BYTES", "HEADER", "EventId", "EventStream", "Pieces", "generate_all", "recall", "resumed"]
+__all__ = [
+    "EVENT_BYTES",
+    "HEADER",
+    "EventId",
+    "EventStream",
+    "Pieces",
+    "compact",
+    "generate_all",
+    "recall",
+    "resumed",
+    "sse",
+]
 
 HEADER = "last-event-id"
 _END = "end"
@@ -254,14 +265,13 @@ async def _events(
         event = response.piece(index, chunk, options)
         if event is None or (seen and seen.has_ended):
             return b""
-        data = _compact(event) if chunk.prompt_logprobs is None else encode(event)
-        return _event(data, EventId.of(chunk) if is_resumable else None, is_padded=is_padded)
+        data = compact(event) if chunk.prompt_logprobs is None else encode(event)
+        fields = f"id: {EventId.of(chunk)}\n" if is_resumable else ""
+        return sse(data, fields, is_padded=is_padded)
 
     async with generate_all(backend, requests, caller) as pieces:
         openings: Sequence[bytes] | None = (
-            [_event(_compact(event), is_padded=is_padded) for event in response.openings()]
-            if not seen
-            else []
+            [sse(compact(event), is_padded=is_padded) for event in response.openings()] if not seen else []
         )
         try:
             async for index, chunk in pieces:
@@ -276,23 +286,28 @@ async def _events(
         except Exception as error:
             if openings is not None:
                 raise
-            yield _event(_compact(error_body(as_gammaray_error(error))))
+            yield sse(compact(error_body(as_gammaray_error(error))))
             return
         if options.include_usage:
-            yield _event(_compact(response.usage_event()))
+            yield sse(compact(response.usage_event()))
         yield b"data: [DONE]\n\n"
 
 
-def _compact(body: Mapping[str, Any]) -> bytes:
+def compact(body: Mapping[str, Any]) -> bytes:
+    """Return a small object as JSON."""
     return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def _event(data: bytes, event_id: EventId | None = None, *, is_padded: bool = False) -> bytes:
+def sse(data: bytes, fields: str = "", *, is_padded: bool = False) -> bytes:
     """Return the event of a JSON object that has at least one field.
 
-    If `is_padded`, a last field `obfuscation` of random characters pads it to a multiple of EVENT_BYTES.
+    Args:
+        data: The object.
+        fields: Lines of further fields of the event, such as its id.
+        is_padded: Whether a last field `obfuscation` of random characters pads the event to a multiple of
+            EVENT_BYTES.
     """
-    head = b"data: " if event_id is None else f"id: {event_id}\ndata: ".encode()
+    head = f"{fields}data: ".encode()
     if not is_padded:
         return b"".join((head, data, b"\n\n"))
     field, end = b',"obfuscation":"', b'"}\n\n'
