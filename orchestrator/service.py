@@ -51,7 +51,7 @@ from orchestrator.telemetry.cycle_log import CycleLog
 from orchestrator.telemetry.metrics import OrchestratorMeter
 from orchestrator.telemetry.tracing import RequestSpan, Tracing
 from orchestrator.text.chat import ChatFormat
-from orchestrator.text.cpu_threads import in_thread
+from orchestrator.text.cpu_threads import in_compiler_thread
 from orchestrator.text.tokenizer import Tokenizer, served_name
 from orchestrator.workers.fleet import Fleet
 from orchestrator.workers.session_client import session_spec
@@ -198,10 +198,10 @@ class Orchestrator:
                 max_prompt_bytes=self._settings.max_prompt_bytes,
                 max_context=self.tokenizer.max_context,
             )
-            await self._begin_grammar(request.sampling.grammar)
             if request.resume_from is None:
                 self._drafting.check(request)
             await stack.enter_async_context(self.admission.place(caller))
+            await self._begin_grammar(request.sampling.grammar, span)
             self._fit_context()
             opened = await self._opener.open(request, self.max_context, caller)
             session, progress = opened.session, self._progress(opened)
@@ -214,7 +214,7 @@ class Orchestrator:
             if session.finish_reason is not None:
                 return
             prediction = await prediction_ids(opened.request, self.tokenizer)
-            grammar = await self._begin_grammar(session.params.grammar)
+            grammar = await self._begin_grammar(session.params.grammar, span)
             turn = stack.enter_context(self._turn(opened, progress, span, prediction, grammar))
             cycles = await stack.enter_async_context(contextlib.aclosing(turn.run_cycles()))
             try:
@@ -223,7 +223,7 @@ class Orchestrator:
             except CancelledError as error:
                 yield deliver(turn.cancelled(error))
 
-    async def _begin_grammar(self, grammar: str) -> GrammarState | None:
+    async def _begin_grammar(self, grammar: str, span: RequestSpan) -> GrammarState | None:
         """Return the state of a grammar before the first token; None for an empty one.
 
         Raises:
@@ -235,8 +235,10 @@ class Orchestrator:
             self.meter.grammar_hits.value += 1
             return self.tokenizer.begin_grammar(grammar)
         began = time.perf_counter()
-        state = await in_thread(self.tokenizer.begin_grammar, grammar)
-        self.meter.grammar_s.observe(time.perf_counter() - began)
+        state = await in_compiler_thread(self.tokenizer.begin_grammar, grammar)
+        took = time.perf_counter() - began
+        self.meter.grammar_s.observe(took)
+        span.compiled(took)
         return state
 
     def _progress(self, opened: OpenSession) -> ChunkBuilder:

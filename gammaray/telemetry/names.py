@@ -102,6 +102,11 @@ VERIFICATION: Final = Attribute(
     "gammaray.verification", "string", "", "Verification method: coupled, rejection or naive."
 )
 
+COMPILE_MS: Final = Attribute(
+    *("gammaray.grammar.compile_ms", "double", "ms"),
+    "Compiling the request's grammar, if it has one that was not kept.",
+)
+
 # Attributes of a cycle.
 
 CYCLE_INDEX: Final = Attribute(
@@ -117,7 +122,7 @@ GAMMA_REASON: Final = Attribute(
 )
 DRAFTER: Final = Attribute(
     *("gammaray.drafter", "string", ""),
-    "Drafter that proposed: model, server, ngram, suffix, prediction or none.",
+    "Drafter that proposed: model, server, ngram, suffix, prediction, grammar (forced tokens) or none.",
 )
 DRAFT_FAILED: Final = Attribute(
     "gammaray.drafter.failed", "boolean", "", "Whether the drafter was absent, late or wrong."
@@ -174,6 +179,12 @@ COMPUTE_MS: Final = Attribute(
     "Engine steps that served the block, shared with the batch.",
 )
 FORWARD_MS: Final = Attribute("gammaray.worker.forward_ms", "double", "ms", "Model forwards in these steps.")
+MASK_MS: Final = Attribute(
+    "gammaray.worker.mask_ms",
+    "double",
+    "ms",
+    "Computing the masks of the block's rows, beside the forward; only with a grammar.",
+)
 STEPS: Final = Attribute("gammaray.worker.steps", "int", "{step}", "Engine steps that served the block.")
 BATCH_SIZE: Final = Attribute(
     "gammaray.worker.batch_size", "int", "{session}", "Sessions in the largest batch that served the block."
@@ -220,7 +231,16 @@ SPANS: Final = (
                 CONVERSATION_ID,
                 SESSION_ID,
             ),
-            *(TURN, RESUMED_FROM, FINISH_REASONS, INPUT_TOKENS, OUTPUT_TOKENS, CYCLES, ERROR_TYPE),
+            *(
+                TURN,
+                RESUMED_FROM,
+                COMPILE_MS,
+                FINISH_REASONS,
+                INPUT_TOKENS,
+                OUTPUT_TOKENS,
+                CYCLES,
+                ERROR_TYPE,
+            ),
         ),
     ),
     Span(
@@ -285,7 +305,7 @@ SPANS: Final = (
         *(SPAN_VERIFY, "server", "target", SPAN_VERIFY),
         "One block, from its arrival at the target worker to its result.",
         _BLOCK,
-        (TESTED, ACCEPTED, NEXT_ORIGIN, NEEDS_FROM, ERROR_TYPE),
+        (TESTED, ACCEPTED, NEXT_ORIGIN, NEEDS_FROM, MASK_MS, ERROR_TYPE),
     ),
     Span(
         *(SPAN_COMMIT, "internal", "orchestrator", SPAN_GENERATE),

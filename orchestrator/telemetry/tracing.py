@@ -48,6 +48,11 @@ class RequestSpan:
         """Note a chunk before it is delivered."""
         self._last = chunk
 
+    def compiled(self, seconds: float) -> None:
+        """Note that the request's grammar was compiled."""
+        if self.trace is not None:
+            self.trace.span.set_attribute(t.COMPILE_MS, seconds * 1e3)
+
     def end(self, error: BaseException | None) -> None:
         """Set the final attributes from the last chunk or the error of the generation, and end the span."""
         if self.trace is None:

@@ -208,7 +208,10 @@ class Prepared:
 
 @dataclass(slots=True)
 class Timing:
-    """Time spent on one block; see the proto WorkerTiming for each field."""
+    """Time spent on one block; see the proto WorkerTiming for each field.
+
+    `mask_us` is not sent: microseconds in which the masks of a grammar were computed, beside the forward.
+    """
 
     queue_us: int = 0
     compute_us: int = 0
@@ -218,6 +221,7 @@ class Timing:
     num_forwards: int = 0
     cached_tokens: int = 0
     batch_rows: int = 0
+    mask_us: int = 0
 
     def add(self, step: Timing) -> None:
         """Add one step that served the block."""

@@ -70,7 +70,9 @@ class TargetScheduler(Scheduler[VerifyTask]):
         began, paths = time.perf_counter(), row_paths(running.task.proposal)
         with suppress(GammarayError):  # it is raised again when the masks are needed
             self._edits(running.session).prepare(paths)
-        self.meter.masked(time.perf_counter() - began, len(paths))
+        took = time.perf_counter() - began
+        running.timing.mask_us += int(took * 1e6)
+        self.meter.masked(took, len(paths))
 
     def _advance(self, running: Running[VerifyTask], logits: Tensor) -> Verdict | None:
         assert isinstance(running, _Verifying)

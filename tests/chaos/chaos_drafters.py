@@ -79,7 +79,7 @@ SERVER = (Way("server, chains", ("server",), {"drafter": "server", "gamma": 4}),
 
 def cycles_by_drafter(summary: SpeculationSummary) -> Counter[str]:
     """Return how many cycles of a completion each drafter proposed in."""
-    kinds = ("model", "server", "ngram", "suffix", "prediction", "plain", "fallback")
+    kinds = ("model", "server", "ngram", "suffix", "prediction", "grammar", "plain", "fallback")
     return Counter({kind: getattr(summary, f"{kind}_cycles") for kind in kinds})
 
 

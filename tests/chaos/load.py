@@ -14,6 +14,7 @@ from chaos_drafters import Way, cycles_by_drafter
 
 from gammaray import AsyncClient, RetryPolicy
 from gammaray.errors import GammarayError, ResourceExhaustedError
+from gammaray.grammar.texts import json_schema_grammar
 
 __all__ = [
     "PROMPTS",
@@ -41,6 +42,19 @@ PROMPTS = (
 )
 
 
+_ROW = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "size": {"type": "integer", "minimum": 0, "maximum": 9999},
+        "is_open": {"type": "boolean"},
+        "kind": {"enum": ["file", "folder", "link"]},
+    },
+    "required": ["name", "size", "is_open", "kind"],
+}
+TABLE: dict[str, Any] = {"type": "array", "items": _ROW, "minItems": 500}
+
+
 @dataclass(frozen=True)
 class Ask:
     """One requested completion, whose tokens depend on its fields only."""
@@ -49,6 +63,7 @@ class Ask:
     temperature: float
     seed: int
     max_tokens: int
+    grammar: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,8 +84,15 @@ class Stream:
 
 
 def asks(count: int, max_tokens: int) -> list[Ask]:
-    """Return asks, every second one greedy and the others sampled at temperature 1 (coupled)."""
-    return [Ask(PROMPTS[i % len(PROMPTS)], float(i % 2), 1000 + i, max_tokens) for i in range(count)]
+    """Return asks, every second one greedy and the others sampled at temperature 1 (coupled).
+
+    Of three pairs of these, one follows a JSON schema, of documents longer than the completions.
+    """
+    grammars = ("", json_schema_grammar(TABLE), "")
+    return [
+        Ask(PROMPTS[i % len(PROMPTS)], float(i % 2), 1000 + i, max_tokens, grammars[i // 2 % 3])
+        for i in range(count)
+    ]
 
 
 def streams(wanted: Sequence[Ask], ways: Sequence[Way]) -> list[Stream]:
@@ -111,9 +133,9 @@ async def generate(
     text: list[str] = []
     cycles: Counter[str] = Counter()
     options: dict[str, Any] = {"temperature": ask.temperature, "seed": ask.seed, "max_tokens": ask.max_tokens}
-    options["cache_salt"] = secrets.token_hex(8)
+    options |= {"grammar": ask.grammar, "ignore_eos": not ask.grammar, "cache_salt": secrets.token_hex(8)}
     arrivals.append(time.monotonic())
-    async for chunk in client.generate(ask.prompt, ignore_eos=True, **{**options, **how}):
+    async for chunk in client.generate(ask.prompt, **{**options, **how}):
         if chunk.tokens:
             arrivals.append(time.monotonic())
         token_ids += (token.token_id for token in chunk.tokens)

@@ -5,7 +5,7 @@ import re
 import httpx
 from surface_helpers import SUMMARY
 
-from orchestrator.api.http.app import create_app
+from orchestrator.api.http.server.app import create_app
 
 GAMMARAY = {
     "session_id": "s0",

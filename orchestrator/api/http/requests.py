@@ -21,6 +21,7 @@ from orchestrator.api.http.models import (
     CompletionRequest,
     OpenAIRequest,
 )
+from orchestrator.api.http.structured import grammar_field, grammar_of, naming
 from orchestrator.sessions.lifecycle import check_prompt_length
 
 __all__ = ["ChoicePlan", "chat_choices", "check_num_logprobs", "completion_choices"]
@@ -190,7 +191,8 @@ def _requests(
         )
         for sample_index in range(body.n)
     ]
-    requests[0].validate()
+    with naming(grammar_field(body)):
+        requests[0].validate()
     return requests
 
 
@@ -200,4 +202,5 @@ def _decoded(prompt: tuple[int, ...], max_context: int, decode: Callable[[Sequen
 
 
 def _sampling(body: OpenAIRequest) -> SamplingParams:
-    return SamplingParams.of({name: getattr(body, name) for name in HTTP_SAMPLING})
+    values = {name: getattr(body, name) for name in HTTP_SAMPLING}
+    return SamplingParams.of({**values, "grammar": grammar_of(body)})

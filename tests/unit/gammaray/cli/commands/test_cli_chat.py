@@ -12,7 +12,7 @@ from surface_helpers import ScriptedBackend
 from gammaray.cli import main
 from gammaray.client.chat import Chat
 from gammaray.errors import GammarayError, UnavailableError
-from orchestrator.api.http.app import create_app
+from orchestrator.api.http.server.app import create_app
 
 MAGENTA, RESET = "\x1b[35m", "\x1b[0m"
 

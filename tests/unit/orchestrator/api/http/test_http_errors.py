@@ -15,8 +15,8 @@ from gammaray.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from orchestrator.api.http.app import MAX_BODY_BYTES, create_app
 from orchestrator.api.http.errors import error_body
+from orchestrator.api.http.server.app import MAX_BODY_BYTES, create_app
 
 
 async def post(content, path="/v1/completions", backend=None):
@@ -139,7 +139,6 @@ CHATS = {
     "top_logprobs too many": ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     "tools": ({"messages": HI, "tools": [{"type": "function"}]}, "tools"),
     "functions": ({"messages": HI, "functions": [{}]}, "functions"),
-    "response_format": ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
     "audio": ({"messages": HI, "modalities": ["audio"]}, "modalities"),
 }
 

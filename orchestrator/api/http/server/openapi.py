@@ -1,4 +1,6 @@
-"""The OpenAPI document of the HTTP API: `GET /openapi.json`, or `python -m orchestrator.api.http.openapi`.
+"""The OpenAPI document of the HTTP API, at `GET /openapi.json`.
+
+Also printed by `python -m orchestrator.api.http.server.openapi`.
 
 Schemas are generated from the models that parse requests and from the types of responses.
 """
@@ -18,11 +20,10 @@ from gammaray.checks import Integer
 from gammaray.wire.metadata import MAX_TIMEOUT_MS, TIMEOUT_HEADER
 from orchestrator.access.caller import MAX_PRIORITY, PRIORITY_HEADER
 from orchestrator.api.http import models, response_types
+from orchestrator.api.http.auth import DOCUMENT_PATH
 from orchestrator.api.http.errors import STATUSES
 
-__all__ = ["PATH", "document"]
-
-PATH = "/openapi.json"
+__all__ = ["document"]
 
 _INFO = {
     "title": "gammaray",
@@ -138,7 +139,7 @@ def _information() -> dict[str, dict[str, Any]]:
         "/metrics/targets": _operation("listMetricsTargets", "Processes that serve metrics.", targets),
         "/health": _operation("health", "A target worker is available.", _content("Health"), (403, 405, 503)),
         "/": _operation("root", "The server; the playground for browsers.", root, (403, 405)),
-        PATH: _operation("describe", "This document.", _content({"type": "object"}), (403, 405)),
+        DOCUMENT_PATH: _operation("describe", "This document.", _content({"type": "object"}), (403, 405)),
     }
 
 

@@ -23,17 +23,18 @@ from gammaray.errors import CancelledError, NotFoundError, UnavailableError
 from gammaray.types import ProcessStatus, SpeculationTotals
 from orchestrator.access.caller import Authenticator
 from orchestrator.api.backend import Backend
-from orchestrator.api.http.auth import AccessControl, caller_of
+from orchestrator.api.http.auth import DOCUMENT_PATH, AccessControl, caller_of
 from orchestrator.api.http.bodies import MAX_BODY_BYTES, BodyReader
 from orchestrator.api.http.errors import as_gammaray_error, error_response, install_handlers
 from orchestrator.api.http.json_text import encode
 from orchestrator.api.http.models import ChatRequest, CompletionRequest, parse_body
-from orchestrator.api.http.openapi import PATH, document
 from orchestrator.api.http.requests import ChoicePlan, chat_choices, completion_choices
 from orchestrator.api.http.response_types import Health, MetricsTarget, Model, ModelList, Root
 from orchestrator.api.http.responses import ChatResponse, CompletionResponse, Response
+from orchestrator.api.http.server.openapi import document
 from orchestrator.api.http.sites import Hosts, SiteControl
 from orchestrator.api.http.stream import HEADER, EventId, EventStream, generate_all, recall, resumed
+from orchestrator.api.http.structured import grammar_field
 from orchestrator.text.cpu_threads import INLINE_BYTES, in_parser_thread, in_thread
 
 __all__ = [
@@ -164,7 +165,7 @@ def playground() -> fastapi.Response:
 
 @cache
 def _page() -> str:
-    return files("orchestrator.api.http").joinpath("playground.html").read_text(encoding="utf-8")
+    return files("orchestrator.api.http.server").joinpath("playground.html").read_text(encoding="utf-8")
 
 
 @cache
@@ -285,7 +286,7 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
 
         return await _guarded(answer)
 
-    @app.get(PATH)
+    @app.get(DOCUMENT_PATH)
     async def openapi() -> JSONResponse:
         return JSONResponse(document())
 
@@ -322,11 +323,13 @@ async def _generate(
     if seen is not None:
         plans = resumed(plans, seen, is_stream=body.stream)
         await recall(response, backend, seen, caller)
-    requests = [plan.request for plan in plans]
+    requests, asked = [plan.request for plan in plans], grammar_field(body)
     if body.stream:
         options = body.stream_options
-        return await EventStream.open(backend, requests, response, options, caller=caller, seen=seen)
-    async with generate_all(backend, requests, caller) as pieces:
+        return await EventStream.open(
+            backend, requests, response, options, caller=caller, seen=seen, grammar_field=asked
+        )
+    async with generate_all(backend, requests, caller, grammar_field=asked) as pieces:
         async for index, chunk in pieces:
             response.add(index, chunk)
     if response.num_entries <= INLINE_ENTRIES:
