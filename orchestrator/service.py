@@ -51,6 +51,7 @@ from orchestrator.storage.unstored import UnstoredSessions
 from orchestrator.telemetry.cycle_log import CycleLog
 from orchestrator.telemetry.metrics import OrchestratorMeter
 from orchestrator.telemetry.tracing import RequestSpan, Tracing
+from orchestrator.text.chat import ChatFormat
 from orchestrator.text.cpu_threads import in_compiler_thread
 from orchestrator.text.tokenizer import Tokenizer, served_name
 from orchestrator.workers.fleet import Fleet
@@ -297,13 +298,20 @@ class Orchestrator:
         """Return whether a token is special, which decoded text leaves out."""
         return self.tokenizer.is_special(token_id)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the prompt that the tokenizer's chat template makes of `messages`.
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Return the prompt that the tokenizer's chat template makes of `messages` and `tools`.
 
         Raises:
             InvalidArgumentError: The model has no chat template, or the template refuses the messages.
         """
-        return self.tokenizer.render_chat(messages)
+        return self.tokenizer.render_chat(messages, tools)
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        """What is known of the model's chat template."""
+        return self.tokenizer.chat_format
 
     async def status(self) -> list[ProcessStatus]:
         """Return the state of this orchestrator, the other orchestrators, the workers and Redis."""

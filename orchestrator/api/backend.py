@@ -9,6 +9,7 @@ from gammaray.types import Chunk, GenerationRequest, ProcessStatus
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.sessions.management import SessionCalls
 from orchestrator.storage.response_store import ResponseStore
+from orchestrator.text.chat import ChatFormat
 
 __all__ = ["Backend"]
 
@@ -46,12 +47,19 @@ class Backend(Protocol):
         """Return whether `decode` omits a token; thread-safe."""
         ...
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the prompt that the model's chat template makes of messages.
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Return the prompt that the model's chat template makes of messages and, in OpenAI's form, tools.
 
         Raises:
             InvalidArgumentError: The model has no chat template, or it refuses the messages.
         """
+        ...
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        """What is known of the model's chat template."""
         ...
 
     async def status(self) -> list[ProcessStatus]:

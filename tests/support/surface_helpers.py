@@ -21,6 +21,7 @@ from gammaray.types import (
     Usage,
 )
 from orchestrator.access.caller import ANONYMOUS, Caller
+from orchestrator.text.chat import ChatFormat
 
 SUMMARY = SpeculationSummary(
     *(2, 1.5, 0.5, 0.25, (1, 1), 2.0, 1.0, 2.0, 0.5, 3.5, None, 1, 1, 0, 1, 1),
@@ -140,10 +141,16 @@ class ScriptedBackend:
     def token_bytes(self, token_id: int) -> bytes:
         return b"<%d>" % token_id
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
         if messages[0]["role"] == "assistant":
             raise InvalidArgumentError("messages", "an assistant first", "a user first")
         return "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        return ChatFormat("messages only")
 
     async def status(self) -> list[ProcessStatus]:
         return [

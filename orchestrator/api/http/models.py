@@ -46,14 +46,19 @@ from orchestrator.api.http.fields import (
     CheckedInteger,
     Prediction,
     Prompts,
+    ResponseFormat,
     Stop,
+    StrictModel,
+    StructuredOutputs,
     TextPart,
     at_most,
     is_text,
     is_token_ids,
     joined,
     null_is_absent,
+    present,
     sampling_type,
+    with_one_unknown,
 )
 from orchestrator.api.http.json_text import MAX_VALUES, Decoded, decode
 
@@ -69,7 +74,6 @@ __all__ = [
     "StreamOptions",
     "body_description",
     "parse_body",
-    "with_one_unknown",
 ]
 
 MAX_MESSAGES = 2**14
@@ -97,7 +101,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -119,11 +122,7 @@ def body_description(
     return describe
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
-
-
-class GammarayOptions(_Strict):
+class GammarayOptions(StrictModel):
     """The request object `gammaray`, which controls speculation."""
 
     model_config = ConfigDict(json_schema_extra=null_is_absent)
@@ -176,7 +175,7 @@ class GammarayOptions(_Strict):
         raise ValueError('an integer in [0, 64] or "adaptive"')
 
 
-class StreamOptions(_Strict):
+class StreamOptions(StrictModel):
     """OpenAI's `stream_options`, with vLLM's `continuous_usage_stats`."""
 
     include_usage: bool = Field(
@@ -199,11 +198,11 @@ HTTP_SAMPLING = tuple(
 """Sampling parameters that a body may have; the index of a sample follows from `n`."""
 
 if TYPE_CHECKING:
-    _SamplingFields = _Strict
+    _SamplingFields = StrictModel
 else:
     _SamplingFields = create_model(
         "_SamplingFields",
-        __base__=_Strict,
+        __base__=StrictModel,
         **{name: (sampling_type(name), getattr(SamplingParams(), name)) for name in HTTP_SAMPLING},
     )
 
@@ -214,11 +213,17 @@ class RequestBody(_SamplingFields):
     Attributes:
         ignored: Names of ignored fields.
         neutral: Unsupported fields, with the values that have no effect.
+        objects: Models of the fields that are objects whose own fields may be null.
         stream_options_type: Model of `stream_options`.
     """
 
     ignored: ClassVar[Collection[str]] = _IGNORED
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
+    objects: ClassVar[Mapping[str, type[BaseModel]]] = {
+        "gammaray": GammarayOptions,
+        "response_format": ResponseFormat,
+        "structured_outputs": StructuredOutputs,
+    }
     stream_options_type: ClassVar[type[BaseModel]] = StreamOptions
 
     model: str = Field("", description="Name of the served model, or empty.")
@@ -260,6 +265,10 @@ class OpenAIRequest(RequestBody):
             0, MAX_TOP_LOGPROBS, "Alternatives for each token of the prompt, with log-probabilities."
         ),
     ] = None
+    response_format: ResponseFormat | None = Field(None, description="The form of the completion.")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="The form of the completion, in place of `response_format`."
+    )
     prediction: str = Field("", description="Text that the completion is expected to resemble.")
     store: bool = Field(
         True,
@@ -389,9 +398,9 @@ def parse_body(model: type[_Request], body: bytes) -> _Request:
     for name, neutral in model.neutral.items():
         if name in fields and not _is_any_of(fields.pop(name), neutral):
             raise InvalidArgumentError(name, payload[name], "no value; this server does not support it")
-    if isinstance(nested := fields.get("gammaray"), dict):
-        present = {name: value for name, value in nested.items() if value is not None}
-        fields["gammaray"] = with_one_unknown(GammarayOptions, present)
+    for name, part in model.objects.items():
+        if name in fields:
+            fields[name] = present(part, fields[name])
     if isinstance(nested := fields.get("stream_options"), dict):
         fields["stream_options"] = with_one_unknown(model.stream_options_type, nested)
     try:
@@ -415,14 +424,6 @@ def _decoded(body: bytes) -> Decoded:
         raise InvalidArgumentError("body", f"invalid UTF-8 at byte {error.start}", "JSON in UTF-8") from None
     except (ValueError, RecursionError) as error:
         raise InvalidArgumentError("body", f"malformed JSON ({error})", "a JSON object") from None
-
-
-def with_one_unknown(model: type[BaseModel], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's known fields and the first unknown one, as pydantic reports an error for each."""
-    names = {field.alias or name for name, field in model.model_fields.items()}
-    known = {name: value for name, value in fields.items() if name in names}
-    unknown = next((name for name in fields if name not in known), None)
-    return known if unknown is None else {**known, unknown: fields[unknown]}
 
 
 def _is_any_of(value: Any, allowed: tuple[Any, ...]) -> bool:

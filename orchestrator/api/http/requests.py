@@ -22,6 +22,7 @@ from orchestrator.api.http.models import (
     OpenAIRequest,
     RequestBody,
 )
+from orchestrator.api.http.structured import grammar_field, grammar_of, naming
 from orchestrator.sessions.lifecycle import check_prompt_length
 
 __all__ = ["ChoicePlan", "chat_choices", "check_num_logprobs", "common_request", "completion_choices"]
@@ -164,7 +165,7 @@ def _requests(
         raise InvalidArgumentError("session_id", f"one name for {num_choices} choices", "a single choice")
     if any(token_id < 0 for token_id in body.stop_token_ids):
         raise InvalidArgumentError("stop_token_ids", min(body.stop_token_ids), "token ids")
-    common, stop_token_ids = common_request(body, prompt), tuple(body.stop_token_ids)
+    common, stop_token_ids = common_request(body, prompt, grammar_of(body)), tuple(body.stop_token_ids)
     requests = [
         replace(
             common,
@@ -181,7 +182,8 @@ def _requests(
         )
         for sample_index in range(body.n)
     ]
-    requests[0].validate()
+    with naming(grammar_field(body)):
+        requests[0].validate()
     return requests
 
 
@@ -190,13 +192,13 @@ def _decoded(prompt: tuple[int, ...], max_context: int, decode: Callable[[Sequen
     return decode(prompt)
 
 
-def common_request(body: RequestBody, prompt: str | tuple[int, ...]) -> GenerationRequest:
+def common_request(body: RequestBody, prompt: str | tuple[int, ...], grammar: str) -> GenerationRequest:
     """Return a request for a prompt with what all bodies have: sampling and the options of speculation."""
-    options = body.gammaray
+    options, sampling = body.gammaray, {name: getattr(body, name) for name in HTTP_SAMPLING}
     return GenerationRequest(
         prompt=prompt,
         model=body.model,
-        sampling=SamplingParams.of({name: getattr(body, name) for name in HTTP_SAMPLING}),
+        sampling=SamplingParams.of({**sampling, "grammar": grammar}),
         verification=VerificationMethod(options.verification),
         gamma=GammaPolicy(
             None if options.gamma == "adaptive" else options.gamma, options.max_gamma, options.max_nodes

@@ -23,6 +23,7 @@ from orchestrator.api.http.json_text import encode
 from orchestrator.api.http.models import StreamOptions
 from orchestrator.api.http.requests import ChoicePlan
 from orchestrator.api.http.responses import Response
+from orchestrator.api.http.structured import naming
 from orchestrator.sessions.lifecycle import REPLAY_TOKENS
 from orchestrator.text.cpu_threads import in_thread
 
@@ -136,21 +137,25 @@ EVENT_BYTES = 256
 
 @asynccontextmanager
 async def generate_all(
-    backend: Backend, requests: Sequence[GenerationRequest], caller: Caller = ANONYMOUS
+    backend: Backend,
+    requests: Sequence[GenerationRequest],
+    caller: Caller = ANONYMOUS,
+    *,
+    grammar_field: str = "",
 ) -> AsyncIterator[Pieces]:
     """Run the generations concurrently; leaving the context cancels those that still run.
 
     A single one runs in the caller's task, several run in a task each. The iterator raises the first failure
-    of any generation.
+    of any generation. `grammar_field` names the field of the caller's request that asked for the grammar.
     """
     if len(requests) == 1:
-        async with aclosing(_numbered(backend.generate(requests[0], caller))) as pieces:
+        async with aclosing(_numbered(backend.generate(requests[0], caller), grammar_field)) as pieces:
             yield pieces
         return
     queue: _Queue = asyncio.Queue()
     slots = asyncio.Semaphore(_MAX_HELD)
     tasks = [
-        asyncio.create_task(_pump(backend.generate(request, caller), index, queue, slots))
+        asyncio.create_task(_pump(backend.generate(request, caller), index, queue, slots, grammar_field))
         for index, request in enumerate(requests)
     ]
     try:
@@ -159,21 +164,29 @@ async def generate_all(
         await end_tasks(*tasks, timeout_s=_CLOSE_TIMEOUT_S)
 
 
-async def _numbered(generation: AsyncGenerator[Chunk, None]) -> AsyncGenerator[tuple[int, Chunk], None]:
+async def _numbered(
+    generation: AsyncGenerator[Chunk, None], grammar_field: str
+) -> AsyncGenerator[tuple[int, Chunk], None]:
     async with aclosing(generation) as chunks:
-        async for chunk in chunks:
-            yield 0, chunk
+        with naming(grammar_field):
+            async for chunk in chunks:
+                yield 0, chunk
 
 
 async def _pump(
-    generation: AsyncGenerator[Chunk, None], index: int, queue: _Queue, slots: asyncio.Semaphore
+    generation: AsyncGenerator[Chunk, None],
+    index: int,
+    queue: _Queue,
+    slots: asyncio.Semaphore,
+    grammar_field: str,
 ) -> None:
     end: Exception | None = InternalError("the generation was cut off")
     try:
-        async with aclosing(generation) as chunks:
-            async for chunk in chunks:
-                await slots.acquire()
-                queue.put_nowait((index, chunk))
+        with naming(grammar_field):
+            async with aclosing(generation) as chunks:
+                async for chunk in chunks:
+                    await slots.acquire()
+                    queue.put_nowait((index, chunk))
         end = None
     except Exception as error:
         end = error
@@ -215,13 +228,16 @@ class EventStream(StreamingResponse):
         *,
         caller: Caller = ANONYMOUS,
         seen: EventId | None = None,
+        grammar_field: str = "",
     ) -> EventStream:
         """Start the generations and wait for the first event; `seen` is the last event that the client has.
+
+        See `generate_all` for `grammar_field`.
 
         Raises:
             GammarayError: The first failure, if it comes before the first event.
         """
-        events = _events(backend, requests, response, options, caller, seen)
+        events = _events(backend, requests, response, options, caller, seen, grammar_field)
         return cls(await anext(events), events)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -258,6 +274,7 @@ async def _events(
     options: StreamOptions,
     caller: Caller,
     seen: EventId | None,
+    grammar_field: str,
 ) -> AsyncGenerator[bytes, None]:
     is_padded, is_resumable = options.include_obfuscation, len(requests) == 1 and requests[0].store
 
@@ -269,7 +286,7 @@ async def _events(
         fields = f"id: {EventId.of(chunk)}\n" if is_resumable else ""
         return sse(data, fields, is_padded=is_padded)
 
-    async with generate_all(backend, requests, caller) as pieces:
+    async with generate_all(backend, requests, caller, grammar_field=grammar_field) as pieces:
         openings: Sequence[bytes] | None = (
             [sse(compact(event), is_padded=is_padded) for event in response.openings()] if not seen else []
         )

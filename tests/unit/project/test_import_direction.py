@@ -40,6 +40,7 @@ FLOORS = {
     "orchestrator/sessions": 5,
     "orchestrator/telemetry": 5,
     "orchestrator/api": 6,
+    "orchestrator/api/http/tools": 6,
     "orchestrator/drafting": 6,
     "orchestrator/api/http": 7,
     "orchestrator/api/http/responses_api": 8,

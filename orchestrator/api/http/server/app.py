@@ -34,6 +34,7 @@ from orchestrator.api.http.responses import ChatResponse, CompletionResponse, Re
 from orchestrator.api.http.server.openapi import document
 from orchestrator.api.http.sites import Hosts, SiteControl
 from orchestrator.api.http.stream import HEADER, EventId, EventStream, generate_all, recall, resumed
+from orchestrator.api.http.structured import grammar_field
 from orchestrator.text.cpu_threads import INLINE_BYTES, in_parser_thread, in_thread
 
 __all__ = [
@@ -322,11 +323,13 @@ async def _generate(
     if seen is not None:
         plans = resumed(plans, seen, is_stream=body.stream)
         await recall(response, backend, seen, caller)
-    requests = [plan.request for plan in plans]
+    requests, asked = [plan.request for plan in plans], grammar_field(body)
     if body.stream:
         options = body.stream_options
-        return await EventStream.open(backend, requests, response, options, caller=caller, seen=seen)
-    async with generate_all(backend, requests, caller) as pieces:
+        return await EventStream.open(
+            backend, requests, response, options, caller=caller, seen=seen, grammar_field=asked
+        )
+    async with generate_all(backend, requests, caller, grammar_field=asked) as pieces:
         async for index, chunk in pieces:
             response.add(index, chunk)
     if response.num_entries <= INLINE_ENTRIES:

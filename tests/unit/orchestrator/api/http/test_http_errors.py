@@ -139,7 +139,6 @@ CHATS = {
     "top_logprobs too many": ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     "tools": ({"messages": HI, "tools": [{"type": "function"}]}, "tools"),
     "functions": ({"messages": HI, "functions": [{}]}, "functions"),
-    "response_format": ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
     "audio": ({"messages": HI, "modalities": ["audio"]}, "modalities"),
 }
 

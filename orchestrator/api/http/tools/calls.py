@@ -1,0 +1,183 @@
+"""What a request's tools mean for its prompt, its grammar and the reading of its completion.
+
+Nothing here depends on the JSON of one API. For each request: `plan_calls`, then `CallPlan.prompt` and
+`CallPlan.grammar`, then for each choice a `CallPlan.parser`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from orchestrator.api.http.tools.formats import OPEN, CallFormat
+from orchestrator.api.http.tools.grammar import call_grammar
+from orchestrator.api.http.tools.parser import CallParser
+from orchestrator.text.chat import ChatFormat
+
+__all__ = ["CallPlan", "Render", "Tool", "ToolChoice", "call_id", "plan_calls", "render_messages"]
+
+
+class Render(Protocol):
+    """Renders a conversation by the model's chat template, see `Backend.render_chat`."""
+
+    def __call__(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Return the prompt."""
+        ...
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call.
+
+    Args:
+        name: Its name.
+        description: What it does, for the model.
+        parameters: JSON schema of its arguments; None: it takes none.
+        strict: Whether the client asked for arguments that follow the schema; None: it did not say.
+        field: Name of the request's field with the schema, for errors.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] | None = None
+    strict: bool | None = None
+    field: str = "tools"
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """JSON schema of its arguments, which are always an object."""
+        if not self.parameters:
+            return {"type": "object", "properties": {}}
+        has_own = any(key in self.parameters for key in ("type", "$ref", "anyOf", "oneOf", "allOf"))
+        return self.parameters if has_own else {"type": "object", **self.parameters}
+
+    def to_template(self) -> dict[str, Any]:
+        """Return the tool in OpenAI's form, which chat templates take."""
+        described = {"description": self.description} if self.description else {}
+        function = {"name": self.name, **described, "parameters": dict(self.schema)}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Whether the model calls tools.
+
+    Args:
+        mode: "none": it does not; "auto": as it likes; "required": it does.
+        name: With "required": the only tool that it may call; empty for all.
+    """
+
+    mode: Literal["none", "auto", "required"]
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """Tool calls of one request.
+
+    Args:
+        tools: The tools, at least one.
+        choice: Whether the model calls them; not "none".
+        is_parallel: Whether a message may have several calls.
+        form: Form of the calls.
+    """
+
+    tools: tuple[Tool, ...]
+    choice: ToolChoice
+    is_parallel: bool
+    form: CallFormat
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether a grammar enforces a call."""
+        return self.choice.mode == "required"
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], render: Render) -> str:
+        """Return the prompt of a conversation, see `render_messages`.
+
+        Raises:
+            InvalidArgumentError: The chat template refuses the messages or the tools.
+        """
+        tools = [tool.to_template() for tool in self.tools]
+        rendered = render(*self.form.messages(messages, tools))
+        return rendered + self.form.marker_in_prompt if self.is_forced else rendered
+
+    def grammar(self, prompt: str) -> str:
+        """Return the grammar of the completion, empty if it is free.
+
+        Args:
+            prompt: The result of `prompt`.
+
+        Raises:
+            InvalidArgumentError: The schema of a tool is no schema, or is nested too deeply.
+        """
+        if not self.is_forced:
+            return ""
+        tools = [tool for tool in self.tools if self.choice.name in ("", tool.name)]
+        return call_grammar(
+            self.form,
+            [(tool.name, tool.schema, tool.field) for tool in tools],
+            is_parallel=self.is_parallel,
+            is_thinking=prompt.rstrip().endswith("<think>"),
+        )
+
+    def parser(self, new_id: Callable[[int], str]) -> CallParser:
+        """Return the parser of one completion.
+
+        Args:
+            new_id: Returns the id of the call with this index, see `call_id`.
+        """
+        return CallParser(
+            self.form.family,
+            frozenset(tool.name for tool in self.tools),
+            new_id,
+            max_calls=None if self.is_parallel else 1,
+            is_after_marker=self.is_forced and bool(self.form.marker_in_prompt),
+        )
+
+    @property
+    def markers(self) -> frozenset[bytes]:
+        """Special tokens that the parser must see, though decoded text omits them, by their bytes."""
+        added = self.form.chat.added_tokens
+        markers = (OPEN[self.form.family], "</tool_call>")
+        return frozenset(marker.encode() for marker in markers if added.get(marker, False))
+
+
+def plan_calls(
+    tools: Sequence[Tool], choice: ToolChoice | None, is_parallel: bool, chat: ChatFormat
+) -> CallPlan | None:
+    """Return the plan of a request's tools; None if no tool can be called.
+
+    Args:
+        tools: The tools.
+        choice: Whether the model calls them; None: "auto" if there are tools.
+        is_parallel: Whether a message may have several calls.
+        chat: The model's chat format.
+    """
+    choice = choice or ToolChoice("auto")
+    if not tools or choice.mode == "none":
+        return None
+    return CallPlan(tuple(tools), choice, is_parallel, CallFormat.of(chat))
+
+
+def render_messages(messages: Sequence[Mapping[str, Any]], chat: ChatFormat, render: Render) -> str:
+    """Return the prompt of a conversation without tools, whose messages may still have calls and results.
+
+    Raises:
+        InvalidArgumentError: The chat template refuses the messages.
+    """
+    if any("tool_calls" in message or message["role"] == "tool" for message in messages):
+        messages, _ = CallFormat.of(chat).messages(messages, ())
+    return render(messages)
+
+
+def call_id(seed: str, index: int) -> str:
+    """Return the id of a call: the same for the same completion, so that a resumed stream repeats it.
+
+    Args:
+        seed: Names the completion.
+        index: Number of the call in the completion.
+    """
+    return f"call_{hashlib.sha256(f'{seed}:{index}'.encode()).hexdigest()[:24]}"
