@@ -25,11 +25,12 @@ from orchestrator.access.caller import Authenticator
 from orchestrator.api.backend import Backend
 from orchestrator.api.http.auth import DOCUMENT_PATH, AccessControl, caller_of
 from orchestrator.api.http.bodies import MAX_BODY_BYTES, BodyReader
-from orchestrator.api.http.errors import as_gammaray_error, error_response, install_handlers
+from orchestrator.api.http.errors import guarded, install_handlers
 from orchestrator.api.http.json_text import encode
 from orchestrator.api.http.models import ChatRequest, CompletionRequest, parse_body
 from orchestrator.api.http.requests import ChoicePlan, chat_choices, completion_choices
 from orchestrator.api.http.response_types import Health, MetricsTarget, Model, ModelList, Root
+from orchestrator.api.http.responses_api.routes import add_responses
 from orchestrator.api.http.responses import ChatResponse, CompletionResponse, Response
 from orchestrator.api.http.server.openapi import document
 from orchestrator.api.http.sites import Hosts, SiteControl
@@ -218,7 +219,9 @@ def create_app(
     app.add_middleware(AccessControl, authenticator=authenticator)
     if authenticator.is_open:
         app.add_middleware(SiteControl, hosts=Hosts(allowed_hosts))
-    _add_generation(app, backend, BodyReader(max_bodies_bytes))
+    bodies = BodyReader(max_bodies_bytes)
+    _add_generation(app, backend, bodies)
+    add_responses(app, backend, bodies)
     _add_information(app, backend)
     add_metrics(app, backend)
     return app
@@ -233,7 +236,7 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
             response = CompletionResponse(backend.model_name, plans, backend.token_bytes, backend.is_special)
             return await _generate(backend, plans, response, body, request)
 
-        return await _guarded(answer)
+        return await guarded(answer)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> fastapi.Response:
@@ -243,7 +246,7 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
             response = ChatResponse(backend.model_name, plans, backend.token_bytes, backend.is_special)
             return await _generate(backend, plans, response, body, request)
 
-        return await _guarded(answer)
+        return await guarded(answer)
 
 
 def _add_information(app: FastAPI, backend: Backend) -> None:
@@ -284,7 +287,7 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
             well: Health = {"status": "ok"}
             return JSONResponse(well)
 
-        return await _guarded(answer)
+        return await guarded(answer)
 
     @app.get(DOCUMENT_PATH)
     async def openapi() -> JSONResponse:
@@ -336,13 +339,3 @@ async def _generate(
         return JSONResponse(response.whole())
     content = await in_thread(lambda: encode(response.whole()))
     return fastapi.Response(content, media_type=JSONResponse.media_type)
-
-
-async def _guarded(answer: Callable[[], Awaitable[fastapi.Response]]) -> fastapi.Response:
-    """Convert any exception of `answer`, including bugs, into an OpenAI error object."""
-    try:
-        return await answer()
-    except ClientDisconnect:
-        return fastapi.Response(status_code=CancelledError.http_status)  # the client has disconnected
-    except Exception as error:
-        return error_response(as_gammaray_error(error))
