@@ -22,6 +22,7 @@ from orchestrator.api.http.models import (
     OpenAIRequest,
 )
 from orchestrator.api.http.structured import grammar_field, grammar_of, naming
+from orchestrator.api.http.tools.calls import CallPlan
 from orchestrator.sessions.lifecycle import check_prompt_length
 
 __all__ = ["ChoicePlan", "chat_choices", "check_num_logprobs", "completion_choices"]
@@ -40,6 +41,8 @@ class ChoicePlan:
         echo_logprobs: Alternatives per echoed prompt token in `logprobs`; None leaves the prompt out.
         prompt_logprobs: Alternatives in the choice's `prompt_logprobs`; None omits the field.
         is_prompt_only: Whether to omit the completion; at least one token is always generated.
+        calls: The tool calls that the completion may have; None if it has none.
+        grammar_field: The field that asked for a grammar; empty if none did.
     """
 
     index: int
@@ -50,6 +53,8 @@ class ChoicePlan:
     echo_logprobs: int | None = None
     prompt_logprobs: int | None = None
     is_prompt_only: bool = False
+    calls: CallPlan | None = None
+    grammar_field: str = ""
 
     def num_logprobs(self, num_tokens: int) -> int:
         """Return how many log-probabilities of a prompt of `num_tokens` the choice returns."""
@@ -75,9 +80,12 @@ def completion_choices(
         raise InvalidArgumentError("n", f"{body.n} for {len(body.prompt)} prompts", f"{MAX_CHOICES} in all")
     plans: list[ChoicePlan] = []
     num_logprobs = 0
+    grammar, field = _grammar(body)
     for prompt_index, prompt in enumerate(body.prompt):
         requests = _requests(
             *(body, prompt, num_choices, body.logprobs, max_context),
+            grammar=grammar,
+            grammar_field=field,
             max_tokens=1 if is_prompt_only else body.asked_max_tokens,
             num_prompt_logprobs=_larger(echo_logprobs, body.prompt_logprobs),
         )
@@ -95,6 +103,7 @@ def completion_choices(
                 echo_logprobs=echo_logprobs if tells_prompt else None,
                 prompt_logprobs=body.prompt_logprobs if tells_prompt else None,
                 is_prompt_only=is_prompt_only,
+                grammar_field=field,
             )
             if not isinstance(prompt, str):
                 num_logprobs += plan.num_logprobs(len(prompt))
@@ -117,8 +126,16 @@ def check_num_logprobs(plan: ChoicePlan, num_logprobs: int) -> None:
         )
 
 
-def chat_choices(body: ChatRequest, prompt: str, max_context: int) -> list[ChoicePlan]:
+def chat_choices(
+    body: ChatRequest, prompt: str, max_context: int, calls: CallPlan | None = None
+) -> list[ChoicePlan]:
     """Return the choices of a chat request: `n` samples for the rendered `prompt`.
+
+    Args:
+        body: The request.
+        prompt: Its rendered messages and tools.
+        max_context: Longest sequence that the model supports, in tokens.
+        calls: The tool calls that a completion may have; None if it has none.
 
     Raises:
         InvalidArgumentError: A field is invalid; the error names the first one.
@@ -128,8 +145,11 @@ def chat_choices(body: ChatRequest, prompt: str, max_context: int) -> list[Choic
     if body.gammaray.turn:
         raise InvalidArgumentError("turn", body.gammaray.turn, "0: a chat request has the whole conversation")
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    grammar, field = _grammar(body) if calls is None else _grammar_with_calls(body, prompt, calls)
     requests = _requests(
         *(body, prompt, body.n, num_top_logprobs, max_context),
+        grammar=grammar,
+        grammar_field=field,
         max_tokens=body.asked_max_tokens,
         num_prompt_logprobs=body.prompt_logprobs,
     )
@@ -140,6 +160,8 @@ def chat_choices(body: ChatRequest, prompt: str, max_context: int) -> list[Choic
             request,
             stream_tokens=body.gammaray.stream_tokens,
             prompt_logprobs=request.num_prompt_logprobs,
+            calls=calls,
+            grammar_field=field,
         )
         for index, request in enumerate(requests)
     ]
@@ -156,6 +178,8 @@ def _requests(
     num_top_logprobs: int | None,
     max_context: int,
     *,
+    grammar: str,
+    grammar_field: str,
     max_tokens: int | None,
     num_prompt_logprobs: int | None,
 ) -> list[GenerationRequest]:
@@ -164,7 +188,7 @@ def _requests(
         raise InvalidArgumentError("session_id", f"one name for {num_choices} choices", "a single choice")
     if any(token_id < 0 for token_id in body.stop_token_ids):
         raise InvalidArgumentError("stop_token_ids", min(body.stop_token_ids), "token ids")
-    sampling, stop_token_ids = _sampling(body), tuple(body.stop_token_ids)
+    sampling, stop_token_ids = _sampling(body, grammar), tuple(body.stop_token_ids)
     requests = [
         GenerationRequest(
             prompt=prompt,
@@ -191,7 +215,7 @@ def _requests(
         )
         for sample_index in range(body.n)
     ]
-    with naming(grammar_field(body)):
+    with naming(grammar_field):
         requests[0].validate()
     return requests
 
@@ -201,6 +225,26 @@ def _decoded(prompt: tuple[int, ...], max_context: int, decode: Callable[[Sequen
     return decode(prompt)
 
 
-def _sampling(body: OpenAIRequest) -> SamplingParams:
+def _sampling(body: OpenAIRequest, grammar: str) -> SamplingParams:
     values = {name: getattr(body, name) for name in HTTP_SAMPLING}
-    return SamplingParams.of({**values, "grammar": grammar_of(body)})
+    return SamplingParams.of({**values, "grammar": grammar})
+
+
+def _grammar(body: OpenAIRequest) -> tuple[str, str]:
+    """Return the grammar that a body asks for, and the field that does; empty if none does."""
+    return grammar_of(body), grammar_field(body)
+
+
+def _grammar_with_calls(body: ChatRequest, prompt: str, calls: CallPlan) -> tuple[str, str]:
+    """Return the grammar of a body with tools, and the field that asks for it.
+
+    Raises:
+        InvalidArgumentError: The fields do not go together, or a schema is invalid.
+    """
+    if body.structured_outputs is not None:
+        allowed = "no value with tools, or tool_choice none; response_format goes with tools"
+        raise InvalidArgumentError("structured_outputs", "a value with tools", allowed)
+    answer, field = _grammar(body)
+    if calls.is_forced:
+        return calls.grammar(prompt), "tools"
+    return calls.grammar(prompt, answer.removeprefix("start: ")), field

@@ -268,11 +268,16 @@ async def _events(
     is_padded, is_resumable = options.include_obfuscation, len(requests) == 1 and requests[0].store
 
     def rendered(index: int, chunk: Chunk) -> bytes:
-        event = response.piece(index, chunk, options)
-        if event is None or (seen and seen.has_ended):
+        events = response.pieces(index, chunk, options)
+        if not events or (seen and seen.has_ended):
             return b""
-        data = _compact(event) if chunk.prompt_logprobs is None else encode(event)
-        return _event(data, EventId.of(chunk) if is_resumable else None, is_padded=is_padded)
+        write = _compact if chunk.prompt_logprobs is None else encode
+        # Only after its last event a client has the whole chunk, so that it can resume after it.
+        ids = [*(None for _ in events[1:]), EventId.of(chunk) if is_resumable else None]
+        return b"".join(
+            _event(write(event), event_id, is_padded=is_padded)
+            for event, event_id in zip(events, ids, strict=True)
+        )
 
     async with generate_all(backend, requests, caller, grammar_field=grammar_field) as pieces:
         openings: Sequence[bytes] | None = (
