@@ -49,7 +49,7 @@ def chat_format(tokenizer: Any) -> ChatFormat:
     try:
         has_tools = render(tokenizer, messages, [_PROBE]) != render(tokenizer, messages)
         template = str(tokenizer.get_chat_template(tools=[_PROBE]))
-    except InvalidArgumentError:  # it refuses tools, or even a single message
+    except (InvalidArgumentError, ValueError):  # it refuses tools, or even a single message
         has_tools, template = False, str(tokenizer.chat_template)
     return ChatFormat(template, has_tools, added)
 

@@ -29,6 +29,7 @@ SUMMARY = SpeculationSummary(
     accepted_tokens=1,
 )
 PIECES = (b"caf", b"\xc3", b"\xa9")
+MESSAGES_ONLY = ChatFormat("messages only")
 
 
 class ScriptedBackend:
@@ -38,6 +39,7 @@ class ScriptedBackend:
         before: Called with the request and the number of the chunk to come; may raise or return an awaitable.
         pieces: Bytes of the tokens.
         healthy: Whether there is a target worker.
+        chat_format: Of the model's chat template, which is not that of `render_chat`.
     """
 
     model_name = "scripted"
@@ -49,11 +51,13 @@ class ScriptedBackend:
         before: Callable[[GenerationRequest, int], Any] = lambda request, number: None,
         pieces: Sequence[bytes] = PIECES,
         healthy: bool = True,
+        chat_format: ChatFormat = MESSAGES_ONLY,
     ) -> None:
         self.requests: list[GenerationRequest] = []
         self.callers: list[Caller] = []
         self.num_open = 0
         self._before, self._pieces, self._healthy = before, pieces, healthy
+        self.chat_format = chat_format
 
     async def generate(
         self, request: GenerationRequest, caller: Caller = ANONYMOUS
@@ -146,11 +150,8 @@ class ScriptedBackend:
     ) -> str:
         if messages[0]["role"] == "assistant":
             raise InvalidArgumentError("messages", "an assistant first", "a user first")
-        return "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-
-    @property
-    def chat_format(self) -> ChatFormat:
-        return ChatFormat("messages only")
+        told = "".join(f"tool: {tool['function']['name']}\n" for tool in tools)
+        return told + "".join(f"{message['role']}: {message['content']}\n" for message in messages)
 
     async def status(self) -> list[ProcessStatus]:
         return [

@@ -9,7 +9,7 @@ differ from the requested one. null means absent.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -21,6 +21,7 @@ from pydantic import (
     ValidationError,
     create_model,
     field_validator,
+    model_validator,
 )
 
 from gammaray.checks import Integer, Number, TokenIds
@@ -61,6 +62,17 @@ from orchestrator.api.http.fields import (
     with_one_unknown,
 )
 from orchestrator.api.http.json_text import MAX_VALUES, Decoded, decode
+from orchestrator.api.http.tool_fields import (
+    MAX_TOOLS,
+    FunctionTool,
+    MessageCall,
+    NamedTool,
+    argument_objects,
+    check_schemas,
+    check_tools,
+    parse_choice,
+)
+from orchestrator.api.http.tools.calls import Tool, ToolChoice
 
 __all__ = [
     "HTTP_SAMPLING",
@@ -116,8 +128,9 @@ def body_description(
 
     def describe(schema: dict[str, Any]) -> None:
         null_is_absent(schema)
-        schema["properties"] |= {name: {"description": "Ignored."} for name in sorted(ignored)}
-        schema["properties"] |= {name: {"enum": [*values, None]} for name, values in neutral.items()}
+        others: dict[str, Any] = {name: {"description": "Ignored."} for name in sorted(ignored)}
+        others |= {name: {"enum": [*values, None]} for name, values in neutral.items()}
+        schema["properties"] = {**others, **schema["properties"]}
 
     return describe
 
@@ -345,18 +358,64 @@ class CompletionRequest(OpenAIRequest):
         return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in value)
 
 
+_CALL_FIELDS = ("tool_calls", "tool_call_id")
+
+
+def _describe_message(schema: dict[str, Any]) -> None:
+    """Let the content of a message with calls be null, and be absent."""
+    null_is_absent(schema)
+    schema["required"].remove("content")
+    content = schema["properties"]["content"]
+    schema["properties"]["content"] = {"anyOf": [*content.pop("anyOf"), {"type": "null"}], **content}
+    has_calls = {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}}
+    schema["if"] = {"properties": has_calls, "required": ["role", "tool_calls"]}
+    schema["else"] = {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}}
+
+
 class ChatMessage(BaseModel):
     """One message of a chat; further fields (`name`, ...) are ignored and not passed to the model."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="ignore", json_schema_extra=_describe_message)
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str = Field(description="Text, or text parts.")
+    tool_calls: Annotated[list[MessageCall], FailFast(), at_most(MAX_TOOLS, "calls")] = Field(
+        default=[], description="Calls of the assistant, whose content may then be null."
+    )
+    tool_call_id: str = Field("", description="With role tool: the call whose result this is.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, value: Any) -> Any:
+        if isinstance(value, dict) and not value.keys().isdisjoint(_CALL_FIELDS):
+            dropped = {name for name in _CALL_FIELDS if value.get(name) is None}
+            if value.get("role") != "assistant":
+                dropped.add("tool_calls")
+            value = {name: field for name, field in value.items() if name not in dropped}
+            if value.get("tool_calls") and value.get("content") is None:
+                return {**value, "content": ""}
+        return value
 
     @field_validator("content", mode="plain", json_schema_input_type=str | list[TextPart])
     @classmethod
     def _join_parts(cls, value: Any) -> str:
         return joined(value)
+
+    def rendered(self, arguments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the message as chat templates take it, with the arguments of its calls as objects."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": own},
+                }
+                for call, own in zip(self.tool_calls, arguments, strict=True)
+            ]
+        if self.role == "tool" and self.tool_call_id:
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
 
 class ChatRequest(OpenAIRequest):
@@ -373,6 +432,53 @@ class ChatRequest(OpenAIRequest):
     top_logprobs: Annotated[
         int | None, Integer(0, MAX_TOP_LOGPROBS, "Alternatives per token. Requires logprobs.")
     ] = None
+    tools: Annotated[
+        list[FunctionTool],
+        FailFast(),
+        at_most(MAX_TOOLS, "tools"),
+        Field(json_schema_extra={"maxItems": MAX_TOOLS}, description="Functions that the model may call."),
+    ] = Field(default=[])
+    tool_choice: ToolChoice | None = Field(
+        None,
+        description="Whether the model calls no tool, decides itself (the default), calls at least one, or "
+        "calls this one.",
+    )
+    parallel_tool_calls: bool = Field(True, description="Whether a message may have several calls.")
+
+    @field_validator(
+        "tool_choice", mode="plain", json_schema_input_type=Literal["none", "auto", "required"] | NamedTool
+    )
+    @classmethod
+    def _check_choice(cls, value: Any) -> ToolChoice:
+        return parse_choice(value)
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Return the messages as chat templates take them.
+
+        Raises:
+            InvalidArgumentError: The arguments of a call are no JSON object.
+        """
+        arguments = argument_objects(
+            [
+                [
+                    (f"messages.{index}.tool_calls.{number}.function.arguments", call.function.arguments)
+                    for number, call in enumerate(message.tool_calls)
+                ]
+                for index, message in enumerate(self.messages)
+            ]
+        )
+        return [message.rendered(own) for message, own in zip(self.messages, arguments, strict=True)]
+
+    def checked_tools(self) -> list[Tool]:
+        """Return the tools.
+
+        Raises:
+            InvalidArgumentError: They do not go together, or `tool_choice` does not go with them.
+        """
+        tools = [tool.tool(index) for index, tool in enumerate(self.tools)]
+        check_tools(tools, self.tool_choice)
+        check_schemas(tools)
+        return tools
 
 
 _Request = TypeVar("_Request", bound=RequestBody)
@@ -392,11 +498,14 @@ def parse_body(model: type[_Request], body: bytes) -> _Request:
     payload = decoded.value
     if not isinstance(payload, dict):
         raise InvalidArgumentError("body", f"a JSON {type(payload).__name__}", "a JSON object")
+    known = model.model_fields
     fields = {
-        name: value for name, value in payload.items() if value is not None and name not in model.ignored
+        name: value
+        for name, value in payload.items()
+        if value is not None and (name not in model.ignored or name in known)
     }
     for name, neutral in model.neutral.items():
-        if name in fields and not _is_any_of(fields.pop(name), neutral):
+        if name in fields and name not in known and not _is_any_of(fields.pop(name), neutral):
             raise InvalidArgumentError(name, payload[name], "no value; this server does not support it")
     for name, part in model.objects.items():
         if name in fields:

@@ -279,12 +279,16 @@ async def _events(
     is_padded, is_resumable = options.include_obfuscation, len(requests) == 1 and requests[0].store
 
     def rendered(index: int, chunk: Chunk) -> bytes:
-        event = response.piece(index, chunk, options)
-        if event is None or (seen and seen.has_ended):
+        events = response.pieces(index, chunk, options)
+        if not events or (seen and seen.has_ended):
             return b""
-        data = compact(event) if chunk.prompt_logprobs is None else encode(event)
-        fields = f"id: {EventId.of(chunk)}\n" if is_resumable else ""
-        return sse(data, fields, is_padded=is_padded)
+        write = compact if chunk.prompt_logprobs is None else encode
+        # Only after its last event a client has the whole chunk, so that it can resume after it.
+        last = f"id: {EventId.of(chunk)}\n" if is_resumable else ""
+        return b"".join(
+            sse(write(event), fields, is_padded=is_padded)
+            for event, fields in zip(events, [*("" for _ in events[1:]), last], strict=True)
+        )
 
     async with generate_all(backend, requests, caller, grammar_field=grammar_field) as pieces:
         openings: Sequence[bytes] | None = (

@@ -37,9 +37,7 @@ class ResponseBuilder:
         pieces: For each item the lengths of its pieces of text, each with its number of log-probabilities.
     """
 
-    def __init__(
-        self, response: types.ResponseObject, make_id: Callable[[str], str] = new_id
-    ) -> None:
+    def __init__(self, response: types.ResponseObject, make_id: Callable[[str], str] = new_id) -> None:
         self.response = response
         self.pieces: list[list[int]] = []
         self._make_id = make_id
@@ -193,13 +191,17 @@ class ResponseBuilder:
         return text, logprobs
 
     def _begun(self, item: types.OutputItem) -> types.Event:
-        event = {"type": "response.output_item.added", "output_index": self._index, "item": item}
-        return self._event(event)
+        event: types.Event = self._event(
+            {"type": "response.output_item.added", "output_index": self._index, "item": item}
+        )
+        return event
 
     def _ended(self, item: types.OutputItem) -> types.Event:
-        event = {"type": "response.output_item.done", "output_index": self._index, "item": item}
+        event: types.Event = self._event(
+            {"type": "response.output_item.done", "output_index": self._index, "item": item}
+        )
         self.response["output"].append(item)
-        return self._event(event)
+        return event
 
     def _snapshot(self) -> types.ResponseObject:
         return {**self.response, "output": list(self.response["output"])}

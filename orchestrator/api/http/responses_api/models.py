@@ -33,7 +33,6 @@ from orchestrator.api.http.fields import (
     null_is_absent,
     present,
 )
-from orchestrator.api.http.tool_fields import MAX_TOOLS
 from orchestrator.api.http.models import (
     MAX_MESSAGES,
     GammarayOptions,
@@ -41,6 +40,7 @@ from orchestrator.api.http.models import (
     body_description,
     parse_body,
 )
+from orchestrator.api.http.tool_fields import MAX_TOOLS
 
 __all__ = [
     "INCLUDABLE",
@@ -201,9 +201,7 @@ class TextFormat(StrictModel):
         description="The JSON schema; only with type json_schema.",
         json_schema_extra={"type": "object"},
     )
-    strict: bool | None = Field(
-        None, description="Ignored: the completion matches the schema in any case."
-    )
+    strict: bool | None = Field(None, description="Ignored: the completion matches the schema in any case.")
 
 
 class TextOptions(StrictModel):
@@ -289,7 +287,9 @@ class ResponsesRequest(RequestBody):
     ] = Field(default=[], description="Functions that the model may call.")
     tool_choice: Choice | NamedTool = Field("auto", description="Whether the model calls tools.")
     parallel_tool_calls: bool = Field(True, description="Whether the model may make several calls.")
-    include: Annotated[list[Includable], FailFast()] = Field(default=[], description="Further output: log-probabilities. There is no reasoning to include.")
+    include: Annotated[list[Includable], FailFast()] = Field(
+        default=[], description="Further output: log-probabilities. There is no reasoning to include."
+    )
     top_logprobs: Annotated[
         int,
         CheckedInteger(0, MAX_TOP_LOGPROBS, f"Alternatives per token. Requires {LOGPROBS} in `include`."),

@@ -17,28 +17,23 @@ from orchestrator.api.http.responses_api import types
 from orchestrator.api.http.responses_api.items import conversation, new_id, stored_items
 from orchestrator.api.http.responses_api.models import LOGPROBS, NamedTool, ResponsesRequest, TextFormat
 from orchestrator.api.http.tool_fields import check_schemas, check_tools
-from orchestrator.api.http.tools.calls import CallPlan, Tool, ToolChoice, plan_calls, render_messages
-from orchestrator.text.chat import ChatFormat
+from orchestrator.api.http.tools.calls import (
+    CallPlan,
+    ChatModel,
+    Tool,
+    ToolChoice,
+    plan_calls,
+    render_messages,
+)
 
-__all__ = ["ChatModel", "ResponsePlan", "plan_response"]
+__all__ = ["ResponsePlan", "ServedModel", "plan_response"]
 
 
-class ChatModel(Protocol):
-    """The part of a `Backend` that says how conversations are rendered."""
+class ServedModel(ChatModel, Protocol):
+    """The part of a `Backend` that says what is served."""
 
     model_name: str
     max_context: int
-
-    @property
-    def chat_format(self) -> ChatFormat:
-        """The model's chat format."""
-        ...
-
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> str:
-        """Return a prompt."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,7 @@ class ResponsePlan:
 
 
 def plan_response(
-    body: ResponsesRequest, model: ChatModel, earlier: Sequence[types.InputListItem] = ()
+    body: ResponsesRequest, model: ServedModel, earlier: Sequence[types.InputListItem] = ()
 ) -> ResponsePlan:
     """Return the plan of a request.
 
@@ -79,7 +74,7 @@ def plan_response(
         got = f"{len(items)} items with those of earlier responses"
         raise InvalidArgumentError("input", got, f"at most {MAX_MESSAGES}")
     messages = conversation(items, len(earlier), body.instructions)
-    calls = _calls(body, model.chat_format)
+    calls = _calls(body, model)
     rule = _text_rule(body.text.format)
     asked = "tools" if calls is not None and calls.is_forced else "text.format"
 
@@ -91,10 +86,10 @@ def plan_response(
     response_id = new_id("resp")
     with naming():
         if calls is None:
-            prompt = render_messages(messages, model.chat_format, model.render_chat)
+            prompt = render_messages(messages, model)
             grammar = f"start: {rule}" if rule else ""
         else:
-            prompt = calls.prompt(messages, model.render_chat)
+            prompt = calls.prompt(messages, model)
             grammar = calls.grammar(prompt, rule)
         request = replace(
             common_request(body, prompt, grammar),
@@ -104,10 +99,16 @@ def plan_response(
             store=body.store,
         )
         request.validate()
-    return ResponsePlan(_head(body, response_id, model.model_name), items, request, calls, naming)
+    head = _head(body, request, response_id, model.model_name)
+    return ResponsePlan(head, items, request, calls, naming)
 
 
-_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}
+_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "prompt": "input",
+    "response_format": "text.format",
+}
 
 
 @contextmanager
@@ -137,7 +138,7 @@ def _check_options(body: ResponsesRequest) -> None:
         raise InvalidArgumentError("include", f"{LOGPROBS} with tools", "log-probabilities without tools")
 
 
-def _calls(body: ResponsesRequest, chat: ChatFormat) -> CallPlan | None:
+def _calls(body: ResponsesRequest, model: ChatModel) -> CallPlan | None:
     given = enumerate(body.tools)
     tools = [
         Tool(tool.name, tool.description, tool.parameters, tool.strict, f"tools.{index}.parameters")
@@ -147,7 +148,7 @@ def _calls(body: ResponsesRequest, chat: ChatFormat) -> CallPlan | None:
     choice = ToolChoice("required", asked.name) if isinstance(asked, NamedTool) else ToolChoice(asked)
     check_tools(tools, choice, "tools.{}.name")
     check_schemas(tools)
-    return plan_calls(tools, choice, body.parallel_tool_calls, chat)
+    return plan_calls(tools, choice, body.parallel_tool_calls, model)
 
 
 def _text_rule(asked: TextFormat) -> str:
@@ -169,7 +170,9 @@ def _text_rule(asked: TextFormat) -> str:
     return json_rule(asked.json_schema, "text.format.schema")
 
 
-def _head(body: ResponsesRequest, response_id: str, model_name: str) -> types.ResponseObject:
+def _head(
+    body: ResponsesRequest, request: GenerationRequest, response_id: str, model_name: str
+) -> types.ResponseObject:
     return {
         "id": response_id,
         "object": "response",
@@ -188,7 +191,7 @@ def _head(body: ResponsesRequest, response_id: str, model_name: str) -> types.Re
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": None, "summary": None},
         "store": body.store,
-        "temperature": body.temperature,
+        "temperature": request.sampling.temperature,
         "text": {"format": _echoed_format(body.text.format), "verbosity": "medium"},
         "tool_choice": _echoed_choice(body),
         "tools": [
@@ -202,7 +205,7 @@ def _head(body: ResponsesRequest, response_id: str, model_name: str) -> types.Re
             for tool in body.tools
         ],
         "top_logprobs": body.top_logprobs,
-        "top_p": body.top_p,
+        "top_p": request.sampling.top_p,
         "truncation": "disabled",
         "usage": None,
     }

@@ -17,9 +17,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from starlette.requests import ClientDisconnect
 
-from gammaray.errors import CancelledError, NotFoundError, UnavailableError
+from gammaray.errors import NotFoundError, UnavailableError
 from gammaray.types import ProcessStatus, SpeculationTotals
 from orchestrator.access.caller import Authenticator
 from orchestrator.api.backend import Backend
@@ -30,12 +29,12 @@ from orchestrator.api.http.json_text import encode
 from orchestrator.api.http.models import ChatRequest, CompletionRequest, parse_body
 from orchestrator.api.http.requests import ChoicePlan, chat_choices, completion_choices
 from orchestrator.api.http.response_types import Health, MetricsTarget, Model, ModelList, Root
-from orchestrator.api.http.responses_api.routes import add_responses
 from orchestrator.api.http.responses import ChatResponse, CompletionResponse, Response
+from orchestrator.api.http.responses_api.routes import add_responses
 from orchestrator.api.http.server.openapi import document
 from orchestrator.api.http.sites import Hosts, SiteControl
 from orchestrator.api.http.stream import HEADER, EventId, EventStream, generate_all, recall, resumed
-from orchestrator.api.http.structured import grammar_field
+from orchestrator.api.http.tools.calls import plan_calls, render_messages
 from orchestrator.text.cpu_threads import INLINE_BYTES, in_parser_thread, in_thread
 
 __all__ = [
@@ -310,8 +309,10 @@ def _plan_completions(backend: Backend, data: bytes) -> tuple[CompletionRequest,
 
 def _plan_chat(backend: Backend, data: bytes) -> tuple[ChatRequest, list[ChoicePlan]]:
     body = parse_body(ChatRequest, data)
-    prompt = backend.render_chat([message.model_dump() for message in body.messages])
-    return body, chat_choices(body, prompt, backend.max_context)
+    messages, tools = body.conversation(), body.checked_tools()
+    calls = plan_calls(tools, body.tool_choice, body.parallel_tool_calls, backend)
+    prompt = render_messages(messages, backend) if calls is None else calls.prompt(messages, backend)
+    return body, chat_choices(body, prompt, backend.max_context, calls)
 
 
 async def _generate(
@@ -326,7 +327,7 @@ async def _generate(
     if seen is not None:
         plans = resumed(plans, seen, is_stream=body.stream)
         await recall(response, backend, seen, caller)
-    requests, asked = [plan.request for plan in plans], grammar_field(body)
+    requests, asked = [plan.request for plan in plans], plans[0].grammar_field
     if body.stream:
         options = body.stream_options
         return await EventStream.open(

@@ -11,19 +11,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from gammaray.errors import InvalidArgumentError
 from orchestrator.api.http.tools.formats import OPEN, CallFormat
 from orchestrator.api.http.tools.grammar import call_grammar
 from orchestrator.api.http.tools.parser import CallParser
 from orchestrator.text.chat import ChatFormat
 
-__all__ = ["CallPlan", "Render", "Tool", "ToolChoice", "call_id", "plan_calls", "render_messages"]
+__all__ = ["CallPlan", "ChatModel", "Tool", "ToolChoice", "call_id", "plan_calls", "render_messages"]
 
 
-class Render(Protocol):
-    """Renders a conversation by the model's chat template, see `Backend.render_chat`."""
+class ChatModel(Protocol):
+    """The model's chat template, see `orchestrator.api.backend.Backend`."""
 
-    def __call__(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Return the prompt."""
+    @property
+    def chat_format(self) -> ChatFormat:
+        """What is known of it."""
+        ...
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Return the prompt of a conversation."""
         ...
 
 
@@ -94,32 +102,39 @@ class CallPlan:
         """Whether a grammar enforces a call."""
         return self.choice.mode == "required"
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], render: Render) -> str:
+    def prompt(self, messages: Sequence[Mapping[str, Any]], model: ChatModel) -> str:
         """Return the prompt of a conversation, see `render_messages`.
 
         Raises:
             InvalidArgumentError: The chat template refuses the messages or the tools.
         """
         tools = [tool.to_template() for tool in self.tools]
-        rendered = render(*self.form.messages(messages, tools))
+        rendered = model.render_chat(*self.form.messages(messages, tools))
         return rendered + self.form.marker_in_prompt if self.is_forced else rendered
 
-    def grammar(self, prompt: str) -> str:
+    def grammar(self, prompt: str, answer: str = "") -> str:
         """Return the grammar of the completion, empty if it is free.
 
         Args:
             prompt: The result of `prompt`.
+            answer: Right side of a rule for messages without calls, which the grammar allows unless calls are
+                forced; empty if they are free.
 
         Raises:
-            InvalidArgumentError: The schema of a tool is no schema, or is nested too deeply.
+            InvalidArgumentError: The schema of a tool is no schema, or is nested too deeply; or a grammar
+                cannot express that there are calls or an answer.
         """
-        if not self.is_forced:
+        if not self.is_forced and not answer:
             return ""
+        if not self.is_forced and self.form.marker_in_prompt:
+            allowed = "tool_choice required or none: a grammar cannot begin with this model's marker of calls"
+            raise InvalidArgumentError("response_format", "a grammar with tools", allowed)
         tools = [tool for tool in self.tools if self.choice.name in ("", tool.name)]
         return call_grammar(
             self.form,
             [(tool.name, tool.schema, tool.field) for tool in tools],
             is_parallel=self.is_parallel,
+            answer="" if self.is_forced else answer,
             is_thinking=prompt.rstrip().endswith("<think>"),
         )
 
@@ -146,7 +161,7 @@ class CallPlan:
 
 
 def plan_calls(
-    tools: Sequence[Tool], choice: ToolChoice | None, is_parallel: bool, chat: ChatFormat
+    tools: Sequence[Tool], choice: ToolChoice | None, is_parallel: bool, model: ChatModel
 ) -> CallPlan | None:
     """Return the plan of a request's tools; None if no tool can be called.
 
@@ -154,23 +169,23 @@ def plan_calls(
         tools: The tools.
         choice: Whether the model calls them; None: "auto" if there are tools.
         is_parallel: Whether a message may have several calls.
-        chat: The model's chat format.
+        model: The model's chat template.
     """
     choice = choice or ToolChoice("auto")
     if not tools or choice.mode == "none":
         return None
-    return CallPlan(tuple(tools), choice, is_parallel, CallFormat.of(chat))
+    return CallPlan(tuple(tools), choice, is_parallel, CallFormat.of(model.chat_format))
 
 
-def render_messages(messages: Sequence[Mapping[str, Any]], chat: ChatFormat, render: Render) -> str:
+def render_messages(messages: Sequence[Mapping[str, Any]], model: ChatModel) -> str:
     """Return the prompt of a conversation without tools, whose messages may still have calls and results.
 
     Raises:
         InvalidArgumentError: The chat template refuses the messages.
     """
     if any("tool_calls" in message or message["role"] == "tool" for message in messages):
-        messages, _ = CallFormat.of(chat).messages(messages, ())
-    return render(messages)
+        messages, _ = CallFormat.of(model.chat_format).messages(messages, ())
+    return model.render_chat(messages)
 
 
 def call_id(seed: str, index: int) -> str:

@@ -19,9 +19,10 @@ def call_grammar(
     tools: Sequence[tuple[str, Mapping[str, Any], str]],
     *,
     is_parallel: bool,
+    answer: str = "",
     is_thinking: bool = False,
 ) -> str:
-    """Return the grammar of at least one call.
+    """Return the grammar of at least one call, or of an answer.
 
     Args:
         form: Form of the calls.
@@ -29,6 +30,7 @@ def call_grammar(
             field with the schema, for errors.
         is_parallel: Whether there may be several calls. Llama's templates refuse messages of several, so that
             they never have more than one.
+        answer: Right side of the rule of messages without calls; empty: there must be a call.
         is_thinking: Whether the prompt ends in a thinking part, which the message continues.
 
     Raises:
@@ -42,10 +44,11 @@ def call_grammar(
     lines.append(f"calls: {_calls(form, is_parallel=is_parallel)}")
     if family is CallFamily.HERMES:
         lines.append(f'marked: {_symbol(form, OPEN[family])} "\\n" call "\\n" {_symbol(form, CLOSE)}')
+    lines += ["message: calls | answer", f"answer: {answer}"] if answer else ["message: calls"]
     if not form.can_think or form.marker_in_prompt:
-        return "\n".join(["start: calls", *lines])
+        return "\n".join(["start: message", *lines])
     thought = ["thought: TEXT </think> /[ \\n]{0,4}/", "TEXT: /(.|\\n)*/"]
-    start = "start: thought calls" if is_thinking else "start: (<think> thought)? calls"
+    start = "start: thought message" if is_thinking else "start: (<think> thought)? message"
     return "\n".join([start, *lines, *thought])
 
 
