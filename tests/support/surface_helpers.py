@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from gammaray.errors import InvalidArgumentError, NotFoundError
@@ -20,7 +21,9 @@ from gammaray.types import (
     TopLogprob,
     Usage,
 )
+from gammaray.wire.sessions import SessionState
 from orchestrator.access.caller import ANONYMOUS, Caller
+from orchestrator.storage.response_store import StoredResponse
 from orchestrator.text.chat import ChatFormat
 
 SUMMARY = SpeculationSummary(
@@ -30,6 +33,47 @@ SUMMARY = SpeculationSummary(
 )
 PIECES = (b"caf", b"\xc3", b"\xa9")
 MESSAGES_ONLY = ChatFormat("messages only")
+
+
+class MemoryResponses:
+    """Keeps responses as `orchestrator.storage.response_store.ResponseStore` does, in memory.
+
+    Attributes:
+        kept: The responses by qualified name.
+        failure: Raised by every call, if not None.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[str, StoredResponse] = {}
+        self.failure: Exception | None = None
+
+    async def create(self, name: str, stored: StoredResponse) -> None:
+        self._check()
+        self.kept[name] = stored
+
+    async def finish(self, name: str, response: bytes, pieces: bytes) -> bool:
+        self._check()
+        if name not in self.kept:
+            return False
+        self.kept[name] = StoredResponse(self.kept[name].input, response, pieces)
+        return True
+
+    def finish_later(self, name: str, response: bytes, pieces: bytes) -> None:
+        self.kept[name] = StoredResponse(self.kept[name].input, response, pieces)
+
+    async def read(self, name: str) -> StoredResponse:
+        self._check()
+        if name not in self.kept:
+            raise NotFoundError(f"no response {name}", "response")
+        return self.kept[name]
+
+    async def delete(self, name: str) -> bool:
+        self._check()
+        return self.kept.pop(name, None) is not None
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
 
 
 class ScriptedBackend:
@@ -58,6 +102,9 @@ class ScriptedBackend:
         self.num_open = 0
         self._before, self._pieces, self._healthy = before, pieces, healthy
         self.chat_format = chat_format
+        self.responses = MemoryResponses()
+        self.deleted: list[str] = []
+        self.state = SessionState.RUNNING
 
     async def generate(
         self, request: GenerationRequest, caller: Caller = ANONYMOUS
@@ -126,10 +173,14 @@ class ScriptedBackend:
     def sessions(self) -> ScriptedBackend:
         return self
 
-    async def get(self, session_id: str, caller: Caller) -> tuple[None, tuple[EmittedToken, ...]]:
+    async def delete(self, session_id: str, caller: Caller) -> bool:
+        self.deleted.append(caller.qualify(session_id))
+        return True
+
+    async def get(self, session_id: str, caller: Caller) -> tuple[Any, tuple[EmittedToken, ...]]:
         if session_id == "gone":
             raise NotFoundError("no session gone", "session")
-        return None, tuple(
+        return SimpleNamespace(state=self.state), tuple(
             EmittedToken(n + 1, TokenOrigin.ACCEPTED, data, -0.5) for n, data in enumerate(self._pieces)
         )
 
