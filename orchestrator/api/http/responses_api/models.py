@@ -46,14 +46,14 @@ __all__ = [
     "INCLUDABLE",
     "LOGPROBS",
     "CallInput",
-    "FunctionTool",
+    "ChosenTool",
     "InputItem",
     "MessageInput",
-    "NamedTool",
     "ReasoningInput",
     "ResponsesRequest",
     "ResultInput",
-    "TextFormat",
+    "TextFormatInput",
+    "ToolInput",
     "parse_request",
 ]
 
@@ -185,7 +185,7 @@ def _describe_format(schema: dict[str, Any]) -> None:
     schema["else"] = {"properties": {"name": {"type": "null"}, "schema": {"type": "null"}}}
 
 
-class TextFormat(StrictModel):
+class TextFormatInput(StrictModel):
     """OpenAI's `text.format`."""
 
     model_config = ConfigDict(json_schema_extra=_describe_format)
@@ -209,16 +209,16 @@ class TextOptions(StrictModel):
 
     model_config = ConfigDict(json_schema_extra=null_is_absent)
 
-    format: TextFormat = Field(TextFormat(type="text"), description="The form of the text.")
+    format: TextFormatInput = Field(TextFormatInput(type="text"), description="The form of the text.")
     verbosity: Literal["medium"] = Field("medium", description="Other values are not supported.")
 
     @field_validator("format", mode="before")
     @classmethod
     def _without_null(cls, value: Any) -> Any:
-        return present(TextFormat, value)
+        return present(TextFormatInput, value)
 
 
-class FunctionTool(StrictModel):
+class ToolInput(StrictModel):
     """A function that the model may call."""
 
     model_config = ConfigDict(json_schema_extra=null_is_absent)
@@ -231,13 +231,13 @@ class FunctionTool(StrictModel):
 
 
 def _present_tool(value: Any) -> Any:
-    return present(FunctionTool, value)
+    return present(ToolInput, value)
 
 
 Choice = Literal["none", "auto", "required"]
 
 
-class NamedTool(StrictModel):
+class ChosenTool(StrictModel):
     """The only tool that the model calls."""
 
     type: Literal["function"]
@@ -281,11 +281,11 @@ class ResponsesRequest(RequestBody):
     ] = None
     text: TextOptions = Field(TextOptions(), description="The form of the text.")
     tools: Annotated[
-        list[Annotated[FunctionTool, BeforeValidator(_present_tool)]],
+        list[Annotated[ToolInput, BeforeValidator(_present_tool)]],
         FailFast(),
         at_most(MAX_TOOLS, "tools"),
     ] = Field(default=[], description="Functions that the model may call.")
-    tool_choice: Choice | NamedTool = Field("auto", description="Whether the model calls tools.")
+    tool_choice: Choice | ChosenTool = Field("auto", description="Whether the model calls tools.")
     parallel_tool_calls: bool = Field(True, description="Whether the model may make several calls.")
     include: Annotated[list[Includable], FailFast()] = Field(
         default=[], description="Further output: log-probabilities. There is no reasoning to include."
@@ -308,13 +308,13 @@ class ResponsesRequest(RequestBody):
     )
     stream_options: ObfuscationOptions = Field(ObfuscationOptions(), description="Options of a stream.")
 
-    @field_validator("tool_choice", mode="plain", json_schema_input_type=Choice | NamedTool)
+    @field_validator("tool_choice", mode="plain", json_schema_input_type=Choice | ChosenTool)
     @classmethod
     def _check_choice(cls, value: Any) -> Any:
         if isinstance(value, str) and value in get_args(Choice):
             return value
         if isinstance(value, dict) and value.keys() == {"type", "name"} and value["type"] == "function":
-            return NamedTool.model_validate(value)
+            return ChosenTool.model_validate(value)
         raise ValueError('"none", "auto", "required" or {"type": "function", "name": name}')
 
     @field_validator("metadata", mode="plain", json_schema_input_type=dict[str, str])

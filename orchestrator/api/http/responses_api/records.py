@@ -17,12 +17,13 @@ from orchestrator.api.http.responses_api import types
 from orchestrator.storage.response_store import ResponseStore, StoredResponse
 from orchestrator.text.cpu_threads import INLINE_BYTES, in_thread
 
-__all__ = ["MAX_LISTED", "MAX_STORED_BYTES", "Record", "ResponseRecords", "encoded"]
+__all__ = ["MAX_LISTED", "MAX_SEQUENCE_NUMBER", "MAX_STORED_BYTES", "Record", "ResponseRecords", "encoded"]
 
 MAX_STORED_BYTES = 2**23
 """Upper bound of the JSON of a response's input, that of earlier responses included."""
 
 MAX_LISTED = 100
+MAX_SEQUENCE_NUMBER = 2**53
 
 Order = Literal["asc", "desc"]
 

@@ -15,7 +15,7 @@ from orchestrator.api.http.models import MAX_MESSAGES
 from orchestrator.api.http.requests import common_request
 from orchestrator.api.http.responses_api import types
 from orchestrator.api.http.responses_api.items import conversation, new_id, stored_items
-from orchestrator.api.http.responses_api.models import LOGPROBS, NamedTool, ResponsesRequest, TextFormat
+from orchestrator.api.http.responses_api.models import LOGPROBS, ChosenTool, ResponsesRequest, TextFormatInput
 from orchestrator.api.http.tool_fields import check_schemas, check_tools
 from orchestrator.api.http.tools.calls import (
     CallPlan,
@@ -145,13 +145,13 @@ def _calls(body: ResponsesRequest, model: ChatModel) -> CallPlan | None:
         for index, tool in given
     ]
     asked = body.tool_choice
-    choice = ToolChoice("required", asked.name) if isinstance(asked, NamedTool) else ToolChoice(asked)
+    choice = ToolChoice("required", asked.name) if isinstance(asked, ChosenTool) else ToolChoice(asked)
     check_tools(tools, choice, "tools.{}.name")
     check_schemas(tools)
     return plan_calls(tools, choice, body.parallel_tool_calls, model)
 
 
-def _text_rule(asked: TextFormat) -> str:
+def _text_rule(asked: TextFormatInput) -> str:
     """Return the right side of the grammar's rule for the text; empty if it is free."""
     is_schema = asked.type == "json_schema"
     for field, is_given in (("name", bool(asked.name)), ("schema", asked.json_schema is not None)):
@@ -211,7 +211,7 @@ def _head(
     }
 
 
-def _echoed_format(asked: TextFormat) -> types.TextFormat:
+def _echoed_format(asked: TextFormatInput) -> types.TextFormat:
     if asked.type != "json_schema":
         return {"type": asked.type}
     return {
@@ -225,4 +225,4 @@ def _echoed_format(asked: TextFormat) -> types.TextFormat:
 
 def _echoed_choice(body: ResponsesRequest) -> Any:
     asked = body.tool_choice
-    return {"type": "function", "name": asked.name} if isinstance(asked, NamedTool) else asked
+    return {"type": "function", "name": asked.name} if isinstance(asked, ChosenTool) else asked

@@ -18,7 +18,13 @@ from orchestrator.api.http.errors import guarded
 from orchestrator.api.http.responses_api.events import replay
 from orchestrator.api.http.responses_api.generation import ResponseRun, last_event, rendered
 from orchestrator.api.http.responses_api.models import INCLUDABLE, parse_request
-from orchestrator.api.http.responses_api.records import MAX_LISTED, Order, Record, ResponseRecords
+from orchestrator.api.http.responses_api.records import (
+    MAX_LISTED,
+    MAX_SEQUENCE_NUMBER,
+    Order,
+    Record,
+    ResponseRecords,
+)
 from orchestrator.api.http.responses_api.requests import plan_response
 from orchestrator.api.http.responses_api.types import DeletedResponse
 from orchestrator.api.http.stream import EventStream
@@ -27,7 +33,6 @@ from orchestrator.text.cpu_threads import INLINE_BYTES, in_parser_thread
 __all__ = ["add_responses"]
 
 _DEFAULT_LISTED = 20
-_MAX_SEQUENCE_NUMBER = 2**53
 
 _REPLAY_BATCH = 64
 """Events of a stored response that are made in one go, in about a millisecond."""
@@ -45,7 +50,7 @@ def add_responses(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
         async def answer() -> fastapi.Response:
             query = _query(request, ("stream", "starting_after", "include_obfuscation", "include"))
             is_streamed, is_padded = _flag(query, "stream"), _flag(query, "include_obfuscation")
-            after = _integer(query, "starting_after", 0, _MAX_SEQUENCE_NUMBER, -1)
+            after = _integer(query, "starting_after", 0, MAX_SEQUENCE_NUMBER, -1)
             if after >= 0 and not is_streamed:
                 raise InvalidArgumentError("starting_after", after, "no value without stream=true")
             record = await ResponseRecords(backend, caller_of(request)).read(response_id)

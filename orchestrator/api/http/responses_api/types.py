@@ -129,7 +129,7 @@ class ResponseUsage(TypedDict):
     total_tokens: _Count
 
 
-class Tool(TypedDict):
+class ToolObject(TypedDict):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -193,7 +193,7 @@ class ResponseObject(TypedDict):
     temperature: float
     text: TextConfig
     tool_choice: Literal["none", "auto", "required"] | ToolChoiceFunction
-    tools: list[Tool]
+    tools: list[ToolObject]
     top_logprobs: _Count
     top_p: float
     truncation: Literal["disabled"]
