@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from gammaray.errors import InvalidArgumentError
@@ -13,7 +11,7 @@ from gammaray.grammar.texts import JSON_OBJECT, choice_grammar, json_schema_gram
 from orchestrator.api.http.fields import ResponseFormat, StructuredOutputs
 from orchestrator.api.http.models import OpenAIRequest
 
-__all__ = ["grammar_field", "grammar_of", "naming"]
+__all__ = ["grammar_field", "grammar_of"]
 
 MAX_GBNF = 2**14
 """Upper bound of the characters of a grammar in GBNF: they are converted in about 20 ms."""
@@ -63,17 +61,6 @@ def grammar_of(body: OpenAIRequest) -> str:
     if body.response_format is not None and field != "structured_outputs":
         return _of_format(body.response_format)
     return "" if body.structured_outputs is None else _of_outputs(body.structured_outputs)
-
-
-@contextmanager
-def naming(field: str) -> Iterator[None]:
-    """Let errors about the grammar name the field that asked for it, see `grammar_field`."""
-    try:
-        yield
-    except InvalidArgumentError as error:
-        if error.field != "grammar" or not field:
-            raise
-        raise InvalidArgumentError(field, error.got, error.allowed) from error
 
 
 def _of_format(asked: ResponseFormat) -> str:

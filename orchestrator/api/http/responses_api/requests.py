@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from gammaray.errors import InvalidArgumentError
+from gammaray.errors import InvalidArgumentError, renaming
 from gammaray.grammar.texts import JSON_OBJECT, json_rule
 from gammaray.types import GenerationRequest
 from orchestrator.api.http.models import MAX_MESSAGES
@@ -80,7 +80,9 @@ def plan_response(
 
     @contextmanager
     def naming() -> Iterator[None]:
-        with _naming({**_NAMES, "grammar": asked}):
+        with ExitStack() as names:
+            for field, own in {**_NAMES, "grammar": asked}.items():
+                names.enter_context(renaming(field, own))
             yield
 
     response_id = new_id("resp")
@@ -109,17 +111,6 @@ _NAMES = {
     "prompt": "input",
     "response_format": "text.format",
 }
-
-
-@contextmanager
-def _naming(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors have the names of a request's fields."""
-    try:
-        yield
-    except InvalidArgumentError as error:
-        if error.field not in names:
-            raise
-        raise InvalidArgumentError(names[error.field], error.got, error.allowed) from error
 
 
 def _check_options(body: ResponsesRequest) -> None:
