@@ -21,6 +21,7 @@ __all__ = [
     "argument_objects",
     "check_schemas",
     "check_tools",
+    "is_deeper",
     "parse_choice",
 ]
 
@@ -160,7 +161,7 @@ def check_schemas(tools: Sequence[Tool]) -> None:
     """
     num_chars = 0
     for tool in tools:
-        if _is_deeper(tool.parameters or {}, _MAX_DEPTH):
+        if is_deeper(tool.parameters or {}, _MAX_DEPTH):
             allowed = f"at most {_MAX_DEPTH} levels"
             raise InvalidArgumentError(tool.field, "a schema that is nested too deeply", allowed)
         for piece in _ENCODER.iterencode(dict(tool.parameters or {})):
@@ -196,12 +197,12 @@ def _parsed(field: str, arguments: str) -> dict[str, Any]:
         value = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):
         value = None
-    if not isinstance(value, dict) or _is_deeper(value, _MAX_DEPTH):
+    if not isinstance(value, dict) or is_deeper(value, _MAX_DEPTH):
         raise InvalidArgumentError(field, arguments, f"a JSON object of at most {_MAX_DEPTH} levels")
     return value
 
 
-def _is_deeper(value: Any, depth: int) -> bool:
+def is_deeper(value: Any, depth: int) -> bool:
     """Return whether lists and objects are nested deeper than that."""
     level = [value]
     for _ in range(depth + 1):

@@ -16,7 +16,7 @@ from orchestrator.api.http.requests import common_request
 from orchestrator.api.http.responses_api import types
 from orchestrator.api.http.responses_api.items import conversation, new_id, stored_items
 from orchestrator.api.http.responses_api.models import LOGPROBS, ChosenTool, ResponsesRequest, TextFormatInput
-from orchestrator.api.http.tool_fields import check_schemas, check_tools
+from orchestrator.api.http.tool_fields import check_schemas, check_tools, is_deeper
 from orchestrator.api.http.tools.calls import (
     CallPlan,
     ChatModel,
@@ -27,6 +27,10 @@ from orchestrator.api.http.tools.calls import (
 )
 
 __all__ = ["ResponsePlan", "ServedModel", "plan_response"]
+
+
+MAX_SCHEMA_DEPTH = 256
+"""Upper bound of nested lists and objects in a schema, which the response repeats."""
 
 
 class ServedModel(ChatModel, Protocol):
@@ -158,6 +162,9 @@ def _text_rule(asked: TextFormatInput) -> str:
         return json_rule(JSON_OBJECT)
     if not isinstance(asked.json_schema, dict):
         raise InvalidArgumentError("text.format.schema", asked.json_schema, "a JSON schema, an object")
+    if is_deeper(asked.json_schema, MAX_SCHEMA_DEPTH):
+        allowed = f"lists and objects nested in at most {MAX_SCHEMA_DEPTH} levels"
+        raise InvalidArgumentError("text.format.schema", "a schema that is nested too deeply", allowed)
     return json_rule(asked.json_schema, "text.format.schema")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from openapi_helpers import validator
@@ -105,6 +106,39 @@ async def test_fields_that_do_not_go_together_are_named(wrong, param):
         answer = await http.post(PATH, content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+KEYS = {f"k{number}": 0 for number in range(50_000)}
+HOSTILE = {
+    "deep values": ({"text": {"format": {**SCHEMA, "schema": {"enum": nested(500)}}}}, "text.format.schema"),
+    "deep arguments": (
+        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[" * 100_000}]},
+        "input.0.arguments",
+    ),
+    "deep parameters": ({"tools": [{**TOOL, "parameters": {"a": nested(500)}}]}, "tools.0.parameters"),
+    "unknown fields": ({"text": KEYS}, "text.k0"),
+    "unknown fields of a tool": ({"tools": [KEYS]}, "tools.0.type"),
+    "much metadata": ({"metadata": KEYS}, "metadata"),
+    "many wrong items": ({"input": [{}] * 50_000}, "input.0"),
+    "many wrong parts": ({"input": [{"role": "user", "content": [{}] * 50_000}]}, "input.0.content"),
+    "many tools": ({"tools": [{**TOOL, "name": f"f{n}"} for n in range(20_000)]}, "tools"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_hostile_body_is_refused_soon(name):
+    wrong, param = HOSTILE[name]
+    began = time.process_time()
+    answer = await respond(ScriptedBackend(), **{"input": "x", **wrong})
+    assert time.process_time() - began < 5
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 @pytest.mark.parametrize(
