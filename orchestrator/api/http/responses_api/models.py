@@ -224,7 +224,7 @@ class ToolInput(StrictModel):
     model_config = ConfigDict(json_schema_extra=null_is_absent)
 
     type: Literal["function"] = Field(description="Hosted tools are not supported.")
-    name: str = Field(pattern="^[A-Za-z0-9_-]{1,64}$", description="Its name.")
+    name: str = Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$", description="Its name.")
     description: Text = Field("", description="What it does, for the model.")
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments.")
     strict: bool | None = Field(None, description="Whether arguments must follow the schema.")
