@@ -334,7 +334,11 @@ class Response(ABC):
         """Return the body of a whole choice."""
 
     def _new_reader(self, plan: ChoicePlan) -> CallReader | None:
-        return None if plan.calls is None else CallReader(plan.calls, self._is_special, plan.request.stop)
+        if plan.calls is None:
+            return None
+        prompt = plan.request.prompt
+        text = prompt if isinstance(prompt, str) else ""
+        return CallReader(plan.calls, self._is_special, plan.request.stop, text)
 
     def openings(self) -> list[dict[str, Any]]:
         """Return the first events of a stream."""

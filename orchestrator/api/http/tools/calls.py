@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from gammaray.errors import InvalidArgumentError
-from orchestrator.api.http.tools.formats import OPEN, CallFormat
+from orchestrator.api.http.tools.formats import CallFamily, CallFormat
 from orchestrator.api.http.tools.grammar import call_grammar
 from orchestrator.api.http.tools.parser import CallParser
+from orchestrator.api.http.tools.template_parser import TemplateParser
 from orchestrator.text.chat import ChatFormat
 
 __all__ = ["CallPlan", "ChatModel", "Tool", "ToolChoice", "call_id", "plan_calls", "render_messages"]
@@ -126,8 +127,8 @@ class CallPlan:
         """
         if not self.is_forced and not answer:
             return ""
-        if not self.is_forced and self.form.marker_in_prompt:
-            allowed = "tool_choice required or none: a grammar cannot begin with this model's marker of calls"
+        if not self.is_forced and (self.form.marker_in_prompt or self.form.family is CallFamily.TEMPLATE):
+            allowed = "tool_choice required or none: no grammar can express this model's form of calls"
             raise InvalidArgumentError("response_format", "a grammar with tools", allowed)
         tools = [tool for tool in self.tools if self.choice.name in ("", tool.name)]
         return call_grammar(
@@ -138,26 +139,30 @@ class CallPlan:
             is_thinking=prompt.rstrip().endswith("<think>"),
         )
 
-    def parser(self, new_id: Callable[[int], str]) -> CallParser:
+    def parser(self, new_id: Callable[[int], str], prompt: str = "") -> CallParser | TemplateParser:
         """Return the parser of one completion.
 
         Args:
             new_id: Returns the id of the call with this index, see `call_id`.
+            prompt: The result of `prompt`; models with a response template may need it.
         """
+        max_calls = None if self.is_parallel else 1
+        described = self.form.chat.response_template
+        if self.form.family is CallFamily.TEMPLATE and described is not None:
+            tools = [tool.to_template() for tool in self.tools]
+            return TemplateParser(described, tools, new_id, prompt=prompt, max_calls=max_calls)
         return CallParser(
             self.form.family,
             frozenset(tool.name for tool in self.tools),
             new_id,
-            max_calls=None if self.is_parallel else 1,
+            max_calls=max_calls,
             is_after_marker=self.is_forced and bool(self.form.marker_in_prompt),
         )
 
     @property
     def markers(self) -> frozenset[bytes]:
         """Special tokens that the parser must see, though decoded text omits them, by their bytes."""
-        added = self.form.chat.added_tokens
-        markers = (OPEN[self.form.family], "</tool_call>")
-        return frozenset(marker.encode() for marker in markers if added.get(marker, False))
+        return frozenset(marker.encode() for marker in self.form.markers)
 
 
 def plan_calls(
@@ -174,7 +179,8 @@ def plan_calls(
     choice = choice or ToolChoice("auto")
     if not tools or choice.mode == "none":
         return None
-    return CallPlan(tuple(tools), choice, is_parallel, CallFormat.of(model.chat_format))
+    form = CallFormat.of(model.chat_format, is_forced=choice.mode == "required")
+    return CallPlan(tuple(tools), choice, is_parallel, form)
 
 
 def render_messages(messages: Sequence[Mapping[str, Any]], model: ChatModel) -> str:

@@ -14,7 +14,7 @@ from tool_helpers import parsed, parser_of
 from orchestrator.api.http.tools.formats import CallFamily
 from orchestrator.api.http.tools.parser import ArgumentText, CallBegun, CallEnded, PlainText
 
-HERMES, LLAMA, MISTRAL = CallFamily.HERMES, CallFamily.LLAMA, CallFamily.MISTRAL
+FAMILIES = HERMES, LLAMA, MISTRAL = CallFamily.HERMES, CallFamily.LLAMA, CallFamily.MISTRAL
 F = '{"name": "f", "arguments": {"a": 1}}'
 G = '{"name": "g", "arguments": {}}'
 CALL_F, CALL_G = ("c0", "f", '{"a": 1}', True), ("c1", "g", "{}", True)
@@ -189,7 +189,7 @@ PARTS = [
 
 @settings(max_examples=600, deadline=None)
 @given(
-    st.sampled_from(list(CallFamily)),
+    st.sampled_from(FAMILIES),
     st.lists(st.sampled_from(PARTS), max_size=14).map("".join),
     st.sampled_from([{}, {"max_calls": 1}, {"is_after_marker": True}]),
     st.randoms(use_true_random=False),
@@ -239,7 +239,7 @@ def test_calls_begin_at_once_where_the_prompt_ends_with_the_marker():
     assert parsed(parser_of(MISTRAL, is_after_marker=True), ["no"]) == ("no", [])
 
 
-@pytest.mark.parametrize("family", CallFamily)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "text",
     [
