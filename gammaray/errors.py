@@ -11,6 +11,7 @@
     ├── UnavailableError          a worker or the cluster cannot be reached; retrying may help
     ├── TlsError                  TLS with the server fails; retrying does not help
     ├── CancelledError            the caller cancelled
+    ├── IncompleteOutputError     a text was cut before its JSON was complete
     └── InternalError             a bug or a broken peer
 
 Each class defines its gRPC status code and HTTP status, the only mapping that servers and clients use.
@@ -19,6 +20,7 @@ Each class defines its gRPC status code and HTTP status, the only mapping that s
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 import grpc
@@ -28,6 +30,7 @@ __all__ = [
     "DeadlineExceededError",
     "FailedPreconditionError",
     "GammarayError",
+    "IncompleteOutputError",
     "InternalError",
     "InvalidArgumentError",
     "ModelChangedError",
@@ -37,6 +40,7 @@ __all__ = [
     "UnauthenticatedError",
     "UnavailableError",
     "error_class",
+    "renaming",
     "rendering",
 ]
 
@@ -169,6 +173,20 @@ class CancelledError(GammarayError):
     http_status = 499
 
 
+class IncompleteOutputError(GammarayError):
+    """A text was cut before its JSON was complete. Raised by clients.
+
+    Attributes:
+        text: The text.
+        finish_reason: Why it ended: "length" at `max_tokens`, "stop" at a stop string, "cancelled".
+    """
+
+    def __init__(self, text: str, finish_reason: str) -> None:
+        self.text, self.finish_reason = text, finish_reason
+        end = _shorten(repr(text[-40:]))
+        super().__init__(f"the text ended ({finish_reason}) before its JSON was complete: ...{end}")
+
+
 class InternalError(GammarayError):
     """A bug, or a peer that violates the protocol."""
 
@@ -197,6 +215,17 @@ def error_class(status: grpc.StatusCode) -> type[GammarayError]:
     InvalidArgumentError is excluded: it is rebuilt from the status details.
     """
     return _BY_STATUS.get(status, GammarayError)
+
+
+@contextmanager
+def renaming(field: str, own: str) -> Iterator[None]:
+    """Let errors about a field name `own`, which the caller gave in its place; empty: no change."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        if error.field != field or not own:
+            raise
+        raise InvalidArgumentError(own, error.got, error.allowed) from error
 
 
 def rendering(value: object) -> str:

@@ -20,7 +20,7 @@ from gammaray.deploy.serve_config import APPLICATIONS, autoscaling_config
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.access.caller import make_authenticator
 from orchestrator.api.grpc_servicer import GenerationServicer, RpcContext, SessionServicer
-from orchestrator.api.http.app import create_app
+from orchestrator.api.http.server.app import create_app
 from orchestrator.scaling_policy import IN_FLIGHT
 from orchestrator.service import Orchestrator
 from orchestrator.status import find_proxies

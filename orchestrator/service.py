@@ -44,12 +44,14 @@ from orchestrator.status import StatusBoard
 from orchestrator.storage.client import Redis, connect, wait_for_redis
 from orchestrator.storage.keys import StoreBounds
 from orchestrator.storage.registry import RedisRegistry
+from orchestrator.storage.response_store import ResponseStore
 from orchestrator.storage.session_store import RedisStore
 from orchestrator.storage.trace_store import RedisTraceStore
 from orchestrator.storage.unstored import UnstoredSessions
 from orchestrator.telemetry.cycle_log import CycleLog
 from orchestrator.telemetry.metrics import OrchestratorMeter
 from orchestrator.telemetry.tracing import RequestSpan, Tracing
+from orchestrator.text.chat import ChatFormat
 from orchestrator.text.cpu_threads import in_compiler_thread
 from orchestrator.text.tokenizer import Tokenizer, served_name
 from orchestrator.workers.fleet import Fleet
@@ -80,6 +82,7 @@ class Orchestrator:
         tokenizer: The target model's tokenizer.
         store: The sessions in Redis.
         unstored: Takes the place of `store` for completions that are not stored.
+        responses: The responses of the Responses API in Redis.
         admission: Running and waiting requests.
         fleet: The draft and target workers.
         leases: Renewal and reaping of session leases.
@@ -97,6 +100,7 @@ class Orchestrator:
         bounds = StoreBounds(redis, settings.max_stored_mb * 2**20, settings.max_tenant_stored_share)
         self.store = RedisStore(redis, settings.session_ttl_s, bounds=bounds)
         self.unstored = UnstoredSessions()
+        self.responses = ResponseStore(redis, settings.session_ttl_s, bounds)
         self.admission = Admission(
             settings.max_concurrent_requests,
             settings.max_waiting_requests,
@@ -294,13 +298,20 @@ class Orchestrator:
         """Return whether a token is special, which decoded text leaves out."""
         return self.tokenizer.is_special(token_id)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the prompt that the tokenizer's chat template makes of `messages`.
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Return the prompt that the tokenizer's chat template makes of `messages` and `tools`.
 
         Raises:
             InvalidArgumentError: The model has no chat template, or the template refuses the messages.
         """
-        return self.tokenizer.render_chat(messages)
+        return self.tokenizer.render_chat(messages, tools)
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        """What is known of the model's chat template."""
+        return self.tokenizer.chat_format
 
     async def status(self) -> list[ProcessStatus]:
         """Return the state of this orchestrator, the other orchestrators, the workers and Redis."""
@@ -316,6 +327,7 @@ class Orchestrator:
         await self.fleet.close()
         await self.leases.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.responses.close()
         await self.tracing.shutdown()
         await self._redis.aclose()
 

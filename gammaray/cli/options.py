@@ -13,7 +13,7 @@ import click
 
 from gammaray.client.async_client import AsyncClient
 
-__all__ = ["Connection", "connection_options", "read_prompts"]
+__all__ = ["Connection", "connection_options", "form_options", "read_prompts"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _FILE = click.Path(path_type=Path)
@@ -105,6 +105,68 @@ def connection_options(timeout_s: float, *, http: bool = False) -> Callable[[_Fu
         return decorated  # type: ignore[no-any-return]
 
     return decorate
+
+
+def form_options(function: _Function) -> _Function:
+    """Add the options for the form of a text, which the command receives as one argument, `form`.
+
+    It has at most one of the keyword arguments of `gammaray.client.structured.OutputOptions`.
+    """
+    file = click.Path(exists=True, dir_okay=False, path_type=Path)
+    options = (
+        click.option(
+            "--json-schema", type=file, metavar="FILE", help="Produce JSON that matches this schema."
+        ),
+        click.option("--regex", metavar="TEXT", help="Produce a text that matches this as a whole."),
+        click.option("--choice", multiple=True, metavar="TEXT", help="Produce one of these; repeatable."),
+        click.option(
+            "--grammar", type=file, metavar="FILE", help="Follow this grammar, in llguidance's Lark."
+        ),
+    )
+
+    @functools.wraps(function)
+    def collected(*args: Any, **given: Any) -> Any:
+        schema, regex = given.pop("json_schema"), given.pop("regex")
+        choice, grammar = given.pop("choice"), given.pop("grammar")
+        form = {
+            "json_schema": None if schema is None else _read_json(schema, "--json-schema"),
+            "regex": regex,
+            "choice": choice or None,
+            "grammar": None if grammar is None else _read_text(grammar, "--grammar"),
+        }
+        asked = {name: value for name, value in form.items() if value is not None}
+        if len(asked) > 1:
+            names = " and ".join(f"--{name.replace('_', '-')}" for name in asked)
+            raise click.UsageError(f"{names} exclude each other")
+        return function(*args, form=asked, **given)
+
+    decorated: Any = collected
+    for option in reversed(options):
+        decorated = option(decorated)
+    return decorated  # type: ignore[no-any-return]
+
+
+def _read_text(path: Path, option: str) -> str:
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        message = f"{path.name} is no UTF-8: an invalid byte at offset {error.start}"
+        raise click.BadParameter(message, param_hint=option) from None
+    except OSError as error:
+        raise click.BadParameter(f"{path.name}: {error.strerror}", param_hint=option) from None
+    if not text.strip():
+        raise click.BadParameter(f"{path.name} is empty", param_hint=option)
+    return text
+
+
+def _read_json(path: Path, option: str) -> Any:
+    try:
+        found = json.loads(_read_text(path, option))
+    except (ValueError, RecursionError) as error:
+        raise click.BadParameter(f"{path.name} is no JSON: {error}", param_hint=option) from None
+    if not isinstance(found, (dict, bool)):
+        raise click.BadParameter(f"{path.name} is no JSON schema, which is an object", param_hint=option)
+    return found
 
 
 def _option(name: str, *others: str, **attributes: Any) -> Callable[[_Function], _Function]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -22,8 +23,9 @@ import grpc
 
 from gammaray.checks import check_int
 from gammaray.client.completion import Completion
-from gammaray.client.request import Prompt, build_request
+from gammaray.client.request import Prompt, build_with_form
 from gammaray.client.resume import stream_completion
+from gammaray.client.structured import OutputForm
 from gammaray.client.transport import RetryPolicy, Transport
 from gammaray.errors import (
     CancelledError,
@@ -31,6 +33,7 @@ from gammaray.errors import (
     InvalidArgumentError,
     NotFoundError,
     UnavailableError,
+    renaming,
 )
 from gammaray.security.client_tls import client_tls
 from gammaray.types import Chunk, EmittedToken, GenerationRequest, ProcessStatus
@@ -53,6 +56,14 @@ STATUS_TIMEOUT_S = 10.0
 # Errors of a cluster that is still starting: the port is closed, the proxy knows no application yet, or the
 # first calls hang until they time out.
 _STARTING = (UnavailableError, NotFoundError, DeadlineExceededError, CancelledError)
+
+
+async def _renamed(chunks: AsyncGenerator[Chunk, None], option: str) -> AsyncGenerator[Chunk, None]:
+    """Yield chunks; errors about the grammar name the option that it was made of."""
+    async with aclosing(chunks):
+        with renaming("grammar", option):
+            async for chunk in chunks:
+                yield chunk
 
 
 class AsyncClient:
@@ -120,15 +131,25 @@ class AsyncClient:
             InvalidArgumentError: Immediately if the client can detect it, else from the iterator.
             GammarayError: From the iterator; the subclass names the cause.
         """
-        return stream_completion(self._transport, build_request(prompt, **options), timeout_s)
+        request, form = build_with_form(prompt, options)
+        return self._stream(request, form, timeout_s)
 
     async def complete(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
-        """Return a finished completion; arguments and errors are those of `generate`."""
-        return Completion.from_chunks(
-            [chunk async for chunk in self.generate(prompt, timeout_s=timeout_s, **options)]
-        )
+        """Return a finished completion; arguments and errors are those of `generate`.
+
+        With `json_schema`, `parsed` of the completion is the object that its text stands for.
+        """
+        request, form = build_with_form(prompt, options)
+        chunks = [chunk async for chunk in self._stream(request, form, timeout_s)]
+        return Completion.from_chunks(chunks, form)
+
+    def _stream(
+        self, request: GenerationRequest, form: OutputForm, timeout_s: float | None
+    ) -> AsyncGenerator[Chunk, None]:
+        chunks = stream_completion(self._transport, request, timeout_s)
+        return _renamed(chunks, form.name) if form.name not in ("", "grammar") else chunks
 
     def resume(
         self, session_id: str, *, turn: int = 0, offset: int = 0, timeout_s: float | None = None

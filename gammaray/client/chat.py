@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from gammaray.checks import check_api_key, check_timeout
+from gammaray.client.structured import OutputForm, OutputOptions
 from gammaray.errors import (
     GammarayError,
     InternalError,
@@ -34,6 +35,9 @@ from gammaray.security.client_tls import (
     tls_error,
 )
 from gammaray.types import DrafterKind, EmittedToken, TokenOrigin
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["Chat", "ChatPiece"]
 
@@ -106,31 +110,50 @@ class Chat:
     def reset(self) -> None:
         """Clear the conversation."""
         self.messages: list[dict[str, str]] = []
+        self._answer = (OutputForm(), "", "")
         if self._system:
             self.messages.append({"role": "system", "content": self._system})
 
-    def ask(self, text: str) -> Iterator[ChatPiece]:
+    def ask(self, text: str, **options: Unpack[OutputOptions]) -> Iterator[ChatPiece]:
         """Stream the answer to a message; closing the iterator ends it and keeps the text received so far.
 
         A message whose answer fails before its first piece is not added to the conversation.
 
+        Args:
+            text: The message.
+            options: The form of the answer, see `OutputOptions`.
+
         Raises:
+            InvalidArgumentError: The form is wrong.
             UnavailableError: The server does not answer, or the stream broke.
             TlsError: A certificate is not accepted, or one side uses plain text.
             GammarayError: The server returned an error.
         """
-        question, said = {"role": "user", "content": text}, ""
+        form = OutputForm.of(options)
+        question, said, reason = {"role": "user", "content": text}, "", "cancelled"
         try:
-            for piece in self._pieces([*self.messages, question]):
+            for piece in self._pieces([*self.messages, question], form):
                 said += piece.text
+                reason = piece.finish_reason or reason
                 yield piece
         finally:
+            self._answer = (form, said, reason)
             if said:
                 self.messages += [question, {"role": "assistant", "content": said}]
 
-    def _pieces(self, messages: list[dict[str, str]]) -> Iterator[ChatPiece]:
+    @property
+    def parsed(self) -> Any:
+        """The object that the last answer stands for, if it was asked for with `json_schema`, else None.
+
+        Raises:
+            IncompleteOutputError: The answer was cut, for example by `max_tokens`.
+        """
+        form, said, reason = self._answer
+        return form.parsed(said, reason)
+
+    def _pieces(self, messages: list[dict[str, str]], form: OutputForm) -> Iterator[ChatPiece]:
         extra = {**self._options.get("gammaray", {}), "stream_tokens": True}
-        body = {**self._options, "messages": messages, "stream": True, "gammaray": extra}
+        body = {**self._options, **form.http_fields, "messages": messages, "stream": True, "gammaray": extra}
         context = None if self._tls is None else self._tls.context()
         try:
             with urllib.request.urlopen(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from gammaray.client.structured import OutputForm
 from gammaray.errors import InternalError
 from gammaray.types import Chunk, EmittedToken, FinishReason, PromptLogprobs, SpeculationSummary, Usage
 
@@ -25,6 +26,7 @@ class Completion:
         seed: The seed used: the same request with it gives the same tokens.
         session_id: The session.
         prompt_logprobs: Log-probabilities of the prompt, if requested.
+        form: The form that was asked for.
     """
 
     text: str
@@ -35,9 +37,20 @@ class Completion:
     seed: int
     session_id: str
     prompt_logprobs: PromptLogprobs | None = None
+    form: OutputForm = field(default=OutputForm(), repr=False, compare=False)
+
+    @property
+    def parsed(self) -> Any:
+        """The object that the text stands for: an instance of the type that was given as `json_schema`, what
+        `json.loads` returns where a schema was given, else None.
+
+        Raises:
+            IncompleteOutputError: The text was cut, for example by `max_tokens` or a stop string.
+        """
+        return self.form.parsed(self.text, self.finish_reason.value)
 
     @classmethod
-    def from_chunks(cls, chunks: Iterable[Chunk]) -> Completion:
+    def from_chunks(cls, chunks: Iterable[Chunk], form: OutputForm | None = None) -> Completion:
         """Join the chunks of one completion.
 
         Raises:
@@ -62,6 +75,7 @@ class Completion:
             seed=last.seed,
             session_id=last.session_id,
             prompt_logprobs=prompt_logprobs,
+            form=form or OutputForm(),
         )
 
 

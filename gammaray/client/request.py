@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from gammaray.checks import TokenIds
-from gammaray.errors import InvalidArgumentError
+from gammaray.client.structured import OutputForm, OutputOptions
+from gammaray.errors import InvalidArgumentError, renaming
 from gammaray.sampling import SAMPLING_RULES, SamplingOptions
 from gammaray.types import (
     ADAPTIVE,
@@ -23,7 +24,7 @@ from gammaray.types import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["GenerateOptions", "Prompt", "build_request"]
+__all__ = ["GenerateOptions", "Prompt", "build_request", "build_with_form"]
 
 Prompt = str | Sequence[int] | GenerationRequest
 """Text, token ids of the target's vocabulary, or a whole request."""
@@ -43,6 +44,8 @@ class GenerateOptions(SamplingOptions, total=False):
         verification, drafter: The enum member or its value.
         prediction: What the completion is expected to resemble, text or token ids; it affects speed only.
         store: False stores no session; the completion then cannot be resumed when its call breaks.
+        json_schema, regex, choice, grammar: The form of the completion, see
+            `gammaray.client.structured.OutputOptions`; at most one.
     """
 
     max_tokens: int
@@ -61,10 +64,18 @@ class GenerateOptions(SamplingOptions, total=False):
     prediction: str | Sequence[int]
     store: bool
     model: str
+    json_schema: Mapping[str, Any] | bool | type[Any] | None
+    regex: str | None
+    choice: Sequence[str] | None
 
 
 def build_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerationRequest:
-    """Return the validated request for a prompt and options.
+    """Return the validated request for a prompt and options, see `build_with_form`."""
+    return build_with_form(prompt, options)[0]
+
+
+def build_with_form(prompt: Prompt, options: GenerateOptions) -> tuple[GenerationRequest, OutputForm]:
+    """Return the validated request for a prompt and options, and the form of its completion.
 
     Raises:
         InvalidArgumentError: Names the first invalid field, its value and what is allowed.
@@ -74,11 +85,13 @@ def build_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generat
         if options:
             raise TypeError(f"{', '.join(options)}: set these in the GenerationRequest itself")
         prompt.validate()
-        return prompt
+        return prompt, OutputForm()
     if unknown := options.keys() - GenerateOptions.__annotations__.keys():
         known = ", ".join(sorted(GenerateOptions.__annotations__))
         raise TypeError(f"no option named {', '.join(sorted(unknown))}; known options: {known}")
-    given: dict[str, Any] = dict(options)
+    form = OutputForm.of(options)
+    given: dict[str, Any] = {name: value for name, value in options.items() if name not in _FORMS}
+    given["grammar"] = form.grammar
     if "logprobs" in given:
         given["num_top_logprobs"] = given.pop("logprobs")
     if "prompt_logprobs" in given:
@@ -88,8 +101,9 @@ def build_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generat
             given[name] = convert(name, given[name])
     sampling = SamplingParams.of({name: given.pop(name) for name in SAMPLING_RULES.keys() & given.keys()})
     request = GenerationRequest(prompt=_text_or_ids("prompt", prompt), sampling=sampling, **given)
-    request.validate()
-    return request
+    with renaming("grammar", form.name):
+        request.validate()
+    return request, form
 
 
 def _text_or_ids(name: str, value: object) -> str | tuple[int, ...]:
@@ -138,6 +152,7 @@ def _choice(cls: type[_Choice], name: str, value: object) -> _Choice:
         raise InvalidArgumentError(name, value, f"one of {allowed}") from None
 
 
+_FORMS = frozenset(OutputOptions.__annotations__)
 _CONVERTERS: dict[str, Any] = {
     "stop": _strings,
     "stop_token_ids": TokenIds(max_ids=MAX_STOP_TOKEN_IDS).copied,

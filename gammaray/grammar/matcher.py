@@ -224,7 +224,10 @@ class GrammarState:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    reason = matcher.get_error().strip().partition("\n")[0][:500]
+    lines = matcher.get_error().strip().splitlines() or [""]
+    # Errors in expressions show the place over several lines, and then say what is wrong.
+    details = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    reason = (details or lines)[0][:500]
     # No token begins a text of the grammar, or none ends it.
     return "a grammar without a text" if reason == "NoExtensionBias" else reason
 

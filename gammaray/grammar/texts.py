@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from gammaray.checks import check_encodable
 from gammaray.errors import InvalidArgumentError
 
 __all__ = [
@@ -29,15 +30,24 @@ JSON_OBJECT: Mapping[str, Any] = {"type": "object"}
 MAX_DEPTH = 100
 """Upper bound of the nesting of a JSON schema."""
 
-# Whitespace as `json.dumps` writes it: text that a model knows, and no endless whitespace.
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_FORMATS = frozenset(
-    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
-)
+MAX_CONSTANT = 2**53
+"""Upper bound of the absolute value of numbers in `const` and `enum`."""
+
+# What `json.dumps` writes, whether or not it escapes non-ASCII characters; no endless whitespace.
+_STYLE = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "json_allow_general_unicode_escapes": True,
+}
+_FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 # Keywords with one schema, with a list of schemas, and with schemas by name.
 _ONE = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 _SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
+# Keywords that describe an object here, and keywords whose schemas describe it elsewhere.
+_OWN = frozenset(["properties", "patternProperties", "additionalProperties", "required"])
+_ELSEWHERE = ("$ref", "anyOf", "oneOf", "not", "if")
 
 
 def json_schema_grammar(schema: Mapping[str, Any] | bool, field: str = "json_schema") -> str:
@@ -52,8 +62,9 @@ def json_schema_grammar(schema: Mapping[str, Any] | bool, field: str = "json_sch
 def json_rule(schema: Mapping[str, Any] | bool, field: str = "json_schema") -> str:
     """Return the right side of a rule for JSON texts that match a schema.
 
-    The texts have the whitespace of `json.dumps`. Objects with `properties` have no others, unless
-    `additionalProperties` says so or the schema uses `allOf`. A `format` that llguidance does not know is
+    The texts have the whitespace of `json.dumps`. Objects with `properties` have no others, unless the schema
+    says so: by `additionalProperties` or `patternProperties`, by a required property that is not listed, or
+    because several places describe one object, such as `allOf`. A `format` that llguidance does not know is
     ignored, as JSON Schema allows.
 
     Args:
@@ -61,40 +72,41 @@ def json_rule(schema: Mapping[str, Any] | bool, field: str = "json_schema") -> s
         field: Name of the field, for errors.
 
     Raises:
-        InvalidArgumentError: The schema is no object or boolean, is no JSON, or is nested too deeply.
+        InvalidArgumentError: The schema is no object or boolean, is no JSON, is nested too deeply, or has a
+            constant that is too large.
     """
     if not isinstance(schema, (Mapping, bool)):
         raise InvalidArgumentError(field, type(schema).__name__, "a JSON schema, which is an object")
-    schema = dict(schema) if isinstance(schema, Mapping) else ({} if schema else {"not": {}})
+    schema = dict(schema) if isinstance(schema, Mapping) else ({} if schema else {"enum": []})
     try:
-        copied = json.loads(json.dumps(schema))
-        schemas = list(_schemas(copied))
+        copied = json.loads(json.dumps(schema, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(field, f"a value that is no JSON ({error})", "a JSON schema") from None
     except RecursionError:
-        raise InvalidArgumentError(
-            field, "a schema that is nested too deeply", f"{MAX_DEPTH} levels"
-        ) from None
-    is_closed = not any("allOf" in one for one in schemas)
+        raise _too_deep(field) from None
+    schemas = _schemas(copied, field)
+    is_closed = not any(map(_is_scattered, schemas))
     for one in schemas:
-        if one.get("format") not in _FORMATS:
-            one.pop("format", None)
-        if is_closed and "properties" in one and "patternProperties" not in one:
+        _check_constants([one.get("const"), one.get("enum")], field)
+        if "format" in one and one["format"] not in _FORMATS:
+            del one["format"]
+        if is_closed and _lists_all_properties(one):
             one.setdefault("additionalProperties", False)
-    return f"%json {_escaped(json.dumps({**copied, 'x-guidance': _SPACING}))}"
+    return f"%json {_escaped(json.dumps({**copied, 'x-guidance': _STYLE}))}"
 
 
 def regex_grammar(pattern: str, field: str = "regex") -> str:
     """Return the grammar of texts that match a regular expression as a whole.
 
     Raises:
-        InvalidArgumentError: It is no text, or empty.
+        InvalidArgumentError: It is no text, is empty, or ends within an escape.
     """
     if not isinstance(pattern, str) or not pattern:
         raise InvalidArgumentError(field, pattern, "a regular expression")
-    # A slash would end the expression in Lark; after an odd number of backslashes it is escaped already.
-    escaped = re.sub(r"((?:^|[^\\])(?:\\\\)*)(?=/)", r"\1\\", pattern.replace("\n", "\\n"))
-    return f"start: /{escaped.replace('<[', _LESS + '[')}/"
+    check_encodable(field, pattern)
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        raise InvalidArgumentError(field, pattern, "a regular expression that does not end within an escape")
+    return f"start: /{_SPECIAL.sub(_in_lark, pattern)}/"
 
 
 def choice_grammar(choices: Sequence[str], field: str = "choice") -> str:
@@ -106,6 +118,8 @@ def choice_grammar(choices: Sequence[str], field: str = "choice") -> str:
     is_list = isinstance(choices, Sequence) and not isinstance(choices, str)
     if not is_list or not choices or not all(isinstance(text, str) and text for text in choices):
         raise InvalidArgumentError(field, choices, "a list of texts, none empty")
+    for text in choices:
+        check_encodable(field, text)
     return f"start: {' | '.join(map(literal, choices))}"
 
 
@@ -114,25 +128,67 @@ def literal(text: str) -> str:
     return _escaped(json.dumps(text, ensure_ascii=False))
 
 
-_LESS = "\\x3c"
-
-
 def _escaped(text: str) -> str:
     # Tokens by number, <[...]>, are refused in grammars, see `gammaray.grammar.matcher`.
-    return text.replace("<", "\\u003c")
+    return text.replace("<", "\\u003c").replace("\x7f", "\\u007f")
 
 
-def _schemas(schema: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield a schema and the schemas in it, without those that are true or false."""
-    if depth > MAX_DEPTH:
-        raise RecursionError
-    if not isinstance(schema, dict):
-        return
-    yield schema
-    inner = [schema.get(name) for name in _ONE]
+# A slash would end an expression in Lark, a newline is no part of one. `\<` and `\>` are word boundaries in
+# Rust's expressions, which llguidance does not support, and the characters themselves elsewhere.
+_SPECIAL = re.compile(r"\\.|[/\n]|<(?=\[)", re.DOTALL)
+_IN_LARK = {"/": r"\/", "\n": r"\n", "<": r"\x3c", ">": r"\x3e"}
+
+
+def _in_lark(found: re.Match[str]) -> str:
+    return _IN_LARK.get(found.group()[-1], found.group())
+
+
+def _schemas(root: dict[str, Any], field: str) -> list[dict[str, Any]]:
+    """Return a schema and the schemas in it, without those that are true or false."""
+    found: list[dict[str, Any]] = []
+    level: list[Any] = [root]
+    for _ in range(MAX_DEPTH + 1):
+        own = [schema for schema in level if isinstance(schema, dict)]
+        found += own
+        level = [inner for schema in own for inner in _inner(schema)]
+    if any(isinstance(schema, dict) for schema in level):
+        raise _too_deep(field)
+    return found
+
+
+def _inner(schema: dict[str, Any]) -> Iterator[Any]:
+    """Yield the values directly in a schema that are schemas if it is a right one."""
+    for name in _ONE:
+        yield schema.get(name)
     for name in _SEVERAL:
-        inner += schema[name] if isinstance(schema.get(name), list) else []
+        yield from schema[name] if isinstance(schema.get(name), list) else ()
     for name in _NAMED:
-        inner += schema[name].values() if isinstance(schema.get(name), dict) else []
-    for one in inner:
-        yield from _schemas(one, depth + 1)
+        yield from schema[name].values() if isinstance(schema.get(name), dict) else ()
+
+
+def _check_constants(values: list[Any], field: str) -> None:
+    while values:
+        value = values.pop()
+        if isinstance(value, (list, dict)):
+            values += value if isinstance(value, list) else value.values()
+        elif isinstance(value, (int, float)) and abs(value) > MAX_CONSTANT:
+            # llguidance would round it.
+            raise InvalidArgumentError(field, f"the constant {value}", f"at most {MAX_CONSTANT}")
+
+
+def _is_scattered(schema: dict[str, Any]) -> bool:
+    """Return whether several places describe one object, each of which may list a part of its properties."""
+    parts = schema.get("allOf")
+    places = len(parts) if isinstance(parts, list) else 0
+    return places + sum(name in schema for name in _ELSEWHERE) + (not _OWN.isdisjoint(schema)) > 1
+
+
+def _lists_all_properties(schema: dict[str, Any]) -> bool:
+    known, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(known, dict) or not isinstance(required, list) or "patternProperties" in schema:
+        return False
+    return all(isinstance(name, str) and name in known for name in required)
+
+
+def _too_deep(field: str) -> InvalidArgumentError:
+    return InvalidArgumentError(field, "a schema that is nested too deeply", f"{MAX_DEPTH} levels")

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 from gammaray.types import Chunk, GenerationRequest, ProcessStatus
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.sessions.management import SessionCalls
+from orchestrator.storage.response_store import ResponseStore
+from orchestrator.text.chat import ChatFormat
 
 __all__ = ["Backend"]
 
@@ -19,6 +21,7 @@ class Backend(Protocol):
     max_context: int
     vocab_size: int
     sessions: SessionCalls
+    responses: ResponseStore
 
     def generate(self, request: GenerationRequest, caller: Caller = ANONYMOUS) -> AsyncGenerator[Chunk, None]:
         """Yield the completion piece by piece; closing the iterator cancels it.
@@ -44,12 +47,19 @@ class Backend(Protocol):
         """Return whether `decode` omits a token; thread-safe."""
         ...
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the prompt that the model's chat template makes of messages.
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Return the prompt that the model's chat template makes of messages and, in OpenAI's form, tools.
 
         Raises:
             InvalidArgumentError: The model has no chat template, or it refuses the messages.
         """
+        ...
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        """What is known of the model's chat template."""
         ...
 
     async def status(self) -> list[ProcessStatus]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Awaitable, Callable
+from typing import Any
 
-from gammaray.errors import GammarayError
+from gammaray.errors import GammarayError, InvalidArgumentError, ResourceExhaustedError
 from orchestrator.access.caller import tenant_of
+from orchestrator.storage import session_scripts as scripts
 from orchestrator.storage.client import Redis, answer
 
 __all__ = [
@@ -15,6 +19,7 @@ __all__ = [
     "index_of",
     "keys_of",
     "request_keys",
+    "response_keys",
 ]
 
 DEFAULT_TOTAL = 2**30
@@ -42,6 +47,45 @@ class StoreBounds:
         """Return the bounds of a session's tenant and of all tenants, in bytes."""
         total = self._given or await self._derive()
         return round(total * self._tenant_share) if tenant_of(session_id) else total, total
+
+    async def admitted(self, call: Callable[[], Awaitable[Any]], name: str, ttl_ms: int, field: str) -> int:
+        """Run a script that may be refused for exceeding a bound; return its result if it is admitted.
+
+        Args:
+            call: Runs the script.
+            name: The qualified name of what it stores.
+            ttl_ms: Upper bound of the retry delay.
+            field: Field of the request that is too large if waiting cannot help.
+
+        Raises:
+            ResourceExhaustedError: A bound of stored bytes is reached; has a retry delay.
+            InvalidArgumentError: The request alone may exceed that bound.
+            UnavailableError: Redis cannot be reached.
+        """
+        while True:
+            code, *refusal = await answer(call())
+            if code in (scripts.OVER_TENANT, scripts.OVER_ALL):
+                raise await self._refused(name, ttl_ms, field, code, *refusal)
+            if code != scripts.AGAIN:
+                return int(code)
+
+    async def _refused(
+        self, name: str, ttl_ms: int, field: str, code: int, used: int, need: int, wait_ms: int
+    ) -> ResourceExhaustedError | InvalidArgumentError:
+        bound, total = await self.of(name)
+        tenant = tenant_of(name)
+        whose, setting = f"of tenant {tenant}", "max_tenant_stored_share"
+        if code == scripts.OVER_ALL or not tenant:
+            bound, whose, setting = total, "of all tenants", "max_stored_mb"
+        if need > bound:  # waiting does not help
+            allowed = f"{bound} bytes of stored sessions {whose} ({setting})"
+            return InvalidArgumentError(field, f"a request that may store {need} bytes", allowed)
+        retry_s = math.ceil(min(wait_ms, ttl_ms) / 1e3)
+        return ResourceExhaustedError(
+            f"stored sessions {whose}: {used} of {bound} bytes ({setting}) are in use, this request needs "
+            f"{need} more; retry in {retry_s} s, or delete sessions",
+            float(retry_s),
+        )
 
     async def _derive(self) -> int:
         if time.monotonic() >= self._read_at:
@@ -80,6 +124,11 @@ def request_keys(session_id: str, digest: str) -> list[str]:
     """Return the keys of a session's request: the request, and the set of sessions that use it."""
     key = f"gammaray:request:{tenant_of(session_id)}/{digest}"
     return [key, f"{key}:users"]
+
+
+def response_keys(name: str) -> list[str]:
+    """Return the keys passed to the scripts of a response: its own, then those of `keys_of`."""
+    return [f"gammaray:response:{{{name}}}", *keys_of(name)[1:]]
 
 
 def index_of(tenant: str) -> str:

@@ -30,6 +30,7 @@ __all__ = [
     "CANCEL",
     "CANCELLED",
     "COMMIT",
+    "COMMON",
     "CREATE",
     "DELETE",
     "DETACH",
@@ -63,7 +64,7 @@ SESSION_OVERHEAD = 3072
 REQUEST_OVERHEAD = 512
 """Bytes charged per request in addition to its own."""
 
-_COMMON = (
+COMMON = (
     f"local session_overhead, request_overhead = {SESSION_OVERHEAD}, {REQUEST_OVERHEAD}"
     + """
 local name, digest, ttl, lease_ms = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -196,7 +197,7 @@ if tonumber(head[1]) ~= tonumber(epoch) then return -2 end
 # ARGV: nonce, tenant's bound, total bound, request, room, then alternating fields and values. Returns the
 # epoch, 0 if the session exists, or the refusal. The same nonce in the hash: a retry after a lost answer.
 CREATE = (
-    _COMMON
+    COMMON
     + """
 local there = redis.call('HMGET', KEYS[1], 'nonce', 'epoch')
 if there[1] then return {there[1] == ARGV[5] and tonumber(there[2]) or 0} end
@@ -219,7 +220,7 @@ return {epoch}
 # epoch and digest before the fields. Returns the new epoch, 0 if the session has another epoch or digest or
 # is not finished, -1 if there is no session, or the refusal.
 NEXT_TURN = (
-    _COMMON
+    COMMON
     + """
 local head = redis.call('HMGET', KEYS[1], 'epoch', 'finish_reason', 'nonce', 'digest')
 if not head[1] then return {-1} end
@@ -281,7 +282,7 @@ return {length, (left < tonumber(low) or not head[5]) and 1 or 0}
 
 # The commit that ends the turn. ARGV: epoch, offset, data, state, identity, finish reason.
 END = (
-    _COMMON
+    COMMON
     + "local epoch, offset, data, state, identity, reason = unpack(ARGV, 5)"
     + _FENCE
     + "if head[6] ~= digest then return -2 end\n"
@@ -299,7 +300,7 @@ return length
 # ARGV: '', tenant's bound, total bound. Returns the new epoch, or the refusal; a finished session keeps its
 # epoch.
 TAKE_OVER = (
-    _COMMON
+    COMMON
     + """
 local head = redis.call('HMGET', KEYS[1], 'epoch', 'finish_reason', 'digest', 'lease', 'room')
 if not head[3] then return {-1} end
@@ -318,7 +319,7 @@ return {epoch}
 
 # Renews the lease of an owner, which may have nothing to commit for a while. ARGV: epoch.
 RENEW = (
-    _COMMON
+    COMMON
     + "local epoch = ARGV[5]"
     + _FENCE
     + """
@@ -333,7 +334,7 @@ return 1
 
 # Ends the lease of the owner. ARGV: epoch, state or ''.
 DETACH = (
-    _COMMON
+    COMMON
     + "local epoch = ARGV[5]"
     + _FENCE
     + """
@@ -348,7 +349,7 @@ return 1
 
 # Ends the turn if it has not ended. Returns the epoch of the ended turn: later commits are refused.
 CANCEL = (
-    _COMMON
+    COMMON
     + _HEAD
     + """
 if head[2] then return tonumber(head[1]) end
@@ -365,7 +366,7 @@ return epoch
 # the owner that detached it, finished it, or died. The epoch is kept: an owner that was only slow may
 # continue. A lease longer than `lease_ms` was written before the clock was set back, and is shortened.
 REAP = (
-    _COMMON
+    COMMON
     + """
 local head = redis.call('HMGET', KEYS[1], 'epoch', 'finish_reason', 'lease')
 if head[1] and head[3] and not head[2] then
@@ -383,7 +384,7 @@ return tonumber(head[1] or -1)
 # Returns whether the session existed; -10 if it has another request. DEL comes first: at its memory limit
 # Redis accepts it, and then the rest of the script.
 DELETE = (
-    _COMMON
+    COMMON
     + """
 local there = redis.call('HGET', KEYS[1], 'digest')
 if there and there ~= digest then return -10 end
@@ -399,7 +400,7 @@ return there and 1 or 0
 # ARGV: epoch of the writing owner, records, tenant's bound, total bound. Returns the bytes stored; -1 if the
 # session is gone, also if another one has its name now; -7 and -8 if a bound is exceeded.
 RECORD = (
-    _COMMON
+    COMMON
     + """
 local first = redis.call('HGET', KEYS[1], 'first_epoch')
 if not first or tonumber(ARGV[5]) < tonumber(first) then return -1 end

@@ -7,7 +7,6 @@ The keys are listed in `orchestrator.storage.keys`. Each operation that must be 
 from __future__ import annotations
 
 import hashlib
-import math
 import struct
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -21,13 +20,10 @@ from gammaray.errors import (
     CancelledError,
     FailedPreconditionError,
     InternalError,
-    InvalidArgumentError,
     ModelChangedError,
     NotFoundError,
-    ResourceExhaustedError,
 )
 from gammaray.types import FinishReason, TokenOrigin
-from orchestrator.access.caller import tenant_of
 from orchestrator.cycle.session import Session
 from orchestrator.storage import session_scripts as scripts
 from orchestrator.storage.client import BatchedScript, answer
@@ -540,29 +536,8 @@ class RedisStore:
 
     async def _admitted(self, script: Any, session_id: str, keys: list[str], args: list[Any]) -> int:
         """Run a script that may be refused for exceeding a bound; return its result if it is admitted."""
-        while True:
-            code, *refusal = await answer(script(keys=keys, args=args))
-            if code in (scripts.OVER_TENANT, scripts.OVER_ALL):
-                raise await self._refused(session_id, code, *refusal)
-            if code != scripts.AGAIN:
-                return int(code)
-
-    async def _refused(
-        self, session_id: str, code: int, used: int, need: int, wait_ms: int
-    ) -> ResourceExhaustedError | InvalidArgumentError:
-        bound, total = await self._bounds.of(session_id)
-        tenant = tenant_of(session_id)
-        whose, setting = f"of tenant {tenant}", "max_tenant_stored_share"
-        if code == scripts.OVER_ALL or not tenant:
-            bound, whose, setting = total, "of all tenants", "max_stored_mb"
-        if need > bound:  # waiting does not help
-            allowed = f"{bound} bytes of stored sessions {whose} ({setting})"
-            return InvalidArgumentError("max_tokens", f"a request that may store {need} bytes", allowed)
-        retry_s = math.ceil(min(wait_ms, self._ttl_ms) / 1e3)
-        return ResourceExhaustedError(
-            f"stored sessions {whose}: {used} of {bound} bytes ({setting}) are in use, this request needs "
-            f"{need} more; retry in {retry_s} s, or delete sessions",
-            float(retry_s),
+        return await self._bounds.admitted(
+            lambda: script(keys=keys, args=args), session_id, self._ttl_ms, "max_tokens"
         )
 
     async def _summaries(self, names: Sequence[str]) -> list[SessionSummary]:

@@ -16,6 +16,7 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.gguf import check_packages, is_gguf, pretrained_arguments, read_header
 from gammaray.grammar.matcher import GrammarCompiler, GrammarState
 from gammaray.vocabulary import Vocabulary, decoder_kind, spell, vocabulary_sha256
+from orchestrator.text.chat import ChatFormat, chat_format, render
 from orchestrator.text.cpu_threads import in_thread
 
 __all__ = ["LONG_TEXT", "Tokenizer", "served_name"]
@@ -153,26 +154,20 @@ class Tokenizer:
             return b"".join(map(self.token_bytes, shown)).decode("utf-8", "replace")
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the prompt that the model's chat template makes of `messages`.
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Return the prompt that the model's chat template makes of `messages` and of OpenAI's `tools`.
 
         Raises:
             InvalidArgumentError: The model has no chat template, or the template refuses the messages.
         """
-        if not self._tokenizer.chat_template:
-            raise InvalidArgumentError(
-                "messages", "chat messages", "a prompt: the model has no chat template"
-            )
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-                )
-            )
-        except Exception as error:  # templates are third-party code and may raise anything
-            raise InvalidArgumentError(
-                "messages", str(error), "what the model's chat template takes"
-            ) from error
+        return render(self._tokenizer, messages, tools)
+
+    @cached_property
+    def chat_format(self) -> ChatFormat:
+        """What is known of the model's chat template."""
+        return chat_format(self._tokenizer)
 
     def has_compiled(self, grammar: str) -> bool:
         """Return whether `begin_grammar` takes no time."""

@@ -22,7 +22,7 @@ from openapi_fuzz import SURFACE, schemathesis
 from values import encode_json, mutate_bytes, mutate_json, mutate_message
 
 from gammaray.v1 import generation_service_pb2 as pb
-from orchestrator.api.http.openapi import document
+from orchestrator.api.http.server.openapi import document
 
 SEED = 11
 TIMEOUT_S = 200.0

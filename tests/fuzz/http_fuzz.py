@@ -40,7 +40,8 @@ BODIES: dict[str, dict[str, Any]] = {
         "frequency_penalty": 0.1,
         "logit_bias": {"5": 1.0, "6": -100},
         "min_tokens": 1,
-        "ignore_eos": True,
+        "ignore_eos": False,
+        "structured_outputs": {"json": {"type": "array", "items": {"enum": [1, "a"]}, "maxItems": 3}},
         "stop_token_ids": [9],
         "allowed_token_ids": [],
         "logprobs": 2,
@@ -58,6 +59,19 @@ BODIES: dict[str, dict[str, Any]] = {
         "logprobs": True,
         "top_logprobs": 3,
         "prompt_logprobs": 0,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {
+                "name": "answer",
+                "schema": {
+                    "type": "object",
+                    "properties": {"a": {"type": "string", "maxLength": 3}, "b": {"$ref": "#/$defs/B"}},
+                    "required": ["a"],
+                    "$defs": {"B": {"anyOf": [{"type": "integer"}, {"type": "null"}]}},
+                },
+                "strict": True,
+            },
+        },
         "gammaray": {"gamma": "adaptive", "session_id": "", "verification": "rejection"},
     },
 }

@@ -14,7 +14,7 @@ import uvicorn
 from scripted_workers import next_token, until
 
 from gammaray.demo_pair import resolve_model
-from orchestrator.api.http.app import create_app
+from orchestrator.api.http.server.app import create_app
 from orchestrator.text.tokenizer import Tokenizer
 
 

@@ -4,7 +4,7 @@ import json
 
 from jsonschema import Draft202012Validator
 
-from orchestrator.api.http.openapi import document
+from orchestrator.api.http.server.openapi import document
 
 
 def validator(schema) -> Draft202012Validator:

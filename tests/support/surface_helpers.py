@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from gammaray.errors import InvalidArgumentError, NotFoundError
@@ -20,7 +21,10 @@ from gammaray.types import (
     TopLogprob,
     Usage,
 )
+from gammaray.wire.sessions import SessionState
 from orchestrator.access.caller import ANONYMOUS, Caller
+from orchestrator.storage.response_store import StoredResponse
+from orchestrator.text.chat import ChatFormat
 
 SUMMARY = SpeculationSummary(
     *(2, 1.5, 0.5, 0.25, (1, 1), 2.0, 1.0, 2.0, 0.5, 3.5, None, 1, 1, 0, 1, 1),
@@ -28,6 +32,48 @@ SUMMARY = SpeculationSummary(
     accepted_tokens=1,
 )
 PIECES = (b"caf", b"\xc3", b"\xa9")
+MESSAGES_ONLY = ChatFormat("messages only")
+
+
+class MemoryResponses:
+    """Keeps responses as `orchestrator.storage.response_store.ResponseStore` does, in memory.
+
+    Attributes:
+        kept: The responses by qualified name.
+        failure: Raised by every call, if not None.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[str, StoredResponse] = {}
+        self.failure: Exception | None = None
+
+    async def create(self, name: str, stored: StoredResponse) -> None:
+        self._check()
+        self.kept[name] = stored
+
+    async def finish(self, name: str, response: bytes, pieces: bytes) -> bool:
+        self._check()
+        if name not in self.kept:
+            return False
+        self.kept[name] = StoredResponse(self.kept[name].input, response, pieces)
+        return True
+
+    def finish_later(self, name: str, response: bytes, pieces: bytes) -> None:
+        self.kept[name] = StoredResponse(self.kept[name].input, response, pieces)
+
+    async def read(self, name: str) -> StoredResponse:
+        self._check()
+        if name not in self.kept:
+            raise NotFoundError(f"no response {name}", "response")
+        return self.kept[name]
+
+    async def delete(self, name: str) -> bool:
+        self._check()
+        return self.kept.pop(name, None) is not None
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
 
 
 class ScriptedBackend:
@@ -37,6 +83,7 @@ class ScriptedBackend:
         before: Called with the request and the number of the chunk to come; may raise or return an awaitable.
         pieces: Bytes of the tokens.
         healthy: Whether there is a target worker.
+        chat_format: Of the model's chat template, which is not that of `render_chat`.
     """
 
     model_name = "scripted"
@@ -48,11 +95,16 @@ class ScriptedBackend:
         before: Callable[[GenerationRequest, int], Any] = lambda request, number: None,
         pieces: Sequence[bytes] = PIECES,
         healthy: bool = True,
+        chat_format: ChatFormat = MESSAGES_ONLY,
     ) -> None:
         self.requests: list[GenerationRequest] = []
         self.callers: list[Caller] = []
         self.num_open = 0
         self._before, self._pieces, self._healthy = before, pieces, healthy
+        self.chat_format = chat_format
+        self.responses = MemoryResponses()
+        self.deleted: list[str] = []
+        self.state = SessionState.RUNNING
 
     async def generate(
         self, request: GenerationRequest, caller: Caller = ANONYMOUS
@@ -121,10 +173,14 @@ class ScriptedBackend:
     def sessions(self) -> ScriptedBackend:
         return self
 
-    async def get(self, session_id: str, caller: Caller) -> tuple[None, tuple[EmittedToken, ...]]:
+    async def delete(self, session_id: str, caller: Caller) -> bool:
+        self.deleted.append(caller.qualify(session_id))
+        return True
+
+    async def get(self, session_id: str, caller: Caller) -> tuple[Any, tuple[EmittedToken, ...]]:
         if session_id == "gone":
             raise NotFoundError("no session gone", "session")
-        return None, tuple(
+        return SimpleNamespace(state=self.state), tuple(
             EmittedToken(n + 1, TokenOrigin.ACCEPTED, data, -0.5) for n, data in enumerate(self._pieces)
         )
 
@@ -140,10 +196,13 @@ class ScriptedBackend:
     def token_bytes(self, token_id: int) -> bytes:
         return b"<%d>" % token_id
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
         if messages[0]["role"] == "assistant":
             raise InvalidArgumentError("messages", "an assistant first", "a user first")
-        return "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        told = "".join(f"tool: {tool['function']['name']}\n" for tool in tools)
+        return told + "".join(f"{message['role']}: {message['content']}\n" for message in messages)
 
     async def status(self) -> list[ProcessStatus]:
         return [

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import uvicorn
 from surface_helpers import ScriptedBackend
 
-from orchestrator.api.http.app import create_app
+from orchestrator.api.http.server.app import create_app
 from orchestrator.launcher.preflight import free_ports
 
 

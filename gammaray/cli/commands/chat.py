@@ -8,9 +8,10 @@ from typing import Any
 
 import click
 
-from gammaray.cli.options import Connection, connection_options
+from gammaray.cli.options import Connection, connection_options, form_options
 from gammaray.cli.render import OriginPainter, is_colored, paint
 from gammaray.client.chat import Chat, ChatPiece
+from gammaray.client.structured import OutputOptions
 from gammaray.errors import GammarayError, TlsError, UnavailableError
 from gammaray.types import Chunk, DrafterKind, FinishReason, VerificationMethod
 
@@ -27,13 +28,16 @@ _HELP = "/reset starts a new chat, /exit quits, Ctrl-C stops a response."
 )
 @click.option("--temperature", type=float, help="Divides the logits; 0 is greedy.")
 @click.option("--seed", type=int, help="Seed for reproducible responses.")
+@form_options
 @click.option("--verification", type=click.Choice([m.value for m in VerificationMethod]))
 @click.option("--drafter", type=click.Choice([d.value for d in DrafterKind]), help="Drafter to use.")
 @click.option("--gamma", type=int, help="Draft tokens per cycle.  [default: adaptive]")
 @click.option(
     "--color/--no-color", default=None, help="Colour tokens by drafter and origin.  [default: on a terminal]"
 )
-def chat(connection: Connection, system: str, color: bool | None, **options: Any) -> None:
+def chat(
+    connection: Connection, system: str, color: bool | None, form: OutputOptions, **options: Any
+) -> None:
     """Chat with the model; /reset starts a new chat, /exit quits, Ctrl-C stops a response.
 
     Responses go to standard output, everything else to standard error.
@@ -53,7 +57,7 @@ def chat(connection: Connection, system: str, color: bool | None, **options: Any
         elif text.startswith("/"):
             click.echo(_HELP, err=True)
         elif text:
-            _answer(conversation, text, colored)
+            _answer(conversation, text, form, colored)
 
 
 def _read() -> str | None:
@@ -70,7 +74,7 @@ def _read() -> str | None:
         return None
 
 
-def _answer(conversation: Chat, text: str, colored: bool) -> None:
+def _answer(conversation: Chat, text: str, form: OutputOptions, colored: bool) -> None:
     """Print the answer to a message. All other errors are printed, and the conversation continues.
 
     Raises:
@@ -78,7 +82,7 @@ def _answer(conversation: Chat, text: str, colored: bool) -> None:
         TlsError: TLS with it fails.
     """
     painter = OriginPainter() if colored else None
-    pieces = conversation.ask(text)
+    pieces = conversation.ask(text, **form)
     try:
         for piece in pieces:
             click.echo(_painted(piece, painter), nl=piece.finish_reason is not None, color=True)

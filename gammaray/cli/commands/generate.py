@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 
 from gammaray.checks import FieldRule, Integer, Number
-from gammaray.cli.options import Connection, connection_options
+from gammaray.cli.options import Connection, connection_options, form_options
 from gammaray.cli.render import OriginPainter, is_colored, paint, print_legend, print_summary
 from gammaray.client.async_client import AsyncClient
 from gammaray.client.completion import Completion, speculation_object
@@ -66,6 +66,7 @@ _OPTIONS: tuple[tuple[str, Any, str], ...] = (
     metavar="FILE",
     help="Propose the text of this file where the completion follows it; the tokens stay the same.",
 )
+@form_options
 @click.option("--ignore-eos", is_flag=True, help="Continue after end-of-sequence tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 @click.option(
@@ -77,13 +78,14 @@ def generate(
     as_json: bool,
     color: bool | None,
     prediction: Path | None,
+    form: dict[str, Any],
     **options: Any,
 ) -> None:
     """Stream a completion of PROMPT; - reads it from standard input.
 
     The text goes to standard output, legend and summary to standard error.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None} | form
     text = _decoded("prompt", sys.stdin.buffer.read()) if prompt == "-" else prompt
     if prediction is not None:
         given["prediction"] = _decoded("prediction", prediction.read_bytes())

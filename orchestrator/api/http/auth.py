@@ -8,12 +8,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gammaray.errors import GammarayError
 from orchestrator.access.caller import Authenticator, Caller
-from orchestrator.api.http import openapi
 from orchestrator.api.http.errors import error_response
 
-__all__ = ["AccessControl", "caller_of"]
+__all__ = ["DOCUMENT_PATH", "PUBLIC_PATHS", "AccessControl", "caller_of"]
 
-PUBLIC_PATHS = frozenset({"/", "/favicon.ico", "/health", openapi.PATH})
+DOCUMENT_PATH = "/openapi.json"
+
+PUBLIC_PATHS = frozenset({"/", "/favicon.ico", "/health", DOCUMENT_PATH})
 """They show that the server runs, its health, and the API of this version. The page at / prompts for a key
 itself."""
 

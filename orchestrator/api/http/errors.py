@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import ClassVar
 
 import grpc
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from gammaray.errors import (
+    CancelledError,
     GammarayError,
     InternalError,
     InvalidArgumentError,
@@ -32,6 +34,7 @@ __all__ = [
     "as_gammaray_error",
     "error_body",
     "error_response",
+    "guarded",
     "install_handlers",
     "invalid_argument",
     "invalid_beginning",
@@ -45,7 +48,7 @@ STATUSES = {
     400: "An invalid field (named by `param`), malformed JSON, or invalid UTF-8.",
     401: "No valid API key.",
     403: "Without API keys: a request for another host, or from a page of another site.",
-    404: "Unknown model, path or session.",
+    404: "Unknown model, path, session or response.",
     405: "Method not allowed for this path.",
     408: "The body took too long to arrive.",
     409: "The session is in another state, or its target model is no longer served.",
@@ -182,6 +185,16 @@ def install_handlers(app: FastAPI) -> None:
 def error_response(error: GammarayError) -> JSONResponse:
     """Return the HTTP response for an error."""
     return JSONResponse(error_body(error), error.http_status, headers=_headers(error))
+
+
+async def guarded(answer: Callable[[], Awaitable[Response]]) -> Response:
+    """Convert any exception of `answer`, including bugs, into an OpenAI error object."""
+    try:
+        return await answer()
+    except ClientDisconnect:
+        return Response(status_code=CancelledError.http_status)  # the client has disconnected
+    except Exception as error:
+        return error_response(as_gammaray_error(error))
 
 
 def _headers(error: GammarayError) -> Mapping[str, str] | None:

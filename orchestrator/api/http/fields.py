@@ -5,12 +5,20 @@ A body of too many values is read in part. Errors that hold whatever follows are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, GetCoreSchemaHandler, WrapValidator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    GetCoreSchemaHandler,
+    WrapValidator,
+    field_validator,
+)
 from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 from gammaray.checks import MAX_TOKEN_IDS, Integer, TokenBiases, TokenIds
@@ -21,16 +29,22 @@ from orchestrator.api.http.errors import lasting, too_many
 __all__ = [
     "MAX_CHOICES",
     "CheckedInteger",
+    "JsonSchemaFormat",
     "Prediction",
     "Prompts",
+    "ResponseFormat",
     "Stop",
+    "StrictModel",
+    "StructuredOutputs",
     "TextPart",
     "at_most",
     "is_text",
     "is_token_ids",
     "joined",
     "null_is_absent",
+    "present",
     "sampling_type",
+    "with_one_unknown",
 ]
 
 MAX_CHOICES = 128
@@ -43,6 +57,12 @@ _Prompt = (
     | Annotated[list[_TokenId], Field(min_length=1, max_length=MAX_TOKEN_IDS)]
 )
 Prompts = _Prompt | Annotated[list[_Prompt], Field(min_length=1, max_length=MAX_CHOICES)]
+
+
+class StrictModel(BaseModel):
+    """An object of a body; it has no unknown fields."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 class TextPart(BaseModel):
@@ -80,6 +100,91 @@ def null_is_absent(schema: dict[str, Any]) -> None:
         if name not in schema.get("required", ()):
             outer = {key: field.pop(key) for key in ("default", "description") if key in field}
             schema["properties"][name] = {"anyOf": [*field.pop("anyOf", [field]), {"type": "null"}], **outer}
+
+
+def with_one_unknown(model: type[BaseModel], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's known fields and the first unknown one, as pydantic reports an error for each."""
+    names = {field.alias or name for name, field in model.model_fields.items()}
+    known = {name: value for name, value in fields.items() if name in names}
+    unknown = next((name for name in fields if name not in names), None)
+    return known if unknown is None else {**known, unknown: fields[unknown]}
+
+
+def present(model: type[BaseModel], value: Any) -> Any:
+    """Return the fields of an object that are not null, see `with_one_unknown`; any other value as it is."""
+    if not isinstance(value, dict):
+        return value
+    return with_one_unknown(model, {name: field for name, field in value.items() if field is not None})
+
+
+class JsonSchemaFormat(StrictModel):
+    """OpenAI's `json_schema` of a response format."""
+
+    model_config = ConfigDict(json_schema_extra=null_is_absent)
+
+    name: str = Field(description="Ignored.", pattern="^[A-Za-z0-9_-]{1,64}$")
+    description: str = Field("", description="Ignored.")
+    json_schema: Any = Field(
+        alias="schema", description="The JSON schema.", json_schema_extra={"type": ["object", "boolean"]}
+    )
+    strict: bool = Field(False, description="Ignored: the completion matches the schema in any case.")
+
+
+def _describe_format(schema: dict[str, Any]) -> None:
+    null_is_absent(schema)
+    schema["if"] = {"properties": {"type": {"const": "json_schema"}}}
+    schema["then"] = {"required": ["json_schema"], "properties": {"json_schema": {"type": "object"}}}
+    schema["else"] = {"properties": {"json_schema": {"type": "null"}}}
+
+
+class ResponseFormat(StrictModel):
+    """OpenAI's `response_format`."""
+
+    model_config = ConfigDict(json_schema_extra=_describe_format)
+
+    type: Literal["text", "json_object", "json_schema"] = Field(
+        description="Any text, any JSON object, or JSON that matches `json_schema`."
+    )
+    json_schema: JsonSchemaFormat | None = Field(None, description="Only with type json_schema.")
+
+    @field_validator("json_schema", mode="before")
+    @classmethod
+    def _without_null(cls, value: Any) -> Any:
+        return present(JsonSchemaFormat, value)
+
+
+def _describe_outputs(schema: dict[str, Any]) -> None:
+    kinds = [name for name in schema["properties"] if name != "disable_any_whitespace"]
+    null_is_absent(schema)
+    schema["oneOf"] = [
+        {
+            "required": [name],
+            "properties": {name: {"const": True} if name == "json_object" else {"not": {"type": "null"}}},
+        }
+        for name in kinds
+    ]
+
+
+class StructuredOutputs(StrictModel):
+    """vLLM's `structured_outputs`: exactly one of the fields, besides `disable_any_whitespace`."""
+
+    model_config = ConfigDict(json_schema_extra=_describe_outputs)
+
+    json_schema: Any = Field(
+        None,
+        alias="json",
+        description="JSON schema, or its text.",
+        json_schema_extra={"type": ["object", "boolean", "string"]},
+    )
+    regex: str = Field("", description="Regular expression of the whole completion.")
+    choice: Annotated[list[str], FailFast()] = Field(default=[], description="The possible completions.")
+    grammar: str = Field(
+        "", description="Grammar in the Lark syntax of llguidance, or GBNF, whose first rule is `root`."
+    )
+    json_object: bool = Field(False, description="Any JSON object.")
+    disable_any_whitespace: bool = Field(
+        False, description="Ignored: JSON has the whitespace of Python's `json.dumps` in any case."
+    )
 
 
 def at_most(limit: int, noun: str) -> WrapValidator:
@@ -132,26 +237,30 @@ def is_text(value: Any) -> bool:
     return True
 
 
-def joined(content: Any) -> str:
+def joined(content: Any, kinds: tuple[str, ...] = ("text",)) -> str:
     """Return the text of a string or of a list of text parts.
+
+    Args:
+        content: The value.
+        kinds: Types of parts that are text.
 
     Raises:
         ValueError: It is neither.
         PydanticCustomError: The same, whatever follows in the list.
     """
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    parts = [{"type": kinds[0], "text": content}] if isinstance(content, str) else content
     allowed = "a string or a list of text parts (no other kind is supported)"
     if not isinstance(parts, list):
         raise ValueError(allowed)
-    if not all(map(_is_text_part, parts[:-1])):
+    if not all(_is_text_part(part, kinds) for part in parts[:-1]):
         raise lasting(allowed)
-    if not all(map(_is_text_part, parts[-1:])):
+    if not all(_is_text_part(part, kinds) for part in parts[-1:]):
         raise ValueError(allowed)
     return "".join(part["text"] for part in parts)
 
 
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and is_text(part.get("text"))
+def _is_text_part(part: Any, kinds: tuple[str, ...]) -> bool:
+    return isinstance(part, dict) and part.get("type") in kinds and is_text(part.get("text"))
 
 
 def is_token_ids(value: Any) -> bool:

@@ -9,7 +9,7 @@ differ from the requested one. null means absent.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -21,6 +21,7 @@ from pydantic import (
     ValidationError,
     create_model,
     field_validator,
+    model_validator,
 )
 
 from gammaray.checks import Integer, Number, TokenIds
@@ -46,16 +47,32 @@ from orchestrator.api.http.fields import (
     CheckedInteger,
     Prediction,
     Prompts,
+    ResponseFormat,
     Stop,
+    StrictModel,
+    StructuredOutputs,
     TextPart,
     at_most,
     is_text,
     is_token_ids,
     joined,
     null_is_absent,
+    present,
     sampling_type,
+    with_one_unknown,
 )
 from orchestrator.api.http.json_text import MAX_VALUES, Decoded, decode
+from orchestrator.api.http.tool_fields import (
+    MAX_TOOLS,
+    FunctionTool,
+    MessageCall,
+    NamedTool,
+    argument_objects,
+    check_schemas,
+    check_tools,
+    parse_choice,
+)
+from orchestrator.api.http.tools.calls import Tool, ToolChoice
 
 __all__ = [
     "HTTP_SAMPLING",
@@ -65,7 +82,9 @@ __all__ = [
     "CompletionRequest",
     "GammarayOptions",
     "OpenAIRequest",
+    "RequestBody",
     "StreamOptions",
+    "body_description",
     "parse_body",
 ]
 
@@ -94,7 +113,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -103,18 +121,21 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _describe_body(schema: dict[str, Any]) -> None:
-    """Add what `parse_body` accepts besides a model's fields."""
-    null_is_absent(schema)
-    schema["properties"] |= {name: {"description": "Ignored."} for name in sorted(_IGNORED)}
-    schema["properties"] |= {name: {"enum": [*values, None]} for name, values in _NEUTRAL.items()}
+def body_description(
+    ignored: Collection[str], neutral: Mapping[str, tuple[Any, ...]]
+) -> Callable[[dict[str, Any]], None]:
+    """Return what adds to a model's schema what `parse_body` accepts besides the model's fields."""
+
+    def describe(schema: dict[str, Any]) -> None:
+        null_is_absent(schema)
+        others: dict[str, Any] = {name: {"description": "Ignored."} for name in sorted(ignored)}
+        others |= {name: {"enum": [*values, None]} for name, values in neutral.items()}
+        schema["properties"] = {**others, **schema["properties"]}
+
+    return describe
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
-
-
-class GammarayOptions(_Strict):
+class GammarayOptions(StrictModel):
     """The request object `gammaray`, which controls speculation."""
 
     model_config = ConfigDict(json_schema_extra=null_is_absent)
@@ -167,7 +188,7 @@ class GammarayOptions(_Strict):
         raise ValueError('an integer in [0, 64] or "adaptive"')
 
 
-class StreamOptions(_Strict):
+class StreamOptions(StrictModel):
     """OpenAI's `stream_options`, with vLLM's `continuous_usage_stats`."""
 
     include_usage: bool = Field(
@@ -190,24 +211,46 @@ HTTP_SAMPLING = tuple(
 """Sampling parameters that a body may have; the index of a sample follows from `n`."""
 
 if TYPE_CHECKING:
-    _SamplingFields = _Strict
+    _SamplingFields = StrictModel
 else:
     _SamplingFields = create_model(
         "_SamplingFields",
-        __base__=_Strict,
+        __base__=StrictModel,
         **{name: (sampling_type(name), getattr(SamplingParams(), name)) for name in HTTP_SAMPLING},
     )
 
 
-class OpenAIRequest(_SamplingFields):
-    """Fields common to completions and chat completions."""
+class RequestBody(_SamplingFields):
+    """Fields common to all requests for text.
 
-    model_config = ConfigDict(json_schema_extra=_describe_body)
-    default_max_tokens: ClassVar[int | None] = None
+    Attributes:
+        ignored: Names of ignored fields.
+        neutral: Unsupported fields, with the values that have no effect.
+        objects: Models of the fields that are objects whose own fields may be null.
+        stream_options_type: Model of `stream_options`.
+    """
+
+    ignored: ClassVar[Collection[str]] = _IGNORED
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
+    objects: ClassVar[Mapping[str, type[BaseModel]]] = {
+        "gammaray": GammarayOptions,
+        "response_format": ResponseFormat,
+        "structured_outputs": StructuredOutputs,
+    }
+    stream_options_type: ClassVar[type[BaseModel]] = StreamOptions
 
     model: str = Field("", description="Name of the served model, or empty.")
-    n: Annotated[int, CheckedInteger(1, MAX_CHOICES, "Samples per prompt; each is a separate session.")] = 1
     stream: bool = Field(False, description="Whether to stream the response as server-sent events.")
+    gammaray: GammarayOptions = Field(GammarayOptions(), description="Options of speculation.")
+
+
+class OpenAIRequest(RequestBody):
+    """Fields common to completions and chat completions."""
+
+    model_config = ConfigDict(json_schema_extra=body_description(_IGNORED, _NEUTRAL))
+    default_max_tokens: ClassVar[int | None] = None
+
+    n: Annotated[int, CheckedInteger(1, MAX_CHOICES, "Samples per prompt; each is a separate session.")] = 1
     stream_options: StreamOptions = Field(StreamOptions(), description="Options of a streamed response.")
     max_tokens: Annotated[
         int | None,
@@ -235,13 +278,16 @@ class OpenAIRequest(_SamplingFields):
             0, MAX_TOP_LOGPROBS, "Alternatives for each token of the prompt, with log-probabilities."
         ),
     ] = None
+    response_format: ResponseFormat | None = Field(None, description="The form of the completion.")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="The form of the completion, in place of `response_format`."
+    )
     prediction: str = Field("", description="Text that the completion is expected to resemble.")
     store: bool = Field(
         True,
         description="Whether the session is stored. If false, it cannot be resumed, listed or traced. "
         "OpenAI's default is false.",
     )
-    gammaray: GammarayOptions = Field(GammarayOptions(), description="Options of speculation.")
 
     @field_validator("stop", mode="plain", json_schema_input_type=Stop)
     @classmethod
@@ -312,18 +358,64 @@ class CompletionRequest(OpenAIRequest):
         return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in value)
 
 
+_CALL_FIELDS = ("tool_calls", "tool_call_id")
+
+
+def _describe_message(schema: dict[str, Any]) -> None:
+    """Let the content of a message with calls be null, and be absent."""
+    null_is_absent(schema)
+    schema["required"].remove("content")
+    content = schema["properties"]["content"]
+    schema["properties"]["content"] = {"anyOf": [*content.pop("anyOf"), {"type": "null"}], **content}
+    has_calls = {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}}
+    schema["if"] = {"properties": has_calls, "required": ["role", "tool_calls"]}
+    schema["else"] = {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}}
+
+
 class ChatMessage(BaseModel):
     """One message of a chat; further fields (`name`, ...) are ignored and not passed to the model."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="ignore", json_schema_extra=_describe_message)
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str = Field(description="Text, or text parts.")
+    tool_calls: Annotated[list[MessageCall], FailFast(), at_most(MAX_TOOLS, "calls")] = Field(
+        default=[], description="Calls of the assistant, whose content may then be null."
+    )
+    tool_call_id: str = Field("", description="With role tool: the call whose result this is.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, value: Any) -> Any:
+        if isinstance(value, dict) and not value.keys().isdisjoint(_CALL_FIELDS):
+            dropped = {name for name in _CALL_FIELDS if value.get(name) is None}
+            if value.get("role") != "assistant":
+                dropped.add("tool_calls")
+            value = {name: field for name, field in value.items() if name not in dropped}
+            if value.get("tool_calls") and value.get("content") is None:
+                return {**value, "content": ""}
+        return value
 
     @field_validator("content", mode="plain", json_schema_input_type=str | list[TextPart])
     @classmethod
     def _join_parts(cls, value: Any) -> str:
         return joined(value)
+
+    def rendered(self, arguments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the message as chat templates take it, with the arguments of its calls as objects."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": own},
+                }
+                for call, own in zip(self.tool_calls, arguments, strict=True)
+            ]
+        if self.role == "tool" and self.tool_call_id:
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
 
 class ChatRequest(OpenAIRequest):
@@ -340,9 +432,56 @@ class ChatRequest(OpenAIRequest):
     top_logprobs: Annotated[
         int | None, Integer(0, MAX_TOP_LOGPROBS, "Alternatives per token. Requires logprobs.")
     ] = None
+    tools: Annotated[
+        list[FunctionTool],
+        FailFast(),
+        at_most(MAX_TOOLS, "tools"),
+        Field(json_schema_extra={"maxItems": MAX_TOOLS}, description="Functions that the model may call."),
+    ] = Field(default=[])
+    tool_choice: ToolChoice | None = Field(
+        None,
+        description="Whether the model calls no tool, decides itself (the default), calls at least one, or "
+        "calls this one.",
+    )
+    parallel_tool_calls: bool = Field(True, description="Whether a message may have several calls.")
+
+    @field_validator(
+        "tool_choice", mode="plain", json_schema_input_type=Literal["none", "auto", "required"] | NamedTool
+    )
+    @classmethod
+    def _check_choice(cls, value: Any) -> ToolChoice:
+        return parse_choice(value)
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Return the messages as chat templates take them.
+
+        Raises:
+            InvalidArgumentError: The arguments of a call are no JSON object.
+        """
+        arguments = argument_objects(
+            [
+                [
+                    (f"messages.{index}.tool_calls.{number}.function.arguments", call.function.arguments)
+                    for number, call in enumerate(message.tool_calls)
+                ]
+                for index, message in enumerate(self.messages)
+            ]
+        )
+        return [message.rendered(own) for message, own in zip(self.messages, arguments, strict=True)]
+
+    def checked_tools(self) -> list[Tool]:
+        """Return the tools.
+
+        Raises:
+            InvalidArgumentError: They do not go together, or `tool_choice` does not go with them.
+        """
+        tools = [tool.tool(index) for index, tool in enumerate(self.tools)]
+        check_tools(tools, self.tool_choice)
+        check_schemas(tools)
+        return tools
 
 
-_Request = TypeVar("_Request", bound=OpenAIRequest)
+_Request = TypeVar("_Request", bound=RequestBody)
 
 
 def parse_body(model: type[_Request], body: bytes) -> _Request:
@@ -359,17 +498,22 @@ def parse_body(model: type[_Request], body: bytes) -> _Request:
     payload = decoded.value
     if not isinstance(payload, dict):
         raise InvalidArgumentError("body", f"a JSON {type(payload).__name__}", "a JSON object")
-    fields = {name: value for name, value in payload.items() if value is not None and name not in _IGNORED}
-    for name, neutral in _NEUTRAL.items():
-        if name in fields and not _is_any_of(fields.pop(name), neutral):
+    known = model.model_fields
+    fields = {
+        name: value
+        for name, value in payload.items()
+        if value is not None and (name not in model.ignored or name in known)
+    }
+    for name, neutral in model.neutral.items():
+        if name in fields and name not in known and not _is_any_of(fields.pop(name), neutral):
             raise InvalidArgumentError(name, payload[name], "no value; this server does not support it")
-    if isinstance(nested := fields.get("gammaray"), dict):
-        present = {name: value for name, value in nested.items() if value is not None}
-        fields["gammaray"] = _with_one_unknown(GammarayOptions, present)
+    for name, part in model.objects.items():
+        if name in fields:
+            fields[name] = present(part, fields[name])
     if isinstance(nested := fields.get("stream_options"), dict):
-        fields["stream_options"] = _with_one_unknown(StreamOptions, nested)
+        fields["stream_options"] = with_one_unknown(model.stream_options_type, nested)
     try:
-        request = model.model_validate(_with_one_unknown(model, fields))
+        request = model.model_validate(with_one_unknown(model, fields))
     except ValidationError as error:
         if decoded.open_path is None:
             raise invalid_argument(error) from None
@@ -389,13 +533,6 @@ def _decoded(body: bytes) -> Decoded:
         raise InvalidArgumentError("body", f"invalid UTF-8 at byte {error.start}", "JSON in UTF-8") from None
     except (ValueError, RecursionError) as error:
         raise InvalidArgumentError("body", f"malformed JSON ({error})", "a JSON object") from None
-
-
-def _with_one_unknown(model: type[BaseModel], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's known fields and the first unknown one, as pydantic reports an error for each."""
-    known = {name: value for name, value in fields.items() if name in model.model_fields}
-    unknown = next((name for name in fields if name not in known), None)
-    return known if unknown is None else {**known, unknown: fields[unknown]}
 
 
 def _is_any_of(value: Any, allowed: tuple[Any, ...]) -> bool:

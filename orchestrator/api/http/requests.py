@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from gammaray.errors import InvalidArgumentError
+from gammaray.errors import InvalidArgumentError, renaming
 from gammaray.types import (
     MAX_PROMPT_LOGPROBS,
     DrafterKind,
@@ -20,10 +20,13 @@ from orchestrator.api.http.models import (
     ChatRequest,
     CompletionRequest,
     OpenAIRequest,
+    RequestBody,
 )
+from orchestrator.api.http.structured import grammar_field, grammar_of
+from orchestrator.api.http.tools.calls import CallPlan
 from orchestrator.sessions.lifecycle import check_prompt_length
 
-__all__ = ["ChoicePlan", "chat_choices", "check_num_logprobs", "completion_choices"]
+__all__ = ["ChoicePlan", "chat_choices", "check_num_logprobs", "common_request", "completion_choices"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class ChoicePlan:
         echo_logprobs: Alternatives per echoed prompt token in `logprobs`; None leaves the prompt out.
         prompt_logprobs: Alternatives in the choice's `prompt_logprobs`; None omits the field.
         is_prompt_only: Whether to omit the completion; at least one token is always generated.
+        calls: The tool calls that the completion may have; None if it has none.
+        grammar_field: The field that asked for a grammar; empty if none did.
     """
 
     index: int
@@ -49,6 +54,8 @@ class ChoicePlan:
     echo_logprobs: int | None = None
     prompt_logprobs: int | None = None
     is_prompt_only: bool = False
+    calls: CallPlan | None = None
+    grammar_field: str = ""
 
     def num_logprobs(self, num_tokens: int) -> int:
         """Return how many log-probabilities of a prompt of `num_tokens` the choice returns."""
@@ -74,9 +81,12 @@ def completion_choices(
         raise InvalidArgumentError("n", f"{body.n} for {len(body.prompt)} prompts", f"{MAX_CHOICES} in all")
     plans: list[ChoicePlan] = []
     num_logprobs = 0
+    grammar, field = _grammar(body)
     for prompt_index, prompt in enumerate(body.prompt):
         requests = _requests(
             *(body, prompt, num_choices, body.logprobs, max_context),
+            grammar=grammar,
+            grammar_field=field,
             max_tokens=1 if is_prompt_only else body.asked_max_tokens,
             num_prompt_logprobs=_larger(echo_logprobs, body.prompt_logprobs),
         )
@@ -94,6 +104,7 @@ def completion_choices(
                 echo_logprobs=echo_logprobs if tells_prompt else None,
                 prompt_logprobs=body.prompt_logprobs if tells_prompt else None,
                 is_prompt_only=is_prompt_only,
+                grammar_field=field,
             )
             if not isinstance(prompt, str):
                 num_logprobs += plan.num_logprobs(len(prompt))
@@ -116,8 +127,16 @@ def check_num_logprobs(plan: ChoicePlan, num_logprobs: int) -> None:
         )
 
 
-def chat_choices(body: ChatRequest, prompt: str, max_context: int) -> list[ChoicePlan]:
+def chat_choices(
+    body: ChatRequest, prompt: str, max_context: int, calls: CallPlan | None = None
+) -> list[ChoicePlan]:
     """Return the choices of a chat request: `n` samples for the rendered `prompt`.
+
+    Args:
+        body: The request.
+        prompt: Its rendered messages and tools.
+        max_context: Longest sequence that the model supports, in tokens.
+        calls: The tool calls that a completion may have; None if it has none.
 
     Raises:
         InvalidArgumentError: A field is invalid; the error names the first one.
@@ -127,8 +146,11 @@ def chat_choices(body: ChatRequest, prompt: str, max_context: int) -> list[Choic
     if body.gammaray.turn:
         raise InvalidArgumentError("turn", body.gammaray.turn, "0: a chat request has the whole conversation")
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    grammar, field = _grammar(body) if calls is None else _grammar_with_calls(body, prompt, calls)
     requests = _requests(
         *(body, prompt, body.n, num_top_logprobs, max_context),
+        grammar=grammar,
+        grammar_field=field,
         max_tokens=body.asked_max_tokens,
         num_prompt_logprobs=body.prompt_logprobs,
     )
@@ -139,6 +161,8 @@ def chat_choices(body: ChatRequest, prompt: str, max_context: int) -> list[Choic
             request,
             stream_tokens=body.gammaray.stream_tokens,
             prompt_logprobs=request.num_prompt_logprobs,
+            calls=calls,
+            grammar_field=field,
         )
         for index, request in enumerate(requests)
     ]
@@ -155,34 +179,26 @@ def _requests(
     num_top_logprobs: int | None,
     max_context: int,
     *,
+    grammar: str,
+    grammar_field: str,
     max_tokens: int | None,
     num_prompt_logprobs: int | None,
 ) -> list[GenerationRequest]:
-    options = body.gammaray
-    if options.session_id and num_choices > 1:
+    name = body.gammaray.session_id
+    if name and num_choices > 1:
         raise InvalidArgumentError("session_id", f"one name for {num_choices} choices", "a single choice")
     if any(token_id < 0 for token_id in body.stop_token_ids):
         raise InvalidArgumentError("stop_token_ids", min(body.stop_token_ids), "token ids")
-    sampling, stop_token_ids = _sampling(body), tuple(body.stop_token_ids)
+    common, stop_token_ids = common_request(body, prompt, grammar), tuple(body.stop_token_ids)
     requests = [
-        GenerationRequest(
-            prompt=prompt,
-            model=body.model,
-            sampling=replace(sampling, sample_index=sample_index),
+        replace(
+            common,
+            sampling=replace(common.sampling, sample_index=sample_index),
             max_tokens=max_context if max_tokens is None else max_tokens,
             stop=body.stop,
             stop_token_ids=stop_token_ids,
             ignore_eos=body.ignore_eos,
             num_top_logprobs=num_top_logprobs,
-            verification=VerificationMethod(options.verification),
-            gamma=GammaPolicy(
-                None if options.gamma == "adaptive" else options.gamma, options.max_gamma, options.max_nodes
-            ),
-            drafter=DrafterKind(options.drafter),
-            session_id=options.session_id,
-            turn=options.turn,
-            keep_cache_s=options.keep_cache_s,
-            cache_salt=options.cache_salt,
             # The samples share the prompt, so only one session scores it.
             num_prompt_logprobs=num_prompt_logprobs if sample_index == 0 else None,
             prediction=body.prediction,
@@ -190,7 +206,8 @@ def _requests(
         )
         for sample_index in range(body.n)
     ]
-    requests[0].validate()
+    with renaming("grammar", grammar_field):
+        requests[0].validate()
     return requests
 
 
@@ -199,5 +216,40 @@ def _decoded(prompt: tuple[int, ...], max_context: int, decode: Callable[[Sequen
     return decode(prompt)
 
 
-def _sampling(body: OpenAIRequest) -> SamplingParams:
-    return SamplingParams.of({name: getattr(body, name) for name in HTTP_SAMPLING})
+def common_request(body: RequestBody, prompt: str | tuple[int, ...], grammar: str) -> GenerationRequest:
+    """Return a request for a prompt with what all bodies have: sampling and the options of speculation."""
+    options, sampling = body.gammaray, {name: getattr(body, name) for name in HTTP_SAMPLING}
+    return GenerationRequest(
+        prompt=prompt,
+        model=body.model,
+        sampling=SamplingParams.of({**sampling, "grammar": grammar}),
+        verification=VerificationMethod(options.verification),
+        gamma=GammaPolicy(
+            None if options.gamma == "adaptive" else options.gamma, options.max_gamma, options.max_nodes
+        ),
+        drafter=DrafterKind(options.drafter),
+        session_id=options.session_id,
+        turn=options.turn,
+        keep_cache_s=options.keep_cache_s,
+        cache_salt=options.cache_salt,
+    )
+
+
+def _grammar(body: OpenAIRequest) -> tuple[str, str]:
+    """Return the grammar that a body asks for, and the field that does; empty if none does."""
+    return grammar_of(body), grammar_field(body)
+
+
+def _grammar_with_calls(body: ChatRequest, prompt: str, calls: CallPlan) -> tuple[str, str]:
+    """Return the grammar of a body with tools, and the field that asks for it.
+
+    Raises:
+        InvalidArgumentError: The fields do not go together, or a schema is invalid.
+    """
+    if body.structured_outputs is not None:
+        allowed = "no value with tools, or tool_choice none; response_format goes with tools"
+        raise InvalidArgumentError("structured_outputs", "a value with tools", allowed)
+    answer, field = _grammar(body)
+    if calls.is_forced:
+        return calls.grammar(prompt), "tools"
+    return calls.grammar(prompt, answer.removeprefix("start: ")), field

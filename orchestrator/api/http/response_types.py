@@ -209,28 +209,45 @@ class _Choice(TypedDict):
 
 
 class _WholeChoice(_Choice):
-    finish_reason: FinishReason
     gammaray: NotRequired[GammarayResult]
 
 
 class CompletionChoice(_WholeChoice):
     """A choice of a completion."""
 
+    finish_reason: FinishReason
     text: str
     logprobs: CompletionLogprobs | None
+
+
+class CalledFunction(TypedDict):
+    """A function and its arguments."""
+
+    name: str
+    arguments: Annotated[str, Field(description="JSON as the model wrote it.")]
+
+
+class ToolCall(TypedDict):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
 
 
 class AssistantMessage(TypedDict):
     """The message of a chat completion."""
 
     role: Literal["assistant"]
-    content: str
+    content: Annotated[str | None, Field(description="null if there are only calls.")]
     refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChoice(_WholeChoice):
     """A choice of a chat completion."""
 
+    finish_reason: FinishReason | Literal["tool_calls"]
     message: AssistantMessage
     logprobs: ChatLogprobs | None
 
@@ -243,11 +260,31 @@ class CompletionPieceChoice(_Choice):
     finish_reason: FinishReason | None
 
 
+class ToolCallBegun(ToolCall):
+    """The first piece of a call."""
+
+    index: _Count
+
+
+class ArgumentsPiece(TypedDict):
+    """A piece of a call's arguments."""
+
+    arguments: str
+
+
+class ToolCallPiece(TypedDict):
+    """A later piece of a call."""
+
+    index: _Count
+    function: ArgumentsPiece
+
+
 class Delta(TypedDict, total=False):
     """A streamed piece of a message."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    tool_calls: list[ToolCallBegun | ToolCallPiece]
 
 
 class ChatPieceChoice(_Choice):
@@ -255,7 +292,7 @@ class ChatPieceChoice(_Choice):
 
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | Literal["tool_calls"] | None
 
 
 class _Body(TypedDict):

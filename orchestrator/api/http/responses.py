@@ -13,6 +13,8 @@ from gammaray.types import Chunk, EmittedToken, FinishReason, PromptLogprobs, Sp
 from orchestrator.api.http import response_types as types
 from orchestrator.api.http.models import StreamOptions
 from orchestrator.api.http.requests import ChoicePlan, check_num_logprobs
+from orchestrator.api.http.tools.parser import ArgumentText, CallBegun, CallEvent, PlainText
+from orchestrator.api.http.tools.reading import CallReader
 
 __all__ = [
     "ChatLogprobs",
@@ -192,12 +194,19 @@ class ChoiceState:
     usage: Usage | None = None
     summary: SpeculationSummary | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    calls: CallReader | None = None
+    new_events: list[CallEvent] = field(default_factory=list)
+    """Text and calls of the last chunk, if the message may have calls."""
+    events: list[CallEvent] = field(default_factory=list)
 
     def add(self, chunk: Chunk) -> Chunk:
         """Add the next piece; return it as sent to the client."""
         if self.plan.is_prompt_only:
             chunk = _without_completion(chunk)
         self.text.append(chunk.text)
+        if self.calls is not None:
+            self.new_events = self.calls.read(chunk)
+            self.events += self.new_events
         self.tokens.extend(chunk.tokens)
         self.session_id = chunk.session_id
         self.seed = chunk.seed
@@ -205,6 +214,14 @@ class ChoiceState:
         self.usage = chunk.usage
         self.summary = chunk.summary
         return chunk
+
+    @property
+    def finish(self) -> str | None:
+        """OpenAI's finish reason; None before the last chunk."""
+        has_calls = self.calls is not None and self.calls.num_calls > 0
+        if has_calls and self.finish_reason is FinishReason.STOP:
+            return "tool_calls"
+        return None if self.finish_reason is None else self.finish_reason.value
 
     def gammaray(self) -> types.GammarayResult:
         """Return the response object `gammaray`; the choice must be finished."""
@@ -289,7 +306,9 @@ class Response(ABC):
             is_special: Returns whether decoded text omits a token.
         """
         self._spell, self._is_special = spell, is_special
-        self.states = [ChoiceState(plan, self.new_logprobs(plan)) for plan in plans]
+        self.states = [
+            ChoiceState(plan, self.new_logprobs(plan), calls=self._new_reader(plan)) for plan in plans
+        ]
         self._num_logprobs = 0
         self._head = {"created": int(time.time()), "model": model}
         self._id = f"{self.id_prefix}-{uuid.uuid4().hex}"
@@ -306,9 +325,20 @@ class Response(ABC):
     def delta(self, text: str) -> dict[str, Any]:
         """Return the body of a streamed choice with a piece of text."""
 
+    def deltas(self, state: ChoiceState, text: str) -> list[dict[str, Any]]:
+        """Return the bodies of a streamed choice with what its last chunk, of this text, adds."""
+        return [self.delta(text)] if text else []
+
     @abstractmethod
     def content(self, state: ChoiceState) -> dict[str, Any]:
         """Return the body of a whole choice."""
+
+    def _new_reader(self, plan: ChoicePlan) -> CallReader | None:
+        if plan.calls is None:
+            return None
+        prompt = plan.request.prompt
+        text = prompt if isinstance(prompt, str) else ""
+        return CallReader(plan.calls, self._is_special, plan.request.stop, text)
 
     def openings(self) -> list[dict[str, Any]]:
         """Return the first events of a stream."""
@@ -321,6 +351,8 @@ class Response(ABC):
         state.tokens.extend(tokens)
         if state.logprobs is not None:
             state.logprobs.render(tokens)
+        if state.calls is not None:
+            state.calls.recall(tokens)
 
     def add(self, index: int, chunk: Chunk) -> Chunk:
         """Add a piece of choice `index`; return it as sent to the client.
@@ -339,28 +371,37 @@ class Response(ABC):
                     other.prompt_logprobs = prompt
         return state.add(chunk)
 
-    def piece(self, index: int, chunk: Chunk, options: StreamOptions) -> dict[str, Any] | None:
-        """Add a piece of choice `index`; return its event, None if there is nothing to send yet."""
+    def pieces(self, index: int, chunk: Chunk, options: StreamOptions) -> list[dict[str, Any]]:
+        """Add a piece of choice `index`; return its events, none if there is nothing to send yet.
+
+        The first has what belongs to the tokens, the last has the finish reason.
+        """
         state = self.states[index]
         chunk = self.add(index, chunk)
         has_prompt = chunk.prompt_logprobs is not None
         has_logprobs = has_prompt or bool(chunk.tokens)
         logprobs = self._logprobs(state, chunk.tokens, with_prompt=has_prompt) if has_logprobs else None
         shows_tokens = state.plan.stream_tokens and bool(chunk.tokens)
-        if not (chunk.text or logprobs or has_prompt or shows_tokens or chunk.finish_reason):
-            return None
-        event = self._event(state, self.delta(chunk.text), logprobs, chunk.finish_reason)
+        deltas = self.deltas(state, chunk.text)
+        if not (deltas or logprobs or has_prompt or shows_tokens or chunk.finish_reason):
+            return []
+        *others, last = deltas or [self.delta("")]
+        events = [self._event(state, delta, None, None) for delta in others]
+        events.append(self._event(state, last, None, state.finish))
+        first = events[0]
+        first["choices"][0]["logprobs"] = logprobs
         if has_prompt:
-            self._add_prompt_logprobs(state, event, event["choices"][0])
+            self._add_prompt_logprobs(state, first, first["choices"][0])
         if options.include_usage and options.continuous_usage_stats:
-            event["usage"] = _token_counts(chunk.prompt_tokens, chunk.offset + len(chunk.tokens))
+            for event in events:
+                event["usage"] = _token_counts(chunk.prompt_tokens, chunk.offset + len(chunk.tokens))
         if chunk.finish_reason is not None:
-            event["gammaray"] = state.gammaray()
+            events[-1]["gammaray"] = state.gammaray()
             if not options.include_usage:  # else only the last event has it: clients read it once
-                event |= self._metrics()
+                events[-1] |= self._metrics()
         if shows_tokens:
-            event["gammaray"] = {**event.get("gammaray", {}), "tokens": [_token(t) for t in chunk.tokens]}
-        return event
+            first["gammaray"] = {**first.get("gammaray", {}), "tokens": [_token(t) for t in chunk.tokens]}
+        return events
 
     def usage_event(self) -> dict[str, Any]:
         """Return the last event of a stream with `include_usage`."""
@@ -382,7 +423,7 @@ class Response(ABC):
             assert state.finish_reason is not None, "whole() comes after the last chunk of every choice"
             logprobs = self._logprobs(state, state.tokens, with_prompt=state.prompt_logprobs is not None)
             choice = {"index": state.plan.index, **self.content(state), "logprobs": logprobs}
-            choice["finish_reason"] = state.finish_reason.value
+            choice["finish_reason"] = state.finish
             if len(self.states) > 1:
                 choice["gammaray"] = state.gammaray()
             choices.append(choice)
@@ -419,10 +460,9 @@ class Response(ABC):
             holder["prompt_logprobs"] = prompt_entries(prompt, num_top, self._spell)
 
     def _event(
-        self, state: ChoiceState, body: dict[str, Any], logprobs: Any, finish: FinishReason | None
+        self, state: ChoiceState, body: dict[str, Any], logprobs: Any, finish: str | None
     ) -> dict[str, Any]:
-        reason = None if finish is None else finish.value
-        choice = {"index": state.plan.index, **body, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": state.plan.index, **body, "logprobs": logprobs, "finish_reason": finish}
         return {"id": self._id, "object": self.chunk_object, **self._head, "choices": [choice]}
 
     def _usage(self) -> types.Usage:
@@ -479,16 +519,64 @@ class ChatResponse(Response):
 
     def opening(self, state: ChoiceState) -> dict[str, Any] | None:
         """Return the delta with the role, which is sent first."""
-        return {"delta": {"role": "assistant", "content": ""}}
+        return {"delta": {"role": "assistant", "content": "" if state.calls is None else None}}
 
     def delta(self, text: str) -> dict[str, Any]:
         """Return a share of text."""
         return {"delta": {"content": text} if text else {}}
 
+    def deltas(self, state: ChoiceState, text: str) -> list[dict[str, Any]]:
+        """Return shares of text and of calls."""
+        if state.calls is None:
+            return super().deltas(state, text)
+        found = (_delta(event) for event in state.new_events)
+        return [{"delta": delta} for delta in found if delta is not None]
+
     def content(self, state: ChoiceState) -> dict[str, Any]:
         """Return the whole message."""
-        message = {"role": "assistant", "content": "".join(state.text), "refusal": None}
-        return {"message": message}
+        if state.calls is None:
+            return {"message": {"role": "assistant", "content": "".join(state.text), "refusal": None}}
+        return {"message": _message(state.events)}
+
+
+def _delta(event: CallEvent) -> types.Delta | None:
+    match event:
+        case PlainText(text):
+            return {"content": text}
+        case CallBegun(index, call_id, name):
+            function: types.CalledFunction = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case ArgumentText(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+        case _:
+            return None
+
+
+def _message(events: Sequence[CallEvent]) -> types.AssistantMessage:
+    text: list[str] = []
+    begun: list[CallBegun] = []
+    arguments: dict[int, list[str]] = {}
+    for event in events:
+        match event:
+            case PlainText(piece):
+                text.append(piece)
+            case CallBegun(index):
+                begun.append(event)
+                arguments[index] = []
+            case ArgumentText(index, piece):
+                arguments[index].append(piece)
+    content = "".join(text)
+    if not begun:
+        return {"role": "assistant", "content": content, "refusal": None}
+    calls: list[types.ToolCall] = [
+        {
+            "id": call.call_id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": "".join(arguments[call.index])},
+        }
+        for call in begun
+    ]
+    return {"role": "assistant", "content": content or None, "refusal": None, "tool_calls": calls}
 
 
 def _token(token: EmittedToken) -> types.PieceToken:

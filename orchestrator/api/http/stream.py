@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from gammaray.aio import end_tasks
-from gammaray.errors import InternalError, InvalidArgumentError
+from gammaray.errors import InternalError, InvalidArgumentError, renaming
 from gammaray.types import Chunk, GenerationRequest
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.api.backend import Backend
@@ -26,7 +26,18 @@ from orchestrator.api.http.responses import Response
 from orchestrator.sessions.lifecycle import REPLAY_TOKENS
 from orchestrator.text.cpu_threads import in_thread
 
-__all__ = ["EVENT_BYTES", "HEADER", "EventId", "EventStream", "Pieces", "generate_all", "recall", "resumed"]
+__all__ = [
+    "EVENT_BYTES",
+    "HEADER",
+    "EventId",
+    "EventStream",
+    "Pieces",
+    "compact",
+    "generate_all",
+    "recall",
+    "resumed",
+    "sse",
+]
 
 HEADER = "last-event-id"
 _END = "end"
@@ -125,21 +136,25 @@ EVENT_BYTES = 256
 
 @asynccontextmanager
 async def generate_all(
-    backend: Backend, requests: Sequence[GenerationRequest], caller: Caller = ANONYMOUS
+    backend: Backend,
+    requests: Sequence[GenerationRequest],
+    caller: Caller = ANONYMOUS,
+    *,
+    grammar_field: str = "",
 ) -> AsyncIterator[Pieces]:
     """Run the generations concurrently; leaving the context cancels those that still run.
 
     A single one runs in the caller's task, several run in a task each. The iterator raises the first failure
-    of any generation.
+    of any generation. `grammar_field` names the field of the caller's request that asked for the grammar.
     """
     if len(requests) == 1:
-        async with aclosing(_numbered(backend.generate(requests[0], caller))) as pieces:
+        async with aclosing(_numbered(backend.generate(requests[0], caller), grammar_field)) as pieces:
             yield pieces
         return
     queue: _Queue = asyncio.Queue()
     slots = asyncio.Semaphore(_MAX_HELD)
     tasks = [
-        asyncio.create_task(_pump(backend.generate(request, caller), index, queue, slots))
+        asyncio.create_task(_pump(backend.generate(request, caller), index, queue, slots, grammar_field))
         for index, request in enumerate(requests)
     ]
     try:
@@ -148,21 +163,29 @@ async def generate_all(
         await end_tasks(*tasks, timeout_s=_CLOSE_TIMEOUT_S)
 
 
-async def _numbered(generation: AsyncGenerator[Chunk, None]) -> AsyncGenerator[tuple[int, Chunk], None]:
+async def _numbered(
+    generation: AsyncGenerator[Chunk, None], grammar_field: str
+) -> AsyncGenerator[tuple[int, Chunk], None]:
     async with aclosing(generation) as chunks:
-        async for chunk in chunks:
-            yield 0, chunk
+        with renaming("grammar", grammar_field):
+            async for chunk in chunks:
+                yield 0, chunk
 
 
 async def _pump(
-    generation: AsyncGenerator[Chunk, None], index: int, queue: _Queue, slots: asyncio.Semaphore
+    generation: AsyncGenerator[Chunk, None],
+    index: int,
+    queue: _Queue,
+    slots: asyncio.Semaphore,
+    grammar_field: str,
 ) -> None:
     end: Exception | None = InternalError("the generation was cut off")
     try:
-        async with aclosing(generation) as chunks:
-            async for chunk in chunks:
-                await slots.acquire()
-                queue.put_nowait((index, chunk))
+        with renaming("grammar", grammar_field):
+            async with aclosing(generation) as chunks:
+                async for chunk in chunks:
+                    await slots.acquire()
+                    queue.put_nowait((index, chunk))
         end = None
     except Exception as error:
         end = error
@@ -204,13 +227,16 @@ class EventStream(StreamingResponse):
         *,
         caller: Caller = ANONYMOUS,
         seen: EventId | None = None,
+        grammar_field: str = "",
     ) -> EventStream:
         """Start the generations and wait for the first event; `seen` is the last event that the client has.
+
+        See `generate_all` for `grammar_field`.
 
         Raises:
             GammarayError: The first failure, if it comes before the first event.
         """
-        events = _events(backend, requests, response, options, caller, seen)
+        events = _events(backend, requests, response, options, caller, seen, grammar_field)
         return cls(await anext(events), events)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -247,21 +273,25 @@ async def _events(
     options: StreamOptions,
     caller: Caller,
     seen: EventId | None,
+    grammar_field: str,
 ) -> AsyncGenerator[bytes, None]:
     is_padded, is_resumable = options.include_obfuscation, len(requests) == 1 and requests[0].store
 
     def rendered(index: int, chunk: Chunk) -> bytes:
-        event = response.piece(index, chunk, options)
-        if event is None or (seen and seen.has_ended):
+        events = response.pieces(index, chunk, options)
+        if not events or (seen and seen.has_ended):
             return b""
-        data = _compact(event) if chunk.prompt_logprobs is None else encode(event)
-        return _event(data, EventId.of(chunk) if is_resumable else None, is_padded=is_padded)
+        write = compact if chunk.prompt_logprobs is None else encode
+        # Only after its last event a client has the whole chunk, so that it can resume after it.
+        last = f"id: {EventId.of(chunk)}\n" if is_resumable else ""
+        return b"".join(
+            sse(write(event), fields, is_padded=is_padded)
+            for event, fields in zip(events, [*("" for _ in events[1:]), last], strict=True)
+        )
 
-    async with generate_all(backend, requests, caller) as pieces:
+    async with generate_all(backend, requests, caller, grammar_field=grammar_field) as pieces:
         openings: Sequence[bytes] | None = (
-            [_event(_compact(event), is_padded=is_padded) for event in response.openings()]
-            if not seen
-            else []
+            [sse(compact(event), is_padded=is_padded) for event in response.openings()] if not seen else []
         )
         try:
             async for index, chunk in pieces:
@@ -276,23 +306,28 @@ async def _events(
         except Exception as error:
             if openings is not None:
                 raise
-            yield _event(_compact(error_body(as_gammaray_error(error))))
+            yield sse(compact(error_body(as_gammaray_error(error))))
             return
         if options.include_usage:
-            yield _event(_compact(response.usage_event()))
+            yield sse(compact(response.usage_event()))
         yield b"data: [DONE]\n\n"
 
 
-def _compact(body: Mapping[str, Any]) -> bytes:
+def compact(body: Mapping[str, Any]) -> bytes:
+    """Return a small object as JSON."""
     return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def _event(data: bytes, event_id: EventId | None = None, *, is_padded: bool = False) -> bytes:
+def sse(data: bytes, fields: str = "", *, is_padded: bool = False) -> bytes:
     """Return the event of a JSON object that has at least one field.
 
-    If `is_padded`, a last field `obfuscation` of random characters pads it to a multiple of EVENT_BYTES.
+    Args:
+        data: The object.
+        fields: Lines of further fields of the event, such as its id.
+        is_padded: Whether a last field `obfuscation` of random characters pads the event to a multiple of
+            EVENT_BYTES.
     """
-    head = b"data: " if event_id is None else f"id: {event_id}\ndata: ".encode()
+    head = f"{fields}data: ".encode()
     if not is_padded:
         return b"".join((head, data, b"\n\n"))
     field, end = b',"obfuscation":"', b'"}\n\n'

@@ -43,6 +43,7 @@ def test_all_is_frozen_and_sorted():
         "GammarayError",
         "GenerateOptions",
         "GenerationRequest",
+        "IncompleteOutputError",
         "InternalError",
         "InvalidArgumentError",
         "ModelChangedError",

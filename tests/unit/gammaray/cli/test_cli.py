@@ -29,6 +29,7 @@ from gammaray import (
     UnavailableError,
 )
 from gammaray.cli import main
+from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
 
 ROOT = Path(gammaray.__file__).parents[1]
 GREEN, MAGENTA, YELLOW, RESET = "\x1b[32m", "\x1b[35m", "\x1b[33m", "\x1b[0m"
@@ -171,6 +172,64 @@ def test_generate_prediction_is_the_text_of_a_file(story, tmp_path):
     assert "prediction" in result.output
     assert "offset 1" in result.output
     assert len(service.requests) == 1
+
+
+def test_generate_forms_reach_the_server_as_grammars(story, tmp_path):
+    service, address = story
+    schema, lark = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"type": "string", "const": "caf\u00e9"}', encoding="utf-8")
+    lark.write_text('start: "\u00e9"\n', encoding="utf-8")
+    for options in (
+        *(["--json-schema", schema], ["--regex", "[a,b]+"], ["--choice", "a,b", "--choice", "c"]),
+        *(["--grammar", lark], []),
+    ):
+        result = invoke("generate", "Hi", "-a", address, *options)
+        assert result.exit_code == 0, result.output
+    assert [request.sampling.grammar for request in service.requests] == [
+        json_schema_grammar({"type": "string", "const": "caf\u00e9"}),
+        regex_grammar("[a,b]+"),
+        choice_grammar(["a,b", "c"]),
+        'start: "\u00e9"\n',
+        "",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "content", "words"),
+    [
+        (["--json-schema", "FILE"], b'{"a":', "file.txt is no JSON"),
+        (["--json-schema", "FILE"], b"[" * 100_000, "file.txt is no JSON"),
+        (["--json-schema", "FILE"], b"[1]", "file.txt is no JSON schema"),
+        (["--json-schema", "FILE"], b" ", "file.txt is empty"),
+        (["--json-schema", "FILE"], b"\xff", "offset 0"),
+        (["--json-schema", "FILE.none"], b"", "does not exist"),
+        (["--grammar", "FILE"], b"", "file.txt is empty"),
+        (["--grammar", "FILE"], b"start: \xff", "offset 7"),
+        (["--regex", "a", "--choice", "b"], b"", "--regex and --choice exclude each other"),
+        (["--json-schema", "FILE", "--grammar", "FILE"], b"{}", "--json-schema and --grammar exclude"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("command", [["generate", "Hi"], ["chat"]], ids=" ".join)
+def test_wrong_form_is_exit_code_2_and_named(command, options, content, words, tmp_path):
+    file = tmp_path / "file.txt"
+    file.write_bytes(content)
+    result = invoke(*command, *(option.replace("FILE", str(file)) for option in options), input="")
+    assert result.exit_code == 2
+    assert words in " ".join(result.stderr.split())
+
+
+def test_generate_checks_a_form_before_it_is_sent(tmp_path):
+    file = tmp_path / "schema.json"
+    file.write_text('{"enum": [1e300]}')
+    for options, words in (
+        (["--json-schema", file], "json_schema: got the constant 1e+300"),
+        (["--regex", ""], "regex: got "),
+        (["--choice", ""], "choice: got "),
+    ):
+        result = invoke("generate", "Hi", *options)
+        assert result.exit_code == 2
+        assert words in result.stderr
 
 
 def test_generate_dash_reads_stdin(story):

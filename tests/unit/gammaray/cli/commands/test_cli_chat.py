@@ -1,5 +1,6 @@
 """`gammaray chat` against the HTTP API over a scripted orchestrator."""
 
+import json
 import socket
 import threading
 import time
@@ -7,12 +8,14 @@ import time
 import pytest
 import uvicorn
 from click.testing import CliRunner
+from pydantic import BaseModel
 from surface_helpers import ScriptedBackend
 
 from gammaray.cli import main
 from gammaray.client.chat import Chat
-from gammaray.errors import GammarayError, UnavailableError
-from orchestrator.api.http.app import create_app
+from gammaray.errors import GammarayError, IncompleteOutputError, InvalidArgumentError, UnavailableError
+from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
+from orchestrator.api.http.server.app import create_app
 
 MAGENTA, RESET = "\x1b[35m", "\x1b[0m"
 
@@ -72,6 +75,56 @@ def test_chat_keeps_the_conversation_until_it_is_reset(serve):
     ]
     assert {request.sampling.seed for request in backend.requests} == {7}
     assert result.stderr.count("1.50 per cycle, alpha 0.50, seed 7") == 3
+
+
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+
+
+def test_chat_answers_have_the_form_that_an_option_asks_for(serve, tmp_path):
+    backend, file = Recording(), tmp_path / "person.json"
+    file.write_text(json.dumps(PERSON))
+    url = serve(backend)
+    for options in (["--json-schema", str(file)], ["--regex", "a+"], ["--choice", "a", "--choice", "b"], []):
+        assert chat(url, "hi\nand?\n", *options).exit_code == 0
+    grammars = [request.sampling.grammar for request in backend.requests]
+    forms = (json_schema_grammar(PERSON), regex_grammar("a+"), choice_grammar(["a", "b"]), "")
+    assert grammars == [grammar for grammar in forms for _ in range(2)]
+
+
+class Person(BaseModel):
+    name: str
+
+
+def test_chat_object_parses_an_answer(serve):
+    pieces = (b'{"name":', b' "Ada', b'"}')
+    backend = Recording(pieces=pieces)
+    conversation = Chat(serve(backend))
+    assert conversation.parsed is None
+    said = "".join(piece.text for piece in conversation.ask("hi", json_schema=Person))
+    assert conversation.parsed == Person(name="Ada")
+    assert backend.requests[0].sampling.grammar == json_schema_grammar(Person.model_json_schema())
+    assert conversation.messages[-1] == {"role": "assistant", "content": said}
+    list(conversation.ask("and?", json_schema=PERSON))
+    assert conversation.parsed == {"name": "Ada"}
+    list(conversation.ask("and?"))
+    assert conversation.parsed is None
+    conversation.reset()
+    assert conversation.parsed is None
+
+
+def test_chat_object_of_a_cut_answer_is_an_error(serve):
+    conversation = Chat(serve(Recording(pieces=(b'{"name":', b' "Ada', b'"}'))), options={"max_tokens": 2})
+    list(conversation.ask("hi", json_schema=Person))
+    with pytest.raises(IncompleteOutputError) as caught:
+        conversation.parsed  # noqa: B018  # a property
+    assert (caught.value.text, caught.value.finish_reason) == ('{"name": "Ada', "length")
+
+
+def test_chat_two_forms_at_once_are_refused(serve):
+    conversation = Chat(serve(Recording()))
+    with pytest.raises(InvalidArgumentError, match="json_schema with regex"):
+        list(conversation.ask("hi", json_schema=Person, regex="a"))
+    assert conversation.messages == []
 
 
 def test_chat_colours_tokens_by_drafter(serve):

@@ -14,8 +14,8 @@ from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.access.caller import PRIORITY_HEADER, Authenticator
 from orchestrator.api.grpc_servicer import GenerationServicer
 from orchestrator.api.http import bodies as http_bodies
-from orchestrator.api.http.app import create_app
 from orchestrator.api.http.auth import PUBLIC_PATHS
+from orchestrator.api.http.server.app import create_app
 
 PROMPT = {"prompt": "x"}
 JSON = {"content-type": "application/json"}

@@ -15,8 +15,8 @@ from gammaray.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from orchestrator.api.http.app import MAX_BODY_BYTES, create_app
 from orchestrator.api.http.errors import error_body
+from orchestrator.api.http.server.app import MAX_BODY_BYTES, create_app
 
 
 async def post(content, path="/v1/completions", backend=None):
@@ -130,16 +130,15 @@ CHATS = {
     "no messages": ({}, "messages"),
     "empty messages": ({"messages": []}, "messages"),
     "message without role": ({"messages": [{"content": "x"}]}, "messages.0.role"),
-    "unknown role": ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+    "unknown role": ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.role"),
     "messages too many": ({"messages": HI * 16385}, "messages"),
     "no content": ({"messages": [{"role": "user"}]}, "messages.0.content"),
     "an image": ({"messages": [{"role": "user", "content": IMAGE}]}, "messages.0.content"),
     "refused by the template": ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
     "top_logprobs without logprobs": ({"messages": HI, "top_logprobs": 2}, "top_logprobs"),
     "top_logprobs too many": ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    "tools": ({"messages": HI, "tools": [{"type": "function"}]}, "tools"),
+    "tools": ({"messages": HI, "tools": [{"type": "function"}]}, "tools.0.function"),
     "functions": ({"messages": HI, "functions": [{}]}, "functions"),
-    "response_format": ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
     "audio": ({"messages": HI, "modalities": ["audio"]}, "modalities"),
 }
 

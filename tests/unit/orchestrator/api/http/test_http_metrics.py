@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from surface_helpers import ScriptedBackend
 
 from gammaray.types import ProcessStatus, SpeculationTotals
-from orchestrator.api.http.app import targets, vllm_metrics
+from orchestrator.api.http.server.app import targets, vllm_metrics
 
 
 def orchestrator(pid, totals, per_position, *, running=0, waiting=0):

@@ -8,7 +8,7 @@ from surface_helpers import ScriptedBackend
 from gammaray.config import ClusterSettings, OrchestratorSettings
 from gammaray.security.keys import create_key
 from orchestrator.access.caller import Authenticator
-from orchestrator.api.http.app import create_app
+from orchestrator.api.http.server.app import create_app
 from orchestrator.launcher.trust import arrange_trust
 
 JSON = {"content-type": "application/json"}

@@ -8,7 +8,7 @@ from http_helpers import CHAT, GAMMARAY, complete, events, events_with_ids
 from surface_helpers import PIECES, ScriptedBackend
 
 from gammaray.errors import UnavailableError
-from orchestrator.api.http.app import create_app
+from orchestrator.api.http.server.app import create_app
 from orchestrator.api.http.stream import EVENT_BYTES
 
 

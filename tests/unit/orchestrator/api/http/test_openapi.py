@@ -13,7 +13,7 @@ from openapi_helpers import validator
 from surface_helpers import ScriptedBackend
 
 from gammaray.sampling import SAMPLING_RULES
-from orchestrator.api.http.app import create_app
+from orchestrator.api.http.auth import DOCUMENT_PATH
 from orchestrator.api.http.models import (
     HTTP_SAMPLING,
     ChatRequest,
@@ -21,7 +21,8 @@ from orchestrator.api.http.models import (
     GammarayOptions,
     StreamOptions,
 )
-from orchestrator.api.http.openapi import PATH, document
+from orchestrator.api.http.server.app import create_app
+from orchestrator.api.http.server.openapi import document
 
 SCHEMAS = document()["components"]["schemas"]
 BODIES = {"/v1/completions": {"prompt": "x"}, "/v1/chat/completions": {"messages": CHAT}}
@@ -44,7 +45,7 @@ def test_document_has_the_paths_and_methods_that_the_application_has():
 
 
 async def test_document_is_served_as_it_is():
-    answer = await call(ScriptedBackend(), "GET", PATH)
+    answer = await call(ScriptedBackend(), "GET", DOCUMENT_PATH)
     assert answer.json() == json.loads(json.dumps(document()))
 
 

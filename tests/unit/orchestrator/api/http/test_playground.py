@@ -44,6 +44,11 @@ async def test_page_has_no_inline_handlers_or_styles_which_the_policy_forbids():
     assert re.findall(r"<[^>]+\s(?:on\w+|style)=", (await page()).text) == []
 
 
+async def test_every_drafter_can_be_chosen():
+    options = re.search(r'<select id="drafter">(.*?)</select>', (await page()).text)[1]
+    assert re.findall(r"<option>(\w+)</option>", options) == [kind.value for kind in DrafterKind]
+
+
 async def test_every_drafter_and_origin_has_a_colour_in_both_schemes_and_a_place_in_the_legend():
     text = (await page()).text
     for source in [*(kind for kind in DrafterKind if kind is not DrafterKind.NONE), *TokenOrigin]:

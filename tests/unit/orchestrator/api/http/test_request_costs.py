@@ -20,7 +20,7 @@ from gammaray.types import FinishReason, GenerationRequest, SamplingParams, Toke
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.api.grpc_handlers import add_generation_service
 from orchestrator.api.grpc_servicer import GenerationServicer
-from orchestrator.api.http.app import MAX_BODY_BYTES, create_app
+from orchestrator.api.http.server.app import MAX_BODY_BYTES, create_app
 from orchestrator.sessions.lifecycle import OpenSession, check_request, make_session, open_session
 from orchestrator.sessions.progress import ChunkBuilder
 from orchestrator.text.cpu_threads import NUM_THREADS
@@ -73,6 +73,7 @@ def numbered(head, item, tail):
 
 
 PROMPT = b'{"prompt":"a",'
+CHATTING = b'{"messages":[{"role":"user","content":"a"}],'
 CHAT = "/v1/chat/completions"
 NO_FIELD = "no such field; it is unknown or not supported"
 BODIES = {
@@ -96,7 +97,51 @@ BODIES = {
         lambda: filled(b'{"messages":[{"role":"user","content":[', b"0", b"]}]}"),
         "messages.0.content: got [0, 0, ",
     ),
-    "tools": (lambda: filled(b'{"messages":[],"tools":[', b"{}", b"]}"), "tools: got [{}, {}, "),
+    "tools": (
+        lambda: filled(CHATTING + b'"tools":[', b"{}", b"]}"),
+        "tools.0.type: got nothing, allowed: a value; it is required",
+    ),
+    "tools of many": (
+        lambda: numbered(CHATTING + b'"tools":[', b'{"type":"function","function":{"name":"f%07d"}}', b"]}"),
+        "tools: got at least ",
+    ),
+    "tools with many fields": (
+        lambda: numbered(CHATTING + b'"tools":[{"type":"function",', b'"%07d":0', b"}]}"),
+        "tools.0.",
+    ),
+    "tools with a wide schema": (
+        lambda: numbered(
+            CHATTING + b'"tools":[{"type":"function","function":{"name":"f","parameters":{"properties":{',
+            b'"%07d":{}',
+            b"}}}}]}",
+        ),
+        "body: got more than 131072 JSON values",
+    ),
+    "tools with a long schema": (
+        lambda: filled(
+            CHATTING + b'"tools":[{"type":"function","function":{"name":"f","parameters":{"enum":[',
+            b"0",
+            b"]}}}]}",
+        ),
+        "tools.0.function.parameters: got more than 131072 characters of schemas so far",
+    ),
+    "calls in messages": (
+        lambda: filled(
+            b'{"messages":[{"role":"assistant","tool_calls":[',
+            b'{"id":"","function":{"name":"f","arguments":"{}"}}',
+            b"]}]}",
+        ),
+        "messages.0.tool_calls: got at least ",
+    ),
+    "arguments of calls": (
+        lambda: filled(
+            b'{"messages":[{"role":"assistant","tool_calls":[{"id":"","function":{"name":"f","arguments":"{'
+            + b'\\"a\\":[',
+            b"[]",
+            b']}"}}]}]}',
+        ),
+        "messages.0.tool_calls.0.function.arguments: got more than 1048576 characters",
+    ),
     "stop_token_ids of strings": (
         lambda: filled(PROMPT + b'"stop_token_ids":[', b'""', b"]}"),
         "stop_token_ids.0: got '', allowed: a valid integer",

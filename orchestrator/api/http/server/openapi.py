@@ -1,4 +1,6 @@
-"""The OpenAPI document of the HTTP API: `GET /openapi.json`, or `python -m orchestrator.api.http.openapi`.
+"""The OpenAPI document of the HTTP API, at `GET /openapi.json`.
+
+Also printed by `python -m orchestrator.api.http.server.openapi`.
 
 Schemas are generated from the models that parse requests and from the types of responses.
 """
@@ -7,7 +9,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
@@ -18,11 +20,13 @@ from gammaray.checks import Integer
 from gammaray.wire.metadata import MAX_TIMEOUT_MS, TIMEOUT_HEADER
 from orchestrator.access.caller import MAX_PRIORITY, PRIORITY_HEADER
 from orchestrator.api.http import models, response_types
+from orchestrator.api.http.auth import DOCUMENT_PATH
 from orchestrator.api.http.errors import STATUSES
+from orchestrator.api.http.responses_api import types
+from orchestrator.api.http.responses_api.models import INCLUDABLE, ResponsesRequest
+from orchestrator.api.http.responses_api.records import MAX_LISTED, MAX_SEQUENCE_NUMBER
 
-__all__ = ["PATH", "document"]
-
-PATH = "/openapi.json"
+__all__ = ["document"]
 
 _INFO = {
     "title": "gammaray",
@@ -31,6 +35,7 @@ _INFO = {
     "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
 }
 _BODIES: tuple[Any, ...] = (
+    *(ResponsesRequest, *get_args(types.Event), types.ResponseObject, types.ItemList, types.DeletedResponse),
     *(models.CompletionRequest, models.ChatRequest, response_types.Error),
     *(response_types.Completion, response_types.CompletionPiece),
     *(response_types.ChatCompletion, response_types.ChatCompletionPiece),
@@ -74,6 +79,7 @@ def document() -> dict[str, Any]:
         "paths": {
             "/v1/completions": {"post": _generation("CompletionRequest", "Completion")},
             "/v1/chat/completions": {"post": _generation("ChatRequest", "ChatCompletion")},
+            **_responses(),
             **{path: {"get": operation} for path, operation in _information().items()},
         },
         "components": {
@@ -110,18 +116,98 @@ def _generation(request: str, response: str) -> dict[str, Any]:
     data = {"anyOf": [{"const": "[DONE]"}, {**_TEXT, "contentMediaType": _JSON, "contentSchema": piece}]}
     # Tools expect the schema of one event for this media type.
     event = {"type": "object", "properties": {"id": _TEXT, "data": data}, "required": ["data"]}
-    headers = [
-        {"name": name, "in": "header", "description": meaning, "schema": schema}
-        for name, (schema, meaning) in _HEADERS.items()
-    ]
     return _operation(
         f"create{response}",
         "The completion; with `stream` its pieces, as server-sent events.",
         _content(response) | _content(event, "text/event-stream"),
         tuple(STATUSES),
-        parameters=headers,
+        parameters=_header_parameters(),
         requestBody={"required": True, "content": _content(request)},
     )
+
+
+def _responses() -> dict[str, dict[str, Any]]:
+    """Return the operations of the Responses API by path and method."""
+    response_id = {"name": "response_id", "in": "path", "required": True, "schema": _TEXT}
+    include = {"type": "array", "items": {"enum": list(INCLUDABLE)}}
+    index = {"type": "integer", "minimum": 0, "maximum": MAX_SEQUENCE_NUMBER}
+    streamed = _content(_ref("ResponseObject")) | _content(_response_event(), "text/event-stream")
+    flag = {"type": "boolean", "default": False}
+    errors = (*_LOOKING_UP, 404)
+    headers = [header for header in _header_parameters() if header["name"] != "Last-Event-ID"]
+
+    def query(**schemas: dict[str, Any]) -> list[dict[str, Any]]:
+        given = [{"name": name, "in": "query", "schema": schema} for name, schema in schemas.items()]
+        return [response_id, *given]
+
+    return {
+        "/v1/responses": {
+            "post": _operation(
+                "createResponse",
+                "The response; with `stream` its events, as server-sent events.",
+                streamed,
+                tuple(STATUSES),
+                parameters=headers,
+                requestBody={"required": True, "content": _content("ResponsesRequest")},
+            )
+        },
+        "/v1/responses/{response_id}": {
+            "get": _operation(
+                "getResponse",
+                "A stored response; with `stream` its events after number `starting_after`.",
+                streamed,
+                (*errors, 409),
+                parameters=query(
+                    stream=flag, starting_after=index, include_obfuscation=flag, include=include
+                ),
+            ),
+            "delete": _operation(
+                "deleteResponse",
+                "The response and its session are deleted.",
+                _content("DeletedResponse"),
+                errors,
+                parameters=[response_id],
+            ),
+        },
+        "/v1/responses/{response_id}/cancel": {
+            "post": _operation(
+                "cancelResponse",
+                "Never: only responses with `background` can be cancelled.",
+                _content("ResponseObject"),
+                errors,
+                parameters=[response_id],
+            )
+        },
+        "/v1/responses/{response_id}/input_items": {
+            "get": _operation(
+                "listInputItems",
+                "The items before the response's output, those of earlier responses included.",
+                _content("ItemList"),
+                errors,
+                parameters=query(
+                    limit={"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": 20},
+                    order={"enum": ["asc", "desc"], "default": "desc"},
+                    after=_TEXT,
+                    include=include,
+                ),
+            )
+        },
+    }
+
+
+def _response_event() -> dict[str, Any]:
+    """Return the schema of an event of a response's stream."""
+    names = [event.__name__ for event in get_args(types.Event)]
+    events = {"anyOf": [_ref(name) for name in names]}
+    data = {**_TEXT, "contentMediaType": _JSON, "contentSchema": events}
+    return {"type": "object", "properties": {"event": _TEXT, "data": data}, "required": ["event", "data"]}
+
+
+def _header_parameters() -> list[dict[str, Any]]:
+    return [
+        {"name": name, "in": "header", "description": meaning, "schema": schema}
+        for name, (schema, meaning) in _HEADERS.items()
+    ]
 
 
 def _information() -> dict[str, dict[str, Any]]:
@@ -138,7 +224,7 @@ def _information() -> dict[str, dict[str, Any]]:
         "/metrics/targets": _operation("listMetricsTargets", "Processes that serve metrics.", targets),
         "/health": _operation("health", "A target worker is available.", _content("Health"), (403, 405, 503)),
         "/": _operation("root", "The server; the playground for browsers.", root, (403, 405)),
-        PATH: _operation("describe", "This document.", _content({"type": "object"}), (403, 405)),
+        DOCUMENT_PATH: _operation("describe", "This document.", _content({"type": "object"}), (403, 405)),
     }
 
 

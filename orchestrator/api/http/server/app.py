@@ -17,23 +17,24 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from starlette.requests import ClientDisconnect
 
-from gammaray.errors import CancelledError, NotFoundError, UnavailableError
+from gammaray.errors import NotFoundError, UnavailableError
 from gammaray.types import ProcessStatus, SpeculationTotals
 from orchestrator.access.caller import Authenticator
 from orchestrator.api.backend import Backend
-from orchestrator.api.http.auth import AccessControl, caller_of
+from orchestrator.api.http.auth import DOCUMENT_PATH, AccessControl, caller_of
 from orchestrator.api.http.bodies import MAX_BODY_BYTES, BodyReader
-from orchestrator.api.http.errors import as_gammaray_error, error_response, install_handlers
+from orchestrator.api.http.errors import guarded, install_handlers
 from orchestrator.api.http.json_text import encode
 from orchestrator.api.http.models import ChatRequest, CompletionRequest, parse_body
-from orchestrator.api.http.openapi import PATH, document
 from orchestrator.api.http.requests import ChoicePlan, chat_choices, completion_choices
 from orchestrator.api.http.response_types import Health, MetricsTarget, Model, ModelList, Root
 from orchestrator.api.http.responses import ChatResponse, CompletionResponse, Response
+from orchestrator.api.http.responses_api.routes import add_responses
+from orchestrator.api.http.server.openapi import document
 from orchestrator.api.http.sites import Hosts, SiteControl
 from orchestrator.api.http.stream import HEADER, EventId, EventStream, generate_all, recall, resumed
+from orchestrator.api.http.tools.calls import plan_calls, render_messages
 from orchestrator.text.cpu_threads import INLINE_BYTES, in_parser_thread, in_thread
 
 __all__ = [
@@ -164,7 +165,7 @@ def playground() -> fastapi.Response:
 
 @cache
 def _page() -> str:
-    return files("orchestrator.api.http").joinpath("playground.html").read_text(encoding="utf-8")
+    return files("orchestrator.api.http.server").joinpath("playground.html").read_text(encoding="utf-8")
 
 
 @cache
@@ -217,7 +218,9 @@ def create_app(
     app.add_middleware(AccessControl, authenticator=authenticator)
     if authenticator.is_open:
         app.add_middleware(SiteControl, hosts=Hosts(allowed_hosts))
-    _add_generation(app, backend, BodyReader(max_bodies_bytes))
+    bodies = BodyReader(max_bodies_bytes)
+    _add_generation(app, backend, bodies)
+    add_responses(app, backend, bodies)
     _add_information(app, backend)
     add_metrics(app, backend)
     return app
@@ -232,7 +235,7 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
             response = CompletionResponse(backend.model_name, plans, backend.token_bytes, backend.is_special)
             return await _generate(backend, plans, response, body, request)
 
-        return await _guarded(answer)
+        return await guarded(answer)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> fastapi.Response:
@@ -242,7 +245,7 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
             response = ChatResponse(backend.model_name, plans, backend.token_bytes, backend.is_special)
             return await _generate(backend, plans, response, body, request)
 
-        return await _guarded(answer)
+        return await guarded(answer)
 
 
 def _add_information(app: FastAPI, backend: Backend) -> None:
@@ -283,9 +286,9 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
             well: Health = {"status": "ok"}
             return JSONResponse(well)
 
-        return await _guarded(answer)
+        return await guarded(answer)
 
-    @app.get(PATH)
+    @app.get(DOCUMENT_PATH)
     async def openapi() -> JSONResponse:
         return JSONResponse(document())
 
@@ -306,8 +309,10 @@ def _plan_completions(backend: Backend, data: bytes) -> tuple[CompletionRequest,
 
 def _plan_chat(backend: Backend, data: bytes) -> tuple[ChatRequest, list[ChoicePlan]]:
     body = parse_body(ChatRequest, data)
-    prompt = backend.render_chat([message.model_dump() for message in body.messages])
-    return body, chat_choices(body, prompt, backend.max_context)
+    messages, tools = body.conversation(), body.checked_tools()
+    calls = plan_calls(tools, body.tool_choice, body.parallel_tool_calls, backend)
+    prompt = render_messages(messages, backend) if calls is None else calls.prompt(messages, backend)
+    return body, chat_choices(body, prompt, backend.max_context, calls)
 
 
 async def _generate(
@@ -322,24 +327,16 @@ async def _generate(
     if seen is not None:
         plans = resumed(plans, seen, is_stream=body.stream)
         await recall(response, backend, seen, caller)
-    requests = [plan.request for plan in plans]
+    requests, asked = [plan.request for plan in plans], plans[0].grammar_field
     if body.stream:
         options = body.stream_options
-        return await EventStream.open(backend, requests, response, options, caller=caller, seen=seen)
-    async with generate_all(backend, requests, caller) as pieces:
+        return await EventStream.open(
+            backend, requests, response, options, caller=caller, seen=seen, grammar_field=asked
+        )
+    async with generate_all(backend, requests, caller, grammar_field=asked) as pieces:
         async for index, chunk in pieces:
             response.add(index, chunk)
     if response.num_entries <= INLINE_ENTRIES:
         return JSONResponse(response.whole())
     content = await in_thread(lambda: encode(response.whole()))
     return fastapi.Response(content, media_type=JSONResponse.media_type)
-
-
-async def _guarded(answer: Callable[[], Awaitable[fastapi.Response]]) -> fastapi.Response:
-    """Convert any exception of `answer`, including bugs, into an OpenAI error object."""
-    try:
-        return await answer()
-    except ClientDisconnect:
-        return fastapi.Response(status_code=CancelledError.http_status)  # the client has disconnected
-    except Exception as error:
-        return error_response(as_gammaray_error(error))

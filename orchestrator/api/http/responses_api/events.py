@@ -1,0 +1,279 @@
+"""Makes the output of a response, and the events that stream it.
+
+A stream has the response as it begins, then for each item the item as it begins, its text in pieces and the
+whole item, then the whole response. `replay` makes the same events again of a stored response, for which only
+the lengths of the pieces are kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from gammaray.errors import GammarayError, InvalidArgumentError, ResourceExhaustedError
+from gammaray.types import FinishReason, Usage
+from orchestrator.api.http.responses_api import types
+from orchestrator.api.http.responses_api.items import new_id, text_part
+
+__all__ = ["ResponseBuilder", "replay"]
+
+_STATUSES: Mapping[FinishReason, types.Status] = {
+    FinishReason.STOP: "completed",
+    FinishReason.LENGTH: "incomplete",
+    FinishReason.CANCELLED: "cancelled",
+}
+
+
+class ResponseBuilder:
+    """Makes one response piece by piece; each method returns the events that tell of it.
+
+    Args:
+        response: The response before its output; it is completed in place.
+        make_id: Returns the id of the next item, by its prefix.
+
+    Attributes:
+        response: The response so far; items are added when they are whole.
+        pieces: For each item the lengths of its pieces of text, each with its number of log-probabilities.
+    """
+
+    def __init__(self, response: types.ResponseObject, make_id: Callable[[str], str] = new_id) -> None:
+        self.response = response
+        self.pieces: list[list[int]] = []
+        self._make_id = make_id
+        self._num_events = 0
+        self._message: types.MessageItem | None = None
+        self._call: types.CallItem | None = None
+        self._texts: list[str] = []  # of the open item
+        self._logprobs: list[Any] = []
+
+    def begin(self) -> list[types.Event]:
+        """Begin the stream."""
+        return [
+            self._event({"type": "response.created", "response": self._snapshot()}),
+            self._event({"type": "response.in_progress", "response": self._snapshot()}),
+        ]
+
+    def add_text(self, text: str, logprobs: Sequence[Any] = ()) -> list[types.Event]:
+        """Add text to the last message; begin one if there is none."""
+        events = [] if self._message is not None else self.begin_message()
+        assert self._message is not None
+        self._texts.append(text)
+        self._logprobs += logprobs
+        self.pieces[-1] += (len(text), len(logprobs))
+        place = {"item_id": self._message["id"], "output_index": self._index, "content_index": 0}
+        delta = {"type": "response.output_text.delta", **place, "delta": text, "logprobs": list(logprobs)}
+        return [*events, self._event(delta)]
+
+    def begin_message(self) -> list[types.Event]:
+        """Begin a message; `add_text` does so where none is open."""
+        self._message = {
+            "id": self._make_id("msg"),
+            "type": "message",
+            "role": "assistant",
+            "status": "in_progress",
+            "content": [],
+        }
+        self.pieces.append([])
+        place = {"item_id": self._message["id"], "output_index": self._index, "content_index": 0}
+        part = {"type": "response.content_part.added", **place, "part": text_part("")}
+        return [self._begun(self._message), self._event(part)]
+
+    def begin_call(self, call_id: str, name: str) -> list[types.Event]:
+        """End the message before, and begin a call."""
+        events = self.end_item()
+        self._call = {
+            "id": self._make_id("fc"),
+            "type": "function_call",
+            "call_id": call_id,
+            "name": name,
+            "arguments": "",
+            "status": "in_progress",
+        }
+        self.pieces.append([])
+        return [*events, self._begun(self._call)]
+
+    def add_arguments(self, text: str) -> list[types.Event]:
+        """Add text to the arguments of the call that is open."""
+        assert self._call is not None
+        self._texts.append(text)
+        self.pieces[-1] += (len(text), 0)
+        place = {"item_id": self._call["id"], "output_index": self._index}
+        return [self._event({"type": "response.function_call_arguments.delta", **place, "delta": text})]
+
+    def end_item(self, *, is_whole: bool = True) -> list[types.Event]:
+        """End the item that is open, if any."""
+        if self._message is not None:
+            return self._end_message(is_whole=is_whole)
+        if self._call is not None:
+            return self._end_call(is_whole=is_whole)
+        return []
+
+    def finish(self, reason: FinishReason, usage: Usage | None) -> list[types.Event]:
+        """End the output; a response without any has an empty message. `end` then tells of it."""
+        is_whole = reason is FinishReason.STOP
+        is_empty = not self.response["output"] and self._message is None and self._call is None
+        events = self.begin_message() if is_empty else []
+        events += self.end_item(is_whole=is_whole)
+        self.response["status"] = _STATUSES[reason]
+        self.response["usage"] = None if usage is None else _usage(usage)
+        if reason is FinishReason.STOP:
+            self.response["completed_at"] = int(time.time())
+        if reason is FinishReason.LENGTH:
+            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        return events
+
+    def fail(self, error: GammarayError) -> None:
+        """End the response because of an error; it keeps the output so far."""
+        self._break_off("failed")
+        self.response["error"] = _error(error)
+
+    def cancel(self) -> None:
+        """End the response because its client has gone; it keeps the output so far."""
+        self._break_off("cancelled")
+
+    @property
+    def end(self) -> tuple[str, int]:
+        """Type and number of the last event, which has the whole response."""
+        status = self.response["status"]
+        kind = status if status in ("completed", "failed") else "incomplete"
+        return f"response.{kind}", self._num_events
+
+    @property
+    def _index(self) -> int:
+        return len(self.response["output"])
+
+    def _break_off(self, status: types.Status) -> None:
+        number = self._num_events
+        self.end_item(is_whole=False)
+        self._num_events = number  # the client is not told of the end of the item
+        self.response["status"], self.response["completed_at"] = status, None
+
+    def _end_message(self, *, is_whole: bool) -> list[types.Event]:
+        message, self._message = self._message, None
+        assert message is not None
+        text, logprobs = self._taken()
+        part = text_part(text, logprobs)
+        place = {"item_id": message["id"], "output_index": self._index, "content_index": 0}
+        done: types.MessageItem = {
+            **message,
+            "status": "completed" if is_whole else "incomplete",
+            "content": [part],
+        }
+        whole = {"type": "response.output_text.done", **place, "text": text, "logprobs": logprobs}
+        return [
+            self._event(whole),
+            self._event({"type": "response.content_part.done", **place, "part": part}),
+            self._ended(done),
+        ]
+
+    def _end_call(self, *, is_whole: bool) -> list[types.Event]:
+        call, self._call = self._call, None
+        assert call is not None
+        arguments, _ = self._taken()
+        done: types.CallItem = {
+            **call,
+            "arguments": arguments,
+            "status": "completed" if is_whole else "incomplete",
+        }
+        whole = {
+            "type": "response.function_call_arguments.done",
+            "item_id": call["id"],
+            "output_index": self._index,
+            "name": call["name"],
+            "arguments": arguments,
+        }
+        return [self._event(whole), self._ended(done)]
+
+    def _taken(self) -> tuple[str, list[Any]]:
+        text, logprobs = "".join(self._texts), self._logprobs
+        self._texts, self._logprobs = [], []
+        return text, logprobs
+
+    def _begun(self, item: types.OutputItem) -> types.Event:
+        event: types.Event = self._event(
+            {"type": "response.output_item.added", "output_index": self._index, "item": item}
+        )
+        return event
+
+    def _ended(self, item: types.OutputItem) -> types.Event:
+        event: types.Event = self._event(
+            {"type": "response.output_item.done", "output_index": self._index, "item": item}
+        )
+        self.response["output"].append(item)
+        return event
+
+    def _snapshot(self) -> types.ResponseObject:
+        return {**self.response, "output": list(self.response["output"])}
+
+    def _event(self, event: Mapping[str, Any]) -> Any:
+        number, self._num_events = self._num_events, self._num_events + 1
+        return {"type": event["type"], "sequence_number": number, **event}
+
+
+def replay(
+    response: types.ResponseObject, pieces: Sequence[Sequence[int]]
+) -> Iterator[types.Event | tuple[str, int]]:
+    """Yield the events of a stored response again, as they were numbered; the last as `ResponseBuilder.end`.
+
+    Args:
+        response: The whole response.
+        pieces: `ResponseBuilder.pieces`.
+    """
+    output = response["output"]
+    ids = iter([item["id"] for item in output])
+    builder = ResponseBuilder(_before(response), lambda _: next(ids))
+    yield from builder.begin()
+    for item, lengths in zip(output, pieces, strict=True):
+        starts = zip(lengths[::2], lengths[1::2], strict=True)
+        at = logprob_at = 0
+        if item["type"] == "message":
+            part = item["content"][0]
+            yield from builder.begin_message()
+            for length, num_logprobs in starts:
+                shown = part["logprobs"][logprob_at : logprob_at + num_logprobs]
+                yield from builder.add_text(part["text"][at : at + length], shown)
+                at, logprob_at = at + length, logprob_at + num_logprobs
+        else:
+            yield from builder.begin_call(item["call_id"], item["name"])
+            for length, _ in starts:
+                yield from builder.add_arguments(item["arguments"][at : at + length])
+                at += length
+        if item is not output[-1] or response["status"] != "failed":
+            yield from builder.end_item(is_whole=item["status"] == "completed")
+    builder.response["status"] = response["status"]
+    yield builder.end
+
+
+def _before(response: types.ResponseObject) -> types.ResponseObject:
+    """Return a response as it was before its output."""
+    began: types.ResponseObject = {
+        **response,
+        "status": "in_progress",
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "output": [],
+        "usage": None,
+    }
+    began.pop("gammaray", None)
+    return began
+
+
+def _usage(usage: Usage) -> types.ResponseUsage:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _error(error: GammarayError) -> types.ResponseError:
+    message = str(error).encode("utf-8", "backslashreplace").decode()
+    if isinstance(error, ResourceExhaustedError):
+        return {"code": "rate_limit_exceeded", "message": message}
+    if isinstance(error, InvalidArgumentError):
+        return {"code": "invalid_prompt", "message": message}
+    return {"code": "server_error", "message": message}

@@ -1,0 +1,120 @@
+"""Items of a conversation: their stored form, and the messages that chat templates take."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gammaray.errors import InvalidArgumentError
+from orchestrator.api.http.responses_api import types
+from orchestrator.api.http.responses_api.models import (
+    CallInput,
+    InputItem,
+    MessageInput,
+    ReasoningInput,
+    ResultInput,
+)
+from orchestrator.api.http.tool_fields import argument_objects
+
+__all__ = ["conversation", "new_id", "stored_items", "text_part"]
+
+
+def new_id(prefix: str) -> str:
+    """Return a random id of a response or an item."""
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def text_part(text: str, logprobs: Sequence[Any] = ()) -> types.OutputTextPart:
+    """Return a part of a message that the model wrote."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+
+
+def stored_items(items: Sequence[InputItem]) -> list[types.InputListItem]:
+    """Return the items of an input as they are stored; those without an id get one."""
+    return [_stored(item) for item in items if not isinstance(item, ReasoningInput)]
+
+
+def _stored(item: MessageInput | CallInput | ResultInput) -> types.InputListItem:
+    match item:
+        case CallInput():
+            return {
+                "id": item.id or new_id("fc"),
+                "type": "function_call",
+                "call_id": item.call_id,
+                "name": item.name,
+                "arguments": item.arguments,
+                "status": "completed",
+            }
+        case ResultInput():
+            return {
+                "id": item.id or new_id("fco"),
+                "type": "function_call_output",
+                "call_id": item.call_id,
+                "output": item.output,
+                "status": "completed",
+            }
+    item_id = item.id or new_id("msg")
+    if item.role == "assistant":
+        return {
+            "id": item_id,
+            "type": "message",
+            "role": "assistant",
+            "status": "completed",
+            "content": [text_part(item.content)],
+        }
+    return {
+        "id": item_id,
+        "type": "message",
+        "role": item.role,
+        "status": "completed",
+        "content": [{"type": "input_text", "text": item.content}],
+    }
+
+
+def conversation(
+    items: Sequence[types.InputListItem], num_earlier: int, instructions: str | None
+) -> list[Mapping[str, Any]]:
+    """Return the messages of a conversation, as chat templates take them.
+
+    Calls are part of the assistant's message before them, as the model wrote them.
+
+    Args:
+        items: The items of earlier responses and of the input.
+        num_earlier: Number of the earlier ones.
+        instructions: Text of a message of the system before the items.
+
+    Raises:
+        InvalidArgumentError: There is no item, a result without its call, or a call whose arguments are no
+            JSON object.
+    """
+    if not items:
+        raise InvalidArgumentError("input", "no items", "a text or at least one item")
+    messages: list[dict[str, Any]] = []
+    calls: list[tuple[dict[str, Any], list[tuple[str, str]]]] = []  # functions, with their argument texts
+    call_ids: set[str] = set()
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    for number, item in enumerate(items):
+        field = "previous_response_id" if number < num_earlier else f"input.{number - num_earlier}"
+        if item["type"] == "message":
+            text = "".join(part["text"] for part in item["content"])
+            messages.append({"role": item["role"], "content": text})
+        elif item["type"] == "function_call":
+            call_ids.add(item["call_id"])
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            function: dict[str, Any] = {"name": item["name"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            messages[-1].setdefault("tool_calls", []).append(call)
+            path = field if number < num_earlier else f"{field}.arguments"
+            calls.append((function, [(path, item["arguments"])]))
+        else:
+            if item["call_id"] not in call_ids:
+                allowed = "the call_id of an earlier function_call"
+                raise InvalidArgumentError(f"{field}.call_id", item["call_id"], allowed)
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
+    found = argument_objects([texts for _, texts in calls])
+    for (function, _), (arguments,) in zip(calls, found, strict=True):
+        function["arguments"] = arguments
+    return list(messages)

@@ -1,0 +1,349 @@
+"""Body of POST /v1/responses, validated as untrusted input; see `orchestrator.api.http.models`.
+
+An item of the input is a message, a call of a function or its result. Reasoning of earlier responses is
+accepted and ignored, as the model does not see it again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    Tag,
+    field_validator,
+)
+
+from gammaray.errors import InvalidArgumentError
+from gammaray.types import MAX_TOP_LOGPROBS
+from orchestrator.api.http.fields import (
+    CheckedInteger,
+    StrictModel,
+    at_most,
+    is_text,
+    joined,
+    null_is_absent,
+    present,
+)
+from orchestrator.api.http.models import (
+    MAX_MESSAGES,
+    GammarayOptions,
+    RequestBody,
+    body_description,
+    parse_body,
+)
+from orchestrator.api.http.tool_fields import MAX_TOOLS
+
+__all__ = [
+    "INCLUDABLE",
+    "LOGPROBS",
+    "CallInput",
+    "ChosenTool",
+    "InputItem",
+    "MessageInput",
+    "ReasoningInput",
+    "ResponsesRequest",
+    "ResultInput",
+    "TextFormatInput",
+    "ToolInput",
+    "parse_request",
+]
+
+LOGPROBS = "message.output_text.logprobs"
+"""Value of `include` that asks for log-probabilities."""
+
+Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+INCLUDABLE: tuple[str, ...] = get_args(Includable)
+"""Values of `include`."""
+
+MAX_METADATA = 16
+MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512
+
+_PART_KINDS = ("input_text", "output_text", "text")
+
+_IGNORED = frozenset(
+    {
+        "max_tool_calls",  # of hosted tools
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "user",
+    }
+)
+# Unsupported fields, with the values that have no effect.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "context_management": ([],),
+    "conversation": (),
+    "moderation": (),
+    "prompt": (),
+    "reasoning": ({}, {"effort": None}, {"effort": "none"}),
+    "truncation": ("disabled",),
+}
+
+
+def _encodable(text: str) -> str:
+    if not is_text(text):
+        raise ValueError("text without lone surrogates")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+
+
+class TextInputPart(BaseModel):
+    """A part of a text; further fields are ignored."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+def _joined(value: Any) -> str:
+    return joined(value, _PART_KINDS)
+
+
+JoinedText = Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[TextInputPart])]
+
+
+class _Item(BaseModel):
+    """An item; further fields (`status`, ...) are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    id: Text | None = None
+
+
+class MessageInput(_Item):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: JoinedText = Field(description="Text, or text parts.")
+
+
+class CallInput(_Item):
+    """A call of a function by the model."""
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: Text = Field(description="JSON of an object.")
+
+
+class ResultInput(_Item):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: JoinedText = Field(description="Text, or text parts.")
+
+
+class ReasoningInput(_Item):
+    """Reasoning of an earlier response; ignored."""
+
+    type: Literal["reasoning"]
+
+
+def _kind(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return None
+    kind = value.get("type", "message" if "role" in value else None)
+    return kind if isinstance(kind, str) else None
+
+
+InputItem = Annotated[
+    Annotated[MessageInput, Tag("message")]
+    | Annotated[CallInput, Tag("function_call")]
+    | Annotated[ResultInput, Tag("function_call_output")]
+    | Annotated[ReasoningInput, Tag("reasoning")],
+    Discriminator(
+        _kind,
+        custom_error_type="item_kind",
+        custom_error_message="an item of type message, function_call, function_call_output or reasoning",
+    ),
+]
+
+
+def _as_items(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+def _describe_format(schema: dict[str, Any]) -> None:
+    null_is_absent(schema)
+    schema["if"] = {"properties": {"type": {"const": "json_schema"}}}
+    schema["then"] = {"required": ["name", "schema"]}
+    schema["else"] = {"properties": {"name": {"type": "null"}, "schema": {"type": "null"}}}
+
+
+class TextFormatInput(StrictModel):
+    """OpenAI's `text.format`."""
+
+    model_config = ConfigDict(json_schema_extra=_describe_format)
+
+    type: Literal["text", "json_object", "json_schema"] = Field(
+        description="Any text, any JSON object, or JSON that matches `schema`."
+    )
+    name: str = Field("", description="Only with type json_schema.", pattern="^[A-Za-z0-9_-]{1,64}$")
+    description: Text = Field("", description="Ignored.")
+    json_schema: Any = Field(
+        None,
+        alias="schema",
+        description="The JSON schema; only with type json_schema.",
+        json_schema_extra={"type": "object"},
+    )
+    strict: bool | None = Field(None, description="Ignored: the completion matches the schema in any case.")
+
+
+class TextOptions(StrictModel):
+    """OpenAI's `text`."""
+
+    model_config = ConfigDict(json_schema_extra=null_is_absent)
+
+    format: TextFormatInput = Field(TextFormatInput(type="text"), description="The form of the text.")
+    verbosity: Literal["medium"] = Field("medium", description="Other values are not supported.")
+
+    @field_validator("format", mode="before")
+    @classmethod
+    def _without_null(cls, value: Any) -> Any:
+        return present(TextFormatInput, value)
+
+
+class ToolInput(StrictModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(json_schema_extra=null_is_absent)
+
+    type: Literal["function"] = Field(description="Hosted tools are not supported.")
+    name: str = Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$", description="Its name.")
+    description: Text = Field("", description="What it does, for the model.")
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments.")
+    strict: bool | None = Field(None, description="Whether arguments must follow the schema.")
+
+
+def _present_tool(value: Any) -> Any:
+    return present(ToolInput, value)
+
+
+Choice = Literal["none", "auto", "required"]
+
+
+class ChosenTool(StrictModel):
+    """The only tool that the model calls."""
+
+    type: Literal["function"]
+    name: Text
+
+
+class ObfuscationOptions(StrictModel):
+    """OpenAI's `stream_options`."""
+
+    include_obfuscation: bool = Field(
+        False,
+        description="Whether events are padded to multiples of 256 bytes, so that their sizes do not reveal "
+        "the length of the text. OpenAI's default is true.",
+    )
+
+
+class ResponsesRequest(RequestBody):
+    """Body of POST /v1/responses."""
+
+    model_config = ConfigDict(json_schema_extra=body_description(_IGNORED, _NEUTRAL))
+    ignored: ClassVar[Collection[str]] = _IGNORED
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
+    objects: ClassVar[Mapping[str, type[BaseModel]]] = {"gammaray": GammarayOptions, "text": TextOptions}
+    stream_options_type: ClassVar[type[BaseModel]] = ObfuscationOptions
+
+    input: Annotated[
+        list[InputItem],
+        FailFast(),
+        at_most(MAX_MESSAGES, "items"),
+        BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
+    ] = Field(default=[], description="A text of the user, or items.")
+    instructions: Text | None = Field(
+        None, description="A message of the system before the input. Later responses do not inherit it."
+    )
+    previous_response_id: str | None = Field(
+        None, description="A stored response, whose input and output come before this input."
+    )
+    max_output_tokens: Annotated[
+        int | None,
+        CheckedInteger(1, 2**31, "Upper bound of emitted tokens; by default the rest of the context."),
+    ] = None
+    text: TextOptions = Field(TextOptions(), description="The form of the text.")
+    tools: Annotated[
+        list[Annotated[ToolInput, BeforeValidator(_present_tool)]],
+        FailFast(),
+        at_most(MAX_TOOLS, "tools"),
+    ] = Field(default=[], description="Functions that the model may call.")
+    tool_choice: Choice | ChosenTool = Field("auto", description="Whether the model calls tools.")
+    parallel_tool_calls: bool = Field(True, description="Whether the model may make several calls.")
+    include: Annotated[list[Includable], FailFast()] = Field(
+        default=[], description="Further output: log-probabilities. There is no reasoning to include."
+    )
+    top_logprobs: Annotated[
+        int,
+        CheckedInteger(0, MAX_TOP_LOGPROBS, f"Alternatives per token. Requires {LOGPROBS} in `include`."),
+    ] = 0
+    metadata: dict[str, str] = Field(
+        default={},
+        description="Returned with the response.",
+        json_schema_extra={
+            "maxProperties": MAX_METADATA,
+            "propertyNames": {"maxLength": MAX_METADATA_KEY},
+            "additionalProperties": {"type": "string", "maxLength": MAX_METADATA_VALUE},
+        },
+    )
+    store: bool = Field(
+        True, description="Whether the response is stored, for `previous_response_id` and GET."
+    )
+    stream_options: ObfuscationOptions = Field(ObfuscationOptions(), description="Options of a stream.")
+
+    @field_validator("tool_choice", mode="plain", json_schema_input_type=Choice | ChosenTool)
+    @classmethod
+    def _check_choice(cls, value: Any) -> Any:
+        if isinstance(value, str) and value in get_args(Choice):
+            return value
+        if isinstance(value, dict) and value.keys() == {"type", "name"} and value["type"] == "function":
+            return ChosenTool.model_validate(value)
+        raise ValueError('"none", "auto", "required" or {"type": "function", "name": name}')
+
+    @field_validator("metadata", mode="plain", json_schema_input_type=dict[str, str])
+    @classmethod
+    def _check_metadata(cls, value: Any) -> dict[str, str]:
+        is_small = isinstance(value, dict) and len(value) <= MAX_METADATA
+        if is_small and all(
+            is_text(key)
+            and is_text(entry)
+            and len(key) <= MAX_METADATA_KEY
+            and len(entry) <= MAX_METADATA_VALUE
+            for key, entry in value.items()
+        ):
+            return dict(value)
+        raise ValueError(
+            f"at most {MAX_METADATA} texts of {MAX_METADATA_VALUE} characters, by keys of {MAX_METADATA_KEY}"
+        )
+
+
+_TAG = re.compile(r"^(input\.\d+)\.(?:message|function_call|function_call_output|reasoning)\b")
+
+
+def parse_request(data: bytes) -> ResponsesRequest:
+    """Return the request in a body, see `orchestrator.api.http.models.parse_body`.
+
+    Raises:
+        InvalidArgumentError: As there.
+    """
+    try:
+        return parse_body(ResponsesRequest, data)
+    except InvalidArgumentError as error:  # pydantic's paths have the kind of an item
+        raise InvalidArgumentError(_TAG.sub(r"\1", error.field), error.got, error.allowed) from None

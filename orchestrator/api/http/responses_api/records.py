@@ -1,0 +1,200 @@
+"""Stored responses: reading, continuing, listing of their input, and deletion.
+
+Tenants are isolated here: the name of a response reaches the store only through `Caller.qualify`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from gammaray.errors import InvalidArgumentError, NotFoundError
+from gammaray.wire.sessions import SessionState
+from orchestrator.access.caller import Caller
+from orchestrator.api.backend import Backend
+from orchestrator.api.http.json_text import encode
+from orchestrator.api.http.responses_api import types
+from orchestrator.storage.response_store import ResponseStore, StoredResponse
+from orchestrator.text.cpu_threads import INLINE_BYTES, in_thread
+
+__all__ = ["MAX_LISTED", "MAX_SEQUENCE_NUMBER", "MAX_STORED_BYTES", "Record", "ResponseRecords", "encoded"]
+
+MAX_STORED_BYTES = 2**23
+"""Upper bound of the JSON of a response's input, that of earlier responses included."""
+
+MAX_LISTED = 100
+MAX_SEQUENCE_NUMBER = 2**53
+
+Order = Literal["asc", "desc"]
+
+
+class Record:
+    """A response as read from the store.
+
+    Args:
+        stored: The stored texts.
+
+    Attributes:
+        response: The response.
+        text: Its JSON.
+    """
+
+    def __init__(self, stored: StoredResponse) -> None:
+        self._stored = stored
+        self.text = stored.response
+        self.response: types.ResponseObject = json.loads(stored.response)
+
+    @property
+    def items(self) -> list[types.InputListItem]:
+        """The items before the output."""
+        items: list[types.InputListItem] = json.loads(self._stored.input)
+        return items
+
+    @property
+    def pieces(self) -> list[list[int]]:
+        """How the output was streamed, see `ResponseBuilder.pieces`."""
+        pieces: list[list[int]] = json.loads(self._stored.pieces or b"[]")
+        return pieces
+
+    @property
+    def size(self) -> int:
+        """Bytes of the stored texts."""
+        return len(self._stored.input) + len(self._stored.response)
+
+    def break_off(self) -> None:
+        """Mark a response whose orchestrator has died as failed."""
+        self.response["status"] = "failed"
+        self.response["error"] = {"code": "server_error", "message": "the generation was interrupted"}
+        self.text = encode(self.response)
+
+
+class ResponseRecords:
+    """Calls of one client about stored responses.
+
+    Args:
+        backend: Has the store, and the sessions of the responses.
+        caller: The client.
+    """
+
+    def __init__(self, backend: Backend, caller: Caller) -> None:
+        self._backend, self._caller = backend, caller
+        self._store: ResponseStore = backend.responses
+
+    async def create(self, response_id: str, items: bytes, response: bytes) -> None:
+        """Store a response that begins.
+
+        Raises:
+            InvalidArgumentError: Its input is too large to be stored.
+            ResourceExhaustedError: A bound of stored bytes is reached; has a retry delay.
+            UnavailableError: Redis cannot be reached.
+        """
+        if len(items) > MAX_STORED_BYTES:
+            got = f"{len(items)} bytes with the input of earlier responses"
+            raise InvalidArgumentError("input", got, f"at most {MAX_STORED_BYTES} bytes, or store: false")
+        await self._store.create(self._caller.qualify(response_id), StoredResponse(items, response))
+
+    async def finish(self, response_id: str, response: bytes, pieces: bytes) -> None:
+        """Store the end of a response, unless it was deleted.
+
+        Raises:
+            UnavailableError: Redis cannot be reached.
+        """
+        await self._store.finish(self._caller.qualify(response_id), response, pieces)
+
+    def finish_later(self, response_id: str, response: bytes, pieces: bytes) -> None:
+        """Store the end of a response whose client has gone."""
+        self._store.finish_later(self._caller.qualify(response_id), response, pieces)
+
+    async def read(self, response_id: str, kind: str = "response") -> Record:
+        """Return a response. One whose orchestrator has died while it was in progress has failed.
+
+        Args:
+            response_id: The caller's name of it.
+            kind: What it is to the caller, for the error.
+
+        Raises:
+            NotFoundError: The caller has no such response (any more).
+            UnavailableError: Redis cannot be reached.
+        """
+        missing = NotFoundError(f"no response {response_id[:80]!r}: it does not exist or has expired", kind)
+        try:
+            stored = await self._store.read(self._caller.qualify(response_id))
+        except (NotFoundError, InvalidArgumentError):
+            raise missing from None
+        is_small = len(stored.response) <= INLINE_BYTES
+        record = Record(stored) if is_small else await in_thread(Record, stored)
+        if record.response["status"] == "in_progress" and await self._is_orphaned(response_id):
+            record.break_off()
+        return record
+
+    async def items_after(self, response_id: str) -> list[types.InputListItem]:
+        """Return the items of a conversation up to the end of a response.
+
+        Raises:
+            NotFoundError: The caller has no such response (any more).
+            InvalidArgumentError: The response has not ended, or has failed.
+            UnavailableError: Redis cannot be reached.
+        """
+        record = await self.read(response_id, "previous_response")
+        status = record.response["status"]
+        if status not in ("completed", "incomplete"):
+            allowed = "a response that is completed or incomplete"
+            raise InvalidArgumentError("previous_response_id", f"a response that is {status}", allowed)
+        items = record.items if record.size <= INLINE_BYTES else await in_thread(lambda: record.items)
+        return [*items, *record.response["output"]]
+
+    async def input_items(
+        self, response_id: str, limit: int, order: Order, after: str | None
+    ) -> types.ItemList:
+        """Return a page of the items before a response's output.
+
+        Raises:
+            NotFoundError: The caller has no such response (any more).
+            InvalidArgumentError: `after` is no item of it.
+            UnavailableError: Redis cannot be reached.
+        """
+        record = await self.read(response_id)
+        items = record.items if record.size <= INLINE_BYTES else await in_thread(lambda: record.items)
+        if order == "desc":
+            items.reverse()
+        if after is not None:
+            found = next((number for number, item in enumerate(items) if item["id"] == after), None)
+            if found is None:
+                raise InvalidArgumentError("after", after, "the id of an item of the input")
+            items = items[found + 1 :]
+        page = items[:limit]
+        return {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(items) > limit,
+        }
+
+    async def delete(self, response_id: str) -> None:
+        """Delete a response and its session; one in progress then fails.
+
+        Raises:
+            NotFoundError: The caller has no such response (any more).
+            UnavailableError: Redis cannot be reached.
+        """
+        await self.read(response_id)
+        await self._backend.sessions.delete(response_id, self._caller)
+        await self._store.delete(self._caller.qualify(response_id))
+
+    async def _is_orphaned(self, response_id: str) -> bool:
+        """Return whether the session of a response in progress has no owner."""
+        try:
+            info, _ = await self._backend.sessions.get(response_id, self._caller)
+        except NotFoundError:
+            return True
+        return info.state is SessionState.DETACHED
+
+
+async def encoded(value: Any, num_entries: int) -> bytes:
+    """Return the JSON of a value; one with many entries is encoded off the event loop."""
+    return encode(value) if num_entries <= INLINE_ENTRIES else await in_thread(encode, value)
+
+
+INLINE_ENTRIES = 1024
+"""Values up to this many tokens or items are encoded on the event loop, in some milliseconds."""

@@ -1,0 +1,226 @@
+"""Conversion of a request for a response to a generation request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from gammaray.errors import InvalidArgumentError, renaming
+from gammaray.grammar.texts import JSON_OBJECT, json_rule
+from gammaray.types import GenerationRequest
+from orchestrator.api.http.models import MAX_MESSAGES
+from orchestrator.api.http.requests import common_request
+from orchestrator.api.http.responses_api import types
+from orchestrator.api.http.responses_api.items import conversation, new_id, stored_items
+from orchestrator.api.http.responses_api.models import LOGPROBS, ChosenTool, ResponsesRequest, TextFormatInput
+from orchestrator.api.http.tool_fields import check_schemas, check_tools, is_deeper
+from orchestrator.api.http.tools.calls import (
+    CallPlan,
+    ChatModel,
+    Tool,
+    ToolChoice,
+    plan_calls,
+    render_messages,
+)
+
+__all__ = ["ResponsePlan", "ServedModel", "plan_response"]
+
+
+MAX_SCHEMA_DEPTH = 256
+"""Upper bound of nested lists and objects in a schema, which the response repeats."""
+
+
+class ServedModel(ChatModel, Protocol):
+    """The part of a `Backend` that says what is served."""
+
+    model_name: str
+    max_context: int
+
+
+@dataclass(frozen=True)
+class ResponsePlan:
+    """One response to generate.
+
+    Args:
+        response: The response before its output.
+        items: The items before the output, those of earlier responses included.
+        request: The generation request.
+        calls: The calls that the model may make; None for none.
+        naming: A context in which errors have the names of the request's fields.
+    """
+
+    response: types.ResponseObject
+    items: list[types.InputListItem]
+    request: GenerationRequest
+    calls: CallPlan | None
+    naming: Callable[[], Any]
+
+
+def plan_response(
+    body: ResponsesRequest, model: ServedModel, earlier: Sequence[types.InputListItem] = ()
+) -> ResponsePlan:
+    """Return the plan of a request.
+
+    Args:
+        body: The request.
+        model: The served model.
+        earlier: The items of the response that the request continues.
+
+    Raises:
+        InvalidArgumentError: A field is invalid; the error names the first one.
+    """
+    _check_options(body)
+    items = [*earlier, *stored_items(body.input)]
+    if len(items) > MAX_MESSAGES:
+        got = f"{len(items)} items with those of earlier responses"
+        raise InvalidArgumentError("input", got, f"at most {MAX_MESSAGES}")
+    messages = conversation(items, len(earlier), body.instructions)
+    calls = _calls(body, model)
+    rule = _text_rule(body.text.format)
+    asked = "tools" if calls is not None and calls.is_forced else "text.format"
+
+    @contextmanager
+    def naming() -> Iterator[None]:
+        with ExitStack() as names:
+            for field, own in {**_NAMES, "grammar": asked}.items():
+                names.enter_context(renaming(field, own))
+            yield
+
+    response_id = new_id("resp")
+    with naming():
+        if calls is None:
+            prompt = render_messages(messages, model)
+            grammar = f"start: {rule}" if rule else ""
+        else:
+            prompt = calls.prompt(messages, model)
+            grammar = calls.grammar(prompt, rule)
+        request = replace(
+            common_request(body, prompt, grammar),
+            max_tokens=body.max_output_tokens or model.max_context,
+            num_top_logprobs=body.top_logprobs if LOGPROBS in body.include else None,
+            session_id=response_id if body.store else "",
+            store=body.store,
+        )
+        request.validate()
+    head = _head(body, request, response_id, model.model_name)
+    return ResponsePlan(head, items, request, calls, naming)
+
+
+_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "prompt": "input",
+    "response_format": "text.format",
+}
+
+
+def _check_options(body: ResponsesRequest) -> None:
+    options = body.gammaray
+    if options.session_id:
+        allowed = "none: the session of a response has its id"
+        raise InvalidArgumentError("session_id", options.session_id, allowed)
+    if options.turn:
+        raise InvalidArgumentError("turn", options.turn, "0: previous_response_id continues a response")
+    if options.stream_tokens:
+        raise InvalidArgumentError("gammaray.stream_tokens", True, "false, for responses")
+    if body.top_logprobs and LOGPROBS not in body.include:
+        got = f"{body.top_logprobs} without {LOGPROBS}"
+        raise InvalidArgumentError("top_logprobs", got, f"{LOGPROBS} in include")
+    if LOGPROBS in body.include and body.tools:
+        raise InvalidArgumentError("include", f"{LOGPROBS} with tools", "log-probabilities without tools")
+
+
+def _calls(body: ResponsesRequest, model: ChatModel) -> CallPlan | None:
+    given = enumerate(body.tools)
+    tools = [
+        Tool(tool.name, tool.description, tool.parameters, tool.strict, f"tools.{index}.parameters")
+        for index, tool in given
+    ]
+    asked = body.tool_choice
+    choice = ToolChoice("required", asked.name) if isinstance(asked, ChosenTool) else ToolChoice(asked)
+    check_tools(tools, choice, "tools.{}.name")
+    check_schemas(tools)
+    return plan_calls(tools, choice, body.parallel_tool_calls, model)
+
+
+def _text_rule(asked: TextFormatInput) -> str:
+    """Return the right side of the grammar's rule for the text; empty if it is free."""
+    is_schema = asked.type == "json_schema"
+    for field, is_given in (("name", bool(asked.name)), ("schema", asked.json_schema is not None)):
+        if is_schema and not is_given:
+            allowed = "a value; it is required with type json_schema"
+            raise InvalidArgumentError(f"text.format.{field}", "nothing", allowed)
+        if is_given and not is_schema:
+            got = f"a value with type {asked.type}"
+            raise InvalidArgumentError(f"text.format.{field}", got, "no value, or type json_schema")
+    if asked.type == "text":
+        return ""
+    if not is_schema:
+        return json_rule(JSON_OBJECT)
+    if not isinstance(asked.json_schema, dict):
+        raise InvalidArgumentError("text.format.schema", asked.json_schema, "a JSON schema, an object")
+    if is_deeper(asked.json_schema, MAX_SCHEMA_DEPTH):
+        allowed = f"lists and objects nested in at most {MAX_SCHEMA_DEPTH} levels"
+        raise InvalidArgumentError("text.format.schema", "a schema that is nested too deeply", allowed)
+    return json_rule(asked.json_schema, "text.format.schema")
+
+
+def _head(
+    body: ResponsesRequest, request: GenerationRequest, response_id: str, model_name: str
+) -> types.ResponseObject:
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata,
+        "model": model_name,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": None, "summary": None},
+        "store": body.store,
+        "temperature": request.sampling.temperature,
+        "text": {"format": _echoed_format(body.text.format), "verbosity": "medium"},
+        "tool_choice": _echoed_choice(body),
+        "tools": [
+            {
+                "type": "function",
+                "name": tool.name,
+                "description": tool.description or None,
+                "parameters": tool.parameters,
+                "strict": tool.strict,
+            }
+            for tool in body.tools
+        ],
+        "top_logprobs": body.top_logprobs,
+        "top_p": request.sampling.top_p,
+        "truncation": "disabled",
+        "usage": None,
+    }
+
+
+def _echoed_format(asked: TextFormatInput) -> types.TextFormat:
+    if asked.type != "json_schema":
+        return {"type": asked.type}
+    return {
+        "type": asked.type,
+        "name": asked.name,
+        "description": asked.description or None,
+        "schema": asked.json_schema,
+        "strict": asked.strict,
+    }
+
+
+def _echoed_choice(body: ResponsesRequest) -> Any:
+    asked = body.tool_choice
+    return {"type": "function", "name": asked.name} if isinstance(asked, ChosenTool) else asked

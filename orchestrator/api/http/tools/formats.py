@@ -1,0 +1,182 @@
+"""The forms in which models write tool calls, and how a conversation with tools is rendered for each.
+
+    Hermes, Qwen    <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>, one after another
+    Llama 3         {"name": "f", "parameters": {...}}, as the whole message, perhaps after <|python_tag|>
+    Mistral         [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]
+
+The form is recognised by the chat template. For further forms the tokenizer may have a response template. A
+model whose template has no tools, or has them in an unknown form, is told of them by a system message, which
+asks for Hermes' form.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from orchestrator.text.chat import ChatFormat
+
+__all__ = ["CLOSE", "OPEN", "CallFamily", "CallFormat"]
+
+
+class CallFamily(Enum):
+    """Models that write tool calls alike."""
+
+    HERMES = "hermes"
+    LLAMA = "llama"
+    MISTRAL = "mistral"
+    TEMPLATE = "template"
+    """As a response template describes; no grammar expresses it."""
+
+
+OPEN = {
+    CallFamily.HERMES: "<tool_call>",
+    CallFamily.LLAMA: "<|python_tag|>",
+    CallFamily.MISTRAL: "[TOOL_CALLS]",
+}
+"""What comes before a call; with Llama it may be absent."""
+
+CLOSE = "</tool_call>"
+"""What comes after one of Hermes' calls."""
+
+_THINKING = ("<think>", "</think>")
+# Llama's templates explain the form in these words.
+_LLAMA_TEXT = '{"name": function name, "parameters"'
+# In templates of other forms that share a marker: Qwen 3 Coder's in XML, and later ones of Mistral.
+_OTHER_TEXTS = ("<function=", "[ARGS]", "[CALL_ID]")
+_INSTRUCTION = """# Tools
+
+You can call these functions, each given as a JSON object within <tools></tools>:
+<tools>
+{tools}
+</tools>
+
+To call a function, write a JSON object with its name and its arguments within <tool_call></tool_call>:
+<tool_call>
+{{"name": <function name>, "arguments": <object of the arguments>}}
+</tool_call>
+The results are given within <tool_response></tool_response>."""
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How a model is told of tools, and writes calls.
+
+    Args:
+        family: Form of the calls.
+        is_native: Whether the chat template renders tools, calls and results; else this class writes them as
+            plain messages.
+        chat: The chat format of the model.
+    """
+
+    family: CallFamily
+    is_native: bool
+    chat: ChatFormat
+
+    @classmethod
+    def of(cls, chat: ChatFormat, *, is_forced: bool = False) -> CallFormat:
+        """Return the form of a chat template's calls; if they are forced, one that a grammar can express."""
+        family = _family(chat)
+        if family is None and chat.has_tools and chat.response_template is not None and not is_forced:
+            family = CallFamily.TEMPLATE
+        return cls(family or CallFamily.HERMES, family is not None, chat)
+
+    @property
+    def can_think(self) -> bool:
+        """Whether the model may think before it answers, between tokens of their own."""
+        return all(tag in self.chat.template and tag in self.chat.added_tokens for tag in _THINKING)
+
+    @property
+    def marker_in_prompt(self) -> str:
+        """Marker before forced calls that a grammar cannot express, so that the prompt ends with it."""
+        marker = OPEN[CallFamily.MISTRAL]
+        is_needed = self.family is CallFamily.MISTRAL and self.chat.added_tokens.get(marker, False)
+        return marker if is_needed else ""
+
+    @property
+    def markers(self) -> list[str]:
+        """Markers of calls that are special tokens, which decoded text omits."""
+        special = [text for text, is_special in self.chat.added_tokens.items() if is_special]
+        if self.family is not CallFamily.TEMPLATE:
+            return [text for text in special if text in (OPEN[self.family], CLOSE)]
+        # Its patterns have backslashes.
+        described = json.dumps(self.chat.response_template, ensure_ascii=False).replace("\\", "")
+        return [text for text in special if text in described]
+
+    def messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+        """Return the messages and tools to be rendered by the chat template.
+
+        Args:
+            messages: The conversation, with `tool_calls` whose arguments are objects, and `tool_call_id`.
+            tools: Tools in OpenAI's form.
+        """
+        if not self.is_native:
+            return _plain(messages, tools), ()
+        if self.family is CallFamily.MISTRAL:
+            return [_with_short_ids(message) for message in messages], tools
+        return list(messages), tools
+
+
+def _family(chat: ChatFormat) -> CallFamily | None:
+    template = chat.template
+    if not chat.has_tools or any(text in template for text in _OTHER_TEXTS):
+        return None
+    for family in (CallFamily.HERMES, CallFamily.MISTRAL):
+        if OPEN[family] in template:
+            return family
+    return CallFamily.LLAMA if _LLAMA_TEXT in template else None
+
+
+def _plain(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return messages of text alone: calls in Hermes' form, results as the user's, tools as the system's."""
+    written: list[Mapping[str, Any]] = []
+    was_result = False
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role == "tool":
+            text = f"<tool_response>\n{content}\n</tool_response>"
+            if was_result:
+                written[-1] = {"role": "user", "content": f"{written[-1]['content']}\n{text}"}
+            else:
+                written.append({"role": "user", "content": text})
+        elif calls := message.get("tool_calls"):
+            texts = [f"{OPEN[CallFamily.HERMES]}\n{_call_text(call)}\n{CLOSE}" for call in calls]
+            written.append({"role": role, "content": "\n".join([*([content] if content else []), *texts])})
+        else:
+            written.append(message)
+        was_result = role == "tool"
+    if not tools:
+        return written
+    text = _INSTRUCTION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if written and written[0]["role"] in ("system", "developer"):
+        first = written[0]
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *written[1:]]
+    return [{"role": "system", "content": text}, *written]
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    function = call["function"]
+    return json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+
+
+def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with ids of nine letters or digits: Mistral's templates refuse others."""
+    if calls := message.get("tool_calls"):
+        return {**message, "tool_calls": [{**call, "id": _short(call["id"])} for call in calls]}
+    if call_id := message.get("tool_call_id"):
+        return {**message, "tool_call_id": _short(call_id)}
+    return message
+
+
+def _short(call_id: str) -> str:
+    if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:9]

@@ -1,0 +1,169 @@
+"""Responses of the Responses API in Redis, each a hash of three JSON texts.
+
+Names are qualified as those of sessions, so that a tenant finds only its own. A response is charged to its
+tenant like a session (see `orchestrator.storage.session_scripts`). Its bytes are checked against the bounds
+when it begins; its output is charged when it ends, without a check.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from gammaray.errors import GammarayError, NotFoundError
+from orchestrator.storage.client import Redis, answer
+from orchestrator.storage.keys import StoreBounds, response_keys
+from orchestrator.storage.session_scripts import COMMON
+
+__all__ = ["ResponseStore", "StoredResponse"]
+
+_log = logging.getLogger(__name__)
+
+# The arguments begin as those of a session's scripts. An item of the accounts belongs to the tenant before
+# its first ':' or '/'.
+_HEAD = COMMON + "local item = tenant .. '/' .. name\n"
+
+_KEEP = """
+local function keep()
+  local size = 0
+  for _, text in ipairs(redis.call('HVALS', KEYS[1])) do size = size + #text end
+  redis.call('PEXPIRE', KEYS[1], ttl)
+  redis.call('ZADD', KEYS[7], now + ttl, item)
+  charge(item, request_overhead + size, 0)
+end
+"""
+
+# ARGV: tenant's bound, total bound, input, response. Returns 1, or the refusal.
+_CREATE = (
+    _HEAD
+    + _KEEP
+    + """
+local no = refusal(request_overhead + #ARGV[7] + #ARGV[8], tonumber(ARGV[5]), tonumber(ARGV[6]))
+if no then return no end
+redis.call('HSET', KEYS[1], 'input', ARGV[7], 'response', ARGV[8])
+keep()
+return {1}
+"""
+)
+
+# ARGV: response, pieces. Returns whether there is such a response.
+_FINISH = (
+    _HEAD
+    + _KEEP
+    + """
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+redis.call('HSET', KEYS[1], 'response', ARGV[5], 'pieces', ARGV[6])
+keep()
+return 1
+"""
+)
+
+# Returns whether there was such a response. DEL comes first, as in the script that deletes sessions.
+_DELETE = (
+    _HEAD
+    + """
+local existed = redis.call('DEL', KEYS[1])
+charge(item, 0, 0)
+return existed
+"""
+)
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """A response as read from the store.
+
+    Args:
+        input: JSON list of the items before the response's output, those of earlier responses included.
+        response: JSON of the response object.
+        pieces: JSON of how its output was streamed; empty while it is in progress.
+    """
+
+    input: bytes
+    response: bytes
+    pieces: bytes = b""
+
+
+class ResponseStore:
+    """Stores responses for a time after their last change.
+
+    Args:
+        redis: A connected client.
+        ttl_s: Seconds that a response is kept after its last change.
+        bounds: Upper bounds of stored bytes.
+    """
+
+    def __init__(self, redis: Redis, ttl_s: int, bounds: StoreBounds | None = None) -> None:
+        self._redis, self._ttl_ms = redis, ttl_s * 1000
+        self._bounds = bounds or StoreBounds(redis)
+        self._create = redis.register_script(_CREATE)
+        self._finish = redis.register_script(_FINISH)
+        self._delete = redis.register_script(_DELETE)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def create(self, name: str, stored: StoredResponse) -> None:
+        """Store a response that begins; `name` is qualified and new.
+
+        Raises:
+            ResourceExhaustedError: A bound of stored bytes is reached; has a retry delay.
+            InvalidArgumentError: The response alone exceeds that bound.
+            UnavailableError: Redis cannot be reached.
+        """
+        args = [*self._common(name), *await self._bounds.of(name), stored.input, stored.response]
+        keys = response_keys(name)
+        await self._bounds.admitted(
+            lambda: self._create(keys=keys, args=args), name, self._ttl_ms, field="input"
+        )
+
+    async def finish(self, name: str, response: bytes, pieces: bytes) -> bool:
+        """Store the end of a response; return False if it was deleted or has expired.
+
+        Raises:
+            UnavailableError: Redis cannot be reached.
+        """
+        args = [*self._common(name), response, pieces]
+        return bool(await answer(self._finish(keys=response_keys(name), args=args)))
+
+    def finish_later(self, name: str, response: bytes, pieces: bytes) -> None:
+        """Store the end of a response in the background, as its request is being cancelled."""
+        task = asyncio.create_task(self._logged(self.finish(name, response, pieces), name))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def read(self, name: str) -> StoredResponse:
+        """Return a response.
+
+        Raises:
+            NotFoundError: No such response.
+            UnavailableError: Redis cannot be reached.
+        """
+        found: list[Any] = await answer(
+            self._redis.hmget(response_keys(name)[0], ["input", "response", "pieces"])
+        )
+        if found[0] is None or found[1] is None:
+            raise NotFoundError(f"no response {name}", "response")
+        return StoredResponse(found[0], found[1], found[2] or b"")
+
+    async def delete(self, name: str) -> bool:
+        """Delete a response; return whether it existed.
+
+        Raises:
+            UnavailableError: Redis cannot be reached.
+        """
+        return bool(await answer(self._delete(keys=response_keys(name), args=self._common(name))))
+
+    async def close(self) -> None:
+        """Wait for the writes in the background, which end at the latest when Redis gave them up."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _common(self, name: str) -> list[Any]:
+        return [name, "", self._ttl_ms, 0]
+
+    async def _logged(self, work: Coroutine[Any, Any, bool], name: str) -> None:
+        try:
+            await work
+        except GammarayError as error:
+            _log.warning("the end of response %s could not be stored: %s", name, error)

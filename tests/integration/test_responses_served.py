@@ -1,0 +1,143 @@
+"""The Responses API over a real orchestrator: sessions, caches and stored responses agree."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import httpx
+import openai
+import pytest
+from service_helpers import running
+
+from gammaray.errors import NotFoundError
+from gammaray.wire.sessions import SessionState
+from orchestrator.access.caller import ANONYMOUS
+from orchestrator.api.http.server.app import create_app
+
+pytestmark = pytest.mark.integration
+
+OPTIONS = {"model": "demo", "max_output_tokens": 24, "extra_body": {"seed": 3}}
+
+
+@asynccontextmanager
+async def served(redis_server, workers):
+    async with running(redis_server, *workers) as orchestrator:
+        transport = httpx.ASGITransport(create_app(orchestrator))
+        http = httpx.AsyncClient(transport=transport, base_url="http://localhost")
+        async with openai.AsyncOpenAI(
+            base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0
+        ) as client:
+            yield orchestrator, client
+
+
+async def test_stream_get_and_session_agree(redis_server, workers):
+    async with served(redis_server, workers) as (orchestrator, client):
+        async with client.responses.stream(input="def read(path):", **OPTIONS) as stream:
+            found = [event async for event in stream]
+        last = found[-1].response
+        assert last.usage.output_tokens == len(last.gammaray["token_ids"]) > 0
+        stored = await client.responses.retrieve(last.id)
+        assert stored.to_dict() == last.to_dict()
+        info, tokens = await orchestrator.sessions.get(last.id, ANONYMOUS)
+        assert info.state is SessionState.FINISHED
+        assert [token.token_id for token in tokens] == last.gammaray["token_ids"]
+        replayed = [event async for event in await client.responses.retrieve(last.id, stream=True)]
+        assert [event.type for event in replayed] == [event.type for event in found]
+        texts = [
+            "".join(event.delta for event in events if event.type == "response.output_text.delta")
+            for events in (found, replayed)
+        ]
+        assert texts == [last.output_text] * 2
+        whole = await client.responses.create(input="def read(path):", **OPTIONS)
+        assert whole.output_text == last.output_text
+        await client.responses.delete(last.id)
+        with pytest.raises(NotFoundError):
+            await orchestrator.sessions.get(last.id, ANONYMOUS)
+
+
+async def test_next_response_reuses_the_cache_of_the_one_before(redis_server, workers):
+    async with served(redis_server, workers) as (_, client):
+        text = "Write a function that reads the lines of a file. " * 4
+        first = await client.responses.create(input=text, **OPTIONS)
+        second = await client.responses.create(input="And now?", previous_response_id=first.id, **OPTIONS)
+        assert second.usage.input_tokens > first.usage.input_tokens
+        assert second.usage.input_tokens_details.cached_tokens > first.usage.input_tokens // 2
+        items = [
+            {"role": "user", "content": text},
+            *first.to_dict()["output"],
+            {"role": "user", "content": "And now?"},
+        ]
+        by_items = await client.responses.create(input=items, **OPTIONS)
+        assert by_items.output_text == second.output_text
+
+
+async def test_unstored_response_leaves_no_key(redis_server, redis, workers):
+    async with served(redis_server, workers) as (_, client):
+        await redis.flushall()
+        answer = await client.responses.create(input="a", store=False, **OPTIONS)
+        assert answer.status in ("completed", "incomplete")
+        keys = [key for key in await redis.keys("*") if b"session" in key or b"response" in key]
+        assert keys == []
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.create(input="b", previous_response_id=answer.id, **OPTIONS)
+
+
+async def test_text_format_is_followed(redis_server, workers):
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 2]}},
+        "required": ["ok", "n"],
+    }
+    text = {"format": {"type": "json_schema", "name": "it", "schema": schema, "strict": True}}
+    async with served(redis_server, workers) as (_, client):
+        async with client.responses.stream(input="a", text=text, **OPTIONS) as stream:
+            final = await stream.get_final_response()
+        found = json.loads(final.output_text)
+        assert isinstance(found["ok"], bool)
+        assert found["n"] in (1, 2)
+        wrong = {"format": {**text["format"], "schema": {"type": "array", "uniqueItems": True}}}
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.responses.create(input="a", text=wrong, **OPTIONS)
+        assert refused.value.param in ("text.format", "text.format.schema")
+
+
+async def test_forced_call_is_made_and_its_result_continues(redis_server, workers):
+    parameters = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    tools = [{"type": "function", "name": "f", "parameters": parameters, "strict": True}]
+    options = {**OPTIONS, "tools": tools, "max_output_tokens": 64}
+    async with served(redis_server, workers) as (_, client):
+        async with client.responses.stream(
+            input="a", tool_choice="required", parallel_tool_calls=False, **options
+        ) as stream:
+            final = await stream.get_final_response()
+        (call,) = final.output
+        assert (call.type, call.name) == ("function_call", "f")
+        assert json.loads(call.arguments)["n"] in (1, 2)
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
+        after = await client.responses.create(input=[result], previous_response_id=final.id, **options)
+        assert after.status in ("completed", "incomplete")
+
+
+async def test_deleted_while_it_runs_the_response_fails(redis_server, workers):
+    options = {**OPTIONS, "max_output_tokens": 400, "extra_body": {"seed": 3, "min_tokens": 400}}
+    async with served(redis_server, workers) as (orchestrator, client):
+        begun = asyncio.Event()
+        names: list[str] = []
+        create = orchestrator.responses.create
+
+        async def noting(name, stored):
+            await create(name, stored)
+            names.append(name)
+            begun.set()
+
+        orchestrator.responses.create = noting
+        running_one = asyncio.create_task(client.responses.create(input="a", **options))
+        await asyncio.wait_for(begun.wait(), 30)
+        assert (await client.responses.retrieve(names[0])).status == "in_progress"
+        await client.responses.delete(names[0])
+        with pytest.raises(openai.APIStatusError):
+            await asyncio.wait_for(running_one, 60)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(names[0])

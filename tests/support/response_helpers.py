@@ -1,0 +1,74 @@
+"""Calls of the Responses API over a scripted orchestrator."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import httpx
+import openai
+from openapi_helpers import validator
+
+from orchestrator.access.caller import Authenticator
+from orchestrator.api.http.server.app import create_app
+from orchestrator.api.http.server.openapi import document
+
+PATH = "/v1/responses"
+
+
+def http_client(backend, authenticator: Authenticator | None = None) -> httpx.AsyncClient:
+    """Return a client of an application over a backend."""
+    app = create_app(backend, authenticator=authenticator)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+
+
+def client(backend) -> openai.AsyncOpenAI:
+    """Return OpenAI's client of an application over a backend."""
+    return openai.AsyncOpenAI(
+        base_url="http://localhost/v1", api_key="none", http_client=http_client(backend), max_retries=0
+    )
+
+
+async def respond(backend, **body) -> httpx.Response:
+    """Return the answer to a request for a response."""
+    async with http_client(backend) as http:
+        return await http.post(PATH, json=body)
+
+
+async def get(backend, path: str, method: str = "GET", **query) -> httpx.Response:
+    """Return the answer to a request about stored responses."""
+    async with http_client(backend) as http:
+        return await http.request(method, f"{PATH}/{path}", params=query)
+
+
+def parsed_events(text: str) -> list[dict]:
+    """Return the events of a stream, checked against the OpenAPI document."""
+    *parts, end = text.split("\n\n")
+    assert end == ""
+    content = document()["paths"][PATH]["post"]["responses"]["200"]["content"]
+    check = validator(content["text/event-stream"]["schema"]["properties"]["data"]["contentSchema"])
+    events = []
+    for part in parts:
+        match = re.fullmatch(r"event: (\S+)\ndata: (.*)", part)
+        assert match is not None, part
+        event = json.loads(match[2])
+        assert event["type"] == match[1]
+        check.validate(event)
+        events.append(event)
+    return events
+
+
+async def events(backend, **body) -> list[dict]:
+    """Return the events of a streamed response."""
+    answer = await respond(backend, stream=True, **body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    return parsed_events(answer.text)
+
+
+def check_response(answer: httpx.Response) -> dict:
+    """Return a whole response, checked against the OpenAPI document."""
+    assert answer.status_code == 200, answer.text
+    content = document()["paths"][PATH]["post"]["responses"]["200"]["content"]
+    validator(content["application/json"]["schema"]).validate(answer.json())
+    return answer.json()

@@ -1,0 +1,202 @@
+"""Tools and chat templates for tests of tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as RawTokenizer
+
+from gammaray.demo_pair import resolve_model
+from gammaray.grammar.matcher import GrammarCompiler
+from orchestrator.api.http.tools.calls import CallPlan, Tool
+from orchestrator.api.http.tools.formats import CallFamily
+from orchestrator.api.http.tools.parser import (
+    ArgumentText,
+    CallBegun,
+    CallEnded,
+    CallEvent,
+    CallParser,
+    PlainText,
+)
+from orchestrator.text.chat import ChatFormat
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "unit": {"enum": ["c", "f"]}},
+    "required": ["city"],
+}
+TOOLS = [Tool("get_weather", "Weather of a city.", WEATHER), Tool("now")]
+BODY_TOOLS = [tool.to_template() for tool in TOOLS]
+
+# The parts of the models' own templates that concern tools.
+QWEN = """{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content }}{%- endif %}
+    {{- "\\n\\n# Tools\\n\\n<tools>" }}
+    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
+    {{- "\\n</tools>\\n\\n<tool_call>\\n{\\"name\\": <function-name>, " }}
+    {{- "\\"arguments\\": <args-json-object>}\\n</tool_call><|im_end|>\\n" }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == "tool" %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+    {%- elif message.role == "assistant" and message.tool_calls %}
+        {{- '<|im_start|>assistant' }}
+        {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
+        {%- for call in message.tool_calls %}
+            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+LLAMA = """{{- bos_token }}
+{%- for message in messages %}
+    {%- if loop.first and tools %}
+        {{- "<|start_header_id|>user<|end_header_id|>\\n\\nGiven the following functions, please respond " }}
+        {{- 'with a JSON in the format {"name": function name, "parameters": dictionary of argument name ' }}
+        {{- 'and its value}.\\n\\n' }}
+        {%- for tool in tools %}{{- tool | tojson(indent=4) }}{{- "\\n\\n" }}{%- endfor %}
+    {%- endif %}
+    {%- if message.tool_calls %}
+        {%- if message.tool_calls | length != 1 %}
+            {{- raise_exception("This model only supports single tool-calls at once!") }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+        {{- '{"name": "' + call.name + '", "parameters": ' }}
+        {{- call.arguments | tojson }}{{- "}<|eot_id|>" }}
+    {%- elif message.role == "tool" %}
+        {{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" + message.content + "<|eot_id|>" }}
+    {%- else %}
+        {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
+        {{- message.content + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+MISTRAL = """{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == "user" %}
+        {%- if tools and loop.last %}
+            {{- "[AVAILABLE_TOOLS] " }}{{- tools | tojson }}{{- "[/AVAILABLE_TOOLS]" }}
+        {%- endif %}
+        {{- "[INST] " + message.content + "[/INST]" }}
+    {%- elif message.tool_calls %}
+        {{- "[TOOL_CALLS] [" }}
+        {%- for call in message.tool_calls %}
+            {%- if not call.id or call.id | length != 9 %}
+                {{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
+            {%- endif %}
+            {{- call.function | tojson }}{{- ', "id": "' + call.id + '"' }}
+        {%- endfor %}
+        {{- "]" + eos_token }}
+    {%- elif message.role == "tool" %}
+        {%- if not message.tool_call_id or message.tool_call_id | length != 9 %}
+            {{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
+        {%- endif %}
+        {{- '[TOOL_RESULTS] {"content": ' + message.content }}
+        {{- ', "call_id": "' + message.tool_call_id + '"}' }}
+    {%- else %}
+        {{- " " + message.content + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+ADDED = {
+    "<tool_call>": False,
+    "</tool_call>": False,
+    "<think>": False,
+    "</think>": False,
+    "<|python_tag|>": True,
+    "[TOOL_CALLS]": True,
+}
+"""Tokens of the families; whether they are special."""
+
+QWEN_CHAT = ChatFormat(QWEN, True, ADDED)
+THINKING_CHAT = ChatFormat(QWEN + "<think></think>", True, ADDED)
+LLAMA_CHAT = ChatFormat(LLAMA, True, ADDED)
+MISTRAL_CHAT = ChatFormat(MISTRAL, True, ADDED)
+PLAIN_CHAT = ChatFormat("messages only")
+
+
+def raw_tokenizer(added: Mapping[str, bool]) -> RawTokenizer:
+    """Return the demo model's tokenizer with further tokens."""
+    tokenizer = RawTokenizer.from_file(str(Path(resolve_model("demo")) / "tokenizer.json"))
+    for text, special in added.items():
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(
+            [AddedToken(text, special=special)]
+        )
+    return tokenizer
+
+
+class Follower:
+    """Tests texts against grammars, as tokens of the demo model's tokenizer with further tokens."""
+
+    def __init__(self, added: Mapping[str, bool]) -> None:
+        self._tokenizer = raw_tokenizer(added)
+        eos = self._tokenizer.token_to_id("<|end|>")
+        self._compiler = GrammarCompiler(self._tokenizer.to_str(), self._tokenizer.get_vocab_size(), [eos])
+
+    def accepts(self, grammar: str, text: str) -> bool:
+        """Return whether a text is one of a grammar."""
+        state = self._compiler.begin(grammar)
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return (
+            state.count_possible(token_ids) == len(token_ids)
+            and not state.extend(token_ids)
+            and state.is_complete
+        )
+
+
+def parser_of(family: CallFamily, **options: object) -> CallParser:
+    """Return a parser of calls of the tools f and g, with the ids c0, c1, ..."""
+    return CallParser(family, frozenset(("f", "g")), lambda index: f"c{index}", **options)  # type: ignore[arg-type]
+
+
+def parsed(parser: CallParser, pieces: Iterable[str]) -> tuple[str, list[tuple[str, str, str, bool]]]:
+    """Return the text, and of each call its id, name, arguments and whether they are whole."""
+    return assembled([event for piece in pieces for event in parser.push(piece)] + parser.finish())
+
+
+def assembled(events: Iterable[CallEvent]) -> tuple[str, list[tuple[str, str, str, bool]]]:
+    """Return the same for events; checks that those of a call are in order."""
+    text, begun, arguments, ended = [], [], {}, {}
+    for event in events:
+        match event:
+            case PlainText(piece):
+                assert piece
+                text.append(piece)
+            case CallBegun(index):
+                assert index == len(begun)
+                begun.append(event)
+                arguments[index] = ""
+            case ArgumentText(index, piece):
+                assert index == len(begun) - 1
+                assert index not in ended
+                arguments[index] += piece
+            case CallEnded(index, is_whole):
+                assert index == len(begun) - 1
+                assert index not in ended
+                ended[index] = is_whole
+    return "".join(text), [
+        (call.call_id, call.name, arguments[call.index], ended[call.index]) for call in begun
+    ]
+
+
+def plan_text(plan: CallPlan, calls: Iterable[tuple[str, str]]) -> str:
+    """Return how a model of a plan's family writes calls, given by name and arguments."""
+    key = "parameters" if plan.form.family is CallFamily.LLAMA else "arguments"
+    objects = [f'{{"name": "{name}", "{key}": {arguments}}}' for name, arguments in calls]
+    if plan.form.family is CallFamily.HERMES:
+        return "\n".join(f"<tool_call>\n{written}\n</tool_call>" for written in objects)
+    if plan.form.family is CallFamily.MISTRAL:
+        return f"[{', '.join(objects)}]"
+    return "; ".join(objects)

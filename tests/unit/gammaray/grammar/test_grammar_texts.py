@@ -1,0 +1,370 @@
+"""Grammars from schemas, expressions and choices, followed by llguidance with the demo pair's tokenizer."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import random
+import re
+import time
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from llguidance import LLMatcher, LLTokenizer
+from pydantic import BaseModel, Field
+from schema_helpers import SCHEMAS, TEXTS, closed, variations, with_values
+from tokenizers import Tokenizer
+
+from gammaray import InvalidArgumentError
+from gammaray.demo_pair import resolve_model
+from gammaray.grammar.texts import (
+    JSON_OBJECT,
+    MAX_DEPTH,
+    choice_grammar,
+    json_schema_grammar,
+    literal,
+    regex_grammar,
+)
+
+
+@cache
+def demo() -> tuple[Tokenizer, LLTokenizer]:
+    text = (Path(resolve_model("demo")) / "tokenizer.json").read_text()
+    return Tokenizer.from_str(text), LLTokenizer(text)
+
+
+def compiled(grammar: str) -> LLMatcher:
+    matcher = LLMatcher(demo()[1], LLMatcher.grammar_from_lark(grammar), log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher
+
+
+def refusal(grammar: str) -> str:
+    """Return why llguidance refuses a grammar, empty if it does not."""
+    return compiled(grammar).get_error()
+
+
+def follows(grammar: str, *texts: str) -> list[bool]:
+    """Return for each text whether it is one of the grammar's, which must be a right one."""
+    assert "<[" not in grammar
+    matcher = compiled(grammar)
+    assert not matcher.is_error(), f"{matcher.get_error()}\n{grammar}"
+    found = []
+    for text in texts:
+        fresh = matcher.deep_copy()
+        token_ids = demo()[0].encode(text).ids
+        found.append(fresh.try_consume_tokens(token_ids) == len(token_ids) and fresh.is_accepting())
+    return found
+
+
+THOROUGH = settings(max_examples=100)
+
+
+@THOROUGH
+@given(with_values(), st.booleans())
+def test_schema_grammar_has_the_values_that_match_it(drawn, escapes):
+    schema, value = drawn
+    # Characters of constants and patterns are not written as escapes, except for DEL, which always is.
+    text = json.dumps(value, ensure_ascii=escapes and not FIXED.search(str(schema)))
+    assert follows(json_schema_grammar(schema), text.replace("\x7f", "\\u007f")) == [True]
+
+
+FIXED = re.compile("'(const|enum|pattern|properties)'")
+
+
+@THOROUGH
+@given(with_values())
+def test_schema_grammar_has_no_other_values(drawn):
+    schema, value = drawn
+    validator = Draft202012Validator(closed(schema))
+    others = [json.dumps(other) for other in variations(value) if not validator.is_valid(other)]
+    assert not any(follows(json_schema_grammar(schema), *others[:50]))
+
+
+def written(grammar: str, rng: random.Random, limit: int = 200) -> str | None:
+    """Return a random text of a grammar, None if it is not complete after `limit` tokens."""
+    matcher, token_ids = compiled(grammar), []
+    while not (matcher.is_accepting() and (matcher.is_stopped() or rng.random() < 0.5)):
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        possible = [token_id for token_id in range(mask.bit_length()) if mask >> token_id & 1]
+        # Ends of strings and the like are likely, so that most texts end.
+        ends = [token_id for token_id in possible if demo()[0].id_to_token(token_id) in ('"', "]", "}", ",")]
+        chosen = rng.choice(ends if ends and rng.random() < 0.5 else possible)
+        if len(token_ids) == limit or not matcher.consume_token(chosen):
+            return None
+        token_ids.append(chosen)
+    return demo()[1].decode_str(token_ids)
+
+
+@THOROUGH
+@given(SCHEMAS, st.integers(0, 2**32))
+def test_every_text_of_a_schema_grammar_matches_the_schema(schema, seed):
+    text = written(json_schema_grammar(schema), random.Random(seed))
+    assume(text is not None)
+    Draft202012Validator(closed(schema)).validate(json.loads(text))
+
+
+@pytest.mark.parametrize(
+    "keyword",
+    ["not", "if", "uniqueItems", "dependentRequired", "unevaluatedProperties", "contains", "propertyNames"],
+)
+def test_unsupported_keyword_is_refused_by_name(keyword):
+    values = {"uniqueItems": True, "dependentRequired": {"a": ["b"]}}
+    schema = {"type": ["object", "array"], keyword: values.get(keyword, {"type": "string"})}
+    assert f'"{keyword}"' in refusal(json_schema_grammar(schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "text"}, "Invalid type: text"),
+        ({"$ref": "#/$defs/none"}, "/$defs/none"),
+        ({"$ref": "http://localhost/schema"}, "http://localhost/schema"),
+        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
+        ({"type": "string", "pattern": "a(?=b)"}, "look-ahead"),
+        (False, "Unsatisfiable"),
+        ({"$ref": "#"}, "NoExtension"),
+        ({"allOf": [{"$ref": "#"}]}, "NoExtension"),
+    ],
+    ids=str,
+)
+def test_schema_without_a_text_or_support_is_refused(schema, reason):
+    assert reason in refusal(json_schema_grammar(schema))
+
+
+def nested(depth):
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+CIRCLE: dict = {"type": "object"}
+CIRCLE["properties"] = {"again": CIRCLE}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *([], None, "object", 5, {"const": {1, 2}}, {"const": float("nan")}, {"maximum": float("inf")}),
+        *(nested(MAX_DEPTH + 1), nested(100_000), CIRCLE),
+        *({"const": 2**53 + 1}, {"enum": [1, [{"a": -(2**53) - 1}]]}, {"const": 1e300}),
+    ],
+    ids=lambda schema: "nested" if isinstance(schema, dict) and "items" in schema else None,
+)
+def test_value_that_is_no_schema_is_named(schema):
+    with pytest.raises(InvalidArgumentError) as caught:
+        json_schema_grammar(schema, "mine")
+    assert caught.value.field == "mine"
+    assert caught.value.allowed
+
+
+def test_deepest_schema_is_accepted():
+    assert follows(json_schema_grammar(nested(MAX_DEPTH)), "[" * MAX_DEPTH + '""' + "]" * MAX_DEPTH) == [True]
+
+
+def test_wide_schema_takes_little_time():
+    schema = {"anyOf": [{"properties": {f"p{n}": {"format": "x"}}} for n in range(20_000)]}
+    began = time.process_time()
+    json_schema_grammar(schema)
+    assert time.process_time() - began < 2
+
+
+OPEN = [
+    {"type": "object"},
+    {"type": "object", "properties": {"a": {}}, "additionalProperties": True},
+    {"type": "object", "properties": {"a": {}}, "patternProperties": {"^b": {}}},
+    {"type": "object", "properties": {"a": {}}, "required": ["b"]},
+    {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
+    {"properties": {"a": {}, "b": {}}, "anyOf": [{"properties": {"a": {"const": 1}}}, {"required": ["b"]}]},
+    {"$ref": "#/$defs/A", "properties": {"b": {}}, "$defs": {"A": {"properties": {"a": {}}}}},
+]
+CLOSED = [
+    {"type": "object", "properties": {"a": {}}},
+    {"$ref": "#/$defs/A", "description": "d", "$defs": {"A": {"type": "object", "properties": {"a": {}}}}},
+    {"anyOf": [{"type": "object", "properties": {"a": {}}}, {"type": "null"}]},
+    {"allOf": [{"type": "object", "properties": {"a": {}}}]},
+    {"type": "object", "properties": {"a": {}}, "required": ["a"], "additionalProperties": False},
+]
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_open"), [*((schema, True) for schema in OPEN), *((schema, False) for schema in CLOSED)]
+)
+def test_objects_that_list_their_properties_have_no_others(schema, is_open):
+    assert follows(json_schema_grammar(schema), '{"a": 1, "b": 2}', '{"a": 1}') in (
+        [[True, True], [True, False]] if is_open else [[False, True]]
+    )
+
+
+def test_json_has_the_whitespace_of_json_dumps():
+    grammar = json_schema_grammar(JSON_OBJECT)
+    texts = ('{"a": [1, {}]}', '{"a":[1, {}]}', '{"a": [1,{}]}', '{ "a": [1, {}]}', '{"a": [1, {}]}\n')
+    assert follows(grammar, *texts) == [True, False, False, False, False]
+
+
+def test_own_style_is_not_for_schemas_to_say():
+    schema = {"type": "array", "x-guidance": {"whitespace_flexible": True}}
+    assert follows(json_schema_grammar(schema), "[1, 2]", "[1,2]", "[1,  2]") == [True, False, False]
+
+
+def test_strings_may_have_escapes_but_no_lone_surrogate():
+    texts = ('"\\u00e9"', '"é"', '"\\ud83d\\ude00"', '"\\ud83d"', '"\\ude00\\ud83d"', '"\t"')
+    assert follows(json_schema_grammar({"type": "string"}), *texts) == [True, True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"), [("date", "2026-02-28", "soon"), ("ipv4", "1.2.3.4", "1.2")]
+)
+def test_known_formats_are_followed(kind, good, bad):
+    grammar = json_schema_grammar({"type": "string", "format": kind})
+    assert follows(grammar, f'"{good}"', f'"{bad}"') == [True, False]
+
+
+@pytest.mark.parametrize("kind", ["binary", "password", "", None, ["date"], {}])
+def test_unknown_formats_are_ignored(kind):
+    schema = {"type": "object", "properties": {"format": {"type": "string", "format": kind}}}
+    assert follows(json_schema_grammar(schema), '{"format": "x"}') == [True]
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Point(BaseModel):
+    kind: Literal["point"]
+    x: int = Field(ge=0)
+
+
+class Circle(BaseModel):
+    kind: Literal["circle"]
+    around: Point
+    colour: Colour | None = None
+
+
+class Picture(BaseModel):
+    name: str = Field(description="Its name.", examples=["a"], max_length=20)
+    drawn: datetime.date
+    shapes: list[Annotated[Point | Circle, Field(discriminator="kind")]]
+    sizes: tuple[int, float]
+    more: dict[str, int]
+    inner: Picture | None = None
+    file: Path | None = None
+
+
+def test_pydantic_schemas_have_the_texts_of_their_models():
+    point = Point(kind="point", x=3)
+    shapes = [point, Circle(kind="circle", around=point, colour=Colour.RED)]
+    fields = {"name": "n", "drawn": "2026-01-02", "sizes": (1, 0.5), "more": {"k": 1}}
+    picture = Picture(shapes=shapes, inner=Picture(shapes=[], **fields), file="/x", **fields)
+    text = json.dumps(json.loads(picture.model_dump_json()))
+    wrong = text.replace('"red"', '"green"'), text.replace('"point"', '"circle"'), text.replace("3", "-3")
+    assert follows(json_schema_grammar(Picture.model_json_schema()), text, *wrong) == [
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+# Regular expressions
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        ("a/b", "a/b", "a"),
+        (r"a\/b", "a/b", r"a\/b"),
+        (r"\\/", "\\/", "/"),
+        (r"\\", "\\", ""),
+        ("//x", "//x", ""),
+        ("/", "/", ""),
+        ("[/]+", "//", "x"),
+        ("a\nb", "a\nb", "anb"),
+        ("a\\\nb", "a\nb", "a\\nb"),
+        (r"a\nb", "a\nb", "anb"),
+        ("a\rb\t", "a\rb\t", "ab"),
+        ("<[a-z]+>", "<ab>", "ab"),
+        (r"\<[a-z]+\>", "<ab>", "ab"),
+        (r"\\<[a-z]", "\\<a", "<a"),
+        (r"[<\[]", "<", ""),
+        ("(?P<word>a)<[1]>", "a<1>", "a"),
+        (r"^\d{2}$", "12", "123"),
+        ("a|ab", "ab", "b"),
+        ("(?i)abc", "aBC", "ab"),
+        ("é+😀", "éé😀", "e"),
+        ("\"'#", "\"'#", ""),
+        (".*", "a</x>", "a\nb"),
+        (r"\p{L}+", "ßé", "1"),
+        ("\x00\x7f", "\x00\x7f", ""),
+    ],
+)
+def test_regex_grammar_matches_whole_texts(pattern, good, bad):
+    assert follows(regex_grammar(pattern), good, bad, f"{good}\n!") == [True, False, False]
+
+
+# Parts of expressions, with a text that each matches.
+PARTS = st.sampled_from(
+    [("/", "/"), (r"\/", "/"), ("<[a]", "<a"), (r"[^/<\[]", "x"), (r"\\", "\\"), ("\n", "\n")]
+)
+
+
+@given(st.lists(PARTS | TEXTS.map(lambda text: (re.escape(text), text)), min_size=1))
+def test_regex_grammar_has_the_texts_of_its_parts_in_order(parts):
+    pattern, text = map("".join, zip(*parts, strict=True))
+    assume(pattern)
+    assert follows(regex_grammar(pattern), text, f"{text}x") == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("(a", "unclosed group"),
+        ("a(?=b)", "look-around"),
+        (r"(a)\1", "backreferences"),
+        (r"\bword", "lookarounds"),
+    ],
+)
+def test_unsupported_regex_is_refused_with_its_reason(pattern, reason):
+    assert reason in refusal(regex_grammar(pattern))
+
+
+@pytest.mark.parametrize("pattern", ["", None, 5, ["a"], "a\\", "a\\\\\\", "\ud800"])
+def test_value_that_is_no_regex_is_named(pattern):
+    with pytest.raises(InvalidArgumentError) as caught:
+        regex_grammar(pattern, "mine")
+    assert caught.value.field == "mine"
+
+
+# Choices and literals
+
+
+@given(st.lists(TEXTS.filter(bool), min_size=1, max_size=5), TEXTS)
+def test_choice_grammar_has_exactly_the_choices(choices, other):
+    grammar = choice_grammar(choices)
+    assert follows(grammar, *choices) == [True] * len(choices)
+    assert follows(grammar, other, "".join(choices) + "!") == [other in choices, False]
+
+
+@pytest.mark.parametrize(
+    "text", ['"', "\\", "\n", "\x00", "\x7f", "\u2028", "😀", "<[1]>", "//", "|", '" | "b', "%json {}", "é"]
+)
+def test_literal_is_the_text(text):
+    assert follows(f"start: {literal(text)} {literal(text)}", text + text, text) == [True, False]
+
+
+@pytest.mark.parametrize(
+    "choices", [[], "ab", None, {"a"}, [""], ["a", ""], [1], ["a", None], ["\ud800"]], ids=repr
+)
+def test_value_that_is_no_choice_is_named(choices):
+    with pytest.raises(InvalidArgumentError) as caught:
+        choice_grammar(choices, "mine")
+    assert caught.value.field == "mine"

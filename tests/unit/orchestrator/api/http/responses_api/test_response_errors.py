@@ -1,0 +1,187 @@
+"""Requests for responses that are refused, each with the field that is wrong."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from openapi_helpers import validator
+from response_helpers import PATH, get, http_client, respond
+from surface_helpers import ScriptedBackend
+
+from orchestrator.api.http.server.openapi import document
+
+TOOL = {"type": "function", "name": "f"}
+MESSAGE = {"role": "user", "content": "x"}
+SCHEMA = {"type": "json_schema", "name": "a", "schema": {}}
+
+
+def allows(body) -> bool:
+    described = document()["paths"][PATH]["post"]["requestBody"]["content"]["application/json"]
+    return validator(described["schema"]).is_valid(body)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"no_such_field": 1}, "no_such_field"),
+        ({"messages": []}, "messages"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [TOOL, {"type": "mcp", "server_label": "x"}]}, "tools.1.type"),
+        ({"tools": [{**TOOL, "defer_loading": True}]}, "tools.0.defer_loading"),
+        ({"tools": [{**TOOL, "name": "no spaces"}]}, "tools.0.name"),
+        ({"tools": [{**TOOL, "parameters": 3}]}, "tools.0.parameters"),
+        ({"tools": "f"}, "tools"),
+        ({"tool_choice": "maybe", "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"input": 3}, "input"),
+        ({"input": [3]}, "input.0"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
+        ({"input": [MESSAGE, {"type": "computer_call"}]}, "input.1"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input.0.role"),
+        ({"input": [{"role": "user"}]}, "input.0.content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input.0.call_id"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {**SCHEMA, "name": "no spaces"}}}, "text.format.name"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
+        ({"text": {"format": {"type": "text", "name": "a"}}}, "text.format.name"),
+        ({"text": {"format": {**SCHEMA, "schema": [1]}}}, "text.format.schema"),
+        ({"text": {"verbosity": "high"}}, "text.verbosity"),
+        ({"text": {"tone": "calm"}}, "text.tone"),
+        ({"include": ["file_search_call.results"]}, "include.0"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"metadata": {"k": 1}}, "metadata"),
+        ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
+        ({"stream_options": {"include_usage": True}}, "stream_options.include_usage"),
+        ({"temperature": -1}, "temperature"),
+        ({"gammaray": {"gamma": 65}}, "gammaray.gamma"),
+    ],
+    ids=str,
+)
+async def test_wrong_field_is_named_and_forbidden_by_the_document(wrong, param):
+    body = {"input": "x", **wrong}
+    answer = await respond(ScriptedBackend(), **body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+    assert not allows(body)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": None}, "input"),
+        ({"input": "x" * (2**20 + 1)}, "input"),
+        ({"input": "\ud800"}, "input.0.content"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input.0.call_id"),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "x"}]},
+            "input.0.arguments",
+        ),
+        ({"input": [MESSAGE] * (2**14 + 1)}, "input"),
+        ({"tools": [TOOL, TOOL]}, "tools.1.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "g"}, "tools": [TOOL]}, "tool_choice"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"], "tools": [TOOL]}, "include"),
+        ({"gammaray": {"session_id": "mine"}}, "gammaray.session_id"),
+        ({"gammaray": {"stream_tokens": True}}, "gammaray.stream_tokens"),
+        ({"gammaray": {"keep_cache_s": 1.0}, "store": False}, "store"),
+        ({"instructions": "\ud800"}, "instructions"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+async def test_fields_that_do_not_go_together_are_named(wrong, param):
+    async with http_client(ScriptedBackend()) as http:
+        content = json.dumps({"input": "x", **wrong})
+        answer = await http.post(PATH, content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+KEYS = {f"k{number}": 0 for number in range(50_000)}
+HOSTILE = {
+    "deep values": ({"text": {"format": {**SCHEMA, "schema": {"enum": nested(500)}}}}, "text.format.schema"),
+    "deep arguments": (
+        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[" * 100_000}]},
+        "input.0.arguments",
+    ),
+    "deep parameters": ({"tools": [{**TOOL, "parameters": {"a": nested(500)}}]}, "tools.0.parameters"),
+    "unknown fields": ({"text": KEYS}, "text.k0"),
+    "unknown fields of a tool": ({"tools": [KEYS]}, "tools.0.type"),
+    "much metadata": ({"metadata": KEYS}, "metadata"),
+    "many wrong items": ({"input": [{}] * 50_000}, "input.0"),
+    "many wrong parts": ({"input": [{"role": "user", "content": [{}] * 50_000}]}, "input.0.content"),
+    "many tools": ({"tools": [{**TOOL, "name": f"f{n}"} for n in range(20_000)]}, "tools"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_hostile_body_is_refused_soon(name):
+    wrong, param = HOSTILE[name]
+    began = time.process_time()
+    answer = await respond(ScriptedBackend(), **{"input": "x", **wrong})
+    assert time.process_time() - began < 5
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        {"prompt_cache_key": "k", "safety_identifier": "s", "service_tier": "auto", "max_tool_calls": 3},
+        {"background": False, "truncation": "disabled", "conversation": None, "reasoning": {}},
+        {"include": ["reasoning.encrypted_content"], "tools": [], "tool_choice": "none"},
+        {"text": None, "metadata": None, "stream_options": None, "instructions": None},
+        {"tools": [{**TOOL, "parameters": None, "strict": None, "description": None}]},
+        {"text": {"format": None, "verbosity": "medium"}},
+    ],
+    ids=str,
+)
+async def test_neutral_fields_are_accepted(right):
+    body = {"input": "x", **right}
+    answer = await respond(ScriptedBackend(), **body)
+    assert answer.status_code == 200, answer.text
+    assert allows(body)
+
+
+async def test_model_that_is_not_served_is_not_found():
+    answer = await respond(ScriptedBackend(), input="x", model="other")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "param"),
+    [
+        ("", {"stream": "maybe"}, "stream"),
+        ("", {"stream": "true", "starting_after": "-1"}, "starting_after"),
+        ("", {"stream": "true", "starting_after": "9" * 40}, "starting_after"),
+        ("", {"starting_after": "1"}, "starting_after"),
+        ("", {"colour": "red"}, "colour"),
+        ("", {"include[]": "everything"}, "include"),
+        ("/input_items", {"limit": "0"}, "limit"),
+        ("/input_items", {"limit": "101"}, "limit"),
+        ("/input_items", {"order": "up"}, "order"),
+        ("/input_items", {"after": "msg_none"}, "after"),
+    ],
+)
+async def test_wrong_parameter_is_named(path, query, param):
+    backend = ScriptedBackend()
+    response_id = (await respond(backend, input="x")).json()["id"]
+    answer = await get(backend, f"{response_id}{path}", **query)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -1,0 +1,410 @@
+"""POST /v1/responses over a scripted orchestrator: what reaches the orchestrator, and what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from http_helpers import GAMMARAY
+from response_helpers import check_response, events, get, http_client, parsed_events, respond
+from surface_helpers import ScriptedBackend
+
+from gammaray.errors import InvalidArgumentError, UnavailableError
+from gammaray.types import DrafterKind, GammaPolicy
+from orchestrator.api.http.server.app import create_app
+
+TOOL = {
+    "type": "function",
+    "name": "f",
+    "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
+}
+CALL = [b"Well <tool", b'_call>\n{"name": "f", "argu', b'ments": {"x":', b" 3}}\n</tool_call>"]
+FORMAT = {"type": "json_schema", "name": "size", "schema": {"type": "object", "properties": {"n": {}}}}
+
+
+async def test_response_has_every_field():
+    backend = ScriptedBackend()
+    answer = await respond(
+        backend, input="x", instructions="be", model="scripted", metadata={"k": "v"}, temperature=0.5
+    )
+    body = check_response(answer)
+    (item,) = body["output"]
+    part = {"type": "output_text", "text": "café", "annotations": [], "logprobs": []}
+    assert item == {
+        "id": item["id"],
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [part],
+    }
+    assert body["usage"] == {
+        "input_tokens": 5,
+        "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
+        "output_tokens": 3,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 8,
+    }
+    assert body["gammaray"] == {**GAMMARAY, "session_id": body["id"]}
+    own = {"id", "created_at", "completed_at", "output", "usage", "gammaray"}
+    assert {name: value for name, value in body.items() if name not in own} == {
+        "object": "response",
+        "status": "completed",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": "be",
+        "max_output_tokens": None,
+        "metadata": {"k": "v"},
+        "model": "scripted",
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "store": True,
+        "temperature": 0.5,
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_logprobs": 0,
+        "top_p": 1.0,
+        "truncation": "disabled",
+    }
+
+
+async def test_options_reach_the_orchestrator():
+    backend = ScriptedBackend()
+    options = {"gamma": 3, "drafter": "none", "cache_salt": "apart", "keep_cache_s": 2.0}
+    sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 11, "logit_bias": {"7": 1.5}}
+    answer = await respond(backend, input="x", max_output_tokens=2, gammaray=options, user="u", **sampling)
+    (request,) = backend.requests
+    assert request.session_id == answer.json()["id"]
+    assert request.max_tokens == 2
+    assert (request.gamma, request.drafter) == (GammaPolicy(fixed=3), DrafterKind.NONE)
+    assert (request.cache_salt, request.keep_cache_s) == ("apart", 2.0)
+    assert (request.sampling.top_p, request.sampling.top_k, request.sampling.seed) == (0.9, 5, 11)
+    assert request.sampling.logit_bias == {7: 1.5}
+
+
+async def test_items_become_the_messages_of_a_conversation():
+    backend = ScriptedBackend()
+    items = [
+        {"role": "developer", "content": "be"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}] * 2},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "b", "annotations": [], "logprobs": []}],
+        },
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"x": 1}'},
+        {"type": "function_call", "call_id": "c2", "name": "g", "arguments": ""},
+        {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "7"}]},
+        {"role": "user", "content": "c"},
+    ]
+    body = check_response(await respond(backend, input=items, instructions="first"))
+    called = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    called += '\n<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+    assert backend.requests[0].prompt == (
+        f"system: first\ndeveloper: be\nuser: aa\nassistant: b\n{called}\n"
+        "user: <tool_response>\n7\n</tool_response>\nuser: c\n"
+    )
+    listed = (await get(backend, f"{body['id']}/input_items", order="asc")).json()["data"]
+    assert [item["type"] for item in listed] == [
+        *["message"] * 3,
+        *["function_call"] * 2,
+        *["function_call_output", "message"],
+    ]
+    assert listed[2]["id"] == "msg_1"
+
+
+@pytest.mark.parametrize(
+    ("asked", "part"),
+    [
+        (None, ""),
+        ({"type": "text"}, ""),
+        ({"type": "json_object"}, 'start: %json {"type": "object"'),
+        (FORMAT, 'start: %json {"type": "object", "properties": {"n": {}}'),
+        ({**FORMAT, "strict": True, "description": None}, '"n": {}'),
+    ],
+    ids=str,
+)
+async def test_text_format_becomes_the_grammar(asked, part):
+    backend = ScriptedBackend()
+    body = check_response(await respond(backend, input="x", text={"format": asked}))
+    grammar = backend.requests[0].sampling.grammar
+    assert part in grammar
+    assert bool(part) == bool(grammar)
+    assert body["text"]["format"]["type"] == (asked or {"type": "text"})["type"]
+
+
+async def test_length_makes_the_response_incomplete():
+    for stream in (False, True):
+        if stream:
+            found = await events(ScriptedBackend(), input="x", max_output_tokens=2)
+            assert found[-1]["type"] == "response.incomplete"
+            body = found[-1]["response"]
+        else:
+            body = check_response(await respond(ScriptedBackend(), input="x", max_output_tokens=2))
+        assert body["status"] == body["output"][0]["status"] == "incomplete"
+        assert body["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert body["completed_at"] is None
+
+
+async def test_stream_has_the_events_in_order():
+    backend = ScriptedBackend()
+    found = await events(backend, input="x")
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    assert [event["type"].removeprefix("response.") for event in found] == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert "".join(event["delta"] for event in found if "delta" in event) == "café"
+    assert found[0]["response"]["status"] == "in_progress"
+    assert found[0]["response"]["output"] == []
+    last = found[-1]["response"]
+    assert last["output"] == [found[-2]["item"]]
+    assert (await get(backend, last["id"])).json() == last
+
+
+async def test_response_without_text_has_an_empty_message():
+    found = await events(ScriptedBackend(pieces=[b""]), input="x")
+    (item,) = found[-1]["response"]["output"]
+    assert item["content"][0]["text"] == ""
+    assert "response.output_text.delta" not in {event["type"] for event in found}
+
+
+async def test_calls_are_items_with_events_of_their_own():
+    backend = ScriptedBackend(pieces=CALL)
+    found = await events(backend, input="x", tools=[TOOL])
+    body = found[-1]["response"]
+    message, call = body["output"]
+    assert message["content"][0]["text"] == "Well"
+    assert call == {
+        "id": call["id"],
+        "type": "function_call",
+        "call_id": call["call_id"],
+        "name": "f",
+        "arguments": '{"x": 3}',
+        "status": "completed",
+    }
+    assert [event["type"].removeprefix("response.") for event in found[8:]] == [
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert {event["output_index"] for event in found[8:-1]} == {1}
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    assert body["tools"] == [{**TOOL, "description": None, "strict": None}]
+    whole = check_response(await respond(ScriptedBackend(pieces=CALL), input="x", tools=[TOOL]))
+    assert [item["type"] for item in whole["output"]] == ["message", "function_call"]
+
+
+async def test_forced_call_is_enforced_by_a_grammar():
+    for choice in ("required", {"type": "function", "name": "f"}):
+        backend = ScriptedBackend(pieces=CALL)
+        body = check_response(
+            await respond(backend, input="x", tools=[TOOL], tool_choice=choice, parallel_tool_calls=False)
+        )
+        assert "tool_call" in backend.requests[0].sampling.grammar
+        assert body["tool_choice"] == choice
+        assert body["parallel_tool_calls"] is False
+
+
+async def test_free_calls_and_a_format_are_one_grammar():
+    backend = ScriptedBackend()
+    await respond(backend, input="x", tools=[TOOL], text={"format": FORMAT})
+    grammar = backend.requests[0].sampling.grammar
+    assert "tool_call" in grammar
+    assert '"n": {}' in grammar
+
+
+async def test_logprobs_are_in_deltas_and_in_the_text():
+    include = ["message.output_text.logprobs"]
+    backend = ScriptedBackend()
+    found = await events(backend, input="x", include=include, top_logprobs=1)
+    body = found[-1]["response"]
+    whole = body["output"][0]["content"][0]["logprobs"]
+    assert [entry["token"] for entry in whole] == ["caf", "bytes:\\xc3", "bytes:\\xa9"]
+    assert [len(entry["top_logprobs"]) for entry in whole] == [1, 1, 1]
+    assert [entry for event in found if "delta" in event for entry in event["logprobs"]] == whole
+    assert await replayed(backend, body["id"]) == found
+
+
+async def replayed(backend, response_id, **query):
+    answer = await get(backend, response_id, stream="true", **query)
+    assert answer.status_code == 200, answer.text
+    return parsed_events(answer.text)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "options"),
+    [
+        ([b"caf", b"\xc3", b"\xa9"], {}),
+        ([b"caf", b"\xc3", b"\xa9"], {"max_output_tokens": 1}),
+        ([b""], {}),
+        (CALL, {"tools": [TOOL]}),
+        (CALL[:3], {"tools": [TOOL], "max_output_tokens": 3}),
+        ([*CALL, b"\nOh", b" well"], {"tools": [TOOL]}),
+    ],
+)
+async def test_stored_stream_is_replayed_as_it_was(pieces, options):
+    backend = ScriptedBackend(pieces=pieces)
+    found = await events(backend, input="x", **options)
+    response_id = found[-1]["response"]["id"]
+    for after in (None, 0, 3, len(found) - 2, len(found) - 1, 10**6):
+        query = {} if after is None else {"starting_after": after}
+        assert await replayed(backend, response_id, **query) == found[0 if after is None else after + 1 :]
+
+
+async def test_failed_stream_is_replayed_as_it_was():
+    def fail(request, number):
+        if number == 2:
+            raise UnavailableError("no target worker")
+
+    backend = ScriptedBackend(fail)
+    found = await events(backend, input="x")
+    last = found[-1]
+    assert last["type"] == "response.failed"
+    assert last["response"]["status"] == "failed"
+    assert last["response"]["error"] == {"code": "server_error", "message": "no target worker"}
+    assert last["response"]["output"][0]["content"][0]["text"] == "caf"
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    assert await replayed(backend, last["response"]["id"]) == found
+    answer = await respond(backend, input="x", previous_response_id=last["response"]["id"])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "previous_response_id")
+
+
+async def test_failure_of_a_whole_response_is_an_error():
+    def fail(request, number):
+        raise UnavailableError("no target worker")
+
+    for stream in (False, True):
+        backend = ScriptedBackend(fail)
+        answer = await respond(backend, input="x", stream=stream)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, "no target worker")
+        assert backend.responses.kept == {}
+
+
+async def test_next_response_continues_the_items_without_instructions():
+    backend = ScriptedBackend()
+    first = (await respond(backend, input="a", instructions="be")).json()
+    second = (await respond(backend, input="b", previous_response_id=first["id"])).json()
+    third = check_response(await respond(backend, previous_response_id=second["id"], input=[]))
+    prompts = [request.prompt for request in backend.requests]
+    assert prompts == [
+        "system: be\nuser: a\n",
+        "user: a\nassistant: café\nuser: b\n",
+        "user: a\nassistant: café\nuser: b\nassistant: café\n",
+    ]
+    assert third["previous_response_id"] == second["id"]
+    listed = (await get(backend, f"{third['id']}/input_items", order="asc")).json()
+    assert [item["role"] for item in listed["data"]] == ["user", "assistant"] * 2
+    assert listed["data"][1] == first["output"][0]
+
+
+async def test_result_of_a_call_continues_a_response():
+    backend = ScriptedBackend(pieces=CALL)
+    first = (await respond(backend, input="x", tools=[TOOL])).json()
+    call_id = first["output"][1]["call_id"]
+    result = {"type": "function_call_output", "call_id": call_id, "output": "7"}
+    body = check_response(await respond(backend, input=[result], previous_response_id=first["id"]))
+    assert body["status"] == "completed"
+    assert backend.requests[1].prompt.endswith("user: <tool_response>\n7\n</tool_response>\n")
+    wrong = {**result, "call_id": "other"}
+    answer = await respond(backend, input=[wrong], previous_response_id=first["id"])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input.0.call_id")
+
+
+async def test_response_that_is_not_stored_leaves_nothing():
+    backend = ScriptedBackend()
+    body = check_response(await respond(backend, input="x", store=False))
+    assert body["store"] is False
+    assert backend.responses.kept == {}
+    assert (backend.requests[0].store, backend.requests[0].session_id) == (False, "")
+    assert (await get(backend, body["id"])).status_code == 404
+    answer = await respond(backend, input="y", previous_response_id=body["id"])
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "previous_response_not_found"
+
+
+async def test_client_that_goes_leaves_a_cancelled_response():
+    waiting = asyncio.Event()
+
+    async def wait():
+        waiting.set()
+        await asyncio.sleep(60)
+
+    backend = ScriptedBackend(lambda request, number: wait() if number == 2 else None)
+    left = asyncio.Event()
+    sent = []
+
+    async def receive():
+        if not sent:
+            return {"type": "http.request", "body": b'{"input": "x", "stream": true}', "more_body": False}
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/responses", "headers": headers}
+    scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "server": ("localhost", 80)}
+    scope |= {"root_path": "", "client": ("127.0.0.1", 1), "raw_path": b"/v1/responses"}
+    running = asyncio.create_task(create_app(backend)(scope, receive, send))
+    await asyncio.wait_for(waiting.wait(), 10)
+    left.set()
+    await asyncio.wait_for(running, 10)
+    assert backend.num_open == 0
+    (stored,) = backend.responses.kept.values()
+    kept = json.loads(stored.response)
+    assert kept["status"] == "cancelled"
+    assert kept["output"][0]["status"] == "incomplete"
+    assert kept["output"][0]["content"][0]["text"] == "caf"
+
+
+async def test_store_that_fails_fails_the_response():
+    def fail(request, number):
+        backend.responses.failure = UnavailableError("Redis cannot be reached") if number == 2 else None
+
+    backend = ScriptedBackend(fail)
+    found = await events(backend, input="x")
+    assert found[-1]["type"] == "response.failed"
+    assert found[-1]["response"]["error"]["message"] == "Redis cannot be reached"
+    assert (await respond(backend, input="x")).status_code == 503
+
+
+async def test_grammar_that_the_orchestrator_refuses_names_the_field():
+    def refuse(request, number):
+        raise InvalidArgumentError("grammar", "uniqueItems", "a supported keyword")
+
+    backend = ScriptedBackend(refuse)
+    for stream in (False, True):
+        answer = await respond(backend, input="x", text={"format": FORMAT}, stream=stream)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "text.format")
+    answer = await respond(backend, input="x", tools=[TOOL], tool_choice="required")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+
+
+@pytest.mark.parametrize("padded", [False, True])
+async def test_obfuscation_pads_events(padded):
+    async with http_client(ScriptedBackend()) as http:
+        options = {"include_obfuscation": padded}
+        answer = await http.post(
+            "/v1/responses", json={"input": "x", "stream": True, "stream_options": options}
+        )
+    sizes = {(len(part) + 2) % 256 for part in answer.content.split(b"\n\n")[:-2]}
+    assert (sizes == {0}) == padded

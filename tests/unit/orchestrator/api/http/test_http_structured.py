@@ -1,0 +1,353 @@
+"""`response_format` and `structured_outputs`: the grammars that they become, and errors that name them."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from http_helpers import CHAT, call, complete, events
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from openapi_helpers import validator
+from surface_helpers import ScriptedBackend
+
+from gammaray.errors import InvalidArgumentError
+from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
+from orchestrator.api.http.server.openapi import document
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
+BODIES = {COMPLETIONS: {"prompt": "x"}, CHATS: {"messages": CHAT}}
+both = pytest.mark.parametrize("path", BODIES)
+
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+NAMED = {"name": "person", "schema": SCHEMA}
+LARK = 'start: "yes" | NO\nNO: /no+/'
+GBNF = 'root ::= "yes" | no\nno ::= "n" [o]+ # long\n'
+OBJECT = json_schema_grammar({"type": "object"})
+
+FORMS = {
+    "text": ({"response_format": {"type": "text"}}, ""),
+    "object": ({"response_format": {"type": "json_object"}}, OBJECT),
+    "schema": (
+        {"response_format": {"type": "json_schema", "json_schema": NAMED}},
+        json_schema_grammar(SCHEMA),
+    ),
+    "schema with all fields": (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {**NAMED, "strict": True, "description": "A person."},
+            }
+        },
+        json_schema_grammar(SCHEMA),
+    ),
+    "schema with nulls": (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {**NAMED, "strict": None, "description": None},
+            },
+            "structured_outputs": None,
+        },
+        json_schema_grammar(SCHEMA),
+    ),
+    "schema true": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "any", "schema": True}}},
+        json_schema_grammar(True),
+    ),
+    "json": ({"structured_outputs": {"json": SCHEMA}}, json_schema_grammar(SCHEMA)),
+    "json text": ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, json_schema_grammar(SCHEMA)),
+    "json_object": ({"structured_outputs": {"json_object": True}}, OBJECT),
+    "regex": ({"structured_outputs": {"regex": r"\d+/\d+"}}, regex_grammar(r"\d+/\d+")),
+    "choice": ({"structured_outputs": {"choice": ["a", 'b"']}}, choice_grammar(["a", 'b"'])),
+    "grammar": ({"structured_outputs": {"grammar": LARK}}, LARK),
+    "vLLM's other fields": (
+        {
+            "structured_outputs": {
+                "regex": "a+",
+                "json": None,
+                "choice": None,
+                "grammar": None,
+                "json_object": False,
+                "disable_any_whitespace": True,
+            }
+        },
+        regex_grammar("a+"),
+    ),
+    "text with structured_outputs": (
+        {"response_format": {"type": "text"}, "structured_outputs": {"regex": "a+"}},
+        regex_grammar("a+"),
+    ),
+}
+
+
+@both
+@pytest.mark.parametrize(("fields", "grammar"), FORMS.values(), ids=FORMS)
+async def test_form_becomes_the_grammar_of_every_choice(path, fields, grammar):
+    backend = ScriptedBackend()
+    body = {**BODIES[path], **fields, "n": 2}
+    assert validator({"$ref": f"#/components/schemas/{_model(path)}"}).is_valid(body)
+    answer = await complete(backend, path, **body)
+    assert answer.status_code == 200, answer.text
+    assert [request.sampling.grammar for request in backend.requests] == [grammar] * 2
+
+
+async def test_null_is_absent_in_fields_that_are_not_supported():
+    nulls = {"structural_tag": None, "whitespace_pattern": None}
+    answer = await complete(ScriptedBackend(), prompt="x", structured_outputs={"regex": "a+", **nulls})
+    assert answer.status_code == 200, answer.text
+
+
+def _model(path):
+    return {COMPLETIONS: "CompletionRequest", CHATS: "ChatRequest"}[path]
+
+
+def schema_with(**fields):
+    return {"response_format": {"type": "json_schema", "json_schema": fields}}
+
+
+def outputs(**fields):
+    return {"structured_outputs": fields}
+
+
+FORMAT = "response_format"
+OUTPUTS = "structured_outputs"
+# Fields, the field that the error names, and whether the document forbids them as well.
+WRONG = {
+    "format a string": ({FORMAT: "json_object"}, FORMAT, True),
+    "format without type": ({FORMAT: {}}, f"{FORMAT}.type", True),
+    "format of another type": ({FORMAT: {"type": "structural_tag"}}, f"{FORMAT}.type", True),
+    "format with more": ({FORMAT: {"type": "text", "format": 1}}, f"{FORMAT}.format", True),
+    "schema missing": ({FORMAT: {"type": "json_schema"}}, f"{FORMAT}.json_schema", True),
+    "schema null": ({FORMAT: {"type": "json_schema", "json_schema": None}}, f"{FORMAT}.json_schema", True),
+    "schema of an object": (
+        {FORMAT: {"type": "json_object", "json_schema": NAMED}},
+        f"{FORMAT}.json_schema",
+        True,
+    ),
+    "schema a list": ({FORMAT: {"type": "json_schema", "json_schema": [1]}}, f"{FORMAT}.json_schema", True),
+    "schema without name": (schema_with(schema=SCHEMA), f"{FORMAT}.json_schema.name", True),
+    "schema of a bad name": (schema_with(name="a b", schema=SCHEMA), f"{FORMAT}.json_schema.name", True),
+    "schema without schema": (schema_with(name="a"), f"{FORMAT}.json_schema.schema", True),
+    "schema with a number": (schema_with(name="a", schema=1), f"{FORMAT}.json_schema.schema", True),
+    "schema with more": (schema_with(**NAMED, examples=[]), f"{FORMAT}.json_schema.examples", True),
+    "strict a string": (schema_with(**NAMED, strict="yes"), f"{FORMAT}.json_schema.strict", True),
+    "schema too large": (
+        schema_with(name="a", schema={"enum": ["x" * 2**18]}),
+        FORMAT,
+        False,
+    ),
+    "schema too deep": (
+        schema_with(name="a", schema=json.loads('{"items":' * 150 + "{}" + "}" * 150)),
+        f"{FORMAT}.json_schema.schema",
+        False,
+    ),
+    "both": (
+        {FORMAT: {"type": "json_object"}, OUTPUTS: {"json_object": True}},
+        FORMAT,
+        False,
+    ),
+    "outputs a list": ({OUTPUTS: []}, OUTPUTS, True),
+    "outputs empty": (outputs(), OUTPUTS, True),
+    "outputs of nulls": (outputs(json=None, regex=None), OUTPUTS, True),
+    "outputs without an object": (outputs(json_object=False), OUTPUTS, True),
+    "two outputs": (outputs(regex="a", choice=["a"]), OUTPUTS, True),
+    "two outputs, one an object": (outputs(regex="a", json_object=True), OUTPUTS, True),
+    "structural_tag": (outputs(structural_tag="{}"), f"{OUTPUTS}.structural_tag", True),
+    "whitespace_pattern": (
+        outputs(json=SCHEMA, whitespace_pattern=" ?"),
+        f"{OUTPUTS}.whitespace_pattern",
+        True,
+    ),
+    "json a number": (outputs(json=5), f"{OUTPUTS}.json", True),
+    "json malformed": (outputs(json="{"), f"{OUTPUTS}.json", False),
+    "json of a list": (outputs(json="[1]"), f"{OUTPUTS}.json", False),
+    "regex empty": (outputs(regex=""), f"{OUTPUTS}.regex", False),
+    "regex a number": (outputs(regex=1), f"{OUTPUTS}.regex", True),
+    "regex of a surrogate": (outputs(regex="\ud800"), f"{OUTPUTS}.regex", False),
+    "regex that ends early": (outputs(regex="a\\"), f"{OUTPUTS}.regex", False),
+    "choice empty": (outputs(choice=[]), f"{OUTPUTS}.choice", False),
+    "choice a string": (outputs(choice="ab"), f"{OUTPUTS}.choice", True),
+    "choice of numbers": (outputs(choice=[1, 2]), f"{OUTPUTS}.choice.0", True),
+    "choice of nothing": (outputs(choice=["a", ""]), f"{OUTPUTS}.choice", False),
+    "grammar empty": (outputs(grammar=" \n"), f"{OUTPUTS}.grammar", False),
+    "grammar of a surrogate": (outputs(grammar='start: "\ud800"'), OUTPUTS, False),
+    "grammar too long": (outputs(grammar="start: " + '"a" ' * 2**17), OUTPUTS, False),
+    "GBNF without a rule": (outputs(grammar="root ::= other"), f"{OUTPUTS}.grammar", False),
+    "GBNF that ends early": (outputs(grammar='root ::= "a\\'), f"{OUTPUTS}.grammar", False),
+    "GBNF too long": (outputs(grammar="root ::= " + '"a" ' * 2**13), f"{OUTPUTS}.grammar", False),
+    "GBNF of many rules": (
+        outputs(
+            grammar="root ::= r0\n" + "".join(f"r{n} ::= r{n + 1}\n" for n in range(900)) + 'r900 ::= "x"'
+        ),
+        f"{OUTPUTS}.grammar",
+        False,
+    ),
+    "GBNF nested": (
+        outputs(grammar="root ::= " + "(" * 4000 + '"a"' + ")" * 4000),
+        f"{OUTPUTS}.grammar",
+        False,
+    ),
+    "ignore_eos": ({**outputs(regex="a+"), "ignore_eos": True}, "ignore_eos", False),
+}
+
+
+@both
+@pytest.mark.parametrize(("fields", "param", "is_documented"), WRONG.values(), ids=WRONG)
+async def test_wrong_form_names_the_field(path, fields, param, is_documented):
+    backend = ScriptedBackend()
+    body = {**BODIES[path], **fields}
+    began = time.process_time()
+    answer = await call(backend, path=path, content=json.dumps(body), headers=JSON)
+    assert time.process_time() - began < 1
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert error["message"].startswith(f"{param}: got ")
+    assert len(error["message"]) < 500
+    assert backend.requests == []
+    if is_documented:
+        assert not validator({"$ref": f"#/components/schemas/{_model(path)}"}).is_valid(body)
+
+
+@both
+async def test_unknown_fields_beyond_number_are_refused_in_little_time(path):
+    many = {f"f{number}": 1 for number in range(50_000)}
+    for fields, param in (
+        ({"structured_outputs": many}, "structured_outputs.f0"),
+        ({"response_format": {"type": "text", **many}}, "response_format.f0"),
+        (schema_with(**NAMED, **many), "response_format.json_schema.f0"),
+    ):
+        began = time.process_time()
+        answer = await complete(ScriptedBackend(), path, **BODIES[path], **fields)
+        assert time.process_time() - began < 2
+        assert answer.json()["error"]["param"] == param
+
+
+async def test_ignore_eos_names_both_fields():
+    for fields in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": "a"}}):
+        answer = await complete(ScriptedBackend(), prompt="x", ignore_eos=True, **fields)
+        (field,) = fields
+        assert answer.json()["error"]["param"] == "ignore_eos"
+        assert field in answer.json()["error"]["message"]
+    harmless = {"response_format": {"type": "text"}}
+    answer = await complete(ScriptedBackend(), prompt="x", ignore_eos=True, **harmless)
+    assert answer.status_code == 200
+
+
+def refusing(at):
+    """Return a backend whose compiler or workers refuse the grammar at a piece."""
+
+    def before(request, number):
+        if number == at and request.sampling.grammar:
+            raise InvalidArgumentError("grammar", "Unimplemented keys: not", "a grammar that compiles")
+
+    return ScriptedBackend(before)
+
+
+ASKED = [
+    ({"response_format": {"type": "json_object"}}, FORMAT),
+    ({"structured_outputs": {"regex": "a"}}, OUTPUTS),
+]
+
+
+@both
+@pytest.mark.parametrize(("fields", "param"), ASKED)
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"n": 3}, {"n": 3, "stream": True}], ids=str)
+async def test_grammar_refused_at_first_names_the_field_that_asked_for_it(path, fields, param, more):
+    answer = await complete(refusing(0), path, **BODIES[path], **fields, **more)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["message"] == f"{param}: got Unimplemented keys: not, allowed: a grammar that compiles"
+
+
+@both
+@pytest.mark.parametrize(("fields", "param"), ASKED)
+@pytest.mark.parametrize("n", [1, 2])
+async def test_grammar_refused_later_names_the_field_that_asked_for_it(path, fields, param, n):
+    *_, last = await events(refusing(1), path, **BODIES[path], **fields, n=n)
+    assert json.loads(last)["error"]["param"] == param
+
+
+async def test_other_errors_keep_their_field():
+    def before(request, number):
+        raise InvalidArgumentError("prompt", "too much", "less")
+
+    answer = await complete(ScriptedBackend(before), prompt="x", response_format={"type": "json_object"})
+    assert answer.json()["error"]["param"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"echo": True, "logprobs": 1, "max_tokens": 0},
+        {"prompt_logprobs": 1, "logprobs": 2},
+        {"stop": ["x"], "min_tokens": 2, "logit_bias": {"5": 1}, "temperature": 0},
+        {"prediction": {"type": "content", "content": "{}"}},
+    ],
+    ids=str,
+)
+async def test_form_goes_with_other_fields(more):
+    backend = ScriptedBackend()
+    answer = await complete(backend, prompt=[1, 2], response_format={"type": "json_object"}, **more)
+    assert answer.status_code == 200, answer.text
+    assert backend.requests[0].sampling.grammar == OBJECT
+
+
+async def grammar_of_gbnf(grammar):
+    backend = ScriptedBackend()
+    answer = await complete(backend, prompt="x", structured_outputs={"grammar": grammar})
+    assert answer.status_code == 200, answer.text
+    return backend.requests[0].sampling.grammar
+
+
+def follows(grammar, text):
+    """Return whether a text is one of a grammar's, byte for byte."""
+    matcher = LLMatcher(_bytes(), LLMatcher.grammar_from_lark(grammar), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    token_ids = list(text.encode())
+    return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+
+def _bytes():
+    """Return a tokenizer with a token for each byte."""
+
+    class Bytes:
+        eos_token_id, bos_token_id = 256, None
+        tokens = (*(bytes([code]) for code in range(256)), b"<end>")
+        special_token_ids = (256,)
+
+        def __call__(self, text):
+            return list(text.encode() if isinstance(text, str) else text)
+
+    return LLTokenizer(TokenizerWrapper(Bytes()))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        (GBNF, "noo", "n"),
+        ('# a comment\n  root ::= ("a" | b)+\nb ::= [x-z]{2}\n', "axya", "x"),
+        (r'root ::= "\u00e9\u4e2d\U0001F600\x41\n" [\u0041-\u0043]', "é中😀A\nB", "é"),
+        ('root ::= "/" "<[1]>" [^"\\\\/]+', "/<[1]>ab", "/"),
+    ],
+)
+async def test_gbnf_is_converted(grammar, good, bad):
+    converted = await grammar_of_gbnf(grammar)
+    assert (follows(converted, good), follows(converted, bad)) == (True, False)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [LARK, 'start: "root ::= x"', 'start: a\na: "x"\n// root ::= "x"', "start ::= x", 'rooted ::= "a"'],
+)
+async def test_other_grammars_are_lark(grammar):
+    assert await grammar_of_gbnf(grammar) == grammar
+
+
+def test_document_describes_both_fields():
+    for name in ("CompletionRequest", "ChatRequest"):
+        properties = document()["components"]["schemas"][name]["properties"]
+        assert {"response_format", "structured_outputs", "grammar"} & set(properties) == {FORMAT, OUTPUTS}

@@ -1,0 +1,173 @@
+"""Chat formats recognised from templates, and conversations with tools as the templates render them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tool_helpers import ADDED, BODY_TOOLS, LLAMA, MISTRAL, QWEN, TOOLS, raw_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from gammaray.errors import InvalidArgumentError
+from orchestrator.api.http.tools.calls import ToolChoice, call_id, plan_calls, render_messages
+from orchestrator.api.http.tools.formats import CallFamily, CallFormat
+from orchestrator.text.chat import ChatFormat, chat_format, render
+
+PLAIN = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+OTHER = "{% if tools %}{{ tools | tojson }}{% endif %}" + PLAIN
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": {"city": "Paris"}},
+}
+TALK = [
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "17", "tool_call_id": "call_1"},
+]
+
+
+class Model:
+    """A chat template of transformers."""
+
+    def __init__(self, template):
+        self.tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=raw_tokenizer(ADDED), chat_template=template, bos_token="", eos_token="<|end|>"
+        )
+        self.chat_format = chat_format(self.tokenizer)
+
+    def render_chat(self, messages, tools=()):
+        return render(self.tokenizer, messages, tools)
+
+
+def planned(model, mode="auto", is_parallel=True):
+    return plan_calls(TOOLS, ToolChoice(mode), is_parallel, model)
+
+
+@pytest.mark.parametrize(
+    ("template", "family", "is_native"),
+    [
+        (QWEN, CallFamily.HERMES, True),
+        (LLAMA, CallFamily.LLAMA, True),
+        (MISTRAL, CallFamily.MISTRAL, True),
+        (PLAIN, CallFamily.HERMES, False),
+        (OTHER, CallFamily.HERMES, False),
+        (QWEN + "{# <function=name> #}", CallFamily.HERMES, False),
+        (MISTRAL + "{# [ARGS] #}", CallFamily.HERMES, False),
+    ],
+    ids=["qwen", "llama", "mistral", "no tools", "unknown", "qwen coder", "late mistral"],
+)
+def test_family_is_recognised_by_the_template(template, family, is_native):
+    form = CallFormat.of(Model(template).chat_format)
+    assert (form.family, form.is_native) == (family, is_native)
+
+
+def test_chat_format_says_what_the_tokenizer_has():
+    found = Model(QWEN).chat_format
+    assert found.template == QWEN
+    assert found.has_tools
+    assert ADDED.items() <= found.added_tokens.items()
+    assert not Model(PLAIN).chat_format.has_tools
+    assert Model(None).chat_format == ChatFormat()
+
+
+def test_chat_format_of_a_template_that_refuses_tools():
+    refusing = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + PLAIN
+    assert not Model(refusing).chat_format.has_tools
+    assert "<tools>" in planned(Model(refusing)).prompt(TALK, Model(refusing))
+
+
+def test_chat_format_of_a_template_for_tools_of_its_own():
+    model = Model({"default": PLAIN, "tool_use": QWEN})
+    assert model.chat_format.template == QWEN
+    assert CallFormat.of(model.chat_format).is_native
+
+
+def test_qwen_renders_tools_calls_and_results():
+    model = Model(QWEN)
+    prompt = planned(model).prompt(TALK, model)
+    assert json.dumps(BODY_TOOLS[0]) in prompt
+    assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>' in prompt
+    assert "<tool_response>\n17\n</tool_response>" in prompt
+    assert prompt == planned(model, "required").prompt(TALK, model)
+
+
+def test_llama_renders_tools_calls_and_results():
+    model = Model(LLAMA)
+    prompt = planned(model).prompt(TALK, model)
+    assert '"name": "now"' in prompt
+    assert '{"name": "get_weather", "parameters": {"city": "Paris"}}<|eot_id|>' in prompt
+    assert "ipython<|end_header_id|>\n\n17" in prompt
+    with pytest.raises(InvalidArgumentError) as error:
+        planned(model).prompt([TALK[0], {**TALK[1], "tool_calls": [CALL, CALL]}], model)
+    assert error.value.field == "messages"
+    assert "single tool-calls" in error.value.got
+
+
+def test_mistral_gets_ids_that_it_takes_and_forced_calls_a_marker():
+    model = Model(MISTRAL)
+    prompt = planned(model).prompt(TALK, model)
+    call, result = prompt.partition('"id": "')[2][:9], prompt.partition('"call_id": "')[2][:9]
+    assert call == result
+    assert call.isalnum()
+    kept = [{**CALL, "id": "a1b2c3d4e"}]
+    assert '"id": "a1b2c3d4e"' in planned(model).prompt([TALK[0], {**TALK[1], "tool_calls": kept}], model)
+    asked = planned(model).prompt(TALK[:1], model)
+    assert "[AVAILABLE_TOOLS]" in asked
+    assert not asked.endswith("[TOOL_CALLS]")
+    assert planned(model, "required").prompt(TALK[:1], model) == asked + "[TOOL_CALLS]"
+
+
+@pytest.mark.parametrize("template", [PLAIN, OTHER], ids=["no tools", "unknown"])
+def test_model_without_a_known_form_is_told_in_messages(template):
+    model = Model(template)
+    prompt = planned(model).prompt(TALK, model)
+    system, _, rest = prompt.partition("<user>")
+    assert system.startswith("<system># Tools")
+    assert json.dumps(BODY_TOOLS[0]) in system
+    assert rest == (
+        'Weather?<assistant><tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}'
+        "\n</tool_call>"
+        "<user><tool_response>\n17\n</tool_response>"
+    )
+    own = [{"role": "system", "content": "Be kind."}, *TALK]
+    assert planned(model).prompt(own, model).startswith("<system>Be kind.\n\n# Tools")
+
+
+def test_results_of_several_calls_are_one_message():
+    model = Model(PLAIN)
+    talk = [
+        *TALK,
+        {"role": "tool", "content": "now", "tool_call_id": "call_2"},
+        {"role": "user", "content": "?"},
+    ]
+    prompt = render_messages(talk, model)
+    assert prompt.endswith(
+        "<user><tool_response>\n17\n</tool_response>\n<tool_response>\nnow\n</tool_response><user>?"
+    )
+    assert "# Tools" not in prompt
+    text = {**TALK[1], "content": "Let me see."}
+    assert "<assistant>Let me see.\n<tool_call>" in render_messages([TALK[0], text], model)
+
+
+def test_messages_without_tools_are_rendered_as_they_are():
+    class Unknown:
+        def render_chat(self, messages, tools=()):
+            assert tools == ()
+            return str(messages)
+
+    assert render_messages(TALK[:1], Unknown()) == str(TALK[:1])
+
+
+def test_no_tool_can_be_called_without_tools_or_with_none():
+    model = Model(QWEN)
+    assert plan_calls([], ToolChoice("auto"), True, model) is None
+    assert plan_calls(TOOLS, ToolChoice("none"), True, model) is None
+    assert not plan_calls(TOOLS, None, True, model).is_forced
+
+
+def test_call_ids_differ_by_completion_and_call():
+    ids = [call_id(seed, index) for seed in ("a", "b") for index in range(3)]
+    assert len(set(ids)) == 6
+    assert call_id("a", 0) == ids[0]
+    assert all(found.startswith("call_") and len(found) == 29 for found in ids)

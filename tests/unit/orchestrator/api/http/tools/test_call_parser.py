@@ -1,0 +1,269 @@
+"""The parser of tool calls: what is a call, and that no split of the text changes it."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tool_helpers import parsed, parser_of
+
+from orchestrator.api.http.tools.formats import CallFamily
+from orchestrator.api.http.tools.parser import ArgumentText, CallBegun, CallEnded, PlainText
+
+FAMILIES = HERMES, LLAMA, MISTRAL = CallFamily.HERMES, CallFamily.LLAMA, CallFamily.MISTRAL
+F = '{"name": "f", "arguments": {"a": 1}}'
+G = '{"name": "g", "arguments": {}}'
+CALL_F, CALL_G = ("c0", "f", '{"a": 1}', True), ("c1", "g", "{}", True)
+
+CASES = {
+    "hermes two": (
+        HERMES,
+        f"<tool_call>\n{F}\n</tool_call>\n<tool_call>\n{G}\n</tool_call>\n",
+        "",
+        [CALL_F, CALL_G],
+    ),
+    "hermes after text": (HERMES, f"Hi.\n<tool_call>{F}</tool_call>", "Hi.", [CALL_F]),
+    "hermes before text": (HERMES, f"<tool_call>{F}</tool_call> Bye <tool", " Bye <tool", [CALL_F]),
+    "hermes without close": (HERMES, f"<tool_call>\n{F}", "", [CALL_F]),
+    "hermes without first close": (HERMES, f"<tool_call>{F}\n<tool_call>{G}", "", [CALL_F, CALL_G]),
+    "hermes one brace too many": (HERMES, f"<tool_call>{F}}}\n</tool_call>", "", [CALL_F]),
+    "hermes marker twice": (HERMES, f"<tool_call>\n<tool_call>{F}</tool_call>", "<tool_call>\n", [CALL_F]),
+    "hermes arguments first": (
+        HERMES,
+        '<tool_call>{"arguments": {"a":"}"}, "name": "f"}</tool_call>',
+        "",
+        [("c0", "f", '{"a": "}"}', True)],
+    ),
+    "hermes further members": (
+        HERMES,
+        '<tool_call>{"type": "function", "name": "f", "arguments": {}, "id": "x}"}</tool_call>',
+        "",
+        [("c0", "f", "{}", True)],
+    ),
+    "hermes arguments in a string": (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        "",
+        [("c0", "f", '{"a": 1}', True)],
+    ),
+    "hermes without arguments": (
+        HERMES,
+        '<tool_call>{"name": "f"}</tool_call>',
+        "",
+        [("c0", "f", "{}", True)],
+    ),
+    "hermes marker in a string": (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>{\\""}}</tool_call>',
+        "",
+        [("c0", "f", '{"a": "</tool_call>{\\""}', True)],
+    ),
+    "hermes cut in arguments": (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {"a": "b',
+        "",
+        [("c0", "f", '{"a": "b', False)],
+    ),
+    "hermes cut before arguments": (
+        HERMES,
+        '<tool_call>{"name": "f", "argum',
+        '<tool_call>{"name": "f", "argum',
+        [],
+    ),
+    "hermes arguments that are no JSON": (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {x}}</tool_call>x',
+        "x",
+        [("c0", "f", "{x}}", False)],
+    ),
+    "hermes unknown name": (
+        HERMES,
+        '<tool_call>{"name": "h", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "h", "arguments": {}}</tool_call>',
+        [],
+    ),
+    "hermes no JSON": (HERMES, "<tool_call>f(1)</tool_call>", "<tool_call>f(1)</tool_call>", []),
+    "hermes a list": (HERMES, "a <tool_call> [1] ", "a <tool_call> [1] ", []),
+    "hermes list as arguments": (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        [],
+    ),
+    "hermes infinity": (
+        HERMES,
+        '<tool_call>{"arguments": {"a": 1e999}, "name": "f"}',
+        '<tool_call>{"arguments": {"a": 1e999}, "name": "f"}',
+        [],
+    ),
+    "hermes name of another type": (
+        HERMES,
+        '<tool_call>{"name": [], "arguments": {}}',
+        '<tool_call>{"name": [], "arguments": {}}',
+        [],
+    ),
+    "hermes text": (HERMES, " plain <tool \n", " plain <tool \n", []),
+    "hermes spaces": (HERMES, " \n", " \n", []),
+    "hermes nothing": (HERMES, "", "", []),
+    "llama": (LLAMA, F.replace("arguments", "parameters"), "", [CALL_F]),
+    "llama two": (LLAMA, f"\n{F}; {G}", "", [CALL_F, CALL_G]),
+    "llama two lines": (LLAMA, f"{F}\n{G}\n", "", [CALL_F, CALL_G]),
+    "llama python tag": (LLAMA, f"<|python_tag|>{F}", "", [CALL_F]),
+    "llama python tag after text": (LLAMA, f"Hm. <|python_tag|>{F}", "Hm.", [CALL_F]),
+    "llama other JSON": (LLAMA, '{"name": "Bob", "parameters": {}}', '{"name": "Bob", "parameters": {}}', []),
+    "llama JSON in text": (LLAMA, f"So: {F}", f"So: {F}", []),
+    "llama text after": (LLAMA, f"{F} ok", "ok", [CALL_F]),
+    "llama spaces": (LLAMA, "  ", "  ", []),
+    "mistral": (MISTRAL, f"[TOOL_CALLS] [{F}, {G}]", "", [CALL_F, CALL_G]),
+    "mistral after text": (MISTRAL, f"Well [TOOL_CALLS][{F}]", "Well", [CALL_F]),
+    "mistral with id": (MISTRAL, f'[TOOL_CALLS][{F[:-1]}, "id": "abcdefghi"}}]', "", [CALL_F]),
+    "mistral without a list": (MISTRAL, f"[TOOL_CALLS]{F}", "", [CALL_F]),
+    "mistral empty": (MISTRAL, "[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
+    "mistral one of two unknown": (
+        MISTRAL,
+        f'[TOOL_CALLS][{F}, {{"name": "h", "arguments": {{}}}}]',
+        ', {"name": "h", "arguments": {}}]',
+        [CALL_F],
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "text", "rest", "calls"), CASES.values(), ids=CASES)
+def test_text_and_calls_are_those_of_the_model(family, text, rest, calls):
+    assert parsed(parser_of(family), [text]) == (rest, calls)
+
+
+def splits(text, rng):
+    position = 0
+    while position < len(text):
+        end = position + rng.choice((1, 1, 2, 3, 5, 8, 40))
+        yield text[position:end]
+        position = end
+
+
+@pytest.mark.parametrize(("family", "text", "rest", "calls"), CASES.values(), ids=CASES)
+def test_every_split_gives_the_same(family, text, rest, calls):
+    assert parsed(parser_of(family), list(text)) == (rest, calls)
+    for cut in range(len(text)):
+        assert parsed(parser_of(family), [text[:cut], text[cut:]]) == (rest, calls)
+    rng = random.Random(text)
+    for _ in range(100):
+        assert parsed(parser_of(family), splits(text, rng)) == (rest, calls)
+
+
+PARTS = [
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "<|python_tag|>",
+        "{",
+        "}",
+        '"',
+        "name",
+        '"name": ',
+        '"f"',
+    ),
+    *(
+        '"arguments": ',
+        '{"name": "f", "arguments": {',
+        " ",
+        "\n",
+        ",",
+        ";",
+        "[",
+        "]",
+        "\\",
+        "x",
+        "}}",
+        F,
+        G,
+        "é😀",
+    ),
+]
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    st.sampled_from(FAMILIES),
+    st.lists(st.sampled_from(PARTS), max_size=14).map("".join),
+    st.sampled_from([{}, {"max_calls": 1}, {"is_after_marker": True}]),
+    st.randoms(use_true_random=False),
+)
+def test_every_split_of_any_text_gives_the_same(family, text, options, rng):
+    whole = parsed(parser_of(family, **options), [text])
+    assert parsed(parser_of(family, **options), list(text)) == whole
+    assert parsed(parser_of(family, **options), splits(text, rng)) == whole
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.text(), JSON, max_size=4), st.booleans(), st.randoms(use_true_random=False))
+def test_any_arguments_are_the_text_that_the_model_wrote(arguments, is_ascii, rng):
+    written = json.dumps(arguments, ensure_ascii=is_ascii)
+    text = f'<tool_call>\n{{"name": "f", "arguments": {written}}}\n</tool_call>'
+    assert parsed(parser_of(HERMES), splits(text, rng)) == ("", [("c0", "f", written, True)])
+
+
+def test_events_come_as_soon_as_they_are_certain():
+    parser = parser_of(HERMES)
+    assert parser.push("Hi <tool_") == [PlainText("Hi")]
+    assert parser.push('call>{"name": "f", ') == []
+    assert parser.push('"arguments": {"a') == [CallBegun(0, "c0", "f"), ArgumentText(0, '{"a')]
+    assert parser.push('": 1') == [ArgumentText(0, '": 1')]
+    assert parser.push("}") == [ArgumentText(0, "}"), CallEnded(0, is_whole=True)]
+    assert parser.push("}</tool_call>") == []
+    assert parser.finish() == []
+    assert parser.num_calls == 1
+
+
+def test_further_calls_are_dropped_where_one_is_allowed():
+    text = f"<tool_call>{F}</tool_call> and <tool_call>{G}</tool_call>"
+    parser = parser_of(HERMES, max_calls=1)
+    assert parsed(parser, [text]) == (" and", [CALL_F])
+    assert parser.num_calls == 1
+
+
+def test_calls_begin_at_once_where_the_prompt_ends_with_the_marker():
+    assert parsed(parser_of(MISTRAL, is_after_marker=True), [f" [{F}, {G}]"]) == ("", [CALL_F, CALL_G])
+    assert parsed(parser_of(MISTRAL, is_after_marker=True), ["no"]) == ("no", [])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "text",
+    [
+        " " * 200_000,
+        "<tool_call>" * 20_000,
+        "{" * 200_000,
+        "<tool_call>" + "{" * 200_000,
+        "[TOOL_CALLS]" + "[" * 99_999,
+        '<tool_call>{"name": "f", "arguments": {"a": "' + "b" * 200_000,
+        '<tool_call>{"name": "f", "arguments": {x' + "<" * 200_000,
+        '<tool_call>{"arguments": {"a": "' + "b" * 200_000,
+    ],
+    ids=[
+        "spaces",
+        "markers",
+        "braces",
+        "marked braces",
+        "brackets",
+        "long argument",
+        "broken argument",
+        "long object",
+    ],
+)
+def test_long_texts_take_linear_time(family, text):
+    start = time.process_time()
+    parsed(parser_of(family), (text[at : at + 4] for at in range(0, len(text), 4)))
+    assert time.process_time() - start < 5

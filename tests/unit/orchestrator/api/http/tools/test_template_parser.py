@@ -1,0 +1,201 @@
+"""Calls in forms that only a response template of transformers describes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from http_helpers import CHAT, complete, events_with_ids
+from surface_helpers import ScriptedBackend
+from tool_helpers import ADDED, BODY_TOOLS, QWEN, TOOLS, assembled, raw_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from gammaray.errors import InvalidArgumentError
+from orchestrator.api.http.tools.calls import ToolChoice, plan_calls
+from orchestrator.api.http.tools.formats import CallFamily
+from orchestrator.api.http.tools.template_parser import TemplateParser
+from orchestrator.text.chat import ChatFormat, chat_format
+
+# That of Qwen 3.5 in transformers.
+XML = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close_pattern": r"\s*(?:<\|im_end\|>|<\|python_tag\|>)", "content": "text"},
+    },
+}
+# JSON between markers.
+JSON = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open": "[CALL]",
+            "close": "[/CALL]",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"content": "text"},
+    },
+}
+CHAT_XML = QWEN + "{# <function=name> #}"
+PROMPT = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+XML_CALL = (
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+)
+WEATHER = ("c0", "get_weather", '{"city": "Zürich", "days": 3}', True)
+TYPED = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            },
+        },
+    }
+    for name in ("get_weather", "now")
+]
+
+
+def run(template, pieces, prompt=PROMPT, **options):
+    parser = TemplateParser(template, TYPED, lambda index: f"c{index}", prompt=prompt, **options)
+    events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
+    text, calls = assembled(events)
+    assert parser.num_calls == len(calls)
+    return text, calls
+
+
+CASES = {
+    "one": (XML, XML_CALL, "", [WEATHER]),
+    "two after text": (
+        XML,
+        f"Hm.\n{XML_CALL}\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        "Hm.",
+        [WEATHER, ("c1", "now", "{}", True)],
+    ),
+    "thinking": (XML, f"<think>\nWell\n</think>\n\n{XML_CALL}", "<think>\nWell\n</think>", [WEATHER]),
+    "text": (XML, "no call <tool", "no call <tool", []),
+    "unknown name": (
+        XML,
+        XML_CALL.replace("get_weather", "other"),
+        XML_CALL.replace("get_weather", "other"),
+        [],
+    ),
+    "json": (
+        JSON,
+        '[CALL]{"name": "now", "arguments": {"a": "ü"}}[/CALL] ok',
+        " ok",
+        [("c0", "now", '{"a": "ü"}', True)],
+    ),
+    "json without arguments": (JSON, '[CALL]{"name": "now"}[/CALL]', "", [("c0", "now", "{}", True)]),
+    "json that is none": (JSON, 'a[CALL]{"name"[/CALL] b [CALL]', 'a[CALL]{"name"[/CALL] b [CALL]', []),
+    "json that is cut": (JSON, 'a[CALL]{"name"', 'a[CALL]{"name"', []),
+    "json of another type": (JSON, "a[CALL][1][/CALL]b", "a[CALL][1][/CALL]b", []),
+    "json of a list as arguments": (
+        JSON,
+        '[CALL]{"name": "now", "arguments": [1]}[/CALL]',
+        '[CALL]{"name": "now", "arguments": [1]}[/CALL]',
+        [],
+    ),
+    "nothing": (JSON, "", "", []),
+}
+
+
+@pytest.mark.parametrize(("template", "text", "rest", "calls"), CASES.values(), ids=CASES)
+def test_every_split_gives_the_calls(template, text, rest, calls):
+    found, whole = run(template, [text])
+    assert (found.rstrip() if calls else found, whole) == (rest, calls)
+    rng = random.Random(text)
+    for size in (1, 2, 7):
+        assert run(template, [text[at : at + size] for at in range(0, len(text), size)]) == (found, calls)
+    for _ in range(30):
+        cuts = sorted(rng.sample(range(len(text) + 1), min(3, len(text))))
+        pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert run(template, pieces) == (found, calls)
+
+
+def test_message_that_the_prompt_begins():
+    found, calls = run(XML, [f"Well\n</think>\n\n{XML_CALL}"], prompt=f"{PROMPT}<think>\n")
+    assert (found.strip(), calls) == ("Well\n</think>", [WEATHER])
+
+
+@pytest.mark.parametrize("prompt", [PROMPT + "<think>\n\n</think>\n\n", "no anchor \n", ""])
+def test_nothing_of_the_prompt_is_text(prompt):
+    assert run(XML, ["Hi"], prompt=prompt) == ("Hi", [])
+    assert run(XML, [XML_CALL], prompt=prompt) == ("", [WEATHER])
+
+
+def test_further_calls_are_dropped_where_one_is_allowed():
+    assert run(XML, [XML_CALL + XML_CALL], max_calls=1) == ("", [WEATHER])
+
+
+def model_of(response_template, template=CHAT_XML):
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw_tokenizer(ADDED), chat_template=template, eos_token="<|end|>"
+    )
+    tokenizer.response_template = response_template
+    return ScriptedBackend(chat_format=chat_format(tokenizer))
+
+
+def test_template_is_used_for_forms_that_are_not_known():
+    own, forced = (plan_calls(TOOLS, ToolChoice(mode), True, model_of(XML)) for mode in ("auto", "required"))
+    assert (own.form.family, own.form.is_native) == (CallFamily.TEMPLATE, True)
+    assert (forced.form.family, forced.form.is_native) == (CallFamily.HERMES, False)
+    known = plan_calls(TOOLS, None, True, model_of(XML, QWEN))
+    assert (known.form.family, known.form.is_native) == (CallFamily.HERMES, True)
+    assert own.markers == {b"<|python_tag|>"}  # the only special token of the template's
+    assert own.grammar("") == ""
+    assert forced.grammar("")
+    with pytest.raises(InvalidArgumentError):
+        own.grammar("", answer='%json {"type": "integer"}')
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None,
+        [],
+        "x",
+        {},
+        {"fields": {}},
+        {**XML, "version": 2},
+        {"start_anchor": "a", "fields": {"content": {}}},
+    ],
+    ids=str,
+)
+def test_response_template_that_is_wrong_or_has_no_calls_is_not_used(wrong):
+    model = model_of(wrong)
+    assert model.chat_format.response_template is None
+    assert not plan_calls(TOOLS, None, True, model).form.is_native
+
+
+async def test_chat_has_the_calls():
+    text = f"Hm.\n{XML_CALL.replace('days', 'unit').replace('3', 'c')}"
+    data = [text[at : at + 6].encode() for at in range(0, len(text), 6)]
+
+    class Backend(ScriptedBackend):
+        max_context = 1000
+
+    def backend():
+        return Backend(pieces=data, chat_format=ChatFormat(CHAT_XML, True, ADDED, XML))
+
+    body = {"messages": CHAT, "tools": BODY_TOOLS}
+    path = "/v1/chat/completions"
+    (choice,) = (await complete(backend(), path, **body)).json()["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "Hm.")
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Zürich", "unit": "c"}'}
+    streamed = "".join(data for _, data in await events_with_ids(backend(), path, **body))
+    assert call["id"] in streamed
