@@ -195,7 +195,7 @@ def test_multiples_are_followed(step, good, bad):
 def test_grammar_in_lark_that_would_not_end_compiling_is_refused(schema):
     tokenizer = (Path(resolve_model("demo")) / "tokenizer.json").read_text()
     compiler = GrammarCompiler(tokenizer, demo()[0].get_vocab_size(), [0])
-    with pytest.raises(InvalidArgumentError, match="^grammar: got multipleOf"):
+    with pytest.raises(InvalidArgumentError, match=r"^grammar: got multipleOf"):
         compiler.begin(f"start: rule\nrule: %json {schema}")
 
 
