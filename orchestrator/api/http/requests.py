@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from gammaray.errors import InvalidArgumentError, renaming
+from gammaray.errors import InvalidArgumentError
 from gammaray.types import (
     MAX_PROMPT_LOGPROBS,
     DrafterKind,
@@ -21,7 +21,7 @@ from orchestrator.api.http.models import (
     CompletionRequest,
     OpenAIRequest,
 )
-from orchestrator.api.http.structured import grammar_field, grammar_of
+from orchestrator.api.http.structured import grammar_field, grammar_of, naming
 from orchestrator.sessions.lifecycle import check_prompt_length
 
 __all__ = ["ChoicePlan", "chat_choices", "check_num_logprobs", "completion_choices"]
@@ -191,7 +191,7 @@ def _requests(
         )
         for sample_index in range(body.n)
     ]
-    with renaming("grammar", grammar_field(body)):
+    with naming(grammar_field(body)):
         requests[0].validate()
     return requests
 
