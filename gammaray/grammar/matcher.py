@@ -6,13 +6,15 @@ rollback, failover and resumed sessions replay tokens.
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gammaray.errors import InvalidArgumentError
+from gammaray.grammar.texts import check_multiples
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -89,6 +91,8 @@ class GrammarCompiler:
         numbered = _NUMBERED_TOKEN.search(grammar)
         if numbered is not None:
             raise InvalidArgumentError("grammar", numbered.group(), "no tokens by number")
+        for schema in _schemas(grammar):
+            check_multiples(schema, "grammar")
         limits = LLParserLimits(**_LIMITS, verbose_errors=False)
         text = LLMatcher.grammar_from_lark(grammar)
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
@@ -221,6 +225,15 @@ class GrammarState:
         # An error stays, and the mask would then be the end of sequence alone.
         if self._matcher.is_error():
             raise InvalidArgumentError("grammar", _reason(self._matcher), "a grammar of less complexity")
+
+
+def _schemas(grammar: str) -> Iterator[Any]:
+    """Yield the JSON schemas in a grammar, and what looks like one in a comment or string."""
+    for found in re.finditer(r"%json\s*", grammar):
+        try:
+            yield json.JSONDecoder().raw_decode(grammar, found.end())[0]
+        except (ValueError, RecursionError):  # llguidance, which is stricter, refuses it
+            continue
 
 
 def _reason(matcher: LLMatcher) -> str:

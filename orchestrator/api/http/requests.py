@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from gammaray.errors import InvalidArgumentError, renaming
+from gammaray.errors import InvalidArgumentError
 from gammaray.types import (
     MAX_PROMPT_LOGPROBS,
     DrafterKind,
@@ -22,7 +22,7 @@ from orchestrator.api.http.models import (
     OpenAIRequest,
     RequestBody,
 )
-from orchestrator.api.http.structured import grammar_field, grammar_of
+from orchestrator.api.http.structured import grammar_field, grammar_of, naming
 from orchestrator.api.http.tools.calls import CallPlan
 from orchestrator.sessions.lifecycle import check_prompt_length
 
@@ -206,7 +206,7 @@ def _requests(
         )
         for sample_index in range(body.n)
     ]
-    with renaming("grammar", grammar_field):
+    with naming(grammar_field):
         requests[0].validate()
     return requests
 

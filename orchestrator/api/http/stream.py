@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from gammaray.aio import end_tasks
-from gammaray.errors import InternalError, InvalidArgumentError, renaming
+from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import Chunk, GenerationRequest
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.api.backend import Backend
@@ -23,6 +23,7 @@ from orchestrator.api.http.json_text import encode
 from orchestrator.api.http.models import StreamOptions
 from orchestrator.api.http.requests import ChoicePlan
 from orchestrator.api.http.responses import Response
+from orchestrator.api.http.structured import naming
 from orchestrator.sessions.lifecycle import REPLAY_TOKENS
 from orchestrator.text.cpu_threads import in_thread
 
@@ -167,7 +168,7 @@ async def _numbered(
     generation: AsyncGenerator[Chunk, None], grammar_field: str
 ) -> AsyncGenerator[tuple[int, Chunk], None]:
     async with aclosing(generation) as chunks:
-        with renaming("grammar", grammar_field):
+        with naming(grammar_field):
             async for chunk in chunks:
                 yield 0, chunk
 
@@ -181,7 +182,7 @@ async def _pump(
 ) -> None:
     end: Exception | None = InternalError("the generation was cut off")
     try:
-        with renaming("grammar", grammar_field):
+        with naming(grammar_field):
             async with aclosing(generation) as chunks:
                 async for chunk in chunks:
                     await slots.acquire()

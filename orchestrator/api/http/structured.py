@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import AbstractContextManager
 from typing import Any
 
-from gammaray.errors import InvalidArgumentError
+from gammaray.errors import InvalidArgumentError, renaming
 from gammaray.grammar.texts import JSON_OBJECT, choice_grammar, json_schema_grammar, regex_grammar
 from orchestrator.api.http.fields import ResponseFormat, StructuredOutputs
 from orchestrator.api.http.models import OpenAIRequest
 
-__all__ = ["grammar_field", "grammar_of"]
+__all__ = ["grammar_field", "grammar_of", "naming"]
 
 MAX_GBNF = 2**14
 """Upper bound of the characters of a grammar in GBNF: they are converted in about 20 ms."""
@@ -61,6 +62,11 @@ def grammar_of(body: OpenAIRequest) -> str:
     if body.response_format is not None and field != "structured_outputs":
         return _of_format(body.response_format)
     return "" if body.structured_outputs is None else _of_outputs(body.structured_outputs)
+
+
+def naming(field: str) -> AbstractContextManager[None]:
+    """Let errors about the grammar name the field that asked for it, see `grammar_field`."""
+    return renaming("grammar", field)
 
 
 def _of_format(asked: ResponseFormat) -> str:

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 
 from gammaray import InvalidArgumentError
 from gammaray.demo_pair import resolve_model
+from gammaray.grammar.matcher import GrammarCompiler
 from gammaray.grammar.texts import (
     JSON_OBJECT,
     MAX_DEPTH,
@@ -155,6 +156,12 @@ CIRCLE["properties"] = {"again": CIRCLE}
     [
         *([], None, "object", 5, {"const": {1, 2}}, {"const": float("nan")}, {"maximum": float("inf")}),
         *(nested(MAX_DEPTH + 1), nested(100_000), CIRCLE),
+        *(
+            {"multipleOf": 2**31},
+            {"multipleOf": 1000003.5},
+            {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]},
+        ),
+        *({"$ref": "#/x", "x": {"multipleOf": 10**4 + 1}}, {"multipleOf": 1e300}, {"multipleOf": 10**400}),
         *({"const": 2**53 + 1}, {"enum": [1, [{"a": -(2**53) - 1}]]}, {"const": 1e300}),
     ],
     ids=lambda schema: "nested" if isinstance(schema, dict) and "items" in schema else None,
@@ -164,6 +171,32 @@ def test_value_that_is_no_schema_is_named(schema):
         json_schema_grammar(schema, "mine")
     assert caught.value.field == "mine"
     assert caught.value.allowed
+
+
+@pytest.mark.parametrize(
+    ("step", "good", "bad"), [(10_000, "20000", "15000"), (0.01, "1.25", "1.255"), (7, "14", "15")]
+)
+def test_multiples_are_followed(step, good, bad):
+    schema = {"type": "object", "properties": {"multipleOf": {"type": "number", "multipleOf": step}}}
+    texts = (f'{{"multipleOf": {number}}}' for number in (good, bad))
+    assert follows(json_schema_grammar(schema), *texts) == [True, False]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        '{"type": ["string", "integer"], "multipleOf": 2147483647}',
+        '\n{"type": ["string", "integer"], "multiple\\u004ff": 2147483647}',
+        '{"$ref": "#/x", "x": {"type": ["string", "integer"], "multipleOf": 2147483647}}',
+        '{"multipleOf": 1e999}',
+        '{"multipleOf": NaN}',
+    ],
+)
+def test_grammar_in_lark_that_would_not_end_compiling_is_refused(schema):
+    tokenizer = (Path(resolve_model("demo")) / "tokenizer.json").read_text()
+    compiler = GrammarCompiler(tokenizer, demo()[0].get_vocab_size(), [0])
+    with pytest.raises(InvalidArgumentError, match=r"^grammar: got multipleOf"):
+        compiler.begin(f"start: rule\nrule: %json {schema}")
 
 
 def test_deepest_schema_is_accepted():
