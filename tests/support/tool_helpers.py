@@ -149,11 +149,10 @@ class Follower:
         """Return whether a text is one of a grammar."""
         state = self._compiler.begin(grammar)
         token_ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return (
-            state.count_possible(token_ids) == len(token_ids)
-            and not state.extend(token_ids)
-            and state.is_complete
-        )
+        if state.count_possible(token_ids) < len(token_ids):
+            return False
+        state.extend(token_ids)
+        return state.is_complete
 
 
 def parser_of(family: CallFamily, **options: object) -> CallParser:
