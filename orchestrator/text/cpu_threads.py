@@ -2,8 +2,8 @@
 
 Parsing has one thread, since a large body takes up to ten times its size in memory during parsing. Compiling
 grammars has one, as hostile ones take as long as their limits allow. Everything else (tokenising, decoding,
-chat templates) shares `NUM_THREADS`. Work is queued in order of arrival; limits on request size bound the work
-per request, and with it the wait.
+chat templates) shares `NUM_THREADS`. Work is queued in order of arrival; limits on request size bound the
+work per request, and with it the wait.
 """
 
 from __future__ import annotations

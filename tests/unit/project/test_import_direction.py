@@ -30,7 +30,7 @@ FLOORS = {
     "gammaray/cli": 4,
     "gammaray/qualify": 5,
     "gammaray/cli/commands": 6,
-    "orchestrator/text": 2,
+    "orchestrator/text": 3,
     "orchestrator/access": 3,
     "orchestrator/cycle": 3,
     "orchestrator/gamma": 4,
