@@ -41,7 +41,7 @@ The time of a step grows with the third power of the items in a row: the ambiguo
 # By number; llguidance restores a wrong state when it rolls back over such a token (llguidance issue 364).
 _NUMBERED_TOKEN = re.compile(r"<\[[^\]\n]*\]>")
 
-# Where llguidance takes an operator of Lark for itself: strings, expressions, comments. JSON has it in strings only.
+# Where an operator of Lark stands for itself: strings, expressions, comments. JSON has it in strings only.
 _QUOTED = re.compile(r'"(?:\\.|[^"\\\x00-\x1f])*"|/(?:\\.|[^/\\])+/|(?:#|//)[^\n]*', re.DOTALL)
 # Not `~` before a number, which repeats. Intersections and complements of expressions are compiled without
 # limits: that of /([ab]{10007})*c/ and /([ab]{10009})*c/ does not end (llguidance 1.9.1).
