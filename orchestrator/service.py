@@ -52,7 +52,7 @@ from orchestrator.telemetry.cycle_log import CycleLog
 from orchestrator.telemetry.metrics import OrchestratorMeter
 from orchestrator.telemetry.tracing import RequestSpan, Tracing
 from orchestrator.text.chat import ChatFormat
-from orchestrator.text.cpu_threads import in_compiler_thread
+from orchestrator.text.cpu_threads import in_compiler_thread, in_thread
 from orchestrator.text.tokenizer import Tokenizer, served_name
 from orchestrator.workers.fleet import Fleet
 from orchestrator.workers.session_client import session_spec
@@ -204,7 +204,7 @@ class Orchestrator:
             if request.resume_from is None:
                 self._drafting.check(request)
             await stack.enter_async_context(self.admission.place(caller))
-            await self._begin_grammar(request.sampling.grammar, span)
+            await self._check_grammar(request.sampling.grammar, span)
             self._fit_context()
             opened = await self._opener.open(request, self.max_context, caller)
             session, progress = opened.session, self._progress(opened)
@@ -217,7 +217,9 @@ class Orchestrator:
             if session.finish_reason is not None:
                 return
             prediction = await prediction_ids(opened.request, self.tokenizer)
-            grammar = await self._begin_grammar(session.params.grammar, span)
+            grammar = None
+            if session.params.grammar:
+                grammar = await in_thread(self.tokenizer.begin_grammar, session.params.grammar)
             turn = stack.enter_context(self._turn(opened, progress, span, prediction, grammar))
             cycles = await stack.enter_async_context(contextlib.aclosing(turn.run_cycles()))
             try:
@@ -226,23 +228,23 @@ class Orchestrator:
             except CancelledError as error:
                 yield deliver(turn.cancelled(error))
 
-    async def _begin_grammar(self, grammar: str, span: RequestSpan) -> GrammarState | None:
-        """Return the state of a grammar before the first token; None for an empty one.
+    async def _check_grammar(self, grammar: str, span: RequestSpan) -> None:
+        """Check a grammar that is not empty.
 
         Raises:
             InvalidArgumentError: It is wrong or too complex, or the model's tokenizer cannot be used.
         """
         if not grammar:
-            return None
-        if self.tokenizer.has_compiled(grammar):
+            return
+        if self.tokenizer.has_checked(grammar):
             self.meter.grammar_hits.value += 1
-            return self.tokenizer.begin_grammar(grammar)
+            self.tokenizer.check_grammar(grammar)
+            return
         began = time.perf_counter()
-        state = await in_compiler_thread(self.tokenizer.begin_grammar, grammar)
+        await in_compiler_thread(self.tokenizer.check_grammar, grammar)
         took = time.perf_counter() - began
         self.meter.grammar_s.observe(took)
         span.compiled(took)
-        return state
 
     def _progress(self, opened: OpenSession) -> ChunkBuilder:
         handover = opened.handover

@@ -237,17 +237,17 @@ REQUESTS = (
     ),
     Metric(
         *("gammaray.grammar.compile.duration", Kind.HISTOGRAM, "s", ORCHESTRATOR),
-        "Time to compile a grammar that was not kept.",
+        "Time to compile and check a grammar that was not checked before, waiting included.",
         "histogram_quantile(0.95, sum by (le) (rate(gammaray_grammar_compile_duration_seconds_bucket[5m])))",
         "95th percentile of the compilation.",
         buckets=WAIT_S,
     ),
     Metric(
         *("gammaray.grammar.hits", Kind.COUNTER, "{grammar}", ORCHESTRATOR),
-        "Grammars of requests that were compiled before.",
+        "Grammars of requests that were checked before.",
         "sum(rate(gammaray_grammar_hits_total[5m])) / (sum(rate(gammaray_grammar_hits_total[5m])) + "
         "sum(rate(gammaray_grammar_compile_duration_seconds_count[5m])))",
-        "Share of grammars that were compiled before.",
+        "Share of grammars that were checked before.",
     ),
     Metric(
         *("gammaray.resumes", Kind.COUNTER, "{request}", ORCHESTRATOR),

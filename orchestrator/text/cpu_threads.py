@@ -1,6 +1,6 @@
 """Thread pools for the CPU work of requests, so that it does not block other clients' streams.
 
-Parsing has one thread, since a large body takes up to ten times its size in memory during parsing. Compiling
+Parsing has one thread, since a large body takes up to ten times its size in memory during parsing. Checking
 grammars has one, as hostile ones take as long as their limits allow. Everything else (tokenising, decoding,
 chat templates) shares `NUM_THREADS`. Work is queued in order of arrival; limits on request size bound the
 work per request, and with it the wait.
@@ -45,7 +45,7 @@ async def in_parser_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwar
 
 
 async def in_compiler_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `work` in the single thread that compiles grammars; return its result."""
+    """Run `work` in the single thread that checks grammars; return its result."""
     return await asyncio.get_running_loop().run_in_executor(_compiler, partial(work, *args, **kwargs))
 
 

@@ -169,12 +169,20 @@ class Tokenizer:
         """What is known of the model's chat template."""
         return chat_format(self._tokenizer)
 
-    def has_compiled(self, grammar: str) -> bool:
-        """Return whether `begin_grammar` takes no time."""
-        return "_grammars" in vars(self) and self._grammars.is_compiled(grammar)
+    def has_checked(self, grammar: str) -> bool:
+        """Return whether `check_grammar` takes no time."""
+        return "_grammars" in vars(self) and self._grammars.is_checked(grammar)
+
+    def check_grammar(self, grammar: str) -> None:
+        """Check a grammar; the result is remembered. Thread-safe.
+
+        Raises:
+            InvalidArgumentError: The grammar is wrong or too complex, or the tokenizer cannot be used.
+        """
+        self._grammars.check(grammar)
 
     def begin_grammar(self, grammar: str) -> GrammarState:
-        """Return the state of a grammar before the first token; compiles one that is not kept. Thread-safe.
+        """Compile a grammar and return its state before the first token. Thread-safe.
 
         Raises:
             InvalidArgumentError: The grammar is wrong or too complex, or the tokenizer cannot be used.

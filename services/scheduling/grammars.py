@@ -31,10 +31,6 @@ class Grammars:
         self._eos: frozenset[int] = frozenset()
         self._lock = threading.Lock()
 
-    def is_compiled(self, grammar: str) -> bool:
-        """Return whether `begin` takes no time for a grammar."""
-        return self._compiler is not None and self._compiler.is_compiled(grammar)
-
     def begin(self, grammar: str, eos_token_ids: Sequence[int]) -> GrammarState:
         """Return the state of a grammar before the first token.
 

@@ -84,7 +84,6 @@ class Scheduler(ABC, Generic[TaskT]):
             str(engine.device),
             self._running.__contains__,
             self._forget,
-            grammars,
         )
 
     @abstractmethod

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 import torch
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
+from gammaray.grammar.matcher import GrammarState
 from gammaray.types import SamplingParams
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.noise import Noise
-from services.scheduling.grammars import Grammars
 from services.scheduling.tasks import NeedTokens, SessionSpec, Task
 
 __all__ = ["SessionCopy", "SessionTable"]
@@ -39,6 +39,7 @@ class SessionCopy:
         noise: None at temperature 0, and while the session is not among the recent ones.
         num_counted: Number of the session's token ids that the table has counted towards its bound.
         changed_from: First position at which the last block changed or extended `tokens`.
+        grammar: State of the spec's grammar; None without one, or if the worker cannot follow it.
         edits: Changes to the logits by the sampling parameters; created by `edits_for` on first use for a
             spec.
     """
@@ -47,7 +48,7 @@ class SessionCopy:
         "changed_from",
         "edits",
         "epoch",
-        "grammars",
+        "grammar",
         "noise",
         "num_confirmed",
         "num_counted",
@@ -57,10 +58,10 @@ class SessionCopy:
     )
 
     def __init__(
-        self, session_id: str, epoch: int, spec: SessionSpec, grammars: Grammars | None = None
+        self, session_id: str, epoch: int, spec: SessionSpec, grammar: GrammarState | None = None
     ) -> None:
         self.session_id, self.epoch, self.spec = session_id, epoch, spec
-        self.grammars = grammars
+        self.grammar = grammar
         self.noise: Noise | None = None
         self.tokens: list[int] = []
         self.num_counted = 0
@@ -72,16 +73,17 @@ class SessionCopy:
         """Return the edits by `params`, which are those of the spec as far as they matter, up to `tokens`.
 
         Raises:
-            InvalidArgumentError: The masks leave no token, or the grammar is wrong.
+            InvalidArgumentError: The masks leave no token.
             FailedPreconditionError: There is a grammar, and this worker cannot follow one.
         """
         spec = self.spec
         if self.edits is None:
             grammar = None
             if params.grammar:
-                if self.grammars is None:
+                if self.grammar is None:
                     raise FailedPreconditionError("grammar: this worker has no tokenizer")
-                grammar = self.grammars.begin(params.grammar, spec.eos_token_ids)
+                grammar = self.grammar
+                grammar.truncate(0)
             self.edits = LogitEdits(
                 params, spec.eos_token_ids, spec.prompt_length, vocab_size, device, grammar
             )
@@ -117,7 +119,6 @@ class SessionTable:
         device: Device on which noise is computed.
         is_busy: Whether a session has a block running and must be kept.
         on_drop: Called with each session that is dropped.
-        grammars: Compiles the sessions' grammars; None: sessions with one are refused.
     """
 
     def __init__(
@@ -127,11 +128,9 @@ class SessionTable:
         device: str,
         is_busy: Callable[[str], bool],
         on_drop: Callable[[SessionCopy], None],
-        grammars: Grammars | None = None,
     ) -> None:
         self._capacity, self._vocab_size, self._device = capacity, vocab_size, device
         self._is_busy, self._on_drop = is_busy, on_drop
-        self._grammars = grammars
         self._sessions: OrderedDict[str, SessionCopy] = OrderedDict()
         self._with_noise: OrderedDict[str, SessionCopy] = OrderedDict()
         self._num_tokens = 0
@@ -165,6 +164,7 @@ class SessionTable:
             session.truncate(session.num_confirmed)
         if task.spec is not None and task.spec != session.spec:
             session.spec, session.noise, session.edits = task.spec, None, None
+            session.grammar = task.grammar
         if task.context_start > len(session.tokens):
             return NeedTokens(len(session.tokens))
         if task.base_position < session.spec.prompt_length:
@@ -194,7 +194,7 @@ class SessionTable:
             self._on_drop(session)
 
     def _add(self, task: Task, spec: SessionSpec) -> SessionCopy:
-        session = SessionCopy(task.session_id, task.epoch, spec, self._grammars)
+        session = SessionCopy(task.session_id, task.epoch, spec, task.grammar)
         self._sessions[task.session_id] = session
         return session
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from gammaray.blocks import Shape
 from gammaray.checks import MAX_TOKEN_IDS
 from gammaray.errors import GammarayError, InvalidArgumentError
+from gammaray.grammar.matcher import GrammarState
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 
 __all__ = [
@@ -100,6 +101,8 @@ class Task:
         deliver: Takes the reply; called in the event loop.
         cancelled: Set by the event loop when the stream has ended; the work is dropped at the next step.
         traceparent: Traceparent of the calling span; empty when the session is not sampled.
+        grammar: The state of the spec's grammar before the first token; None without one, and while it is
+            not compiled.
     """
 
     request_id: int
@@ -114,6 +117,7 @@ class Task:
     arrived: float = field(default_factory=time.monotonic)
     cancelled: bool = False
     traceparent: str = ""
+    grammar: GrammarState | None = None
 
     @property
     def reads_anew(self) -> bool:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any, Protocol
 
 from gammaray.errors import GammarayError, InternalError, ResourceExhaustedError, UnavailableError
@@ -191,22 +191,22 @@ class BlockStream:
     def _must_compile(self, task: Task) -> bool:
         scheduler, spec = self._streams.engine.scheduler, task.spec
         grammars = scheduler.grammars if scheduler is not None else None
-        return bool(
-            spec is not None
-            and spec.params.grammar
-            and grammars is not None
-            and not grammars.is_compiled(spec.params.grammar)
-        )
+        return bool(spec is not None and spec.params.grammar and grammars is not None)
 
     async def _compile(self, task: Task) -> None:
-        """Compile a task's grammar in a thread before the engine's thread needs it."""
+        """Submit a task with its grammar compiled in another thread, or answer it with the error."""
         scheduler, spec = self._streams.engine.scheduler, task.spec
         assert scheduler is not None
         assert scheduler.grammars is not None
         assert spec is not None
-        with suppress(GammarayError):  # the engine's thread answers with the same error
-            await asyncio.to_thread(scheduler.grammars.begin, spec.params.grammar, spec.eos_token_ids)
-        self._streams.engine.submit([task])
+        try:
+            task.grammar = await asyncio.to_thread(
+                scheduler.grammars.begin, spec.params.grammar, spec.eos_token_ids
+            )
+        except GammarayError as error:
+            self._deliver(task, Reply(task.request_id, task.session_id, error))
+        else:
+            self._streams.engine.submit([task])
 
     def _parse_all(self, blocks: Iterable[Any]) -> Iterable[Task]:
         for block in blocks:
