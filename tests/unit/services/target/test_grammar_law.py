@@ -1,0 +1,229 @@
+"""Structured output by enumeration: cycles under a grammar, then plain decoding, give the target's own
+distribution, masked and renormalised at each token.
+
+The masks are those of the code, for all rows of a block at once; the oracle lists the texts of the grammar.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from functools import cache
+
+import pytest
+import torch
+from maths_helpers import (
+    TinyModel,
+    chain_proposals,
+    completed,
+    distance,
+    matched_distribution,
+    mixed,
+    plain_distribution,
+    quantised_drafter,
+    rejection_distribution,
+)
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from gammaray.grammar.matcher import GrammarCompiler
+from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from services.engine.sampling.edits import LogitEdits
+
+COUPLED, REJECTION, NAIVE = VerificationMethod
+EXACT = 1e-12
+EOS = 0
+TOKENS = ("<eos>", "a", "b", "ab", "ba", "c")
+GRAMMAR, TEXTS = (
+    "start: /(ab|ba){1,2}c?/",
+    [
+        "".join(parts) + end
+        for count in (1, 2)
+        for parts in itertools.product(("ab", "ba"), repeat=count)
+        for end in ("", "c")
+    ],
+)
+LONGEST = 6
+START = (5,)
+
+
+@cache
+def compiler() -> GrammarCompiler:
+    model = BPE({token: number for number, token in enumerate(TOKENS)}, [("a", "b"), ("b", "a")])
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    tokenizer.add_special_tokens([AddedToken(TOKENS[EOS], special=True)])
+    assert json.loads(tokenizer.to_str())["model"]["vocab"]["ba"] == 4
+    return GrammarCompiler(tokenizer.to_str(), len(TOKENS), [EOS])
+
+
+def allowed(output: tuple[int, ...]) -> list[int]:
+    """Return the tokens after an output, from the list of texts."""
+    text = "".join(TOKENS[token_id] for token_id in output)
+    found = [EOS] if text in TEXTS else []
+    return found + [
+        token_id
+        for token_id in range(1, len(TOKENS))
+        if any(one.startswith(text + TOKENS[token_id]) for one in TEXTS)
+    ]
+
+
+class Masked(TinyModel):
+    """A target under the grammar: its distributions by the list of texts, the rows of a block by the code."""
+
+    def __init__(self, seed: int, num_committed: int = 0) -> None:
+        super().__init__(len(TOKENS), seed)
+        self.committed = START
+        for _ in range(num_committed):
+            self.committed += (allowed(self.committed[1:])[-1],)
+
+    def logits(self, context: tuple[int, ...]) -> torch.Tensor:
+        if EOS in context:  # whatever follows is dropped, so that one continuation is enough
+            return torch.full((len(TOKENS),), -torch.inf).index_fill(0, torch.tensor(EOS), 0.0)
+        return torch.tensor(super().distribution(context)).log()
+
+    def distribution(self, context):
+        context = tuple(context)
+        output = context[len(START) :]
+        logits = self.logits(context)
+        possible = [] if EOS in output else allowed(output)
+        if possible:
+            mask = torch.full_like(logits, -torch.inf)
+            mask[possible] = 0
+            logits = logits + mask
+        return logits.double().softmax(-1).tolist()
+
+    def log_probs(self, contexts):
+        made = self.edits()
+        made.follow(list(self.committed))
+        paths = [context[len(self.committed) :] for context in contexts]
+        assert all(context[: len(self.committed)] == self.committed for context in contexts)
+        rows = torch.stack([self.logits(context) for context in contexts])
+        made.prepare(paths)
+        return made.apply(rows, paths).double().log_softmax(-1)
+
+    def edits(self) -> LogitEdits:
+        params = SamplingParams(grammar=GRAMMAR)
+        return LogitEdits(params, [EOS], len(START), len(TOKENS), grammar=compiler().begin(GRAMMAR))
+
+
+def cycle_of(method: VerificationMethod, target: Masked, proposal: Proposal):
+    if method is REJECTION:
+        return rejection_distribution(target, target.committed, proposal)
+    return matched_distribution(method, target, target.committed, proposal)
+
+
+def assert_lossless(target: Masked, distribution) -> None:
+    whole = completed(distribution, target, target.committed, LONGEST)
+    expected = plain_distribution(target, target.committed, LONGEST)
+    assert distance(whole, expected) < EXACT
+    texts = {
+        "".join(TOKENS[token_id] for token_id in (*target.committed[1:], *tokens)).split(TOKENS[EOS])[0]
+        for tokens, prob in whole.items()
+        if prob > 0
+    }
+    assert texts <= set(TEXTS)
+
+
+def drafts(gamma: int, seed: int) -> list[tuple[int, ...]]:
+    """Return some chains of possible tokens, and as many others: impossible ones and ends in the middle."""
+    rng = random.Random(seed)
+    every = list(itertools.product(range(len(TOKENS)), repeat=gamma))
+    possible = [
+        chain for chain in every if all(token_id in allowed(chain[:at]) for at, token_id in enumerate(chain))
+    ]
+    return [*rng.sample(possible, min(len(possible), 12)), *rng.sample(every, min(len(every), 12))]
+
+
+@pytest.mark.parametrize("method", [COUPLED, REJECTION, NAIVE], ids=["coupled", "rejection", "naive"])
+@pytest.mark.parametrize("gamma", range(5))
+def test_chains_under_a_grammar_are_lossless(method, gamma):
+    for number, tokens in enumerate(drafts(gamma, gamma)):
+        target = Masked(number)
+        assert_lossless(target, cycle_of(method, target, Proposal(tokens)))
+
+
+@pytest.mark.parametrize("num_committed", range(1, 4))
+@pytest.mark.parametrize("method", [COUPLED, REJECTION, NAIVE], ids=["coupled", "rejection", "naive"])
+def test_later_cycles_are_lossless(method, num_committed):
+    every = list(itertools.product(range(len(TOKENS)), repeat=2))
+    for tokens in random.Random(num_committed).sample(every, 18):
+        target = Masked(3, num_committed)
+        assert_lossless(target, cycle_of(method, target, Proposal(tokens)))
+
+
+@pytest.mark.parametrize("gamma", range(1, 4))
+@pytest.mark.parametrize("drafter", ["masked", "free"])
+def test_rejection_of_sampled_drafts_is_lossless(gamma, drafter):
+    for seed in range(2):
+        target = Masked(seed)
+        model = Masked(seed + 50) if drafter == "masked" else TinyModel(len(TOKENS), seed + 50)
+        proposals = chain_proposals(quantised_drafter(model, 4, 4), START, gamma)
+        parts = ((prob, rejection_distribution(target, START, proposal)) for prob, proposal in proposals)
+        assert_lossless(target, mixed(parts))
+
+
+TREES = [
+    ((1, 3, 2, 4), (-1, -1, 0, 1)),
+    ((3, 3, 0, 5, 2, 0), (-1, 0, 0, 1, 1, 3)),
+    ((1, 2, 2, 5, 4, 0, 1), (-1, -1, 0, 2, 2, 3, 5)),
+    ((4, 4, 5, 0, 0, 1), (-1, 0, 1, 2, 1, 4)),
+]
+
+
+@pytest.mark.parametrize(("tokens", "parents"), TREES)
+@pytest.mark.parametrize("num_committed", [0, 1])
+def test_trees_under_a_grammar_are_lossless(tokens, parents, num_committed):
+    target = Masked(7, num_committed)
+    assert_lossless(target, cycle_of(COUPLED, target, Proposal(tokens, parents)))
+
+
+class OfParent(LogitEdits):
+    """Masks a row as the one before the last token of its path."""
+
+    def apply(self, logits, paths):
+        return super().apply(logits, [path[:-1] for path in paths])
+
+
+class WithoutBonus(LogitEdits):
+    """Leaves the last row of a block free."""
+
+    def apply(self, logits, paths):
+        free = logits[-1].clone()
+        edited = super().apply(logits, paths)
+        edited[-1] = free
+        return edited
+
+
+class Stuck(LogitEdits):
+    """Keeps the state of the first block: later tokens are not followed."""
+
+    def follow(self, tokens):
+        super().follow(tokens[: self._prompt_length])
+
+
+class EarlyEnd(LogitEdits):
+    """Allows the end of sequence everywhere."""
+
+    def apply(self, logits, paths):
+        edited = super().apply(logits, paths)
+        edited[:, EOS] = logits[:, EOS]
+        return edited
+
+
+@pytest.mark.parametrize("mutant", [OfParent, WithoutBonus, Stuck, EarlyEnd])
+@pytest.mark.parametrize("method", [COUPLED, REJECTION, NAIVE], ids=["coupled", "rejection", "naive"])
+def test_wrong_masks_are_caught(method, mutant):
+    class Wrong(Masked):
+        def edits(self):
+            grammar = compiler().begin(GRAMMAR)
+            return mutant(SamplingParams(grammar=GRAMMAR), [EOS], len(START), len(TOKENS), grammar=grammar)
+
+    proposal = Proposal((2, 1))
+    assert_lossless(Masked(5, 1), cycle_of(method, Masked(5, 1), proposal))
+    # KeyError: a token is tested that no noise was written down for, as the one before it must be rejected.
+    with pytest.raises((AssertionError, KeyError)):
+        assert_lossless(Wrong(5, 1), cycle_of(method, Wrong(5, 1), proposal))
