@@ -4,13 +4,54 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import torch
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 
+from gammaray.grammar.matcher import GrammarCompiler
 from gammaray.types import Proposal, SamplingParams
 from services.engine.sampling.edits import LogitEdits, row_paths
 from services.engine.sampling.logits import processed_log_probs
+
+TOKENS = ("<eos>", "b", "a", "<eot>", "c", "ba", "bc", "ab", "cc", "ac", "1", "bb")
+"""The first tokens of the vocabulary of `GRAMMAR`; no other ones are in its texts."""
+
+GRAMMAR = "start: /(c?[ab])*c?a/"
+"""Letters a, b and c without two c in a row, the last one an a."""
+
+
+@cache
+def small_compiler(
+    tokens: tuple[str, ...], vocab_size: int, eos_token_ids: tuple[int, ...]
+) -> GrammarCompiler:
+    """Return the compiler for a vocabulary that begins with `tokens`."""
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    tokenizer = Tokenizer(BPE(vocabulary, [tuple(token) for token in tokens if len(token) == 2]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    tokenizer.add_special_tokens([AddedToken(tokens[token_id], special=True) for token_id in eos_token_ids])
+    assert tokenizer.get_vocab_size() == len(tokens)
+    return GrammarCompiler(tokenizer.to_str(), vocab_size, eos_token_ids)
+
+
+def follows_grammar(output: Sequence[int], token_id: int, eos: Sequence[int]) -> bool:
+    """Return whether `GRAMMAR` allows a token; anything after an end or an impossible token."""
+    text = ""
+    for one in output:
+        if one in eos or not _is_possible(text, one):
+            return True
+        text += TOKENS[one]
+    return text.endswith("a") if token_id in eos else _is_possible(text, token_id)
+
+
+def _is_possible(text: str, token_id: int) -> bool:
+    return (
+        token_id < len(TOKENS) and set(TOKENS[token_id]) <= set("abc") and "cc" not in text + TOKENS[token_id]
+    )
 
 
 def processed(
@@ -25,7 +66,9 @@ def processed(
     """Process the rows of a proposal as a session's first cycle does."""
     edits = None
     if LogitEdits.needed(params):
-        edits = LogitEdits(params, eos_token_ids, len(prompt), logits.shape[-1])
+        vocab_size, eos = logits.shape[-1], tuple(eos_token_ids)
+        grammar = small_compiler(TOKENS, vocab_size, eos).begin(params.grammar) if params.grammar else None
+        edits = LogitEdits(params, eos, len(prompt), vocab_size, grammar=grammar)
         edits.follow([*prompt, *output])
     return processed_log_probs(logits, params, edits, row_paths(proposal))
 

@@ -7,9 +7,7 @@ The masks are those of the code, for all rows of a block at once; the oracle lis
 from __future__ import annotations
 
 import itertools
-import json
 import random
-from functools import cache
 
 import pytest
 import torch
@@ -24,12 +22,9 @@ from maths_helpers import (
     quantised_drafter,
     rejection_distribution,
 )
-from tokenizers import AddedToken, Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
+from processing_helpers import small_compiler
 
-from gammaray.grammar.matcher import GrammarCompiler
+from gammaray.grammar.matcher import GrammarState
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.engine.sampling.edits import LogitEdits
 
@@ -50,14 +45,8 @@ LONGEST = 6
 START = (5,)
 
 
-@cache
-def compiler() -> GrammarCompiler:
-    model = BPE({token: number for number, token in enumerate(TOKENS)}, [("a", "b"), ("b", "a")])
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
-    tokenizer.add_special_tokens([AddedToken(TOKENS[EOS], special=True)])
-    assert json.loads(tokenizer.to_str())["model"]["vocab"]["ba"] == 4
-    return GrammarCompiler(tokenizer.to_str(), len(TOKENS), [EOS])
+def begin() -> GrammarState:
+    return small_compiler(TOKENS, len(TOKENS), (EOS,)).begin(GRAMMAR)
 
 
 def allowed(output: tuple[int, ...]) -> list[int]:
@@ -107,7 +96,7 @@ class Masked(TinyModel):
 
     def edits(self) -> LogitEdits:
         params = SamplingParams(grammar=GRAMMAR)
-        return LogitEdits(params, [EOS], len(START), len(TOKENS), grammar=compiler().begin(GRAMMAR))
+        return LogitEdits(params, [EOS], len(START), len(TOKENS), grammar=begin())
 
 
 def cycle_of(method: VerificationMethod, target: Masked, proposal: Proposal):
@@ -219,7 +208,7 @@ class EarlyEnd(LogitEdits):
 def test_wrong_masks_are_caught(method, mutant):
     class Wrong(Masked):
         def edits(self):
-            grammar = compiler().begin(GRAMMAR)
+            grammar = begin()
             return mutant(SamplingParams(grammar=GRAMMAR), [EOS], len(START), len(TOKENS), grammar=grammar)
 
     proposal = Proposal((2, 1))

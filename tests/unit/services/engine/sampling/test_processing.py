@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from processing_helpers import path_of, processed
+from processing_helpers import GRAMMAR, follows_grammar, path_of, processed
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import Proposal, SamplingParams
@@ -35,6 +35,8 @@ SETTINGS = {
     "allowed": {"allowed_token_ids": (0, 2, 5, 8, 11)},
     "banned": {"banned_token_ids": (2, 7, 2)},
     "min_tokens": {"min_tokens": 6},
+    "grammar": {"grammar": GRAMMAR},
+    "grammar_and_min_tokens": {"grammar": GRAMMAR, "min_tokens": 8},
     "greedy_penalties": {"temperature": 0.0, "frequency_penalty": 1.5, "repetition_penalty": 1.3},
     "nucleus_chain": {"temperature": 0.8, "min_p": 0.02, "top_k": 6, "top_p": 0.7},
     "everything": {
@@ -48,6 +50,7 @@ SETTINGS = {
         "logit_bias": {6: 1.0},
         "banned_token_ids": (9,),
         "min_tokens": 7,
+        "grammar": GRAMMAR,
     },
 }
 
@@ -57,7 +60,9 @@ def oracle_row(logits, params, prompt, output, eos):
     scores = list(logits)
     for v in range(len(scores)):
         not_allowed = params.allowed_token_ids and v not in params.allowed_token_ids
-        if not_allowed or v in params.banned_token_ids or (v in eos and len(output) < params.min_tokens):
+        is_impossible = params.grammar and not follows_grammar(output, v, eos)
+        is_early = v in eos and len(output) < params.min_tokens
+        if not_allowed or v in params.banned_token_ids or is_early or is_impossible:
             scores[v] = -math.inf
         scores[v] += params.logit_bias.get(v, 0.0)
         if v in (*prompt, *output):
