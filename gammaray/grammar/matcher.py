@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gammaray.checks import check_encodable
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.texts import check_multiples
 
@@ -102,7 +103,7 @@ class GrammarCompiler:
             InvalidArgumentError: The grammar is wrong, unsupported or too complex.
         """
         self.check(grammar)
-        return GrammarState(self._compile(grammar), self._eos)
+        return GrammarState(self._compile(grammar), self._vocab_size, self._eos)
 
     def _compile(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -118,6 +119,7 @@ class GrammarCompiler:
         return None
 
     def _try(self, grammar: str) -> None:
+        check_encodable("grammar", grammar)
         numbered = _NUMBERED_TOKEN.search(grammar)
         if numbered is not None:
             raise InvalidArgumentError("grammar", numbered.group(), "no tokens by number")
@@ -143,12 +145,13 @@ class GrammarState:
 
     Args:
         matcher: At its beginning.
+        vocab_size: Number of token ids of the model; no other one is possible.
         eos_token_ids: End-of-sequence tokens. They are possible where the grammar is complete, and whatever
             follows one is not tested.
     """
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int]) -> None:
-        self._matcher, self._eos = matcher, eos_token_ids
+    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._matcher, self._vocab_size, self._eos = matcher, vocab_size, eos_token_ids
         self._num_consumed = 0  # tokens in the matcher
         self._num_tokens = 0  # these, and those from the first end of sequence on
 
@@ -246,7 +249,7 @@ class GrammarState:
 
     def _consume(self, token_ids: Sequence[int]) -> int:
         """Consume tokens up to an end of sequence or an impossible one; return how many."""
-        end = next((at for at, token_id in enumerate(token_ids) if token_id in self._eos), len(token_ids))
+        end = next((at for at, token_id in enumerate(token_ids) if self._is_apart(token_id)), len(token_ids))
         taken: int = self._matcher.try_consume_tokens(list(token_ids[:end]))
         if taken < end:
             # A lexer beyond its limits refuses every token, and tells so in a mask only.
@@ -254,6 +257,10 @@ class GrammarState:
         self._check()
         self._num_consumed += taken
         return taken
+
+    def _is_apart(self, token_id: int) -> bool:
+        # An id beyond the vocabulary would be an error of the matcher, which stays.
+        return token_id in self._eos or not 0 <= token_id < self._vocab_size
 
     def _renew_limits(self) -> None:
         # The limits of a step are renewed by a mask only, and consuming tokens spends them.

@@ -1,0 +1,313 @@
+"""The state of a grammar: possible and forced tokens against a list of texts, and rollback against replay."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from processing_helpers import small_compiler
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from gammaray.demo_pair import resolve_model
+from gammaray.errors import InvalidArgumentError
+from gammaray.grammar.matcher import GrammarCompiler, GrammarState
+from gammaray.grammar.texts import JSON_OBJECT, choice_grammar, json_schema_grammar, regex_grammar
+
+EOS = (0, 3)
+TOKENS = ("<eos>", "a", "b", "<eot>", "ab", "ba", "c", "abc", "bab")
+LANGUAGES = {
+    "start: /(ab|ba){1,2}c?/": [
+        "".join(parts) + end
+        for count in (1, 2)
+        for parts in itertools.product(("ab", "ba"), repeat=count)
+        for end in ("", "c")
+    ],
+    'start: "ab" ("c" | x)\nx: "ba" | ""': ["abc", "abba", "ab"],
+    choice_grammar(["abab", "abc", "b"]): ["abab", "abc", "b"],
+    "start: /[ab]{3}/": ["".join(letters) for letters in itertools.product("ab", repeat=3)],
+}
+
+
+JSON_TOKENS = ("<eos>", *'[],Ġ12true"\\-', "<eot>", "[1", ",Ġ", "tr", '"]')
+ARRAYS = [
+    json.dumps(list(values))
+    for count in range(3)
+    for values in itertools.product((1, 12, True, '"', "\\1"), repeat=count)
+]
+ARRAY = {"type": "array", "items": {"enum": [1, 12, True, '"', "\\1"]}, "maxItems": 2}
+
+
+def begin(grammar: str) -> GrammarState:
+    return small_compiler(TOKENS, len(TOKENS) + 3, EOS).begin(grammar)
+
+
+@cache
+def demo() -> tuple[Tokenizer, GrammarCompiler]:
+    tokenizer = Tokenizer.from_file(str(Path(resolve_model("demo")) / "tokenizer.json"))
+    return tokenizer, GrammarCompiler(tokenizer.to_str(), tokenizer.get_vocab_size(), [0])
+
+
+def ids_of(mask: bytes | None) -> list[int] | None:
+    if mask is None:
+        return None
+    return np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")).tolist()
+
+
+def text_of(output: tuple[int, ...], tokens: tuple[str, ...] = TOKENS) -> str:
+    return "".join(tokens[token_id] for token_id in output).replace("Ġ", " ")
+
+
+def listed(texts: list[str], output: tuple[int, ...], tokens: tuple[str, ...] = TOKENS) -> list[int]:
+    """Return the possible tokens after an output of possible tokens, from all texts of the language."""
+    text = text_of(output, tokens)
+    return [
+        token_id
+        for token_id, token in enumerate(tokens)
+        if (
+            text in texts
+            if token[:2] == "<e"
+            else any(one.startswith(text + token.replace("Ġ", " ")) for one in texts)
+        )
+    ]
+
+
+def outputs(texts: list[str], output: tuple[int, ...] = (), tokens: tuple[str, ...] = TOKENS):
+    """Yield every output of possible tokens without an end."""
+    yield output
+    for token_id in listed(texts, output, tokens):
+        if tokens[token_id][:2] != "<e":
+            yield from outputs(texts, (*output, token_id), tokens)
+
+
+@pytest.mark.parametrize(("grammar", "texts"), LANGUAGES.items())
+def test_possible_tokens_are_those_of_the_language(grammar, texts):
+    every = list(outputs(texts))
+    assert len(every) > 3
+    for output in every:
+        state = begin(grammar)
+        state.extend(output)
+        assert ids_of(state.masks([()])[0]) == listed(texts, output)
+        assert state.is_complete == (text_of(output) in texts)
+
+
+def test_possible_tokens_of_a_schema_are_those_of_its_documents():
+    """Where all documents go on alike, only the tokenizer's own split of the forced text is possible."""
+    compiler = small_compiler(JSON_TOKENS, len(JSON_TOKENS), (0, JSON_TOKENS.index("<eot>")))
+    every = list(outputs(ARRAYS, tokens=JSON_TOKENS))
+    assert {text_of(output, JSON_TOKENS) for output in every} >= set(ARRAYS)
+    num_forced = 0
+    masks = compiler.begin(json_schema_grammar(ARRAY)).masks(every)
+    for output, mask in zip(every, masks, strict=True):
+        text, expected = text_of(output, JSON_TOKENS), listed(ARRAYS, output, JSON_TOKENS)
+        if text not in ARRAYS and len({one[len(text)] for one in ARRAYS if one.startswith(text)}) == 1:
+            num_forced += 1
+            expected = [token_id for token_id in expected if token_id in ids_of(mask)]
+            assert expected
+        assert ids_of(mask) == expected, text
+    assert 0 < num_forced < len(every)
+
+
+@pytest.mark.parametrize(("grammar", "texts"), LANGUAGES.items())
+@pytest.mark.parametrize("seed", range(5))
+def test_masks_of_paths_equal_a_replay_of_each(grammar, texts, seed):
+    rng = random.Random(seed)
+    every = list(outputs(texts))
+    committed = rng.choice(every)
+    paths = [tuple(rng.randrange(len(TOKENS)) for _ in range(rng.randrange(4))) for _ in range(30)]
+    paths += [output[len(committed) :] for output in every if output[: len(committed)] == committed]
+    rng.shuffle(paths)
+    state = begin(grammar)
+    state.extend(committed)
+    for path, mask in zip(paths, state.masks(paths), strict=True):
+        expected = listed(texts, committed + path) if committed + path in every else None
+        assert ids_of(mask) == expected, (committed, path)
+    assert len(state) == len(committed)
+
+
+@pytest.mark.parametrize("grammar", LANGUAGES)
+@pytest.mark.parametrize("seed", range(10))
+def test_state_after_rollbacks_is_that_of_its_tokens(grammar, seed):
+    rng = random.Random(seed)
+    texts, state, tokens = LANGUAGES[grammar], begin(grammar), []
+    for _ in range(60):
+        if rng.random() < 0.4:
+            del tokens[rng.randrange(len(tokens) + 1) :]
+            state.truncate(len(tokens))
+        elif not state.is_ended:
+            state.masks([(rng.randrange(len(TOKENS)),) for _ in range(3)])
+            token_id = rng.choice(listed(texts, tuple(tokens)))
+            tokens.append(token_id)
+            state.extend([token_id])
+        else:
+            tokens.append(7)  # whatever follows an end is not tested
+            state.extend([7])
+        fresh = begin(grammar)
+        fresh.extend(tokens)
+        assert state.masks([()]) == fresh.masks([()])
+        assert state.forced(9) == fresh.forced(9)
+        assert (len(state), state.is_ended) == (len(fresh), fresh.is_ended)
+
+
+def test_forced_tokens_have_no_alternative():
+    state = begin('start: "ab" ("a" | "b") "abc"')
+    assert state.forced(9) in ([4], [])  # the next letter may be in a longer token
+    state.extend([4, 1])
+    assert "".join(TOKENS[token_id] for token_id in state.forced(9)) == "abc"
+    assert state.forced(0) == []
+    # 7 is the token of "abc".
+    assert state.forced_after([7], 9) == []
+    state.extend([7])
+    assert state.is_complete
+
+
+def test_forced_tokens_of_a_schema_are_its_names():
+    tokenizer, compiler = demo()
+    schema = {
+        "type": "object",
+        "properties": {"temperature": {"type": "integer"}},
+        "required": ["temperature"],
+    }
+    state = compiler.begin(json_schema_grammar(schema))
+    forced = state.forced(99)
+    assert tokenizer.decode(forced).startswith('{"temperature')
+    state.extend(forced)
+    rest = tokenizer.encode('{"temperature": 12}').ids[len(forced) :]
+    state.extend(rest)
+    assert state.is_complete
+
+
+def test_possible_part_of_a_draft_ends_with_an_end_of_sequence():
+    state = begin("start: /(ab|ba){1,2}c?/")
+    assert state.count_possible([4, 4, 6, 0, 1]) == 4  # a b a b c, the end; not what follows
+    assert state.count_possible([4, 4, 4]) == 2
+    assert state.count_possible([0]) == 0
+    assert state.count_possible([2, 2]) == 1
+    assert state.count_possible([len(TOKENS) + 1]) == 0
+    assert len(state) == 0
+
+
+def test_token_that_does_not_follow_is_refused_and_changes_nothing():
+    state = begin("start: /(ab|ba){1,2}c?/")
+    state.extend([4])
+    before = state.masks([()])
+    for tokens in ([4, 4], [6, 1], [len(TOKENS) + 2]):
+        with pytest.raises(InvalidArgumentError, match=r"^grammar: got token \d+ at \d+ of the completion"):
+            state.extend(tokens)
+        assert len(state) == 1
+        assert state.masks([()]) == before
+
+
+@pytest.mark.parametrize("eos", EOS)
+def test_every_end_of_sequence_ends_the_text(eos):
+    state = begin("start: /(ab|ba){1,2}c?/")
+    state.extend([4, eos])
+    assert state.is_ended
+    assert state.masks([(), (4,)]) == [None, None]
+    assert state.forced(9) == []
+    assert state.count_possible([4]) == 0
+    state.truncate(1)
+    assert not state.is_ended
+    assert state.is_complete
+
+
+def test_ids_beyond_the_tokenizer_and_special_tokens_are_never_possible():
+    tokenizer, compiler = demo()
+    special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    state = compiler.begin(json_schema_grammar(JSON_OBJECT))
+    for text in ("", '{"a', '{"a": "b', '{"a": "b \\u00', '{"a": 1', '{"a": 1}'):
+        state.truncate(0)
+        state.extend(tokenizer.encode(text, add_special_tokens=False).ids)
+        possible = ids_of(state.masks([()])[0])
+        assert not special & set(possible) - ({0} if text.endswith("}") else set())
+    small = begin("start: /[ab]+/")
+    assert max(ids_of(small.masks([()])[0])) < len(TOKENS)
+
+
+@pytest.mark.parametrize("wrong", [-1, len(TOKENS) + 3, 2**31, 2**32, 2**70])
+def test_id_that_is_no_token_is_impossible_and_changes_nothing(wrong):
+    state = begin("start: /(ab|ba){1,2}c?/")
+    state.extend([4])
+    before = state.masks([()])
+    assert state.masks([(4, wrong), (wrong,), (), (wrong, 0)]) == [None, None, before[0], None]
+    assert state.count_possible([4, wrong, 6]) == 1
+    assert state.forced_after([wrong], 9) == []
+    with pytest.raises(InvalidArgumentError, match=f"^grammar: got token {wrong} at 2 of the completion"):
+        state.extend([4, wrong])
+    assert (len(state), state.masks([()])) == (1, before)
+
+
+@pytest.mark.parametrize("grammar", ["start: /(?s:.)*/", 'start: %json {"type": "string"}'])
+def test_special_token_is_impossible_where_its_text_is_possible(grammar):
+    tokens = ("<eos>", '"', "a", "<", ">", "|", "<|user|>")
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens[:-1])}
+    tokenizer = Tokenizer(BPE(vocabulary, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    tokenizer.add_special_tokens([AddedToken(tokens[at], special=True) for at in (0, 6)])
+    state = GrammarCompiler(tokenizer.to_str(), len(tokens), [0]).begin(grammar)
+    state.extend([1, 2])
+    ends = [0] if state.is_complete else []
+    assert ids_of(state.masks([()])[0]) == [*ends, 1, 2, 3, 4, 5]
+    assert state.masks([(6,)]) == [None]
+    assert state.count_possible([3, 6]) == 1
+    with pytest.raises(InvalidArgumentError, match=r"^grammar: got token 6 at 3"):
+        state.extend([2, 6])
+
+
+VALUES = ["", '"', "\\", '\\\\"', "\U0001f600", " ", "é\u0301", "\x7f", "a\tb\nc", "</s>"]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_hard_strings_follow_a_schema(value):
+    tokenizer, compiler = demo()
+    for text in (json.dumps({"s": value}), json.dumps({"s": value}, ensure_ascii=False)):
+        text = text.replace("\x7f", "\\u007f")  # llguidance has it escaped only
+        state = compiler.begin(
+            json_schema_grammar({"type": "object", "properties": {"s": {"type": "string"}}})
+        )
+        tokens = tokenizer.encode(text, add_special_tokens=False).ids
+        if tokenizer.decode(tokens) != text:
+            continue  # not a text of this tokenizer
+        state.extend(tokens)
+        assert state.is_complete, text
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        ("", "grammar"),
+        ("start: missing", "missing"),
+        ('start: "a', "grammar"),
+        ("start: A\nA: /a(?=b)/", "look"),
+        ("start: A\nA: /a\\1/", "grammar"),
+        ('start: %json {"$ref": "#/$defs/none"}', "none"),
+        ('start: %json {"type": "object", "minProperties": 3, "maxProperties": 2}', "grammar"),
+        ("start: <[1]>", "no tokens by number"),
+        ("start: A\nA: /[^\\x00-\\U0010FFFF]/", "without a text"),
+        ("\x00", "grammar"),
+        ("start: \ud800", "surrogate"),
+        ("start: start", "without a text"),
+        ('start: "z"', "without a text"),
+        ('start: %json {"enum": []}', "Unsatisfiable"),
+        ("start: " + "(" * 5000 + '"a"' + ")" * 5000, "nested"),
+        ("start: /" + "(" * 5000 + "a" + ")" * 5000 + "/", "nest|limit"),
+        ("start: %json " + '{"items": ' * 5000 + "{}" + "}" * 5000, "recursion"),
+        ("start: " + '"a" | ' * 80_000 + '"b"', "too big|limit|large|size"),
+    ],
+)
+def test_wrong_grammars_are_refused_with_the_reason(grammar, reason):
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match=rf"^grammar: .*{reason}"):
+            begin(grammar)
+
+
+def test_wrong_expression_is_refused():
+    with pytest.raises(InvalidArgumentError):
+        begin(regex_grammar("a("))
