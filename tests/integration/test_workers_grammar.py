@@ -1,0 +1,321 @@
+"""Grammars in draft and target workers: the tokens of gamma 0 whatever is proposed, and valid documents."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jsonschema
+import numpy as np
+import pytest
+from engine_helpers import random_tokens, tiny_model
+from vocabulary_helpers import CODE, PROSE, byte_level
+from workers_helpers import Driver, propose_block, running, spec_message, verify_block
+
+from gammaray.grammar.matcher import GrammarCompiler
+from gammaray.grammar.texts import json_schema_grammar
+from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from gammaray.wire.blocks import proposal_from_proto
+from services.engine.sampling.edits import row_paths
+
+pytestmark = pytest.mark.integration
+
+COUPLED, REJECTION, NAIVE = VerificationMethod
+INVALID_ARGUMENT, FAILED_PRECONDITION = 3, 9
+SPECIALS = ("<|end|>", "<|user|>", "<|tool|>")
+END, USER, TOOL = range(3)
+NUM_UNUSED = 8
+PROMPT = random_tokens(12, seed=3)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "sizes": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": -50, "maximum": 5000},
+            "maxItems": 4,
+        },
+        "kind": {"enum": ["fox", "dog", None, 7]},
+        "is_open": {"type": "boolean"},
+    },
+    "required": ["name", "sizes", "kind"],
+}
+GRAMMAR = json_schema_grammar(SCHEMA)
+COUNT = 120
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_level(f'{CODE}{PROSE} [1, -20, 300] "name": "sizes"', 400, specials=SPECIALS)
+
+
+@pytest.fixture(scope="module")
+def size(tokenizer):
+    return len(tokenizer) + NUM_UNUSED
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer, size):
+    return GrammarCompiler(tokenizer.backend_tokenizer.to_str(), size, [END])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, tokenizer, size):
+    """A target and an unlike draft, whose logits are extreme enough to repeat themselves."""
+    made = []
+    for seed in range(2):
+        directory = tiny_model(
+            "llama",
+            tmp_path_factory.mktemp("grammar"),
+            seed=seed,
+            vocab_size=size,
+            max_position_embeddings=512,
+        )
+        tokenizer.save_pretrained(directory)
+        made.append(directory)
+    return made
+
+
+@pytest.fixture
+async def target(models):
+    async with running("target", models[0], deterministic=True) as (link, _):
+        yield link
+
+
+def params(temperature: float, seed: int = 1, **others) -> SamplingParams:
+    return SamplingParams(temperature=temperature, seed=seed, grammar=GRAMMAR, **others)
+
+
+Drafter = Callable[[Sequence[int]], Proposal]
+_numbers = itertools.count()
+
+
+@dataclass
+class Drafted(Driver):
+    """Gets its proposals from a function of the tokens so far, or from `draft`."""
+
+    drafter: Drafter | None = None
+
+    async def propose(self) -> Proposal:
+        return await super().propose() if self.drafter is None else self.drafter(self.tokens)
+
+
+def driver_of(target, made: SamplingParams, draft=None, **options) -> Drafted:
+    name, options = f"s{next(_numbers)}", {"gamma": 4, **options}
+    if draft is None and "drafter" in options:
+        draft = target  # not asked
+    return Drafted(target, draft, PROMPT, made, session_id=name, eos_token_ids=(END,), **options)
+
+
+async def decode(target, made: SamplingParams, draft=None, **options) -> list[int]:
+    return await driver_of(target, made, draft, **options).generate(COUNT)
+
+
+def assert_valid(tokenizer, tokens: Sequence[int]) -> None:
+    assert tokens[-1] == END
+    assert not {END, USER, TOOL} & set(tokens[:-1])
+    jsonschema.validate(json.loads(tokenizer.decode(tokens[:-1])), SCHEMA)
+
+
+def lookup(tokens: Sequence[int]) -> Proposal:
+    """Propose what followed the last token before."""
+    for at in range(len(tokens) - 2, 0, -1):
+        if tokens[at] == tokens[-1]:
+            return Proposal(tuple(tokens[at + 1 : at + 5]))
+    return Proposal()
+
+
+def random_chain(tokens: Sequence[int], size: int = 300) -> Proposal:
+    rng = random.Random(len(tokens))
+    return Proposal(tuple(rng.randrange(size) for _ in range(5)))
+
+
+def random_tree(tokens: Sequence[int]) -> Proposal:
+    rng = random.Random(len(tokens))
+    parents = tuple(sorted(rng.randrange(-1, node) for node in range(10)))
+    return Proposal(tuple(rng.randrange(300) for _ in parents), parents)
+
+
+# The tokenizer has fewer than 400 tokens, and the model has some more.
+HOSTILE_CHAINS: dict[str, Drafter] = {
+    "ends": lambda _: Proposal((END,) * 4),
+    "specials": lambda _: Proposal((TOOL, USER, END, TOOL)),
+    "random": random_chain,
+}
+HOSTILE_TREES: dict[str, Drafter] = {
+    "random tree": random_tree,
+    "tree of ends": lambda _: Proposal((END, USER, 5, END, TOOL), (-1, -1, -1, 0, 1)),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_coupled_tokens_do_not_depend_on_the_drafter(target, models, tokenizer, temperature, seed):
+    made = params(temperature, seed)
+    expected = await decode(target, made)
+    assert_valid(tokenizer, expected)
+    for model in models:  # the target's own weights, and others
+        async with running("draft", model) as (draft, _):
+            for nodes in (0, 12):
+                driver = driver_of(target, made, draft, max_nodes=nodes)
+                assert await driver.generate(COUNT) == expected
+                assert driver.accepted > 5
+    assert await decode(target, made, drafter=lookup) == expected
+
+
+@pytest.mark.parametrize("name", [*HOSTILE_CHAINS, *HOSTILE_TREES])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_hostile_proposals_change_no_token(target, tokenizer, size, temperature, name):
+    made = params(temperature, seed=5)
+    expected = await decode(target, made)
+    assert_valid(tokenizer, expected)
+    drafters = {**HOSTILE_CHAINS, **HOSTILE_TREES}
+    assert await decode(target, made, drafter=drafters[name]) == expected
+    unused = Proposal((size - 1, size - NUM_UNUSED, END))
+    assert await decode(target, made, drafter=lambda _: unused) == expected
+
+
+@pytest.mark.parametrize("name", HOSTILE_CHAINS)
+@pytest.mark.parametrize("method", [REJECTION, NAIVE])
+async def test_other_methods_follow_the_grammar_against_hostile_proposals(target, tokenizer, method, name):
+    for seed in range(3):
+        warm = await decode(target, params(1.0, seed), drafter=HOSTILE_CHAINS[name], method=method)
+        assert_valid(tokenizer, warm)
+    greedy = params(0.0)
+    expected = await decode(target, greedy)
+    assert await decode(target, greedy, drafter=HOSTILE_CHAINS[name], method=method) == expected
+
+
+async def test_ids_beyond_the_vocabulary_are_refused_and_the_session_goes_on(target, size):
+    made = params(1.0, seed=3)
+    expected = await decode(target, made)
+    spec = spec_message(made, prompt_length=len(PROMPT), eos_token_ids=[END])
+    for at in (0, 4):
+        tokens = [*PROMPT, *expected[:at]]
+        for wrong in ([size], [expected[at], 2**32 - 1]):
+            assert (await target.ask(verify_block(tokens, wrong, spec=spec))).error.code == INVALID_ARGUMENT
+        result = await target.ask(verify_block(tokens, [expected[at], END], spec=spec))
+        assert list(result.verdict.accepted_path) == [0]
+        assert result.verdict.next_token_id == expected[at + 1]
+
+
+@pytest.mark.parametrize("num_kept", [0, 1, 7])
+async def test_a_new_owner_that_knows_fewer_tokens_gets_the_same_ones(target, num_kept):
+    made = params(1.0, seed=4)
+    driver = driver_of(target, made)
+    expected = await driver.generate(COUNT)
+    tokens = [*PROMPT, *expected[:num_kept]]
+    spec = spec_message(made, prompt_length=len(PROMPT), eos_token_ids=[END])
+    block = verify_block(
+        tokens, expected[num_kept : num_kept + 6], spec=spec, session_id=driver.session_id, epoch=2
+    )
+    verdict = (await target.ask(block)).verdict
+    assert list(verdict.accepted_path) == list(range(6))
+    assert verdict.next_token_id == expected[num_kept + 6]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_grammar_that_ends_within_a_block_ends_there(target, temperature):
+    made = params(temperature, seed=2)
+    expected = await decode(target, made)
+
+    def whole_and_more(tokens):
+        rest = expected[len(tokens) - len(PROMPT) :]
+        return Proposal((*rest, 7, END, TOOL))
+
+    driver = driver_of(target, made, drafter=whole_and_more)
+    assert await driver.generate(COUNT) == expected
+    assert driver.accepted >= len(expected)  # in one block, the end included
+
+
+@pytest.mark.parametrize("gamma", [0, 4])
+async def test_boolean_stops_before_min_tokens(target, models, tokenizer, gamma):
+    async with running("draft", models[1]) as (draft, _):
+        for seed in range(3):
+            grammar = json_schema_grammar({"type": "boolean"})
+            made = SamplingParams(temperature=1.0, seed=seed, min_tokens=64, grammar=grammar)
+            tokens = await decode(target, made, draft, gamma=gamma)
+            assert tokenizer.decode(tokens[:-1]) in ("true", "false")
+            assert tokens[-1] == END
+
+
+def possible(compiler, output: Sequence[int]) -> set[int]:
+    state = compiler.begin(GRAMMAR)
+    state.extend(output)
+    (mask,) = state.masks([()])
+    return set(np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")).tolist())
+
+
+@pytest.mark.parametrize(("method", "nodes"), [(COUPLED, 0), (COUPLED, 12), (REJECTION, 0), (NAIVE, 0)])
+async def test_draft_proposes_possible_tokens_only(models, compiler, size, method, nodes):
+    """Rejection relies on it: a sampled token that is dropped as impossible would bias what follows."""
+    checked = 0
+    async with running("draft", models[1]) as (draft, _):
+        for seed in range(6):
+            made, output = params(1.0, seed), []
+            spec = spec_message(made, method, len(PROMPT), [END])
+            while END not in output and len(output) < COUNT:
+                block = propose_block(
+                    [*PROMPT, *output], 6, max_nodes=nodes, spec=spec, session_id=f"s{seed}"
+                )
+                answer = await draft.ask(block)
+                assert answer.WhichOneof("outcome") == "proposal", answer
+                proposal = proposal_from_proto(answer.proposal, size)
+                assert proposal.token_ids
+                paths = row_paths(proposal)
+                for row, token_id in enumerate(proposal.token_ids):
+                    before = paths[row + 1][:-1]
+                    allowed = possible(compiler, [*output, *before])
+                    assert token_id in allowed
+                    if proposal.draft_distributions is not None:
+                        assert set(proposal.draft_distributions[row].token_ids) <= allowed
+                    checked += 1
+                output += max(paths, key=len)
+    assert checked > 50
+
+
+async def test_request_with_a_wrong_grammar_fails_alone(target, models):
+    expected = await decode(target, params(0.0))
+    spec = spec_message(params(0.0), prompt_length=len(PROMPT), eos_token_ids=[END])
+    wrong = SamplingParams(temperature=0.0, seed=1, grammar="start: missing")
+    impossible = SamplingParams(
+        temperature=1.0, seed=1, grammar=GRAMMAR, allowed_token_ids=(END, 5, 6), repetition_penalty=1.1
+    )
+    prompt = {"prompt_length": len(PROMPT), "eos_token_ids": [END]}
+    specs = {
+        "wrong": spec_message(wrong, **prompt),
+        "endless": spec_message(params(0.0), prompt_length=len(PROMPT)),
+        "no token left": spec_message(impossible, **prompt),
+        "not of the grammar": spec_message(params(0.0), prompt_length=len(PROMPT) - 1, eos_token_ids=[END]),
+    }
+    blocks = [verify_block(PROMPT, [5], spec=one, session_id=name) for name, one in specs.items()]
+    *failed, good = await target.ask(
+        *blocks, verify_block(PROMPT, expected[:2], spec=spec, session_id="good")
+    )
+    assert [result.error.code for result in failed] == [INVALID_ARGUMENT] * 4
+    assert good.verdict.next_token_id == expected[2]
+    async with running("draft", models[1]) as (draft, _):
+        blocks = [propose_block(PROMPT, 3, spec=one, session_id=name) for name, one in specs.items()]
+        *failed, good = await draft.ask(*blocks, propose_block(PROMPT, 3, spec=spec, session_id="good"))
+        for result, name in zip(failed, specs, strict=True):
+            # Nothing to propose is no failure; the target tells what is wrong.
+            is_empty = name == "no token left" and result.WhichOneof("outcome") == "proposal"
+            assert is_empty or result.error.code == INVALID_ARGUMENT, (name, result)
+        assert len(good.proposal.token_ids) == 3
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+async def test_model_without_a_tokenizer_refuses_grammars_only(tmp_path, role):
+    bare = tiny_model("llama", tmp_path, max_position_embeddings=256)
+    make = verify_block if role == "target" else propose_block
+    async with running(role, bare) as (link, _):
+        spec = spec_message(params(0.0), prompt_length=len(PROMPT), eos_token_ids=[END])
+        second = [5] if role == "target" else 3
+        answer = await link.ask(make(PROMPT, second, spec=spec))
+        assert answer.error.code == FAILED_PRECONDITION
+        assert "tokenizer" in answer.error.message
+        free = await link.ask(make(PROMPT, second, session_id="free"))
+        assert free.WhichOneof("outcome") in ("verdict", "proposal")
