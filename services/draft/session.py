@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from ctypes import c_int32
@@ -372,4 +373,8 @@ class Speculation:
         if not LogitEdits.needed(params):
             return processed_log_probs(logits, params)
         edits = self.session.edits_for(params, logits.shape[-1], logits.device)
-        return processed_log_probs(logits, params, edits, list(paths()))
+        log_probs = processed_log_probs(logits, params, edits, list(paths()))
+        for row in edits.empty_rows:  # the target refuses whatever is proposed there
+            log_probs[row] = -math.inf
+            log_probs[row, 0] = 0.0
+        return log_probs

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import jsonschema
 import numpy as np
 import pytest
+from drafter_helpers import make_drafter
 from engine_helpers import random_tokens, tiny_model
 from vocabulary_helpers import CODE, PROSE, byte_level
 from workers_helpers import Driver, propose_block, running, spec_message, verify_block
@@ -275,6 +276,50 @@ async def test_draft_proposes_possible_tokens_only(models, compiler, size, metho
                     checked += 1
                 output += max(paths, key=len)
     assert checked > 50
+
+
+DRAFTERS = {
+    "parallel": {"pard_token": 4},
+    "parallel-reduced": {"pard_token": 4, "draft_vocab_size": 60, "shares_embedding": True},
+    "reduced": {"draft_vocab_size": 60},
+}
+
+
+@pytest.mark.parametrize("method", [COUPLED, REJECTION])
+@pytest.mark.parametrize("kind", DRAFTERS)
+async def test_drafters_without_the_grammars_tokens_go_on(target, models, tokenizer, tmp_path, kind, method):
+    drafter = make_drafter(models[0], tmp_path / "drafter", **DRAFTERS[kind])
+    async with running("draft", drafter, target_model=str(models[0])) as (draft, _):
+        for seed in range(3):
+            made = params(1.0, seed)
+            driver = driver_of(target, made, draft, method=method)  # asserts that no answer is an error
+            tokens = await driver.generate(COUNT)
+            assert_valid(tokenizer, tokens)
+            assert driver.accepted > 0
+            if method is COUPLED:
+                assert tokens == await decode(target, made)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", list(VerificationMethod))
+async def test_draft_proposes_where_masks_leave_no_token(models, tokenizer, temperature, method):
+    """The target is the one to refuse; here only one of two texts leads to such a place."""
+    a, b, x = (tokenizer.convert_tokens_to_ids(letter) for letter in "abx")
+    async with running("draft", models[1]) as (draft, _):
+        for number, biases in enumerate(({a: 100.0}, {b: 100.0})):
+            made = SamplingParams(
+                temperature=temperature,
+                seed=1,
+                grammar='start: "ax" | "by"',
+                banned_token_ids=(x,),
+                logit_bias=biases,
+            )
+            spec = spec_message(made, method, len(PROMPT), [END])
+            answer = await draft.ask(propose_block(PROMPT, 5, spec=spec, session_id=f"s{number}"))
+            assert answer.WhichOneof("outcome") == "proposal", answer
+            assert answer.proposal.token_ids[0] == (a, b)[number]
+            if number:
+                assert tokenizer.decode(list(answer.proposal.token_ids)).startswith("by")
 
 
 async def test_request_with_a_wrong_grammar_fails_alone(target, models):
