@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gammaray.grammar.matcher import GrammarState
-from gammaray.types import DrafterKind, Proposal, SparseDistribution
+from gammaray.types import DrafterKind, Proposal
 from orchestrator.cycle.session import Session
 from orchestrator.drafting.matches import Match
 
@@ -45,16 +45,19 @@ class GrammarDrafter:
         return replace(match, token_ids=possible + forced, probabilities=probabilities)
 
     def cut(self, session: Session, proposal: Proposal) -> Proposal:
-        """Return a chain up to its first impossible token; a tree as it is."""
+        """Return a chain without what follows its first impossible token; a tree as it is.
+
+        That token is dropped as well, unless it came with a distribution: it was sampled, and to drop it
+        because of its value would bias the token in its place.
+        """
         if proposal.parents is not None:
             return proposal
         self._follow(session)
-        count = self._state.count_possible(proposal.token_ids)
-        shipped: tuple[SparseDistribution, ...] | None = proposal.draft_distributions
+        count, shipped = self._state.count_possible(proposal.token_ids), proposal.draft_distributions
+        if shipped is None:
+            return replace(proposal, token_ids=proposal.token_ids[:count])
         return replace(
-            proposal,
-            token_ids=proposal.token_ids[:count],
-            draft_distributions=None if shipped is None else shipped[:count],
+            proposal, token_ids=proposal.token_ids[: count + 1], draft_distributions=shipped[: count + 1]
         )
 
     def _follow(self, session: Session) -> None:

@@ -11,6 +11,7 @@ import random
 
 import pytest
 import torch
+from cycle_helpers import make_session
 from maths_helpers import (
     TinyModel,
     chain_proposals,
@@ -26,6 +27,7 @@ from processing_helpers import small_compiler
 
 from gammaray.grammar.matcher import GrammarState
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from orchestrator.drafting.grammar import GrammarDrafter
 from services.engine.sampling.edits import LogitEdits
 
 COUPLED, REJECTION, NAIVE = VerificationMethod
@@ -153,6 +155,22 @@ def test_rejection_of_sampled_drafts_is_lossless(gamma, drafter):
         proposals = chain_proposals(quantised_drafter(model, 4, 4), START, gamma)
         parts = ((prob, rejection_distribution(target, START, proposal)) for prob, proposal in proposals)
         assert_lossless(target, mixed(parts))
+
+
+@pytest.mark.parametrize("drafter", ["masked", "free"])
+def test_rejection_of_sampled_drafts_that_were_cut_is_lossless(drafter):
+    """To drop a sampled token because of its value would bias the one in its place."""
+    for seed in range(3):
+        target = Masked(seed)
+        model = Masked(seed + 50) if drafter == "masked" else TinyModel(len(TOKENS), seed + 50)
+        cut, lengths = GrammarDrafter(begin()).cut, set()
+        parts = []
+        for prob, proposal in chain_proposals(quantised_drafter(model, 6, 4), START, 3):
+            left = cut(make_session(), proposal)
+            lengths.add(len(left))
+            parts.append((prob, rejection_distribution(target, START, left)))
+        assert_lossless(target, mixed(iter(parts)))
+        assert min(lengths) < 3 or drafter == "masked"
 
 
 TREES = [
