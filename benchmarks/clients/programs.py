@@ -292,4 +292,5 @@ PROGRAMS = (
     Program("lm-eval generation", "lm-eval", _lm_eval_generation),
     Program("lm-eval log-likelihood", "lm-eval", _lm_eval_likelihood),
     Program("openai", "openai", _checked("openai")),
+    Program("LangChain", "langchain-openai", _checked("langchain-openai")),
 )
