@@ -293,4 +293,5 @@ PROGRAMS = (
     Program("lm-eval log-likelihood", "lm-eval", _lm_eval_likelihood),
     Program("openai", "openai", _checked("openai")),
     Program("LangChain", "langchain-openai", _checked("langchain-openai")),
+    Program("pydantic-ai", "pydantic-ai-slim", _checked("pydantic-ai-slim")),
 )
