@@ -294,4 +294,5 @@ PROGRAMS = (
     Program("openai", "openai", _checked("openai")),
     Program("LangChain", "langchain-openai", _checked("langchain-openai")),
     Program("pydantic-ai", "pydantic-ai-slim", _checked("pydantic-ai-slim")),
+    Program("instructor", "instructor", _checked("instructor")),
 )
