@@ -63,7 +63,7 @@ bench: install  ## SmolLM2 compared with transformers and llama.cpp, if it is th
 	$(if $(wildcard $(SMOLLM2)/config.json),$(BENCH_LLAMA) $(BIN)/python -m benchmarks.peers --target $(SMOLLM2) \
 	  $(BENCH_GGUF) --prompts 1 --tokens 64 $(ARGS),$(BIN)/python -m benchmarks.run $(ARGS))
 
-clients: install  ## GuideLLM, AIPerf, EvalScope and lm-eval against a cluster, each in an environment of its own; ARGS="NAME ..."
+clients: install  ## benchmarking tools and client libraries against a cluster, each in an environment of its own; ARGS="NAME ..."
 	$(BIN)/python -m benchmarks.clients $(ARGS)
 
 chaos: install  ## kill and stop every kind of process under load for five minutes; ARGS="--minutes N --seed S --drafters all"

@@ -17,6 +17,7 @@ from benchmarks.clients.likelihoods import worst_difference
 __all__ = ["PROGRAMS", "ClientError", "Outcome", "Program", "Server"]
 
 TASKS = Path(__file__).parent / "tasks"
+CHECKS = Path(__file__).parent / "checks"
 
 REQUESTS = 16
 TOKENS = 64
@@ -217,6 +218,20 @@ def _run_lm_eval(server: Server, folder: Path, task: str) -> tuple[dict[str, Any
     return report, [json.loads(line) for line in samples]
 
 
+def _checked(client: str) -> Callable[[Server, Path], Outcome]:
+    """Return what runs a library's checks, `checks/CLIENT_checks.py`, in its environment."""
+    script = CHECKS / f"{client.replace('-', '_')}_checks.py"
+
+    def run(server: Server, folder: Path) -> Outcome:
+        report = folder / "checks.json"
+        _run(client, folder, "python", str(script), server.address, server.model, str(report))
+        outcomes: dict[str, str | None] = _read(report)
+        failures = {name: reason for name, reason in outcomes.items() if reason is not None}
+        return Outcome(len(outcomes) - len(failures), len(outcomes), failures)
+
+    return run
+
+
 def _run(client: str, folder: Path, program: str, *arguments: str, cwd: Path | None = None) -> str:
     """Run a client's program and return what it printed.
 
@@ -276,4 +291,8 @@ PROGRAMS = (
     Program("EvalScope perf", "evalscope", _evalscope),
     Program("lm-eval generation", "lm-eval", _lm_eval_generation),
     Program("lm-eval log-likelihood", "lm-eval", _lm_eval_likelihood),
+    Program("openai", "openai", _checked("openai")),
+    Program("LangChain", "langchain-openai", _checked("langchain-openai")),
+    Program("pydantic-ai", "pydantic-ai-slim", _checked("pydantic-ai-slim")),
+    Program("instructor", "instructor", _checked("instructor")),
 )

@@ -80,7 +80,7 @@ async def test_parallel_calls_are_each_valid(http):
 
 async def test_named_tool_is_called(http):
     choice = {"type": "function", "function": {"name": "now"}}
-    (found,) = (await asked(http, tool_choice=choice, parallel_tool_calls=False)).json()["choices"]
+    (found,) = (await asked(http, tool_choice=choice)).json()["choices"]
     (call,) = found["message"]["tool_calls"]
     assert call["function"] == {"name": "now", "arguments": "{}"}
 

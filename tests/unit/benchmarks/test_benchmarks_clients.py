@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.clients.__main__ import table
 from benchmarks.clients.environments import REQUIREMENTS, pinned_version
 from benchmarks.clients.likelihoods import worst_difference
-from benchmarks.clients.programs import PROGRAMS, TASKS
+from benchmarks.clients.programs import CHECKS, PROGRAMS, TASKS
 from services.demo_pair import TARGET_DIR
 
 
@@ -59,3 +61,35 @@ def test_table_shows_successes_and_reasons_of_failures():
         "| one | 1.0.0 | 3/4 | acc 0.1235 |",
         "| two | 2.0.0 | fails | no route |",
     ]
+
+
+def test_checks_report_each_failure_and_go_on(tmp_path):
+    script = tmp_path / "checks.py"
+    script.write_text(
+        """
+from reporting import demand, report
+
+def passes(client, model):
+    demand((client, model) == ("http://host:1/v1", "demo"), (client, model))
+
+def fails(client, model):
+    demand(model == "other", model)
+
+def raises(client, model):
+    raise KeyError("gone")
+
+report((fails, raises, passes), lambda address: address)
+"""
+    )
+    command = [sys.executable, str(script), "host:1", "demo", str(tmp_path / "report.json")]
+    subprocess.run(command, check=True, capture_output=True, timeout=60, env={"PYTHONPATH": str(CHECKS)})
+    assert json.loads((tmp_path / "report.json").read_text()) == {
+        "fails": "AssertionError: unexpected: 'demo'",
+        "raises": "KeyError: 'gone'",
+        "passes": None,
+    }
+
+
+def test_every_file_of_checks_is_run():
+    files = {path.stem.removesuffix("_checks").replace("_", "-") for path in CHECKS.glob("*_checks.py")}
+    assert files <= {program.client for program in PROGRAMS}

@@ -173,14 +173,14 @@ def plan_calls(
     Args:
         tools: The tools.
         choice: Whether the model calls them; None: "auto" if there are tools.
-        is_parallel: Whether a message may have several calls.
+        is_parallel: Whether a message may have several calls. One of a named tool has one, as OpenAI's has.
         model: The model's chat template.
     """
     choice = choice or ToolChoice("auto")
     if not tools or choice.mode == "none":
         return None
     form = CallFormat.of(model.chat_format, is_forced=choice.mode == "required")
-    return CallPlan(tuple(tools), choice, is_parallel, form)
+    return CallPlan(tuple(tools), choice, is_parallel and not choice.name, form)
 
 
 def render_messages(messages: Sequence[Mapping[str, Any]], model: ChatModel) -> str:

@@ -219,6 +219,15 @@ async def test_one_call_where_they_are_not_parallel():
     assert "{0,15}" not in single.requests[0].sampling.grammar
 
 
+@pytest.mark.parametrize("fields", [{}, {"parallel_tool_calls": True}], ids=["default", "parallel"])
+async def test_named_tool_is_called_once(fields):
+    scripted = backend(2 * '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
+    now = {"type": "function", "function": {"name": "now"}}
+    (choice,) = (await answered(scripted, tool_choice=now, **fields))["choices"]
+    assert named(choice["message"]["tool_calls"]) == FOUND[1:]
+    assert "{0,15}" not in scripted.requests[0].sampling.grammar
+
+
 async def test_native_template_gets_the_tools():
     scripted = backend(chat_format=QWEN_CHAT)
     await answered(scripted)
