@@ -134,7 +134,8 @@ class GrammarCompiler:
         if not matcher.is_error():
             matcher.compute_bitmask()
         if not matcher.is_error():
-            matcher.consume_tokens(self._tokenizer.tokenize_bytes(matcher.compute_ff_bytes()))
+            # As far as a forced special token, whose bytes are not its text.
+            matcher.try_consume_tokens(self._tokenizer.tokenize_bytes(matcher.compute_ff_bytes()))
             matcher.compute_bitmask()
         if matcher.is_error():
             raise InvalidArgumentError("grammar", _reason(matcher), "a grammar that llguidance can compile")
