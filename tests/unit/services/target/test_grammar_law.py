@@ -209,7 +209,7 @@ class Stuck(LogitEdits):
     """Keeps the state of the first block: later tokens are not followed."""
 
     def follow(self, tokens):
-        super().follow(tokens[: self._prompt_length])
+        super().follow(tokens[: len(START)])
 
 
 class EarlyEnd(LogitEdits):

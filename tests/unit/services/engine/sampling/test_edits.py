@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from processing_helpers import edited_row, path_of
+from processing_helpers import GRAMMAR, TOKENS, edited_row, follows_grammar, path_of, small_compiler
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
@@ -100,6 +100,57 @@ def test_edits_follow_commits_and_rollbacks(seed, vocab_size):
         )
         logits = torch.randn(size + 1, vocab_size)
         assert_equals_oracle(edits, params, logits, proposal, tokens[:prompt_length], tokens[prompt_length:])
+
+
+def grammar_edits(params, vocab_size):
+    grammar = small_compiler(TOKENS, vocab_size, EOS).begin(GRAMMAR)
+    return LogitEdits(params, EOS, len(PROMPT), vocab_size, grammar=grammar)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_edits_of_a_grammar_follow_commits_and_rollbacks(seed):
+    """Rows of random trees, prepared or not, equal those of new edits for each row alone, to the bit."""
+    rng, vocab_size = random.Random(seed), 40
+    torch.manual_seed(seed)
+    params = SamplingParams(
+        grammar=GRAMMAR,
+        repetition_penalty=1.3,
+        frequency_penalty=0.4,
+        logit_bias={30: 100.0},
+        banned_token_ids=(6,),
+        min_tokens=9,
+    )
+    edits, output, num_masked = grammar_edits(params, vocab_size), [], 0
+    for _ in range(25):
+        if rng.random() < 0.4:
+            del output[rng.randrange(len(output) + 1) :]
+            edits.truncate(len(PROMPT) + len(output))
+        edits.follow([*PROMPT, *output])
+        size = rng.randrange(8)
+        parents = tuple(rng.randrange(-1, node) for node in range(size))
+        # Mostly letters, so that paths are possible, with ends and tokens of no text among them.
+        proposal = Proposal(tuple(rng.choice((1, 2, 2, 4, 5, 0, 10, 33)) for _ in range(size)), parents)
+        logits, paths = torch.randn(size + 1, vocab_size), row_paths(proposal)
+        if rng.random() < 0.5:
+            edits.prepare(paths)
+        if rng.random() < 0.2:
+            edits.prepare([(1,)])  # for another block, whose masks are not used
+        rows = edited_logits(logits, edits, paths)
+        for row, path in enumerate(paths):
+            alone = grammar_edits(params, vocab_size)
+            alone.follow([*PROMPT, *output])
+            assert torch.equal(rows[row], edited_logits(logits[row : row + 1], alone, [path])[0]), row
+            possible = rows[row].isfinite().nonzero().flatten().tolist()
+            for token_id in possible:
+                assert follows_grammar([*output, *path], token_id, EOS), (output, path, token_id)
+            num_masked += len(possible) < 20
+        if set(output) & set(EOS):
+            output.clear()
+            edits.truncate(len(PROMPT))
+            edits.follow([*PROMPT])
+            rows = edited_logits(logits[:1], edits, [()])
+        output.append(rng.choice(rows[0].isfinite().nonzero().flatten().tolist()))
+    assert num_masked > 25
 
 
 def task(tokens, start, epoch=1, spec=None):
