@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from transformers import AutoTokenizer
+from transformers.utils.hub import cached_file
 
 from gammaray.demo_pair import DRAFTER_FILE
 from gammaray.errors import GammarayError, InvalidArgumentError
@@ -81,19 +83,19 @@ def weights_sha256(model: str) -> str:
 
 
 def check_drafter(model: str, target: str) -> None:
-    """Check that a drafter directory was trained for the served target.
+    """Check that a drafter was trained for the served target.
 
     Its `gammaray.json` names the fingerprints of the target and of its tokenizer.
 
     Args:
-        model: The drafter; without that file nothing is checked.
+        model: The drafter's directory or hub name; without that file nothing is checked.
         target: The target's directory, hub name or GGUF file; "" if it is not known: nothing is checked.
 
     Raises:
         InvalidArgumentError: It is the drafter of another target, or the file cannot be read.
     """
-    path = Path(model) / DRAFTER_FILE
-    if not target or not path.is_file():
+    path = _drafter_file(model) if target else None
+    if path is None:
         return
     try:
         described = json.loads(path.read_text())
@@ -116,6 +118,17 @@ def check_drafter(model: str, target: str) -> None:
     if (digest := vocab_sha256(target)) != tokenizer:
         allowed = f"a drafter for the tokenizer of {target} ({digest[:12]}); it was trained for another one"
         raise InvalidArgumentError("model", model, f"{allowed} ({tokenizer[:12]})")
+
+
+def _drafter_file(model: str) -> Path | None:
+    path = Path(model)
+    if path.exists() or path.is_absolute():
+        return path / DRAFTER_FILE if (path / DRAFTER_FILE).is_file() else None
+    try:
+        found = cached_file(model, DRAFTER_FILE, _raise_exceptions_for_missing_entries=False)
+    except (OSError, HFValidationError):  # early-exit:N, or no model of the hub
+        return None
+    return None if found is None else Path(found)
 
 
 def _parts(folder: Path) -> Iterator[bytes]:

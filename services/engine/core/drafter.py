@@ -99,7 +99,8 @@ def load_drafter(
         return _early_exit(name, target, device, dtype)
     config = load_config(name)
     vocab_size = int(config.get_text_config().vocab_size)
-    if is_gguf(name) or not Path(name).is_dir() or not _is_special(Path(name), config):
+    folder = None if is_gguf(name) else _folder(name)
+    if folder is None or not _is_special(folder, config):
         loaded = load_model(name, device=device, dtype=dtype)
         mask_token = _mask_token(name, loaded.config, vocab_size)
         if mask_token is not None and target:
@@ -108,7 +109,7 @@ def load_drafter(
         return loaded, DraftFormat(vocab_size, mask_token)
     check_config(name, config)
     where = torch_device(device)
-    module, draft = _assembled(name, config, target, torch_dtype(dtype, where))
+    module, draft = _assembled(name, folder, config, target, torch_dtype(dtype, where))
     return loaded_model(name, module, config, where), draft
 
 
@@ -139,11 +140,11 @@ def _is_special(folder: Path, config: PretrainedConfig) -> bool:
 
 
 def _assembled(
-    name: str, config: PretrainedConfig, target: str, dtype: torch.dtype
+    name: str, folder: Path, config: PretrainedConfig, target: str, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, DraftFormat]:
-    """Return the module of a drafter directory, with the target's embedding where it shares that."""
-    folder, vocab_size = Path(name), int(config.vocab_size)
-    weights = {key: _read(folder, key) for key in _names(folder)}
+    """Return the module of a drafter, with the target's embedding where it shares that."""
+    vocab_size = int(config.vocab_size)
+    weights = {key: _read(_fetched(name, folder, key), key) for key in _names(folder)}
     d2t, _, mask = (weights.pop(key, None) for key in _EXTRA)
     target_ids = _target_ids(name, config, d2t)
     embedding = weights.pop(EMBEDDING, None)
@@ -212,12 +213,20 @@ def _target_embedding(name: str, target: str) -> Tensor:
         folder = Path(target) if Path(target).is_dir() else _hub_folder(target)
         for key in _names(folder):
             if key.endswith(EMBEDDING.removeprefix("model.")):
-                if not Path(target).is_dir():
-                    cached_file(target, _file_of(folder, key).name)
-                return _read(folder, key)
+                return _read(_fetched(target, folder, key), key)
     except (OSError, HFValidationError) as error:
         raise InvalidArgumentError("target_model", f"{target!r} ({error})", allowed) from error
     raise InvalidArgumentError("target_model", target, allowed)
+
+
+def _folder(name: str) -> Path | None:
+    """Return the folder of a drafter; None for one on the hub without safetensors."""
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return _hub_folder(name)
+    except (OSError, HFValidationError):
+        return None
 
 
 def _hub_folder(name: str) -> Path:
@@ -242,8 +251,16 @@ def _file_of(folder: Path, key: str) -> Path:
     return folder / str(json.loads((folder / _INDEX).read_text())["weight_map"][key])
 
 
-def _read(folder: Path, key: str) -> Tensor:
-    with _opened(folder, _file_of(folder, key)) as file:
+def _fetched(name: str, folder: Path, key: str) -> Path:
+    """Return the file that has a tensor, after it was fetched if the model is one of the hub."""
+    path = _file_of(folder, key)
+    if not Path(name).is_dir():
+        cached_file(name, path.name)
+    return path
+
+
+def _read(path: Path, key: str) -> Tensor:
+    with _opened(path.parent, path) as file:
         tensor: Tensor = file.get_tensor(key)
     return tensor
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -187,3 +191,52 @@ def test_configuration_without_the_extra_keys_is_an_ordinary_draft(source, tmp_p
     assert engine.mask_token is None
     assert "pard_token" not in json.loads((tmp_path / "d" / "config.json").read_text())
     assert torch.equal(logits_of(engine, TEXT), logits_of(load_engine(str(source)), TEXT))
+
+
+LOADS_FROM_THE_HUB = """
+import sys
+from safetensors.torch import save_file
+from services.engine.engine import SequenceInput
+from services.engine.loader import load_engine
+from services.process.fingerprints import check_drafter
+
+try:
+    check_drafter("org/drafter", "org/target")
+except Exception as error:
+    print(error)
+check_drafter("early-exit:1", "org/target")
+engine = load_engine("org/drafter", draft_for="org/target")
+token_ids = [int(token_id) for token_id in sys.argv[2:]]
+(logits,) = engine.step([SequenceInput("s", 0, token_ids, len(token_ids))])
+save_file({"logits": logits.contiguous()}, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["one file", "shards"])
+def test_drafter_of_the_hub_is_loaded_as_its_directory_is(source, tmp_path, is_sharded):
+    drafter = make_drafter(source, tmp_path / "d", draft_vocab_size=40, shares_embedding=True)
+    expected = logits_of(load(drafter, source), TEXT)
+    if is_sharded:
+        weights = load_file(drafter / "model.safetensors")
+        (drafter / "model.safetensors").unlink()
+        names = {key: f"part-{number}.safetensors" for number, key in enumerate(sorted(weights))}
+        for key, name in names.items():
+            save_file({key: weights[key]}, drafter / name)
+        (drafter / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    other = {"name": "another", "fingerprint": "f" * 64}
+    (drafter / "gammaray.json").write_text(json.dumps({"format": 1, "target": other, "tokenizer": other}))
+    for name, folder in (("drafter", drafter), ("target", source)):
+        stored = tmp_path / "hub" / f"models--org--{name}"
+        (stored / "refs").mkdir(parents=True)
+        (stored / "refs" / "main").write_text("0" * 40)
+        shutil.copytree(folder, stored / "snapshots" / ("0" * 40))
+    process = subprocess.run(
+        [sys.executable, "-c", LOADS_FROM_THE_HUB, str(tmp_path / "out"), *map(str, TEXT)],
+        env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
+        check=True,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    assert "it was trained for another (ffffffffffff)" in process.stdout
+    assert torch.equal(load_file(tmp_path / "out")["logits"], expected)
