@@ -74,6 +74,8 @@ class Drafter(nn.Module):
     def load_weights(self, stored: dict[str, Tensor]) -> None:
         """Start from the tensors of a directory of `save_drafter`, whose head's ids it takes.
 
+        A plain drafter may become a parallel one, whose mask then starts as without it, and vice versa.
+
         Raises:
             KeyError, RuntimeError: They are of another shape.
         """
@@ -83,7 +85,7 @@ class Drafter(nn.Module):
             self.row_of.fill_(-1)
             self.row_of[ids] = torch.arange(len(ids))
         self.head.data.copy_(stored["lm_head.weight"])
-        if self.mask_embedding is not None:
+        if self.mask_embedding is not None and "pard_embedding" in stored:
             self.mask_embedding.data.copy_(stored["pard_embedding"])
         layers = {key[6:]: value.float() for key, value in stored.items() if key.startswith("model.")}
         self.model.load_state_dict(layers)

@@ -74,6 +74,17 @@ def test_training_learns_and_resumes(tmp_path, kind):
     assert described["tokenizer"]["fingerprint"] == vocab_sha256(str(TARGET_DIR))
 
 
+@pytest.mark.parametrize(("first", "then"), [("plain", "parallel"), ("parallel", "plain")])
+def test_training_starts_from_a_drafter_of_the_other_kind(tmp_path, first, then):
+    taught, _ = run_until(make_task(tmp_path / "first", kind=first), "steps 30 ")
+    begun, _ = run_until(
+        make_task(tmp_path / "then", kind=then, init=str(tmp_path / "first" / "drafter")), "steps 0 "
+    )
+    # The same answers are held out, by the seed; weights are stored in half the precision.
+    assert overlaps(begun)[0][0] == pytest.approx(overlaps(taught)[-1][0], abs=0.02)
+    assert overlaps(taught)[-1][0] > overlaps(taught)[0][0] + 0.05
+
+
 def test_another_shape_or_target_is_refused(tmp_path):
     run_until(make_task(tmp_path), "steps 15 ")
     with pytest.raises(FailedPreconditionError, match="shape"):
