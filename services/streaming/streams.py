@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from gammaray.errors import GammarayError, InternalError, ResourceExhaustedError, UnavailableError
 from services.scheduling.tasks import Release, Reply, Task
 from services.streaming.engine_thread import EngineThread
+from services.streaming.submission import Submission
 from services.streaming.tracing import BlockTracer
 
 __all__ = ["MAX_IN_FLIGHT", "BlockStream", "Streams"]
@@ -51,12 +52,15 @@ class Streams:
     Attributes:
         is_leaving: Whether clients are notified to use other workers.
         is_draining: Whether new blocks are refused.
+        engine: The engine's thread.
+        submission: Where the blocks of all streams are submitted.
         num_ids: Token ids in the blocks that wait or run.
         open_streams: The streams that are being served.
     """
 
     def __init__(self, engine: EngineThread, tracer: BlockTracer | None = None) -> None:
-        self.engine, self.tracer = engine, tracer
+        self.submission, self.tracer = Submission(engine), tracer
+        self.engine = engine
         self.is_leaving = self.is_draining = False
         self.num_ids = 0
         self.open_streams: set[BlockStream] = set()
@@ -121,7 +125,6 @@ class BlockStream:
         self._ready, self._written = asyncio.Event(), asyncio.Event()
         self._is_read = self._is_announced = False
         self._failure: GammarayError | None = None
-        self._compiling: set[asyncio.Task[None]] = set()
 
     def wake(self) -> None:
         """Make `run` check again for replies, a notice or the end."""
@@ -177,36 +180,9 @@ class BlockStream:
 
     def _take(self, frame: Frame) -> None:
         if frame.releases:
-            self._streams.engine.release([Release(r.session_id, r.epoch, r.forget) for r in frame.releases])
-        tasks = list(self._parse_all(frame.blocks))
-        compiling = [task for task in tasks if self._must_compile(task)]
-        for task in compiling:
-            work = asyncio.create_task(self._compile(task))
-            self._compiling.add(work)
-            work.add_done_callback(self._compiling.discard)
-        tasks = [task for task in tasks if task not in compiling]
-        if tasks:
-            self._streams.engine.submit(tasks)
-
-    def _must_compile(self, task: Task) -> bool:
-        scheduler, spec = self._streams.engine.scheduler, task.spec
-        grammars = scheduler.grammars if scheduler is not None else None
-        return bool(spec is not None and spec.params.grammar and grammars is not None)
-
-    async def _compile(self, task: Task) -> None:
-        """Submit a task with its grammar compiled in another thread, or answer it with the error."""
-        scheduler, spec = self._streams.engine.scheduler, task.spec
-        assert scheduler is not None
-        assert scheduler.grammars is not None
-        assert spec is not None
-        try:
-            task.grammar = await asyncio.to_thread(
-                scheduler.grammars.begin, spec.params.grammar, spec.eos_token_ids
-            )
-        except GammarayError as error:
-            self._deliver(task, Reply(task.request_id, task.session_id, error))
-        else:
-            self._streams.engine.submit([task])
+            endings = [Release(r.session_id, r.epoch, r.forget) for r in frame.releases]
+            self._streams.submission.release(endings)
+        self._streams.submission.submit(list(self._parse_all(frame.blocks)))
 
     def _parse_all(self, blocks: Iterable[Any]) -> Iterable[Task]:
         for block in blocks:

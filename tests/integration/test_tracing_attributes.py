@@ -41,6 +41,7 @@ async def test_every_attribute_of_the_catalogue_is_emitted(monkeypatch):
             monkeypatch.setenv(name, value)
         with exporting_worker("draft", {}) as (_, draft), exporting_worker("target", {}) as (_, survivor):
             await _survive_a_target_and_resume(redis, survivor, draft)
+            await _follow_a_grammar(redis, survivor, draft)
             await _ask_without_the_tokens(survivor)
             await _fail(redis)
             try:
@@ -77,6 +78,14 @@ async def _survive_a_target_and_resume(redis, survivor, draft):
     async with running(redis, survivor, draft) as successor:
         rest = dataclasses.replace(REQUEST, resume_from=len(received))
         async for _ in successor.generate(rest, caller):
+            pass
+
+
+async def _follow_a_grammar(redis, target, draft):
+    sampling = SamplingParams(temperature=0.7, seed=11, grammar='start: "x" /[a-z ]{20}/')
+    request = dataclasses.replace(REQUEST, sampling=sampling, stop=(), ignore_eos=False, session_id="")
+    async with running(redis, target, draft) as orchestrator:
+        async for _ in orchestrator.generate(request, Caller(traceparent=SAMPLED)):
             pass
 
 

@@ -19,6 +19,7 @@ from workers_helpers import Driver, propose_block, running, spec_message, verify
 from gammaray.grammar.matcher import GrammarCompiler
 from gammaray.grammar.texts import json_schema_grammar
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from gammaray.v1 import types_pb2 as types
 from gammaray.wire.blocks import proposal_from_proto
 from services.engine.sampling.edits import row_paths
 
@@ -364,3 +365,28 @@ async def test_model_without_a_tokenizer_refuses_grammars_only(tmp_path, role):
         assert "tokenizer" in answer.error.message
         free = await link.ask(make(PROMPT, second, session_id="free"))
         assert free.WhichOneof("outcome") in ("verdict", "proposal")
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+async def test_sessions_released_while_their_grammar_compiles_are_not_begun(models, role):
+    async with running(role, models[0]) as (link, _):
+        spec = spec_message(params(1), prompt_length=len(PROMPT), eos_token_ids=(END,))
+        for number in range(4):  # the first one also waits for the tokenizer
+            name = f"released-{number}"
+            fields = {"session_id": name, "spec": spec}
+            block = verify_block(PROMPT, **fields) if role == "target" else propose_block(PROMPT, 4, **fields)
+            (answer,) = await link.send([block])
+            await link.release(name)
+            assert (await answer).error.message == f"session {name} was released"
+        assert (await link.info()).num_sessions == 0
+
+
+async def test_blocks_of_a_session_wait_for_its_grammar_in_their_order(target):
+    spec = spec_message(params(1), prompt_length=len(PROMPT), eos_token_ids=(END,))
+    first = verify_block(PROMPT, session_id="ordered", spec=spec)
+    (before,) = await target.send([first])
+    rest = types.TokenSpan(start=len(PROMPT))
+    again = verify_block(PROMPT, session_id="ordered", context=rest, spec=None)
+    (after,) = await target.send([again])
+    assert not (await before).error.message
+    assert (await after).verdict == (await before).verdict

@@ -1,0 +1,99 @@
+"""The way of blocks to the engine: one with a grammar, and what follows in its session, waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from gammaray.errors import CancelledError, GammarayError, InternalError
+from services.scheduling.tasks import Release, Reply, Task
+from services.streaming.engine_thread import EngineThread
+
+__all__ = ["Submission"]
+
+_log = logging.getLogger(__name__)
+
+
+class Submission:
+    """Submits blocks and releases to the engine in each session's order; grammars are compiled on the way.
+
+    A grammar is compiled in a thread of its own, so that neither the event loop nor the engine waits for it.
+    All methods run in the event loop.
+
+    Args:
+        engine: The engine's thread.
+    """
+
+    def __init__(self, engine: EngineThread) -> None:
+        self._engine = engine
+        self._held: dict[str, deque[Task]] = {}
+        self._compiling: set[asyncio.Task[None]] = set()
+
+    def submit(self, tasks: Iterable[Task]) -> None:
+        """Submit blocks; each is answered through its `deliver`, also when its grammar is wrong."""
+        ready = []
+        for task in tasks:
+            held = self._held.get(task.session_id)
+            if held is not None:
+                held.append(task)
+            elif self._must_compile(task):
+                self._hold(task)
+            else:
+                ready.append(task)
+        if ready:
+            self._engine.submit(ready)
+
+    def release(self, endings: Sequence[Release]) -> None:
+        """End sessions, and answer their waiting blocks, see `Scheduler.release`."""
+        for session_id, epoch, _ in endings:
+            held = self._held.get(session_id, ())
+            if held and (epoch == 0 or epoch >= max(task.epoch for task in held)):
+                error = CancelledError(f"session {session_id} was released")
+                for task in held:
+                    task.deliver(task, Reply(task.request_id, session_id, error))
+                held.clear()
+        self._engine.release(endings)
+
+    def _must_compile(self, task: Task) -> bool:
+        scheduler = self._engine.scheduler
+        has_grammar = task.spec is not None and task.spec.params.grammar != ""
+        return has_grammar and scheduler is not None and scheduler.grammars is not None
+
+    def _hold(self, task: Task) -> None:
+        self._held[task.session_id] = deque([task])
+        work = asyncio.create_task(self._pass_on(task.session_id))
+        self._compiling.add(work)
+        work.add_done_callback(self._compiling.discard)
+
+    async def _pass_on(self, session_id: str) -> None:
+        """Submit the held blocks of a session, each as soon as its grammar is compiled."""
+        held = self._held[session_id]
+        while held:
+            task = held[0]
+            error = await self._compile(task) if self._must_compile(task) else None
+            if not held or held[0] is not task:  # released in the meantime
+                continue
+            held.popleft()
+            if error is None:
+                self._engine.submit([task])
+            else:
+                task.deliver(task, Reply(task.request_id, session_id, error))
+        del self._held[session_id]
+
+    async def _compile(self, task: Task) -> GammarayError | None:
+        """Compile the grammar of a block in another thread; return the error if it is wrong."""
+        scheduler, spec = self._engine.scheduler, task.spec
+        assert scheduler is not None
+        assert scheduler.grammars is not None
+        assert spec is not None
+        begin = scheduler.grammars.begin
+        try:
+            task.grammar = await asyncio.to_thread(begin, spec.params.grammar, spec.eos_token_ids)
+        except GammarayError as error:
+            return error
+        except Exception as error:
+            _log.exception("failed to compile the grammar of session %r", task.session_id[:128])
+            return InternalError(f"{type(error).__name__}: {error}")
+        return None
