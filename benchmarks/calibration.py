@@ -4,8 +4,8 @@
 
 The target writes texts. At each place the draft would propose a chain, which is accepted as far as it is the
 target's text; shared noise above temperature 0. Chains are put into bins by the probability that the draft
-gives them, as it is and with the power that it learns of each text (`services.draft.calibration`; here at
-once, in a worker one proposal later). The error is the mean distance of belief and share over all chains.
+gives them, as it is and with the power that it learns of each text (`services.speculation.calibration`; here
+at once, in a worker one proposal later). The error is the mean distance of belief and share over all chains.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from benchmarks.provenance import write_result
 from gammaray.bench.tables import plain_table
 from gammaray.bench.workloads import prompts
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
-from services.draft.calibration import Calibration
-from services.draft.predictions import draw_temperature
 from services.engine.engine import Engine, SequenceInput
 from services.engine.loader import load_engine
 from services.engine.sampling.noise import Noise
+from services.speculation.calibration import Calibration
+from services.speculation.predictions import draw_temperature
 
 WORKLOADS = (
     ("prose", 0.0),

@@ -12,14 +12,14 @@ import time
 from contextlib import suppress
 from ctypes import c_int32
 
-from services.draft.outcomes import OutcomeSet
-from services.draft.proposals import RUN
-from services.draft.session import Speculation
-from services.draft.tree import Node
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine
 from services.scheduling.metrics import AheadStats
 from services.scheduling.tasks import Prepared, ProposeTask
+from services.speculation.outcomes import OutcomeSet
+from services.speculation.proposals import RUN
+from services.speculation.session import Speculation
+from services.speculation.tree import Node
 
 __all__ = [
     "IdlePriority",

@@ -19,12 +19,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from gammaray.types import Proposal, VerificationMethod
-from services.draft.calibration import Calibration
 from services.draft.gain import GainMeter
 from services.draft.lookahead import Lookahead
-from services.draft.proposals import ProposalBuilder
-from services.draft.session import Speculation
-from services.draft.tree import Node
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine, SequenceInput
 from services.scheduling.grammars import Grammars
@@ -33,6 +29,10 @@ from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import ProposeTask, Reply, Timing
+from services.speculation.calibration import Calibration
+from services.speculation.proposals import ProposalBuilder
+from services.speculation.session import Speculation
+from services.speculation.tree import Node
 
 __all__ = ["DraftScheduler"]
 

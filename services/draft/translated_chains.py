@@ -15,14 +15,14 @@ from torch import Tensor
 
 from gammaray.blocks import Shape
 from gammaray.types import Proposal, SparseDistribution
-from services.draft.predictions import Guess, Prediction, predictions
-from services.draft.proposals import ProposalBuilder
-from services.draft.session import draft_params
-from services.draft.tree import Node
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.logits import processed_log_probs
 from services.engine.sampling.noise import Noise
 from services.scheduling.sessions import SessionCopy
+from services.speculation.predictions import Guess, Prediction, predictions
+from services.speculation.proposals import ProposalBuilder
+from services.speculation.session import draft_params
+from services.speculation.tree import Node
 from services.vocabulary.intersection import Intersection
 from services.vocabulary.translation import Translation
 

@@ -14,13 +14,13 @@ from gammaray.blocks import Shape
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.draft.lookahead import Throttle
-from services.draft.predictions import draw_temperature
 from services.draft.scheduler import DraftScheduler
 from services.engine.core.session_cache import SessionCache
 from services.engine.engine import SequenceInput
 from services.engine.sampling.noise import Noise
 from services.scheduling.planning import Limits
 from services.scheduling.tasks import ProposeTask, Reply, SessionSpec
+from services.speculation.predictions import draw_temperature
 
 VOCAB = 40
 CAPACITY = 512

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from gammaray.types import SparseDistribution, VerificationMethod
-from services.draft.predictions import predictions
 from services.engine.sampling.noise import Noise
+from services.speculation.predictions import predictions
 
 
 def propose_token(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, TokenOrigin, VerificationMethod
-from services.draft.predictions import quantise, sample_sparse
+from services.speculation.predictions import quantise, sample_sparse
 from services.target.verification import verify
 
 SAMPLED = SamplingParams()

@@ -58,6 +58,7 @@ FLOORS = {
     "services/engine": 6,
     "services/engine/tensor_parallel": 7,
     "services/scheduling": 7,
+    "services/speculation": 8,
     "services/streaming": 8,
     "services/process": 9,
     "services/draft": 10,

@@ -10,7 +10,7 @@ from gammaray.sampling import SAMPLING_RULES
 ROOT = Path(__file__).parents[3]
 DECLARED = "gammaray/sampling.py"
 ARITHMETIC = {"services/engine/sampling/logits.py", "services/engine/sampling/edits.py"}
-DRAFT = "services/draft/session.py"
+DRAFT = "services/speculation/session.py"
 FORWARDED = "orchestrator/drafting/http/dialects.py"
 """Asks another gammaray to draft: a parameter that is missing there costs acceptance only."""
 # The others are also a benchmark's temperature, an attribute of spans or the seed of a session, for example.

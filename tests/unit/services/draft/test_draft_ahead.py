@@ -8,9 +8,9 @@ from draft_helpers import VOCAB, ChainingEngine, Drafter, ParallelEngine, TableE
 
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.draft.lookahead import MIN_LOOKUPS, MIN_OUTCOME, PAUSE, RUN, Throttle
-from services.draft.predictions import predictions
 from services.engine.sampling.noise import Noise
 from services.scheduling.tasks import Release
+from services.speculation.predictions import predictions
 
 COUPLED, REJECTION, NAIVE = (
     VerificationMethod.COUPLED,

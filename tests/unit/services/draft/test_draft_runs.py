@@ -6,8 +6,8 @@ import pytest
 from draft_helpers import VOCAB, ChainingEngine, Drafter, TableEngine
 
 from gammaray.types import SamplingParams, VerificationMethod
-from services.draft.proposals import RUN
 from services.scheduling.tasks import Release
+from services.speculation.proposals import RUN
 
 COUPLED, REJECTION, NAIVE = (
     VerificationMethod.COUPLED,

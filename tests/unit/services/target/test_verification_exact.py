@@ -23,8 +23,8 @@ from maths_helpers import (
 )
 
 from gammaray.types import Proposal, VerificationMethod
-from services.draft.predictions import ENTROPY_FACTOR, quantise
 from services.engine.sampling.noise import Noise
+from services.speculation.predictions import ENTROPY_FACTOR, quantise
 
 COUPLED, REJECTION, NAIVE = VerificationMethod
 START = (0,)

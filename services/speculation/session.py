@@ -14,17 +14,17 @@ from torch import Tensor
 
 from gammaray.blocks import Shape
 from gammaray.types import SamplingParams, VerificationMethod
-from services.draft.calibration import Calibration
-from services.draft.outcomes import OutcomeSet
-from services.draft.predictions import Prediction, predictions
-from services.draft.proposals import ProposalBuilder
-from services.draft.tree import Node, SpeculationTree
 from services.engine.core.drafter import DraftFormat
 from services.engine.engine import Engine, SequenceInput
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.logits import processed_log_probs
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import SessionSpec
+from services.speculation.calibration import Calibration
+from services.speculation.outcomes import OutcomeSet
+from services.speculation.predictions import Prediction, predictions
+from services.speculation.proposals import ProposalBuilder
+from services.speculation.tree import Node, SpeculationTree
 
 __all__ = ["Speculation", "counts_tokens", "draft_params"]
 

@@ -10,10 +10,10 @@ import pytest
 
 from gammaray.blocks import Shape
 from gammaray.types import Proposal, SparseDistribution
-from services.draft.outcomes import OutcomeSet
-from services.draft.predictions import Guess
-from services.draft.proposals import MIN_GROWN, MIN_PROPOSED, ProposalBuilder
-from services.draft.tree import IN_CHAIN, Node, SpeculationTree
+from services.speculation.outcomes import OutcomeSet
+from services.speculation.predictions import Guess
+from services.speculation.proposals import MIN_GROWN, MIN_PROPOSED, ProposalBuilder
+from services.speculation.tree import IN_CHAIN, Node, SpeculationTree
 
 EOS = (0,)
 DISTRIBUTION = SparseDistribution((0, 1, 2), (2, 1, 1), 2)

@@ -117,7 +117,7 @@ def draw_temperature(temperature: float) -> float:
     The draft's logits are off by some scale, and the Gumbel-max draw divides them by the temperature. Maximum
     likelihood on a draft of two blocks for the demo pair's target: 1.2, .9, .65 and .6 at temperatures .5,
     .7, 1 and 1.2, where .84, .77, .66 and .57 match, and .4 for the argmax of plain logits, where .91 do.
-    More similar pairs need less; `services.draft.calibration` learns the remaining difference.
+    More similar pairs need less; `services.speculation.calibration` learns the remaining difference.
     """
     return 0.4 / temperature + 0.25 if temperature > 0 else 0.4
 

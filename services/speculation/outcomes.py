@@ -26,8 +26,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 
-from services.draft.proposals import ProposalBuilder
-from services.draft.tree import Node
+from services.speculation.proposals import ProposalBuilder
+from services.speculation.tree import Node
 
 __all__ = ["Outcome", "OutcomeSet"]
 

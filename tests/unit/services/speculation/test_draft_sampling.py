@@ -10,8 +10,8 @@ from drafting_helpers import propose_token
 from maths_helpers import drawn_tokens
 
 from gammaray.types import SparseDistribution, VerificationMethod
-from services.draft.predictions import draw_temperature, quantise, sample_sparse
 from services.engine.sampling.noise import Noise
+from services.speculation.predictions import draw_temperature, quantise, sample_sparse
 
 COUPLED, REJECTION, NAIVE = VerificationMethod
 VOCAB = 50

@@ -5,14 +5,14 @@ has a prediction of the next token. A prediction is a pure function of the path,
 any time and in any order. The next context moves the root to the node where its path ends: the nodes below it
 are kept, all others are dropped.
 
-`services.draft.proposals` reads proposals off the tree.
+`services.speculation.proposals` reads proposals off the tree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from services.draft.predictions import Prediction
+from services.speculation.predictions import Prediction
 
 __all__ = ["IN_CHAIN", "Node", "SpeculationTree"]
 
@@ -31,7 +31,7 @@ class Node:
         place: Where the engine's cache holds it: IN_CHAIN, or the index among its tree's nodes; None: unfed.
         is_ahead: Fed before it was requested, and not used so far.
         block: Of a parallel draft model: predictions of the tokens after the next one, whatever these are;
-            see `services.draft.proposals`.
+            see `services.speculation.proposals`.
     """
 
     __slots__ = ("_children", "block", "is_ahead", "parent", "place", "position", "prediction", "token_id")

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 
 from gammaray.blocks import Shape
 from gammaray.types import Proposal
-from services.draft.calibration import scales
-from services.draft.predictions import Guess, Prediction
-from services.draft.tree import Node
+from services.speculation.calibration import scales
+from services.speculation.predictions import Guess, Prediction
+from services.speculation.tree import Node
 
 __all__ = ["MIN_GROWN", "MIN_PROPOSED", "RUN", "ProposalBuilder"]
 
@@ -42,7 +42,7 @@ class ProposalBuilder:
         root: The node.
         shape: Bounds of the proposal.
         eos_token_ids: Tokens after which a proposal ends.
-        power: Exponent of confidences; see `services.draft.calibration`. 1 where the choice is a draw.
+        power: Exponent of confidences; see `services.speculation.calibration`. 1 where the choice is a draw.
         is_parallel: Whether the draft is a parallel one.
 
     Attributes:

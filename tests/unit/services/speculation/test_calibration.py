@@ -12,10 +12,10 @@ from test_draft_tree import EOS, Fixed, opened
 from benchmarks.calibration import chains, error
 from gammaray.blocks import Shape
 from gammaray.types import SamplingParams, VerificationMethod
-from services.draft.calibration import LEAST, MOST, Calibration, scales
-from services.draft.outcomes import OutcomeSet
-from services.draft.proposals import ProposalBuilder
-from services.draft.tree import Node
+from services.speculation.calibration import LEAST, MOST, Calibration, scales
+from services.speculation.outcomes import OutcomeSet
+from services.speculation.proposals import ProposalBuilder
+from services.speculation.tree import Node
 
 PROMPT = [1, 2, 3, 4]
 
