@@ -12,18 +12,14 @@ A drafter is a causal model in Hugging Face's format. In addition to it:
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
-from huggingface_hub.errors import HFValidationError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.utils.hub import cached_file
 
 from gammaray.demo_pair import early_exit_layers
 from gammaray.errors import InvalidArgumentError
@@ -39,18 +35,23 @@ from services.engine.core.model import (
     torch_device,
     torch_dtype,
 )
+from services.engine.core.tensor_files import (
+    EMBEDDING,
+    check_shape,
+    checkpoint_folder,
+    read_tensor,
+    target_tensor,
+    tensor_names,
+)
 
-__all__ = ["NOT_DRAFTED", "DraftFormat", "load_drafter"]
+__all__ = ["NOT_DRAFTED", "DraftFormat", "load_drafter", "reduced_ids"]
 
 NOT_DRAFTED = -1e9
 """Logit of a token that a reduced draft vocabulary lacks: probability 0, and finite, so that a request that
 allows only such tokens still has a distribution."""
 
-EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
-_WEIGHTS = "model.safetensors"
-_INDEX = f"{_WEIGHTS}.index.json"
 # Tensors of a drafter that are no weights of its module; EAGLE-3's t2d follows from d2t.
 _EXTRA = ("d2t", "t2d", "pard_embedding")
 
@@ -99,7 +100,7 @@ def load_drafter(
         return _early_exit(name, target, device, dtype)
     config = load_config(name)
     vocab_size = int(config.get_text_config().vocab_size)
-    folder = None if is_gguf(name) else _folder(name)
+    folder = None if is_gguf(name) else checkpoint_folder(name)
     if folder is None or not _is_special(folder, config):
         loaded = load_model(name, device=device, dtype=dtype)
         mask_token = _mask_token(name, loaded.config, vocab_size)
@@ -135,7 +136,7 @@ def _is_special(folder: Path, config: PretrainedConfig) -> bool:
     """Whether a directory is no model that transformers loads by itself."""
     if getattr(config, "draft_vocab_size", None) is not None:
         return True
-    names = set(_names(folder))
+    names = set(tensor_names(folder))
     return bool(names) and ("pard_embedding" in names or EMBEDDING not in names)
 
 
@@ -144,13 +145,13 @@ def _assembled(
 ) -> tuple[PreTrainedModel, DraftFormat]:
     """Return the module of a drafter, with the target's embedding where it shares that."""
     vocab_size = int(config.vocab_size)
-    weights = {key: _read(_fetched(name, folder, key), key) for key in _names(folder)}
+    weights = {key: read_tensor(name, folder, key) for key in tensor_names(folder)}
     d2t, _, mask = (weights.pop(key, None) for key in _EXTRA)
-    target_ids = _target_ids(name, config, d2t)
+    target_ids = reduced_ids(name, getattr(config, "draft_vocab_size", None), vocab_size, d2t)
     embedding = weights.pop(EMBEDDING, None)
     if embedding is None:
-        embedding = _target_embedding(name, target)
-    _check_shape(name, EMBEDDING, embedding, (vocab_size, config.hidden_size))
+        embedding = target_tensor(name, target, [EMBEDDING.removeprefix("model.")], "embedding")
+    check_shape(name, EMBEDDING, embedding, (vocab_size, config.hidden_size))
     with no_init_weights():
         module: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=dtype, attn_implementation="eager"
@@ -158,7 +159,7 @@ def _assembled(
     if mask is None:
         mask_token = _mask_token(name, config, vocab_size)
     else:
-        _check_shape(name, "pard_embedding", mask, (1, config.hidden_size))
+        check_shape(name, "pard_embedding", mask, (1, config.hidden_size))
         embedding, mask_token = torch.cat([embedding.to(dtype), mask.to(dtype)]), vocab_size
     rows = nn.Embedding(len(embedding), config.hidden_size, _weight=embedding.to(dtype))
     module.set_input_embeddings(rows)
@@ -190,96 +191,24 @@ def _fill(name: str, module: PreTrainedModel, weights: dict[str, Tensor]) -> Non
         raise UnsupportedModelError(name, f"its weight {sorted(unexpected)[0]} has no place in the model")
 
 
-def _target_ids(name: str, config: PretrainedConfig, d2t: Tensor | None) -> Tensor | None:
-    """Return the target's token of each row of the head."""
-    count = getattr(config, "draft_vocab_size", None)
-    if count is None or (d2t is None and count == config.vocab_size):
+def reduced_ids(name: str, count: int | None, vocab_size: int, d2t: Tensor | None) -> Tensor | None:
+    """Return the target's token of each row of a drafter's head; None: row i is token i.
+
+    Args:
+        name: The drafter.
+        count: Its `draft_vocab_size`, if it has one.
+        vocab_size: Number of the target's token ids.
+        d2t: int64 [count], how far each row's token lies above the row.
+
+    Raises:
+        UnsupportedModelError: The offsets are missing or give no ascending ids below `vocab_size`.
+    """
+    if count is None or (d2t is None and count == vocab_size):
         return None
     if d2t is None:
         raise UnsupportedModelError(name, "it has a draft_vocab_size, but no tensor d2t")
-    _check_shape(name, "d2t", d2t, (count,))
+    check_shape(name, "d2t", d2t, (count,))
     ids = torch.arange(count) + d2t.long()
-    if (ids.diff() <= 0).any() or ids[0] < 0 or ids[-1] >= config.vocab_size:
-        raise UnsupportedModelError(name, f"its d2t does not give ascending ids in [0, {config.vocab_size})")
+    if (ids.diff() <= 0).any() or ids[0] < 0 or ids[-1] >= vocab_size:
+        raise UnsupportedModelError(name, f"its d2t does not give ascending ids in [0, {vocab_size})")
     return ids
-
-
-def _target_embedding(name: str, target: str) -> Tensor:
-    """Return the input embedding of a target, of which nothing else is read."""
-    allowed = f"a directory or hub name with safetensors, as {name} shares the target's embedding"
-    if not target or is_gguf(target):
-        raise InvalidArgumentError("target_model", target, allowed)
-    try:
-        folder = Path(target) if Path(target).is_dir() else _hub_folder(target)
-        for key in _names(folder):
-            if key.endswith(EMBEDDING.removeprefix("model.")):
-                return _read(_fetched(target, folder, key), key)
-    except (OSError, HFValidationError) as error:
-        raise InvalidArgumentError("target_model", f"{target!r} ({error})", allowed) from error
-    raise InvalidArgumentError("target_model", target, allowed)
-
-
-def _folder(name: str) -> Path | None:
-    """Return the folder of a drafter; None for one on the hub without safetensors."""
-    if Path(name).is_dir():
-        return Path(name)
-    try:
-        return _hub_folder(name)
-    except (OSError, HFValidationError):
-        return None
-
-
-def _hub_folder(name: str) -> Path:
-    """Return the folder in the hub's cache that has the index of a model's weights, or its only file."""
-    index = cached_file(name, _INDEX, _raise_exceptions_for_missing_entries=False)
-    return Path(index or str(cached_file(name, _WEIGHTS))).parent
-
-
-def _names(folder: Path) -> list[str]:
-    """Return the names of all tensors of a directory; none without safetensors."""
-    if (folder / _WEIGHTS).is_file():
-        with _opened(folder, folder / _WEIGHTS) as file:
-            return list(file.keys())
-    if (folder / _INDEX).is_file():
-        return sorted(json.loads((folder / _INDEX).read_text())["weight_map"])
-    return []
-
-
-def _file_of(folder: Path, key: str) -> Path:
-    if (folder / _WEIGHTS).is_file():
-        return folder / _WEIGHTS
-    return folder / str(json.loads((folder / _INDEX).read_text())["weight_map"][key])
-
-
-def _fetched(name: str, folder: Path, key: str) -> Path:
-    """Return the file that has a tensor, after it was fetched if the model is one of the hub."""
-    path = _file_of(folder, key)
-    if not Path(name).is_dir():
-        cached_file(name, path.name)
-    return path
-
-
-def _read(path: Path, key: str) -> Tensor:
-    with _opened(path.parent, path) as file:
-        tensor: Tensor = file.get_tensor(key)
-    return tensor
-
-
-def _opened(folder: Path, path: Path) -> safe_open:
-    """Open a safetensors file.
-
-    Raises:
-        UnsupportedModelError: It is truncated or damaged.
-    """
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise UnsupportedModelError(
-            str(folder), f"its {path.name} is missing, truncated or damaged: {error}"
-        ) from error
-
-
-def _check_shape(name: str, key: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
-        reason = f"{key} has the shape {list(tensor.shape)}, its configuration says {list(shape)}"
-        raise UnsupportedModelError(name, reason)
