@@ -57,6 +57,7 @@ FLOORS = {
     "services/engine/cuda": 5,
     "services/engine": 6,
     "services/engine/tensor_parallel": 7,
+    "services/heads": 7,
     "services/scheduling": 7,
     "services/speculation": 8,
     "services/streaming": 8,

@@ -1,0 +1,225 @@
+"""EAGLE heads: one layer over a token's embedding and the target's hidden states before it.
+
+EAGLE-1 (arXiv 2401.15077) and 2 (2406.16858) read the target's last hidden state, EAGLE-3 (2503.01840) the
+states that enter several layers, fused by a matrix. A head predicts the token after x_p from x_p and the
+feature of position p - 1. Where the target has not computed that feature, the head's own state of position
+p - 1 stands in for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+__all__ = ["Attend", "EagleConfig", "EagleHead"]
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From query, key and value [1, heads, rows, head_dim] to the mixed values [1, rows, heads, head_dim]."""
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """Shape and variant of a head.
+
+    Attributes:
+        taps: The hidden states that it reads, by the ids of `Engine.tap`.
+        hidden_size: Width of the head.
+        target_hidden_size: Width of each hidden state.
+        intermediate_size: Width of its MLP.
+        num_heads: Heads of the queries.
+        num_kv_heads: Heads of the keys and values.
+        head_dim: Width of a head of the attention.
+        vocab_size: Number of the target's token ids.
+        num_outputs: Rows of the head's output matrix; below `vocab_size` for a reduced vocabulary.
+        norm_eps: Of all norms.
+        rope: Configuration from which the rotary embedding is made.
+        is_fused: EAGLE-3; False: EAGLE-1.
+        attention_bias: Whether the attention's projections have biases.
+        mlp_bias: Whether the MLP has biases.
+        fc_bias: Whether the first matrix has a bias.
+        has_head_norms: Whether queries and keys are normalised, as in Qwen3.
+        norm_before_fc: Whether all states are normalised together before they are fused.
+        fc_norm: Whether each state is normalised on its own before they are fused.
+        norm_before_residual: Whether the residual begins with the normalised feature.
+        norm_output: Whether the normalised state stands in for the next feature.
+    """
+
+    taps: tuple[int, ...]
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    num_outputs: int
+    norm_eps: float
+    rope: LlamaConfig
+    is_fused: bool = True
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    fc_bias: bool = False
+    has_head_norms: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+
+class _Norm(nn.Module):
+    """Root mean square norm, computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class _Attention(nn.Module):
+    """Projections of the attention; the mixing itself is the caller's."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        bias, dim = config.attention_bias, config.head_dim
+        # EAGLE-3 reads the embedding and the feature side by side.
+        width = (1 + config.is_fused) * config.hidden_size
+        self.q_proj = nn.Linear(width, config.num_heads * dim, bias=bias)
+        self.k_proj = nn.Linear(width, config.num_kv_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(width, config.num_kv_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_heads * dim, config.hidden_size, bias=bias)
+        if config.has_head_norms:
+            self.q_norm, self.k_norm = _Norm(dim, config.norm_eps), _Norm(dim, config.norm_eps)
+        self._has_head_norms, self._dim = config.has_head_norms, dim
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        query, key, value = (
+            project(x).unflatten(-1, (-1, self._dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self._has_head_norms:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
+        mixed: Tensor = self.o_proj(attend(query, key, value.transpose(1, 2)).flatten(2))
+        return mixed
+
+
+class _Mlp(nn.Module):
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        wide, narrow, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
+        self.gate_proj = nn.Linear(narrow, wide, bias=bias)
+        self.up_proj = nn.Linear(narrow, wide, bias=bias)
+        self.down_proj = nn.Linear(wide, narrow, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return down
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.norm_eps
+        self._config = config
+        if config.is_fused:
+            self.input_layernorm, self.hidden_norm = _Norm(size, eps), _Norm(size, eps)
+        self.self_attn = _Attention(config)
+        self.post_attention_layernorm = _Norm(size, eps)
+        self.mlp = _Mlp(config)
+
+    def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the input of EAGLE-3's attention and the residual."""
+        normed = self.hidden_norm(feature)
+        residual = normed if self._config.norm_before_residual else feature
+        return torch.cat([self.input_layernorm(embedded), normed], dim=-1), residual
+
+    def forward(self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        hidden = residual + self.self_attn(x, cos, sin, attend)
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+class EagleHead(nn.Module):
+    """An EAGLE head; its parameters have the names of the `speculators` format.
+
+    Args:
+        config: Its shape and variant.
+    """
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        self.config = config
+        size, eps, num_taps = config.hidden_size, config.norm_eps, len(config.taps)
+        self.embed_tokens = nn.Embedding(config.vocab_size, size)
+        width = num_taps * config.target_hidden_size if config.is_fused else 2 * size
+        self.fc = nn.Linear(width, size, bias=config.fc_bias)
+        if config.norm_before_fc:
+            self.input_norm = _Norm(width, eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(_Norm(config.target_hidden_size, eps) for _ in range(num_taps))
+        self.layers = nn.ModuleList([_Layer(config)])
+        if config.is_fused:
+            self.norm = _Norm(size, eps)
+        self.lm_head = nn.Linear(size, config.num_outputs, bias=False)
+        self.rotary = LlamaRotaryEmbedding(config.rope)
+
+    @property
+    def feature_size(self) -> int:
+        """Width of a feature: what the head reads of one position."""
+        return self.config.hidden_size
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """Return features [..., hidden_size] from the target's states [..., taps, target_hidden_size]."""
+        config = self.config
+        if not config.is_fused:
+            return states[..., 0, :]
+        if config.fc_norm:
+            states = torch.stack([norm(states[..., at, :]) for at, norm in enumerate(self.fc_norm)], dim=-2)
+        flat = states.flatten(-2)
+        if config.norm_before_fc:
+            flat = self.input_norm(flat)
+        fused: Tensor = self.fc(flat)
+        return fused
+
+    def forward(
+        self, token_ids: Tensor, features: Tensor, positions: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer.
+
+        Args:
+            token_ids: [1, rows].
+            features: [1, rows, hidden_size], of the position before each token.
+            positions: [1, rows], for the rotary embedding.
+            attend: Attention over what was fed before and these rows.
+
+        Returns:
+            What `logits` takes and what stands in for the next feature, both [1, rows, hidden_size].
+        """
+        embedded = self.embed_tokens(token_ids)
+        layer = self.layers[0]
+        assert isinstance(layer, _Layer)
+        if self.config.is_fused:
+            x, residual = layer.enter(embedded, features)
+        else:
+            x = residual = self.fc(torch.cat([embedded, features], dim=-1))
+        cos, sin = self.rotary(x, positions)
+        hidden = layer(x, residual, cos, sin, attend)
+        if not self.config.is_fused:
+            return hidden, hidden
+        normed = self.norm(hidden)
+        return normed, normed if self.config.norm_output else hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [..., num_outputs] of states of `forward`."""
+        out: Tensor = self.lm_head(hidden)
+        return out

@@ -1,0 +1,270 @@
+"""Reads the configurations of heads in the formats in which they are published.
+
+- `speculators` (vllm-project/speculators): `speculators_model_type` "eagle3".
+- Official EAGLE-3 (SafeAILab/EAGLE, SpecForge, SGLang): an architecture `LlamaForCausalLMEagle3`.
+- EAGLE-1 and 2 (SafeAILab/EAGLE): a Llama configuration of one layer, and the tensors `fc.weight` and
+  `layers.0.self_attn.*`.
+
+A flag that is unknown, or missing where programs disagree about its default, is refused: read wrongly it
+would cost acceptance in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaConfig, PretrainedConfig
+
+from services.engine.core.errors import UnsupportedModelError
+from services.heads.eagle import EagleConfig
+
+__all__ = ["LAYER", "OFFICIAL_LAYER", "is_head", "read_config"]
+
+LAYER, OFFICIAL_LAYER = "layers.0.", "midlayer."
+"""Where the layer's tensors are: in the `speculators` format and EAGLE-1, and in the official EAGLE-3."""
+
+_OFFICIAL = frozenset({"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"})
+_LAYER_TYPES = frozenset({"llama", "qwen3"})
+_SPECULATORS_KEYS = frozenset(
+    {
+        "architectures",
+        "auto_map",
+        "draft_vocab_size",
+        "dtype",
+        "eagle_aux_hidden_state_layer_ids",
+        "embed_requires_grad",
+        "fc_norm",
+        "has_no_defaults_at_init",
+        "model_type",
+        "norm_before_fc",
+        "norm_before_residual",
+        "norm_output",
+        "speculators_config",
+        "speculators_model_type",
+        "speculators_version",
+        "target_hidden_size",
+        "tie_word_embeddings",
+        "torch_dtype",
+        "transformer_layer_config",
+        "transformers_version",
+    }
+)
+_EAGLE_CONFIG_KEYS = frozenset({"use_aux_hidden_state", "eagle_aux_hidden_state_layer_ids", "norm_before_fc"})
+_OFFICIAL_KEYS = frozenset(
+    {
+        "architectures",
+        "bias",
+        "draft_vocab_size",
+        "eagle_config",
+        "modules_to_save",
+        "rope_scaling",
+        "rope_theta",
+        "target_hidden_size",
+        "target_model_type",
+        "torch_dtype",
+        "transformers_version",
+    }
+)
+
+
+def is_head(folder: Path, tensors: Sequence[str]) -> bool:
+    """Return whether a directory holds a head and no model.
+
+    Args:
+        folder: It has a config.json.
+        tensors: The names of its tensors.
+    """
+    stored = _stored(folder)
+    return "speculators_model_type" in stored or "fc.weight" in tensors or _is_official(stored)
+
+
+def read_config(name: str, folder: Path, tensors: Sequence[str], target: PretrainedConfig) -> EagleConfig:
+    """Return the configuration of a head.
+
+    Args:
+        name: Its directory or hub name, for errors.
+        folder: Where its config.json is.
+        tensors: The names of its tensors.
+        target: The target's configuration.
+
+    Raises:
+        UnsupportedModelError: The format, a flag or a size is not supported, or does not fit the target.
+    """
+    stored = _stored(folder)
+    kind = stored.get("speculators_model_type")
+    if kind is not None:
+        if kind != "eagle3":
+            raise UnsupportedModelError(name, f"its speculators_model_type is {kind!r}; served is 'eagle3'")
+        config = _speculators(name, stored, target)
+    elif _is_official(stored):
+        config = _official(name, stored, target)
+    elif "fc.weight" in tensors:
+        config = _first_version(name, stored, tensors, target)
+    else:
+        raise UnsupportedModelError(
+            name, "it is no head of a known format (speculators' eagle3, EAGLE-3 or EAGLE-1)"
+        )
+    return _checked(name, config, target)
+
+
+def _stored(folder: Path) -> dict[str, Any]:
+    try:
+        stored = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UnsupportedModelError(str(folder), f"its config.json cannot be read: {error}") from error
+    if not isinstance(stored, dict):
+        raise UnsupportedModelError(str(folder), "its config.json is no object")
+    return stored
+
+
+def _is_official(stored: Mapping[str, Any]) -> bool:
+    return not _OFFICIAL.isdisjoint(stored.get("architectures") or ())
+
+
+def _speculators(name: str, stored: Mapping[str, Any], target: PretrainedConfig) -> EagleConfig:
+    _refuse_unknown(name, "flag", stored, _SPECULATORS_KEYS)
+    if "norm_before_residual" not in stored:
+        reason = "it lacks norm_before_residual, of which programs assume different defaults"
+        raise UnsupportedModelError(name, reason)
+    layer = stored.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise UnsupportedModelError(name, "it lacks transformer_layer_config")
+    kind = layer.get("model_type", "qwen3")
+    if kind not in _LAYER_TYPES:
+        raise UnsupportedModelError(name, f"its layer is of type {kind!r}; served are {sorted(_LAYER_TYPES)}")
+    return _config(
+        name,
+        layer,
+        target,
+        # These ids name the layers which the states enter.
+        taps=stored.get("eagle_aux_hidden_state_layer_ids"),
+        num_outputs=stored.get("draft_vocab_size"),
+        target_hidden_size=stored.get("target_hidden_size"),
+        has_head_norms=kind == "qwen3",
+        norm_before_fc=_flag(name, stored, "norm_before_fc"),
+        fc_norm=_flag(name, stored, "fc_norm"),
+        norm_before_residual=_flag(name, stored, "norm_before_residual"),
+        norm_output=_flag(name, stored, "norm_output"),
+    )
+
+
+def _official(name: str, stored: Mapping[str, Any], target: PretrainedConfig) -> EagleConfig:
+    _refuse_unknown(name, "flag", stored, _OFFICIAL_KEYS | LlamaConfig().to_dict().keys())
+    eagle = stored.get("eagle_config") or {}
+    if not isinstance(eagle, dict):
+        raise UnsupportedModelError(name, f"its eagle_config is {eagle!r}, no object")
+    _refuse_unknown(name, "flag of eagle_config", eagle, _EAGLE_CONFIG_KEYS)
+    if eagle.get("use_aux_hidden_state", True) is not True:
+        raise UnsupportedModelError(name, "its use_aux_hidden_state is not true")
+    outputs = eagle.get("eagle_aux_hidden_state_layer_ids")
+    # These ids name the layers whose outputs the states are, which enter the next one.
+    taps = None if outputs is None else [number + 1 for number in _numbers(name, outputs)]
+    return _config(
+        name,
+        stored,
+        target,
+        taps=taps,
+        num_outputs=stored.get("draft_vocab_size"),
+        target_hidden_size=stored.get("target_hidden_size"),
+        norm_before_fc=_flag(name, eagle, "norm_before_fc"),
+    )
+
+
+def _first_version(
+    name: str, stored: Mapping[str, Any], tensors: Sequence[str], target: PretrainedConfig
+) -> EagleConfig:
+    return _config(
+        name,
+        stored,
+        target,
+        taps=[target.num_hidden_layers],
+        num_outputs=None,
+        target_hidden_size=None,
+        is_fused=False,
+        fc_bias="fc.bias" in tensors,
+    )
+
+
+def _config(
+    name: str,
+    layer: Mapping[str, Any],
+    target: PretrainedConfig,
+    *,
+    taps: Sequence[int] | None,
+    num_outputs: int | None,
+    target_hidden_size: int | None,
+    **variant: bool,
+) -> EagleConfig:
+    """Return the configuration of a head whose one layer is described in transformers' words."""
+    try:
+        rope = LlamaConfig(**{key: value for key, value in layer.items() if key != "model_type"})
+    except Exception as error:  # transformers raises different ones
+        raise UnsupportedModelError(name, f"its configuration cannot be read: {error}") from error
+    if layer.get("num_hidden_layers", 1) != 1:
+        raise UnsupportedModelError(name, f"it has {layer['num_hidden_layers']} layers; served is one")
+    if rope.hidden_act != "silu":
+        raise UnsupportedModelError(name, f"its hidden_act is {rope.hidden_act!r}; served is 'silu'")
+    if "sliding_attention" in (layer.get("layer_types") or ()):
+        raise UnsupportedModelError(name, "its attention slides, which is not served")
+    if taps is None:
+        depth = target.num_hidden_layers
+        taps = (2, depth // 2, depth - 3)
+    return EagleConfig(
+        taps=tuple(_numbers(name, taps)),
+        hidden_size=rope.hidden_size,
+        target_hidden_size=target_hidden_size or rope.hidden_size,
+        intermediate_size=rope.intermediate_size,
+        num_heads=rope.num_attention_heads,
+        num_kv_heads=rope.num_key_value_heads or rope.num_attention_heads,
+        head_dim=rope.head_dim or rope.hidden_size // rope.num_attention_heads,
+        vocab_size=rope.vocab_size,
+        num_outputs=num_outputs or rope.vocab_size,
+        norm_eps=rope.rms_norm_eps,
+        rope=rope,
+        attention_bias=rope.attention_bias,
+        mlp_bias=rope.mlp_bias,
+        **variant,
+    )
+
+
+def _checked(name: str, config: EagleConfig, target: PretrainedConfig) -> EagleConfig:
+    """Return the configuration if it fits the target."""
+    if config.target_hidden_size != target.hidden_size:
+        reason = (
+            f"it reads states of width {config.target_hidden_size}, the target's are {target.hidden_size}"
+        )
+        raise UnsupportedModelError(name, reason)
+    if config.vocab_size != target.vocab_size:
+        reason = f"it is for {config.vocab_size} token ids, the target has {target.vocab_size}"
+        raise UnsupportedModelError(name, reason)
+    if not config.taps or any(not 0 <= tap <= target.num_hidden_layers for tap in config.taps):
+        allowed = f"[0, {target.num_hidden_layers}]"
+        raise UnsupportedModelError(
+            name, f"it reads the states at layers {list(config.taps)}, allowed: {allowed}"
+        )
+    if config.norm_before_fc and config.fc_norm:
+        raise UnsupportedModelError(name, "norm_before_fc and fc_norm exclude each other")
+    return config
+
+
+def _flag(name: str, stored: Mapping[str, Any], key: str) -> bool:
+    value = stored.get(key, False)
+    if not isinstance(value, bool):
+        raise UnsupportedModelError(name, f"its {key} is {value!r}, no boolean")
+    return value
+
+
+def _numbers(name: str, given: object) -> list[int]:
+    if not isinstance(given, (list, tuple)) or not all(type(number) is int for number in given):
+        raise UnsupportedModelError(name, f"its layer ids are {given!r}, no list of integers")
+    return list(given)
+
+
+def _refuse_unknown(
+    name: str, what: str, stored: Mapping[str, Any], known: frozenset[str] | set[str]
+) -> None:
+    if unknown := sorted(stored.keys() - set(known)):
+        raise UnsupportedModelError(name, f"its {what} {unknown[0]!r} is not known here")

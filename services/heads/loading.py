@@ -1,0 +1,94 @@
+"""Loads heads from directories and the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from services.engine.core.drafter import reduced_ids
+from services.engine.core.errors import UnsupportedModelError
+from services.engine.core.model import load_config
+from services.engine.core.tensor_files import (
+    checkpoint_folder,
+    read_tensor,
+    target_tensor,
+    tensor_names,
+)
+from services.heads.eagle import EagleHead
+from services.heads.formats import LAYER, OFFICIAL_LAYER, is_head, read_config
+
+__all__ = ["load_head"]
+
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+# The target's mask of the tokens that have a row follows from d2t; the verifier's weights are of training.
+_UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+
+
+def load_head(name: str, target: str) -> tuple[EagleHead, Tensor | None]:
+    """Load a head for a target.
+
+    Args:
+        name: Directory or hub name.
+        target: The target's directory or hub name.
+
+    Returns:
+        The head in float32, and the target's token of each row of its output, int64; None: row i is token i.
+
+    Raises:
+        UnsupportedModelError: The format, a flag, a size or a tensor is not supported, missing, damaged, or
+            does not fit the target.
+        InvalidArgumentError: The head shares a weight of the target which cannot be read.
+    """
+    folder = checkpoint_folder(name)
+    tensors = [] if folder is None else tensor_names(folder)
+    if folder is None or not tensors or not is_head(folder, tensors):
+        raise UnsupportedModelError(name, "it is no head with its weights in safetensors")
+    config = read_config(name, folder, tensors, load_config(target).get_text_config())
+    weights = {_ours(key): read_tensor(name, folder, key) for key in tensors if key not in _UNUSED}
+    count = config.num_outputs if "d2t" in weights or config.num_outputs != config.vocab_size else None
+    target_ids = reduced_ids(name, count, config.vocab_size, weights.pop("d2t", None))
+    with torch.device("meta"):
+        head = EagleHead(config)
+    if _EMBEDDING not in weights:
+        weights[_EMBEDDING] = target_tensor(name, target, [_EMBEDDING], "embedding")
+    if _HEAD not in weights:
+        if target_ids is not None:
+            raise UnsupportedModelError(name, f"it lacks {_HEAD}")
+        weights[_HEAD] = target_tensor(name, target, [_HEAD, _EMBEDDING], "output matrix")
+    return _filled(name, folder, head, weights), target_ids
+
+
+def _ours(key: str) -> str:
+    if key.startswith(OFFICIAL_LAYER):
+        return LAYER + key.removeprefix(OFFICIAL_LAYER)
+    return key
+
+
+def _filled(name: str, folder: Path, head: EagleHead, weights: dict[str, Tensor]) -> EagleHead:
+    """Return the head with the weights.
+
+    Raises:
+        UnsupportedModelError: Weights are missing, of another shape, not finite, or of no use.
+    """
+    expected = head.state_dict()
+    _compare(name, "lacks", expected.keys() - weights.keys())
+    _compare(name, "has no place for", weights.keys() - expected.keys())
+    for key, tensor in weights.items():
+        if tensor.shape != expected[key].shape:
+            got, wanted = list(tensor.shape), list(expected[key].shape)
+            raise UnsupportedModelError(name, f"{key} has the shape {got}, its configuration says {wanted}")
+        if not tensor.isfinite().all():
+            raise UnsupportedModelError(name, f"{key} has values that are not finite")
+    with torch.device("cpu"):
+        rotary = type(head.rotary)(head.config.rope)  # its buffers are no weights
+    head.load_state_dict({key: tensor.float() for key, tensor in weights.items()}, assign=True)
+    head.rotary = rotary
+    return head.eval().requires_grad_(False)
+
+
+def _compare(name: str, verb: str, keys: Set[str]) -> None:
+    if keys:
+        raise UnsupportedModelError(name, f"it {verb} {len(keys)} weights, such as {min(keys)}")
