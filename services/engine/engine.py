@@ -152,6 +152,19 @@ class Engine:
         self._commit([replace(feed, token_ids=token_ids)], batch)
         return token_ids, self._spread(logits)
 
+    def skip(self, session_id: str, token_ids: Sequence[int]) -> None:
+        """Begin a session after tokens that are not fed: no later token attends to them.
+
+        Only heads take this, whose features of these positions are missing.
+
+        Raises:
+            CacheFullError: They do not fit the cache budget; nothing was changed.
+        """
+        (cache,) = self._store.reserve_all({session_id: len(token_ids)})
+        cache.truncate(0)
+        cache.tokens.extend(token_ids)
+        cache.first = len(token_ids)
+
     def length(self, session_id: str) -> int:
         """Return how many tokens of the session's chain are cached; 0 when unknown or evicted."""
         cache = self._store.get(session_id)

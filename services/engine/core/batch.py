@@ -39,6 +39,8 @@ class SequenceInput:
             last tokens, -1 for the token just before them, -2 for the one before that. None: a chain.
         num_kept: How many cached nodes of the session's tree are kept; `token_ids` are nodes added to them.
             Then `start` is the chain's length, and indices in `parents` count the kept nodes first.
+        features: Of a head: features of the position before each of the first tokens, [tokens, width]; the
+            states that it computed itself stand in for the others.
     """
 
     session_id: str
@@ -47,6 +49,7 @@ class SequenceInput:
     num_logits: int
     parents: Sequence[int] | None = None
     num_kept: int = 0
+    features: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True)
@@ -61,6 +64,7 @@ class Segment:
         parents: Parents of the last nodes, as in SequenceInput; None for a chain.
         positions: Absolute position of each row.
         num_kept: Nodes kept in the slots after the chain; the new slots follow them.
+        features: As in SequenceInput.
     """
 
     cache: SessionCache
@@ -70,6 +74,7 @@ class Segment:
     parents: Sequence[int] | None
     positions: Sequence[int]
     num_kept: int = 0
+    features: Tensor | None = None
 
     @property
     def slot(self) -> int:
@@ -107,7 +112,8 @@ class Batch:
 def allowed_slots(segment: Segment, window: int | None, num_slots: int | None = None) -> Tensor | None:
     """Return which slots each row of a segment may attend to.
 
-    A row sees the committed slots, its ancestors and itself, if they are less than `window` positions back.
+    A row sees the committed slots, its ancestors and itself, if they are less than `window` positions back
+    and not before the cache's first slot.
     A tree's siblings share positions, so the window counts positions, not slots.
 
     Args:
@@ -118,6 +124,17 @@ def allowed_slots(segment: Segment, window: int | None, num_slots: int | None = 
     Returns:
         Boolean [count, num_slots], or None when all is allowed.
     """
+    allowed = _seen_slots(segment, window, num_slots)
+    first = segment.cache.first
+    if first == 0:
+        return allowed
+    if allowed is None:
+        allowed = torch.ones(segment.count, num_slots or segment.slot + segment.count, dtype=torch.bool)
+    allowed[:, :first] = False
+    return allowed
+
+
+def _seen_slots(segment: Segment, window: int | None, num_slots: int | None) -> Tensor | None:
     count, start = segment.count, segment.start
     used = segment.slot + count
     if segment.parents is None:
@@ -190,7 +207,7 @@ def plan_batch(feeds: Sequence[SequenceInput], store: CacheStore, vocab_size: in
         count, row = len(feed.token_ids), len(token_ids)
         where = feed_positions(feed, cache.tree_parents)
         parents = None if feed.num_kept == 0 and is_chain(feed.parents) else feed.parents
-        segments.append(Segment(cache, row, count, feed.start, parents, where, feed.num_kept))
+        segments.append(Segment(cache, row, count, feed.start, parents, where, feed.num_kept, feed.features))
         token_ids.extend(feed.token_ids)
         positions.extend(where)
         logit_rows.extend(range(row + count - feed.num_logits, row + count))

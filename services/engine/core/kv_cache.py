@@ -211,6 +211,7 @@ class CacheStore:
         target.truncate(0)
         target.data[:, :, :length] = origin.data[:, :, :length]
         target.tokens.extend(origin.tokens[:length])
+        target.first = min(origin.first, length)
 
     def _has_room_keeping(self, retained: SessionCache, session_id: str, num_slots: int) -> bool:
         """Whether a session can have the slots without dropping `retained` or another session."""

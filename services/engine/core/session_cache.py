@@ -20,6 +20,7 @@ class SessionCache:
         tokens: The cached chain; token i is in slot i.
         tree_tokens: Nodes in the slots after the chain, until `keep_path`.
         tree_parents: Index of each node's parent among the nodes; -k for the k-th last token of the chain.
+        first: Slots before it are empty: their tokens were not fed, and no row attends to them.
         views: Views into `data`, cached by a runner; cleared when `data` is replaced.
     """
 
@@ -27,6 +28,7 @@ class SessionCache:
     tokens: list[int] = field(default_factory=list)
     tree_tokens: list[int] = field(default_factory=list)
     tree_parents: list[int] = field(default_factory=list)
+    first: int = 0
     views: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]] = field(default_factory=dict)
 
     @property
@@ -42,6 +44,7 @@ class SessionCache:
     def truncate(self, length: int, num_nodes: int = 0) -> None:
         """Keep the first `length` tokens of the chain and the first `num_nodes` nodes of the tree."""
         del self.tokens[length:]
+        self.first = min(self.first, len(self.tokens))
         del self.tree_tokens[num_nodes:], self.tree_parents[num_nodes:]
 
     def keep_path(self, base: int, path: Sequence[int], keep: Sequence[int] = ()) -> None:
