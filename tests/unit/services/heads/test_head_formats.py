@@ -1,0 +1,217 @@
+"""Heads of the published formats give the logits of their own library, or are refused with the reason."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from engine_helpers import VOCAB_SIZE, tiny_model
+from head_helpers import DATA, VARIANTS, as_official, changed
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from gammaray.errors import NotFoundError
+from services.engine.core.drafter import NOT_DRAFTED
+from services.engine.core.errors import UnsupportedModelError
+from services.engine.engine import SequenceInput
+from services.heads.loading import load_head
+from services.heads.runner import head_engine
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return str(tiny_model("llama", tmp_path_factory.mktemp("target"), seed=3))
+
+
+def engine_of(folder, target):
+    head, target_ids = load_head(str(folder), target)
+    engine = head_engine(head, target_ids, name="head", max_context=128, budget_bytes=1 << 24)
+    return engine, head, target_ids
+
+
+def feed(engine, name, start, token_ids, features=None, parents=None, num_kept=0):
+    return SequenceInput(name, start, token_ids, len(token_ids), parents, num_kept, features)
+
+
+def expected_of(folder):
+    stored = load_file(folder / "expected.safetensors")
+    return stored["states"].unflatten(1, (3, -1)), stored["token_ids"].tolist(), stored["logits"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_those_of_the_library(variant, target):
+    engine, head, target_ids = engine_of(DATA / variant, target)
+    states, token_ids, logits = expected_of(DATA / variant)
+    features = head.fuse(states)
+    engine.skip("s", [0])
+    (first,) = engine.step([feed(engine, "s", 1, token_ids, features)])
+    torch.testing.assert_close(first[:, target_ids], logits[0], rtol=1e-4, atol=1e-4)
+    assert (first[:, [token for token in range(VOCAB_SIZE) if token not in target_ids]] == NOT_DRAFTED).all()
+
+    for row in range(len(token_ids) - 2):  # the library's tokens after each row, on the head's own states
+        engine.truncate("s", 0)
+        engine.skip("s", [0])
+        engine.step([feed(engine, "s", 1, token_ids[: row + 1], features[: row + 1])])
+        for step in (1, 2):
+            (made,) = engine.step([feed(engine, "s", row + 1 + step, [token_ids[row + step]])])
+            torch.testing.assert_close(made[0, target_ids], logits[step, row], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fault", ["feature", "state", "position"])
+def test_comparison_with_the_library_catches_faults(fault, target):
+    engine, head, target_ids = engine_of(DATA / "llama", target)
+    states, token_ids, logits = expected_of(DATA / "llama")
+    features = head.fuse(states)
+    if fault == "feature":  # paired with the token's own position
+        features = features.roll(-1, 0)
+    if fault == "state":  # of another layer
+        features = head.fuse(states.roll(1, 1))
+    engine.skip("s", [0])
+    engine.step([feed(engine, "s", 1, token_ids[:5], features[:5])])
+    start, tokens = (6, token_ids[5:6]) if fault != "position" else (6, token_ids[6:7])
+    (made,) = engine.step([feed(engine, "s", start, tokens)])
+    assert (made[0, target_ids] - logits[1, 4]).abs().max() > 1e-2
+
+
+def test_official_format_is_the_same_head(tmp_path, target):
+    official, _, official_ids = engine_of(as_official(tmp_path), target)
+    ours, _, target_ids = engine_of(DATA / "llama", target)
+    assert torch.equal(official_ids, target_ids)
+    states, token_ids, _ = expected_of(DATA / "llama")
+    rows = []
+    for engine in (official, ours):
+        features = engine.runner.head.fuse(states)
+        assert engine.runner.head.config.taps == (1, 2, 3)
+        engine.skip("s", [0])
+        rows += engine.step([feed(engine, "s", 1, token_ids, features)])
+    assert torch.equal(*rows)
+
+
+def eagle1(folder, seed=5):
+    """Write an EAGLE-1 head, and return the logits of transformers' own layer on some input."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, vocab_size=VOCAB_SIZE, num_hidden_layers=1, head_dim=8)
+    config._attn_implementation = "eager"
+    layer = LlamaDecoderLayer(config, 0)
+    layer.input_layernorm = torch.nn.Identity()
+    weights = {"fc.weight": torch.randn(32, 64) * 0.3, "fc.bias": torch.randn(32) * 0.3}
+    weights["embed_tokens.weight"] = torch.randn(VOCAB_SIZE, 32)
+    weights |= {f"layers.0.{key}": value for key, value in layer.state_dict().items()}
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "model.safetensors")
+    stored = {**sizes, "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB_SIZE, "head_dim": 8}
+    (folder / "config.json").write_text(json.dumps({**stored, "num_hidden_layers": 1, "bias": True}))
+    token_ids, features = torch.randint(VOCAB_SIZE, (1, 9)), torch.randn(1, 9, 32)
+    positions = torch.arange(1, 10)[None]
+    joined = torch.cat([weights["embed_tokens.weight"][token_ids], features], -1)
+    entering = torch.nn.functional.linear(joined, weights["fc.weight"], weights["fc.bias"])
+    mask = torch.full((9, 9), -torch.inf).triu(1)[None, None]
+    rotation = LlamaRotaryEmbedding(config)(entering, positions)
+    with torch.no_grad():
+        hidden = layer(entering, attention_mask=mask, position_embeddings=rotation)
+    return token_ids[0].tolist(), features[0], hidden[0] if hidden.dim() == 3 else hidden
+
+
+def test_eagle_1_is_a_layer_after_a_matrix(tmp_path, target):
+    token_ids, features, hidden = eagle1(tmp_path)
+    engine, head, target_ids = engine_of(tmp_path, target)
+    assert target_ids is None
+    assert head.config.taps == (3,)  # the target's last state
+    engine.skip("s", [0])
+    (made,) = engine.step([feed(engine, "s", 1, token_ids, head.fuse(features[:, None]))])
+    output = load_file(f"{target}/model.safetensors")["lm_head.weight"]
+    torch.testing.assert_close(made, hidden @ output.T, rtol=1e-4, atol=1e-4)
+
+
+def drop(key):
+    return lambda stored: {name: value for name, value in stored.items() if name != key}
+
+
+def put(**values):
+    return lambda stored: {**stored, **values}
+
+
+def layer(**values):
+    return lambda stored: {
+        **stored,
+        "transformer_layer_config": {**stored["transformer_layer_config"], **values},
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (put(speculators_model_type="dflash"), "speculators_model_type is 'dflash'"),
+        (put(speculators_model_type="eagle9"), "speculators_model_type is 'eagle9'"),
+        (put(norm_after_everything=True), "flag 'norm_after_everything' is not known"),
+        (drop("norm_before_residual"), "lacks norm_before_residual"),
+        (drop("transformer_layer_config"), "lacks transformer_layer_config"),
+        (put(norm_output="yes"), "norm_output is 'yes'"),
+        (put(eagle_aux_hidden_state_layer_ids=[1, 2, 4]), r"layers \[1, 2, 4\], allowed: \[0, 3\]"),
+        (put(eagle_aux_hidden_state_layer_ids="all"), "layer ids are 'all'"),
+        (put(eagle_aux_hidden_state_layer_ids=[1, 2]), r"fc.weight has the shape \[32, 96\]"),
+        (put(target_hidden_size=64), "states of width 64"),
+        (put(norm_before_fc=True, fc_norm=True), "exclude each other"),
+        (put(draft_vocab_size=41), r"d2t has the shape \[40\]"),
+        (layer(vocab_size=98), "98 token ids"),
+        (layer(num_hidden_layers=2), "2 layers"),
+        (layer(hidden_act="gelu"), "hidden_act is 'gelu'"),
+        (layer(model_type="mamba"), "type 'mamba'"),
+        (layer(intermediate_size=64), "mlp"),
+        (layer(layer_types=["sliding_attention"]), "slides"),
+    ],
+)
+def test_configuration_that_is_not_served_is_refused(tmp_path, target, change, reason):
+    folder = changed("llama", tmp_path, config=change)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load_head(str(folder), target)
+
+
+def nan(stored):
+    stored["fc.weight"][0, 0] = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (drop("fc.weight"), "lacks 1 weights, such as fc.weight"),
+        (drop("d2t"), "no tensor d2t"),
+        (drop("lm_head.weight"), "lacks lm_head.weight"),
+        (lambda stored: stored | {"layers.1.mlp.up_proj.weight": torch.ones(2)}, "no place for 1 weights"),
+        (lambda stored: stored | {"d2t": torch.zeros(40, dtype=torch.int64) - 1}, "ascending ids"),
+        (nan, "fc.weight has values that are not finite"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(tmp_path, target, change, reason):
+    folder = changed("llama", tmp_path, weights=change)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load_head(str(folder), target)
+
+
+def test_damaged_files_are_refused(tmp_path, target):
+    folder = changed("llama", tmp_path)
+    stored = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(stored[:-100])
+    with pytest.raises(UnsupportedModelError, match="truncated or damaged"):
+        load_head(str(folder), target)
+    (folder / "model.safetensors").write_bytes(stored)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(UnsupportedModelError, match=r"config\.json cannot be read"):
+        load_head(str(folder), target)
+
+
+def test_head_without_an_embedding_takes_the_targets(tmp_path, target):
+    folder = changed("llama", tmp_path, weights=drop("embed_tokens.weight"))
+    head, _ = load_head(str(folder), target)
+    stored = load_file(f"{target}/model.safetensors")
+    assert torch.equal(head.embed_tokens.weight, stored["model.embed_tokens.weight"])
+    with pytest.raises(NotFoundError):
+        load_head(str(folder), str(tmp_path / "absent"))
+
+
+def test_model_is_no_head(target):
+    with pytest.raises(UnsupportedModelError, match="no head"):
+        load_head(target, target)
