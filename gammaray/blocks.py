@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from gammaray.types import DrafterKind, PromptLogprobs, TokenOrigin
+from gammaray.types import DrafterKind, PromptLogprobs, Proposal, TokenOrigin
 
 __all__ = ["MAX_ANSWER_BYTES", "Shape", "TokenLogprobs", "Verdict", "VerifyTiming"]
 
@@ -85,6 +85,8 @@ class Verdict:
         prompt_logprobs: Those of the prompt, if requested from the target worker. None in the orchestrator,
             which may convert them in a thread.
         timing: Timing of the worker's step, set by the orchestrator; None if the worker did not report any.
+        drafted: The proposal of the worker's head that was verified, without distributions; None if the head
+            was not asked for one.
     """
 
     accepted_path: tuple[int, ...]
@@ -94,3 +96,4 @@ class Verdict:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
     timing: VerifyTiming | None = None
+    drafted: Proposal | None = None

@@ -147,6 +147,10 @@ _DRAFT_WEIGHTS = (
     "Weights of the draft model: int8 and int4 are quantised at load, which changes acceptance and speed, "
     "not the text; on a CPU they need the compiled kernel, on CUDA torchao. auto: as dtype."
 )
+_HEAD = (
+    "Head that drafts in the target workers from the target's hidden states: directory or hub name of an "
+    "EAGLE head; empty: none. Draft workers are then not used."
+)
 _DRAFT_KEY_FILE = "File with the API key of the server that drafts; empty: it needs none."
 _DRAFT_CA_FILE = (
     "PEM file of the CA that signed the certificate of the server that drafts; empty: the system's."
@@ -309,6 +313,7 @@ class TargetSettings(WorkerSettings):
         gt=0,
         description="Timeout of those devices' waits for each other, loading included, in seconds.",
     )
+    head: str = Field("", description=_HEAD)
 
 
 class DraftSettings(WorkerSettings):
@@ -567,6 +572,7 @@ class ClusterSettings(_ModelSettings):
         False, description="Mutual TLS between orchestrators and workers, with certificates made at startup."
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Device of the models.")
+    head: str = Field("", description=_HEAD)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Arithmetic of the models; auto is float32 on CPU and bfloat16 on CUDA."
     )
@@ -586,7 +592,7 @@ class ClusterSettings(_ModelSettings):
     def _leave_out_draft(cls, given: Any) -> Any:
         """Start no draft workers where a server drafts, or the only draft model would be another target's."""
         is_foreign = given.get("target", DEMO_PAIR) != DEMO_PAIR and "draft" not in given
-        if is_foreign or is_draft_server(str(given.get("draft", ""))):
+        if is_foreign or given.get("head") or is_draft_server(str(given.get("draft", ""))):
             return {"draft_workers": "0", **given}
         return given
 

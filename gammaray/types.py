@@ -63,9 +63,10 @@ class FinishReason(str, Enum):
 
 
 class DrafterKind(str, Enum):
-    """Kind of drafter: draft model, server, look-ups in text, the tokens that a grammar forces, none."""
+    """Kind of drafter: draft model, head, server, look-ups in text, tokens that a grammar forces, none."""
 
     MODEL = "model"
+    HEAD = "head"
     SERVER = "server"
     NGRAM = "ngram"
     SUFFIX = "suffix"
@@ -74,9 +75,9 @@ class DrafterKind(str, Enum):
     NONE = "none"
 
     @property
-    def is_remote(self) -> bool:
-        """Whether a model proposes, in another process, rather than a look-up in text."""
-        return self in (DrafterKind.MODEL, DrafterKind.SERVER)
+    def is_model(self) -> bool:
+        """Whether a model proposes, rather than a look-up in text."""
+        return self in (DrafterKind.MODEL, DrafterKind.HEAD, DrafterKind.SERVER)
 
 
 @dataclass(frozen=True)
@@ -452,6 +453,7 @@ class SpeculationSummary:
     prediction_cycles: int = 0
     grammar_cycles: int = 0
     server_cycles: int = 0
+    head_cycles: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 

@@ -122,7 +122,9 @@ class Orchestrator:
         )
         self._opener = SessionManager(self.store, tokenizer, self._check_model)
         self.draft_server = self._make_draft_server()
-        self._drafting = Drafting(settings, self.fleet.drafts, tokenizer.vocab_size, self.draft_server)
+        self._drafting = Drafting(
+            settings, self.fleet.drafts, self.fleet.targets, tokenizer.vocab_size, self.draft_server
+        )
         self.corpus = self._drafting.corpus
         self._board = StatusBoard(
             self.meter, self.admission, self.fleet, redis, self.model_name, self.draft_server

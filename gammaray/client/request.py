@@ -56,7 +56,9 @@ class GenerateOptions(SamplingOptions, total=False):
     prompt_logprobs: int | None
     verification: VerificationMethod | Literal["coupled", "rejection", "naive"]
     gamma: GammaPolicy | Literal["adaptive"] | int
-    drafter: DrafterKind | Literal["model", "server", "ngram", "suffix", "prediction", "grammar", "none"]
+    drafter: (
+        DrafterKind | Literal["model", "head", "server", "ngram", "suffix", "prediction", "grammar", "none"]
+    )
     session_id: str
     turn: int
     keep_cache_s: float

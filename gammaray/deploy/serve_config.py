@@ -175,6 +175,7 @@ def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
             "model": cluster.target,
             "deterministic": cluster.deterministic,
             "tensor_parallel": cluster.tensor_parallel,
+            "head": cluster.head,
             **worker,
         },
         "draft": worker if is_server else draft,

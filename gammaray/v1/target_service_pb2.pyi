@@ -66,6 +66,7 @@ class VerifyBlock(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    HEAD_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the orchestrator, unique per stream; echoed in the result."""
     session_id: _builtins.str
@@ -99,6 +100,12 @@ class VerifyBlock(_message.Message):
     def trace(self) -> _types_pb2.TraceContext:
         """Trace context of the cycle."""
 
+    @_builtins.property
+    def head(self) -> Global___HeadDraft:
+        """Draft with the worker's head and verify that proposal; `proposal` is then empty. Absent: do not, and keep no
+        hidden states of the session for later blocks.
+        """
+
     def __init__(
         self,
         *,
@@ -113,11 +120,14 @@ class VerifyBlock(_message.Message):
         timeout_ms: _builtins.int = ...,
         trace: _types_pb2.TraceContext | None = ...,
         num_prompt_logprobs: _builtins.int | None = ...,
+        head: Global___HeadDraft | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_spec", b"_spec", "_trace", b"_trace", "context", b"context", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "proposal", b"proposal", "spec", b"spec", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_head", b"_head", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_spec", b"_spec", "_trace", b"_trace", "context", b"context", "head", b"head", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "proposal", b"proposal", "spec", b"spec", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_spec", b"_spec", "_trace", b"_trace", "base_position", b"base_position", "context", b"context", "epoch", b"epoch", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "proposal", b"proposal", "request_id", b"request_id", "session_id", b"session_id", "spec", b"spec", "timeout_ms", b"timeout_ms", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_head", b"_head", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_spec", b"_spec", "_trace", b"_trace", "base_position", b"base_position", "context", b"context", "epoch", b"epoch", "head", b"head", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "proposal", b"proposal", "request_id", b"request_id", "session_id", b"session_id", "spec", b"spec", "timeout_ms", b"timeout_ms", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__head: _TypeAlias = _typing.Literal["head"]  # noqa: Y015
+    _WhichOneofArgType__head: _TypeAlias = _typing.Literal["_head", b"_head"]  # noqa: Y015
     _WhichOneofReturnType__num_prompt_logprobs: _TypeAlias = _typing.Literal["num_prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_prompt_logprobs: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__num_top_logprobs: _TypeAlias = _typing.Literal["num_top_logprobs"]  # noqa: Y015
@@ -126,6 +136,8 @@ class VerifyBlock(_message.Message):
     _WhichOneofArgType__spec: _TypeAlias = _typing.Literal["_spec", b"_spec"]  # noqa: Y015
     _WhichOneofReturnType__trace: _TypeAlias = _typing.Literal["trace"]  # noqa: Y015
     _WhichOneofArgType__trace: _TypeAlias = _typing.Literal["_trace", b"_trace"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__head) -> _WhichOneofReturnType__head | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_prompt_logprobs) -> _WhichOneofReturnType__num_prompt_logprobs | None: ...
     @_typing.overload
@@ -136,6 +148,32 @@ class VerifyBlock(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__trace) -> _WhichOneofReturnType__trace | None: ...
 
 Global___VerifyBlock: _TypeAlias = VerifyBlock  # noqa: Y015
+
+@_typing.final
+class HeadDraft(_message.Message):
+    """What a head drafts before a verification."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GAMMA_FIELD_NUMBER: _builtins.int
+    MAX_NODES_FIELD_NUMBER: _builtins.int
+    gamma: _builtins.int
+    """Upper bound of the depth, 0 for no proposal in this cycle. Range [0, 64]."""
+    max_nodes: _builtins.int
+    """Upper bound of nodes; 0 means `gamma` (a chain). Above `gamma` the proposal may be a tree. Range [0, 256]."""
+    def __init__(
+        self,
+        *,
+        gamma: _builtins.int = ...,
+        max_nodes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gamma", b"gamma", "max_nodes", b"max_nodes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeadDraft: _TypeAlias = HeadDraft  # noqa: Y015
 
 @_typing.final
 class VerifyResponse(_message.Message):
@@ -177,6 +215,7 @@ class VerifyResult(_message.Message):
     NEED_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
+    DRAFTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Echo of the block's id."""
     session_id: _builtins.str
@@ -197,6 +236,12 @@ class VerifyResult(_message.Message):
     def timing(self) -> _types_pb2.WorkerTiming:
         """Time spent in the worker."""
 
+    @_builtins.property
+    def drafted(self) -> _types_pb2.Proposal:
+        """The proposal of the worker's head that was verified, without distributions; absent if the block asked for none.
+        It is empty where the head lacks the hidden states of the last tokens.
+        """
+
     def __init__(
         self,
         *,
@@ -206,13 +251,19 @@ class VerifyResult(_message.Message):
         need: _types_pb2.NeedTokens | None = ...,
         error: _types_pb2.BlockError | None = ...,
         timing: _types_pb2.WorkerTiming | None = ...,
+        drafted: _types_pb2.Proposal | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "need", b"need", "outcome", b"outcome", "timing", b"timing", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drafted", b"_drafted", "drafted", b"drafted", "error", b"error", "need", b"need", "outcome", b"outcome", "timing", b"timing", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "need", b"need", "outcome", b"outcome", "request_id", b"request_id", "session_id", b"session_id", "timing", b"timing", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafted", b"_drafted", "drafted", b"drafted", "error", b"error", "need", b"need", "outcome", b"outcome", "request_id", b"request_id", "session_id", b"session_id", "timing", b"timing", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__drafted: _TypeAlias = _typing.Literal["drafted"]  # noqa: Y015
+    _WhichOneofArgType__drafted: _TypeAlias = _typing.Literal["_drafted", b"_drafted"]  # noqa: Y015
     _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["verdict", "need", "error"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drafted) -> _WhichOneofReturnType__drafted | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
 
 Global___VerifyResult: _TypeAlias = VerifyResult  # noqa: Y015
@@ -340,6 +391,7 @@ class GetTargetInfoResponse(_message.Message):
     IS_DRAINING_FIELD_NUMBER: _builtins.int
     MODEL_IDENTITY_FIELD_NUMBER: _builtins.int
     KERNEL_FIELD_NUMBER: _builtins.int
+    HEAD_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model name given at startup."""
     vocab_size: _builtins.int
@@ -368,6 +420,8 @@ class GetTargetInfoResponse(_message.Message):
     """
     kernel: _builtins.str
     """Kernel of the model's forwards, see `ProcessStatus.kernel`."""
+    head: _builtins.str
+    """The head that drafts in this worker, as given at startup; empty for none."""
     @_builtins.property
     def totals(self) -> _types_pb2.WorkerTotals:
         """Totals since startup."""
@@ -389,10 +443,11 @@ class GetTargetInfoResponse(_message.Message):
         is_draining: _builtins.bool = ...,
         model_identity: _builtins.str = ...,
         kernel: _builtins.str = ...,
+        head: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "is_draining", b"is_draining", "kernel", b"kernel", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "model_identity", b"model_identity", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "pid", b"pid", "totals", b"totals", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "head", b"head", "is_draining", b"is_draining", "kernel", b"kernel", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "model_identity", b"model_identity", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "pid", b"pid", "totals", b"totals", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -135,6 +135,10 @@ class _DrafterKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DrafterKi
     """
     DRAFTER_KIND_GRAMMAR: _DrafterKind.ValueType  # 7
     """The tokens that the request's grammar leaves no choice for. As the drafter that a request allows: these alone."""
+    DRAFTER_KIND_HEAD: _DrafterKind.ValueType  # 8
+    """A head in the target worker (`head`), which reads the target's hidden states. As the drafter that a request
+    allows: the head alone, without the look-ups.
+    """
 
 class DrafterKind(_DrafterKind, metaclass=_DrafterKindEnumTypeWrapper):
     """Drafter that proposed, or that a request allows."""
@@ -159,6 +163,10 @@ allows: this server alone, without the look-ups.
 """
 DRAFTER_KIND_GRAMMAR: DrafterKind.ValueType  # 7
 """The tokens that the request's grammar leaves no choice for. As the drafter that a request allows: these alone."""
+DRAFTER_KIND_HEAD: DrafterKind.ValueType  # 8
+"""A head in the target worker (`head`), which reads the target's hidden states. As the drafter that a request
+allows: the head alone, without the look-ups.
+"""
 Global___DrafterKind: _TypeAlias = DrafterKind  # noqa: Y015
 
 @_typing.final

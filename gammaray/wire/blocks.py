@@ -39,14 +39,18 @@ def shape_to_proto(shape: Shape) -> draft_pb.ProposeBlock:
     return draft_pb.ProposeBlock(gamma=shape.depth, max_nodes=shape.max_nodes)
 
 
-def shape_from_proto(block: draft_pb.ProposeBlock) -> Shape:
+def shape_from_proto(block: draft_pb.ProposeBlock | target_pb.HeadDraft, least: int = 1) -> Shape:
     """Return the shape that a block asks for.
+
+    Args:
+        block: The block, or what it asks of a head.
+        least: Lower bound of the depth.
 
     Raises:
         InvalidArgumentError: A bound is out of range.
     """
-    if not 1 <= block.gamma <= MAX_GAMMA:
-        raise InvalidArgumentError("gamma", block.gamma, f"1 to {MAX_GAMMA}")
+    if not least <= block.gamma <= MAX_GAMMA:
+        raise InvalidArgumentError("gamma", block.gamma, f"{least} to {MAX_GAMMA}")
     if block.max_nodes > MAX_NODES:
         raise InvalidArgumentError("max_nodes", block.max_nodes, f"0 to {MAX_NODES}")
     return Shape(block.gamma, block.max_nodes)
@@ -140,6 +144,7 @@ def verdict_from_proto(result: target_pb.VerifyResult, vocab_size: int, *, has_l
         accepted_path=tuple(message.accepted_path),
         next_token_id=message.next_token_id,
         next_origin=origin_from_proto(message.next_origin),
+        drafted=_drafted(result, vocab_size),
         num_tested=message.num_tested,
         logprobs=tuple(_logprobs(entry, vocab_size) for entry in message.logprobs) if has_logprobs else (),
         timing=VerifyTiming(
@@ -152,6 +157,15 @@ def verdict_from_proto(result: target_pb.VerifyResult, vocab_size: int, *, has_l
         if timing.batch_tokens > 0
         else None,
     )
+
+
+def _drafted(result: target_pb.VerifyResult, vocab_size: int) -> Proposal | None:
+    if not result.HasField("drafted"):
+        return None
+    try:
+        return proposal_from_proto(result.drafted, vocab_size)
+    except InvalidArgumentError as error:
+        raise InternalError(f"the peer sent a proposal that cannot be: {error}") from None
 
 
 def _logprobs(message: target_pb.TokenLogprobs, vocab_size: int) -> TokenLogprobs:

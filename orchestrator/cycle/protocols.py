@@ -27,8 +27,13 @@ class Drafter(Protocol):
 class Verifier(Protocol):
     """Verifies proposals for one session."""
 
-    async def verify(self, session: Session, proposal: Proposal) -> Verdict:
+    async def verify(self, session: Session, proposal: Proposal, drafts: Shape | None = None) -> Verdict:
         """Return the target's verdict on a proposal, which may be empty.
+
+        Args:
+            session: The session.
+            proposal: The proposal.
+            drafts: The shape within which the target's head drafts before; the proposal is then empty.
 
         Raises:
             InvalidArgumentError: The target refuses the proposal.

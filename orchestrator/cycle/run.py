@@ -39,7 +39,8 @@ async def run_cycle(
     shape = controller.next_shape().clipped(session.remaining - 1)  # the target emits one token itself
 
     proposal, draft_failed = EMPTY, False
-    if shape.depth > 0:
+    by_head = shape if shape.depth > 0 and shape.drafter is DrafterKind.HEAD else None
+    if shape.depth > 0 and by_head is None:
         try:
             proposal = _checked(session, await drafter.propose(session, shape), shape)
         except GammarayError as error:
@@ -47,7 +48,7 @@ async def run_cycle(
             draft_failed = True
     proposed = time.perf_counter()
 
-    proposal, verdict = await _verify(session, verifier, proposal)
+    proposal, verdict = await _verify(session, verifier, proposal, by_head)
     verified = time.perf_counter()
 
     token_ids, origins = _emitted(session, proposal, verdict)
@@ -88,10 +89,7 @@ def _checked(session: Session, proposal: Proposal, shape: Shape) -> Proposal:
     Raises:
         InternalError: The proposal exceeds `shape`, or lacks the distributions that the session needs.
     """
-    if proposal.depth > shape.depth:
-        raise InternalError(f"the drafter proposed {proposal.depth} levels, {shape.depth} were asked for")
-    if len(proposal) > max(shape.depth, shape.max_nodes):
-        raise InternalError(f"the drafter proposed {len(proposal)} nodes, asked for were {shape}")
+    _within(proposal, shape)
     if session.needs_draft_distributions:
         if len(proposal) > 0 and proposal.draft_distributions is None:
             raise InternalError("the drafter sent no draft distributions, which rejection verification needs")
@@ -99,8 +97,31 @@ def _checked(session: Session, proposal: Proposal, shape: Shape) -> Proposal:
     return proposal if proposal.draft_distributions is None else replace(proposal, draft_distributions=None)
 
 
-async def _verify(session: Session, verifier: Verifier, proposal: Proposal) -> tuple[Proposal, Verdict]:
-    """Return the verdict and the verified proposal, which is empty if the target refused the given one."""
+def _within(proposal: Proposal, shape: Shape) -> Proposal:
+    """Return a proposal after checking its size.
+
+    Raises:
+        InternalError: It exceeds `shape`.
+    """
+    if proposal.depth > shape.depth:
+        raise InternalError(f"the drafter proposed {proposal.depth} levels, {shape.depth} were asked for")
+    if len(proposal) > max(shape.depth, shape.max_nodes):
+        raise InternalError(f"the drafter proposed {len(proposal)} nodes, asked for were {shape}")
+    return proposal
+
+
+async def _verify(
+    session: Session, verifier: Verifier, proposal: Proposal, by_head: Shape | None
+) -> tuple[Proposal, Verdict]:
+    """Return the verdict and the verified proposal, which is empty if the target refused the given one.
+
+    Raises:
+        InternalError: The target's head drafted more than it was asked for.
+    """
+    if by_head is not None:
+        verdict = await verifier.verify(session, EMPTY, by_head)
+        drafted = replace(verdict.drafted or EMPTY, drafter=DrafterKind.HEAD)
+        return _within(drafted, by_head), verdict
     try:
         return proposal, await verifier.verify(session, proposal)
     except InvalidArgumentError as error:

@@ -61,6 +61,8 @@ class Session:
         prompt_logprobs: Log-probabilities of the prompt, set between the first verdict and the first chunk.
         model_identity: Identity of the target that emitted the tokens (`orchestrator.workers.verifier`); ""
             for any.
+        uses_head: Whether the target keeps hidden states for its head, which may draft.
+        has_head: Whether the target worker in use has a head, as far as known.
         digest: Key in the store of the request that began the turn, see `orchestrator.storage.session_store`.
     """
 
@@ -85,6 +87,8 @@ class Session:
     num_cached: int = field(init=False, default=0)
     prompt_logprobs: PromptLogprobs | None = field(init=False, default=None)
     model_identity: str = field(init=False, default="")
+    uses_head: bool = field(init=False, default=False)
+    has_head: bool = field(init=False, default=False)
     digest: str = field(init=False, default="")
 
     def __post_init__(self) -> None:

@@ -50,7 +50,7 @@ class FixedChoice:
         if forced := self._drafter.num_forced(session):
             depth = min(shape.depth, forced)
             return replace(shape, depth=depth, max_nodes=0, drafter=DrafterKind.GRAMMAR)
-        readiness = self._drafter.prepare(session) if self._allowed.is_remote else None
+        readiness = self._drafter.prepare(session) if self._allowed.is_model else None
         if readiness is Readiness.READY and not self._drafter.has_prediction:
             return shape  # look-ups would not be used
         matches = self._drafter.matches(session)
@@ -96,7 +96,7 @@ class AdaptiveChoice:
     def next_shape(self) -> Shape:
         """Return the shape of the next cycle's proposal, which names its drafter."""
         readiness = Readiness.ABSENT
-        if self._allowed.is_remote:
+        if self._allowed.is_model:
             readiness = self._drafter.prepare(self._session)
         if forced := self._drafter.num_forced(self._session):
             return Shape(forced, reason=Reason.FORCED.value, drafter=DrafterKind.GRAMMAR)
@@ -108,14 +108,14 @@ class AdaptiveChoice:
                 shape = by_text
         if shape is None:
             shape = Shape(0, drafter=DrafterKind.NGRAM)
-        is_fallback = self._allowed.is_remote and readiness is Readiness.ABSENT
+        is_fallback = self._allowed.is_model and readiness is Readiness.ABSENT
         return replace(shape, is_fallback=True) if is_fallback else shape
 
     def observe(self, cycle: Cycle) -> None:
         """Learn from a finished cycle; one whose draft worker failed is evidence for no drafter."""
         if _has_fallen_back(cycle):
             return
-        if cycle.shape.drafter.is_remote:
+        if cycle.shape.drafter.is_model:
             self._model.observe(cycle)
         else:
             if cycle.shape.drafter is not DrafterKind.GRAMMAR:

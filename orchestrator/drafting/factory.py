@@ -15,6 +15,7 @@ from orchestrator.cycle.session import Session
 from orchestrator.drafting.choice import AdaptiveChoice, FixedChoice
 from orchestrator.drafting.corpus import Corpus
 from orchestrator.drafting.grammar import GrammarDrafter
+from orchestrator.drafting.head import TargetHead
 from orchestrator.drafting.http.drafter import ServerDrafter
 from orchestrator.drafting.http.server import DraftServer
 from orchestrator.drafting.matches import TextDrafter
@@ -28,6 +29,7 @@ from orchestrator.gamma.cost_model import CostModel
 from orchestrator.gamma.fixed import FixedGamma, Reason
 from orchestrator.workers.drafter import RemoteDrafter
 from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.verifier import TargetPool, has_head
 
 __all__ = ["Drafting"]
 
@@ -38,6 +40,7 @@ class Drafting:
     Args:
         settings: Deadlines and bounds.
         pool: The draft workers.
+        targets: The target workers, of which some may have heads.
         vocab_size: Vocabulary size of the target.
         server: The server that drafts in place of draft workers, if any.
 
@@ -50,10 +53,12 @@ class Drafting:
         self,
         settings: OrchestratorSettings,
         pool: WorkerPool[draft_pb.ProposeBlock, draft_pb.ProposeResult],
+        targets: TargetPool,
         vocab_size: int,
         server: DraftServer | None = None,
     ) -> None:
         self._settings, self._pool, self._vocab_size = settings, pool, vocab_size
+        self._targets = targets
         self._server = server
         self.costs = CostModel()
         # Proposals from past outputs are a shared cache: without prefix caching nothing is shared.
@@ -80,6 +85,8 @@ class Drafting:
         settings, policy, allowed = self._settings, request.gamma, request.drafter
         remote = self._remote(session, request, spec)
         kind = DrafterKind.MODEL if self._server is None else DrafterKind.SERVER
+        if isinstance(remote, TargetHead):
+            kind, session.uses_head, session.has_head = DrafterKind.HEAD, True, True
         by_server = settings.max_text_gamma if settings.max_gamma > 0 else 0
         max_text = policy.fixed or policy.max_gamma or by_server
         texts = self._texts(request, prediction) if max_text > 0 else []
@@ -93,7 +100,9 @@ class Drafting:
             fixed = FixedGamma(policy.fixed, self.costs, max_nodes, drafter=kind)
             return drafter, FixedChoice(session, drafter, allowed, fixed)
         text = TextGamma(max_text, self.costs, request.sampling.temperature)
-        return drafter, AdaptiveChoice(session, drafter, allowed, self._model(request), text, self.costs)
+        return drafter, AdaptiveChoice(
+            session, drafter, allowed, self._model(request, kind), text, self.costs
+        )
 
     def check(self, request: GenerationRequest) -> None:
         """Check that a new request can use the drafter that it allows.
@@ -105,7 +114,14 @@ class Drafting:
         if self._server is None and request.drafter is DrafterKind.SERVER:
             allowed = "another drafter: this cluster has no server that drafts (draft_server)"
             raise InvalidArgumentError("drafter", request.drafter.value, allowed)
-        if self._server is not None and request.drafter.is_remote and _draws_by_rejection(request):
+        if (
+            request.drafter is DrafterKind.HEAD
+            and not self._has_head
+            and self._targets.pick_any() is not None
+        ):
+            allowed = "another drafter: no target worker of this cluster has a head (head)"
+            raise InvalidArgumentError("drafter", request.drafter.value, allowed)
+        if self._server is not None and request.drafter.is_model and _draws_by_rejection(request):
             allowed = (
                 "coupled or naive: a server drafts for this cluster and sends no draft distribution, without "
                 "which rejection is not exact; or rejection with drafter ngram, suffix, prediction or none"
@@ -119,15 +135,22 @@ class Drafting:
         settings = self._settings
         bounds = {"timeout_s": settings.propose_timeout_s, "prefill_timeout_s": settings.verify_timeout_s}
         if self._server is not None:
-            if not request.drafter.is_remote or _draws_by_rejection(request):
+            if not request.drafter.is_model or _draws_by_rejection(request):
                 return None
             # Names of tenants and of sessions are not for the server: it only compares the salts.
             salt = spec.cache_salt if spec.HasField("cache_salt") else session.session_id
             hashed = hashlib.sha256(salt.encode()).hexdigest()[:32]
             return ServerDrafter(self._server, hashed, **bounds)
+        if request.drafter.is_model and self._has_head:
+            return TargetHead()
         if request.drafter is not DrafterKind.MODEL:
             return None
         return RemoteDrafter(self._pool, spec, vocab_size=self._vocab_size, **bounds)
+
+    @property
+    def _has_head(self) -> bool:
+        """Whether a usable target worker has a head."""
+        return self._targets.pick_any(has_head) is not None
 
     def _texts(self, request: GenerationRequest, prediction: Sequence[int]) -> list[TextDrafter]:
         """Return the text drafters that a request may use; a draft model may be replaced by any of them.
@@ -147,16 +170,16 @@ class Drafting:
             texts.append(PromptLookup())
         return texts
 
-    def _model(self, request: GenerationRequest) -> AdaptiveGamma:
-        """Return the controller of the proposals of the draft model, or of the server in its place."""
+    def _model(self, request: GenerationRequest, kind: DrafterKind) -> AdaptiveGamma:
+        """Return the controller of the proposals of the draft model, or of the head or server in its place."""
         settings, policy = self._settings, request.gamma
         max_gamma = policy.max_gamma or settings.max_gamma
-        if self._server is not None:  # it returns one chain
-            return AdaptiveGamma(max_gamma, self.costs, drafter=DrafterKind.SERVER)
+        if kind is DrafterKind.SERVER:  # it returns one chain
+            return AdaptiveGamma(max_gamma, self.costs, drafter=kind)
         # Only coupled verification takes trees, at any temperature.
         takes_trees = request.verification is VerificationMethod.COUPLED
         max_nodes = (policy.max_nodes or settings.max_nodes) if takes_trees else 0
-        return AdaptiveGamma(max_gamma, self.costs, max_nodes)
+        return AdaptiveGamma(max_gamma, self.costs, max_nodes, drafter=kind)
 
 
 def _draws_by_rejection(request: GenerationRequest) -> bool:

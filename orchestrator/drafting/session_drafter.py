@@ -109,7 +109,7 @@ class SessionDrafter:
         The choice depends on past cycles, failures and committed tokens, never on the noise of a future
         token, so all verification methods stay exact.
         """
-        if self._remote is not None and shape.drafter.is_remote:
+        if self._remote is not None and shape.drafter.is_model:
             try:
                 proposal = await self._remote.propose(session, shape)
                 return proposal if self._grammar is None else self._grammar.cut(session, proposal)

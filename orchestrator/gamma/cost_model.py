@@ -163,7 +163,7 @@ class CostModel:
         """
         tested, accepted = first_children(cycle)
         share = _share(cycle)
-        is_model = cycle.shape.drafter.is_remote
+        is_model = cycle.shape.drafter.is_model
         if cycle.gamma == 0 or not is_model:
             self._forget(share)
         elif tested:

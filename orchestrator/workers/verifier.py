@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from gammaray.blocks import Verdict
+from gammaray.blocks import Shape, Verdict
 from gammaray.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -39,6 +39,7 @@ __all__ = [
     "TargetLink",
     "TargetPool",
     "check_served",
+    "has_head",
     "identity_of",
     "of_identity",
     "why_nobody",
@@ -63,7 +64,7 @@ class FencedVerifier:
     def __init__(self, verifier: Verifier, renew: Callable[[Session], Awaitable[None]]) -> None:
         self._verifier, self._renew = verifier, renew
 
-    async def verify(self, session: Session, proposal: Proposal) -> Verdict:
+    async def verify(self, session: Session, proposal: Proposal, drafts: Shape | None = None) -> Verdict:
         """Return the target's verdict.
 
         Raises:
@@ -74,7 +75,7 @@ class FencedVerifier:
         """
         for _ in range(TRIES):
             try:
-                return await self._verifier.verify(session, proposal)
+                return await self._verifier.verify(session, proposal, drafts)
             except CancelledError as error:
                 dropped = error
             await self._renew(session)
@@ -90,6 +91,11 @@ TargetPool = WorkerPool[target_pb.VerifyBlock, target_pb.VerifyResult]
 def identity_of(link: WorkerConnection[Any, Any]) -> str:
     """Return the model identity in the worker's last info, empty if unknown."""
     return link.info.model_identity if isinstance(link.info, target_pb.GetTargetInfoResponse) else ""
+
+
+def has_head(link: WorkerConnection[Any, Any]) -> bool:
+    """Return whether the worker's last info names a head that drafts there."""
+    return isinstance(link.info, target_pb.GetTargetInfoResponse) and link.info.head != ""
 
 
 def of_identity(identity: str) -> Callable[[TargetLink], bool]:
@@ -147,7 +153,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
     ) -> None:
         super().__init__(pool, spec)
         self._timeout_s, self._wait_s = timeout_s, wait_s
-        self._proposal = Proposal()
+        self._proposal, self._drafts = Proposal(), Shape(0)
         self._identity = ""
 
     def prefer(self, session: Session, address: str) -> None:
@@ -156,7 +162,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
         if link is not None and of_identity(session.model_identity)(link):
             super().prefer(session, address)
 
-    async def verify(self, session: Session, proposal: Proposal) -> Verdict:
+    async def verify(self, session: Session, proposal: Proposal, drafts: Shape | None = None) -> Verdict:
         """Return the target's verdict.
 
         Raises:
@@ -164,7 +170,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             ModelChangedError: The connected workers serve other models than the session's.
             GammarayError: The error that the worker answered.
         """
-        self._proposal = proposal
+        self._proposal, self._drafts = proposal, drafts or Shape(0)
         deadline: float | None = None
         while True:
             left_s = self._wait_s if deadline is None else max(0.0, deadline - time.monotonic())
@@ -172,6 +178,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             self._attach(session, link)
             # The worker compares it, too: it may have been replaced by another process at the same address.
             self._identity = session.model_identity or identity_of(link)
+            session.has_head = has_head(link)
             start = time.monotonic()
             try:
                 result = await self._ask(session, link, self._timeout_s)
@@ -232,7 +239,8 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             )
         except InternalError as error:
             raise InternalError(f"target worker at {link.address}: {error}") from None
-        if verdict.num_tested > len(self._proposal):
+        proposal = self._proposal if verdict.drafted is None else verdict.drafted
+        if verdict.num_tested > len(proposal):
             raise InternalError(f"the target worker at {link.address} sent a verdict that cannot be")
         return verdict
 
@@ -259,7 +267,9 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
                 raise error
 
     def _block(self, session: Session) -> target_pb.VerifyBlock:
+        head = target_pb.HeadDraft(gamma=self._drafts.depth, max_nodes=self._drafts.max_nodes)
         return target_pb.VerifyBlock(
+            head=head if session.uses_head else None,
             proposal=proposal_to_proto(self._proposal),
             num_top_logprobs=session.num_top_logprobs,
             num_prompt_logprobs=session.num_prompt_logprobs if session.lacks_prompt_logprobs else None,

@@ -145,11 +145,15 @@ class Scheduler(ABC, Generic[TaskT]):
         """Run one forward for as many blocks as fit and return the answers that are ready."""
         self._drop_dead()
         self._admit()
+        self._prepare_blocks()
         batch = plan(self._running.values(), self.engine.length, self.limits)
         if batch:
             self._forward(batch)
         replies, self._replies = self._replies, []
         return replies
+
+    def _prepare_blocks(self) -> None:
+        """Prepare admitted blocks before their first forward; a worker may draft for several at once."""
 
     def _end(self, session_id: str, error: GammarayError) -> None:
         for task in self._waiting.pop(session_id, ()):

@@ -157,11 +157,14 @@ class VerifyTask(Task):
     Args:
         num_top_logprobs: Alternatives per emitted token; None: no log-probabilities.
         num_prompt_logprobs: The same for each token of the prompt.
+        head: The shape within which the worker's head drafts first, of depth 0 for no proposal; None: the
+            session's hidden states are not kept either.
     """
 
     proposal: Proposal
     num_top_logprobs: int | None
     num_prompt_logprobs: int | None = None
+    head: Shape | None = None
 
     @property
     def reads_anew(self) -> bool:

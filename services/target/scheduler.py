@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gammaray.blocks import TokenLogprobs, Verdict
 from gammaray.errors import GammarayError, InternalError, InvalidArgumentError
+from gammaray.types import Proposal
 from services.engine.engine import Engine, SequenceInput
 from services.engine.sampling.edits import LogitEdits, row_paths
 from services.engine.sampling.logits import edited_logits, processed_log_probs
@@ -21,6 +22,7 @@ from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import VerifyTask
+from services.target.heads import HeadDrafter
 from services.target.prompt_scores import PromptScores
 from services.target.verification import verify
 
@@ -29,18 +31,48 @@ __all__ = ["TargetScheduler"]
 
 @dataclass(slots=True, eq=False)
 class _Verifying(Running[VerifyTask]):
-    """A running verification; `scores` collects the requested log-probabilities of the prompt."""
+    """A running verification.
+
+    Args:
+        scores: Collects the requested log-probabilities of the prompt.
+        must_draft: Whether the head has to draft before the first forward.
+        states: Hidden states of the last feed's tokens, [tokens, taps, hidden_size]; for a head.
+    """
 
     scores: PromptScores | None = None
+    must_draft: bool = False
+    states: Tensor | None = None
+
+    def propose(self, proposal: Proposal) -> None:
+        """Verify a proposal that the block did not bring."""
+        self.task.proposal = proposal
+        self.tail, self.parents = list(proposal.token_ids), proposal.parents
+        self.num_logits = len(self.tail) + 1
 
 
 class TargetScheduler(Scheduler[VerifyTask]):
-    """Feeds the committed tokens that are not cached and then a whole proposal, and verifies it."""
+    """Feeds the committed tokens that are not cached and then a whole proposal, and verifies it.
+
+    Args:
+        engine: The target and its cache.
+        limits: Bounds of one forward.
+        grammars: Compiles the sessions' grammars; None: sessions with one are refused.
+        head: Drafts for blocks that ask for it; None: these are verified without a proposal.
+    """
 
     role: ClassVar[str] = "target"
 
-    def __init__(self, engine: Engine, limits: Limits, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        limits: Limits,
+        grammars: Grammars | None = None,
+        head: HeadDrafter | None = None,
+    ) -> None:
         super().__init__(engine, limits, grammars=grammars)
+        self._head = head
+        if head is not None:
+            engine.tap(head.taps)
         self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
     def _start(self, task: VerifyTask, session: SessionCopy) -> Running[VerifyTask]:
@@ -52,7 +84,22 @@ class TargetScheduler(Scheduler[VerifyTask]):
             prompt = session.tokens[: session.spec.prompt_length]
             running.scores = PromptScores(prompt, num_top, self.engine.vocab_size)
             running.is_scored = True
+        running.must_draft = self._head is not None and task.head is not None and task.head.depth > 0
         return running
+
+    def _prepare_blocks(self) -> None:
+        """Draft for the blocks that leave it to the head."""
+        drafting = [one for one in self._running.values() if isinstance(one, _Verifying) and one.must_draft]
+        if not drafting or self._head is None:
+            return
+        asked = []
+        for running in drafting:
+            assert running.task.head is not None
+            asked.append((running.session, running.task.head))
+            running.must_draft = False
+        for running, proposal in zip(drafting, self._head.draft(asked), strict=True):
+            if len(proposal) < self.limits.max_batch_tokens:
+                running.propose(proposal)
 
     def _step(self, batch: list[tuple[Running[VerifyTask], SequenceInput]]) -> list[Tensor]:
         """Run the forward, and meanwhile compute the masks of the sessions with a grammar."""
@@ -62,9 +109,24 @@ class TargetScheduler(Scheduler[VerifyTask]):
             if running.session.spec.params.grammar and feed.num_logits
         ]
         try:
-            return super()._step(batch)
+            logits = super()._step(batch)
         finally:
             wait(masks)  # the engine's thread may change the sessions from here on
+        if self._head is not None:
+            for (running, feed), states in zip(batch, self.engine.taps, strict=True):
+                self._note_states(running, feed, states)
+        return logits
+
+    def _note_states(self, running: Running[VerifyTask], feed: SequenceInput, states: Tensor) -> None:
+        """Keep the hidden states of committed tokens; those of a proposal wait for the verdict."""
+        assert isinstance(running, _Verifying)
+        assert self._head is not None
+        if running.task.head is None:
+            return
+        if feed.start + len(feed.token_ids) < running.num_tokens:
+            self._head.take(feed.session_id, feed.start, states)
+        else:
+            running.states = states
 
     def _prepare(self, running: Running[VerifyTask]) -> None:
         began, paths = time.perf_counter(), row_paths(running.task.proposal)
@@ -85,7 +147,7 @@ class TargetScheduler(Scheduler[VerifyTask]):
         verdict = self._judge(running, logits)
         return verdict if scores is None else replace(verdict, prompt_logprobs=scores.result())
 
-    def _judge(self, running: Running[VerifyTask], logits: Tensor) -> Verdict:
+    def _judge(self, running: _Verifying, logits: Tensor) -> Verdict:
         task, session = running.task, running.session
         spec, proposal, base = session.spec, task.proposal, task.base_position
         edits, paths = None, list[Sequence[int]]()
@@ -109,12 +171,23 @@ class TargetScheduler(Scheduler[VerifyTask]):
             self.engine.truncate(session.session_id, base + len(path))
         else:
             self.engine.keep_path(session.session_id, base, path)
+        if self._head is not None and running.states is not None:
+            first = len(running.states) - len(proposal)
+            rows = [*range(first), *(first + node for node in path)]
+            self._head.take(session.session_id, running.fed_from, running.states[rows])
+        if task.head is not None and task.head.depth > 0:
+            verdict = replace(verdict, drafted=replace(proposal, draft_distributions=None))
         emitted = [*(proposal.token_ids[node] for node in path), verdict.next_token_id]
         session.tokens += emitted
         if task.num_top_logprobs is None:
             return verdict
         rows = [0, *(node + 1 for node in path)]
         return replace(verdict, logprobs=_logprobs(logits[rows], emitted, task.num_top_logprobs))
+
+    def _forget(self, session: SessionCopy) -> None:
+        if self._head is not None:
+            self._head.drop(session.session_id)
+        super()._forget(session)
 
     def _edits(self, session: SessionCopy) -> LogitEdits:
         return session.edits_for(session.spec.params, self.engine.vocab_size, self.engine.device)

@@ -7,25 +7,30 @@ from contextlib import aclosing
 from typing import Any, ClassVar
 
 import grpc
+import torch
 
 from gammaray.blocks import Verdict
 from gammaray.checks import check_int
 from gammaray.config import TargetSettings
+from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError, ModelChangedError
 from gammaray.types import MAX_NODES, MAX_TOP_LOGPROBS, check_prompt_logprobs
 from gammaray.v1 import target_service_pb2, target_service_pb2_grpc
 from gammaray.v1 import target_service_pb2 as pb
-from gammaray.wire.blocks import fill_verdict, proposal_from_proto
+from gammaray.wire.blocks import fill_verdict, proposal_from_proto, proposal_to_proto, shape_from_proto
 from services.engine.engine import Engine
 from services.engine.loader import limit_cache
 from services.engine.tensor_parallel.engine import ParallelEngine
-from services.process.fingerprints import model_identity
+from services.heads.loading import load_head
+from services.heads.runner import HEAD_CACHE_BYTES, head_engine
+from services.process.fingerprints import check_drafter, model_identity
 from services.process.server import guarded
 from services.process.worker import Worker
 from services.scheduling.grammars import Grammars
 from services.scheduling.tasks import Reply, VerifyTask
 from services.streaming.messages import Model, describe, fill_result, task_fields
 from services.streaming.streams import Deliver, Streams
+from services.target.heads import HeadDrafter
 from services.target.scheduler import TargetScheduler
 
 __all__ = ["TargetServicer", "TargetWorker"]
@@ -39,10 +44,11 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
     Args:
         streams: The worker's open streams.
         model: What the worker serves.
+        head: Name of the head that drafts in it; empty for none.
     """
 
-    def __init__(self, streams: Streams, model: Model) -> None:
-        self._streams, self._model = streams, model
+    def __init__(self, streams: Streams, model: Model, head: str = "") -> None:
+        self._streams, self._model, self._head = streams, model, head
 
     async def Verify(
         self, request_iterator: AsyncIterator[pb.VerifyRequest], context: grpc.aio.ServicerContext
@@ -62,7 +68,10 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
         async with guarded(context):
             info = await describe(self._model, self._streams.engine)
         return pb.GetTargetInfoResponse(
-            **info, is_draining=self._streams.is_leaving, model_identity=self._model.identity
+            **info,
+            is_draining=self._streams.is_leaving,
+            model_identity=self._model.identity,
+            head=self._head,
         )
 
     def _parse(self, block: pb.VerifyBlock, deliver: Deliver) -> VerifyTask:
@@ -80,11 +89,15 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
                 "proposal", f"{len(block.proposal.token_ids)} nodes", f"at most {MAX_NODES}"
             )
         proposal = proposal_from_proto(block.proposal, model.vocab_size)
+        head = shape_from_proto(block.head, least=0) if block.HasField("head") else None
+        if head is not None and head.depth and proposal:
+            raise InvalidArgumentError("proposal", f"{len(proposal)} nodes", "none where the head drafts")
         task = VerifyTask(
             **task_fields(block, DEFAULT_TIMEOUT_MS, deliver),
             proposal=proposal,
             num_top_logprobs=num_top,
             num_prompt_logprobs=num_prompt,
+            head=head,
         )
         task.validate(model.vocab_size, model.max_context)
         end = task.base_position + proposal.depth
@@ -111,6 +124,8 @@ def _result(reply: Reply) -> pb.VerifyResult:
     fill_result(result, reply)
     if isinstance(reply.outcome, Verdict):
         fill_verdict(result.verdict, reply.outcome)
+        if reply.outcome.drafted is not None:
+            result.drafted.CopyFrom(proposal_to_proto(reply.outcome.drafted))
     return result
 
 
@@ -146,7 +161,31 @@ class TargetWorker(Worker[TargetSettings]):
         )
 
     def _scheduler(self, engine: Engine, grammars: Grammars) -> TargetScheduler:
-        return TargetScheduler(engine, self._limits, grammars)
+        head = self._load_head(engine) if self.settings.head else None
+        return TargetScheduler(engine, self._limits, grammars, head)
+
+    def _load_head(self, engine: Engine) -> HeadDrafter:
+        """Load the head that drafts in this worker.
+
+        Raises:
+            InvalidArgumentError: It is for another target.
+            UnsupportedModelError: Its format, a flag, a size or a tensor is not supported.
+        """
+        name, target = self.settings.head, resolve_model(self.settings.model, "target", "model")
+        check_drafter(name, target)
+        head, target_ids = load_head(name, target)
+        head.to(engine.device, torch.float32 if engine.device.type == "cpu" else engine.dtype)
+        return HeadDrafter(
+            head_engine(
+                head,
+                target_ids,
+                name=name,
+                max_context=engine.max_context,
+                budget_bytes=HEAD_CACHE_BYTES,
+            ),
+            head,
+        )
 
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:
-        target_service_pb2_grpc.add_TargetServiceServicer_to_server(TargetServicer(streams, model), server)
+        servicer = TargetServicer(streams, model, self.settings.head)
+        target_service_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server)

@@ -150,9 +150,10 @@ class GammarayOptions(StrictModel):
     max_nodes: Annotated[
         int, Integer(0, MAX_NODES, "Upper bound of a proposal's nodes; 0 is the server's choice.")
     ] = 0
-    drafter: Literal["model", "server", "ngram", "suffix", "prediction", "grammar", "none"] = Field(
+    drafter: Literal["model", "head", "server", "ngram", "suffix", "prediction", "grammar", "none"] = Field(
         "model",
-        description="What may propose: the draft model or server and all look-ups, the draft server alone, "
+        description="What may propose: the draft model, head or server and all look-ups, the target worker's "
+        "head alone, the draft server alone, "
         "prompt lookup, suffix decoding, the request's `prediction`, the tokens that a grammar forces, or "
         "nothing (gamma 0).",
     )

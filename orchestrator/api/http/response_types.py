@@ -59,6 +59,7 @@ class CyclesByDrafter(TypedDict):
     """Number of cycles by drafter."""
 
     model: _Count
+    head: _Count
     server: _Count
     ngram: _Count
     suffix: _Count

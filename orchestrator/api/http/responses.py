@@ -249,6 +249,7 @@ class ChoiceState:
             "speedup_estimate": summary.speedup_estimate,
             "cycles_by_drafter": {
                 "model": summary.model_cycles,
+                "head": summary.head_cycles,
                 "server": summary.server_cycles,
                 "ngram": summary.ngram_cycles,
                 "suffix": summary.suffix_cycles,
