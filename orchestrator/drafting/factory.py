@@ -171,7 +171,7 @@ class Drafting:
         return texts
 
     def _model(self, request: GenerationRequest, kind: DrafterKind) -> AdaptiveGamma:
-        """Return the controller of the proposals of the draft model, or of the head or server in its place."""
+        """Return the controller of the proposals of the draft model, head or server."""
         settings, policy = self._settings, request.gamma
         max_gamma = policy.max_gamma or settings.max_gamma
         if kind is DrafterKind.SERVER:  # it returns one chain

@@ -36,7 +36,7 @@ CHUNK = 512
 """Tokens of one session in one forward of the head."""
 
 TOP_K, WEIGHT_BITS = 64, 24
-"""Rejection: support of a distribution, and the bits of its weights' sum; nothing is sent, so both are large."""
+"""Rejection: support of a distribution and bits of its weights' sum; nothing is sent, so both are large."""
 
 
 @dataclass(slots=True)
